@@ -1,0 +1,39 @@
+# make train: a real fp16 fine-tune. make test: the test suite. Each sets up what it needs.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# torch comes first and alone: a range, or another package's need, could bring a CUDA build.
+STAMP := $(VENV)/.installed
+
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: train test test-gpu lint types bench clean
+
+train: $(STAMP)
+	$(BIN)/accelerate launch --config_file accelerate_configs/cpu_fp16.yaml recipes/finetune_classifier.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not gpu" --durations=15 $(ARGS)
+
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/boundary.py
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,34 @@
+"""fp16 training in Hugging Face Accelerate: a thread-aware GradScaler, attached in one line.
+
+>>> from accel_scaler import attach
+>>> accelerator = attach(Accelerator(mixed_precision="fp16"))  # a raw Accelerate loop
+>>> trainer = attach(Trainer(...))                             # existing Trainer code
+
+Importing starts no thread, patches nothing and leaves the environment as it is.
+"""
+
+from .attach import ScaledAccelerator, attach, detach
+from .config import (
+    AccelScalerError,
+    ConfigError,
+    OrderError,
+    OverflowStreakError,
+    ScalerConfig,
+    UnsupportedError,
+)
+from .scaler import GradScaler
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AccelScalerError",
+    "ConfigError",
+    "GradScaler",
+    "OrderError",
+    "OverflowStreakError",
+    "ScaledAccelerator",
+    "ScalerConfig",
+    "UnsupportedError",
+    "attach",
+    "detach",
+]

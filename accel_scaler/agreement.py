@@ -1,0 +1,26 @@
+"""The only collectives of the package; all run on the training thread, in program order."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["agree_on_overflow"]
+
+
+def agree_on_overflow(found_inf: bool, device: torch.device, sharded: bool) -> bool:
+    """Whether any rank found an overflow.
+
+    Args:
+        found_inf: this rank's finding.
+        device: where the process group communicates.
+        sharded: each rank holds other gradients (FSDP). Where False nothing is sent: after
+            DDP's all-reduce an inf or NaN of one rank stands in every rank's gradients.
+
+    Synchronises with the device and with the other ranks if ``sharded``.
+    """
+    if not sharded or not dist.is_initialized() or dist.get_world_size() == 1:
+        return found_inf
+    flag = torch.tensor(float(found_inf), device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag)

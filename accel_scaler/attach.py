@@ -1,0 +1,381 @@
+"""The Accelerate layer: ScaledAccelerator, its optimizer wrapper, attach and detach.
+
+``attach`` changes the class of an accelerator (and of the optimizers it prepared), as torch's
+``fully_shard`` does with modules: every change is an overridden method, and ``detach`` changes
+the class back. No function of another library is replaced.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterable
+from typing import Any, TypeVar, cast
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .autocast import add_autocast, remove_autocast
+from .boundary import Boundary
+from .config import ConfigError, OrderError, ScalerConfig, UnsupportedError
+from .scaler import GradScaler
+from .telemetry import History
+
+__all__ = ["ScaledAccelerator", "ScaledOptimizer", "attach", "detach"]
+
+T = TypeVar("T")
+
+_SCALED_CLASSES: dict[type, type] = {}
+
+_SCALED_ELSEWHERE = {
+    "DEEPSPEED": "DeepSpeed's engine scales the loss; set `fp16: {initial_scale_power, "
+    "loss_scale_window, hysteresis, min_loss_scale}` in its config",
+    "MEGATRON_LM": "Megatron-LM's optimizer scales the loss; set --initial-loss-scale, "
+    "--loss-scale-window, --hysteresis and --min-loss-scale there",
+    "XLA": "torch_xla scales with its own GradScaler; TPUs have bfloat16, which needs none",
+}
+
+
+class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
+    """``AcceleratedOptimizer`` whose ``step`` goes through the accelerator's boundary.
+
+    ``step_was_skipped`` is right for every optimizer, fused ones too, at the cost of one
+    synchronisation a step.
+    """
+
+    _boundary: Boundary | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()
+        # A copy steps like stock, with its own copy of the scaler: windows are the accelerator's.
+        state.pop("_boundary", None)
+        return state
+
+    def step(self, closure: Any = None) -> None:
+        """At a boundary: check, update the scale, step or skip. Elsewhere: nothing."""
+        if self._boundary is None or not self.gradient_state.sync_gradients:
+            super().step(closure)
+            return
+        if closure is not None:
+            raise UnsupportedError(
+                "optimizer.step(closure): a closure would run backward again inside the step, "
+                "with another scale. Call step() without one, or train without fp16."
+            )
+        stepped = False
+        try:
+            stepped = self._boundary.step(self.optimizer)
+        finally:
+            self._is_overflow = not stepped
+
+
+class ScaledAccelerator(Accelerator):  # type: ignore[misc]
+    """An ``accelerate.Accelerator`` whose fp16 training is scaled by :class:`GradScaler`.
+
+    Takes every argument of ``Accelerator``, and ``scaler_config``. Usually made by
+    :func:`attach`. Without ``mixed_precision="fp16"`` it is a plain ``Accelerator``.
+    """
+
+    _boundary: Boundary | None = None
+
+    def __init__(self, *args: Any, scaler_config: ScalerConfig | None = None, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        _set_up(self, scaler_config)
+
+    @property
+    def scaler_history(self) -> History:
+        """What the scaler did: one record a window, totals, ``summary()``."""
+        return History() if self._boundary is None else self._boundary.history
+
+    def prepare_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """As Accelerate's, and takes the parameters' names for error messages."""
+        prepared = super().prepare_model(model, *args, **kwargs)
+        if self._boundary is not None:
+            self._boundary.scaler.culprits.know(self.unwrap_model(prepared))
+        return prepared
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
+        """As Accelerate's, with this package's optimizer wrapper.
+
+        Raises:
+            UnsupportedError: a trainable float16 parameter.
+        """
+        prepared = super().prepare_optimizer(optimizer, device_placement)
+        if self._boundary is not None:
+            try:
+                _adopt(self._boundary, prepared)
+            except UnsupportedError:
+                self._optimizers.remove(prepared)
+                raise
+        return prepared
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """As Accelerate's: divide by the accumulation steps, scale, backward."""
+        if self._boundary is not None:
+            self._boundary.before_backward(_inner(self._optimizers))
+        super().backward(loss, **kwargs)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Unscale the gradients of ``optimizer`` (default: all prepared), once a window.
+
+        Off the boundary of an accumulation window it does nothing.
+        """
+        if self._boundary is None:
+            super().unscale_gradients(optimizer)
+        elif self.sync_gradients:
+            chosen = self._optimizers if optimizer is None else optimizer
+            self._boundary.unscale(_inner(chosen))
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2
+    ) -> Any:
+        """Unscale, then clip the total norm of ``parameters`` to ``max_norm``.
+
+        On the last micro-batch of a window it clips; before that it changes nothing and
+        returns the unscaled norm so far, so it may be called on every micro-batch.
+
+        Returns the total norm before clipping, unscaled, shape (); inf after an overflow.
+        Synchronises with the device once.
+        """
+        if self._boundary is None:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if not self.sync_gradients:
+            return self._boundary.norm_so_far(parameters, norm_type)
+        owned = _inner(self._optimizers)
+        if self.distributed_type == DistributedType.FSDP:
+            if self._boundary.unscale(self._boundary.owners(owned, parameters)):
+                return torch.tensor(float("inf"), device=self.device)
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        return self._boundary.clip_norm(owned, parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
+        """Unscale, then clip each element to ``[-clip_value, clip_value]``; at boundaries."""
+        if self._boundary is None:
+            super().clip_grad_value_(parameters, clip_value)
+            return
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if not self.sync_gradients:
+            return
+        if self.distributed_type == DistributedType.FSDP:
+            super().clip_grad_value_(parameters, clip_value)
+        owners = self._boundary.owners(_inner(self._optimizers), parameters)
+        if not self._boundary.unscale(owners):
+            torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def load_state(self, *args: Any, **kwargs: Any) -> Any:
+        """As Accelerate's; a window that was open is given up."""
+        result = super().load_state(*args, **kwargs)
+        if self._boundary is not None:
+            self._boundary.scaler.abandon_window()
+        return result
+
+
+def scaled_class(cls: Any, scaled: Any) -> Any:
+    """``scaled``, or for a user's own subclass of its base, ``scaled`` on top of that."""
+    if cls in scaled.__bases__:
+        return scaled
+    if cls not in _SCALED_CLASSES:
+        _SCALED_CLASSES[cls] = type(f"Scaled{cls.__name__}", (scaled, cls), {})
+    return _SCALED_CLASSES[cls]
+
+
+def stock_class(cls: Any, scaled: Any) -> Any:
+    """The way back from :func:`scaled_class`."""
+    return cls.__bases__[0] if cls is scaled else cls.__bases__[1]
+
+
+def attach(target: T, config: ScalerConfig | None = None) -> T:
+    """Scale ``target``'s fp16 training with :class:`GradScaler`; returns ``target``.
+
+    Args:
+        target: an ``accelerate.Accelerator``, before or after ``prepare``, or a
+            ``transformers.Trainer``. Attaching twice changes nothing, unless ``config`` is
+            given and differs: then detach first.
+        config: the settings; None reads ``ACCEL_SCALER_*`` from the environment. Settings that
+            stay at their defaults are taken from the scaler that is replaced
+            (``GradScalerKwargs``), as is its state.
+
+    Raises:
+        UnsupportedError: DeepSpeed, Megatron-LM, XLA or fp8 (they scale themselves), trainable
+            float16 parameters, a model compiled before it could be autocast.
+        ConfigError: a wrong setting, or a target of another type.
+    """
+    trainer = _trainer_module(target)
+    if trainer is not None:
+        return cast(T, trainer.attach_trainer(target, config))
+    if not isinstance(target, Accelerator):
+        raise ConfigError(
+            f"attach: got a {type(target).__name__}, expected an accelerate.Accelerator or a "
+            "transformers.Trainer."
+        )
+    accelerator: Any = target
+    if isinstance(accelerator, ScaledAccelerator) and accelerator._boundary is not None:
+        current = accelerator._scaler_config
+        if config is not None and config != current:
+            raise OrderError(
+                "attach: already attached with other settings; call detach(accelerator) first."
+            )
+        return target
+    before = type(accelerator)
+    if not isinstance(accelerator, ScaledAccelerator):
+        accelerator.__class__ = scaled_class(before, ScaledAccelerator)
+    try:
+        if _set_up(accelerator, config):
+            accelerator._made_by_attach = type(accelerator) is not before
+        else:
+            accelerator.__class__ = before
+    except BaseException:
+        accelerator.__class__ = before
+        raise
+    return target
+
+
+def detach(target: T) -> T:
+    """Undo :func:`attach`: stock classes, the stock scaler with the present scale. Idempotent."""
+    trainer = _trainer_module(target)
+    if trainer is not None:
+        return cast(T, trainer.detach_trainer(target))
+    accelerator: Any = target
+    boundary = getattr(accelerator, "_boundary", None)
+    if not isinstance(accelerator, ScaledAccelerator) or boundary is None:
+        return target
+    if boundary.scaler.window.opened_by is not None and not boundary.scaler.window.closed:
+        raise OrderError(
+            "detach: a window is open, its gradients are scaled. Detach after optimizer.step(), "
+            "or zero the gradients and call accelerator.scaler.abandon_window() first."
+        )
+    stock = accelerator._stock_scaler
+    if stock is not None:
+        stock.load_state_dict(boundary.scaler.state_dict())
+    else:
+        accelerator.native_amp = False
+        for model in accelerator._models:
+            remove_autocast(accelerator, model)
+    for optimizer in accelerator._optimizers:
+        if type(optimizer) is ScaledOptimizer:
+            optimizer.__class__ = AcceleratedOptimizer
+            optimizer.scaler = stock
+            optimizer.__dict__.pop("_boundary", None)
+    accelerator.scaler = stock
+    for name in ("_boundary", "_stock_scaler", "_scaler_config"):
+        accelerator.__dict__.pop(name)
+    if accelerator.__dict__.pop("_made_by_attach", False):
+        accelerator.__class__ = stock_class(type(accelerator), ScaledAccelerator)
+    return target
+
+
+def _trainer_module(target: object) -> Any:
+    """The Trainer layer if ``target`` is a Trainer; never imports transformers by itself."""
+    transformers = sys.modules.get("transformers.trainer")
+    if transformers is None or not isinstance(target, transformers.Trainer):
+        return None
+    from . import trainer
+
+    return trainer
+
+
+def _set_up(accelerator: ScaledAccelerator, config: ScalerConfig | None) -> bool:
+    """Put the scaler in place; False: not an fp16 run, so nothing to do (said in a warning)."""
+    config = ScalerConfig.from_env() if config is None else config
+    _forbid_other_scalers(accelerator)
+    if accelerator.mixed_precision != "fp16":
+        warnings.warn(
+            f"accel_scaler: mixed_precision={accelerator.mixed_precision!r} needs no gradient "
+            "scaling; nothing is attached, training is as before. Set it to 'fp16' to scale.",
+            stacklevel=3,
+        )
+        return False
+    stock = accelerator.scaler
+    scaler = _make_scaler(accelerator, config, stock)
+    boundary = Boundary(
+        scaler,
+        accelerator.device,
+        fold_unscale=config.fold_unscale,
+        sharded=accelerator.distributed_type == DistributedType.FSDP,
+    )
+    for optimizer in accelerator._optimizers:
+        _forbid_fp16_parameters(optimizer)
+    if not accelerator.native_amp:
+        # Stock Accelerate leaves fp16 on a CPU without autocast and without a scaler.
+        add_autocast(accelerator, list(accelerator._models))
+        accelerator.native_amp = True
+    accelerator._stock_scaler, accelerator._scaler_config = stock, config
+    accelerator.scaler, accelerator._boundary = scaler, boundary
+    for model in accelerator._models:
+        scaler.culprits.know(accelerator.unwrap_model(model))
+    for optimizer in accelerator._optimizers:
+        _adopt(boundary, optimizer)
+    return True
+
+
+def _forbid_other_scalers(accelerator: Accelerator) -> None:
+    kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+    if kind in _SCALED_ELSEWHERE:
+        raise UnsupportedError(f"attach: under {kind}, {_SCALED_ELSEWHERE[kind]}.")
+    if accelerator.mixed_precision == "fp8":
+        raise UnsupportedError(
+            "attach: with mixed_precision='fp8', the fp8 backend (TransformerEngine, MS-AMP or "
+            "torchao) scales tensor by tensor; use mixed_precision='fp16' for this package."
+        )
+
+
+def _make_scaler(accelerator: Any, config: ScalerConfig, stock: Any) -> GradScaler:
+    """Settings: those that ``config`` changes, else the replaced scaler's; and its state."""
+    handler = accelerator.scaler_handler
+    values: dict[str, Any] = {} if handler is None else handler.to_kwargs()
+    state = {} if stock is None else stock.state_dict()
+    if state:
+        values |= {"init_scale": state["scale"]}
+        values |= {key: state[key] for key in ("growth_factor", "backoff_factor")}
+        values |= {"growth_interval": state["growth_interval"]}
+    elif stock is not None:
+        values["enabled"] = False
+    changed = config.changed()
+    for name in ("step_mode", "offload", "fold_unscale"):
+        changed.pop(name, None)
+    if state and stock._scale is not None:
+        changed.pop("init_scale", None)  # training has begun: go on with its scale
+    scaler = GradScaler(accelerator.device.type, **(values | changed))
+    if state and state["_growth_tracker"]:
+        scaler.load_state_dict(scaler.state_dict() | {"_growth_tracker": state["_growth_tracker"]})
+    return scaler
+
+
+def _adopt(boundary: Boundary, optimizer: Any) -> None:
+    """Make a prepared optimizer step through ``boundary``."""
+    if type(optimizer) not in (AcceleratedOptimizer, ScaledOptimizer):
+        raise UnsupportedError(
+            f"attach: a prepared optimizer is a {type(optimizer).__name__}, expected Accelerate's "
+            "own AcceleratedOptimizer; prepare the torch optimizer instead."
+        )
+    _forbid_fp16_parameters(optimizer)
+    optimizer.__class__ = ScaledOptimizer
+    optimizer.scaler = boundary.scaler
+    optimizer._boundary = boundary
+    for inner in _inner(optimizer):
+        boundary.scaler.know(inner)
+
+
+def _forbid_fp16_parameters(optimizer: Any) -> None:
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.requires_grad and p.dtype is torch.float16:
+                raise UnsupportedError(
+                    f"a trainable parameter of shape {tuple(p.shape)} is float16; its update "
+                    "would be lost to rounding. Load the model in float32 (model.float(), or "
+                    "dtype=torch.float32 in from_pretrained): autocast runs it in float16."
+                )
+
+
+def _inner(optimizers: Any) -> list[Optimizer]:
+    """The torch optimizers inside one, or a list of, prepared ones."""
+    found = []
+    for optimizer in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
+        while isinstance(optimizer, AcceleratedOptimizer):
+            optimizer = optimizer.optimizer
+        found.append(optimizer)
+    return found

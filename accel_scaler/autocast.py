@@ -1,0 +1,54 @@
+"""float16 autocast on a model that was prepared without it, and the way back."""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+from accelerate.utils import convert_outputs_to_fp32, is_compiled_module
+from accelerate.utils.modeling import get_mixed_precision_context_manager
+
+from .config import UnsupportedError
+
+__all__ = ["add_autocast", "remove_autocast"]
+
+
+def add_autocast(accelerator: Any, models: list[torch.nn.Module]) -> None:
+    """Wrap each prepared model's forward as ``prepare_model`` does when autocast is on.
+
+    Raises:
+        UnsupportedError: a compiled model, whose forward can no longer be wrapped; before any
+            model is changed.
+    """
+    for model in models:
+        if is_compiled_module(model):
+            raise UnsupportedError(
+                "attach: the model was prepared and compiled without autocast. Call "
+                "attach(accelerator) before accelerator.prepare(model)."
+            )
+    for model in models:
+        inner: Any = accelerator.unwrap_model(model)
+        if "_original_forward" in inner.__dict__:
+            continue
+        context = get_mixed_precision_context_manager(True, accelerator.autocast_handler)
+        original = inner.forward
+        inner._original_forward = original
+        plain = getattr(original, "__func__", None)
+        if plain is None:
+            inner.forward = convert_outputs_to_fp32(context(original))
+        else:
+            wrapped = MethodType(context(plain), inner)
+            inner.forward = MethodType(convert_outputs_to_fp32(wrapped.__func__), inner)
+
+
+def remove_autocast(accelerator: Any, model: torch.nn.Module) -> None:
+    """Give the model its own forward back."""
+    inner: Any = accelerator.unwrap_model(model, keep_torch_compile=False)
+    original = inner.__dict__.pop("_original_forward", None)
+    if original is None:
+        return
+    if getattr(original, "__func__", None) is type(inner).forward:
+        del inner.__dict__["forward"]
+    else:
+        inner.forward = original

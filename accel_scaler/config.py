@@ -1,0 +1,233 @@
+"""Settings and errors: everything a user can set, checked where it is set."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+__all__ = [
+    "AccelScalerError",
+    "ConfigError",
+    "OrderError",
+    "OverflowStreakError",
+    "ScalerConfig",
+    "UnsupportedError",
+]
+
+ENV_PREFIX = "ACCEL_SCALER_"
+SECTION = "accel_scaler"
+
+
+class AccelScalerError(Exception):
+    """Every error that this package raises on purpose."""
+
+
+class ConfigError(AccelScalerError, ValueError, AssertionError):
+    """A setting or a state dict that cannot be used.
+
+    Also an ``AssertionError``, since ``torch.amp.GradScaler`` raises that for a bad factor.
+    """
+
+
+class OrderError(AccelScalerError, RuntimeError):
+    """A call that is illegal at this point of the window, or on this thread."""
+
+
+class OverflowStreakError(AccelScalerError, RuntimeError):
+    """More windows in a row were skipped than ``max_consecutive_skips`` allows."""
+
+
+class UnsupportedError(AccelScalerError, ValueError):
+    """A set-up whose gradients this package cannot scale; the message says who does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalerConfig:
+    """Every setting of the scaler and of the optimizer step, checked on construction.
+
+    Raises:
+        ConfigError: naming the field, the value it got, and what is allowed.
+    """
+
+    init_scale: float = field(default=2.0**16, metadata={"allowed": "a finite number > 0"})
+    """Scale of the first window (a factor on the loss, no unit)."""
+    growth_factor: float = field(default=2.0, metadata={"allowed": "a finite number > 1"})
+    """Factor on the scale after ``growth_interval`` windows in a row without overflow."""
+    backoff_factor: float = field(default=0.5, metadata={"allowed": "a number in (0, 1)"})
+    """Factor on the scale after a window that overflowed."""
+    growth_interval: int = field(default=2000, metadata={"allowed": "an integer >= 1"})
+    """Windows in a row without overflow that make the scale grow."""
+    enabled: bool = field(default=True, metadata={"allowed": "true or false"})
+    """False: no scaling; ``step`` calls the optimizer, everything else does nothing."""
+    min_scale: float | None = field(
+        default=None, metadata={"allowed": "a finite number > 0, or none"}
+    )
+    """The scale never falls below this. None: torch's behaviour, no floor."""
+    max_scale: float | None = field(
+        default=None, metadata={"allowed": "a finite number > 0, or none"}
+    )
+    """The scale never grows above this. None: torch's behaviour, float32's range."""
+    hysteresis: int = field(default=1, metadata={"allowed": "an integer >= 1"})
+    """Overflows in a row before the scale backs off (each one still skips its step)."""
+    max_consecutive_skips: int | None = field(
+        default=None, metadata={"allowed": "an integer >= 1, or none"}
+    )
+    """Skipped windows in a row that are allowed; one more raises, naming the tensors."""
+    step_mode: Literal["sync"] = field(default="sync", metadata={"allowed": "'sync'"})
+    """When parameters are updated: ``sync``, inside ``optimizer.step()``."""
+    offload: Literal["none"] = field(default="none", metadata={"allowed": "'none'"})
+    """Where optimizer state lives: ``none``, with the parameters."""
+    fold_unscale: bool = field(default=False, metadata={"allowed": "true or false"})
+    """Let the fused kernel unscale and clip: faster, but ``.grad`` stays scaled until the step."""
+
+    def __post_init__(self) -> None:
+        for spec in dataclasses.fields(self):
+            value = getattr(self, spec.name)
+            if not _CHECKS[spec.name](value):
+                raise ConfigError(_complaint(spec, repr(value)))
+        check_bounds(self.init_scale, self.min_scale, self.max_scale)
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any], where: str = "the settings") -> ScalerConfig:
+        """Build from plain values; ``where`` is named in errors about unknown fields."""
+        names = [spec.name for spec in dataclasses.fields(cls)]
+        unknown = [key for key in values if key not in names]
+        if unknown:
+            raise ConfigError(
+                f"{where}: unknown field {unknown[0]!r}; the fields are {', '.join(names)}."
+            )
+        try:
+            return cls(**values)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> ScalerConfig:
+        """Read ``ACCEL_SCALER_<FIELD>`` variables; unset ones keep their defaults."""
+        environ = os.environ if environ is None else environ
+        specs = {ENV_PREFIX + spec.name.upper(): spec for spec in dataclasses.fields(cls)}
+        values: dict[str, Any] = {}
+        for key in sorted(environ):
+            if not key.startswith(ENV_PREFIX):
+                continue
+            if key not in specs:
+                raise ConfigError(
+                    f"the environment: unknown variable {key}; known are {', '.join(specs)}."
+                )
+            values[specs[key].name] = _parse(specs[key], environ[key], key)
+        return cls.from_mapping(values, "the environment")
+
+    @classmethod
+    def from_yaml(cls, path: str | os.PathLike[str]) -> ScalerConfig:
+        """Read the top-level ``accel_scaler:`` section of an Accelerate config file.
+
+        A file without the section gives the defaults.
+        """
+        import yaml  # comes with accelerate; needed by those who use a file
+
+        text = Path(path).read_text(encoding="utf-8")
+        try:
+            document = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{path} is not valid YAML: {error}") from error
+        if document is not None and not isinstance(document, dict):
+            raise ConfigError(
+                f"{path}: expected a mapping at the top, got {type(document).__name__}."
+            )
+        section = (document or {}).get(SECTION, {})
+        if not isinstance(section, dict):
+            raise ConfigError(f"{path}: `{SECTION}:` must be a mapping of fields, got {section!r}.")
+        return cls.from_mapping(section, f"{path}, section `{SECTION}:`")
+
+    def to_env(self) -> dict[str, str]:
+        """The variables that make ``from_env`` give this config again (defaults left out)."""
+        return {ENV_PREFIX + name.upper(): _render(value) for name, value in self.changed().items()}
+
+    def changed(self) -> dict[str, Any]:
+        """The fields that differ from their defaults, in order."""
+        return {
+            spec.name: getattr(self, spec.name)
+            for spec in dataclasses.fields(self)
+            if getattr(self, spec.name) != spec.default
+        }
+
+
+def is_number(value: object) -> bool:
+    """A finite int or float; a bool is not a number here."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_count(value: object) -> bool:
+    """An integer of at least 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def is_positive(value: Any) -> bool:
+    """A finite number above 0."""
+    return is_number(value) and value > 0
+
+
+def check_bounds(scale: float, low: float | None, high: float | None) -> None:
+    """Raise ``ConfigError`` unless ``low <= scale <= high`` (None: no bound)."""
+    if low is not None and high is not None and low > high:
+        raise ConfigError(f"min_scale={low!r} is above max_scale={high!r}; swap or drop one.")
+    if low is not None and scale < low:
+        raise ConfigError(
+            f"init_scale={scale!r} is below min_scale={low!r}; raise it or drop the floor."
+        )
+    if high is not None and scale > high:
+        raise ConfigError(
+            f"init_scale={scale!r} is above max_scale={high!r}; set init_scale={high!r} as well."
+        )
+
+
+_CHECKS: dict[str, Any] = {
+    "init_scale": is_positive,
+    "growth_factor": lambda v: is_number(v) and v > 1,
+    "backoff_factor": lambda v: is_number(v) and 0 < v < 1,
+    "growth_interval": is_count,
+    "enabled": lambda v: isinstance(v, bool),
+    "min_scale": lambda v: v is None or is_positive(v),
+    "max_scale": lambda v: v is None or is_positive(v),
+    "hysteresis": is_count,
+    "max_consecutive_skips": lambda v: v is None or is_count(v),
+    "step_mode": lambda v: v == "sync",
+    "offload": lambda v: v == "none",
+    "fold_unscale": lambda v: isinstance(v, bool),
+}
+
+_WORDS = {"true": True, "1": True, "yes": True, "on": True}
+_WORDS |= {"false": False, "0": False, "no": False, "off": False}
+
+
+def _complaint(spec: dataclasses.Field[Any], got: str) -> str:
+    return f"{spec.name}: got {got}, expected {spec.metadata['allowed']}."
+
+
+def _parse(spec: dataclasses.Field[Any], text: str, key: str) -> Any:
+    """A variable's text as its field's type; a text that does not parse is an error."""
+    kind = str(spec.type)
+    word = text.strip().lower()
+    if "None" in kind and word in ("", "none", "null"):
+        return None
+    if kind == "bool" and word in _WORDS:
+        return _WORDS[word]
+    if kind.startswith("Literal"):
+        return text.strip()
+    try:
+        if kind.startswith("int"):
+            return int(word)
+        if kind.startswith("float"):
+            return float(word)
+    except ValueError:
+        pass
+    raise ConfigError(f"{key}: got {text!r}, expected {spec.metadata['allowed']}.")
+
+
+def _render(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)

@@ -1,0 +1,92 @@
+"""Which tensors overflowed: their names, and the error that ends a run of skips."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from .config import OverflowStreakError
+from .gradients import nonfinite
+
+__all__ = ["Culprits"]
+
+MOST_NAMES = 5
+
+
+class Culprits:
+    """Names parameters and keeps those seen in the present run of overflows.
+
+    Args:
+        limit: skipped windows in a row that are allowed; None: any number.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit = limit
+        self.seen: dict[str, int] = {}
+        """Tensors with non-finite gradients in the present run, and how often."""
+        self._modules: list[weakref.ref[Module]] = []
+
+    def know(self, module: Module) -> None:
+        """Take parameter names from this module (held weakly)."""
+        if all(ref() is not module for ref in self._modules):
+            self._modules.append(weakref.ref(module))
+
+    def note(self, optimizer: Optimizer, consecutive_skips: int) -> None:
+        """Look for the offenders, if this overflow is the one that ends the run.
+
+        Reads every gradient, so only where an error is about to name them.
+        """
+        if self.limit is not None and consecutive_skips >= self.limit:
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            self.count(self.names((p for p in params if _bad(p)), optimizer))
+
+    def count(self, names: Iterable[str]) -> None:
+        """Remember offenders that a check came across anyway."""
+        for name in names:
+            self.seen[name] = self.seen.get(name, 0) + 1
+
+    def names(self, params: Iterable[Tensor], optimizer: Optimizer | None = None) -> list[str]:
+        """A name for each parameter: the module's, the optimizer's, or its place and shape."""
+        wanted = list(params)
+        if not wanted:
+            return []
+        known = {
+            id(p): name
+            for ref in self._modules
+            if (module := ref()) is not None
+            for name, p in module.named_parameters()
+        }
+        for number, group in enumerate(optimizer.param_groups if optimizer else []):
+            labels = group.get("param_names") or [
+                f"parameter {place} of group {number}, shape {tuple(p.shape)}"
+                for place, p in enumerate(group["params"])
+            ]
+            for label, p in zip(labels, group["params"], strict=True):
+                known.setdefault(id(p), label)
+        return [known.get(id(p), f"a parameter of shape {tuple(p.shape)}") for p in wanted]
+
+    def raise_if_over(self, consecutive_skips: int, get_scale: Callable[[], float]) -> None:
+        """End the run: raise once more than ``limit`` windows in a row were skipped."""
+        if consecutive_skips == 0:
+            self.seen.clear()
+        if self.limit is None or consecutive_skips <= self.limit:
+            return
+        worst = sorted(self.seen, key=lambda name: -self.seen[name])
+        more = f" and {len(worst) - MOST_NAMES} more" if len(worst) > MOST_NAMES else ""
+        named = ", ".join(worst[:MOST_NAMES]) + more if worst else "unknown tensors"
+        self.seen.clear()
+        raise OverflowStreakError(
+            f"{consecutive_skips} windows in a row overflowed, max_consecutive_skips="
+            f"{self.limit} allows {self.limit}. Non-finite gradients in: {named}. The scale is "
+            f"now {get_scale():g}; parameters are as before the run. If the loss itself is NaN or "
+            "inf, look there first; if one layer overflows, run that layer in float32; if the "
+            "scale was still falling, lower init_scale or raise max_consecutive_skips."
+        )
+
+
+def _bad(param: Tensor) -> bool:
+    return param.grad is not None and nonfinite(param.grad)

@@ -1,0 +1,177 @@
+"""torch's fused Adam kernel called directly, with its argument lists kept between steps.
+
+``Adam.step`` gathers six lists in Python and increments one step counter a parameter; with
+thousands of small tensors that takes longer than the update. The kernel and its arguments are
+the same here, so are the results, bit for bit.
+"""
+
+from __future__ import annotations
+
+from operator import is_, itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import optimizer as optimizer_module
+
+from .gradients import match_layout
+
+__all__ = ["FusedAdam", "step_fused"]
+
+
+class _Group:
+    """The kernel's argument lists for one parameter group."""
+
+    def __init__(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
+        self.params: list[Tensor] = group["params"]
+        self.known = list(self.params)
+        self.states = [optimizer.state[p] for p in self.known]
+        # One buffer, so that one addition counts the step for all; each entry is a view.
+        self.counts = torch.stack([state["step"] for state in self.states])
+        for state, count in zip(self.states, self.counts.unbind(), strict=True):
+            state["step"] = count
+        keys = ["exp_avg", "exp_avg_sq", "step"]
+        self.lists = {key: [state[key] for state in self.states] for key in keys}
+        self.most = [state["max_exp_avg_sq"] for state in self.states if group["amsgrad"]]
+
+    def is_current(self, group: dict[str, Any]) -> bool:
+        """Whether nobody has exchanged a parameter or its state since."""
+        return (
+            group["params"] is self.params
+            and len(self.params) == len(self.known)
+            and all(map(is_, self.params, self.known))
+            and all(
+                all(map(is_, map(itemgetter(key), self.states), tensors))
+                for key, tensors in self.lists.items()
+            )
+        )
+
+
+class FusedAdam:
+    """A plan for one ``Adam`` or ``AdamW`` with ``fused=True``; made anew when out of date."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.state = optimizer.state
+        self.groups = [_Group(optimizer, group) for group in optimizer.param_groups]
+
+    @staticmethod
+    def applies(optimizer: Optimizer) -> bool:
+        """Whether a direct call of the kernel means the same as ``optimizer.step()``."""
+        own_step = optimizer.__dict__.get("step")
+        wrapped = getattr(own_step, "__wrapped__", getattr(own_step, "__func__", None))
+        return (
+            type(optimizer) in (Adam, AdamW)
+            and (own_step is None or wrapped is type(optimizer).step)
+            and not optimizer._optimizer_step_pre_hooks
+            and not optimizer._optimizer_step_post_hooks
+            and not optimizer_module._global_optimizer_pre_hooks
+            and not optimizer_module._global_optimizer_post_hooks
+            and not torch.autograd.profiler._is_profiler_enabled
+            and all(_plain(group) and _ready(optimizer, group) for group in optimizer.param_groups)
+        )
+
+    def is_current(self, optimizer: Optimizer) -> bool:
+        """Whether the lists are still the optimizer's."""
+        return (
+            optimizer.state is self.state
+            and len(self.groups) == len(optimizer.param_groups)
+            and all(
+                mine.is_current(group)
+                for mine, group in zip(self.groups, optimizer.param_groups, strict=True)
+            )
+        )
+
+    @torch.no_grad()
+    def step(self, optimizer: Any, grad_scale: Tensor | None) -> None:
+        """One update of every parameter; gradients are divided by ``grad_scale`` on the way.
+
+        Does not synchronise.
+        """
+        for mine, group in zip(self.groups, optimizer.param_groups, strict=True):
+            if not mine.known:
+                continue
+            kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
+            mine.counts.add_(1)
+            kernel(
+                mine.known,
+                [p.grad for p in mine.known],
+                mine.lists["exp_avg"],
+                mine.lists["exp_avg_sq"],
+                mine.most,
+                mine.lists["step"],
+                lr=group["lr"],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                amsgrad=group["amsgrad"],
+                maximize=group["maximize"],
+                grad_scale=grad_scale,
+                found_inf=None,
+            )
+        optimizer._opt_called = True  # what an LR scheduler's wrapper of step() sets
+
+
+def _plain(group: dict[str, Any]) -> bool:
+    lr = group["lr"]
+    return (
+        bool(group["fused"])
+        and not group["differentiable"]
+        and not group["capturable"]
+        and "decoupled_weight_decay" in group
+        and all(isinstance(beta, float) for beta in group["betas"])
+        and not (isinstance(lr, Tensor) and lr.device.type != "cpu")
+    )
+
+
+def _ready(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Every parameter has a float32 gradient of its own layout and device, and state."""
+    params = group["params"]
+    if not params:
+        return True
+    device = params[0].device
+    return all(
+        (grad := p.grad) is not None
+        and grad.dtype is torch.float32
+        and p.dtype is torch.float32
+        and p.device == device
+        and p in optimizer.state
+        and type(grad) is Tensor
+        for p in params
+    )
+
+
+def step_fused(
+    optimizer: Optimizer, plan: FusedAdam | None, grad_scale: Tensor | None
+) -> FusedAdam | None:
+    """Step a fused optimizer whose gradients are known to be finite.
+
+    Args:
+        plan: what the last call returned for this optimizer, or None.
+        grad_scale: gradients are divided by this first, float32, shape (); None: by nothing.
+
+    Returns the plan to keep for the next call.
+    """
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if params and params[0].device.type == "cpu":
+        match_layout(params)
+    if not FusedAdam.applies(optimizer):
+        call_fused(optimizer, grad_scale, None)
+        return None
+    if plan is None or not plan.is_current(optimizer):
+        plan = FusedAdam(optimizer)
+    plan.step(optimizer, grad_scale)
+    return plan
+
+
+def call_fused(
+    optimizer: Any, grad_scale: Tensor | None, found_inf: Tensor | None, *args: Any, **kwargs: Any
+) -> float | None:
+    """``optimizer.step`` with the two attributes that torch's fused optimizers read."""
+    optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf
+    try:
+        result: float | None = optimizer.step(*args, **kwargs)
+        return result
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf

@@ -1,0 +1,66 @@
+"""The update rule of the scale, in plain Python: one window's verdict in, the next scale out."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import dataclass
+
+__all__ = ["Rule", "ScaleState"]
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleState:
+    """What the rule carries from one window to the next."""
+
+    scale: float
+    """Loss scale; always exactly a float32."""
+    growth_tracker: int
+    """Windows in a row without overflow since the last growth or overflow."""
+    consecutive_skips: int = 0
+    """Windows in a row that overflowed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Growth, back-off, bounds and hysteresis.
+
+    Growth and back-off are those of torch's ``_amp_update_scale_``: products are taken in
+    float64 and rounded to float32, and growth past float32's range is left out. ``hysteresis``
+    counts overflows in consecutive windows, as Megatron-Core's ``DynamicGradScaler`` documents
+    it and as DeepSpeed does with ``consecutive_hysteresis``: the first ``hysteresis - 1`` of a
+    run keep the scale, every further one backs it off, and a finite window refills the count.
+    """
+
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    min_scale: float | None = None
+    max_scale: float | None = None
+    hysteresis: int = 1
+
+    def advance(self, state: ScaleState, found_inf: bool) -> ScaleState:
+        """The state after a window whose gradients did (``found_inf``) or did not overflow."""
+        if found_inf:
+            skips = state.consecutive_skips + 1
+            scale = state.scale
+            if skips >= self.hysteresis:
+                scale = self.clamp(_float32(scale * self.backoff_factor))
+            return ScaleState(scale, 0, skips)
+        tracker = state.growth_tracker + 1
+        if tracker != self.growth_interval:
+            return ScaleState(self.clamp(state.scale), tracker)
+        grown = _float32(state.scale * self.growth_factor)
+        return ScaleState(self.clamp(grown if math.isfinite(grown) else state.scale), 0)
+
+    def clamp(self, scale: float) -> float:
+        """``scale`` within ``[min_scale, max_scale]``."""
+        if self.min_scale is not None:
+            scale = max(scale, _float32(self.min_scale))
+        if self.max_scale is not None:
+            scale = min(scale, _float32(self.max_scale))
+        return scale
+
+
+def _float32(value: float) -> float:
+    return ctypes.c_float(value).value

@@ -1,0 +1,375 @@
+"""GradScaler: torch's, with windows, several threads, bounds, hysteresis and an end to skips."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Iterable
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from .config import ConfigError, ScalerConfig, UnsupportedError, is_number, is_positive
+from .culprits import Culprits
+from .fused import call_fused
+from .gradients import leaves_of, match_layout, nonfinite
+from .rule import Rule, ScaleState
+from .threads import ThreadedScaler
+
+__all__ = ["GradScaler"]
+
+T = TypeVar("T")
+
+
+class GradScaler(ThreadedScaler):
+    """A drop-in ``torch.amp.GradScaler`` that several threads may use.
+
+    In a plain loop it does what torch's does, call for call and bit for bit, except that a
+    fused optimizer is skipped reliably: torch's CPU kernels apply the update when ``found_inf``
+    is above 1, keep an uninitialised momentum buffer when the first step overflows, and ignore
+    the strides of a gradient.
+
+    *Threads.* The thread that calls :meth:`scale` first in a window is the training thread; only
+    it may call :meth:`update`. Another thread may call :meth:`unscale_` and :meth:`step`: on the
+    training thread's window as it stands, or, through :meth:`bind`, on the window that was open
+    then, whatever the training thread does meanwhile.
+
+    *Cost.* :meth:`scale`, :meth:`unscale_` and :meth:`update` do not synchronise with the device
+    (``update`` does with ``hysteresis`` above 1 or ``max_consecutive_skips``). :meth:`step`
+    synchronises once, unless the optimizer is fused, on a GPU, and has stepped before.
+
+    Args:
+        device: device type of the scale: ``"cuda"``, ``"cpu"``, ``"xpu"``, ...
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.
+        min_scale, max_scale: the scale stays within these after every update. None: no bound.
+        hysteresis: overflows in a row before the scale backs off.
+        max_consecutive_skips: skipped windows in a row that are allowed; one more makes
+            :meth:`update` raise ``OverflowStreakError``, naming the tensors that overflowed.
+
+    Raises:
+        ConfigError: an argument out of its range, naming it and what is allowed.
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        min_scale: float | None = None,
+        max_scale: float | None = None,
+        hysteresis: int = 1,
+        max_consecutive_skips: int | None = None,
+    ) -> None:
+        if enabled:
+            ScalerConfig(
+                init_scale=init_scale,
+                growth_factor=growth_factor,
+                backoff_factor=backoff_factor,
+                growth_interval=growth_interval,
+                min_scale=min_scale,
+                max_scale=max_scale,
+                hysteresis=hysteresis,
+                max_consecutive_skips=max_consecutive_skips,
+            )
+        self._make_transient()
+        super().__init__(
+            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
+        )
+        self._min_scale, self._max_scale = min_scale, max_scale
+        self._hysteresis = hysteresis
+        self.culprits = Culprits(max_consecutive_skips)
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply a tensor, or each of a list, tuple or iterable, by the window's scale.
+
+        Opens a window if none is open. Returns ``outputs`` itself where scaling is disabled.
+        Does not synchronise.
+        """
+        if self._enabled and self._bound is None:
+            self.open_window()
+        scaled = super().scale(outputs)
+        if self._enabled and not self._known:
+            # Until an optimizer is seen, only the graph tells whose gradients to check.
+            leaves = {id(t): t for t in self._seen() + leaves_of(_tensors(scaled))}
+            self._leaves = [weakref.ref(leaf) for leaf in leaves.values()]
+        return scaled
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the optimizer's gradients in place by the scale of their window.
+
+        Checks them for inf and NaN on the way. Once for each optimizer and window, after all
+        of its gradients have accumulated. Does not synchronise.
+
+        Raises:
+            RuntimeError: called twice, or after :meth:`step`, in one window.
+            UnsupportedError: (a ``ValueError``) a float16 gradient.
+        """
+        if not self._enabled:
+            return
+        with self._lock, self.inside(self._due_window()):
+            self._forbid_stranger(optimizer)
+            super().unscale_(optimizer)
+            self._known.add(optimizer)
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        if not allow_fp16:
+            _forbid_fp16(p for group in optimizer.param_groups for p in group["params"])
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Unscale (unless done), then ``optimizer.step(*args, **kwargs)`` if all is finite.
+
+        Returns what ``optimizer.step`` returns, None when it was skipped. Synchronises once,
+        except for a fused optimizer on a GPU that has state for all its parameters: its kernel
+        skips by itself.
+
+        Raises:
+            RuntimeError: called twice in one window, or with ``closure=``.
+            AssertionError: before any :meth:`scale`, or an optimizer without gradients.
+        """
+        if not self._enabled:
+            result: float | None = optimizer.step(*args, **kwargs)
+            return result
+        with self._lock:
+            self._forbid_stranger(optimizer)
+            self._known.add(optimizer)
+            window = self._due_window()
+        fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+        with self.inside(window):
+            if not fused or "grad_scaler" in inspect.signature(optimizer.step).parameters:
+                return super().step(optimizer, *args, **kwargs)
+            return self._step_fused(optimizer, *args, **kwargs)
+
+    def close_window(self, found_inf: bool) -> None:
+        """Update the scale for the open window, before its optimizers step.
+
+        Call it again for each further optimizer of the window: the update starts over from
+        where the window began, with all verdicts so far, so that a window updates the scale
+        once. :meth:`unscale_` keeps dividing by the window's own scale. Does not synchronise.
+        """
+        with self._lock:
+            window, live = self._window, self._live
+            if window.before is None:
+                window.before = self.read_state()
+                window.scale = None if live is None else live.clone()
+            window.found_inf = window.found_inf or found_inf
+            self.write_state(self.rule.advance(window.before, window.found_inf))
+
+    def know(self, optimizer: Optimizer) -> None:
+        """Look at this optimizer's gradients in :meth:`get_overflow_flag` (held weakly)."""
+        self._known.add(optimizer)
+
+    def end_streak(self) -> None:
+        """Raise ``OverflowStreakError`` if the run of skips is over its limit."""
+        self.culprits.raise_if_over(self._consecutive_skips, self.get_scale)
+
+    def _step_fused(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """torch's fused branch, with the skip decided on the host where the kernel cannot."""
+        if "closure" in kwargs:
+            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+        scale, _ = self._check_scale_growth_tracker("step")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        if state["stage"] is OptState.READY:
+            self._check_inf_per_device(optimizer)
+        params = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+        found = self._total_found_inf(state, scale.device)
+        on_host = scale.device.type == "cpu" or any(not optimizer.state.get(p) for p in params)
+        if on_host and bool(found):
+            self.culprits.note(optimizer, self._consecutive_skips)
+            state["stage"] = OptState.STEPPED
+            return None
+        if scale.device.type == "cpu":
+            match_layout(params)
+        own = getattr(optimizer, "grad_scale", None)
+        ready = state["stage"] is OptState.READY
+        grad_scale = scale * (1.0 if own is None else own) if ready else own
+        result = call_fused(optimizer, grad_scale, None if on_host else found, *args, **kwargs)
+        state["stage"] = OptState.STEPPED
+        return result
+
+    def _maybe_opt_step(
+        self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> float | None:
+        if any(v.item() for v in optimizer_state["found_inf_per_device"].values()):
+            self.culprits.note(optimizer, self._consecutive_skips)
+            return None
+        result: float | None = optimizer.step(*args, **kwargs)
+        return result
+
+    @staticmethod
+    def _total_found_inf(state: dict[str, Any], device: torch.device) -> Tensor:
+        """The sum over devices, at most 1: torch's CPU kernels compare with exactly 1.0."""
+        total = torch.zeros((), dtype=torch.float32, device=device)
+        for found in state["found_inf_per_device"].values():
+            total = total + found.to(device, non_blocking=True).reshape(())
+        return total.clamp(max=1.0)
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Close the window: back off after an overflow, else count towards growth.
+
+        Args:
+            new_scale: set the scale to this instead (a number or a one-element tensor on the
+                scaler's device type); it is copied, and kept within the bounds.
+
+        Does not synchronise on a GPU unless ``hysteresis`` > 1 or ``max_consecutive_skips``.
+
+        Raises:
+            OrderError: (a ``RuntimeError``) on another thread than the training thread.
+            AssertionError: before any :meth:`scale`, or nothing was checked in this window.
+            OverflowStreakError: too many skips in a row; the scale has been updated.
+        """
+        if not self._enabled:
+            return
+        with self._lock:
+            self._forbid_other_thread("update")
+            scale, tracker = self._check_scale_growth_tracker("update")
+            if self._window.closed:
+                self._next_window()
+            # A step still due on another thread divides by what this window was scaled with.
+            self._window.scale = scale.clone()
+            if new_scale is not None:
+                self._set_scale(scale, new_scale)
+                self._next_window()
+                return
+            found = [
+                self._total_found_inf(state, scale.device)
+                for state in self._window.states.values()
+                if state["found_inf_per_device"]
+            ]
+            if not found:
+                raise AssertionError("No inf checks were recorded prior to update.")
+            self._apply_rule(scale, tracker, torch.stack(found).amax())
+            self._next_window()
+            self.end_streak()
+
+    def _apply_rule(self, scale: Tensor, tracker: Tensor, found_inf: Tensor) -> None:
+        waits = self._hysteresis > 1 or self.culprits.limit is not None
+        if waits or scale.device.type == "cpu":
+            self.write_state(self.rule.advance(self.read_state(), bool(found_inf)))
+            return
+        torch._amp_update_scale_(
+            scale,
+            tracker,
+            found_inf,
+            self._growth_factor,
+            self._backoff_factor,
+            self._growth_interval,
+        )
+        if self._min_scale is not None or self._max_scale is not None:
+            scale.clamp_(self._min_scale, self._max_scale)
+
+    def _set_scale(self, scale: Tensor, new_scale: float | Tensor) -> None:
+        if isinstance(new_scale, Tensor):
+            if (
+                new_scale.device.type != self._device
+                or new_scale.numel() != 1
+                or new_scale.requires_grad
+            ):
+                raise AssertionError(
+                    f"new_scale should be a number or a one-element tensor on {self._device!r} "
+                    f"with requires_grad=False, got {new_scale!r}."
+                )
+            scale.copy_(new_scale.reshape(()))
+        elif is_positive(new_scale):
+            scale.fill_(new_scale)
+        else:
+            raise ConfigError(f"new_scale: got {new_scale!r}, expected a finite number > 0.")
+        if self._min_scale is not None or self._max_scale is not None:
+            scale.clamp_(self._min_scale, self._max_scale)
+
+    def backoff(self, factor: float | None = None) -> None:
+        """Multiply the scale by ``factor`` (default: the back-off factor) and end the window.
+
+        For loops that look at :meth:`get_overflow_flag` themselves: the window counts as
+        skipped if it overflowed, the growth tracker starts again, ``hysteresis`` is passed by.
+        The gradients stay as they are; zero them. Synchronises.
+
+        Raises:
+            ConfigError: a factor outside (0, 1).
+            OverflowStreakError: too many skips in a row; the scale has been updated.
+        """
+        if not self._enabled:
+            return
+        factor = self._backoff_factor if factor is None else factor
+        if not (is_number(factor) and 0 < factor < 1):
+            raise ConfigError(f"backoff: got factor={factor!r}, expected a number in (0, 1).")
+        with self._lock:
+            self._forbid_other_thread("backoff")
+            self._check_scale_growth_tracker("backoff")
+            skipped = not self._window.closed and self._overflowed(self._targets())
+            if skipped:
+                for optimizer in self._known:
+                    self.culprits.note(optimizer, self._consecutive_skips)
+            rule = Rule(2.0, factor, 1, self._min_scale, self._max_scale)
+            state = rule.advance(self.read_state(), True)
+            skips = self._consecutive_skips + int(skipped)
+            self.write_state(ScaleState(state.scale, 0, skips))
+            self._next_window()
+            self.end_streak()
+
+    def get_overflow_flag(self, *optimizers: Optimizer) -> bool:
+        """Whether the gradients of this window hold an inf or a NaN.
+
+        Looks at the gradients of ``optimizers``; without any, of every optimizer this scaler
+        has seen; before it has seen one, of the parameters that the scaled outputs lead to.
+        In a bound job the verdict is the one taken by :meth:`bind`. Synchronises.
+        """
+        if not self._enabled:
+            return False
+        with self._lock:
+            return self._overflowed(list(optimizers) or self._targets())
+
+    def _targets(self) -> list[Optimizer | Tensor]:
+        here = self._per_optimizer_states
+        bound = self._bound is not None
+        known = [o for o in self._known if not bound or id(o) in here]
+        return cast("list[Optimizer | Tensor]", known or self._seen())
+
+    def _overflowed(self, targets: Iterable[Optimizer | Tensor]) -> bool:
+        for target in targets:
+            if isinstance(target, Tensor):
+                if target.grad is not None and nonfinite(target.grad):
+                    return True
+                continue
+            state = self._per_optimizer_states.get(id(target))
+            if state and state["found_inf_per_device"]:
+                if any(bool(f) for f in state["found_inf_per_device"].values()):
+                    return True
+                continue
+            params = (p for group in target.param_groups for p in group["params"])
+            if any(p.grad is not None and nonfinite(p.grad) for p in params):
+                return True
+        return False
+
+    def _seen(self) -> list[Tensor]:
+        return [leaf for ref in self._leaves if (leaf := ref()) is not None]
+
+
+def _tensors(outputs: Any) -> list[Tensor]:
+    """The tensors in nested lists and tuples; a lazy iterable is left alone."""
+    if isinstance(outputs, Tensor):
+        return [outputs]
+    if isinstance(outputs, (list, tuple)):
+        return [tensor for item in outputs for tensor in _tensors(item)]
+    return []
+
+
+def _forbid_fp16(params: Iterable[Tensor]) -> None:
+    for p in params:
+        if p.grad is not None and p.grad.dtype is torch.float16:
+            raise UnsupportedError(
+                f"Attempting to unscale FP16 gradients: a parameter of shape {tuple(p.shape)} is "
+                "float16. Load the model in float32 (model.float(), or dtype=torch.float32 in "
+                "from_pretrained) and let autocast run it in float16."
+            )

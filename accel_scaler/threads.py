@@ -1,0 +1,110 @@
+"""Which window a thread works in: the open one, the last one, or that of its job."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from torch.optim import Optimizer
+
+from .config import ConfigError, OrderError
+from .memory import ScalerMemory
+from .windows import Job, Window
+
+__all__ = ["ThreadedScaler"]
+
+T = TypeVar("T")
+
+
+class ThreadedScaler(ScalerMemory):
+    """The part of :class:`accel_scaler.GradScaler` that keeps threads and windows apart."""
+
+    def open_window(self) -> Window:
+        """The open window; a new one if the last one was stepped."""
+        with self._lock:
+            if self._window.closed:
+                self._next_window()
+            if self._window.opened_by is None:
+                self._window.opened_by = threading.get_ident()
+            return self._window
+
+    def abandon_window(self) -> None:
+        """Give up the open window, if any: the next :meth:`scale` opens another."""
+        with self._lock:
+            self._next_window()
+
+    @property
+    def window(self) -> Window:
+        """The open window, or the last one until :meth:`scale` opens the next."""
+        return self._window
+
+    @contextmanager
+    def inside(self, window: Window | None) -> Iterator[None]:
+        """Within the block this thread's calls mean ``window`` (None: the open one)."""
+        outer, self._local.window = self._bound, window
+        try:
+            yield
+        finally:
+            self._local.window = outer
+
+    def _due_window(self) -> Window | None:
+        """The window meant by a call on this thread; None: the open one, or the job's.
+
+        Between windows another thread still works on the last one, whose gradients it holds.
+        """
+        last = self._last
+        if self._bound is not None or self._window.opened_by is not None or last is None:
+            return self._bound
+        return None if last.opened_by == threading.get_ident() else last
+
+    def bind(self, fn: Callable[[], T], *optimizers: Optimizer) -> Job[T]:
+        """Tie ``fn`` to the open window, so that another thread can run it later.
+
+        The gradients of ``optimizers`` are checked here, before anything is handed over, so
+        that :meth:`update` straight after has its verdict and never waits. Inside ``fn``,
+        ``unscale_``, ``step`` and ``get_scale`` mean this window, whatever scale the training
+        thread has moved on to. Leave these gradients alone until the job has run.
+
+        Returns:
+            A callable without arguments, to be called once, on any thread.
+
+        Raises:
+            ConfigError: no optimizer given.
+            AssertionError: before any :meth:`scale`.
+        """
+        if not optimizers:
+            raise ConfigError("bind: got no optimizer, expected each one that the function steps.")
+        if not self._enabled:
+            return Job(fn, Window(), threading.local())
+        with self._lock:
+            scale, _ = self._check_scale_growth_tracker("bind")
+            window = self._window
+            if window.closed or window.opened_by is None:
+                raise OrderError("bind: no window is open; call scale() and backward first.")
+            for optimizer in optimizers:
+                if not window.states[id(optimizer)]["found_inf_per_device"]:
+                    self._check_inf_per_device(optimizer)
+                self._known.add(optimizer)
+            window.scale, window.sealed = scale.clone(), True
+            job = Job(fn, window, self._local)
+            self._jobs.add(job)
+            return job
+
+    def _forbid_stranger(self, optimizer: Optimizer) -> None:
+        """Inside a job, only optimizers whose gradients were checked before the hand-over."""
+        bound = self._bound
+        if bound is not None and bound.sealed and id(optimizer) not in bound.states:
+            raise OrderError(
+                f"{type(optimizer).__name__} was not given to GradScaler.bind() with this job; "
+                "name every optimizer that the job unscales or steps."
+            )
+
+    def _forbid_other_thread(self, call: str) -> None:
+        owner = self._window.opened_by
+        if self._bound is not None or (owner is not None and owner != threading.get_ident()):
+            raise OrderError(
+                f"{call}() was called on thread {threading.current_thread().name!r}; call it on "
+                "the thread that called scale() for this window."
+            )

@@ -1,0 +1,63 @@
+"""Fixtures for every test: nothing may leak, no state may be shared, nothing is downloaded."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+# What libraries set for the process on their own; a test of ours does not touch them.
+NOT_OURS = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_", "HYPOTHESIS_")
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> Iterator[None]:
+    """Fail a test that leaves a thread or an environment variable behind."""
+    threads = set(threading.enumerate())
+    environment = dict(os.environ)
+    yield
+    for thread in set(threading.enumerate()) - threads:
+        if not thread.daemon:
+            thread.join(timeout=5)
+    leaked = [
+        t.name
+        for t in set(threading.enumerate()) - threads
+        # tqdm keeps one monitor thread for the process
+        if t.is_alive() and type(t).__name__ != "TMonitor"
+    ]
+    changed = {
+        key
+        for key in environment.keys() | os.environ.keys()
+        if environment.get(key) != os.environ.get(key) and not key.startswith(NOT_OURS)
+    }
+    for key in changed:
+        if key in environment:
+            os.environ[key] = environment[key]
+        else:
+            del os.environ[key]
+    assert not leaked, f"threads left running: {leaked}"
+    # Accelerate itself writes ACCELERATE_* and MASTER_* on construction.
+    ours = {key for key in changed if not key.startswith(("ACCELERATE_", "FSDP_", "MASTER_"))}
+    assert not ours, f"environment variables changed: {ours}"
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate_state() -> Iterator[None]:
+    """Accelerate's state is shared by the whole process; give each test its own."""
+    yield
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    PartialState._reset_state()
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Every test starts from the same random numbers."""
+    torch.manual_seed(0)

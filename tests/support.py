@@ -1,0 +1,44 @@
+"""Reference runs and small models that several tests share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+
+def stock_fp16_on_cpu(accelerator: Any) -> Any:
+    """Stock Accelerate's fp16 machinery, switched on by hand on a CPU, with torch's own scaler.
+
+    Accelerate leaves it off there (fault F6); this is the reference that ours is compared with.
+    """
+    handler = accelerator.scaler_handler
+    kwargs = {} if handler is None else handler.to_kwargs()
+    accelerator.native_amp = True
+    accelerator.scaler = torch.amp.GradScaler("cpu", **kwargs)
+    return accelerator
+
+
+def stock(**kwargs: Any) -> Any:
+    """A stock accelerator that scales fp16 on a CPU as it would on a GPU."""
+    return stock_fp16_on_cpu(Accelerator(cpu=True, mixed_precision="fp16", **kwargs))
+
+
+def mlp(width: int = 16) -> nn.Sequential:
+    """A small network, the same on each call."""
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        return nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 1))
+
+
+def weights(module: nn.Module) -> Tensor:
+    """All parameters as one vector, detached and copied."""
+    return torch.cat([p.detach().flatten() for p in module.parameters()]).clone()
+
+
+def set_gradients(module: nn.Module, value: float, scale: float) -> None:
+    """Give every parameter a gradient of ``value``, as a backward of the scaled loss would."""
+    for p in module.parameters():
+        p.grad = torch.full_like(p, value * scale)

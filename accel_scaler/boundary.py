@@ -21,6 +21,7 @@ from .agreement import agree_on_overflow
 from .config import OrderError
 from .fused import FusedAdam, step_fused
 from .gradients import (
+    MOST_NAMED,
     clip_coefficient,
     gradients_of,
     is_power_of_two,
@@ -42,7 +43,7 @@ class _Note:
     """What the boundary knows of one optimizer in the present window."""
 
     found_inf: bool = False
-    norm: Tensor | None = None
+    norm: Tensor | float | None = None
     grad_scale: Tensor | None = None
     """Left for the fused kernel to divide by: the gradients are still scaled, not clipped."""
     overflowed: Sequence[Tensor] = ()
@@ -241,7 +242,8 @@ class Boundary:
             state = self.scaler.window.states[id(owner)]
             state["stage"] = OptState.UNSCALED
             state["found_inf_per_device"] = {device: torch.tensor(float(found), device=device)}
-            note.norm, note.overflowed = norms.total, [parameters[i] for i in norms.overflowed]
+            note.norm = None if found else norms.host_total
+            note.overflowed = [parameters[i] for i in norms.overflowed]
             self._settle(note, found)
         if norms.total is None:
             return torch.tensor(float("inf"), device=device)
@@ -269,7 +271,7 @@ class Boundary:
         for p in sorted(_params(optimizer), key=lambda p: p.numel()):
             if p.grad is not None and nonfinite(p.grad):
                 found.append(p)
-                if len(found) == 3:
+                if len(found) == MOST_NAMED:
                     break
         return found
 

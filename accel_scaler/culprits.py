@@ -51,23 +51,24 @@ class Culprits:
 
     def names(self, params: Iterable[Tensor], optimizer: Optimizer | None = None) -> list[str]:
         """A name for each parameter: the module's, the optimizer's, or its place and shape."""
-        wanted = list(params)
-        if not wanted:
-            return []
-        known = {
-            id(p): name
-            for ref in self._modules
-            if (module := ref()) is not None
-            for name, p in module.named_parameters()
-        }
+        found: dict[int, str] = {}
+        wanted = {id(p): p for p in params}
+        for module in filter(None, (ref() for ref in self._modules)) if wanted else ():
+            for name, p in module.named_parameters():
+                if id(p) in wanted:
+                    found.setdefault(id(p), name)
         for number, group in enumerate(optimizer.param_groups if optimizer else []):
-            labels = group.get("param_names") or [
-                f"parameter {place} of group {number}, shape {tuple(p.shape)}"
-                for place, p in enumerate(group["params"])
-            ]
-            for label, p in zip(labels, group["params"], strict=True):
-                known.setdefault(id(p), label)
-        return [known.get(id(p), f"a parameter of shape {tuple(p.shape)}") for p in wanted]
+            for place, p in enumerate(group["params"]):
+                if id(p) in wanted and id(p) not in found:
+                    labels = group.get("param_names")
+                    found[id(p)] = (
+                        labels[place]
+                        if labels
+                        else f"parameter {place} of group {number}, shape {tuple(p.shape)}"
+                    )
+        return [
+            found.get(key, f"a parameter of shape {tuple(p.shape)}") for key, p in wanted.items()
+        ]
 
     def raise_if_over(self, consecutive_skips: int, get_scale: Callable[[], float]) -> None:
         """End the run: raise once more than ``limit`` windows in a row were skipped."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 from torch.optim import optimizer as optimizer_module
 
-from .gradients import match_layout
+from .gradients import is_uniform, match_layout
 
 __all__ = ["FusedAdam", "step_fused"]
 
@@ -31,6 +31,8 @@ class _Group:
         self.counts = torch.stack([state["step"] for state in self.states])
         for state, count in zip(self.states, self.counts.unbind(), strict=True):
             state["step"] = count
+        self.strides = list(map(Tensor.stride, self.known))
+        self.device = self.known[0].get_device() if self.known else -1
         keys = ["exp_avg", "exp_avg_sq", "step"]
         self.lists = {key: [state[key] for state in self.states] for key in keys}
         self.most = [state["max_exp_avg_sq"] for state in self.states if group["amsgrad"]]
@@ -68,7 +70,7 @@ class FusedAdam:
             and not optimizer_module._global_optimizer_pre_hooks
             and not optimizer_module._global_optimizer_post_hooks
             and not torch.autograd.profiler._is_profiler_enabled
-            and all(_plain(group) and _ready(optimizer, group) for group in optimizer.param_groups)
+            and all(map(_plain, optimizer.param_groups))
         )
 
     def is_current(self, optimizer: Optimizer) -> bool:
@@ -82,20 +84,31 @@ class FusedAdam:
             )
         )
 
+    def takes(self, grads: list[list[Tensor]]) -> bool:
+        """Whether every parameter has a gradient, laid out as the kernel expects."""
+        return all(
+            is_uniform(mine)
+            and mine[0].get_device() == group.device
+            and list(map(Tensor.stride, mine)) == group.strides
+            for mine, group in zip(grads, self.groups, strict=True)
+            if group.known
+        )
+
     @torch.no_grad()
-    def step(self, optimizer: Any, grad_scale: Tensor | None) -> None:
+    def step(self, optimizer: Any, grads: list[list[Tensor]], grad_scale: Tensor | None) -> None:
         """One update of every parameter; gradients are divided by ``grad_scale`` on the way.
 
         Does not synchronise.
         """
-        for mine, group in zip(self.groups, optimizer.param_groups, strict=True):
+        groups = zip(self.groups, grads, optimizer.param_groups, strict=True)
+        for mine, own_grads, group in groups:
             if not mine.known:
                 continue
             kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
             mine.counts.add_(1)
             kernel(
                 mine.known,
-                [p.grad for p in mine.known],
+                own_grads,
                 mine.lists["exp_avg"],
                 mine.lists["exp_avg_sq"],
                 mine.most,
@@ -126,19 +139,10 @@ def _plain(group: dict[str, Any]) -> bool:
 
 
 def _ready(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Every parameter has a float32 gradient of its own layout and device, and state."""
-    params = group["params"]
-    if not params:
-        return True
-    device = params[0].device
-    return all(
-        (grad := p.grad) is not None
-        and grad.dtype is torch.float32
-        and p.dtype is torch.float32
-        and p.device == device
-        and p in optimizer.state
-        and type(grad) is Tensor
-        for p in params
+    """Every parameter is a float32 one of one device and has state."""
+    params: list[Tensor] = group["params"]
+    return not params or (
+        is_uniform([p.detach() for p in params]) and all(optimizer.state.get(p) for p in params)
     )
 
 
@@ -153,15 +157,20 @@ def step_fused(
 
     Returns the plan to keep for the next call.
     """
+    if not FusedAdam.applies(optimizer):
+        plan = None
+    elif plan is None or not plan.is_current(optimizer):
+        ready = all(_ready(optimizer, group) for group in optimizer.param_groups)
+        plan = FusedAdam(optimizer) if ready else None
+    if plan is not None:
+        grads: Any = [[p.grad for p in group["params"]] for group in optimizer.param_groups]
+        if plan.takes(grads):
+            plan.step(optimizer, grads, grad_scale)
+            return plan
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if params and params[0].device.type == "cpu":
         match_layout(params)
-    if not FusedAdam.applies(optimizer):
-        call_fused(optimizer, grad_scale, None)
-        return None
-    if plan is None or not plan.is_current(optimizer):
-        plan = FusedAdam(optimizer)
-    plan.step(optimizer, grad_scale)
+    call_fused(optimizer, grad_scale, None)
     return plan
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -21,8 +23,13 @@ __all__ = [
     "scaled_norms",
 ]
 
+_dtype_of, _layout_of = attrgetter("dtype"), attrgetter("layout")
+
 LARGE = 1 << 16
 """Elements from which a gradient is looked at alone, after all smaller ones."""
+
+MOST_NAMED = 3
+"""Offenders that a check looks for; to find all would read every gradient once more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +39,7 @@ class Norms:
     total: Tensor | None
     """Unscaled total norm, float32, shape (); None where no norm could be taken."""
     overflowed: tuple[int, ...]
-    """Indices of gradients with non-finite elements, of those looked at; empty: all finite."""
+    """Indices of the first few gradients with non-finite elements; empty: all are finite."""
     host_total: float = math.nan
     """``total`` as a Python float."""
 
@@ -44,11 +51,14 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 def is_uniform(grads: Sequence[Tensor]) -> bool:
     """Whether all are dense float32 plain tensors on one device, as the fast paths need."""
-    if not grads:
-        return False
-    device = grads[0].device
-    return set(map(type, grads)) <= {Tensor, torch.nn.Parameter} and all(
-        g.dtype is torch.float32 and g.layout is torch.strided and g.device == device for g in grads
+    # Maps over C functions: with thousands of gradients a Python loop would show.
+    return (
+        len(grads) > 0
+        and set(map(type, grads)) <= {Tensor, torch.nn.Parameter}
+        and set(map(_dtype_of, grads)) == {torch.float32}
+        and set(map(_layout_of, grads)) == {torch.strided}
+        and grads[0].device.type != "meta"
+        and len(set(map(Tensor.get_device, grads))) == 1
     )
 
 
@@ -78,37 +88,37 @@ def scaled_norms(grads: Sequence[Tensor], inv_scale: Tensor) -> Norms:
 
     Synchronises with the device once.
     """
-    norms: Sequence[Tensor]
-    if grads[0].device.type == "cpu":
-        norms, suspects = _norms_until_nonfinite(grads)
-        if suspects:
-            return Norms(None, tuple(i for i in suspects if nonfinite(grads[i])))
-    else:
-        norms = torch._foreach_norm(list(grads))
-    unscaled = torch.stack(list(norms)) * inv_scale
-    total = torch.linalg.vector_norm(unscaled)
-    value = float(total)
-    if math.isfinite(value):
-        return Norms(total, (), value)
-    suspects = [i for i, finite in enumerate(torch.isfinite(unscaled).tolist()) if not finite]
-    return Norms(None, tuple(i for i in suspects if nonfinite(grads[i])))
+    stacked, suspects = _norms_until_nonfinite(grads)
+    if stacked is not None:
+        total = torch.linalg.vector_norm(stacked * inv_scale)
+        value = float(total)
+        if math.isfinite(value):
+            return Norms(total, (), value)
+        suspects = _not_finite(stacked)
+    return Norms(None, tuple(islice((i for i in suspects if nonfinite(grads[i])), MOST_NAMED)))
 
 
-def _norms_until_nonfinite(grads: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:
-    """Per-tensor norms in order; and the indices of the first non-finite ones, if any."""
-    small = [i for i, g in enumerate(grads) if g.numel() < LARGE]
-    norms = list(torch._foreach_norm([grads[i] for i in small])) if small else []
-    if small and not math.isfinite(float(torch.stack(norms).sum())):
-        return norms, [i for i, norm in zip(small, norms, strict=True) if not norm.isfinite()]
+def _norms_until_nonfinite(grads: Sequence[Tensor]) -> tuple[Tensor | None, list[int]]:
+    """Norm of each, shape (n,); or None and the indices of the first ones that are not finite."""
+    cpu = grads[0].device.type == "cpu"
+    small = [i for i, size in enumerate(map(Tensor.numel, grads)) if not cpu or size < LARGE]
+    found = torch._foreach_norm([grads[i] for i in small]) if small else ()
+    stacked = torch.stack(list(found)) if small else None
     if len(small) == len(grads):
-        return norms, []
-    found = dict(zip(small, norms, strict=True))
+        return stacked, []
+    if stacked is not None and not math.isfinite(float(stacked.sum())):
+        return None, [small[i] for i in _not_finite(stacked)]
+    norms = dict(zip(small, found, strict=True))
     for i, grad in enumerate(grads):
-        if i not in found:
-            (found[i],) = torch._foreach_norm([grad])
-            if not math.isfinite(float(found[i])):
-                return norms, [i]
-    return [found[i] for i in range(len(grads))], []
+        if i not in norms:
+            (norms[i],) = torch._foreach_norm([grad])
+            if not math.isfinite(float(norms[i])):
+                return None, [i]
+    return torch.stack([norms[i] for i in range(len(grads))]), []
+
+
+def _not_finite(values: Tensor) -> list[int]:
+    return [i for i, finite in enumerate(torch.isfinite(values).tolist()) if not finite]
 
 
 def nonfinite(grad: Tensor) -> bool:

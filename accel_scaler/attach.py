@@ -250,7 +250,8 @@ def detach(target: T) -> T:
         )
     stock = accelerator._stock_scaler
     if stock is not None:
-        stock.load_state_dict(boundary.scaler.state_dict())
+        if boundary.scaler.is_enabled():
+            stock.load_state_dict(boundary.scaler.state_dict())
     else:
         accelerator.native_amp = False
         for model in accelerator._models:
@@ -298,7 +299,7 @@ def _set_up(accelerator: ScaledAccelerator, config: ScalerConfig | None) -> bool
         sharded=accelerator.distributed_type == DistributedType.FSDP,
     )
     for optimizer in accelerator._optimizers:
-        _forbid_fp16_parameters(optimizer)
+        _forbid_unsuitable(optimizer)
     if not accelerator.native_amp:
         # Stock Accelerate leaves fp16 on a CPU without autocast and without a scaler.
         add_autocast(accelerator, list(accelerator._models))
@@ -347,12 +348,7 @@ def _make_scaler(accelerator: Any, config: ScalerConfig, stock: Any) -> GradScal
 
 def _adopt(boundary: Boundary, optimizer: Any) -> None:
     """Make a prepared optimizer step through ``boundary``."""
-    if type(optimizer) not in (AcceleratedOptimizer, ScaledOptimizer):
-        raise UnsupportedError(
-            f"attach: a prepared optimizer is a {type(optimizer).__name__}, expected Accelerate's "
-            "own AcceleratedOptimizer; prepare the torch optimizer instead."
-        )
-    _forbid_fp16_parameters(optimizer)
+    _forbid_unsuitable(optimizer)
     optimizer.__class__ = ScaledOptimizer
     optimizer.scaler = boundary.scaler
     optimizer._boundary = boundary
@@ -360,7 +356,12 @@ def _adopt(boundary: Boundary, optimizer: Any) -> None:
         boundary.scaler.know(inner)
 
 
-def _forbid_fp16_parameters(optimizer: Any) -> None:
+def _forbid_unsuitable(optimizer: Any) -> None:
+    if type(optimizer) not in (AcceleratedOptimizer, ScaledOptimizer):
+        raise UnsupportedError(
+            f"attach: a prepared optimizer is a {type(optimizer).__name__}, expected Accelerate's "
+            "own AcceleratedOptimizer; prepare the torch optimizer instead."
+        )
     for group in optimizer.param_groups:
         for p in group["params"]:
             if p.requires_grad and p.dtype is torch.float16:

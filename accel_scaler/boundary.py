@@ -80,17 +80,30 @@ class Boundary:
         self._told = False
 
     def before_backward(self, optimizers: Iterable[Optimizer]) -> None:
-        """Call before each backward: remember the gradients that are unscaled already."""
+        """Call before each backward: remember the gradients that are unscaled already.
+
+        Where they were zeroed since (a batch thrown away after a look at its norm), the
+        optimizer starts over: what comes next is scaled, and not checked yet.
+        """
         window = self.scaler.window
         if window.closed or not window.states:
             return
         for optimizer in optimizers:
-            if self._stage(optimizer) is OptState.UNSCALED:
-                self._unscaled += [
-                    (id(optimizer), p, grad, grad._version)
-                    for p in _params(optimizer)
-                    if (grad := p.grad) is not None
-                ]
+            if self._stage(optimizer) is not OptState.UNSCALED:
+                continue
+            entries = [
+                (id(optimizer), p, grad, grad._version)
+                for p in _params(optimizer)
+                if (grad := p.grad) is not None
+            ]
+            kept = any(_nonzero(grad) for _, _, grad, _ in entries)
+            if agree_on_overflow(kept, self.device, self.sharded):
+                self._unscaled += entries
+                continue
+            del window.states[id(optimizer)]
+            self._notes.pop(id(optimizer), None)
+            self._unscaled = [entry for entry in self._unscaled if entry[0] != id(optimizer)]
+            self._strays.clear()
 
     def norm_so_far(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
         """Off the boundary: the norm of what has accumulated, unscaled. Changes nothing."""
@@ -108,20 +121,29 @@ class Boundary:
 
         Returns whether any of them overflowed. Synchronises with the device.
         """
+        if not self.scaler.is_enabled():
+            return False
         found = False
-        for optimizer in optimizers:
-            if not self._has_gradients(optimizer):
-                continue
-            note = self._note(optimizer)
-            self._forbid_mixed(optimizer)
-            if self._stage(optimizer) is OptState.READY:
-                window = self.scaler.window
-                with self.scaler.inside(window if window.closed else None):
-                    self.scaler.unscale_(optimizer)
-                flags = window.states[id(optimizer)]["found_inf_per_device"].values()
-                self._settle(note, any(bool(flag) for flag in flags))
+        for optimizer in filter(self._has_gradients, optimizers):
+            note = self._check(optimizer)
+            if note.grad_scale is not None:
+                # Clipped before, for the kernel to do; somebody wants to see the outcome.
+                torch._foreach_div_(gradients_of(_params(optimizer)), note.grad_scale)
+                note.grad_scale = None
             found = found or note.found_inf
         return found
+
+    def _check(self, optimizer: Optimizer) -> _Note:
+        """Unscale and check, unless that was done in this window."""
+        note = self._note(optimizer)
+        self._forbid_mixed(optimizer)
+        if self._stage(optimizer) is OptState.READY:
+            window = self.scaler.window
+            with self.scaler.inside(window if window.closed else None):
+                self.scaler.unscale_(optimizer)
+            flags = window.states[id(optimizer)]["found_inf_per_device"].values()
+            self._settle(note, any(bool(flag) for flag in flags))
+        return note
 
     def clip_norm(
         self,
@@ -142,6 +164,8 @@ class Boundary:
         parameters = [p for p in parameters if p.grad is not None]
         if not parameters:
             return torch.tensor(0.0)
+        if not self.scaler.is_enabled():
+            return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
         owners = self.owners(optimizers, parameters)
         notes = [self._note(owner) for owner in owners]
         if float(norm_type) == 2.0 and self._fits_one_pass(owners, parameters):
@@ -176,13 +200,16 @@ class Boundary:
                 scaled gradients added to unscaled ones.
             OverflowStreakError: too many skips in a row.
         """
+        if not self.scaler.is_enabled():
+            optimizer.step()
+            return True
         if not self._has_gradients(optimizer):
             return True
         if self.scaler.window.opened_by is None:
             self._step_without_window(optimizer)
             return True
-        note = self._note(optimizer)
-        if self.unscale([optimizer]) and not note.overflowed:
+        note = self._check(optimizer)
+        if note.found_inf and not note.overflowed:
             note.overflowed = self._look_for_culprits(optimizer)
         window = self.scaler.window
         self.scaler.close_window(note.found_inf)
@@ -205,7 +232,7 @@ class Boundary:
 
         ``torch.distributed.checkpoint`` steps on zeros to create state before it loads some.
         """
-        if any(bool(grad.count_nonzero()) for grad in gradients_of(_params(optimizer))):
+        if any(map(_nonzero, gradients_of(_params(optimizer)))):
             raise OrderError(
                 f"{type(optimizer).__name__}.step(): there are gradients, but no loss was scaled "
                 "since the last step. Call accelerator.backward(loss) instead of loss.backward()."
@@ -259,7 +286,8 @@ class Boundary:
         """Unscale, once a window, gradients that no optimizer here owns; True: not finite."""
         owned = {id(p) for owner in owners for p in _params(owner)}
         strays = [p for p in parameters if id(p) not in owned]
-        for p in strays:
+        window = self._enter_window()
+        for p in strays if window.opened_by is not None else ():
             if id(p) not in self._strays and p.grad is not None:
                 self._strays.add(id(p))
                 p.grad.div_(self._window_scale())
@@ -291,16 +319,12 @@ class Boundary:
         )
 
     def _note(self, optimizer: Optimizer) -> _Note:
-        window = self.scaler.window
+        window = self._enter_window()
         if window.opened_by is None:
             raise OrderError(
                 "there are gradients to unscale, but no loss was scaled since the last step. "
                 "Call accelerator.backward(loss) instead of loss.backward()."
             )
-        if self._noted is not window:
-            self._noted, self._notes = window, {}
-            self._strays.clear()
-            self._unscaled.clear()
         if self._stage(optimizer) is OptState.STEPPED:
             raise OrderError(
                 f"{type(optimizer).__name__} has already stepped in this window. Clip before "
@@ -308,12 +332,22 @@ class Boundary:
             )
         return self._notes.setdefault(id(optimizer), _Note())
 
+    def _enter_window(self) -> Window:
+        """The present window; what was noted of another one is forgotten."""
+        window = self.scaler.window
+        if self._noted is not window:
+            self._noted, self._notes = window, {}
+            self._strays.clear()
+            self._unscaled.clear()
+        return window
+
     def _settle(self, note: _Note, found_inf: bool) -> None:
         note.found_inf = agree_on_overflow(found_inf, self.device, self.sharded)
 
     def _forbid_mixed(self, optimizer: Optimizer) -> None:
         for owner, p, grad, version in self._unscaled:
             if owner == id(optimizer) and (p.grad is not grad or grad._version != version):
+                self.scaler.abandon_window()
                 raise OrderError(
                     f"a backward added scaled gradients to the unscaled ones of "
                     f"{type(optimizer).__name__}: they were unscaled or clipped before the last "
@@ -336,6 +370,11 @@ class Boundary:
 
 def _params(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _nonzero(grad: Tensor) -> bool:
+    local = grad.to_local() if hasattr(grad, "to_local") else grad
+    return bool((local.coalesce().values() if local.is_sparse else local).count_nonzero())
 
 
 def _takes_grad_scale(optimizer: Optimizer) -> bool:

@@ -7,6 +7,8 @@ the same here, so are the results, bit for bit.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from operator import is_, itemgetter
 from typing import Any
 
@@ -19,6 +21,9 @@ from .gradients import is_uniform, match_layout
 
 __all__ = ["FusedAdam", "step_fused"]
 
+SMALL = 1 << 12
+"""Elements up to which one thread updates a tensor faster than several."""
+
 
 class _Group:
     """The kernel's argument lists for one parameter group."""
@@ -28,19 +33,58 @@ class _Group:
         self.known = list(self.params)
         self.states = [optimizer.state[p] for p in self.known]
         # One buffer, so that one addition counts the step for all; each entry is a view.
-        self.counts = torch.stack([state["step"] for state in self.states])
+        steps = [state["step"] for state in self.states]
+        self.counts = torch.stack(steps) if steps else torch.zeros(0)
         for state, count in zip(self.states, self.counts.unbind(), strict=True):
             state["step"] = count
         self.strides = list(map(Tensor.stride, self.known))
         self.device = self.known[0].get_device() if self.known else -1
-        keys = ["exp_avg", "exp_avg_sq", "step"]
+        self.amsgrad = bool(group["amsgrad"])
+        keys = ["exp_avg", "exp_avg_sq", "step"] + ["max_exp_avg_sq"] * self.amsgrad
         self.lists = {key: [state[key] for state in self.states] for key in keys}
-        self.most = [state["max_exp_avg_sq"] for state in self.states if group["amsgrad"]]
+        sizes = list(map(Tensor.numel, self.known))
+        small = [i for i, size in enumerate(sizes) if size <= SMALL]
+        large = [i for i, size in enumerate(sizes) if size > SMALL]
+        one_thread = self.device == -1
+        self.batches = [(part, one) for part, one in ((small, one_thread), (large, False)) if part]
+
+    def call(
+        self,
+        group: dict[str, Any],
+        places: list[int],
+        grads: list[Tensor],
+        grad_scale: Tensor | None,
+    ) -> None:
+        """Update the parameters at ``places``."""
+        whole = len(places) == len(self.known)
+
+        def pick(tensors: list[Tensor]) -> list[Tensor]:
+            return tensors if whole or not tensors else [tensors[i] for i in places]
+
+        kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
+        kernel(
+            pick(self.known),
+            pick(grads),
+            pick(self.lists["exp_avg"]),
+            pick(self.lists["exp_avg_sq"]),
+            pick(self.lists.get("max_exp_avg_sq", [])),
+            pick(self.lists["step"]),
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=group["amsgrad"],
+            maximize=group["maximize"],
+            grad_scale=grad_scale,
+            found_inf=None,
+        )
 
     def is_current(self, group: dict[str, Any]) -> bool:
         """Whether nobody has exchanged a parameter or its state since."""
         return (
             group["params"] is self.params
+            and bool(group["amsgrad"]) == self.amsgrad
             and len(self.params) == len(self.known)
             and all(map(is_, self.params, self.known))
             and all(
@@ -55,13 +99,16 @@ class FusedAdam:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.state = optimizer.state
+        self.entries = list(optimizer.state.values())
         self.groups = [_Group(optimizer, group) for group in optimizer.param_groups]
 
     @staticmethod
     def applies(optimizer: Optimizer) -> bool:
         """Whether a direct call of the kernel means the same as ``optimizer.step()``."""
         own_step = optimizer.__dict__.get("step")
-        wrapped = getattr(own_step, "__wrapped__", getattr(own_step, "__func__", None))
+        # Accelerate leaves the bound method there; an LR scheduler leaves its wrapper.
+        by_scheduler = getattr(own_step, "_wrapped_by_lr_sched", False)
+        wrapped = getattr(own_step, "__wrapped__" if by_scheduler else "__func__", None)
         return (
             type(optimizer) in (Adam, AdamW)
             and (own_step is None or wrapped is type(optimizer).step)
@@ -77,6 +124,8 @@ class FusedAdam:
         """Whether the lists are still the optimizer's."""
         return (
             optimizer.state is self.state
+            and len(optimizer.state) == len(self.entries)
+            and all(map(is_, optimizer.state.values(), self.entries))
             and len(self.groups) == len(optimizer.param_groups)
             and all(
                 mine.is_current(group)
@@ -100,30 +149,26 @@ class FusedAdam:
 
         Does not synchronise.
         """
-        groups = zip(self.groups, grads, optimizer.param_groups, strict=True)
-        for mine, own_grads, group in groups:
-            if not mine.known:
-                continue
-            kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
+        for mine, own_grads, group in zip(self.groups, grads, optimizer.param_groups, strict=True):
             mine.counts.add_(1)
-            kernel(
-                mine.known,
-                own_grads,
-                mine.lists["exp_avg"],
-                mine.lists["exp_avg_sq"],
-                mine.most,
-                mine.lists["step"],
-                lr=group["lr"],
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                amsgrad=group["amsgrad"],
-                maximize=group["maximize"],
-                grad_scale=grad_scale,
-                found_inf=None,
-            )
+            for places, one_thread in mine.batches:
+                with _one_thread(one_thread):
+                    mine.call(group, places, own_grads, grad_scale)
         optimizer._opt_called = True  # what an LR scheduler's wrapper of step() sets
+
+
+@contextmanager
+def _one_thread(wanted: bool) -> Iterator[None]:
+    """Run the CPU kernel without a thread team, whose start costs more than a small tensor."""
+    threads = torch.get_num_threads()
+    if not wanted or threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _plain(group: dict[str, Any]) -> bool:

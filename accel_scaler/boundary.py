@@ -77,7 +77,7 @@ class Boundary:
         self._plans: weakref.WeakKeyDictionary[Optimizer, FusedAdam | None] = (
             weakref.WeakKeyDictionary()
         )
-        self._told = False
+        self._told: set[str] = set()
 
     def before_backward(self, optimizers: Iterable[Optimizer]) -> None:
         """Call before each backward: remember the gradients that are unscaled already.
@@ -107,8 +107,8 @@ class Boundary:
 
     def norm_so_far(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
         """Off the boundary: the norm of what has accumulated, unscaled. Changes nothing."""
-        if not self._told:
-            self._told = True
+        if "norm" not in self._told:
+            self._told.add("norm")
             logger.warning(
                 "clip_grad_norm_ before the last micro-batch of an accumulation window clips "
                 "nothing and returns the norm so far; the last micro-batch clips. (Said once.)"
@@ -307,6 +307,13 @@ class Boundary:
         culprits = self.scaler.culprits
         names = culprits.names(note.overflowed, optimizer)
         culprits.count(names)
+        if self.scaler.get_scale() < 1.0 and "low" not in self._told:
+            self._told.add("low")
+            logger.warning(
+                "the loss scale fell below 1, so gradients overflow whatever it is. Last seen in: "
+                f"{', '.join(names) or 'no single tensor'}. min_scale keeps it up, "
+                "max_consecutive_skips ends such a run. (Said once.)"
+            )
         self.history.add(
             Record(
                 index=window.index,

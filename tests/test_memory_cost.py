@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from accel_scaler import ScalerConfig, attach
 from accelerate import Accelerator
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from accel_scaler import ScalerConfig, attach
 
 
 class Allocations(TorchDispatchMode):

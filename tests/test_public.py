@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from pathlib import Path
 
-import accel_scaler
+import tomllib
 import torch
+
+import accel_scaler
 from accel_scaler import AccelScalerError, GradScaler
 
 ROOT = Path(__file__).parents[1]

@@ -162,8 +162,9 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
             return
         if self.distributed_type == DistributedType.FSDP:
             super().clip_grad_value_(parameters, clip_value)
+        parameters = [p for p in parameters if p.grad is not None]
         owners = self._boundary.owners(_inner(self._optimizers), parameters)
-        if not self._boundary.unscale(owners):
+        if not self._boundary.unscale(owners) and parameters:
             torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def load_state(self, *args: Any, **kwargs: Any) -> Any:

@@ -44,11 +44,13 @@ def add_autocast(accelerator: Any, models: list[torch.nn.Module]) -> None:
 
 def remove_autocast(accelerator: Any, model: torch.nn.Module) -> None:
     """Give the model its own forward back."""
+    # A compiled model keeps its own forward, but hands this attribute on to what it compiled.
+    holder: Any = accelerator.unwrap_model(model)
     inner: Any = accelerator.unwrap_model(model, keep_torch_compile=False)
     original = inner.__dict__.pop("_original_forward", None)
     if original is None:
         return
-    if getattr(original, "__func__", None) is type(inner).forward:
-        del inner.__dict__["forward"]
+    if getattr(original, "__func__", None) is type(holder).forward:
+        del holder.__dict__["forward"]
     else:
-        inner.forward = original
+        holder.forward = original

@@ -47,6 +47,8 @@ class _Note:
     grad_scale: Tensor | None = None
     """Left for the fused kernel to divide by: the gradients are still scaled, not clipped."""
     overflowed: Sequence[Tensor] = ()
+    names: Sequence[str] = ()
+    """Names of ``overflowed``, once it has been put on record."""
 
 
 class Boundary:
@@ -176,7 +178,7 @@ class Boundary:
         if self.unscale(owners) or strays_bad:
             for note in notes:
                 self._settle(note, True)
-            return torch.tensor(float("inf"), device=self.device)
+            return torch.full((), float("inf"), device=self.device)
         norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
         for note in notes:
             note.norm = norm
@@ -261,19 +263,19 @@ class Boundary:
         """One read for norm and check, one product for unscale and clip. None: not possible."""
         scale, grads = self._window_scale(), gradients_of(parameters)
         device = grads[0].device
-        norms = scaled_norms(grads, torch.tensor(1.0 / scale, device=device))
+        norms = scaled_norms(grads, torch.full((), 1.0 / scale, device=device))
         found = norms.total is None
         if found and not norms.overflowed:
             return None
         for owner, note in zip(owners, notes, strict=True):
             state = self.scaler.window.states[id(owner)]
             state["stage"] = OptState.UNSCALED
-            state["found_inf_per_device"] = {device: torch.tensor(float(found), device=device)}
+            state["found_inf_per_device"] = {device: torch.full((), float(found), device=device)}
             note.norm = None if found else norms.host_total
             note.overflowed = [parameters[i] for i in norms.overflowed]
             self._settle(note, found)
         if norms.total is None:
-            return torch.tensor(float("inf"), device=device)
+            return torch.full((), float("inf"), device=device)
         coefficient = clip_coefficient(norms.total, max_norm)
         if self.fold_unscale and all(map(_takes_grad_scale, owners)):
             for note in notes:
@@ -305,8 +307,9 @@ class Boundary:
 
     def _record(self, window: Window, optimizer: Optimizer, note: _Note) -> None:
         culprits = self.scaler.culprits
-        names = culprits.names(note.overflowed, optimizer)
-        culprits.count(names)
+        note.names = culprits.names(note.overflowed, optimizer)
+        culprits.count(note.names)
+        names = dict.fromkeys(name for each in self._notes.values() for name in each.names)
         if self.scaler.get_scale() < 1.0 and "low" not in self._told:
             self._told.add("low")
             logger.warning(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +21,8 @@ __all__ = [
 
 ENV_PREFIX = "ACCEL_SCALER_"
 SECTION = "accel_scaler"
+SMALLEST_FLOAT32 = 2.0**-149
+LARGEST_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
 
 
 class AccelScalerError(Exception):
@@ -54,7 +56,9 @@ class ScalerConfig:
         ConfigError: naming the field, the value it got, and what is allowed.
     """
 
-    init_scale: float = field(default=2.0**16, metadata={"allowed": "a finite number > 0"})
+    init_scale: float = field(
+        default=2.0**16, metadata={"allowed": "a finite number > 0 (float32)"}
+    )
     """Scale of the first window (a factor on the loss, no unit)."""
     growth_factor: float = field(default=2.0, metadata={"allowed": "a finite number > 1"})
     """Factor on the scale after ``growth_interval`` windows in a row without overflow."""
@@ -65,11 +69,11 @@ class ScalerConfig:
     enabled: bool = field(default=True, metadata={"allowed": "true or false"})
     """False: no scaling; ``step`` calls the optimizer, everything else does nothing."""
     min_scale: float | None = field(
-        default=None, metadata={"allowed": "a finite number > 0, or none"}
+        default=None, metadata={"allowed": "a finite number > 0 (float32), or none"}
     )
     """The scale never falls below this. None: torch's behaviour, no floor."""
     max_scale: float | None = field(
-        default=None, metadata={"allowed": "a finite number > 0, or none"}
+        default=None, metadata={"allowed": "a finite number > 0 (float32), or none"}
     )
     """The scale never grows above this. None: torch's behaviour, float32's range."""
     hysteresis: int = field(default=1, metadata={"allowed": "an integer >= 1"})
@@ -159,7 +163,9 @@ class ScalerConfig:
 
 def is_number(value: object) -> bool:
     """A finite int or float; a bool is not a number here."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return -sys.float_info.max <= value <= sys.float_info.max
 
 
 def is_count(value: object) -> bool:
@@ -168,8 +174,8 @@ def is_count(value: object) -> bool:
 
 
 def is_positive(value: Any) -> bool:
-    """A finite number above 0."""
-    return is_number(value) and value > 0
+    """A number above 0 that stays so, and finite, in float32."""
+    return is_number(value) and SMALLEST_FLOAT32 <= value <= LARGEST_FLOAT32
 
 
 def check_bounds(scale: float, low: float | None, high: float | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
@@ -30,18 +31,23 @@ class Culprits:
         """Tensors with non-finite gradients in the present run, and how often."""
         self._modules: list[weakref.ref[Module]] = []
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_modules": []}  # a weak reference cannot be pickled
+
     def know(self, module: Module) -> None:
         """Take parameter names from this module (held weakly)."""
         if all(ref() is not module for ref in self._modules):
             self._modules.append(weakref.ref(module))
 
-    def note(self, optimizer: Optimizer, consecutive_skips: int) -> None:
+    def note(self, source: Optimizer | Tensor, consecutive_skips: int) -> None:
         """Look for the offenders, if this overflow is the one that ends the run.
 
         Reads every gradient, so only where an error is about to name them.
         """
         if self.limit is not None and consecutive_skips >= self.limit:
-            params = [p for group in optimizer.param_groups for p in group["params"]]
+            optimizer = None if isinstance(source, Tensor) else source
+            groups = optimizer.param_groups if optimizer else [{"params": [source]}]
+            params = [p for group in groups for p in group["params"]]
             self.count(self.names((p for p in params if _bad(p)), optimizer))
 
     def count(self, names: Iterable[str]) -> None:

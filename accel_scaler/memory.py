@@ -197,8 +197,8 @@ class ScalerMemory(torch.amp.GradScaler):
                     f"scaler state dict: {missing[0]!r} is missing, got {sorted(state_dict)}; "
                     "expected what GradScaler.state_dict() returns."
                 )
-            for key in _TORCH_KEYS:
-                if not is_number(state_dict[key]):
+            for key in (*_TORCH_KEYS, "_consecutive_skips"):
+                if not is_number(state_dict.get(key, 0)):
                     raise ConfigError(
                         f"scaler state dict: got {key}={state_dict[key]!r}, expected a number."
                     )

@@ -183,6 +183,8 @@ class GradScaler(ThreadedScaler):
         if state["stage"] is OptState.READY:
             self._check_inf_per_device(optimizer)
         params = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+        if params and not state["found_inf_per_device"]:  # unscale_() came before the gradients
+            raise AssertionError("No inf checks were recorded for this optimizer.")
         found = self._total_found_inf(state, scale.device)
         on_host = scale.device.type == "cpu" or any(not optimizer.state.get(p) for p in params)
         if on_host and bool(found):
@@ -284,7 +286,9 @@ class GradScaler(ThreadedScaler):
         elif is_positive(new_scale):
             scale.fill_(new_scale)
         else:
-            raise ConfigError(f"new_scale: got {new_scale!r}, expected a finite number > 0.")
+            raise ConfigError(
+                f"new_scale: got {new_scale!r}, expected a finite number > 0 (float32)."
+            )
         if self._min_scale is not None or self._max_scale is not None:
             scale.clamp_(self._min_scale, self._max_scale)
 
@@ -306,14 +310,15 @@ class GradScaler(ThreadedScaler):
             raise ConfigError(f"backoff: got factor={factor!r}, expected a number in (0, 1).")
         with self._lock:
             self._forbid_other_thread("backoff")
-            self._check_scale_growth_tracker("backoff")
+            scale, _ = self._check_scale_growth_tracker("backoff")
             skipped = not self._window.closed and self._overflowed(self._targets())
             if skipped:
-                for optimizer in self._known:
-                    self.culprits.note(optimizer, self._consecutive_skips)
+                for target in self._targets():
+                    self.culprits.note(target, self._consecutive_skips)
             rule = Rule(2.0, factor, 1, self._min_scale, self._max_scale)
             state = rule.advance(self.read_state(), True)
             skips = self._consecutive_skips + int(skipped)
+            self._window.scale = scale.clone()
             self.write_state(ScaleState(state.scale, 0, skips))
             self._next_window()
             self.end_streak()

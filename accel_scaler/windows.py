@@ -56,10 +56,11 @@ class Job(Generic[T]):
     def __init__(self, fn: Callable[[], T], window: Window, local: threading.local) -> None:
         self._fn, self._window, self._local = fn, window, local
         self._thread: threading.Thread | None = None
+        self._claim = threading.Lock()
         self._done = threading.Event()
 
     def __call__(self) -> T:
-        if self._thread is not None:
+        if not self._claim.acquire(blocking=False):
             raise OrderError(
                 "a bound job runs once; call GradScaler.bind() again for the next window."
             )

@@ -1,0 +1,563 @@
+"""attach and detach: what changes on an accelerator, and that it comes back."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType, GradScalerKwargs
+from support import mlp, stock, weights
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+
+from accel_scaler import (
+    ConfigError,
+    GradScaler,
+    OrderError,
+    ScaledAccelerator,
+    ScalerConfig,
+    UnsupportedError,
+    attach,
+    detach,
+)
+from accel_scaler.attach import ScaledOptimizer
+
+INF = float("inf")
+
+
+def cpu(**kwargs: Any) -> Any:
+    """Accelerate's fp16 on a CPU, as a user makes it."""
+    return Accelerator(cpu=True, mixed_precision="fp16", **kwargs)
+
+
+def train(accelerator: Any, model: Any, optimizer: Any, steps: int = 3, factor: float = 1.0) -> Any:
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(steps):
+        x = torch.randn(4, 8, generator=generator)
+        accelerator.backward(model(x).square().mean() / 16 * factor)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def prepared(accelerator: Any) -> tuple[Any, Any]:
+    model = mlp()
+    return tuple(accelerator.prepare(model, SGD(model.parameters(), lr=0.1)))  # type: ignore[return-value]
+
+
+def inner_dtype(model: Any) -> torch.dtype:
+    """What the first layer inside puts out."""
+    seen: list[torch.dtype] = []
+    handle = model[0].register_forward_hook(lambda *args: seen.append(args[-1].dtype))
+    model(torch.ones(2, 8))
+    handle.remove()
+    return seen[0]
+
+
+@pytest.mark.parametrize("build", [stock, cpu], ids=["as on a GPU", "on a CPU"])
+@pytest.mark.parametrize("late", [False, True], ids=["before prepare", "after prepare"])
+def test_attach_and_detach(build: Any, late: bool) -> None:
+    accelerator = build()
+    stocks_scaler, native_amp = accelerator.scaler, accelerator.native_amp
+    if late:
+        model, optimizer = prepared(accelerator)
+    assert attach(accelerator, ScalerConfig()) is accelerator
+    if not late:
+        model, optimizer = prepared(accelerator)
+    assert type(accelerator) is ScaledAccelerator
+    assert type(accelerator.scaler) is GradScaler
+    assert type(optimizer) is ScaledOptimizer
+    assert optimizer.scaler is accelerator.scaler
+    assert inner_dtype(model) is torch.float16
+    train(accelerator, model, optimizer)
+    assert accelerator.scaler_history.boundaries == 3
+    assert detach(accelerator) is accelerator
+    assert type(accelerator) is Accelerator
+    assert type(optimizer) is AcceleratedOptimizer
+    assert accelerator.scaler is stocks_scaler
+    assert optimizer.scaler is stocks_scaler
+    assert accelerator.native_amp is native_amp
+    assert not {"_boundary", "_stock_scaler", "_scaler_config", "_made_by_attach"} & set(
+        accelerator.__dict__
+    )
+    assert "_boundary" not in optimizer.__dict__
+    assert inner_dtype(model) is (torch.float16 if native_amp else torch.float32)
+    if not native_amp:
+        assert not {"forward", "_original_forward"} & set(model.__dict__)
+    before = weights(model)
+    train(accelerator, model, optimizer)
+    assert not torch.equal(weights(model), before)
+
+
+def test_attach_after_prepare_on_a_cpu_equals_before() -> None:
+    """Both autocast and scale from the first step on, bit for bit."""
+    ends = []
+    for late in (False, True):
+        accelerator = cpu()
+        if not late:
+            attach(accelerator, ScalerConfig(growth_interval=2))
+        model, optimizer = prepared(accelerator)
+        attach(accelerator, ScalerConfig(growth_interval=2))
+        train(accelerator, model, optimizer, 6)
+        ends.append((weights(model), accelerator.scaler.state_dict()))
+    assert torch.equal(ends[0][0], ends[1][0])
+    assert ends[0][1] == ends[1][1]
+    unscaled = cpu()
+    assert not torch.equal(weights(train(unscaled, *prepared(unscaled), 6)), ends[0][0])
+
+
+def test_twice_changes_nothing() -> None:
+    config = ScalerConfig(init_scale=256.0)
+    accelerator = attach(cpu(), config)
+    scaler, boundary = accelerator.scaler, accelerator._boundary
+    for again in (None, config, ScalerConfig(init_scale=256.0)):
+        attach(accelerator, again)
+    assert (accelerator.scaler, accelerator._boundary) == (scaler, boundary)
+    with pytest.raises(OrderError, match="detach"):
+        attach(accelerator, ScalerConfig(init_scale=512.0))
+    assert accelerator.scaler.get_scale() == 256.0
+    detach(accelerator)
+    assert detach(accelerator) is accelerator
+    assert type(accelerator) is Accelerator
+    attach(accelerator, ScalerConfig(init_scale=512.0))
+    assert accelerator.scaler.get_scale() == 512.0
+
+
+def test_detach_of_what_was_never_attached() -> None:
+    accelerator = stock()
+    scaler = accelerator.scaler
+    assert detach(accelerator) is accelerator
+    assert accelerator.scaler is scaler
+
+
+def test_the_stock_scaler_goes_on_with_the_present_scale() -> None:
+    accelerator = attach(stock(), ScalerConfig(growth_interval=100))
+    model, optimizer = prepared(accelerator)
+    train(accelerator, model, optimizer, 2, INF)
+    train(accelerator, model, optimizer, 3)
+    detach(accelerator)
+    assert type(accelerator.scaler) is torch.amp.GradScaler
+    state = accelerator.scaler.state_dict()
+    assert (state["scale"], state["_growth_tracker"]) == (2.0**14, 3)
+    train(accelerator, model, optimizer, 1, INF)
+    assert accelerator.scaler.get_scale() == 2.0**13
+    assert optimizer.step_was_skipped is True
+
+
+def test_attach_in_the_middle_keeps_scale_and_tracker() -> None:
+    """And the rest of the run is what stock would have done."""
+    config = ScalerConfig(init_scale=4.0)
+    ends = []
+    for attached in (True, False):
+        accelerator = stock(kwargs_handlers=[GradScalerKwargs(growth_interval=5)])
+        model, optimizer = prepared(accelerator)
+        train(accelerator, model, optimizer, 1, INF)
+        train(accelerator, model, optimizer, 3)
+        if attached:
+            attach(accelerator, config)
+            assert accelerator.scaler.get_scale() == 2.0**15
+            assert accelerator.scaler._get_growth_tracker() == 3
+        train(accelerator, model, optimizer, 3)
+        assert accelerator.scaler.get_scale() == 2.0**16
+        ends.append((weights(model), accelerator.scaler.state_dict()["_growth_tracker"]))
+    assert torch.equal(ends[0][0], ends[1][0])
+    assert ends[0][1] == ends[1][1] == 1
+
+
+class Mine(Accelerator):  # type: ignore[misc]
+    """A user's own subclass with a method of its own and one overridden."""
+
+    backwards = 0
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        self.backwards += 1
+        super().backward(loss, **kwargs)
+
+    def hello(self) -> str:
+        return "hello"
+
+
+def test_a_users_own_subclass() -> None:
+    accelerator: Any = attach(Mine(cpu=True, mixed_precision="fp16"), ScalerConfig())
+    assert isinstance(accelerator, ScaledAccelerator)
+    assert isinstance(accelerator, Mine)
+    assert type(accelerator).__name__ == "ScaledMine"
+    other = attach(Mine(cpu=True, mixed_precision="fp16"), ScalerConfig())
+    assert type(other) is type(accelerator)
+    model, optimizer = prepared(accelerator)
+    train(accelerator, model, optimizer, 2)
+    assert (accelerator.backwards, accelerator.hello()) == (2, "hello")
+    assert accelerator.scaler_history.boundaries == 2
+    detach(accelerator)
+    assert type(accelerator) is Mine
+
+
+def test_scaled_accelerator_used_directly() -> None:
+    config = ScalerConfig(init_scale=64.0)
+    accelerator: Any = ScaledAccelerator(cpu=True, mixed_precision="fp16", scaler_config=config)
+    model, optimizer = prepared(accelerator)
+    train(accelerator, model, optimizer)
+    assert accelerator.scaler.get_scale() == 64.0
+    assert accelerator.scaler_history.boundaries == 3
+    detach(accelerator)
+    assert type(accelerator) is ScaledAccelerator
+    assert (accelerator._boundary, accelerator.scaler) == (None, None)
+    assert accelerator.scaler_history.boundaries == 0
+    attach(accelerator, ScalerConfig())
+    train(accelerator, model, optimizer)
+    assert accelerator.scaler_history.boundaries == 3
+    detach(accelerator)
+    assert type(accelerator) is ScaledAccelerator
+
+
+SETTINGS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
+
+
+def settings(scaler: Any) -> tuple[float, ...]:
+    return (
+        scaler.get_scale(),
+        scaler.get_growth_factor(),
+        scaler.get_backoff_factor(),
+        scaler.get_growth_interval(),
+    )
+
+
+@pytest.mark.parametrize("build", [stock, cpu], ids=["as on a GPU", "on a CPU"])
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, (128.0, 3.0, 0.25, 7)),
+        ({"growth_interval": 9}, (128.0, 3.0, 0.25, 9)),
+        ({"init_scale": 32.0, "backoff_factor": 0.75}, (32.0, 3.0, 0.75, 7)),
+    ],
+)
+def test_grad_scaler_kwargs_and_config(build: Any, changes: Any, expected: Any) -> None:
+    """``GradScalerKwargs`` are honoured; what the config changes overrides them."""
+    given = dict(zip(SETTINGS, (128.0, 3.0, 0.25, 7), strict=True))
+    accelerator = build(kwargs_handlers=[GradScalerKwargs(**given)])
+    attach(accelerator, ScalerConfig(**changes))
+    assert settings(accelerator.scaler) == expected
+
+
+def test_the_environment_is_read_unless_a_config_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCEL_SCALER_INIT_SCALE", "512")
+    monkeypatch.setenv("ACCEL_SCALER_MIN_SCALE", "16")
+    accelerator = attach(cpu())
+    assert accelerator.scaler.get_scale() == 512.0
+    assert accelerator.scaler._min_scale == 16.0
+    detach(accelerator)
+    attach(accelerator, ScalerConfig())
+    assert accelerator.scaler.get_scale() == 2.0**16
+    direct = ScaledAccelerator(cpu=True, mixed_precision="fp16")
+    assert direct.scaler.get_scale() == 512.0
+
+
+def test_a_wrong_environment_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCEL_SCALER_INIT_SCALE", "many")
+    accelerator = cpu()
+    with pytest.raises(ConfigError, match="ACCEL_SCALER_INIT_SCALE"):
+        attach(accelerator)
+    assert_untouched(accelerator)
+
+
+def assert_untouched(accelerator: Any) -> None:
+    """As ``cpu()`` left it, and still able to train."""
+    assert type(accelerator) is Accelerator
+    assert (accelerator.scaler, accelerator.native_amp) == (None, False)
+    assert "_boundary" not in accelerator.__dict__
+    assert all("_original_forward" not in model.__dict__ for model in accelerator._models)
+    assert not any(isinstance(o, ScaledOptimizer) for o in accelerator._optimizers)
+    model, optimizer = prepared(accelerator)
+    before = weights(model)
+    assert not torch.equal(weights(train(accelerator, model, optimizer)), before)
+
+
+def test_a_disabled_stock_scaler_stays_disabled() -> None:
+    accelerator = attach(stock(kwargs_handlers=[GradScalerKwargs(enabled=False)]), ScalerConfig())
+    assert accelerator.scaler.is_enabled() is False
+    model, optimizer = prepared(accelerator)
+    before = weights(model)
+    assert not torch.equal(weights(train(accelerator, model, optimizer)), before)
+    assert optimizer.step_was_skipped is False
+    detach(accelerator)
+    assert accelerator.scaler.is_enabled() is False
+
+
+def test_disabled_by_config_and_back() -> None:
+    accelerator = attach(stock(), ScalerConfig(enabled=False))
+    assert accelerator.scaler.get_scale() == 1.0
+    detach(accelerator)
+    assert accelerator.scaler.get_scale() == 2.0**16
+
+
+def test_several_optimizers_and_a_scheduler() -> None:
+    """All step through one boundary, and the schedule waits for a skipped one."""
+    accelerator = attach(cpu(), ScalerConfig())
+    model = mlp()
+    inner = [SGD(layer.parameters(), lr=0.1) for layer in (model[0], model[2])]
+    schedules = [torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5) for o in inner]
+    model, *both = accelerator.prepare(model, *inner)
+    scheduled = [accelerator.prepare(s) for s in schedules]
+    assert all(type(o) is ScaledOptimizer for o in both)
+    for factor in (1.0, INF, 1.0):
+        accelerator.backward(model(torch.ones(2, 8)).mean() / 16 * factor)
+        for optimizer in both:
+            optimizer.step()
+        for schedule in scheduled:
+            schedule.step()
+        for optimizer in both:
+            optimizer.zero_grad()
+    assert [o.param_groups[0]["lr"] for o in inner] == [0.025, 0.025]
+    assert accelerator.scaler_history.boundaries == 3
+    assert accelerator.scaler.get_scale() == 2.0**15
+
+
+@pytest.mark.parametrize(
+    ("kind", "who"),
+    [
+        (DistributedType.DEEPSPEED, "DeepSpeed's engine"),
+        (DistributedType.MEGATRON_LM, "Megatron-LM's optimizer"),
+        (DistributedType.XLA, "torch_xla"),
+    ],
+)
+def test_who_scales_elsewhere(kind: Any, who: str) -> None:
+    accelerator = cpu()
+    _, optimizer = prepared(accelerator)
+    accelerator.state.distributed_type = kind
+    with pytest.raises(UnsupportedError, match=f"{who}.*scales"):
+        attach(accelerator, ScalerConfig())
+    accelerator.state.distributed_type = DistributedType.NO
+    assert type(optimizer) is AcceleratedOptimizer
+    assert_untouched(accelerator)
+
+
+def test_fp8_scales_by_itself() -> None:
+    accelerator = cpu()
+    accelerator.state._mixed_precision = "fp8"
+    with pytest.raises(UnsupportedError, match="TransformerEngine"):
+        attach(accelerator, ScalerConfig())
+    accelerator.state._mixed_precision = "fp16"
+    assert_untouched(accelerator)
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_nothing_to_scale(precision: str) -> None:
+    """A warning, and a plain accelerator that trains as before."""
+    accelerator: Any = Accelerator(cpu=True, mixed_precision=precision)
+    with pytest.warns(UserWarning, match=f"{precision}.*needs no gradient scaling"):
+        assert attach(accelerator, ScalerConfig()) is accelerator
+    assert type(accelerator) is Accelerator
+    assert (accelerator.scaler, "_boundary" in accelerator.__dict__) == (None, False)
+    assert detach(accelerator) is accelerator
+    with pytest.warns(UserWarning, match="needs no gradient scaling"):
+        direct: Any = ScaledAccelerator(cpu=True, mixed_precision=precision)
+    ends = []
+    for a in (accelerator, direct):
+        model, optimizer = prepared(a)
+        a.backward(model(torch.ones(2, 8)).mean())
+        norm = a.clip_grad_norm_(model.parameters(), 0.1)
+        a.clip_grad_value_(model.parameters(), 0.05)
+        a.unscale_gradients()
+        optimizer.step()
+        ends.append((weights(model), norm))
+    assert torch.equal(ends[0][0], ends[1][0])
+    assert ends[0][1] == ends[1][1]
+    assert direct.scaler_history.boundaries == 0
+
+
+@pytest.mark.parametrize("target", [None, 3, mlp(), torch.amp.GradScaler("cpu")])
+def test_a_target_of_another_type(target: Any) -> None:
+    with pytest.raises(ConfigError, match=f"got a {type(target).__name__}, expected an acc"):
+        attach(target)
+
+
+def half_frozen() -> nn.Sequential:
+    """An adapter: float32 on a frozen float16 base."""
+    base, adapter = nn.Linear(8, 8).half(), nn.Linear(8, 1)
+    base.requires_grad_(False)
+    return nn.Sequential(base, adapter)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before prepare", "after prepare"])
+def test_frozen_fp16_parameters_train(late: bool) -> None:
+    accelerator, model = cpu(), half_frozen()
+    if late:
+        model, optimizer = accelerator.prepare(model, AdamW(model.parameters(), lr=0.1))
+    attach(accelerator, ScalerConfig())
+    if not late:
+        model, optimizer = accelerator.prepare(model, AdamW(model.parameters(), lr=0.1))
+    base, adapter = weights(model[0]), weights(model[1])
+    for _ in range(2):
+        accelerator.backward(model(torch.ones(2, 8)).mean() / 16)
+        assert float(accelerator.clip_grad_norm_(model.parameters(), 1.0)) < 1.0
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.step_was_skipped is False
+    assert torch.equal(weights(model[0]), base)
+    assert not torch.equal(weights(model[1]), adapter)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before prepare", "after prepare"])
+def test_trainable_fp16_parameters_are_refused(late: bool) -> None:
+    accelerator, model = cpu(), mlp().half()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    if late:
+        accelerator.prepare(optimizer)
+    else:
+        attach(accelerator, ScalerConfig())
+    with pytest.raises(UnsupportedError, match=r"float16.*model\.float\(\)"):
+        attach(accelerator, ScalerConfig()) if late else accelerator.prepare(optimizer)
+    if late:
+        accelerator._optimizers.clear()
+        assert_untouched(accelerator)
+    else:
+        assert accelerator._optimizers == []
+
+
+class OtherWrapper(AcceleratedOptimizer):  # type: ignore[misc]
+    """Somebody else's optimizer wrapper, whose ``step`` may do anything."""
+
+
+def refuse_fp16(accelerator: Any) -> Any:
+    return accelerator.prepare(SGD(mlp().half().parameters(), lr=0.1))
+
+
+def refuse_wrapper(accelerator: Any) -> Any:
+    other = accelerator.prepare(SGD(mlp().parameters(), lr=0.1))
+    other.__class__ = OtherWrapper
+
+
+def refuse_compiled(accelerator: Any) -> Any:
+    return accelerator.prepare(torch.compile(mlp(), backend="eager"))
+
+
+@pytest.mark.parametrize("refused", [refuse_fp16, refuse_wrapper, refuse_compiled])
+def test_a_refusal_leaves_everything_as_it_was(refused: Any) -> None:
+    """Also what was prepared before the one that is refused."""
+    accelerator = cpu()
+    model, optimizer = prepared(accelerator)
+    refused(accelerator)
+    with pytest.raises(UnsupportedError):
+        attach(accelerator, ScalerConfig())
+    assert type(optimizer) is AcceleratedOptimizer
+    assert inner_dtype(model) is torch.float32
+    assert_untouched(accelerator)
+
+
+def test_another_wrapper_is_refused_in_prepare() -> None:
+    accelerator = attach(cpu(), ScalerConfig())
+    other = OtherWrapper(SGD(mlp().parameters(), lr=0.1))
+    other._is_accelerate_prepared = True
+    with pytest.raises(UnsupportedError, match="OtherWrapper"):
+        accelerator.prepare(other)
+    assert accelerator._optimizers == []
+
+
+def rounds(model: Any) -> bool:
+    """Whether the model computes in float16: hooks are not seen through a compiled graph."""
+    exact = mlp()
+    x = torch.linspace(-1, 1, 16).reshape(2, 8)
+    return not torch.equal(model(x).detach(), exact(x).detach())
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before prepare", "after prepare"])
+def test_compiled_by_accelerate(late: bool) -> None:
+    """Accelerate compiles outside of autocast, so it can be put in and taken out at any time."""
+    accelerator = cpu(dynamo_backend="eager")
+    if not late:
+        attach(accelerator, ScalerConfig())
+    model = accelerator.prepare(mlp())
+    if late:
+        assert not rounds(model)
+        attach(accelerator, ScalerConfig())
+    assert rounds(model)
+    inner = accelerator.unwrap_model(model, keep_torch_compile=False)
+    detach(accelerator)
+    assert not {"forward", "_original_forward"} & set(inner.__dict__)
+    assert not rounds(model)
+
+
+def test_compiled_by_the_user() -> None:
+    """Before ``prepare`` it works, and comes back; after it there is no way in."""
+    accelerator = attach(cpu(), ScalerConfig())
+    compiled = torch.compile(mlp(), backend="eager")
+    model = accelerator.prepare(compiled)
+    assert rounds(model)
+    detach(accelerator)
+    assert not rounds(model)
+    with pytest.raises(UnsupportedError, match="compiled without autocast"):
+        attach(accelerator, ScalerConfig())
+    assert not rounds(model)
+
+
+def test_detach_with_an_open_window() -> None:
+    accelerator = attach(stock(), ScalerConfig())
+    model, optimizer = prepared(accelerator)
+    train(accelerator, model, optimizer)
+    accelerator.backward(model(torch.ones(2, 8)).mean() / 16)
+    with pytest.raises(OrderError, match="window is open"):
+        detach(accelerator)
+    assert type(accelerator) is ScaledAccelerator
+    optimizer.step()
+    detach(accelerator)
+    assert type(accelerator) is Accelerator
+
+
+def test_detach_after_the_window_was_given_up() -> None:
+    accelerator = attach(stock(), ScalerConfig())
+    model, optimizer = prepared(accelerator)
+    accelerator.backward(model(torch.ones(2, 8)).mean() / 16)
+    optimizer.zero_grad()
+    accelerator.scaler.abandon_window()
+    detach(accelerator)
+    assert type(accelerator) is Accelerator
+
+
+def through_pickle(thing: Any) -> Any:
+    return pickle.loads(pickle.dumps(thing))
+
+
+@pytest.mark.parametrize("through", [copy.deepcopy, through_pickle])
+def test_a_copy_of_a_prepared_optimizer_steps_by_itself(through: Any) -> None:
+    """It has its own scaler with the same scale, and leaves the accelerator's alone."""
+    accelerator = attach(stock(), ScalerConfig(init_scale=1024.0))
+    model, optimizer = prepared(accelerator)
+    train(accelerator, model, optimizer)
+    twin = through(optimizer)
+    assert type(twin) is ScaledOptimizer
+    assert twin.scaler is not optimizer.scaler
+    params = [p for group in twin.param_groups for p in group["params"]]
+    before = [p.detach().clone() for p in params]
+    twin.scaler.scale(sum((p * 2).sum() for p in params)).backward()
+    twin.step()
+    assert twin.step_was_skipped is False
+    for p, start in zip(params, before, strict=True):
+        torch.testing.assert_close(start - p.detach(), torch.full_like(start, 0.2))
+    assert accelerator.scaler_history.boundaries == 3
+    kept = weights(model)
+    assert not torch.equal(weights(train(accelerator, model, optimizer)), kept)
+    assert accelerator.scaler_history.boundaries == 6
+
+
+def test_load_state_gives_up_the_open_window(tmp_path: Any) -> None:
+    """A checkpoint loaded mid-window: the next backward starts with the loaded scale."""
+    accelerator = attach(stock(), ScalerConfig(growth_interval=2))
+    model, optimizer = prepared(accelerator)
+    train(accelerator, model, optimizer)
+    saved = weights(model), accelerator.scaler.state_dict()
+    accelerator.save_state(str(tmp_path / "checkpoint"))
+    train(accelerator, model, optimizer, 4)
+    accelerator.backward(model(torch.ones(2, 8)).mean() / 16)
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    accelerator.load_state(str(tmp_path / "checkpoint"))
+    assert torch.equal(weights(model), saved[0])
+    assert accelerator.scaler.state_dict() == saved[1]
+    optimizer.zero_grad()
+    train(accelerator, model, optimizer, 1)
+    assert optimizer.step_was_skipped is False
+    assert accelerator.scaler.state_dict()["_growth_tracker"] == 0

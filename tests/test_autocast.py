@@ -1,0 +1,111 @@
+"""float16 autocast put on a prepared model afterwards, and taken off again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from support import mlp
+from torch import Tensor, nn
+
+from accel_scaler import UnsupportedError
+from accel_scaler.autocast import add_autocast, remove_autocast
+
+
+def accelerator() -> Any:
+    """Stock fp16 on a CPU: ``prepare`` adds no autocast."""
+    return Accelerator(cpu=True, mixed_precision="fp16")
+
+
+def inner_dtype(model: nn.Module) -> torch.dtype:
+    """What the first layer puts out."""
+    seen: list[torch.dtype] = []
+    handle = model[0].register_forward_hook(lambda *args: seen.append(args[-1].dtype))  # type: ignore[index]
+    out = model(torch.ones(2, 8))
+    handle.remove()
+    assert out.dtype is torch.float32
+    (dtype,) = seen
+    return dtype
+
+
+def test_there_and_back() -> None:
+    a = accelerator()
+    model: Any = a.prepare(mlp())
+    before = model(torch.ones(2, 8))
+    add_autocast(a, [model])
+    assert inner_dtype(model) is torch.float16
+    assert "_original_forward" in model.__dict__
+    remove_autocast(a, model)
+    assert inner_dtype(model) is torch.float32
+    assert not {"forward", "_original_forward"} & model.__dict__.keys()
+    assert torch.equal(model(torch.ones(2, 8)), before)
+
+
+def test_twice_wraps_once() -> None:
+    a = accelerator()
+    model: Any = a.prepare(mlp())
+    add_autocast(a, [model])
+    forward = model.forward
+    add_autocast(a, [model])
+    assert model.forward == forward
+    remove_autocast(a, model)
+    remove_autocast(a, model)
+    assert "forward" not in model.__dict__
+
+
+def test_a_forward_set_on_the_instance_comes_back() -> None:
+    """A plain function has no ``__func__`` to bind again."""
+    a = accelerator()
+    model: Any = mlp()
+
+    def forward(x: Tensor) -> Tensor:
+        return type(model).forward(model, x) + 1
+
+    model.forward = forward
+    a.prepare(model)
+    add_autocast(a, [model])
+    assert inner_dtype(model) is torch.float16
+    remove_autocast(a, model)
+    assert model.forward is forward
+
+
+class Named(nn.Module):
+    """Takes keywords and returns a dict, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 2)
+
+    def forward(self, *, x: Tensor, flag: bool = False) -> dict[str, Any]:
+        return {"y": self.layer(x), "flag": flag, "inner": self.layer(x).dtype}
+
+
+def test_keywords_and_nested_outputs() -> None:
+    a = accelerator()
+    model = a.prepare(Named())
+    add_autocast(a, [model])
+    out = model(x=torch.ones(1, 8), flag=True)
+    assert out["y"].dtype is torch.float32
+    assert (out["flag"], out["inner"]) == (True, torch.float16)
+
+
+def test_autocast_settings_are_kept() -> None:
+    """``AutocastKwargs(enabled=False)`` switches it off here as in ``prepare``."""
+    from accelerate.utils import AutocastKwargs
+
+    kwargs = AutocastKwargs(enabled=False)
+    a = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[kwargs])
+    model = a.prepare(mlp())
+    add_autocast(a, [model])
+    assert inner_dtype(model) is torch.float32
+
+
+def test_a_compiled_model_is_refused_before_any_is_changed() -> None:
+    a = accelerator()
+    first: Any = a.prepare(mlp())
+    compiled = torch.compile(mlp(), backend="eager")
+    with pytest.raises(UnsupportedError, match=r"attach\(accelerator\) before"):
+        add_autocast(a, [first, compiled])
+    assert "forward" not in first.__dict__

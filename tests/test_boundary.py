@@ -1,0 +1,625 @@
+"""One boundary at a time: what is unscaled, clipped, stepped, counted and refused."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from support import set_gradients
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer, SparseAdam
+
+from accel_scaler import OrderError, OverflowStreakError, ScalerConfig, UnsupportedError, attach
+
+INF = float("inf")
+LR = 0.125
+SCALE = 2.0**16
+
+
+class Linear(nn.Module):
+    """``loss = sum(w * gradient)``: the gradient of ``w`` is what the caller says, exactly."""
+
+    def __init__(self, size: int = 4) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(size))
+
+    def forward(self, gradient: float) -> Tensor:
+        return (self.w * gradient).sum()
+
+    @property
+    def moved(self) -> float:
+        """How far SGD has moved each weight, in units of the learning rate."""
+        (far,) = {(1.0 - value) / LR for value in self.w.tolist()}
+        return far
+
+
+def ours(config: ScalerConfig | None = None, **kwargs: Any) -> Any:
+    return attach(
+        Accelerator(cpu=True, mixed_precision="fp16", **kwargs),
+        config or ScalerConfig(init_scale=SCALE),
+    )
+
+
+def models(accelerator: Any, count: int, **kwargs: Any) -> tuple[list[Linear], list[Any]]:
+    """``count`` prepared models, each with a prepared SGD of its own."""
+    plain = [Linear() for _ in range(count)]
+    optimizers = [accelerator.prepare(SGD(m.parameters(), lr=LR, **kwargs)) for m in plain]
+    return [accelerator.prepare(m) for m in plain], optimizers
+
+
+def one(accelerator: Any, **kwargs: Any) -> tuple[Linear, Any]:
+    (model,), (optimizer,) = models(accelerator, 1, **kwargs)
+    return model, optimizer
+
+
+def tracker(accelerator: Any) -> int:
+    return int(accelerator.scaler.state_dict()["_growth_tracker"])
+
+
+# R3: one update a window
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("bad", [None, 0, 1, -1])
+@pytest.mark.parametrize("clip", [False, True])
+def test_one_update_a_window(count: int, bad: int | None, clip: bool) -> None:
+    """Whichever optimizer overflows: it alone is skipped, the scale moves once."""
+    a = ours()
+    ms, optimizers = models(a, count)
+    gradients = [1.0] * count
+    if bad is not None:
+        gradients[bad] = INF
+    a.backward(sum((m(g) for m, g in zip(ms, gradients, strict=True)), torch.tensor(0.0)))
+    for m, optimizer, gradient in zip(ms, optimizers, gradients, strict=True):
+        if clip:
+            norm = a.clip_grad_norm_(m.parameters(), 1e6)
+            assert float(norm) == 2 * gradient
+        optimizer.step()
+    assert [m.moved for m in ms] == [float(g != INF) for g in gradients]
+    assert [o.step_was_skipped for o in optimizers] == [g == INF for g in gradients]
+    assert a.scaler.get_scale() == (SCALE if bad is None else SCALE / 2)
+    assert tracker(a) == int(bad is None)
+    assert a.scaler_history.boundaries == 1
+    assert a.scaler_history.skips == int(bad is not None)
+
+
+def test_the_scale_grows_once_a_window() -> None:
+    a = ours(ScalerConfig(init_scale=16.0, growth_interval=3))
+    ms, optimizers = models(a, 2)
+    scales = []
+    for _ in range(6):
+        a.backward(ms[0](1.0) + ms[1](1.0))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        scales.append(a.scaler.get_scale())
+    assert scales == [16.0, 16.0, 32.0, 32.0, 32.0, 64.0]
+    assert [m.moved for m in ms] == [6.0, 6.0]
+
+
+def test_an_optimizer_without_gradients_is_left_out() -> None:
+    """It neither steps nor stops the others; torch raises here."""
+    a = ours()
+    ms, optimizers = models(a, 2, weight_decay=0.5)
+    a.backward(ms[0](1.0))
+    for optimizer in optimizers:
+        a.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], 1e6)
+        optimizer.step()
+    assert [m.moved for m in ms] == [1.5, 0.0]
+    assert [o.step_was_skipped for o in optimizers] == [False, False]
+    assert tracker(a) == 1
+
+
+def test_a_window_without_any_gradients() -> None:
+    a = ours()
+    model, optimizer = one(a)
+    assert float(a.clip_grad_norm_(model.parameters(), 1.0)) == 0.0
+    a.clip_grad_value_(model.parameters(), 1.0)
+    a.unscale_gradients()
+    optimizer.step()
+    assert (optimizer.step_was_skipped, model.moved, tracker(a)) == (False, 0.0, 0)
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_alternation_as_in_a_gan(clip: bool) -> None:
+    """The generator's loss leaves gradients in the discriminator too."""
+    a = ours()
+    (gen, dis), (gen_opt, dis_opt) = models(a, 2)
+    for _ in range(3):
+        for model, optimizer, loss in (
+            (dis, dis_opt, lambda: dis(1.0)),
+            (gen, gen_opt, lambda: gen(2.0) + dis(4.0)),
+        ):
+            optimizer.zero_grad()
+            a.backward(loss())
+            if clip:
+                assert float(a.clip_grad_norm_(model.parameters(), 1e6)) > 0
+            optimizer.step()
+    assert (dis.moved, gen.moved) == (3.0, 6.0)
+    assert a.scaler_history.boundaries == 6
+    assert a.scaler.get_scale() == SCALE
+
+
+def test_joining_a_window_whose_scale_was_read() -> None:
+    """``get_scale()`` and ``state_dict()`` between two steps show the next scale; the second
+    optimizer is unscaled by the window's own."""
+    a = ours()
+    ms, optimizers = models(a, 2)
+    a.backward(ms[0](INF) + ms[1](1.0))
+    optimizers[0].step()
+    assert a.scaler.get_scale() == SCALE / 2
+    state = a.scaler.state_dict()
+    assert (state["scale"], state["_growth_tracker"]) == (SCALE / 2, 0)
+    assert float(a.clip_grad_norm_(ms[1].parameters(), 1e6)) == 2.0
+    optimizers[1].step()
+    assert ms[1].moved == 1.0
+    assert a.scaler.state_dict() == state
+
+
+# R4: unscale, then clip
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, INF])
+def test_off_the_boundary_nothing_changes(
+    norm_type: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    a = ours(gradient_accumulation_steps=3)
+    model, optimizer = one(a)
+    expected = {2.0: 2.0, 1.0: 4.0, INF: 1.0}[norm_type]
+    with caplog.at_level(logging.WARNING, "accel_scaler"):
+        for micro in (1, 2, 3):
+            with a.accumulate(model):
+                a.backward(model(3.0))
+                assert model.w.grad is not None
+                before = model.w.grad.clone()
+                norm = a.clip_grad_norm_(model.parameters(), 1.5 * expected, norm_type)
+                assert float(norm) == pytest.approx(micro * expected)
+                if micro < 3:
+                    a.clip_grad_value_(model.parameters(), 0.01)
+                    a.unscale_gradients()
+                    assert torch.equal(model.w.grad, before)
+                optimizer.step()
+    assert model.moved == pytest.approx(1.5, rel=1e-5)
+    assert caplog.text.count("before the last micro-batch") == 1
+
+
+@pytest.mark.parametrize("fold", [False, True])
+def test_unscale_clip_unscale_step(fold: bool) -> None:
+    """Each may come any number of times before the step."""
+    a = ours(ScalerConfig(init_scale=SCALE, fold_unscale=fold))
+    model, optimizer = one(a, fused=True)
+    a.backward(model(3.0))
+    for _ in range(2):
+        a.clip_grad_norm_(model.parameters(), 4.0)
+        a.unscale_gradients()
+        a.unscale_gradients(optimizer)
+        a.unscale_gradients([optimizer])
+        assert model.w.grad is not None
+        torch.testing.assert_close(model.w.grad, torch.full((4,), 2.0))
+    assert float(a.clip_grad_norm_(model.parameters(), 2.0)) == pytest.approx(4.0)
+    optimizer.step()
+    assert model.moved == pytest.approx(1.0, rel=1e-5)
+
+
+def test_clip_for_each_model() -> None:
+    a = ours()
+    ms, optimizers = models(a, 2)
+    a.backward(ms[0](1.0) + ms[1](8.0))
+    norms = [float(a.clip_grad_norm_(m.parameters(), 4.0)) for m in ms]
+    for optimizer in optimizers:
+        optimizer.step()
+    assert norms == [2.0, 16.0]
+    assert ms[0].moved == 1.0
+    assert ms[1].moved == pytest.approx(2.0, rel=1e-5)
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_an_overflow_within_a_common_norm_skips_both(bad: int) -> None:
+    """No finite norm, so nothing to clip either of them to."""
+    a = ours()
+    ms, optimizers = models(a, 2)
+    a.backward(ms[bad](INF) + ms[1 - bad](1.0))
+    assert float(a.clip_grad_norm_([m.w for m in ms], 4.0)) == INF
+    for optimizer in optimizers:
+        optimizer.step()
+    assert [m.moved for m in ms] == [0.0, 0.0]
+    assert [o.step_was_skipped for o in optimizers] == [True, True]
+    assert a.scaler.get_scale() == SCALE / 2
+
+
+class Two(nn.Module):
+    """Two parameters with gradients of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Linear(), Linear()
+
+    def forward(self, first: float, second: float) -> Tensor:
+        return self.first(first) + self.second(second)
+
+
+def test_clip_of_some_parameters() -> None:
+    """The rest is unscaled too, and not clipped."""
+    a = ours()
+    model = Two()
+    model, optimizer = a.prepare(model, SGD(model.parameters(), lr=LR))
+    a.backward(model(8.0, 3.0))
+    assert float(a.clip_grad_norm_(model.first.parameters(), 2.0)) == 16.0
+    optimizer.step()
+    assert model.first.moved == pytest.approx(1.0, rel=1e-5)
+    assert model.second.moved == 3.0
+
+
+def test_an_overflow_outside_the_clipped_parameters() -> None:
+    a = ours()
+    model = Two()
+    model, optimizer = a.prepare(model, SGD(model.parameters(), lr=LR))
+    a.backward(model(1.0, INF))
+    assert float(a.clip_grad_norm_(model.first.parameters(), 2.0)) == INF
+    optimizer.step()
+    assert optimizer.step_was_skipped is True
+    assert (model.first.moved, model.second.moved) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("first", ["stray", "all", "owned"])
+def test_parameters_that_no_optimizer_owns(first: str) -> None:
+    """They count for the norm, unscaled once a window, in whatever order clips come."""
+    a = ours()
+    model = Two()
+    model, optimizer = a.prepare(model, SGD(model.first.parameters(), lr=LR))
+    stray, owned = list(model.second.parameters()), list(model.first.parameters())
+    for _ in range(3):
+        a.backward(model(3.0, 4.0))
+        start = {"stray": stray, "all": stray + owned, "owned": owned}[first]
+        norms = {"stray": 8.0, "all": 10.0, "owned": 6.0}
+        assert float(a.clip_grad_norm_(start, 1e6)) == norms[first]
+        for params, norm in ((owned, 6.0), (stray, 8.0), (stray + owned, 10.0)):
+            assert float(a.clip_grad_norm_(params, 1e6)) == norm
+        optimizer.step()
+        model.zero_grad()
+    assert (model.first.moved, model.second.moved) == (9.0, 0.0)
+
+
+def test_an_overflow_in_a_parameter_that_no_optimizer_owns() -> None:
+    a = ours()
+    model = Two()
+    model, optimizer = a.prepare(model, SGD(model.first.parameters(), lr=LR))
+    a.backward(model(1.0, INF))
+    assert float(a.clip_grad_norm_(model.parameters(), 1.0)) == INF
+    optimizer.step()
+    assert (optimizer.step_was_skipped, model.first.moved) == (True, 0.0)
+    assert a.scaler.get_scale() == SCALE / 2
+
+
+def test_unused_parameters_have_no_part_in_the_norm() -> None:
+    a = ours()
+    model = Two()
+    model, optimizer = a.prepare(model, SGD(model.parameters(), lr=LR, weight_decay=0.5))
+    a.backward(model.first(8.0))
+    assert float(a.clip_grad_norm_(model.parameters(), 2.0)) == 16.0
+    optimizer.step()
+    assert model.second.w.grad is None
+    assert model.second.moved == 0.0
+    assert model.first.moved == pytest.approx(1.5, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "generator", "list"])
+def test_what_may_be_given_as_parameters(kind: str) -> None:
+    a = ours()
+    model, optimizer = one(a)
+    for clip in (a.clip_grad_norm_, a.clip_grad_value_):
+        a.backward(model(8.0))
+        clip({"tensor": model.w, "generator": model.parameters(), "list": [model.w]}[kind], 1.0)
+        assert model.w.grad is not None
+        assert model.w.grad.abs().max() <= 1.0
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_norm_beyond_float32_is_no_overflow() -> None:
+    """Scaled elements of 6.5e22 are finite, their squares are not."""
+    a = ours()
+    model, optimizer = one(a)
+    model.w.grad = None
+    a.backward(model(1e18))
+    norm = a.clip_grad_norm_(model.parameters(), 4.0)
+    assert float(norm) == pytest.approx(2e18)
+    optimizer.step()
+    assert optimizer.step_was_skipped is False
+    assert model.moved == pytest.approx(2.0, rel=1e-5)
+    assert a.scaler.get_scale() == SCALE
+    assert a.scaler_history.max_grad_norm == pytest.approx(2e18)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("fold", [False, True])
+@pytest.mark.parametrize("call", ["step", "clip", "unscale"])
+def test_a_backward_after_the_clip(call: str, fold: bool) -> None:
+    """Scaled gradients on top of unscaled ones: refused, nothing moves, and training goes on."""
+    a = ours(ScalerConfig(init_scale=SCALE, fold_unscale=fold))
+    model, optimizer = one(a, fused=True)
+    a.backward(model(1.0))
+    a.clip_grad_norm_(model.parameters(), 1e6)
+    a.backward(model(1.0))
+    with pytest.raises(OrderError, match="added scaled gradients to the unscaled"):
+        {
+            "step": optimizer.step,
+            "clip": lambda: a.clip_grad_norm_(model.parameters(), 1.0),
+            "unscale": a.unscale_gradients,
+        }[call]()
+    assert (model.moved, a.scaler.get_scale(), tracker(a)) == (0.0, SCALE, 0)
+    optimizer.zero_grad()
+    for _ in range(2):
+        a.backward(model(1.0))
+        a.clip_grad_norm_(model.parameters(), 1e6)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert (model.moved, tracker(a)) == (2.0, 2)
+
+
+def test_two_models_may_take_turns() -> None:
+    """A backward of the one leaves the other's unscaled gradients alone."""
+    a = ours()
+    ms, optimizers = models(a, 2)
+    for _ in range(2):
+        for m in ms:
+            a.backward(m(8.0))
+            assert float(a.clip_grad_norm_(m.parameters(), 2.0)) == 16.0
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [m.moved for m in ms] == pytest.approx([2.0, 2.0], rel=1e-5)
+    assert tracker(a) == 2
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("factor", [1.0, INF])
+def test_gradients_thrown_away_after_the_clip(factor: float, set_to_none: bool) -> None:
+    """What comes next is scaled again: it must be unscaled, and judged, anew."""
+    a = ours()
+    model, optimizer = one(a)
+    a.backward(model(factor))
+    a.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.zero_grad(set_to_none=set_to_none)
+    a.backward(model(1.0))
+    optimizer.step()
+    assert (optimizer.step_was_skipped, model.moved) == (False, 1.0)
+    assert a.scaler.get_scale() == SCALE
+
+
+def test_one_of_two_thrown_away() -> None:
+    a = ours()
+    ms, optimizers = models(a, 2)
+    a.backward(ms[0](1.0) + ms[1](1.0))
+    a.clip_grad_norm_([m.w for m in ms], 1e6)
+    optimizers[0].zero_grad()
+    a.backward(ms[0](3.0))
+    for optimizer in optimizers:
+        optimizer.step()
+    assert [m.moved for m in ms] == [3.0, 1.0]
+
+
+@pytest.mark.parametrize("call", ["step", "clip", "value", "unscale"])
+def test_loss_backward_without_the_accelerator(call: str) -> None:
+    a = ours()
+    model, optimizer = one(a)
+    model(1.0).backward()
+    with pytest.raises(OrderError, match=r"accelerator\.backward\(loss\)"):
+        {
+            "step": optimizer.step,
+            "clip": lambda: a.clip_grad_norm_(model.parameters(), 1.0),
+            "value": lambda: a.clip_grad_value_(model.parameters(), 1.0),
+            "unscale": a.unscale_gradients,
+        }[call]()
+    assert model.moved == 0.0
+
+
+def test_a_step_on_zeros_makes_state_and_moves_no_scale() -> None:
+    """``torch.distributed.checkpoint`` does this before it loads an optimizer's state."""
+    a = ours()
+    model = Linear()
+    model, optimizer = a.prepare(model, AdamW(model.parameters(), lr=0.0))
+    set_gradients(model, 0.0, 1.0)
+    optimizer.step()
+    assert float(optimizer.state[model.w]["step"]) == 1
+    assert (a.scaler.get_scale(), tracker(a), a.scaler_history.boundaries) == (SCALE, 0, 0)
+
+
+@pytest.mark.parametrize("call", ["step", "clip"])
+def test_again_in_one_window(call: str) -> None:
+    a = ours()
+    model, optimizer = one(a)
+    a.backward(model(1.0))
+    optimizer.step()
+    with pytest.raises(OrderError, match="has already stepped"):
+        optimizer.step() if call == "step" else a.clip_grad_norm_(model.parameters(), 1.0)
+    assert (model.moved, tracker(a)) == (1.0, 1)
+    optimizer.zero_grad()
+    a.backward(model(1.0))
+    optimizer.step()
+    assert model.moved == 2.0
+
+
+def test_a_closure_is_refused() -> None:
+    a = ours()
+    model, optimizer = one(a)
+    a.backward(model(1.0))
+    with pytest.raises(UnsupportedError, match="closure"):
+        optimizer.step(lambda: model(1.0))
+    assert model.moved == 0.0
+    optimizer.step()
+    assert model.moved == 1.0
+
+
+class Failing(SGD):
+    """Raises in its first step."""
+
+    failures = 1
+
+    def step(self, closure: Any = None) -> Any:
+        if self.failures:
+            self.failures -= 1
+            raise MemoryError("no room for the state")
+        return super().step(closure)
+
+
+def test_an_error_in_the_optimizer() -> None:
+    """It reaches the caller; that window is over, and the next one is right."""
+    a = ours()
+    model = Linear()
+    schedule: Any
+    inner = Failing(model.parameters(), lr=LR)
+    schedule = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5)
+    model, optimizer, schedule = a.prepare(model, inner, schedule)
+    a.backward(model(1.0))
+    with pytest.raises(MemoryError, match="no room"):
+        optimizer.step()
+    schedule.step()
+    assert (optimizer.step_was_skipped, model.moved) == (True, 0.0)
+    assert inner.param_groups[0]["lr"] == LR
+    optimizer.zero_grad()
+    a.backward(model(1.0))
+    optimizer.step()
+    assert (optimizer.step_was_skipped, model.moved) == (False, 1.0)
+    assert (a.scaler.get_scale(), tracker(a)) == (SCALE, 2)
+
+
+def test_a_run_of_skips_is_an_error_that_leaves_things_in_order() -> None:
+    a = ours(ScalerConfig(init_scale=SCALE, max_consecutive_skips=1))
+    model, optimizer = one(a)
+    for number in (1, 2):
+        a.backward(model(INF))
+        if number == 1:
+            optimizer.step()
+        else:
+            with pytest.raises(OverflowStreakError, match="2 windows in a row"):
+                optimizer.step()
+        optimizer.zero_grad()
+    assert (optimizer.step_was_skipped, model.moved) == (True, 0.0)
+    assert a.scaler.get_scale() == SCALE / 4
+    a.backward(model(1.0))
+    optimizer.step()
+    assert model.moved == 1.0
+
+
+# Kinds of gradients
+
+
+class Table(nn.Module):
+    """An embedding with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, 2, sparse=True)
+        nn.init.ones_(self.table.weight)
+
+    def forward(self, rows: list[int], factor: float = 1.0) -> Tensor:
+        return self.table(torch.tensor(rows)).sum() * factor
+
+
+@pytest.mark.parametrize("make", [lambda p: SGD(p, lr=0.5), lambda p: SparseAdam(p, lr=0.5)])
+def test_sparse_gradients(make: Any) -> None:
+    """Only the rows that were used move, by what an unscaled step moves them."""
+    a = ours()
+    plain, reference = Table(), Table()
+    model, optimizer = a.prepare(plain, make(list(plain.parameters())))
+    torchs: Optimizer = make(list(reference.parameters()))
+    for rows in ([1, 3], [3, 3, 5]):
+        a.backward(model(rows))
+        optimizer.step()
+        optimizer.zero_grad()
+        reference(rows).backward()
+        torchs.step()
+        torchs.zero_grad()
+    before = plain.table.weight.detach().clone()
+    assert torch.equal(before, reference.table.weight)
+    assert torch.equal(before[[0, 2, 4]], torch.ones(3, 2))
+    a.backward(model([1], INF))
+    optimizer.step()
+    assert optimizer.step_was_skipped is True
+    assert torch.equal(plain.table.weight, before)
+    assert a.scaler_history.last_overflow() == ("table.weight",)
+
+
+def test_zeroed_in_place() -> None:
+    """``set_to_none=False``: gradients stay as tensors of zeros between windows."""
+    a = ours()
+    model, optimizer = one(a, momentum=0.5)
+    for gradient in (1.0, INF, 1.0):
+        a.backward(model(gradient))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        assert model.w.grad is not None
+        assert float(model.w.grad.abs().sum()) == 0.0
+    assert model.moved == 2.5
+    assert a.scaler.get_scale() == SCALE / 2
+
+
+def test_a_parameter_group_added_in_the_middle() -> None:
+    """A parameter added in the middle is unscaled, checked and stepped with the rest."""
+    a = ours()
+    model, optimizer = one(a, fused=True)
+    a.backward(model(1.0))
+    optimizer.step()
+    optimizer.zero_grad()
+    late = a.prepare(Linear())
+    optimizer.add_param_group({"params": list(late.parameters())})
+    a.backward(model(1.0) + late(2.0))
+    a.clip_grad_norm_([model.w, late.w], 1e6)
+    optimizer.step()
+    assert (model.moved, late.moved) == (2.0, 2.0)
+    optimizer.zero_grad()
+    a.backward(model(1.0) + late(INF))
+    optimizer.step()
+    assert optimizer.step_was_skipped is True
+    assert (model.moved, late.moved) == (2.0, 2.0)
+
+
+# What the history says
+
+
+def test_history_names_the_tensor() -> None:
+    a = ours()
+    model = Two()
+    model, optimizer = a.prepare(model, SGD(model.parameters(), lr=LR))
+    for clip in (False, True):
+        a.backward(model(1.0, INF))
+        if clip:
+            a.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    records = list(a.scaler_history.records)
+    assert [r.overflowed for r in records] == [("second.w",)] * 2
+    assert [(r.index, r.scale, r.next_scale) for r in records] == [
+        (0, SCALE, SCALE / 2),
+        (1, SCALE / 2, SCALE / 4),
+    ]
+
+
+def test_history_keeps_a_name_when_another_optimizer_steps() -> None:
+    """The second optimizer's record amends the first one's; it does not wipe it out."""
+    a = ours()
+    model = Two()
+    optimizers = [SGD(m.parameters(), lr=LR) for m in (model.first, model.second)]
+    model, *optimizers = a.prepare(model, *optimizers)
+    a.backward(model(INF, 1.0))
+    for optimizer in optimizers:
+        optimizer.step()
+    (record,) = a.scaler_history.records
+    assert (record.skipped, record.overflowed) == (True, ("first.w",))
+
+
+def test_history_has_the_common_norm() -> None:
+    a = ours()
+    ms, optimizers = models(a, 2)
+    a.backward(ms[0](3.0) + ms[1](4.0))
+    a.clip_grad_norm_([m.w for m in ms], 1.0)
+    for optimizer in optimizers:
+        optimizer.step()
+    (record,) = a.scaler_history.records
+    assert (record.grad_norm, record.skipped, record.overflowed) == (10.0, False, ())

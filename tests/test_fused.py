@@ -1,0 +1,392 @@
+"""The direct call of torch's fused Adam kernel, against ``optimizer.step()``, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import optimizer as optimizer_module
+from torch.optim.lr_scheduler import StepLR
+
+from accel_scaler.fused import FusedAdam, call_fused, step_fused
+
+SHAPES = [(3, 5), (7,), (), (80, 60), (4096,), (4097,)]
+
+
+def parameters() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+
+
+def give_gradients(params: list[nn.Parameter], step: int, scale: float = 1.0) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator) * scale
+
+
+def everything(optimizer: Optimizer) -> list[Tensor]:
+    """Parameters and state, in order."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    state = [
+        value for p in params for _, value in sorted(optimizer.state[p].items(), key=lambda i: i[0])
+    ]
+    return [*(p.detach() for p in params), *state]
+
+
+def assert_equal(ours: Optimizer, torchs: Optimizer) -> None:
+    for a, b in zip(everything(ours), everything(torchs), strict=True):
+        assert torch.equal(a, b)
+
+
+class Twins:
+    """The same optimizer twice: one steps through the plan, one as torch steps it."""
+
+    def __init__(self, make: Callable[[list[nn.Parameter]], Optimizer], schedule: bool = False):
+        self.params = [parameters(), parameters()]
+        self.ours, self.torchs = (make(params) for params in self.params)
+        both = (self.ours, self.torchs)
+        self.schedules = [StepLR(optimizer, 3, gamma=0.5) for optimizer in both if schedule]
+        self.plan: FusedAdam | None = None
+        self.steps = 0
+
+    def step(self, times: int = 1, scale: float | None = None) -> None:
+        grad_scale = None if scale is None else torch.tensor(scale)
+        for _ in range(times):
+            self.steps += 1
+            for params in self.params:
+                give_gradients(params, self.steps, scale or 1.0)
+            self.plan = step_fused(self.ours, self.plan, grad_scale)
+            call_fused(self.torchs, grad_scale, None)
+            for schedule in self.schedules:
+                schedule.step()
+        assert_equal(self.ours, self.torchs)
+
+    @property
+    def planned(self) -> bool:
+        """Whether the last step went through a plan, which shares one buffer of counts."""
+        groups = self.ours.param_groups
+        steps = [self.ours.state[p]["step"] for group in groups for p in group["params"]]
+        if self.plan is None:
+            return False
+        buffers = {group.counts.untyped_storage().data_ptr() for group in self.plan.groups}
+        return all(step.untyped_storage().data_ptr() in buffers for step in steps)
+
+
+def adamw(params: list[nn.Parameter]) -> Optimizer:
+    return AdamW(params, lr=0.01, fused=True)
+
+
+def two_groups(params: list[nn.Parameter]) -> Optimizer:
+    groups = [
+        {"params": params[:2], "lr": 0.1, "weight_decay": 0.0},
+        {"params": params[2:], "betas": (0.8, 0.9), "eps": 1e-6},
+    ]
+    return AdamW(groups, lr=0.01, fused=True)
+
+
+MAKERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
+    "adam": lambda params: Adam(params, lr=0.01, fused=True),
+    "adam with decay": lambda params: Adam(params, lr=0.01, weight_decay=0.1, fused=True),
+    "adamw": adamw,
+    "amsgrad": lambda params: AdamW(params, lr=0.01, amsgrad=True, fused=True),
+    "maximize": lambda params: Adam(params, lr=0.01, maximize=True, fused=True),
+    "two groups": two_groups,
+    "tensor lr": lambda params: AdamW(params, lr=torch.tensor(0.01), fused=True),
+}
+
+
+@pytest.mark.parametrize("schedule", [False, True], ids=["lr constant", "lr scheduled"])
+@pytest.mark.parametrize("scale", [None, 2.0**16, 1000.0])
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
+def test_equals_torch(make: Any, scale: float | None, schedule: bool) -> None:
+    twins = Twins(make, schedule)
+    twins.step(20, scale)
+    assert twins.planned
+    assert [g["lr"] for g in twins.ours.param_groups] == [
+        g["lr"] for g in twins.torchs.param_groups
+    ]
+
+
+def test_the_scheduler_learns_of_the_step(recwarn: pytest.WarningsRecorder) -> None:
+    """torch warns of ``scheduler.step()`` before ``optimizer.step()``; it must not here."""
+    twins = Twins(adamw)
+    twins.step(2)
+    schedule = StepLR(twins.ours, 1)
+    give_gradients(twins.params[0], 3)
+    twins.plan = step_fused(twins.ours, twins.plan, None)
+    assert twins.planned
+    schedule.step()
+    assert [str(w.message) for w in recwarn if "optimizer.step" in str(w.message)] == []
+
+
+def reload(optimizer: Optimizer) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def rewind(optimizer: Optimizer) -> None:
+    state = copy.deepcopy(optimizer.state_dict())
+    for entry in state["state"].values():
+        entry["step"].fill_(1.0)
+        entry["exp_avg"].zero_()
+    optimizer.load_state_dict(state)
+
+
+def clear(optimizer: Optimizer) -> None:
+    optimizer.state.clear()
+
+
+def new_entry(optimizer: Optimizer) -> None:
+    """The same parameter, another dict."""
+    p = optimizer.param_groups[0]["params"][0]
+    optimizer.state[p] = {key: torch.zeros_like(v) for key, v in optimizer.state[p].items()}
+
+
+def new_tensor(key: str) -> Callable[[Optimizer], None]:
+    def change(optimizer: Optimizer) -> None:
+        entry = optimizer.state[optimizer.param_groups[0]["params"][0]]
+        entry[key] = torch.full_like(entry[key], 2.0)
+
+    return change
+
+
+def empty_entry(optimizer: Optimizer) -> None:
+    optimizer.state[optimizer.param_groups[0]["params"][0]] = {}
+
+
+def add_group(optimizer: Optimizer) -> None:
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3), requires_grad=True)]})
+    optimizer.param_groups[-1]["params"][0].grad = torch.ones(3)
+
+
+def swap_parameter(optimizer: Optimizer) -> None:
+    """As Accelerate's ``_switch_parameters`` and point-cloud training do."""
+    params = optimizer.param_groups[0]["params"]
+    new = nn.Parameter(params[0].detach().clone() + 1)
+    new.grad = torch.ones_like(new)
+    optimizer.state[new] = optimizer.state.pop(params[0])
+    params[0] = new
+
+
+def drop_parameter(optimizer: Optimizer) -> None:
+    group = optimizer.param_groups[0]
+    group["params"] = group["params"][:-1]
+
+
+def other_settings(optimizer: Optimizer) -> None:
+    optimizer.param_groups[0].update(lr=0.5, betas=(0.5, 0.6), eps=1e-3, weight_decay=0.3)
+
+
+CHANGES = {
+    "load_state_dict": reload,
+    "load_state_dict of an older state": rewind,
+    "state cleared": clear,
+    "state entry replaced": new_entry,
+    "state entry emptied": empty_entry,
+    "exp_avg replaced": new_tensor("exp_avg"),
+    "max_exp_avg_sq replaced": new_tensor("max_exp_avg_sq"),
+    "step replaced": new_tensor("step"),
+    "add_param_group": add_group,
+    "parameter swapped": swap_parameter,
+    "parameter dropped": drop_parameter,
+    "hyperparameters": other_settings,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_a_change_in_the_middle_is_noticed(change: Callable[[Optimizer], None]) -> None:
+    twins = Twins(MAKERS["amsgrad"])
+    twins.step(3)
+    assert twins.planned
+    change(twins.ours)
+    change(twins.torchs)
+    twins.step(3)
+    assert twins.planned
+
+
+def test_amsgrad_switched_off_in_the_middle() -> None:
+    twins = Twins(MAKERS["amsgrad"])
+    twins.step(3)
+    for optimizer in (twins.ours, twins.torchs):
+        optimizer.param_groups[0]["amsgrad"] = False
+    twins.step(3)
+
+
+class Counting(AdamW):
+    """A subclass may do anything in ``step``."""
+
+    calls = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        return super().step(closure)
+
+
+def count_with_hook(optimizer: Any, kind: str) -> list[int]:
+    calls: list[int] = []
+    if kind == "pre":
+        optimizer.register_step_pre_hook(lambda *args: calls.append(1))
+    elif kind == "post":
+        optimizer.register_step_post_hook(lambda *args: calls.append(1))
+    else:
+        # With __wrapped__ as an LR scheduler's wrapper has it.
+        plain = optimizer.step
+        target = type(optimizer).step if kind == "patched like a scheduler" else plain
+
+        @functools.wraps(target)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            calls.append(1)
+            return plain(*args, **kwargs)
+
+        optimizer.step = step
+    return calls
+
+
+@pytest.mark.parametrize("kind", ["pre", "post", "patched", "patched like a scheduler"])
+def test_hooks_and_patches_are_called(kind: str) -> None:
+    twins = Twins(adamw)
+    twins.step(2)
+    calls = count_with_hook(twins.ours, kind)
+    twins.step(3)
+    assert len(calls) == 3
+    assert not twins.planned
+
+
+@pytest.mark.parametrize("kind", ["pre", "post"])
+def test_global_hooks_are_called(kind: str) -> None:
+    register = getattr(optimizer_module, f"register_optimizer_step_{kind}_hook")
+    twins = Twins(adamw)
+    twins.step(2)
+    calls: list[int] = []
+    handle = register(lambda optimizer, *args: calls.append(optimizer is twins.ours))
+    try:
+        twins.step(3)
+    finally:
+        handle.remove()
+    assert sum(calls) == 3
+    twins.step()
+    assert twins.planned
+
+
+def test_a_subclass_is_stepped_by_its_own_step() -> None:
+    twins = Twins(lambda params: Counting(params, lr=0.01, fused=True))
+    twins.step(4)
+    assert (twins.ours.calls, twins.plan) == (4, None)
+
+
+def test_a_profiler_sees_the_step() -> None:
+    twins = Twins(adamw)
+    twins.step(2)
+    with torch.profiler.profile() as profile:
+        give_gradients(twins.params[0], 3)
+        twins.plan = step_fused(twins.ours, twins.plan, None)
+    assert any("Optimizer.step#AdamW.step" in event.key for event in profile.key_averages())
+    give_gradients(twins.params[1], 3)
+    twins.torchs.step()
+    twins.steps = 3
+    twins.step(2)
+    assert twins.planned
+
+
+def test_other_fused_optimizers_are_stepped_by_torch() -> None:
+    twins = Twins(lambda params: SGD(params, lr=0.1, momentum=0.9, fused=True))
+    twins.step(3, 2.0**16)
+    assert twins.plan is None
+
+
+def test_a_missing_gradient_leaves_its_parameter_alone() -> None:
+    twins = Twins(adamw)
+    twins.step(2)
+    for params in twins.params:
+        give_gradients(params, 3)
+        params[1].grad = None
+    before = twins.params[0][1].detach().clone()
+    twins.plan = step_fused(twins.ours, twins.plan, None)
+    twins.torchs.step()
+    assert_equal(twins.ours, twins.torchs)
+    assert torch.equal(twins.params[0][1], before)
+    assert float(twins.ours.state[twins.params[0][1]]["step"]) == 2
+    assert float(twins.ours.state[twins.params[0][0]]["step"]) == 3
+    twins.steps = 3
+    twins.step(2)
+
+
+@pytest.mark.parametrize("steps_before", [0, 3])
+def test_strides_of_a_gradient_do_not_matter(steps_before: int) -> None:
+    """torch's own CPU kernel gets this wrong (fault F10), so compare with a straight copy."""
+    twins = Twins(adamw)
+    twins.step(steps_before)
+    for params in twins.params:
+        give_gradients(params, 9)
+    odd = twins.params[0][3]
+    assert odd.grad is not None
+    odd.grad = odd.grad.t().contiguous().t()
+    twins.plan = step_fused(twins.ours, twins.plan, None)
+    twins.torchs.step()
+    assert_equal(twins.ours, twins.torchs)
+
+
+def test_the_thread_count_stays() -> None:
+    threads = torch.get_num_threads()
+    Twins(adamw).step(3)
+    assert torch.get_num_threads() == threads
+
+
+def test_state_dict_is_torchs() -> None:
+    """It goes through a file into a stock optimizer, and both go on alike."""
+    twins = Twins(two_groups)
+    twins.step(4)
+    assert twins.planned
+    mine, torchs = twins.ours.state_dict(), twins.torchs.state_dict()
+    assert mine["param_groups"] == torchs["param_groups"]
+    assert mine["state"].keys() == torchs["state"].keys()
+    for index, entry in torchs["state"].items():
+        assert {k: (v.shape, v.dtype) for k, v in mine["state"][index].items()} == {
+            k: (v.shape, v.dtype) for k, v in entry.items()
+        }
+    file = io.BytesIO()
+    torch.save(mine, file)
+    file.seek(0)
+    twins.torchs.load_state_dict(torch.load(file))
+    twins.step(3)
+
+
+@pytest.mark.parametrize("through", [copy.deepcopy, lambda optimizer: optimizer])
+def test_torch_goes_on_after_the_plan(through: Any) -> None:
+    """``state['step']`` are views of one buffer; ``optimizer.step()`` counts on in them."""
+    twins = Twins(adamw)
+    twins.step(3)
+    ours = through(twins.ours)
+    params = [p for group in ours.param_groups for p in group["params"]]
+    for step in (4, 5):
+        give_gradients(params, step)
+        give_gradients(twins.params[1], step)
+        ours.step()
+        twins.torchs.step()
+    assert_equal(ours, twins.torchs)
+    assert {float(ours.state[p]["step"]) for p in params} == {5.0}
+    if ours is twins.ours:
+        twins.steps = 5
+        twins.step(2)
+        assert twins.planned
+    else:
+        assert {float(s["step"]) for s in twins.ours.state.values()} == {3.0}
+
+
+def test_call_fused_cleans_up_after_an_error() -> None:
+    optimizer: Any = adamw(parameters())
+
+    def fail() -> None:
+        raise ValueError("no")
+
+    optimizer.step = fail
+    with pytest.raises(ValueError, match="no"):
+        call_fused(optimizer, torch.tensor(2.0), None)
+    assert not hasattr(optimizer, "grad_scale")
+    assert not hasattr(optimizer, "found_inf")

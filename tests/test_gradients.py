@@ -1,0 +1,202 @@
+"""Gradients in bulk, against plain loops and torch's own functions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from accel_scaler import gradients
+from accel_scaler.gradients import (
+    LARGE,
+    clip_coefficient,
+    gradients_of,
+    is_power_of_two,
+    is_uniform,
+    leaves_of,
+    match_layout,
+    nonfinite,
+    scaled_norms,
+)
+
+INF, NAN = float("inf"), float("nan")
+
+
+def plain_norm(grads: list[Tensor]) -> float:
+    """The total norm with nothing but Python floats."""
+    return math.sqrt(sum(x * x for grad in grads for x in grad.flatten().tolist()))
+
+
+def plain_nonfinite(grads: list[Tensor]) -> list[int]:
+    """Indices of gradients that hold an inf or a NaN, one element at a time."""
+    return [
+        i for i, g in enumerate(grads) if not all(math.isfinite(x) for x in g.flatten().tolist())
+    ]
+
+
+def torchs_total(grads: list[Tensor], scale: float) -> Tensor:
+    """What ``clip_grad_norm_`` returns for gradients that were unscaled first."""
+    params = [nn.Parameter(torch.zeros_like(g)) for g in grads]
+    for p, g in zip(params, grads, strict=True):
+        p.grad = g * (1.0 / scale)
+    return torch.nn.utils.clip_grad_norm_(params, INF)
+
+
+SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=8)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(sizes=SIZES, power=st.integers(-20, 30), seed=st.integers(0, 99))
+def test_the_total_is_torchs_bit_for_bit(sizes: list[int], power: int, seed: int) -> None:
+    scale = 2.0**power
+    generator = torch.Generator().manual_seed(seed)
+    grads = [torch.randn(n, generator=generator) * scale for n in sizes]
+    norms = scaled_norms(grads, torch.tensor(1.0 / scale))
+    assert norms.total is not None
+    assert torch.equal(norms.total, torchs_total(grads, scale))
+    assert norms.host_total == norms.total.item()
+    assert norms.overflowed == ()
+    assert norms.host_total == pytest.approx(plain_norm(grads) / scale, rel=1e-5)
+
+
+@pytest.mark.parametrize("order", [(LARGE, 3, LARGE + 5, 70), (5, LARGE), (LARGE,), (9, 8)])
+def test_large_and_small_gradients_keep_their_order(order: tuple[int, ...]) -> None:
+    grads = [torch.randn(n) * 1024 for n in order]
+    norms = scaled_norms(grads, torch.tensor(1 / 1024))
+    assert norms.total is not None
+    assert torch.equal(norms.total, torchs_total(grads, 1024.0))
+
+
+@pytest.mark.parametrize("scale", [1000.0, 3.0, 12345.678])
+def test_another_scale_rounds_once(scale: float) -> None:
+    grads = [torch.randn(30) * scale, torch.randn(7) * scale]
+    norms = scaled_norms(grads, torch.tensor(1.0 / scale))
+    assert norms.host_total == pytest.approx(plain_norm(grads) / scale, rel=1e-6)
+
+
+@pytest.mark.parametrize("value", [INF, -INF, NAN])
+@pytest.mark.parametrize("bad", [0, 1, 2, 3])
+def test_an_overflow_is_found_wherever_it_is(bad: int, value: float) -> None:
+    grads = [torch.ones(4), torch.ones(LARGE), torch.ones(2, 3), torch.ones(LARGE + 1)]
+    grads[bad].view(-1)[-1] = value
+    norms = scaled_norms(grads, torch.tensor(0.5))
+    assert norms.total is None
+    assert norms.overflowed == (bad,) == tuple(plain_nonfinite(grads))
+    assert math.isnan(norms.host_total)
+
+
+def test_all_small_offenders_are_named_and_no_innocent_one() -> None:
+    grads = [torch.ones(2), torch.tensor([NAN]), torch.ones(3), torch.tensor([1.0, INF])]
+    assert scaled_norms(grads, torch.tensor(1.0)).overflowed == (1, 3)
+
+
+@pytest.mark.parametrize("size", [8, LARGE])
+def test_finite_gradients_whose_norm_leaves_float32_are_no_overflow(size: int) -> None:
+    grads = [torch.full((size,), 1e30), torch.ones(3)]
+    norms = scaled_norms(grads, torch.tensor(1.0))
+    assert norms.total is None
+    assert norms.overflowed == ()
+    assert plain_nonfinite(grads) == []
+
+
+def test_a_norm_that_only_fits_unscaled() -> None:
+    grads = [torch.full((4,), 2.0**60), torch.full((4,), 2.0**61)]
+    norms = scaled_norms(grads, torch.tensor(2.0**-60))
+    assert norms.host_total == pytest.approx(math.sqrt(4 * 1 + 4 * 4), rel=1e-6)
+
+
+def test_a_total_is_never_missing_a_gradient() -> None:
+    """The sum of the small norms leaves float32's range, each of them does not."""
+    small = [torch.tensor([3e38]), torch.tensor([3e38])]
+    large = torch.full((LARGE,), 2.0**50)
+    norms = scaled_norms([*small, large], torch.tensor(2.0**-127))
+    assert norms.overflowed == ()
+    if norms.total is not None:
+        whole = plain_norm([g * 2.0**-127 for g in (*small, large)])
+        assert norms.host_total == pytest.approx(whole, rel=1e-6)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(values=st.lists(st.floats(width=32), min_size=1, max_size=6))
+def test_nonfinite_is_the_plain_loop(values: list[float]) -> None:
+    grad = torch.tensor(values)
+    assert nonfinite(grad) == bool(plain_nonfinite([grad]))
+
+
+def test_nonfinite_of_sparse_gradients() -> None:
+    where = torch.tensor([[0, 2]])
+    finite = torch.sparse_coo_tensor(where, torch.tensor([1.0, 2.0]), (4,))
+    broken = torch.sparse_coo_tensor(where, torch.tensor([1.0, INF]), (4,))
+    assert not nonfinite(finite)
+    assert nonfinite(broken)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(norm=st.floats(0.0, 1e6, width=32), limit=st.floats(0.01, 100.0))
+def test_the_clip_coefficient_is_torchs(norm: float, limit: float) -> None:
+    p = nn.Parameter(torch.zeros(1))
+    p.grad = torch.tensor([norm])
+    total = torch.nn.utils.clip_grad_norm_([p], limit)
+    mine = torch.tensor([norm]) * clip_coefficient(total, limit)
+    assert torch.equal(mine, p.grad)
+
+
+def test_an_infinite_limit_clips_nothing() -> None:
+    assert clip_coefficient(torch.tensor(3.0), INF).item() == 1.0
+
+
+@pytest.mark.parametrize(
+    ("scale", "expected"),
+    [(1.0, True), (65536.0, True), (2.0**-20, True), (3.0, False), (0.0, False), (-4.0, False)],
+)
+def test_powers_of_two(scale: float, expected: bool) -> None:
+    assert is_power_of_two(scale) is expected
+
+
+def test_uniform_gradients() -> None:
+    assert is_uniform([torch.ones(2), torch.ones(3, 3).t()])
+    assert not is_uniform([])
+    assert not is_uniform([torch.ones(2), torch.ones(2, dtype=torch.float64)])
+    assert not is_uniform([torch.ones(2), torch.ones(2).to_sparse()])
+    assert not is_uniform([torch.ones(2, device="meta"), torch.ones(2)])
+
+
+def test_gradients_of_leaves_out_those_without() -> None:
+    a, b, c = (nn.Parameter(torch.zeros(n)) for n in (1, 2, 3))
+    a.grad, c.grad = torch.ones(1), torch.ones(3)
+    grads = gradients_of([a, b, c])
+    assert grads[0] is a.grad
+    assert grads[1] is c.grad
+    assert len(grads) == 2
+
+
+def test_match_layout_keeps_values_and_touches_no_matching_gradient() -> None:
+    same, other, none = (nn.Parameter(torch.zeros(3, 4)) for _ in range(3))
+    values = torch.arange(12.0).reshape(3, 4)
+    same.grad = kept = values.clone()
+    other.grad = values.t().contiguous().t()
+    assert other.grad.stride() != other.stride()
+    match_layout([same, other, none])
+    assert same.grad is kept
+    assert none.grad is None
+    assert other.grad.stride() == other.stride()
+    assert torch.equal(other.grad, values)
+
+
+def test_leaves_are_what_backward_reaches() -> None:
+    a, b, c = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    frozen = torch.ones(2)
+    first, second = (a * b).sum(), (b * b * frozen).sum() + a.sum()
+    leaves = leaves_of([first, second, frozen])
+    assert len(leaves) == 2
+    (first + second).backward()
+    assert {id(t) for t in leaves} == {id(p) for p in (a, b, c) if p.grad is not None}
+    assert leaves_of([frozen]) == []
+
+
+def test_the_limit_between_small_and_large_is_where_the_tests_look() -> None:
+    assert gradients.LARGE == LARGE < 1 << 20

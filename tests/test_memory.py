@@ -1,0 +1,247 @@
+"""What the scaler remembers: settings, counters, state dicts, copies."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accel_scaler import ConfigError, GradScaler, OverflowStreakError
+from accel_scaler.rule import ScaleState
+
+INF = float("inf")
+
+
+def window(scaler: Any, optimizer: Any, overflow: bool = False) -> None:
+    """One whole iteration; with ``overflow`` a gradient becomes inf."""
+    (p, *_) = optimizer.param_groups[0]["params"]
+    scaler.scale((p * 2.0).sum()).backward()
+    if overflow:
+        p.grad.view(-1)[0] = INF
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+
+
+def fixture(**kwargs: Any) -> tuple[GradScaler, torch.optim.SGD]:
+    p = nn.Parameter(torch.zeros(2))
+    return GradScaler("cpu", **kwargs), torch.optim.SGD([p], lr=0.5)
+
+
+def test_a_state_dict_is_torchs_and_one_entry_more() -> None:
+    ours, stock = GradScaler("cpu"), torch.amp.GradScaler("cpu")
+    state = ours.state_dict()
+    assert state.pop("_consecutive_skips") == 0
+    assert state == stock.state_dict()
+    assert all(type(v) in (int, float) for v in state.values())
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_state_dicts_go_both_ways(used: bool) -> None:
+    settings = {"init_scale": 48.0, "growth_factor": 3.0, "growth_interval": 5}
+    ours, optimizer = fixture(**settings, backoff_factor=0.25)
+    window(ours, optimizer, overflow=True)
+    window(ours, optimizer)
+    window(ours, optimizer)
+    stock, fresh = torch.amp.GradScaler("cpu"), GradScaler("cpu")
+    if used:
+        p = nn.Parameter(torch.zeros(1))
+        for scaler in (stock, fresh):
+            window(scaler, torch.optim.SGD([p], lr=0.1))
+    stock.load_state_dict(ours.state_dict())
+    fresh.load_state_dict(stock.state_dict())
+    expected = {
+        "scale": 12.0,
+        "growth_factor": 3.0,
+        "backoff_factor": 0.25,
+        "growth_interval": 5,
+        "_growth_tracker": 2,
+    }
+    assert stock.state_dict() == expected
+    assert fresh.state_dict() == {**expected, "_consecutive_skips": 0}
+    window(stock, optimizer, overflow=True)
+    window(fresh, optimizer, overflow=True)
+    assert stock.get_scale() == fresh.get_scale() == 3.0
+
+
+def test_the_run_of_skips_survives_a_checkpoint() -> None:
+    ours, optimizer = fixture(max_consecutive_skips=2)
+    window(ours, optimizer, overflow=True)
+    window(ours, optimizer, overflow=True)
+    state = ours.state_dict()
+    assert state["_consecutive_skips"] == 2
+    resumed = GradScaler("cpu", max_consecutive_skips=2)
+    resumed.load_state_dict(state)
+    with pytest.raises(OverflowStreakError, match="3 windows in a row"):
+        window(resumed, optimizer, overflow=True)
+
+
+@pytest.mark.parametrize(
+    ("bad", "part"),
+    [
+        ({"scale": None}, "scale=None"),
+        ({"scale": math.nan}, "scale=nan"),
+        ({"scale": "65536"}, "scale='65536'"),
+        ({"growth_factor": INF}, "growth_factor=inf"),
+        ({"backoff_factor": [0.5]}, "backoff_factor=[0.5]"),
+        ({"growth_interval": True}, "growth_interval=True"),
+        ({"_growth_tracker": "many"}, "_growth_tracker='many'"),
+        ({"_consecutive_skips": "x"}, "_consecutive_skips='x'"),
+    ],
+)
+def test_a_bad_entry_is_named_and_nothing_is_changed(bad: dict[str, Any], part: str) -> None:
+    scaler, optimizer = fixture(growth_interval=7)
+    window(scaler, optimizer)
+    before = scaler.state_dict()
+    state = {**before, "scale": 2.0, "growth_factor": 9.0, "_growth_tracker": 5, **bad}
+    with pytest.raises(ConfigError) as caught:
+        scaler.load_state_dict(state)
+    assert part in str(caught.value)
+    assert scaler.state_dict() == before
+
+
+@pytest.mark.parametrize(
+    "key", ["scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"]
+)
+def test_a_missing_entry_is_named_and_nothing_is_changed(key: str) -> None:
+    scaler = GradScaler("cpu")
+    before = scaler.state_dict()
+    state = {**before, "scale": 1.0}
+    del state[key]
+    with pytest.raises(ConfigError, match=f"'{key}' is missing"):
+        scaler.load_state_dict(state)
+    assert scaler.state_dict() == before
+
+
+def test_an_empty_dict_is_refused_as_torch_does() -> None:
+    for kind in (torch.amp.GradScaler, GradScaler):
+        with pytest.raises(RuntimeError, match="source state dict is empty"):
+            kind("cpu").load_state_dict({})
+
+
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize(("loaded", "expected"), [(1.0, 16.0), (1e6, 1024.0), (64.0, 64.0)])
+def test_a_loaded_scale_is_kept_within_the_bounds(
+    used: bool, loaded: float, expected: float
+) -> None:
+    scaler, optimizer = fixture(init_scale=32.0, min_scale=16.0, max_scale=1024.0)
+    if used:
+        window(scaler, optimizer)
+    scaler.load_state_dict({**scaler.state_dict(), "scale": loaded, "_growth_tracker": 3})
+    assert scaler.get_scale() == expected
+    assert scaler._get_growth_tracker() == 3
+    p = torch.ones(1, requires_grad=True)
+    assert scaler.scale(p).item() == expected
+
+
+def test_a_state_of_zero_saved_by_torch_is_lifted_to_the_floor() -> None:
+    stock = torch.amp.GradScaler("cpu", init_scale=2.0**-149)
+    p = nn.Parameter(torch.zeros(2))
+    window(stock, torch.optim.SGD([p], lr=0.1), overflow=True)
+    assert stock.get_scale() == 0.0
+    ours = GradScaler("cpu", min_scale=1.0)
+    ours.load_state_dict(stock.state_dict())
+    assert ours.get_scale() == 1.0
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
+@pytest.mark.parametrize("used", [False, True])
+def test_a_copy_has_everything_and_shares_nothing(clone: Any, used: bool) -> None:
+    net = nn.Linear(2, 1)
+    scaler, optimizer = fixture(
+        init_scale=64.0, min_scale=2.0, max_scale=128.0, hysteresis=2, max_consecutive_skips=9
+    )
+    scaler.culprits.know(net)
+    if used:
+        window(scaler, optimizer)
+        window(scaler, optimizer, overflow=True)
+    twin = clone(scaler)
+    assert type(twin) is GradScaler
+    assert twin.state_dict() == scaler.state_dict()
+    assert twin.rule == scaler.rule
+    assert twin.culprits.limit == 9
+    assert twin.read_state() == scaler.read_state()
+    window(twin, optimizer, overflow=True)
+    assert twin.get_scale() == (32.0 if used else 64.0)
+    assert scaler.get_scale() == 64.0
+    window(scaler, optimizer)
+    assert scaler.read_state().consecutive_skips == 0
+
+
+def test_a_scaler_is_not_pickled_inside_an_iteration() -> None:
+    scaler, optimizer = fixture()
+    window(scaler, optimizer)
+    (p,) = optimizer.param_groups[0]["params"]
+    scaler.scale(p.sum()).backward()
+    pickle.dumps(scaler)  # torch allows this too: nothing was unscaled yet
+    scaler.unscale_(optimizer)
+    with pytest.raises(AssertionError, match="beginning of an iteration"):
+        pickle.dumps(scaler)
+
+
+def test_a_disabled_scaler_keeps_no_state() -> None:
+    scaler = GradScaler("cpu", enabled=False)
+    assert scaler.state_dict() == {}
+    scaler.load_state_dict({})
+    scaler.load_state_dict({"nonsense": 1})
+    assert pickle.loads(pickle.dumps(scaler)).is_enabled() is False
+    assert scaler.get_scale() == 1.0
+    assert scaler._get_growth_tracker() == 0
+
+
+@pytest.mark.parametrize(
+    ("setter", "good", "bad"),
+    [
+        ("growth_factor", (1.0, 1.5, 4), (0.5, -1.0, INF, math.nan, "2", None, True)),
+        ("backoff_factor", (1.0, 0.5, 1), (0.0, 1.5, -0.5, math.nan, "x", None, True)),
+        ("growth_interval", (1, 2000), (0, -3, 1.5, "1", None, True)),
+    ],
+)
+def test_setters(setter: str, good: tuple[Any, ...], bad: tuple[Any, ...]) -> None:
+    scaler = GradScaler("cpu")
+    for value in good:
+        getattr(scaler, f"set_{setter}")(value)
+        assert getattr(scaler, f"get_{setter}")() == value
+        assert getattr(scaler, f"get_{setter}")(up_to_date=True) == value
+    for value in bad:
+        with pytest.raises(ConfigError) as caught:
+            getattr(scaler, f"set_{setter}")(value)
+        assert setter in str(caught.value)
+        assert repr(value) in str(caught.value)
+        assert getattr(scaler, f"get_{setter}")() == good[-1]
+
+
+def test_the_state_on_the_host_follows_whoever_writes_the_tensor() -> None:
+    scaler, optimizer = fixture(init_scale=8.0)
+    assert scaler.read_state() == ScaleState(8.0, 0)
+    window(scaler, optimizer)
+    assert scaler.read_state() == ScaleState(8.0, 1)
+    assert scaler._scale is not None
+    scaler._scale.fill_(4.0)  # as torch's own helpers do
+    assert scaler.get_scale() == 4.0
+    scaler._scale = torch.tensor(2.0)
+    assert scaler.get_scale() == 2.0
+    assert scaler._growth_tracker is not None
+    scaler._growth_tracker.fill_(7)
+    assert scaler.state_dict()["_growth_tracker"] == 7
+
+
+def test_state_written_before_the_first_scale_is_where_it_starts() -> None:
+    scaler, optimizer = fixture(init_scale=8.0, growth_interval=3)
+    scaler.write_state(ScaleState(2.0, 2))
+    assert scaler.get_scale() == 2.0
+    window(scaler, optimizer)
+    assert scaler.read_state() == ScaleState(4.0, 0)
+
+
+def test_the_lazy_initialisation_that_accelerate_calls() -> None:
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler._lazy_init_scale_growth_tracker("cpu")
+    assert scaler.get_scale() == 8.0
+    with pytest.raises(AssertionError):
+        scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))

@@ -1,0 +1,594 @@
+"""The scaler in a plain loop: what torch does, where torch is wrong, and what ours adds."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from accel_scaler import ConfigError, GradScaler, OverflowStreakError, UnsupportedError
+
+INF, NAN = float("inf"), float("nan")
+Stock = torch.amp.GradScaler
+KINDS = pytest.mark.parametrize("kind", [Stock, GradScaler])
+
+
+def one(value: float = 1.0, lr: float = 0.5) -> tuple[nn.Parameter, torch.optim.SGD]:
+    p = nn.Parameter(torch.full((2,), value))
+    return p, torch.optim.SGD([p], lr=lr)
+
+
+def window(scaler: Any, optimizer: Any, value: float = 1.0) -> None:
+    """Backward with slope ``value`` for every parameter, step, update, zero."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    scaler.scale(sum((p * value).sum() for p in params)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+
+
+def test_it_is_torchs_scaler_with_every_method_of_it() -> None:
+    assert issubclass(GradScaler, Stock)
+    for name, method in inspect.getmembers(Stock, inspect.isfunction):
+        if not name.startswith("_"):
+            theirs = list(inspect.signature(method).parameters)
+            assert list(inspect.signature(getattr(GradScaler, name)).parameters)[: len(theirs)] == (
+                theirs
+            )
+    theirs = list(inspect.signature(Stock).parameters.values())
+    ours = list(inspect.signature(GradScaler).parameters.values())[: len(theirs)]
+    assert [(p.name, p.default) for p in ours] == [(p.name, p.default) for p in theirs]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("init_scale", 0.0),
+        ("init_scale", -1.0),
+        ("init_scale", NAN),
+        ("init_scale", INF),
+        ("init_scale", "65536"),
+        ("init_scale", None),
+        ("init_scale", 1e39),
+        ("growth_factor", 1.0),
+        ("growth_factor", NAN),
+        ("backoff_factor", 1.0),
+        ("backoff_factor", 0.0),
+        ("growth_interval", 0),
+        ("growth_interval", 1.5),
+        ("min_scale", -1.0),
+        ("min_scale", 1e-46),
+        ("max_scale", NAN),
+        ("hysteresis", 0),
+        ("max_consecutive_skips", 0),
+        ("max_consecutive_skips", 2.0),
+    ],
+)
+def test_constructor_errors(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        GradScaler("cpu", **{name: value})
+    assert str(caught.value).startswith(f"{name}: got {value!r}, expected ")
+
+
+def test_bounds_that_contradict() -> None:
+    with pytest.raises(ConfigError, match=r"min_scale=8.0 is above max_scale=4.0"):
+        GradScaler("cpu", init_scale=4.0, min_scale=8.0, max_scale=4.0)
+    with pytest.raises(ConfigError, match=r"init_scale=2.0 is below min_scale=8.0"):
+        GradScaler("cpu", init_scale=2.0, min_scale=8.0)
+    with pytest.raises(ConfigError, match=r"init_scale=65536.0 is above max_scale=4.0"):
+        GradScaler("cpu", max_scale=4.0)
+
+
+def test_scale_refuses_what_torch_refuses() -> None:
+    for kind in (Stock, GradScaler):
+        with pytest.raises(ValueError, match="outputs must be a Tensor or an iterable"):
+            kind("cpu").scale(3.0)
+
+
+def fused_adamw(p: nn.Parameter) -> torch.optim.AdamW:
+    return torch.optim.AdamW([p], lr=0.1, fused=True)
+
+
+def found_on_two_devices(scaler: Any, optimizer: Any) -> None:
+    """As if an optimizer's gradients had overflowed on two devices: torch adds the flags."""
+    scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {
+        torch.device("cpu"): torch.tensor(1.0),
+        torch.device("cpu", 0): torch.tensor(1.0),
+    }
+
+
+def test_f8_a_sum_of_flags_skips_a_fused_step() -> None:
+    after = {}
+    for kind in (Stock, GradScaler):
+        p = nn.Parameter(torch.ones(4))
+        optimizer, scaler = fused_adamw(p), kind("cpu", init_scale=4.0)
+        window(scaler, optimizer)
+        before = p.detach().clone()
+        scaler.scale(p.sum()).backward()
+        scaler.unscale_(optimizer)
+        found_on_two_devices(scaler, optimizer)
+        scaler.step(optimizer)
+        after[kind] = (torch.equal(p, before), float(optimizer.state[p]["step"]))
+        scaler.update()
+        assert scaler.get_scale() == 2.0
+    assert after[Stock] == (False, 0.0), "torch applies the update and takes the step count back"
+    assert after[GradScaler] == (True, 1.0)
+
+
+def test_f8_on_the_first_step_torch_leaves_the_count_at_minus_one() -> None:
+    for kind, moved in ((Stock, True), (GradScaler, False)):
+        p = nn.Parameter(torch.ones(4))
+        optimizer, scaler = fused_adamw(p), kind("cpu", init_scale=4.0)
+        scaler.scale(p.sum()).backward()
+        scaler.unscale_(optimizer)
+        found_on_two_devices(scaler, optimizer)
+        scaler.step(optimizer)
+        assert (not torch.equal(p, torch.ones(4))) is moved
+        assert (p in optimizer.state) is moved
+        if moved:
+            assert optimizer.state[p]["step"] == -1
+
+
+def test_f9_an_overflow_on_the_first_step_leaves_no_momentum_behind() -> None:
+    def overflow_first(kind: type[Stock], fused: bool) -> tuple[Tensor, bool]:
+        p = nn.Parameter(torch.ones(4))
+        optimizer = torch.optim.SGD([p], lr=0.1, momentum=0.9, fused=fused)
+        scaler = kind("cpu", init_scale=4.0)
+        window(scaler, optimizer, INF)
+        kept = "momentum_buffer" in optimizer.state.get(p, {})
+        window(scaler, optimizer, 2.0)
+        return p.detach(), kept
+
+    reference, _ = overflow_first(Stock, fused=False)
+    ours, ours_kept = overflow_first(GradScaler, fused=True)
+    _, stock_kept = overflow_first(Stock, fused=True)
+    assert stock_kept, "torch keeps a buffer that no kernel has written"
+    assert not ours_kept
+    assert torch.equal(ours, reference)
+    assert torch.equal(ours, torch.full((4,), 0.8))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p, fused: torch.optim.AdamW([p], lr=0.1, fused=fused),
+        lambda p, fused: torch.optim.SGD([p], lr=0.1, fused=fused),
+        lambda p, fused: torch.optim.SGD([p], lr=0.1, momentum=0.9, fused=fused),
+    ],
+    ids=["adamw", "sgd", "momentum"],
+)
+def test_f10_a_gradient_laid_out_unlike_its_parameter(
+    make: Callable[[nn.Parameter, bool], torch.optim.Optimizer],
+) -> None:
+    def three_steps(kind: type[Stock], fused: bool) -> Tensor:
+        torch.manual_seed(1)
+        p = nn.Parameter(torch.randn(4, 6))
+        optimizer, scaler = make(p, fused), kind("cpu", init_scale=4.0)
+        for _ in range(3):
+            scaler.scale(torch.zeros(()))
+            p.grad = torch.randn(6, 4).t() * 4.0
+            assert p.grad.stride() != p.stride()
+            scaler.step(optimizer)
+            scaler.update()
+        return p.detach()
+
+    reference = three_steps(Stock, fused=False)
+    assert (three_steps(Stock, fused=True) - reference).abs().max() > 0.01
+    torch.testing.assert_close(three_steps(GradScaler, fused=True), reference, rtol=1e-6, atol=1e-6)
+
+
+def test_f11_torchs_scale_reaches_zero_and_ours_stops_and_says_why() -> None:
+    p, optimizer = one()
+    stock = Stock("cpu")
+    for _ in range(200):
+        window(stock, optimizer, INF)
+    assert stock.get_scale() == 0.0
+    ours = GradScaler("cpu", min_scale=1.0, max_consecutive_skips=20)
+    for _ in range(20):
+        window(ours, optimizer, INF)
+    assert ours.get_scale() == 1.0
+    with pytest.raises(OverflowStreakError, match="21 windows in a row"):
+        window(ours, optimizer, INF)
+    assert ours.get_scale() == 1.0
+    assert torch.equal(p.detach(), torch.ones(2))
+
+
+def test_max_scale_stops_growth() -> None:
+    _, optimizer = one()
+    scaler = GradScaler("cpu", init_scale=4.0, growth_interval=1, max_scale=10.0)
+    path = []
+    for _ in range(3):
+        window(scaler, optimizer)
+        path.append(scaler.get_scale())
+    assert path == [8.0, 10.0, 10.0]
+
+
+def test_hysteresis_skips_every_overflow_and_backs_off_from_the_second() -> None:
+    p, optimizer = one()
+    scaler = GradScaler("cpu", init_scale=16.0, hysteresis=2)
+    path = []
+    for value in (INF, NAN, 1.0, INF, INF, INF):
+        window(scaler, optimizer, value)
+        path.append(scaler.get_scale())
+    assert path == [16.0, 8.0, 8.0, 8.0, 4.0, 2.0]
+    assert torch.equal(p.detach(), torch.full((2,), 0.5)), "only the finite window stepped"
+
+
+def streak(scaler: GradScaler, optimizer: Any, net: nn.Module) -> str:
+    """Overflow in the head only until the scaler gives up; the error's text."""
+    with pytest.raises(OverflowStreakError) as caught:
+        for _ in range(3):
+            optimizer.zero_grad()
+            scaler.scale(net[0](torch.ones(1, 2)).sum() + net[1].bias.sum() * INF).backward()  # type: ignore[index]
+            scaler.step(optimizer)
+            scaler.update()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_error_names_the_tensors_by_the_optimizers_names(fused: bool) -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(net.named_parameters(), lr=0.1, fused=fused)
+    text = streak(GradScaler("cpu", max_consecutive_skips=2), optimizer, net)
+    assert "Non-finite gradients in: 1.bias." in text
+    assert "3 windows in a row" in text
+    assert f"scale is now {2.0**13:g}" in text
+
+
+def test_the_error_names_the_tensors_by_the_modules_names() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", max_consecutive_skips=2)
+    assert "parameter 3 of group 0, shape (1,)." in streak(scaler, optimizer, net)
+    scaler = GradScaler("cpu", max_consecutive_skips=2)
+    scaler.culprits.know(net)
+    assert "Non-finite gradients in: 1.bias." in streak(scaler, optimizer, net)
+
+
+def test_a_finite_window_ends_the_run_of_skips() -> None:
+    _, optimizer = one()
+    scaler = GradScaler("cpu", max_consecutive_skips=1)
+    for _ in range(4):
+        window(scaler, optimizer, INF)
+        window(scaler, optimizer)
+    window(scaler, optimizer, INF)
+    with pytest.raises(OverflowStreakError):
+        window(scaler, optimizer, INF)
+
+
+def test_backoff_ends_a_run_as_update_does_and_names_tensors_before_any_optimizer() -> None:
+    net = nn.Linear(2, 1)
+    scaler = GradScaler("cpu", init_scale=64.0, max_consecutive_skips=1)
+    scaler.culprits.know(net)
+    net.bias.requires_grad_(True)
+    with pytest.raises(OverflowStreakError, match=r"Non-finite gradients in: bias\."):
+        for _ in range(2):
+            net.zero_grad()
+            scaler.scale(net.bias.sum() * INF + net.weight.sum()).backward()
+            assert scaler.get_overflow_flag()
+            scaler.backoff()
+    assert scaler.get_scale() == 16.0
+
+
+@KINDS
+def test_fp16_gradients_are_refused(kind: type[Stock]) -> None:
+    p = nn.Parameter(torch.ones(2, 3, dtype=torch.float16))
+    optimizer, scaler = torch.optim.SGD([p], lr=0.1), kind("cpu", init_scale=2.0)
+    scaler.scale(p.sum()).backward()
+    for call in (scaler.unscale_, scaler.step):
+        with pytest.raises(ValueError, match=r"Attempting to unscale FP16 gradients"):
+            call(optimizer)
+    assert p.grad is not None
+    assert torch.equal(p.grad, torch.full((2, 3), 2.0, dtype=torch.float16))
+
+
+def test_the_fp16_error_says_which_and_what_to_do() -> None:
+    p = nn.Parameter(torch.ones(2, 3, dtype=torch.float16))
+    scaler = GradScaler("cpu", init_scale=2.0)
+    scaler.scale(p.sum()).backward()
+    with pytest.raises(UnsupportedError, match=r"shape \(2, 3\) is float16.*model.float\(\)"):
+        scaler.unscale_(torch.optim.SGD([p], lr=0.1))
+
+
+@pytest.mark.parametrize(
+    "bad", [0.0, -1.0, INF, NAN, "8", True, [8.0], 1e39, 1e-50, 0, torch.ones(2)]
+)
+def test_a_new_scale_that_cannot_be_used(bad: Any) -> None:
+    p, optimizer = one()
+    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler.scale(p.sum()).backward()
+    scaler.step(optimizer)
+    with pytest.raises(AssertionError, match=r"new_scale"):
+        scaler.update(bad)
+    assert scaler.get_scale() == 4.0
+    scaler.update()
+    assert scaler._get_growth_tracker() == 1, "the window was still open"
+
+
+@pytest.mark.parametrize(
+    "good", [8.0, 8, torch.tensor(8.0), torch.tensor([8.0]), torch.tensor(8, dtype=torch.int64)]
+)
+def test_a_new_scale_is_copied(good: Any) -> None:
+    p, _ = one()
+    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler.scale(p.sum())
+    scaler.update(good)
+    if isinstance(good, Tensor):
+        good.mul_(2)
+    assert scaler.get_scale() == 8.0
+    assert scaler.scale(torch.ones(())).item() == 8.0
+
+
+@pytest.mark.parametrize(("new", "expected"), [(1.0, 2.0), (1e6, 16.0), (3.0, 3.0)])
+@pytest.mark.parametrize("wrap", [float, torch.tensor])
+def test_a_new_scale_is_kept_within_the_bounds(wrap: Any, new: float, expected: float) -> None:
+    p, _ = one()
+    scaler = GradScaler("cpu", init_scale=4.0, min_scale=2.0, max_scale=16.0)
+    scaler.scale(p.sum())
+    scaler.update(wrap(new))
+    assert scaler.get_scale() == expected
+
+
+@pytest.mark.parametrize("bad", [0.0, 1.0, 2.0, -0.5, NAN, INF, "0.5", True])
+def test_a_backoff_factor_that_cannot_be_used(bad: Any) -> None:
+    p, _ = one()
+    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler.scale(p.sum()).backward()
+    with pytest.raises(ConfigError, match=r"backoff: got factor="):
+        scaler.backoff(bad)
+    assert scaler.get_scale() == 4.0
+
+
+def test_backoff() -> None:
+    p, optimizer = one()
+    scaler = GradScaler("cpu", init_scale=64.0, backoff_factor=0.5, min_scale=4.0, hysteresis=3)
+    with pytest.raises(AssertionError, match="Attempted backoff"):
+        scaler.backoff()
+    window(scaler, optimizer)
+    assert scaler._get_growth_tracker() == 1
+    scaler.scale(p.sum()).backward()
+    scaler.backoff()
+    assert (scaler.get_scale(), scaler._get_growth_tracker()) == (32.0, 0)
+    scaler.backoff(0.25)
+    assert scaler.get_scale() == 8.0
+    scaler.backoff(0.25)
+    assert scaler.get_scale() == 4.0, "the floor"
+    assert scaler.state_dict()["_consecutive_skips"] == 0, "nothing had overflowed"
+
+
+def test_the_overflow_flag_is_about_the_open_window() -> None:
+    p, optimizer = one()
+    q, second = one()
+    scaler = GradScaler("cpu", init_scale=4.0)
+    assert scaler.get_overflow_flag() is False
+    scaler.scale(p.sum() + q.sum()).backward()
+    assert scaler.get_overflow_flag() is False
+    assert q.grad is not None
+    q.grad[0] = NAN
+    assert scaler.get_overflow_flag() is True
+    assert scaler.get_overflow_flag(optimizer) is False
+    assert scaler.get_overflow_flag(second) is True
+    scaler.unscale_(optimizer)
+    assert scaler.get_overflow_flag() is False, "only known optimizers, once there is one"
+    scaler.know(second)
+    assert scaler.get_overflow_flag() is True
+
+
+def test_the_flag_keeps_the_verdict_of_unscale() -> None:
+    p, optimizer = one()
+    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler.scale((p * INF).sum()).backward()
+    scaler.unscale_(optimizer)
+    p.grad = torch.zeros(2)
+    assert scaler.get_overflow_flag() is True
+    scaler.step(optimizer)
+    assert torch.equal(p.detach(), torch.ones(2))
+
+
+def test_disabled() -> None:
+    p, optimizer = one()
+    scaler = GradScaler("cpu", enabled=False, init_scale=-5.0)
+    loss = p.sum()
+    assert scaler.scale(loss) is loss
+    loss.backward()
+    scaler.unscale_(optimizer)
+    scaler.unscale_(optimizer)
+    assert scaler.step(optimizer, lambda: loss) is loss
+    scaler.update()
+    scaler.update("anything")  # type: ignore[arg-type]
+    scaler.backoff(7.0)
+    assert scaler.get_overflow_flag() is False
+    assert scaler.get_scale() == 1.0
+    assert not scaler.is_enabled()
+    assert torch.equal(p.detach(), torch.full((2,), 0.5))
+
+
+def test_cuda_without_a_gpu_is_disabled_with_torchs_warning() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.warns(UserWarning, match="CUDA is not available"):
+        assert not GradScaler().is_enabled()
+
+
+@pytest.mark.parametrize("value", [1.0, INF])
+def test_sparse_gradients(value: float) -> None:
+    results = []
+    for kind in (Stock, GradScaler):
+        torch.manual_seed(0)
+        table = nn.Embedding(5, 3, sparse=True)
+        optimizer, scaler = torch.optim.SGD(table.parameters(), lr=0.5), kind("cpu", init_scale=8.0)
+        scaler.scale((table(torch.tensor([1, 1, 3])) * value).sum()).backward()
+        assert table.weight.grad is not None
+        assert table.weight.grad.is_sparse
+        if kind is GradScaler:
+            assert scaler.get_overflow_flag() is (value == INF)  # type: ignore[attr-defined]
+        scaler.step(optimizer)
+        scaler.update()
+        results.append((table.weight.detach().clone(), scaler.get_scale()))
+    assert torch.equal(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1] == (8.0 if value == 1.0 else 4.0)
+
+
+@KINDS
+def test_what_step_is_given_reaches_the_optimizer(kind: type[Stock]) -> None:
+    class Noting(torch.optim.SGD):
+        def step(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+            return (args, kwargs)
+
+    p, _ = one()
+    optimizer, scaler = Noting([p], lr=0.1), kind("cpu")
+    scaler.scale(p.sum()).backward()
+    result: Any = scaler.step(optimizer, 1, two=2)
+    assert result == ((1,), {"two": 2})
+
+
+@KINDS
+def test_an_optimizer_that_takes_the_scaler_itself(kind: type[Stock]) -> None:
+    seen = []
+
+    class OldStyle(torch.optim.SGD):
+        _step_supports_amp_scaling = True
+
+        def step(self, closure: Any = None, grad_scaler: Any = None) -> None:  # type: ignore[override]
+            seen.append(grad_scaler)
+
+    p, _ = one()
+    optimizer, scaler = OldStyle([p], lr=0.1), kind("cpu")
+    scaler.scale(p.sum()).backward()
+    with pytest.warns(FutureWarning):
+        scaler.step(optimizer)
+    assert seen == [scaler]
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_a_fused_optimizer_keeps_nothing_of_the_scaler(unscale: bool) -> None:
+    p = nn.Parameter(torch.ones(2))
+    optimizer, scaler = fused_adamw(p), GradScaler("cpu", init_scale=8.0)
+    for value in (1.0, INF):
+        scaler.scale((p * value).sum()).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert not hasattr(optimizer, "grad_scale")
+        assert not hasattr(optimizer, "found_inf")
+
+
+def test_a_fused_step_that_raises_leaves_nothing_behind() -> None:
+    p = nn.Parameter(torch.ones(2))
+    optimizer, scaler = fused_adamw(p), GradScaler("cpu", init_scale=8.0)
+    hook = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    scaler.scale(p.sum()).backward()
+    with pytest.raises(ZeroDivisionError):
+        scaler.step(optimizer)
+    assert not hasattr(optimizer, "grad_scale")
+    hook.remove()
+    scaler.step(optimizer)
+    assert not torch.equal(p.detach(), torch.ones(2)), "the step can be tried again"
+
+
+def test_a_fused_optimizer_unscaled_before_it_had_gradients_is_refused() -> None:
+    """Its gradients are still scaled; torch trips over an integer, ours says what is missing."""
+    outcomes = {}
+    for kind in (Stock, GradScaler):
+        p = nn.Parameter(torch.ones(2))
+        optimizer, scaler = fused_adamw(p), kind("cpu", init_scale=8.0)
+        scaler.scale(p.sum())
+        scaler.unscale_(optimizer)
+        scaler.scale(p.sum()).backward()
+        with pytest.raises((AttributeError, AssertionError)) as caught:
+            scaler.step(optimizer)
+        outcomes[kind] = caught.type
+        assert torch.equal(p.detach(), torch.ones(2))
+    assert outcomes == {Stock: AttributeError, GradScaler: AssertionError}
+
+
+@KINDS
+def test_an_optimizer_without_gradients_is_refused(kind: type[Stock]) -> None:
+    p, optimizer = one()
+    scaler = kind("cpu")
+    scaler.scale(p.sum())
+    with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer"):
+        scaler.step(optimizer)
+    with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
+        scaler.update()
+
+
+@KINDS
+def test_illegal_orders(kind: type[Stock]) -> None:
+    p, optimizer = one()
+    scaler = kind("cpu")
+    for call in (lambda: scaler.unscale_(optimizer), lambda: scaler.step(optimizer), scaler.update):
+        with pytest.raises(AssertionError, match="_scale is None"):
+            call()
+    scaler.scale(p.sum()).backward()
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="already been called on this optimizer"):
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    with pytest.raises(RuntimeError, match=r"unscale_\(\) is being called after step"):
+        scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match=r"step\(\) has already been called"):
+        scaler.step(optimizer)
+    with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
+        scaler.step(optimizer, closure=lambda: 1.0)
+
+
+def test_closing_a_window_updates_once_for_all_its_optimizers() -> None:
+    """As the Accelerate layer uses it: the verdict of each optimizer joins the window's."""
+    p, optimizer = one()
+    scaler = GradScaler("cpu", init_scale=64.0, growth_interval=1)
+    scaler.scale(p.sum()).backward()
+    first = scaler.window
+    scaler.close_window(False)
+    assert scaler.get_scale() == 128.0
+    scaler.close_window(True)
+    assert scaler.get_scale() == 32.0, "from 64, not from 128"
+    scaler.close_window(False)
+    assert scaler.get_scale() == 32.0
+    with scaler.inside(first):
+        scaler.unscale_(optimizer)
+    assert p.grad is not None
+    assert torch.equal(p.grad, torch.ones(2)), "divided by the window's own 64"
+    assert scaler.scale(torch.ones(())).item() == 32.0
+    assert scaler.window.index == first.index + 1
+
+
+def test_windows_are_numbered() -> None:
+    _, optimizer = one()
+    scaler = GradScaler("cpu")
+    for index in range(3):
+        assert scaler.window.index == index
+        window(scaler, optimizer)
+
+
+def test_a_deep_copy_trains_on_as_the_original_would() -> None:
+    p, optimizer = one()
+    scaler = GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    window(scaler, optimizer)
+    twin = copy.deepcopy(scaler)
+    q = nn.Parameter(p.detach().clone())
+    window(scaler, optimizer, 0.5)
+    window(twin, torch.optim.SGD([q], lr=0.5), 0.5)
+    assert torch.equal(p.detach(), q.detach())
+    assert scaler.get_scale() == twin.get_scale() == 128.0
+
+
+def test_a_plain_loop_warns_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    _, optimizer = one()
+    scaler = GradScaler("cpu", init_scale=64.0)
+    with warnings.catch_warnings(), caplog.at_level(logging.INFO, logger="accel_scaler"):
+        warnings.simplefilter("error")
+        for value in (1.0, INF, 1.0):
+            window(scaler, optimizer, value)
+    assert caplog.records == []
+    assert math.isclose(scaler.get_scale(), 32.0)

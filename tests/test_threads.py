@@ -1,0 +1,463 @@
+"""The scaler on several threads: windows keep their scale, errors keep their reader."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch import nn
+
+from accel_scaler import ConfigError, GradScaler, OrderError, UnsupportedError
+
+T = TypeVar("T")
+LIMIT_S = 60.0
+
+
+def elsewhere(fn: Callable[[], T]) -> T:
+    """Run ``fn`` on a thread of its own to the end; its result or its exception."""
+    box: list[Any] = []
+
+    def run() -> None:
+        try:
+            box.append((fn(), None))
+        except BaseException as error:
+            box.append((None, error))
+
+    thread = threading.Thread(target=run, name="other")
+    thread.start()
+    thread.join(LIMIT_S)
+    ((result, error),) = box
+    if error is not None:
+        raise error
+    return result  # type: ignore[no-any-return]
+
+
+class Worker:
+    """A lasting optimizer thread that runs one function at a time when told to."""
+
+    def __init__(self) -> None:
+        self._ready, self._fn = threading.Semaphore(0), None
+        self._thread = threading.Thread(target=self._loop, name="optimizer")
+        self._jobs: list[Any] = []
+        self._idle = threading.Event()
+        self._thread.start()
+
+    def submit(self, fn: Callable[[], Any] | None) -> None:
+        self._jobs.append(fn)
+        self._ready.release()
+
+    def _loop(self) -> None:
+        while True:
+            self._ready.acquire()
+            fn = self._jobs.pop(0)
+            if fn is None:
+                return
+            fn()
+
+    def close(self) -> None:
+        self.submit(None)
+        self._thread.join(LIMIT_S)
+        assert not self._thread.is_alive()
+
+
+def one() -> tuple[nn.Parameter, torch.optim.SGD]:
+    p = nn.Parameter(torch.zeros(3))
+    return p, torch.optim.SGD([p], lr=1.0)
+
+
+def backward(scaler: GradScaler, p: nn.Parameter, slope: float = 0.25) -> None:
+    scaler.scale((p * slope).sum()).backward()
+
+
+def hand_over(p: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
+    """Give the gradient to the optimizer's own parameter, as a detached step does."""
+    (own,) = optimizer.param_groups[0]["params"]
+    own.grad, p.grad = p.grad, None
+
+
+def shadow(p: nn.Parameter) -> torch.optim.SGD:
+    return torch.optim.SGD([nn.Parameter(p.detach())], lr=1.0)
+
+
+def filled(p: torch.Tensor, value: float) -> bool:
+    return torch.equal(p.detach(), torch.full((3,), value))
+
+
+def test_unscale_and_step_on_another_thread() -> None:
+    p, optimizer = one()
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    backward(scaler, p)
+    elsewhere(lambda: scaler.unscale_(optimizer))
+    assert p.grad is not None
+    assert filled(p.grad, 0.25)
+    elsewhere(lambda: scaler.step(optimizer))
+    scaler.update()
+    assert filled(p, -0.25)
+    assert scaler._get_growth_tracker() == 1
+
+
+def test_an_overflow_on_another_thread_is_backed_off_once() -> None:
+    p, optimizer = one()
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    backward(scaler, p, float("inf"))
+    assert elsewhere(lambda: scaler.step(optimizer)) is None
+    scaler.update()
+    assert filled(p, 0.0)
+    assert scaler.get_scale() == 512.0
+
+
+def test_a_step_after_a_manual_update_divides_by_the_scale_of_its_window() -> None:
+    p, optimizer = one()
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    backward(scaler, p)
+    scaler.update(8.0)
+    elsewhere(lambda: scaler.step(optimizer))
+    assert scaler.get_scale() == 8.0
+    assert filled(p, -0.25)
+    optimizer.zero_grad()
+    backward(scaler, p)
+    assert p.grad is not None
+    assert filled(p.grad, 0.25 * 8.0)
+    elsewhere(lambda: scaler.unscale_(optimizer))
+    assert filled(p.grad, 0.25)
+
+
+def test_an_unscale_after_a_backoff_divides_by_the_scale_of_its_window() -> None:
+    p, optimizer = one()
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    backward(scaler, p)
+    scaler.backoff(0.25)
+    elsewhere(lambda: scaler.unscale_(optimizer))
+    assert p.grad is not None
+    assert filled(p.grad, 0.25)
+
+
+def test_two_windows_at_once_are_each_unscaled_by_their_own_scale() -> None:
+    p, _ = one()
+    first, second = shadow(p), shadow(p)
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    backward(scaler, p)
+    hand_over(p, first)
+    job = scaler.bind(lambda: (scaler.step(first), scaler.get_scale()), first)
+    scaler.update(8.0)
+    backward(scaler, p)
+    hand_over(p, second)
+    late = scaler.bind(lambda: (scaler.step(second), scaler.get_scale()), second)
+    scaler.update(2.0)
+    assert elsewhere(late) == (None, 8.0)
+    assert filled(p, -0.25)
+    assert elsewhere(job) == (None, 1024.0)
+    assert filled(p, -0.5)
+    assert scaler.get_scale() == 2.0
+
+
+@pytest.mark.parametrize("unscale_first", [False, True])
+def test_a_bound_window_has_its_verdict_before_the_job_runs(unscale_first: bool) -> None:
+    p, optimizer = one()
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    if unscale_first:
+        backward(scaler, p, float("nan"))
+        scaler.unscale_(optimizer)
+    else:
+        backward(scaler, p, float("nan"))
+    job = scaler.bind(lambda: (scaler.get_overflow_flag(), scaler.step(optimizer)), optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 512.0
+    assert elsewhere(job) == (True, None)
+    assert filled(p, 0.0)
+
+
+def test_one_overflow_is_one_skip_and_one_backoff_without_lag() -> None:
+    p, _ = one()
+    scaler = GradScaler("cpu", init_scale=65536.0)
+    scales, jobs = [], []
+    for slope in (0.25, float("inf"), 0.25, 0.25):
+        optimizer = shadow(p)
+        backward(scaler, p, slope)
+        hand_over(p, optimizer)
+        jobs.append(scaler.bind(lambda optimizer=optimizer: scaler.step(optimizer), optimizer))
+        scaler.update()
+        scales.append(scaler.get_scale())
+    assert scales == [65536.0, 32768.0, 32768.0, 32768.0]
+    for job in jobs:
+        elsewhere(job)
+    assert filled(p, -0.75)
+
+
+def test_update_and_backoff_belong_to_the_training_thread() -> None:
+    p, optimizer = one()
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    backward(scaler, p)
+    scaler.step(optimizer)
+    for call in (scaler.update, lambda: scaler.update(4.0), scaler.backoff):
+        with pytest.raises(OrderError, match="on thread 'other'"):
+            elsewhere(call)
+    assert scaler.get_scale() == 1024.0
+    scaler.update()
+    assert scaler._get_growth_tracker() == 1
+
+
+def test_update_inside_a_job_is_refused_wherever_it_runs() -> None:
+    p, optimizer = one()
+    scaler = GradScaler("cpu")
+    backward(scaler, p)
+    with pytest.raises(OrderError, match=r"update\(\) was called"):
+        scaler.bind(scaler.update, optimizer)()
+    scaler.update()
+    assert scaler._get_growth_tracker() == 1
+
+
+def test_a_whole_loop_on_a_thread_that_is_not_the_main_one() -> None:
+    p, optimizer = one()
+    scaler = GradScaler("cpu", init_scale=4.0, growth_interval=2)
+
+    def train() -> None:
+        for _ in range(4):
+            backward(scaler, p)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+    elsewhere(train)
+    assert filled(p, -1.0)
+    assert scaler.get_scale() == 16.0
+
+
+def test_training_moves_to_another_thread_between_windows() -> None:
+    p, optimizer = one()
+    scaler = GradScaler("cpu", init_scale=1024.0)
+
+    def iteration() -> None:
+        backward(scaler, p)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    iteration()
+    elsewhere(iteration)
+    iteration()
+    assert filled(p, -0.75)
+    assert scaler._get_growth_tracker() == 3
+
+
+@pytest.mark.parametrize("what", ["growth_factor", "backoff_factor", "growth_interval"])
+def test_an_up_to_date_getter_waits_for_the_bound_job(what: str) -> None:
+    p, optimizer = one()
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    backward(scaler, p)
+    go, events, started = threading.Event(), [], threading.Event()
+
+    def job() -> None:
+        started.set()
+        assert go.wait(LIMIT_S)
+        scaler.step(optimizer)
+        getattr(scaler, f"set_{what}")(1 if what != "backoff_factor" else 0.75)
+        events.append("job")
+
+    bound = scaler.bind(job, optimizer)
+    scaler.update()
+    getter = getattr(scaler, f"get_{what}")
+    worker = Worker()
+    worker.submit(bound)
+    assert started.wait(LIMIT_S)
+    stale = getter()
+    events.append("stale")
+    go.set()
+    fresh = getter(up_to_date=True)
+    events.append("fresh")
+    worker.close()
+    assert events == ["stale", "job", "fresh"]
+    assert stale != fresh == (1 if what != "backoff_factor" else 0.75)
+    assert filled(p, -0.25)
+
+
+def test_an_up_to_date_getter_inside_the_job_does_not_wait_for_itself() -> None:
+    p, optimizer = one()
+    scaler = GradScaler("cpu")
+    backward(scaler, p)
+    job = scaler.bind(lambda: scaler.get_growth_factor(up_to_date=True), optimizer)
+    assert elsewhere(job) == 2.0
+
+
+def test_a_job_that_never_runs_is_an_error_and_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accel_scaler.memory.WAIT_LIMIT_S", 0.01)
+    p, optimizer = one()
+    scaler = GradScaler("cpu")
+    backward(scaler, p)
+    job = scaler.bind(lambda: scaler.step(optimizer), optimizer)
+    with pytest.raises(OrderError, match="has not started"):
+        scaler.get_growth_factor(up_to_date=True)
+    job()
+    assert scaler.get_growth_factor(up_to_date=True) == 2.0
+
+
+def test_a_job_that_runs_too_long_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accel_scaler.memory.WAIT_LIMIT_S", 0.01)
+    p, optimizer = one()
+    scaler = GradScaler("cpu")
+    backward(scaler, p)
+    go, started = threading.Event(), threading.Event()
+    job = scaler.bind(lambda: (started.set(), go.wait(LIMIT_S)), optimizer)
+    worker = Worker()
+    worker.submit(job)
+    assert started.wait(LIMIT_S)
+    with pytest.raises(OrderError, match="still runs on 'optimizer'"):
+        scaler.get_backoff_factor(up_to_date=True)
+    go.set()
+    worker.close()
+
+
+def test_a_dead_thread_is_an_error_and_no_hang() -> None:
+    p, optimizer = one()
+    scaler = GradScaler("cpu")
+    backward(scaler, p)
+    job = scaler.bind(lambda: None, optimizer)
+    dead = threading.Thread(target=lambda: None, name="gone")
+    dead.start()
+    dead.join(LIMIT_S)
+    job._thread = dead  # as if the interpreter had taken the thread down inside the job
+    with pytest.raises(OrderError, match="'gone' died"):
+        scaler.get_growth_interval(up_to_date=True)
+
+
+def test_a_job_that_was_dropped_is_not_waited_for() -> None:
+    p, optimizer = one()
+    scaler = GradScaler("cpu")
+    backward(scaler, p)
+    scaler.bind(lambda: None, optimizer)
+    assert scaler.get_growth_factor(up_to_date=True) == 2.0
+
+
+def test_a_job_runs_once() -> None:
+    p, optimizer = one()
+    scaler = GradScaler("cpu")
+    backward(scaler, p)
+    job = scaler.bind(lambda: scaler.step(optimizer), optimizer)
+    elsewhere(job)
+    with pytest.raises(OrderError, match="runs once"):
+        elsewhere(job)
+    with pytest.raises(OrderError, match="runs once"):
+        job()
+    assert filled(p, -0.25)
+
+
+@pytest.mark.parametrize("call", ["unscale_", "step"])
+def test_an_optimizer_that_was_not_bound_is_refused(call: str) -> None:
+    p, optimizer = one()
+    q, stranger = one()
+    scaler = GradScaler("cpu")
+    backward(scaler, p)
+    q.grad = torch.ones(3)
+    job = scaler.bind(lambda: getattr(scaler, call)(stranger), optimizer)
+    with pytest.raises(OrderError, match="not given to GradScaler.bind"):
+        elsewhere(job)
+    assert filled(q, 0.0)
+    assert filled(q.grad, 1.0)
+
+
+def test_what_bind_needs() -> None:
+    p, optimizer = one()
+    scaler = GradScaler("cpu")
+    with pytest.raises(ConfigError, match="got no optimizer"):
+        scaler.bind(lambda: None)
+    with pytest.raises(AssertionError, match="bind"):
+        scaler.bind(lambda: None, optimizer)
+    backward(scaler, p)
+    scaler.step(optimizer)
+    scaler.update()
+    with pytest.raises(OrderError, match="no window is open"):
+        scaler.bind(lambda: None, optimizer)
+
+
+def test_an_exception_in_a_job_reaches_its_caller_and_ends_the_wait() -> None:
+    p, optimizer = one()
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    backward(scaler, p)
+
+    def job() -> None:
+        raise ZeroDivisionError("mine")
+
+    bound = scaler.bind(job, optimizer)
+    scaler.update(4.0)
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        bound()
+    assert scaler.get_growth_factor(up_to_date=True) == 2.0
+    assert scaler.get_scale() == 4.0, "this thread is back in the open window"
+    assert scaler._bound is None
+
+
+def test_an_fp16_gradient_in_a_job_is_torchs_error() -> None:
+    p = nn.Parameter(torch.zeros(2, dtype=torch.float16))
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    scaler = GradScaler("cpu", init_scale=2.0)
+    scaler.scale(p.sum()).backward()
+    job = scaler.bind(lambda: scaler.step(optimizer), optimizer)
+    with pytest.raises(UnsupportedError, match="Attempting to unscale FP16 gradients"):
+        elsewhere(job)
+
+
+def test_a_job_of_a_disabled_scaler_is_the_plain_function() -> None:
+    p, optimizer = one()
+    scaler = GradScaler("cpu", enabled=False)
+    backward(scaler, p)
+    job = scaler.bind(lambda: scaler.step(optimizer), optimizer)
+    scaler.update()
+    elsewhere(job)
+    assert filled(p, -0.25)
+    with pytest.raises(OrderError, match="runs once"):
+        job()
+
+
+def test_two_optimizers_in_one_job_share_one_verdict() -> None:
+    p, optimizer = one()
+    q, second = one()
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    scaler.scale((p * float("inf")).sum() + q.sum()).backward()
+    job = scaler.bind(
+        lambda: (scaler.unscale_(second), scaler.step(optimizer), scaler.step(second)),
+        optimizer,
+        second,
+    )
+    scaler.update()
+    assert scaler.get_scale() == 512.0, "one window, one back-off"
+    elsewhere(job)
+    assert filled(p, 0.0)
+    assert filled(q, -1.0), "torch skips optimizer by optimizer"
+
+
+def test_an_abandoned_window_leaves_no_trace() -> None:
+    p, optimizer = one()
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    backward(scaler, p, float("inf"))
+    scaler.unscale_(optimizer)
+    scaler.abandon_window()
+    optimizer.zero_grad()
+    backward(scaler, p)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 1024.0
+    assert filled(p, -0.25)
+
+
+def test_inside_another_window_this_thread_means_that_window() -> None:
+    p, _ = one()
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    backward(scaler, p)
+    window = scaler.window
+    scaler.update(4.0)
+    with scaler.inside(window):
+        assert scaler.get_scale() == 1024.0
+        assert elsewhere(scaler.get_scale) == 4.0
+        with scaler.inside(None):
+            assert scaler.get_scale() == 4.0
+        assert scaler.get_scale() == 1024.0
+    assert scaler.get_scale() == 4.0
+
+
+def test_importing_and_building_starts_no_thread() -> None:
+    before = threading.active_count()
+    GradScaler("cpu")
+    assert threading.active_count() == before

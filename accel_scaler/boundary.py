@@ -357,7 +357,6 @@ class Boundary:
     def _forbid_mixed(self, optimizer: Optimizer) -> None:
         for owner, p, grad, version in self._unscaled:
             if owner == id(optimizer) and (p.grad is not grad or grad._version != version):
-                self.scaler.abandon_window()
                 raise OrderError(
                     f"a backward added scaled gradients to the unscaled ones of "
                     f"{type(optimizer).__name__}: they were unscaled or clipped before the last "

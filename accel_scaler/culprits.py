@@ -46,8 +46,9 @@ class Culprits:
         """
         if self.limit is not None and consecutive_skips >= self.limit:
             optimizer = None if isinstance(source, Tensor) else source
-            groups = optimizer.param_groups if optimizer else [{"params": [source]}]
-            params = [p for group in groups for p in group["params"]]
+            params: list[Tensor] = [source] if isinstance(source, Tensor) else []
+            for group in optimizer.param_groups if optimizer else ():
+                params += group["params"]
             self.count(self.names((p for p in params if _bad(p)), optimizer))
 
     def count(self, names: Iterable[str]) -> None:

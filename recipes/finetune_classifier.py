@@ -353,7 +353,6 @@ def main(argv: list[str] | None = None) -> None:
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
 
-    # The device comes from the config file, the scaler's settings from the environment.
     micro_batches = args.gradient_accumulation_steps
     accelerator = attach(
         Accelerator(mixed_precision="fp16", gradient_accumulation_steps=micro_batches)
@@ -374,15 +373,14 @@ def main(argv: list[str] | None = None) -> None:
     model, optimizer, schedule, training, evaluation = accelerator.prepare(
         model, optimizer, schedule, training, evaluation
     )
-
     say = accelerator.print
     say(f"{len(splits[0])} training texts, {len(splits[1])} held out, {len(names)} labels")
     say(f"{steps} steps of {a_step} texts on {processes} x {device}, first {layers} layers frozen")
     before = accuracy(model, evaluation, accelerator)
     say(f"held-out accuracy before: {before:.1%} (guessing: {1 / len(names):.1%})")
-    started = time.perf_counter()
+    start = time.perf_counter()
     train(accelerator, model, optimizer, schedule, training, steps, args.max_grad_norm)
-    seconds = time.perf_counter() - started
+    seconds = time.perf_counter() - start
     after = accuracy(model, evaluation, accelerator)
     say(f"held-out accuracy after: {after:.1%} ({steps} steps in {seconds:.0f} s)")
     say(accelerator.scaler_history.summary())

@@ -545,7 +545,7 @@ def test_a_copy_of_a_prepared_optimizer_steps_by_itself(through: Any) -> None:
 
 
 def test_load_state_gives_up_the_open_window(tmp_path: Any) -> None:
-    """A checkpoint loaded mid-window: the next backward starts with the loaded scale."""
+    """Gradients from before a checkpoint was loaded are not stepped on."""
     accelerator = attach(stock(), ScalerConfig(growth_interval=2))
     model, optimizer = prepared(accelerator)
     train(accelerator, model, optimizer)
@@ -557,6 +557,9 @@ def test_load_state_gives_up_the_open_window(tmp_path: Any) -> None:
     accelerator.load_state(str(tmp_path / "checkpoint"))
     assert torch.equal(weights(model), saved[0])
     assert accelerator.scaler.state_dict() == saved[1]
+    with pytest.raises(OrderError, match="no loss was scaled"):
+        optimizer.step()
+    assert torch.equal(weights(model), saved[0])
     optimizer.zero_grad()
     train(accelerator, model, optimizer, 1)
     assert optimizer.step_was_skipped is False

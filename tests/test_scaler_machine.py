@@ -94,6 +94,29 @@ class Side:
 
 WHICH = st.sampled_from([0, 0, 1])
 
+Call = tuple[str, tuple[Any, ...]]
+
+CALLS: list[Call] = [
+    ("scale", ("tensor", 0.1)),
+    ("scale", ("nested", 1.0)),
+    ("unscale", (0,)),
+    ("unscale", (1,)),
+    ("step", (0,)),
+    ("step", (1,)),
+    ("update", ()),
+    ("update", ()),
+    ("whole_iteration", (0.1,)),
+    ("overflow", (0, float("inf"))),
+    ("overflow", (2, float("nan"))),
+    ("zero_grad", (0, True)),
+    ("zero_grad", (1, False)),
+    ("set_scale", (0.3, False)),
+    ("scale", ("tensor", 1.0)),
+    ("exchange_state_dicts", ()),
+    ("replace_the_scaler", ("deepcopy",)),
+    ("replace_the_scaler", ("pickle",)),
+]
+
 
 class SideBySide(RuleBasedStateMachine):
     """Each rule calls both scalers; results, exceptions and all state must be the same."""
@@ -107,11 +130,16 @@ class SideBySide(RuleBasedStateMachine):
         backoff_factor=st.sampled_from([0.5, 0.7, 0.25]),
         growth_interval=st.integers(1, 4),
         fused=st.booleans(),
+        calls=st.lists(st.sampled_from(CALLS), min_size=10, max_size=20),
     )
-    def start(self, fused: bool, **kwargs: Any) -> None:
+    def start(self, fused: bool, calls: list[Call], **kwargs: Any) -> None:
         type(self).runs += 1
         self.stock = Side(Stock, fused, **kwargs)
         self.ours = Side(GradScaler, fused, **kwargs)
+        # Hypothesis chooses rules unevenly, few of most kinds; this gives every run a mixture.
+        for name, arguments in calls:
+            getattr(self, name)(*arguments)
+            self.all_is_the_same()
 
     def both(self, name: str, call: Callable[[Side], Any]) -> None:
         outcomes = []
@@ -238,28 +266,19 @@ class SideBySide(RuleBasedStateMachine):
         self.ours.scaler.load_state_dict(stock)
         self.seen["exchange"] += 1
 
-    @rule()
-    def resume_in_fresh_scalers(self) -> None:
-        def resume(side: Side) -> None:
-            fresh = side.kind("cpu", init_scale=7.0, growth_factor=9.0, growth_interval=99)
-            fresh.load_state_dict(side.scaler.state_dict())
-            side.scaler = fresh
+    @rule(how=st.sampled_from(["resume", "pickle", "deepcopy"]))
+    def replace_the_scaler(self, how: str) -> None:
+        def replace(side: Side) -> None:
+            if how == "pickle":
+                side.scaler = pickle.loads(pickle.dumps(side.scaler))
+            elif how == "deepcopy":
+                side.scaler = copy.deepcopy(side.scaler)
+            else:
+                fresh = side.kind("cpu", init_scale=7.0, growth_factor=9.0, growth_interval=99)
+                fresh.load_state_dict(side.scaler.state_dict())
+                side.scaler = fresh
 
-        self.both("resume", resume)
-
-    @rule()
-    def pickle_round_trip(self) -> None:
-        def round_trip(side: Side) -> None:
-            side.scaler = pickle.loads(pickle.dumps(side.scaler))
-
-        self.both("pickle", round_trip)
-
-    @rule()
-    def deep_copy(self) -> None:
-        def clone(side: Side) -> None:
-            side.scaler = copy.deepcopy(side.scaler)
-
-        self.both("deepcopy", clone)
+        self.both(how, replace)
 
     @invariant()
     def all_is_the_same(self) -> None:
@@ -271,7 +290,7 @@ def test_thousands_of_sequences_agree_with_torch() -> None:
     SideBySide.runs, SideBySide.seen = 0, Counter()
     run_state_machine_as_test(
         SideBySide,
-        settings=settings(QUIET, max_examples=SEQUENCES, stateful_step_count=14),
+        settings=settings(QUIET, max_examples=SEQUENCES, stateful_step_count=6),
     )
     assert SideBySide.runs >= SEQUENCES
     # The sequences went everywhere: each call worked, each illegal one was refused.
@@ -283,7 +302,7 @@ def test_thousands_of_sequences_agree_with_torch() -> None:
         *("update raised AssertionError", "update(bad) raised AssertionError"),
         *("pickle raised AssertionError", "deepcopy raised AssertionError"),
     ):
-        assert SideBySide.seen[event] >= 20, (event, SideBySide.seen)
+        assert SideBySide.seen[event] >= 50, (event, SideBySide.seen)
 
 
 def modelled(

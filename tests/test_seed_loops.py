@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from support import mlp, weights
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from accel_scaler import GradScaler
-from tests.support import mlp, weights
 
 Batch = tuple[Tensor, Tensor]
 Loop = Callable[[Any, nn.Module, torch.optim.Optimizer, list[Batch]], Any]
@@ -95,7 +96,7 @@ def test_the_typical_loop_in_real_half_precision() -> None:
 
     scales = agree(half, batches(16), init_scale=2.0**24, growth_interval=4)
     assert scales[0] == 2.0**23, "the first window overflowed"
-    assert any(later > earlier for earlier, later in zip(scales, scales[1:], strict=False))
+    assert any(later > earlier for earlier, later in pairwise(scales))
 
 
 @pytest.mark.parametrize("limit", [0.5, 1e-3, 1e6])

@@ -39,10 +39,9 @@ class Worker:
     """A lasting optimizer thread that runs one function at a time when told to."""
 
     def __init__(self) -> None:
-        self._ready, self._fn = threading.Semaphore(0), None
+        self._ready = threading.Semaphore(0)
+        self._jobs: list[Callable[[], Any] | None] = []
         self._thread = threading.Thread(target=self._loop, name="optimizer")
-        self._jobs: list[Any] = []
-        self._idle = threading.Event()
         self._thread.start()
 
     def submit(self, fn: Callable[[], Any] | None) -> None:
@@ -352,7 +351,7 @@ def test_an_optimizer_that_was_not_bound_is_refused(call: str) -> None:
     backward(scaler, p)
     q.grad = torch.ones(3)
     job = scaler.bind(lambda: getattr(scaler, call)(stranger), optimizer)
-    with pytest.raises(OrderError, match="not given to GradScaler.bind"):
+    with pytest.raises(OrderError, match=r"not given to GradScaler\.bind"):
         elsewhere(job)
     assert filled(q, 0.0)
     assert filled(q.grad, 1.0)

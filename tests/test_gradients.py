@@ -129,8 +129,8 @@ def test_nonfinite_is_the_plain_loop(values: list[float]) -> None:
 
 def test_nonfinite_of_sparse_gradients() -> None:
     where = torch.tensor([[0, 2]])
-    finite = torch.sparse_coo_tensor(where, torch.tensor([1.0, 2.0]), (4,))
-    broken = torch.sparse_coo_tensor(where, torch.tensor([1.0, INF]), (4,))
+    finite = torch.sparse_coo_tensor(where, torch.tensor([1.0, 2.0]), (4,), check_invariants=True)
+    broken = torch.sparse_coo_tensor(where, torch.tensor([1.0, INF]), (4,), check_invariants=True)
     assert not nonfinite(finite)
     assert nonfinite(broken)
 

@@ -441,6 +441,18 @@ def test_an_abandoned_window_leaves_no_trace() -> None:
     assert filled(p, -0.25)
 
 
+def test_a_job_keeps_its_scale_though_its_window_was_abandoned() -> None:
+    p, optimizer = one()
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    backward(scaler, p)
+    job = scaler.bind(lambda: (scaler.step(optimizer), scaler.get_scale()), optimizer)
+    scaler.abandon_window()
+    scaler.scale(torch.ones(()))
+    scaler.update(4.0)
+    assert elsewhere(job) == (None, 1024.0)
+    assert filled(p, -0.25)
+
+
 def test_inside_another_window_this_thread_means_that_window() -> None:
     p, _ = one()
     scaler = GradScaler("cpu", init_scale=1024.0)

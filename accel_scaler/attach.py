@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterable
+from functools import wraps
 from typing import Any, TypeVar, cast
 
 import torch
@@ -22,7 +23,7 @@ from torch.optim import Optimizer
 from .autocast import add_autocast, remove_autocast
 from .boundary import Boundary
 from .config import ConfigError, OrderError, ScalerConfig, UnsupportedError
-from .scaler import GradScaler
+from .takeover import forbid_fp16_parameters, forbid_other_scalers, make_scaler
 from .telemetry import History
 
 __all__ = ["ScaledAccelerator", "ScaledOptimizer", "attach", "detach"]
@@ -30,14 +31,6 @@ __all__ = ["ScaledAccelerator", "ScaledOptimizer", "attach", "detach"]
 T = TypeVar("T")
 
 _SCALED_CLASSES: dict[type, type] = {}
-
-_SCALED_ELSEWHERE = {
-    "DEEPSPEED": "DeepSpeed's engine scales the loss; set `fp16: {initial_scale_power, "
-    "loss_scale_window, hysteresis, min_loss_scale}` in its config",
-    "MEGATRON_LM": "Megatron-LM's optimizer scales the loss; set --initial-loss-scale, "
-    "--loss-scale-window, --hysteresis and --min-loss-scale there",
-    "XLA": "torch_xla scales with its own GradScaler; TPUs have bfloat16, which needs none",
-}
 
 
 class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
@@ -148,7 +141,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         owned = _inner(self._optimizers)
         if self.distributed_type == DistributedType.FSDP:
             if self._boundary.unscale(self._boundary.owners(owned, parameters)):
-                return torch.tensor(float("inf"), device=self.device)
+                return torch.full((), float("inf"), device=self.device)
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         return self._boundary.clip_norm(owned, parameters, max_norm, norm_type)
 
@@ -257,9 +250,9 @@ def detach(target: T) -> T:
         accelerator.native_amp = False
         for model in accelerator._models:
             remove_autocast(accelerator, model)
-    for optimizer in accelerator._optimizers:
+    for optimizer in list(boundary.adopted):  # free_memory() forgets them, we do not
         if type(optimizer) is ScaledOptimizer:
-            optimizer.__class__ = AcceleratedOptimizer
+            _become(optimizer, AcceleratedOptimizer)
             optimizer.scaler = stock
             optimizer.__dict__.pop("_boundary", None)
     accelerator.scaler = stock
@@ -283,7 +276,7 @@ def _trainer_module(target: object) -> Any:
 def _set_up(accelerator: ScaledAccelerator, config: ScalerConfig | None) -> bool:
     """Put the scaler in place; False: not an fp16 run, so nothing to do (said in a warning)."""
     config = ScalerConfig.from_env() if config is None else config
-    _forbid_other_scalers(accelerator)
+    forbid_other_scalers(accelerator)
     if accelerator.mixed_precision != "fp16":
         warnings.warn(
             f"accel_scaler: mixed_precision={accelerator.mixed_precision!r} needs no gradient "
@@ -292,7 +285,7 @@ def _set_up(accelerator: ScaledAccelerator, config: ScalerConfig | None) -> bool
         )
         return False
     stock = accelerator.scaler
-    scaler = _make_scaler(accelerator, config, stock)
+    scaler = make_scaler(accelerator, config, stock)
     boundary = Boundary(
         scaler,
         accelerator.device,
@@ -314,47 +307,29 @@ def _set_up(accelerator: ScaledAccelerator, config: ScalerConfig | None) -> bool
     return True
 
 
-def _forbid_other_scalers(accelerator: Accelerator) -> None:
-    kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
-    if kind in _SCALED_ELSEWHERE:
-        raise UnsupportedError(f"attach: under {kind}, {_SCALED_ELSEWHERE[kind]}.")
-    if accelerator.mixed_precision == "fp8":
-        raise UnsupportedError(
-            "attach: with mixed_precision='fp8', the fp8 backend (TransformerEngine, MS-AMP or "
-            "torchao) scales tensor by tensor; use mixed_precision='fp16' for this package."
-        )
-
-
-def _make_scaler(accelerator: Any, config: ScalerConfig, stock: Any) -> GradScaler:
-    """Settings: those that ``config`` changes, else the replaced scaler's; and its state."""
-    handler = accelerator.scaler_handler
-    values: dict[str, Any] = {} if handler is None else handler.to_kwargs()
-    state = {} if stock is None else stock.state_dict()
-    if state:
-        values |= {"init_scale": state["scale"]}
-        values |= {key: state[key] for key in ("growth_factor", "backoff_factor")}
-        values |= {"growth_interval": state["growth_interval"]}
-    elif stock is not None:
-        values["enabled"] = False
-    changed = config.changed()
-    for name in ("step_mode", "offload", "fold_unscale"):
-        changed.pop(name, None)
-    if state and stock._scale is not None:
-        changed.pop("init_scale", None)  # training has begun: go on with its scale
-    scaler = GradScaler(accelerator.device.type, **(values | changed))
-    if state and state["_growth_tracker"]:
-        scaler.load_state_dict(scaler.state_dict() | {"_growth_tracker": state["_growth_tracker"]})
-    return scaler
-
-
 def _adopt(boundary: Boundary, optimizer: Any) -> None:
     """Make a prepared optimizer step through ``boundary``."""
     _forbid_unsuitable(optimizer)
-    optimizer.__class__ = ScaledOptimizer
+    _become(optimizer, ScaledOptimizer)
     optimizer.scaler = boundary.scaler
     optimizer._boundary = boundary
+    boundary.adopted.add(optimizer)
     for inner in _inner(optimizer):
         boundary.scaler.know(inner)
+
+
+def _become(optimizer: Any, cls: Any) -> None:
+    """Change the class; an LR scheduler's wrapper on the instance then calls that one's step."""
+    optimizer.__class__ = cls
+    if hasattr(optimizer.__dict__.get("step"), "_wrapped_by_lr_sched"):
+
+        @wraps(cls.step)
+        def counted(*args: Any, **kwargs: Any) -> None:
+            optimizer._opt_called = True
+            cls.step(optimizer, *args, **kwargs)
+
+        cast(Any, counted)._wrapped_by_lr_sched = True
+        optimizer.step = counted
 
 
 def _forbid_unsuitable(optimizer: Any) -> None:
@@ -363,14 +338,7 @@ def _forbid_unsuitable(optimizer: Any) -> None:
             f"attach: a prepared optimizer is a {type(optimizer).__name__}, expected Accelerate's "
             "own AcceleratedOptimizer; prepare the torch optimizer instead."
         )
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if p.requires_grad and p.dtype is torch.float16:
-                raise UnsupportedError(
-                    f"a trainable parameter of shape {tuple(p.shape)} is float16; its update "
-                    "would be lost to rounding. Load the model in float32 (model.float(), or "
-                    "dtype=torch.float32 in from_pretrained): autocast runs it in float16."
-                )
+    forbid_fp16_parameters(optimizer)
 
 
 def _inner(optimizers: Any) -> list[Optimizer]:

@@ -72,6 +72,8 @@ class Boundary:
         self.scaler, self.device = scaler, device
         self.fold_unscale, self.sharded = fold_unscale, sharded
         self.history = History()
+        self.adopted: weakref.WeakSet[Any] = weakref.WeakSet()
+        """The wrappers that step through this boundary."""
         self._noted: Window | None = None
         self._notes: dict[int, _Note] = {}
         self._strays: set[int] = set()

@@ -564,3 +564,29 @@ def test_load_state_gives_up_the_open_window(tmp_path: Any) -> None:
     train(accelerator, model, optimizer, 1)
     assert optimizer.step_was_skipped is False
     assert accelerator.scaler.state_dict()["_growth_tracker"] == 0
+
+
+def test_free_memory_before_detach_leaves_no_optimizer_behind() -> None:
+    accelerator = attach(Accelerator(cpu=True, mixed_precision="fp16"), ScalerConfig())
+    optimizer = accelerator.prepare(SGD([nn.Parameter(torch.ones(2))], lr=0.1))
+    accelerator.free_memory()
+    detach(accelerator)
+    assert type(optimizer) is AcceleratedOptimizer
+    assert "_boundary" not in optimizer.__dict__
+    assert optimizer.scaler is None
+
+
+@pytest.mark.parametrize(
+    ("config", "scale"),
+    [
+        (ScalerConfig(min_scale=2.0**17), 2.0**17),
+        (ScalerConfig(init_scale=4.0, max_scale=8.0), 8.0),
+    ],
+)
+def test_new_bounds_hold_for_a_scale_that_training_has_reached(
+    config: ScalerConfig, scale: float
+) -> None:
+    accelerator = stock()
+    accelerator.scaler.scale(torch.ones(()))
+    attach(accelerator, config)
+    assert accelerator.scaler.get_scale() == scale

@@ -25,6 +25,7 @@ ORDER = [
     "threads",
     "scaler",
     "boundary",
+    "takeover",
     "autocast",
     "attach",
     "trainer",
@@ -34,7 +35,11 @@ ORDER = [
 # The one upward look: attach() hands a Trainer over at call time, when transformers is loaded.
 LATE = {("attach", "trainer")}
 
-ONLY_IN = {"transformers": {"trainer"}, "accelerate": {"attach", "autocast"}, "yaml": {"config"}}
+ONLY_IN = {
+    "transformers": {"trainer"},
+    "accelerate": {"attach", "autocast", "takeover"},
+    "yaml": {"config"},
+}
 
 
 def imports(path: Path) -> list[tuple[str, bool]]:

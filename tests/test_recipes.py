@@ -27,7 +27,7 @@ def launch(recipe: str, cwd: Path, *args: object) -> subprocess.CompletedProcess
     # The recipes import accel_scaler; the tests also run from a checkout that is not installed.
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
-    # Two OpenMP threads that share their cores with other work wait for each other most of the time.
+    # Two OpenMP threads that share busy cores spend most of the time waiting for each other.
     environment["OMP_NUM_THREADS"] = "1"
     return subprocess.run(
         [str(part) for part in (*command, RECIPES / recipe, *args)],

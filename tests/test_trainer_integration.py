@@ -206,10 +206,10 @@ def test_a_run_equals_the_stock_run_bit_for_bit(tmp_path: Path) -> None:
     assert len(steps) == 8
     assert steps[2]["learning_rate"] == steps[3]["learning_rate"]
     assert sum(0.5 < entry["grad_norm"] < float("inf") for entry in steps) >= 2
-    assert sum("eval_loss" in entry for entry in logs(theirs[0])) == 2
+    assert sum("eval_loss" in entry for entry in logs(theirs[0])) == 3
     assert (tmp_path / "ours" / "checkpoint-8" / "scaler.pt").is_file()
     history = ours[0].accelerator.scaler_history
-    assert [record.skipped for record in history] == theirs[1].skipped
+    assert [record.skipped for record in history.records] == theirs[1].skipped
 
 
 @pytest.mark.parametrize("norm", [0.0, 1e9], ids=["off", "never reached"])
@@ -292,16 +292,16 @@ def test_detached_and_attached_again_goes_on_like_stock(tmp_path: Path) -> None:
 
 
 def test_a_subclass_trains_through_its_own_methods(tmp_path: Path) -> None:
-    class Own(Trainer):
-        losses = 0
+    calls: list[str] = []
 
+    class Own(Trainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            type(self).losses += 1
+            calls.append(type(self).__name__)
             return super().compute_loss(*args, **kwargs)
 
     ours, theirs = pair(tmp_path, cls=Own, max_steps=4)
     assert_same(ours, theirs)
-    assert Own.losses == 2 * 4 * 4
+    assert calls == ["ScaledOwn"] * 16 + ["Own"] * 16
     assert type(detach(ours[0])) is Own
 
 

@@ -46,11 +46,12 @@ def train(
     """``WINDOWS`` windows on this rank's rows; ``late``: attach only after ``prepare``."""
     layers = mlp()
     model, optimizer = accelerator.prepare(layers, optimizer_of(kind, layers))
+    # Accelerate steps a schedule once for each rank.
+    pace = 10 * accelerator.num_processes
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / pace))
     if late:
         attach(accelerator)
-    schedule = accelerator.prepare(
-        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 10))
-    )
+    schedule = accelerator.prepare(schedule)
     rank, ranks = accelerator.process_index, accelerator.num_processes
     result: dict[str, Any] = {"skipped": [], "scales": [], "norms": [], "synced": [], "rates": []}
     for window in range(WINDOWS):
@@ -72,6 +73,8 @@ def train(
         result["skipped"].append(optimizer.step_was_skipped)
         result["scales"].append(accelerator.scaler.get_scale())
         result["rates"].append(schedule.get_last_lr()[0])
+    if hasattr(accelerator, "scaler_history"):
+        result["recorded"] = [record.skipped for record in accelerator.scaler_history.records]
     result["weights"] = weights(accelerator.unwrap_model(model))
     result["scaler"] = accelerator.scaler.state_dict()
     result["wrapped"] = isinstance(model, DistributedDataParallel)

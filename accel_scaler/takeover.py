@@ -1,0 +1,70 @@
+"""What ``attach`` takes over, and from whom it may not: the settings and state of a scaler."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from .config import ScalerConfig, UnsupportedError
+from .scaler import GradScaler
+
+__all__ = ["forbid_fp16_parameters", "forbid_other_scalers", "make_scaler"]
+
+_SCALED_ELSEWHERE = {
+    "DEEPSPEED": "DeepSpeed's engine scales the loss; set `fp16: {initial_scale_power, "
+    "loss_scale_window, hysteresis, min_loss_scale}` in its config",
+    "MEGATRON_LM": "Megatron-LM's optimizer scales the loss; set --initial-loss-scale, "
+    "--loss-scale-window, --hysteresis and --min-loss-scale there",
+    "XLA": "torch_xla scales with its own GradScaler; TPUs have bfloat16, which needs none",
+}
+
+
+def forbid_other_scalers(accelerator: Accelerator) -> None:
+    kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+    if kind in _SCALED_ELSEWHERE:
+        raise UnsupportedError(f"attach: under {kind}, {_SCALED_ELSEWHERE[kind]}.")
+    if accelerator.mixed_precision == "fp8":
+        raise UnsupportedError(
+            "attach: with mixed_precision='fp8', the fp8 backend (TransformerEngine, MS-AMP or "
+            "torchao) scales tensor by tensor; use mixed_precision='fp16' for this package."
+        )
+
+
+def make_scaler(accelerator: Any, config: ScalerConfig, stock: Any) -> GradScaler:
+    """Settings: those that ``config`` changes, else the replaced scaler's; and its state."""
+    handler = accelerator.scaler_handler
+    values: dict[str, Any] = {} if handler is None else handler.to_kwargs()
+    state = {} if stock is None else stock.state_dict()
+    if state:
+        values |= {"init_scale": state["scale"]}
+        values |= {key: state[key] for key in ("growth_factor", "backoff_factor")}
+        values |= {"growth_interval": state["growth_interval"]}
+    elif stock is not None:
+        values["enabled"] = False
+    changed = config.changed()
+    for name in ("step_mode", "offload", "fold_unscale"):
+        changed.pop(name, None)
+    if state and stock._scale is not None:
+        # Training has begun: go on with its scale, as far as the new bounds allow.
+        changed.pop("init_scale", None)
+        low, high = config.min_scale, config.max_scale
+        values["init_scale"] = min(max(values["init_scale"], low or 0.0), high or math.inf)
+    scaler = GradScaler(accelerator.device.type, **(values | changed))
+    if state and state["_growth_tracker"]:
+        scaler.load_state_dict(scaler.state_dict() | {"_growth_tracker": state["_growth_tracker"]})
+    return scaler
+
+
+def forbid_fp16_parameters(optimizer: Any) -> None:
+    """Raise for a trainable float16 parameter, with the remedy."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.requires_grad and p.dtype is torch.float16:
+                raise UnsupportedError(
+                    f"a trainable parameter of shape {tuple(p.shape)} is float16; its update "
+                    "would be lost to rounding. Load the model in float32 (model.float(), or "
+                    "dtype=torch.float32 in from_pretrained): autocast runs it in float16."
+                )

@@ -1,0 +1,235 @@
+"""What only a CUDA device can show: its kernels' numbers, and how often a step synchronises."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from support import mlp, weights
+from torch import Tensor, nn
+
+from accel_scaler import GradScaler, ScaledAccelerator, ScalerConfig, attach
+from accel_scaler.boundary import Boundary
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+STEPS = 8
+OVERFLOW = 3
+SETTINGS: dict[str, Any] = {"init_scale": 1024.0, "growth_interval": 3}
+KINDS = ["sgd", "adamw", "fused adamw", "fused sgd"]
+
+
+def optimizer_of(kind: str, model: nn.Module) -> Any:
+    fused = kind.startswith("fused")
+    if kind.endswith("sgd"):
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fused)
+    return torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+
+
+def loss_of(model: nn.Module, step: int, overflow: int | None = OVERFLOW) -> Tensor:
+    """A float16 autocast loss on this step's own rows; inf in step ``overflow``."""
+    seeded = torch.Generator().manual_seed(step)
+    x = torch.randn(16, 8, generator=seeded).cuda()
+    y = torch.randn(16, 1, generator=seeded).cuda()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = nn.functional.mse_loss(model(x), y)
+    return loss * float("inf") if step == overflow else loss
+
+
+def reference(kind: str) -> tuple[Tensor, list[float], list[float]]:
+    """torch's loop: unscale_, clip_grad_norm_, step, update."""
+    model = mlp(64).cuda()
+    optimizer, scaler = optimizer_of(kind, model), torch.amp.GradScaler("cuda", **SETTINGS)
+    scales, norms = [], []
+    for step in range(STEPS):
+        scaler.scale(loss_of(model, step)).backward()
+        scaler.unscale_(optimizer)
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    return weights(model), scales, norms
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw", "fused adamw", "fused sgd"])
+def test_the_boundary_equals_torch_bit_for_bit(kind: str) -> None:
+    model = mlp(64).cuda()
+    optimizer, scaler = optimizer_of(kind, model), GradScaler("cuda", **SETTINGS)
+    boundary = Boundary(scaler, torch.device("cuda"))
+    scales, norms, stepped = [], [], []
+    for step in range(STEPS):
+        boundary.before_backward([optimizer])
+        scaler.scale(loss_of(model, step)).backward()
+        norms.append(float(boundary.clip_norm([optimizer], list(model.parameters()), 0.5)))
+        stepped.append(boundary.step(optimizer))
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    after, expected_scales, expected_norms = reference(kind)
+    assert torch.equal(weights(model), after)
+    assert scales == expected_scales
+    assert stepped == [step != OVERFLOW for step in range(STEPS)]
+    assert norms.pop(OVERFLOW) == float("inf")
+    del expected_norms[OVERFLOW]  # inf or NaN there
+    assert norms == expected_norms
+    assert max(norms) > 0.5  # it clipped
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_overflow_skips_one_step_and_moves_nothing(kind: str) -> None:
+    """In a plain loop; the skip of a fused optimizer is its kernel's, on the device."""
+    model = mlp(64).cuda()
+    optimizer, scaler = optimizer_of(kind, model), GradScaler("cuda", **SETTINGS)
+    moved, scales = [], []
+    for step in range(STEPS):
+        before = weights(model)
+        scaler.scale(loss_of(model, step)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        moved.append(not torch.equal(weights(model), before))
+        scales.append(scaler.get_scale())
+    assert moved == [step != OVERFLOW for step in range(STEPS)]
+    assert scales == [1024.0, 1024.0, 2048.0, 1024.0, 1024.0, 1024.0, 2048.0, 2048.0]
+    assert bool(weights(model).isfinite().all())
+
+
+@contextmanager
+def sync_debug(mode: str) -> Iterator[None]:
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode(mode)
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def synchronisations(work: Callable[[], object]) -> int:
+    """How often ``work`` waited for the device."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with sync_debug("warn"):
+            work()
+    return sum("synchronizing" in str(warning.message) for warning in caught)
+
+
+def test_the_counter_of_synchronisations_counts() -> None:
+    value = torch.ones((), device="cuda")
+    assert synchronisations(lambda: float(value)) == 1
+    assert synchronisations(lambda: [float(value), bool(value)]) == 2
+    assert synchronisations(lambda: value + 1) == 0
+
+
+@pytest.mark.parametrize("kind", ["fused adamw", "fused sgd"])
+def test_a_plain_fused_step_does_not_synchronise(kind: str) -> None:
+    """Once the optimizer has state, as with torch's own scaler; an overflow changes nothing."""
+    model = mlp(64).cuda()
+    optimizer, scaler = optimizer_of(kind, model), GradScaler("cuda", **SETTINGS)
+    for step in range(STEPS):
+        scaled = scaler.scale(loss_of(model, step))
+        scaled.backward()
+        if step < 2:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            with sync_debug("error"):
+                scaler.step(optimizer)
+                scaler.update()
+        optimizer.zero_grad()
+    assert scaler.get_scale() == 2048.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("clip", [True, False], ids=["clipped", "not clipped"])
+@pytest.mark.parametrize("fold", [True, False], ids=["folded", "not folded"])
+def test_a_boundary_synchronises_once(kind: str, clip: bool, fold: bool) -> None:
+    """Unscale, check, clip, update and step together, in every finite window after the first."""
+    model = mlp(64).cuda()
+    optimizer, scaler = optimizer_of(kind, model), GradScaler("cuda", **SETTINGS)
+    boundary = Boundary(scaler, torch.device("cuda"), fold_unscale=fold)
+    parameters = list(model.parameters())
+
+    def finish() -> None:
+        if clip:
+            boundary.clip_norm([optimizer], parameters, 0.5)
+        assert boundary.step(optimizer)
+
+    counts = []
+    for step in range(STEPS):
+        boundary.before_backward([optimizer])
+        scaler.scale(loss_of(model, step, overflow=None)).backward()
+        counts.append(synchronisations(finish))
+        optimizer.zero_grad()
+    assert counts[2:] == [1] * (STEPS - 2)
+
+
+def test_a_fused_sgd_whose_first_step_overflows_starts_clean() -> None:
+    """torch keeps a momentum buffer that was never written; fault F9."""
+    fused, plain = mlp(64).cuda(), mlp(64).cuda()
+    for model, kind in ((fused, "fused sgd"), (plain, "sgd")):
+        optimizer, scaler = optimizer_of(kind, model), GradScaler("cuda", **SETTINGS)
+        # What a fresh allocation finds in memory that was used before.
+        litter = [torch.full((64 * 8,), float("nan"), device="cuda") for _ in range(64)]
+        del litter
+        for step in range(4):
+            scaler.scale(loss_of(model, step, overflow=0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            if step == 0:
+                assert not any(state for state in optimizer.state.values())
+    torch.testing.assert_close(weights(fused), weights(plain), rtol=1e-5, atol=1e-6)
+    assert not torch.equal(weights(fused), weights(mlp(64).cuda()))
+
+
+def through_accelerate(accelerator: Any, kind: str) -> tuple[Tensor, list[bool], list[float]]:
+    layers = mlp(64)
+    optimizer = optimizer_of(kind, layers.cuda())
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    model, optimizer, schedule = accelerator.prepare(layers, optimizer, schedule)
+    skipped, rates = [], []
+    for step in range(STEPS):
+        accelerator.backward(loss_of(model, step))
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        skipped.append(optimizer.step_was_skipped)
+        rates.append(schedule.get_last_lr()[0])
+    return weights(accelerator.unwrap_model(model)), skipped, rates
+
+
+def fp16() -> Any:
+    accelerator = Accelerator(mixed_precision="fp16")
+    assert accelerator.device.type == "cuda"
+    accelerator.scaler = torch.amp.GradScaler("cuda", **SETTINGS)
+    return accelerator
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_attached_equals_stock_accelerate_bit_for_bit(kind: str) -> None:
+    theirs = through_accelerate(fp16(), kind)
+    accelerator = attach(fp16())
+    assert type(accelerator) is ScaledAccelerator
+    ours = through_accelerate(accelerator, kind)
+    assert torch.equal(ours[0], theirs[0])
+    assert ours[1:] == theirs[1:]
+    assert ours[1] == [step == OVERFLOW for step in range(STEPS)]
+
+
+@pytest.mark.parametrize("fold", [True, False], ids=["folded", "not folded"])
+def test_attached_fused_skips_as_the_plain_optimizer_does(fold: bool) -> None:
+    """Stock Accelerate misses the skip and moves the schedule on; fault F1."""
+    plain = through_accelerate(attach(fp16()), "adamw")
+    fused = through_accelerate(attach(fp16(), ScalerConfig(fold_unscale=fold)), "fused adamw")
+    assert fused[1:] == plain[1:]
+    assert fused[1][OVERFLOW]
+    torch.testing.assert_close(fused[0], plain[0], rtol=1e-3, atol=1e-4)

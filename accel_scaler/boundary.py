@@ -248,9 +248,9 @@ class Boundary:
         if self.sharded or any(self._stage(owner) is not OptState.READY for owner in owners):
             return False
         mine = [id(p) for owner in owners for p in _params(owner) if p.grad is not None]
+        asked = list(map(id, parameters))
         return (
-            len(mine) == len(parameters)
-            and set(mine) == set(map(id, parameters))
+            (mine == asked or (len(mine) == len(asked) and set(mine) == set(asked)))
             and is_power_of_two(self._window_scale())
             and is_uniform(gradients_of(parameters))
         )

@@ -60,7 +60,9 @@ class Culprits:
         """A name for each parameter: the module's, the optimizer's, or its place and shape."""
         found: dict[int, str] = {}
         wanted = {id(p): p for p in params}
-        for module in filter(None, (ref() for ref in self._modules)) if wanted else ():
+        if not wanted:
+            return []
+        for module in filter(None, (ref() for ref in self._modules)):
             for name, p in module.named_parameters():
                 if id(p) in wanted:
                     found.setdefault(id(p), name)

@@ -7,8 +7,6 @@ the same here, so are the results, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from operator import is_, itemgetter
 from typing import Any
 
@@ -17,12 +15,9 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 from torch.optim import optimizer as optimizer_module
 
-from .gradients import is_uniform, match_layout
+from .gradients import SMALL, is_uniform, match_layout, run_on_one_thread
 
 __all__ = ["FusedAdam", "step_fused"]
-
-SMALL = 1 << 12
-"""Elements up to which one thread updates a tensor faster than several."""
 
 
 class _Group:
@@ -152,23 +147,9 @@ class FusedAdam:
         for mine, own_grads, group in zip(self.groups, grads, optimizer.param_groups, strict=True):
             mine.counts.add_(1)
             for places, one_thread in mine.batches:
-                with _one_thread(one_thread):
+                with run_on_one_thread(one_thread):
                     mine.call(group, places, own_grads, grad_scale)
         optimizer._opt_called = True  # what an LR scheduler's wrapper of step() sets
-
-
-@contextmanager
-def _one_thread(wanted: bool) -> Iterator[None]:
-    """Run the CPU kernel without a thread team, whose start costs more than a small tensor."""
-    threads = torch.get_num_threads()
-    if not wanted or threads == 1:
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _plain(group: dict[str, Any]) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
@@ -20,6 +21,7 @@ __all__ = [
     "leaves_of",
     "match_layout",
     "nonfinite",
+    "run_on_one_thread",
     "scaled_norms",
 ]
 
@@ -27,6 +29,9 @@ _dtype_of, _layout_of = attrgetter("dtype"), attrgetter("layout")
 
 LARGE = 1 << 16
 """Elements from which a gradient is looked at alone, after all smaller ones."""
+
+SMALL = 1 << 12
+"""Elements up to which one thread works faster on a tensor than several."""
 
 MOST_NAMED = 3
 """Offenders that a check looks for; to find all would read every gradient once more."""
@@ -101,8 +106,10 @@ def scaled_norms(grads: Sequence[Tensor], inv_scale: Tensor) -> Norms:
 def _norms_until_nonfinite(grads: Sequence[Tensor]) -> tuple[Tensor | None, list[int]]:
     """Norm of each, shape (n,); or None and the indices of the first ones that are not finite."""
     cpu = grads[0].device.type == "cpu"
-    small = [i for i, size in enumerate(map(Tensor.numel, grads)) if not cpu or size < LARGE]
-    found = torch._foreach_norm([grads[i] for i in small]) if small else ()
+    sizes = list(map(Tensor.numel, grads))
+    small = [i for i, size in enumerate(sizes) if not cpu or size < LARGE]
+    with run_on_one_thread(cpu and max(sizes) <= SMALL):
+        found = torch._foreach_norm([grads[i] for i in small]) if small else ()
     stacked = torch.stack(list(found)) if small else None
     if len(small) == len(grads):
         return stacked, []
@@ -119,6 +126,20 @@ def _norms_until_nonfinite(grads: Sequence[Tensor]) -> tuple[Tensor | None, list
 
 def _not_finite(values: Tensor) -> list[int]:
     return [i for i, finite in enumerate(torch.isfinite(values).tolist()) if not finite]
+
+
+@contextmanager
+def run_on_one_thread(wanted: bool) -> Iterator[None]:
+    """Run CPU kernels without a thread team: to start one costs more than a small tensor."""
+    threads = torch.get_num_threads()
+    if not wanted or threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def nonfinite(grad: Tensor) -> bool:

@@ -579,7 +579,7 @@ def test_free_memory_before_detach_leaves_no_optimizer_behind() -> None:
 @pytest.mark.parametrize(
     ("config", "scale"),
     [
-        (ScalerConfig(min_scale=2.0**17), 2.0**17),
+        (ScalerConfig(init_scale=2.0**18, min_scale=2.0**17), 2.0**17),
         (ScalerConfig(init_scale=4.0, max_scale=8.0), 8.0),
     ],
 )

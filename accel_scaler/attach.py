@@ -154,7 +154,8 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         if not self.sync_gradients:
             return
         if self.distributed_type == DistributedType.FSDP:
-            super().clip_grad_value_(parameters, clip_value)
+            super().clip_grad_value_(parameters, clip_value)  # refuses
+            return
         parameters = [p for p in parameters if p.grad is not None]
         owners = self._boundary.owners(_inner(self._optimizers), parameters)
         if not self._boundary.unscale(owners) and parameters:

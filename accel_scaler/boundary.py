@@ -10,6 +10,7 @@ import logging
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -24,9 +25,12 @@ from .gradients import (
     MOST_NAMED,
     clip_coefficient,
     gradients_of,
+    has_nonfinite_gradient,
     is_power_of_two,
     is_uniform,
     nonfinite,
+    nonzero,
+    parameters_of,
     scaled_norms,
 )
 from .scaler import GradScaler
@@ -97,10 +101,10 @@ class Boundary:
                 continue
             entries = [
                 (id(optimizer), p, grad, grad._version)
-                for p in _params(optimizer)
+                for p in parameters_of(optimizer)
                 if (grad := p.grad) is not None
             ]
-            kept = any(_nonzero(grad) for _, _, grad, _ in entries)
+            kept = any(nonzero(grad) for _, _, grad, _ in entries)
             if agree_on_overflow(kept, self.device, self.sharded):
                 self._unscaled += entries
                 continue
@@ -132,7 +136,7 @@ class Boundary:
             note = self._check(optimizer)
             if note.grad_scale is not None:
                 # Clipped before, for the kernel to do; somebody wants to see the outcome.
-                torch._foreach_div_(gradients_of(_params(optimizer)), note.grad_scale)
+                torch._foreach_div_(gradients_of(parameters_of(optimizer)), note.grad_scale)
                 note.grad_scale = None
             found = found or note.found_inf
         return found
@@ -163,7 +167,8 @@ class Boundary:
         After an overflow gradients stay as they were found.
 
         Returns the total norm before clipping, unscaled, float32, shape (); inf after an
-        overflow. Synchronises with the device once.
+        overflow. Synchronises with the device once for each optimizer, or once for all where
+        unscale and clip are one product.
         """
         parameters = [p for p in parameters if p.grad is not None]
         if not parameters:
@@ -191,7 +196,7 @@ class Boundary:
     ) -> list[Optimizer]:
         """The optimizers that hold any of ``parameters``."""
         wanted = set(map(id, parameters))
-        return [o for o in optimizers if not wanted.isdisjoint(map(id, _params(o)))]
+        return [o for o in optimizers if not wanted.isdisjoint(map(id, parameters_of(o)))]
 
     def step(self, optimizer: Optimizer) -> bool:
         """Finish the window for ``optimizer``: check, update the scale, then step or skip.
@@ -225,7 +230,7 @@ class Boundary:
         return not note.found_inf
 
     def _apply(self, optimizer: Optimizer, grad_scale: Tensor | None) -> None:
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
+        if _takes_grad_scale(optimizer):
             plan = self._plans.get(optimizer)
             self._plans[optimizer] = step_fused(optimizer, plan, grad_scale)
         else:
@@ -236,7 +241,7 @@ class Boundary:
 
         ``torch.distributed.checkpoint`` steps on zeros to create state before it loads some.
         """
-        if any(map(_nonzero, gradients_of(_params(optimizer)))):
+        if any(map(nonzero, gradients_of(parameters_of(optimizer)))):
             raise OrderError(
                 f"{type(optimizer).__name__}.step(): there are gradients, but no loss was scaled "
                 "since the last step. Call accelerator.backward(loss) instead of loss.backward()."
@@ -247,7 +252,7 @@ class Boundary:
         """The parameters are just those of whole optimizers, none of them unscaled yet."""
         if self.sharded or any(self._stage(owner) is not OptState.READY for owner in owners):
             return False
-        mine = [id(p) for owner in owners for p in _params(owner) if p.grad is not None]
+        mine = [id(p) for owner in owners for p in parameters_of(owner) if p.grad is not None]
         asked = list(map(id, parameters))
         return (
             (mine == asked or (len(mine) == len(asked) and set(mine) == set(asked)))
@@ -288,7 +293,7 @@ class Boundary:
 
     def _unscale_strays(self, owners: Sequence[Optimizer], parameters: Sequence[Tensor]) -> bool:
         """Unscale, once a window, gradients that no optimizer here owns; True: not finite."""
-        owned = {id(p) for owner in owners for p in _params(owner)}
+        owned = {id(p) for owner in owners for p in parameters_of(owner)}
         strays = [p for p in parameters if id(p) not in owned]
         window = self._enter_window()
         for p in strays if window.opened_by is not None else ():
@@ -299,13 +304,8 @@ class Boundary:
 
     def _look_for_culprits(self, optimizer: Optimizer) -> list[Tensor]:
         """Some parameter with a non-finite gradient: the first few, to keep a skip cheap."""
-        found: list[Tensor] = []
-        for p in sorted(_params(optimizer), key=lambda p: p.numel()):
-            if p.grad is not None and nonfinite(p.grad):
-                found.append(p)
-                if len(found) == MOST_NAMED:
-                    break
-        return found
+        by_size = sorted(parameters_of(optimizer), key=lambda p: p.numel())
+        return list(islice((p for p in by_size if has_nonfinite_gradient(p)), MOST_NAMED))
 
     def _record(self, window: Window, optimizer: Optimizer, note: _Note) -> None:
         culprits = self.scaler.culprits
@@ -376,16 +376,7 @@ class Boundary:
 
     def _has_gradients(self, optimizer: Optimizer) -> bool:
         # A rank whose shard is empty still takes part in what the others decide.
-        return self.sharded or any(p.grad is not None for p in _params(optimizer))
-
-
-def _params(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _nonzero(grad: Tensor) -> bool:
-    local = grad.to_local() if hasattr(grad, "to_local") else grad
-    return bool((local.coalesce().values() if local.is_sparse else local).count_nonzero())
+        return self.sharded or any(p.grad is not None for p in parameters_of(optimizer))
 
 
 def _takes_grad_scale(optimizer: Optimizer) -> bool:

@@ -11,7 +11,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from .config import OverflowStreakError
-from .gradients import nonfinite
+from .gradients import has_nonfinite_gradient, parameters_of
 
 __all__ = ["Culprits"]
 
@@ -46,10 +46,8 @@ class Culprits:
         """
         if self.limit is not None and consecutive_skips >= self.limit:
             optimizer = None if isinstance(source, Tensor) else source
-            params: list[Tensor] = [source] if isinstance(source, Tensor) else []
-            for group in optimizer.param_groups if optimizer else ():
-                params += group["params"]
-            self.count(self.names((p for p in params if _bad(p)), optimizer))
+            params = [source] if isinstance(source, Tensor) else parameters_of(source)
+            self.count(self.names(filter(has_nonfinite_gradient, params), optimizer))
 
     def count(self, names: Iterable[str]) -> None:
         """Remember offenders that a check came across anyway."""
@@ -96,7 +94,3 @@ class Culprits:
             "inf, look there first; if one layer overflows, run that layer in float32; if the "
             "scale was still falling, lower init_scale or raise max_consecutive_skips."
         )
-
-
-def _bad(param: Tensor) -> bool:
-    return param.grad is not None and nonfinite(param.grad)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 from torch.optim import optimizer as optimizer_module
 
-from .gradients import SMALL, is_uniform, match_layout, run_on_one_thread
+from .gradients import SMALL, is_uniform, match_layout, parameters_of, run_on_one_thread
 
 __all__ = ["FusedAdam", "step_fused"]
 
@@ -193,7 +193,7 @@ def step_fused(
         if plan.takes(grads):
             plan.step(optimizer, grads, grad_scale)
             return plan
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = parameters_of(optimizer)
     if params and params[0].device.type == "cpu":
         match_layout(params)
     call_fused(optimizer, grad_scale, None)

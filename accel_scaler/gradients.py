@@ -11,16 +11,20 @@ from operator import attrgetter
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 __all__ = [
     "Norms",
     "clip_coefficient",
     "gradients_of",
+    "has_nonfinite_gradient",
     "is_power_of_two",
     "is_uniform",
     "leaves_of",
     "match_layout",
     "nonfinite",
+    "nonzero",
+    "parameters_of",
     "run_on_one_thread",
     "scaled_norms",
 ]
@@ -47,6 +51,11 @@ class Norms:
     """Indices of the first few gradients with non-finite elements; empty: all are finite."""
     host_total: float = math.nan
     """``total`` as a Python float."""
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters of all groups, in order."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -144,9 +153,23 @@ def run_on_one_thread(wanted: bool) -> Iterator[None]:
 
 def nonfinite(grad: Tensor) -> bool:
     """Whether any element is inf or NaN. Reads every element; synchronises with the device."""
-    local = grad.to_local() if hasattr(grad, "to_local") else grad
-    values = local.coalesce().values() if local.is_sparse else local
-    return not bool(torch.isfinite(values).all())
+    return not bool(torch.isfinite(_values(grad)).all())
+
+
+def nonzero(grad: Tensor) -> bool:
+    """Whether any element is other than 0. Reads every element; synchronises with the device."""
+    return bool(_values(grad).count_nonzero())
+
+
+def _values(grad: Tensor) -> Tensor:
+    """The elements that this rank holds, as one dense tensor."""
+    local: Tensor = grad.to_local() if hasattr(grad, "to_local") else grad
+    return local.coalesce().values() if local.is_sparse else local
+
+
+def has_nonfinite_gradient(param: Tensor) -> bool:
+    """:func:`nonfinite` of its ``.grad``; False without one."""
+    return param.grad is not None and nonfinite(param.grad)
 
 
 def clip_coefficient(total_norm: Tensor, max_norm: float) -> Tensor:

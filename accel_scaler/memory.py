@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -207,12 +208,9 @@ class ScalerMemory(torch.amp.GradScaler):
             self._mirror = None
             self._consecutive_skips = int(state_dict.get("_consecutive_skips", 0))
             state = self.read_state()
-            if self.rule.clamp(state.scale) != state.scale:
-                self.write_state(
-                    ScaleState(
-                        self.rule.clamp(state.scale), state.growth_tracker, state.consecutive_skips
-                    )
-                )
+            bounded = replace(state, scale=self.rule.clamp(state.scale))
+            if bounded != state:
+                self.write_state(bounded)
             if self._window.closed:
                 self._next_window()
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from .config import ConfigError, ScalerConfig, UnsupportedError, is_number, is_positive
 from .culprits import Culprits
 from .fused import call_fused
-from .gradients import leaves_of, match_layout, nonfinite
+from .gradients import has_nonfinite_gradient, leaves_of, match_layout, parameters_of
 from .rule import Rule, ScaleState
 from .threads import ThreadedScaler
 
@@ -122,7 +122,7 @@ class GradScaler(ThreadedScaler):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         if not allow_fp16:
-            _forbid_fp16(p for group in optimizer.param_groups for p in group["params"])
+            _forbid_fp16(parameters_of(optimizer))
         return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -182,7 +182,7 @@ class GradScaler(ThreadedScaler):
             raise RuntimeError("step() has already been called since the last update().")
         if state["stage"] is OptState.READY:
             self._check_inf_per_device(optimizer)
-        params = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+        params = [p for p in parameters_of(optimizer) if p.grad is not None]
         if params and not state["found_inf_per_device"]:  # unscale_() came before the gradients
             raise AssertionError("No inf checks were recorded for this optimizer.")
         found = self._total_found_inf(state, scale.device)
@@ -268,6 +268,9 @@ class GradScaler(ThreadedScaler):
             self._backoff_factor,
             self._growth_interval,
         )
+        self._keep_in_bounds(scale)
+
+    def _keep_in_bounds(self, scale: Tensor) -> None:
         if self._min_scale is not None or self._max_scale is not None:
             scale.clamp_(self._min_scale, self._max_scale)
 
@@ -289,8 +292,7 @@ class GradScaler(ThreadedScaler):
             raise ConfigError(
                 f"new_scale: got {new_scale!r}, expected a finite number > 0 (float32)."
             )
-        if self._min_scale is not None or self._max_scale is not None:
-            scale.clamp_(self._min_scale, self._max_scale)
+        self._keep_in_bounds(scale)
 
     def backoff(self, factor: float | None = None) -> None:
         """Multiply the scale by ``factor`` (default: the back-off factor) and end the window.
@@ -344,7 +346,7 @@ class GradScaler(ThreadedScaler):
     def _overflowed(self, targets: Iterable[Optimizer | Tensor]) -> bool:
         for target in targets:
             if isinstance(target, Tensor):
-                if target.grad is not None and nonfinite(target.grad):
+                if has_nonfinite_gradient(target):
                     return True
                 continue
             state = self._per_optimizer_states.get(id(target))
@@ -352,8 +354,7 @@ class GradScaler(ThreadedScaler):
                 if any(bool(f) for f in state["found_inf_per_device"].values()):
                     return True
                 continue
-            params = (p for group in target.param_groups for p in group["params"])
-            if any(p.grad is not None and nonfinite(p.grad) for p in params):
+            if any(map(has_nonfinite_gradient, parameters_of(target))):
                 return True
         return False
 

@@ -23,6 +23,7 @@ _SCALED_ELSEWHERE = {
 
 
 def forbid_other_scalers(accelerator: Accelerator) -> None:
+    """Raise where somebody else scales, saying who."""
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     if kind in _SCALED_ELSEWHERE:
         raise UnsupportedError(f"attach: under {kind}, {_SCALED_ELSEWHERE[kind]}.")
@@ -39,9 +40,8 @@ def make_scaler(accelerator: Any, config: ScalerConfig, stock: Any) -> GradScale
     values: dict[str, Any] = {} if handler is None else handler.to_kwargs()
     state = {} if stock is None else stock.state_dict()
     if state:
-        values |= {"init_scale": state["scale"]}
-        values |= {key: state[key] for key in ("growth_factor", "backoff_factor")}
-        values |= {"growth_interval": state["growth_interval"]}
+        values["init_scale"] = state["scale"]
+        values |= {k: state[k] for k in ("growth_factor", "backoff_factor", "growth_interval")}
     elif stock is not None:
         values["enabled"] = False
     changed = config.changed()

@@ -61,3 +61,12 @@ def fresh_accelerate_state() -> Iterator[None]:
 def seeded() -> None:
     """Every test starts from the same random numbers."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For small tensors: a team of threads on a busy machine spends its time waiting."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -8,6 +8,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+LR = 0.125
+
 
 def stock_fp16_on_cpu(accelerator: Any) -> Any:
     """Stock Accelerate's fp16 machinery, switched on by hand on a CPU, with torch's own scaler.
@@ -42,3 +44,20 @@ def set_gradients(module: nn.Module, value: float, scale: float) -> None:
     """Give every parameter a gradient of ``value``, as a backward of the scaled loss would."""
     for p in module.parameters():
         p.grad = torch.full_like(p, value * scale)
+
+
+class Linear(nn.Module):
+    """``loss = sum(w * gradient)``: the gradient of ``w`` is what the caller says, exactly."""
+
+    def __init__(self, size: int = 4) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(size))
+
+    def forward(self, gradient: float) -> Tensor:
+        return (self.w * gradient).sum()
+
+    @property
+    def moved(self) -> float:
+        """How far SGD has moved each weight, in units of the learning rate."""
+        (far,) = {(1.0 - value) / LR for value in self.w.tolist()}
+        return far

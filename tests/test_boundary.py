@@ -8,32 +8,14 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from support import set_gradients
+from support import LR, Linear, set_gradients
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer, SparseAdam
 
 from accel_scaler import OrderError, OverflowStreakError, ScalerConfig, UnsupportedError, attach
 
 INF = float("inf")
-LR = 0.125
 SCALE = 2.0**16
-
-
-class Linear(nn.Module):
-    """``loss = sum(w * gradient)``: the gradient of ``w`` is what the caller says, exactly."""
-
-    def __init__(self, size: int = 4) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.ones(size))
-
-    def forward(self, gradient: float) -> Tensor:
-        return (self.w * gradient).sum()
-
-    @property
-    def moved(self) -> float:
-        """How far SGD has moved each weight, in units of the learning rate."""
-        (far,) = {(1.0 - value) / LR for value in self.w.tolist()}
-        return far
 
 
 def ours(config: ScalerConfig | None = None, **kwargs: Any) -> Any:

@@ -12,31 +12,13 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from support import stock
-from torch import Tensor, nn
+from support import LR, Linear, stock
+from torch import nn
 from torch.optim import SGD
 
 from accel_scaler import OverflowStreakError, ScalerConfig, attach
 
-LR = 0.125
 OVERFLOW = float("inf")
-
-
-class Linear(nn.Module):
-    """``loss = sum(w * gradient)``: the gradient of ``w`` is what the caller says, exactly."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.ones(4))
-
-    def forward(self, gradient: float) -> Tensor:
-        return (self.w * gradient).sum()
-
-    @property
-    def moved(self) -> float:
-        """How far SGD has moved each weight, in units of the learning rate."""
-        (far,) = {(1.0 - value) / LR for value in self.w.tolist()}
-        return far
 
 
 def ours(**kwargs: Any) -> Any:

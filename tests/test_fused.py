@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,13 +20,7 @@ from accel_scaler.fused import FusedAdam, call_fused, step_fused
 SHAPES = [(3, 5), (7,), (), (80, 60), (4096,), (4097,)]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """A team of threads on a busy machine spends its time waiting."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def parameters() -> list[nn.Parameter]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pydoc_data.topics
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +35,7 @@ OVERFLOWS = (8, 23)
 SKIPPED = [2, 5]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """A model this small only loses time to a second thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def examples(count: int = 96, start: int = 0) -> list[dict[str, Tensor]]:

@@ -7,6 +7,7 @@
 Importing starts no thread, patches nothing and leaves the environment as it is.
 """
 
+from .async_optimizer import AsyncOptimizer
 from .attach import ScaledAccelerator, attach, detach
 from .config import (
     AccelScalerError,
@@ -14,6 +15,7 @@ from .config import (
     OrderError,
     OverflowStreakError,
     ScalerConfig,
+    StepError,
     UnsupportedError,
 )
 from .scaler import GradScaler
@@ -22,12 +24,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AccelScalerError",
+    "AsyncOptimizer",
     "ConfigError",
     "GradScaler",
     "OrderError",
     "OverflowStreakError",
     "ScaledAccelerator",
     "ScalerConfig",
+    "StepError",
     "UnsupportedError",
     "attach",
     "detach",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterable
-from functools import wraps
 from typing import Any, TypeVar, cast
 
 import torch
@@ -20,49 +19,20 @@ from accelerate.utils import DistributedType
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .async_optimizer import threads_of
 from .autocast import add_autocast, remove_autocast
 from .boundary import Boundary
 from .config import ConfigError, OrderError, ScalerConfig, UnsupportedError
-from .takeover import forbid_fp16_parameters, forbid_other_scalers, make_scaler
+from .prepared import ScaledOptimizer, adopt, become, forbid_unsuitable, inner_of
+from .takeover import forbid_other_scalers, make_scaler
 from .telemetry import History
+from .worker import Worker
 
 __all__ = ["ScaledAccelerator", "ScaledOptimizer", "attach", "detach"]
 
 T = TypeVar("T")
 
 _SCALED_CLASSES: dict[type, type] = {}
-
-
-class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """``AcceleratedOptimizer`` whose ``step`` goes through the accelerator's boundary.
-
-    ``step_was_skipped`` is right for every optimizer, fused ones too, at the cost of one
-    synchronisation a step.
-    """
-
-    _boundary: Boundary | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        state: dict[str, Any] = super().__getstate__()
-        # A copy steps like stock, with its own copy of the scaler: windows are the accelerator's.
-        state.pop("_boundary", None)
-        return state
-
-    def step(self, closure: Any = None) -> None:
-        """At a boundary: check, update the scale, step or skip. Elsewhere: nothing."""
-        if self._boundary is None or not self.gradient_state.sync_gradients:
-            super().step(closure)
-            return
-        if closure is not None:
-            raise UnsupportedError(
-                "optimizer.step(closure): a closure would run backward again inside the step, "
-                "with another scale. Call step() without one, or train without fp16."
-            )
-        stepped = False
-        try:
-            stepped = self._boundary.step(self.optimizer)
-        finally:
-            self._is_overflow = not stepped
 
 
 class ScaledAccelerator(Accelerator):  # type: ignore[misc]
@@ -94,12 +64,12 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         """As Accelerate's, with this package's optimizer wrapper.
 
         Raises:
-            UnsupportedError: a trainable float16 parameter.
+            UnsupportedError: an optimizer that another thread cannot step, with the reason.
         """
         prepared = super().prepare_optimizer(optimizer, device_placement)
         if self._boundary is not None:
             try:
-                _adopt(self._boundary, prepared)
+                adopt(self, prepared)
             except UnsupportedError:
                 self._optimizers.remove(prepared)
                 raise
@@ -108,7 +78,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """As Accelerate's: divide by the accumulation steps, scale, backward."""
         if self._boundary is not None:
-            self._boundary.before_backward(_inner(self._optimizers))
+            self._boundary.before_backward(inner_of(self._optimizers))
         super().backward(loss, **kwargs)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
@@ -120,7 +90,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
             super().unscale_gradients(optimizer)
         elif self.sync_gradients:
             chosen = self._optimizers if optimizer is None else optimizer
-            self._boundary.unscale(_inner(chosen))
+            self._boundary.unscale(inner_of(chosen))
 
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2
@@ -138,7 +108,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if not self.sync_gradients:
             return self._boundary.norm_so_far(parameters, norm_type)
-        owned = _inner(self._optimizers)
+        owned = inner_of(self._optimizers)
         if self.distributed_type == DistributedType.FSDP:
             if self._boundary.unscale(self._boundary.owners(owned, parameters)):
                 return torch.full((), float("inf"), device=self.device)
@@ -157,9 +127,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
             super().clip_grad_value_(parameters, clip_value)  # refuses
             return
         parameters = [p for p in parameters if p.grad is not None]
-        owners = self._boundary.owners(_inner(self._optimizers), parameters)
-        if not self._boundary.unscale(owners) and parameters:
-            torch.nn.utils.clip_grad_value_(parameters, clip_value)
+        self._boundary.clip_value(inner_of(self._optimizers), parameters, clip_value)
 
     def load_state(self, *args: Any, **kwargs: Any) -> Any:
         """As Accelerate's; a window that was open is given up."""
@@ -195,8 +163,8 @@ def attach(target: T, config: ScalerConfig | None = None) -> T:
             (``GradScalerKwargs``), as is its state.
 
     Raises:
-        UnsupportedError: DeepSpeed, Megatron-LM, XLA or fp8 (they scale themselves), trainable
-            float16 parameters, a model compiled before it could be autocast.
+        UnsupportedError: DeepSpeed, Megatron-LM, XLA or fp8 (they scale themselves), a model
+            compiled before it could be autocast, an optimizer that another thread cannot step.
         ConfigError: a wrong setting, or a target of another type.
     """
     trainer = _trainer_module(target)
@@ -253,11 +221,16 @@ def detach(target: T) -> T:
             remove_autocast(accelerator, model)
     for optimizer in list(boundary.adopted):  # free_memory() forgets them, we do not
         if type(optimizer) is ScaledOptimizer:
-            _become(optimizer, AcceleratedOptimizer)
+            if optimizer._fences is not None:
+                optimizer._fences.close()
+            for name in ("_fences", "_models"):
+                optimizer.__dict__.pop(name, None)
+            become(optimizer, AcceleratedOptimizer)
             optimizer.scaler = stock
             optimizer.__dict__.pop("_boundary", None)
     accelerator.scaler = stock
-    for name in ("_boundary", "_stock_scaler", "_scaler_config"):
+    accelerator._worker.stop()
+    for name in ("_boundary", "_stock_scaler", "_scaler_config", "_worker"):
         accelerator.__dict__.pop(name)
     if accelerator.__dict__.pop("_made_by_attach", False):
         accelerator.__class__ = stock_class(type(accelerator), ScaledAccelerator)
@@ -294,59 +267,16 @@ def _set_up(accelerator: ScaledAccelerator, config: ScalerConfig | None) -> bool
         sharded=accelerator.distributed_type == DistributedType.FSDP,
     )
     for optimizer in accelerator._optimizers:
-        _forbid_unsuitable(optimizer)
+        forbid_unsuitable(optimizer)
     if not accelerator.native_amp:
         # Stock Accelerate leaves fp16 on a CPU without autocast and without a scaler.
         add_autocast(accelerator, list(accelerator._models))
         accelerator.native_amp = True
     accelerator._stock_scaler, accelerator._scaler_config = stock, config
+    accelerator._worker = Worker(threads_of(config))
     accelerator.scaler, accelerator._boundary = scaler, boundary
     for model in accelerator._models:
         scaler.culprits.know(accelerator.unwrap_model(model))
     for optimizer in accelerator._optimizers:
-        _adopt(boundary, optimizer)
+        adopt(accelerator, optimizer)
     return True
-
-
-def _adopt(boundary: Boundary, optimizer: Any) -> None:
-    """Make a prepared optimizer step through ``boundary``."""
-    _forbid_unsuitable(optimizer)
-    _become(optimizer, ScaledOptimizer)
-    optimizer.scaler = boundary.scaler
-    optimizer._boundary = boundary
-    boundary.adopted.add(optimizer)
-    for inner in _inner(optimizer):
-        boundary.scaler.know(inner)
-
-
-def _become(optimizer: Any, cls: Any) -> None:
-    """Change the class; an LR scheduler's wrapper on the instance then calls that one's step."""
-    optimizer.__class__ = cls
-    if hasattr(optimizer.__dict__.get("step"), "_wrapped_by_lr_sched"):
-
-        @wraps(cls.step)
-        def counted(*args: Any, **kwargs: Any) -> None:
-            optimizer._opt_called = True
-            cls.step(optimizer, *args, **kwargs)
-
-        cast(Any, counted)._wrapped_by_lr_sched = True
-        optimizer.step = counted
-
-
-def _forbid_unsuitable(optimizer: Any) -> None:
-    if type(optimizer) not in (AcceleratedOptimizer, ScaledOptimizer):
-        raise UnsupportedError(
-            f"attach: a prepared optimizer is a {type(optimizer).__name__}, expected Accelerate's "
-            "own AcceleratedOptimizer; prepare the torch optimizer instead."
-        )
-    forbid_fp16_parameters(optimizer)
-
-
-def _inner(optimizers: Any) -> list[Optimizer]:
-    """The torch optimizers inside one, or a list of, prepared ones."""
-    found = []
-    for optimizer in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
-        while isinstance(optimizer, AcceleratedOptimizer):
-            optimizer = optimizer.optimizer
-        found.append(optimizer)
-    return found

@@ -9,8 +9,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
@@ -19,13 +17,14 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from .agreement import agree_on_overflow
-from .config import OrderError
+from .config import OrderError, UnsupportedError
+from .culprits import first_nonfinite
+from .due import Due, stepper_of
 from .fused import FusedAdam, step_fused
 from .gradients import (
-    MOST_NAMED,
+    Norms,
     clip_coefficient,
     gradients_of,
-    has_nonfinite_gradient,
     is_power_of_two,
     is_uniform,
     nonfinite,
@@ -33,26 +32,25 @@ from .gradients import (
     parameters_of,
     scaled_norms,
 )
+from .mixing import MixGuard
+from .notes import (
+    Note,
+    clip_scaled_norm,
+    clip_scaled_value,
+    dtypes_of,
+    is_low,
+    takes_grad_scale,
+    total_norm,
+    unscale_due,
+)
+from .recording import record
 from .scaler import GradScaler
-from .telemetry import History, Record
+from .telemetry import History
 from .windows import Window
 
 __all__ = ["Boundary"]
 
 logger = logging.getLogger("accel_scaler")
-
-
-@dataclass(slots=True)
-class _Note:
-    """What the boundary knows of one optimizer in the present window."""
-
-    found_inf: bool = False
-    norm: Tensor | float | None = None
-    grad_scale: Tensor | None = None
-    """Left for the fused kernel to divide by: the gradients are still scaled, not clipped."""
-    overflowed: Sequence[Tensor] = ()
-    names: Sequence[str] = ()
-    """Names of ``overflowed``, once it has been put on record."""
 
 
 class Boundary:
@@ -79,13 +77,13 @@ class Boundary:
         self.adopted: weakref.WeakSet[Any] = weakref.WeakSet()
         """The wrappers that step through this boundary."""
         self._noted: Window | None = None
-        self._notes: dict[int, _Note] = {}
+        self._notes: dict[int, Note] = {}
         self._strays: set[int] = set()
-        self._unscaled: list[tuple[int, Tensor, Tensor, int]] = []
+        self._mixing = MixGuard()
         self._plans: weakref.WeakKeyDictionary[Optimizer, FusedAdam | None] = (
             weakref.WeakKeyDictionary()
         )
-        self._told: set[str] = set()
+        self._told = False
 
     def before_backward(self, optimizers: Iterable[Optimizer]) -> None:
         """Call before each backward: remember the gradients that are unscaled already.
@@ -99,30 +97,23 @@ class Boundary:
         for optimizer in optimizers:
             if self._stage(optimizer) is not OptState.UNSCALED:
                 continue
-            entries = [
-                (id(optimizer), p, grad, grad._version)
-                for p in parameters_of(optimizer)
-                if (grad := p.grad) is not None
-            ]
-            kept = any(nonzero(grad) for _, _, grad, _ in entries)
+            kept = self._mixing.remember(optimizer)
             if agree_on_overflow(kept, self.device, self.sharded):
-                self._unscaled += entries
                 continue
             del window.states[id(optimizer)]
             self._notes.pop(id(optimizer), None)
-            self._unscaled = [entry for entry in self._unscaled if entry[0] != id(optimizer)]
+            self._mixing.forget(optimizer)
             self._strays.clear()
 
     def norm_so_far(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
         """Off the boundary: the norm of what has accumulated, unscaled. Changes nothing."""
-        if "norm" not in self._told:
-            self._told.add("norm")
+        if not self._told:
+            self._told = True
             logger.warning(
                 "clip_grad_norm_ before the last micro-batch of an accumulation window clips "
                 "nothing and returns the norm so far; the last micro-batch clips. (Said once.)"
             )
-        total = torch.nn.utils.get_total_norm(gradients_of(parameters), norm_type)
-        return total / self.scaler.get_scale()
+        return total_norm(gradients_of(parameters), norm_type) / self.scaler.get_scale()
 
     def unscale(self, optimizers: Iterable[Optimizer]) -> bool:
         """Unscale and check each optimizer that has gradients; once a window, later calls pass.
@@ -134,24 +125,55 @@ class Boundary:
         found = False
         for optimizer in filter(self._has_gradients, optimizers):
             note = self._check(optimizer)
-            if note.grad_scale is not None:
-                # Clipped before, for the kernel to do; somebody wants to see the outcome.
-                torch._foreach_div_(gradients_of(parameters_of(optimizer)), note.grad_scale)
-                note.grad_scale = None
+            if not note.found_inf:
+                unscale_due(optimizer, note)
             found = found or note.found_inf
         return found
 
-    def _check(self, optimizer: Optimizer) -> _Note:
-        """Unscale and check, unless that was done in this window."""
+    def _check(self, optimizer: Optimizer) -> Note:
+        """Check, unless that was done in this window; unscale, or leave that as due."""
         note = self._note(optimizer)
-        self._forbid_mixed(optimizer)
-        if self._stage(optimizer) is OptState.READY:
-            window = self.scaler.window
-            with self.scaler.inside(window if window.closed else None):
-                self.scaler.unscale_(optimizer)
-            flags = window.states[id(optimizer)]["found_inf_per_device"].values()
-            self._settle(note, any(bool(flag) for flag in flags))
+        self._mixing.forbid(optimizer)
+        if self._stage(optimizer) is not OptState.READY:
+            return note
+        window = self.scaler.window
+        if stepper_of(optimizer) is not None and self._check_only(optimizer, note):
+            return note
+        if is_low(optimizer):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__}: its float16 gradients are sharded, sparse or on "
+                "several devices; load the model in float32."
+            )
+        with self.scaler.inside(window if window.closed else None):
+            self.scaler.unscale_(optimizer)
+        flags = window.states[id(optimizer)]["found_inf_per_device"].values()
+        self._settle(note, any(bool(flag) for flag in flags))
         return note
+
+    def _check_only(self, optimizer: Optimizer, note: Note) -> bool:
+        """Check without unscaling, which stays due; False: not possible with these gradients."""
+        params = [p for p in parameters_of(optimizer) if p.grad is not None]
+        grads, scale = gradients_of(params), self._window_scale()
+        exact = is_power_of_two(scale) or is_low(optimizer)
+        if self.sharded or not exact or not is_uniform(grads, dtypes_of([optimizer])):
+            return False
+        inv_scale = torch.full((), 1.0 / scale, device=grads[0].device)
+        norms = scaled_norms(grads, inv_scale)
+        self._put_check(optimizer, note, params, norms)
+        folded = self.fold_unscale and takes_grad_scale(optimizer)
+        note.due = Due(divide=1.0 / inv_scale) if folded else Due(multiply=inv_scale)
+        return True
+
+    def _put_check(
+        self, optimizer: Optimizer, note: Note, params: Sequence[Tensor], norms: Norms
+    ) -> None:
+        """Note a verdict where ``GradScaler`` looks for it too."""
+        found, device = bool(norms.overflowed), params[0].device
+        state = self.scaler.window.states[id(optimizer)]
+        state["stage"] = OptState.UNSCALED
+        state["found_inf_per_device"] = {device: torch.full((), float(found), device=device)}
+        note.overflowed = [params[i] for i in norms.overflowed]
+        self._settle(note, found)
 
     def clip_norm(
         self,
@@ -182,14 +204,32 @@ class Boundary:
             if norm is not None:
                 return norm
         strays_bad = self._unscale_strays(owners, parameters)
-        if self.unscale(owners) or strays_bad:
+        low = any(map(is_low, owners))
+        found = [self._check(o).found_inf for o in owners] if low else [self.unscale(owners)]
+        if any(found) or strays_bad:
             for note in notes:
                 self._settle(note, True)
             return torch.full((), float("inf"), device=self.device)
+        if low:
+            return clip_scaled_norm(owners, notes, parameters, float(max_norm), float(norm_type))
         norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
         for note in notes:
             note.norm = norm
         return norm
+
+    def clip_value(
+        self, optimizers: Sequence[Optimizer], parameters: Sequence[Tensor], clip_value: float
+    ) -> None:
+        """Unscale what owns ``parameters``, clip each element to ``[-clip_value, clip_value]``."""
+        owners = self.owners(optimizers, parameters)
+        if not any(map(is_low, owners)):
+            if not self.unscale(owners) and parameters:
+                torch.nn.utils.clip_grad_value_(parameters, clip_value)
+            return
+        notes = [self._check(owner) for owner in owners]
+        if not any(note.found_inf for note in notes):
+            for owner, note in zip(owners, notes, strict=True):
+                clip_scaled_value(owner, note, set(map(id, parameters)), float(clip_value))
 
     def owners(
         self, optimizers: Iterable[Optimizer], parameters: Iterable[Tensor]
@@ -210,7 +250,7 @@ class Boundary:
             OverflowStreakError: too many skips in a row.
         """
         if not self.scaler.is_enabled():
-            optimizer.step()
+            self._apply(optimizer, Due())
             return True
         if not self._has_gradients(optimizer):
             return True
@@ -219,20 +259,27 @@ class Boundary:
             return True
         note = self._check(optimizer)
         if note.found_inf and not note.overflowed:
-            note.overflowed = self._look_for_culprits(optimizer)
+            note.overflowed = first_nonfinite(optimizer)
         window = self.scaler.window
         self.scaler.close_window(note.found_inf)
         window.states[id(optimizer)]["stage"] = OptState.STEPPED
+        stepper = stepper_of(optimizer)
         if not note.found_inf:
-            self._apply(optimizer, note.grad_scale)
-        self._record(window, optimizer, note)
+            self._apply(optimizer, note.due)
+        elif stepper is not None:
+            stepper.skip()
+        note.names = self.scaler.culprits.names(note.overflowed, optimizer)
+        record(self.scaler, self.history, window, self._window_scale(), self._notes.values(), note)
         self.scaler.end_streak()
         return not note.found_inf
 
-    def _apply(self, optimizer: Optimizer, grad_scale: Tensor | None) -> None:
-        if _takes_grad_scale(optimizer):
+    def _apply(self, optimizer: Optimizer, due: Due) -> None:
+        stepper = stepper_of(optimizer)
+        if stepper is not None:
+            stepper.step(due)
+        elif takes_grad_scale(optimizer):
             plan = self._plans.get(optimizer)
-            self._plans[optimizer] = step_fused(optimizer, plan, grad_scale)
+            self._plans[optimizer] = step_fused(optimizer, plan, due.divide)
         else:
             optimizer.step()
 
@@ -246,7 +293,7 @@ class Boundary:
                 f"{type(optimizer).__name__}.step(): there are gradients, but no loss was scaled "
                 "since the last step. Call accelerator.backward(loss) instead of loss.backward()."
             )
-        optimizer.step()
+        self._apply(optimizer, Due())
 
     def _fits_one_pass(self, owners: Sequence[Optimizer], parameters: Sequence[Tensor]) -> bool:
         """The parameters are just those of whole optimizers, none of them unscaled yet."""
@@ -256,14 +303,14 @@ class Boundary:
         asked = list(map(id, parameters))
         return (
             (mine == asked or (len(mine) == len(asked) and set(mine) == set(asked)))
-            and is_power_of_two(self._window_scale())
-            and is_uniform(gradients_of(parameters))
+            and (is_power_of_two(self._window_scale()) or all(map(is_low, owners)))
+            and is_uniform(gradients_of(parameters), dtypes_of(owners))
         )
 
     def _clip_in_one_pass(
         self,
         owners: Sequence[Optimizer],
-        notes: Sequence[_Note],
+        notes: Sequence[Note],
         parameters: Sequence[Tensor],
         max_norm: float,
     ) -> Tensor | None:
@@ -275,20 +322,22 @@ class Boundary:
         if found and not norms.overflowed:
             return None
         for owner, note in zip(owners, notes, strict=True):
-            state = self.scaler.window.states[id(owner)]
-            state["stage"] = OptState.UNSCALED
-            state["found_inf_per_device"] = {device: torch.full((), float(found), device=device)}
+            self._put_check(owner, note, parameters, norms)
             note.norm = None if found else norms.host_total
-            note.overflowed = [parameters[i] for i in norms.overflowed]
-            self._settle(note, found)
         if norms.total is None:
             return torch.full((), float("inf"), device=device)
         coefficient = clip_coefficient(norms.total, max_norm)
-        if self.fold_unscale and all(map(_takes_grad_scale, owners)):
-            for note in notes:
-                note.grad_scale = scale / coefficient
-        else:
-            torch._foreach_mul_(grads, coefficient / scale)
+        folded = self.fold_unscale and all(map(takes_grad_scale, owners))
+        for owner, note in zip(owners, notes, strict=True):
+            if folded:
+                note.due = Due(divide=scale / coefficient)
+            elif stepper_of(owner) is not None:
+                note.due = Due(multiply=coefficient / scale)
+        if not folded:
+            rest = [o for o in owners if stepper_of(o) is None]
+            own = grads if len(rest) == len(owners) else _gradients(rest)
+            if own:
+                torch._foreach_mul_(own, coefficient / scale)
         return norms.total
 
     def _unscale_strays(self, owners: Sequence[Optimizer], parameters: Sequence[Tensor]) -> bool:
@@ -302,35 +351,7 @@ class Boundary:
                 p.grad.div_(self._window_scale())
         return any(nonfinite(grad) for grad in gradients_of(strays))
 
-    def _look_for_culprits(self, optimizer: Optimizer) -> list[Tensor]:
-        """Some parameter with a non-finite gradient: the first few, to keep a skip cheap."""
-        by_size = sorted(parameters_of(optimizer), key=lambda p: p.numel())
-        return list(islice((p for p in by_size if has_nonfinite_gradient(p)), MOST_NAMED))
-
-    def _record(self, window: Window, optimizer: Optimizer, note: _Note) -> None:
-        culprits = self.scaler.culprits
-        note.names = culprits.names(note.overflowed, optimizer)
-        culprits.count(note.names)
-        names = dict.fromkeys(name for each in self._notes.values() for name in each.names)
-        if self.scaler.get_scale() < 1.0 and "low" not in self._told:
-            self._told.add("low")
-            logger.warning(
-                "the loss scale fell below 1, so gradients overflow whatever it is. Last seen in: "
-                f"{', '.join(names) or 'no single tensor'}. min_scale keeps it up, "
-                "max_consecutive_skips ends such a run. (Said once.)"
-            )
-        self.history.add(
-            Record(
-                index=window.index,
-                scale=self._window_scale(),
-                next_scale=self.scaler.get_scale(),
-                skipped=window.found_inf,
-                grad_norm=None if note.norm is None else float(note.norm),
-                overflowed=tuple(names),
-            )
-        )
-
-    def _note(self, optimizer: Optimizer) -> _Note:
+    def _note(self, optimizer: Optimizer) -> Note:
         window = self._enter_window()
         if window.opened_by is None:
             raise OrderError(
@@ -342,7 +363,7 @@ class Boundary:
                 f"{type(optimizer).__name__} has already stepped in this window. Clip before "
                 "optimizer.step(), and call accelerator.backward(loss) before the next step."
             )
-        return self._notes.setdefault(id(optimizer), _Note())
+        return self._notes.setdefault(id(optimizer), Note())
 
     def _enter_window(self) -> Window:
         """The present window; what was noted of another one is forgotten."""
@@ -350,21 +371,11 @@ class Boundary:
         if self._noted is not window:
             self._noted, self._notes = window, {}
             self._strays.clear()
-            self._unscaled.clear()
+            self._mixing.clear()
         return window
 
-    def _settle(self, note: _Note, found_inf: bool) -> None:
+    def _settle(self, note: Note, found_inf: bool) -> None:
         note.found_inf = agree_on_overflow(found_inf, self.device, self.sharded)
-
-    def _forbid_mixed(self, optimizer: Optimizer) -> None:
-        for owner, p, grad, version in self._unscaled:
-            if owner == id(optimizer) and (p.grad is not grad or grad._version != version):
-                raise OrderError(
-                    f"a backward added scaled gradients to the unscaled ones of "
-                    f"{type(optimizer).__name__}: they were unscaled or clipped before the last "
-                    "micro-batch. Accumulate under `with accelerator.accumulate(model):`, or clip "
-                    "only after the last backward; then zero the gradients and go on."
-                )
 
     def _stage(self, optimizer: Optimizer) -> Any:
         state = self.scaler.window.states.get(id(optimizer))
@@ -379,5 +390,5 @@ class Boundary:
         return self.sharded or any(p.grad is not None for p in parameters_of(optimizer))
 
 
-def _takes_grad_scale(optimizer: Optimizer) -> bool:
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+def _gradients(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    return [grad for o in optimizers for grad in gradients_of(parameters_of(o))]

@@ -16,6 +16,7 @@ __all__ = [
     "OrderError",
     "OverflowStreakError",
     "ScalerConfig",
+    "StepError",
     "UnsupportedError",
 ]
 
@@ -42,6 +43,10 @@ class OrderError(AccelScalerError, RuntimeError):
 
 class OverflowStreakError(AccelScalerError, RuntimeError):
     """More windows in a row were skipped than ``max_consecutive_skips`` allows."""
+
+
+class StepError(AccelScalerError, RuntimeError):
+    """The optimizer thread failed, is gone, or did not finish in time; ``__cause__`` says why."""
 
 
 class UnsupportedError(AccelScalerError, ValueError):
@@ -82,12 +87,25 @@ class ScalerConfig:
         default=None, metadata={"allowed": "an integer >= 1, or none"}
     )
     """Skipped windows in a row that are allowed; one more raises, naming the tensors."""
-    step_mode: Literal["sync"] = field(default="sync", metadata={"allowed": "'sync'"})
-    """When parameters are updated: ``sync``, inside ``optimizer.step()``."""
-    offload: Literal["none"] = field(default="none", metadata={"allowed": "'none'"})
-    """Where optimizer state lives: ``none``, with the parameters."""
+    step_mode: Literal["sync", "overlap", "delayed"] = field(
+        default="sync", metadata={"allowed": "'sync', 'overlap' or 'delayed'"}
+    )
+    """When parameters are updated: ``sync``, inside ``optimizer.step()``; ``overlap``, on the
+    optimizer thread, each parameter awaited where it is next used; ``delayed``, on the optimizer
+    thread, the update published at the next boundary (one step stale)."""
+    delay_warmup_steps: int = field(default=0, metadata={"allowed": "an integer >= 0"})
+    """``delayed``: the first N steps are not stale (they run as ``overlap``)."""
+    offload: Literal["none", "cpu"] = field(default="none", metadata={"allowed": "'none' or 'cpu'"})
+    """Where optimizer state lives: ``none``, with the parameters; ``cpu``, in host memory, with
+    float32 master weights, updated there."""
+    optimizer_threads: int | Literal["auto"] = field(
+        default="auto", metadata={"allowed": "an integer >= 1, or 'auto'"}
+    )
+    """Threads of the optimizer's CPU kernels off the training thread, whatever OMP_NUM_THREADS
+    says. ``auto``: physical cores / ranks on this host, less one, at least 1."""
     fold_unscale: bool = field(default=False, metadata={"allowed": "true or false"})
-    """Let the fused kernel unscale and clip: faster, but ``.grad`` stays scaled until the step."""
+    """Let the fused kernel unscale and clip: faster, but ``.grad`` stays scaled until the step,
+    and results may differ by one rounding while clipping is active."""
 
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
@@ -202,8 +220,10 @@ _CHECKS: dict[str, Any] = {
     "max_scale": lambda v: v is None or is_positive(v),
     "hysteresis": is_count,
     "max_consecutive_skips": lambda v: v is None or is_count(v),
-    "step_mode": lambda v: v == "sync",
-    "offload": lambda v: v == "none",
+    "step_mode": lambda v: v in ("sync", "overlap", "delayed"),
+    "delay_warmup_steps": lambda v: is_count(v) or (type(v) is int and v == 0),
+    "offload": lambda v: v in ("none", "cpu"),
+    "optimizer_threads": lambda v: v == "auto" or is_count(v),
     "fold_unscale": lambda v: isinstance(v, bool),
 }
 
@@ -221,6 +241,8 @@ def _parse(spec: dataclasses.Field[Any], text: str, key: str) -> Any:
     word = text.strip().lower()
     if "None" in kind and word in ("", "none", "null"):
         return None
+    if "auto" in kind and word == "auto":
+        return word
     if kind == "bool" and word in _WORDS:
         return _WORDS[word]
     if kind.startswith("Literal"):

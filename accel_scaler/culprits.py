@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Any
 
 from torch import Tensor
@@ -11,9 +12,9 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from .config import OverflowStreakError
-from .gradients import has_nonfinite_gradient, parameters_of
+from .gradients import MOST_NAMED, has_nonfinite_gradient, parameters_of
 
-__all__ = ["Culprits"]
+__all__ = ["Culprits", "first_nonfinite"]
 
 MOST_NAMES = 5
 
@@ -94,3 +95,9 @@ class Culprits:
             "inf, look there first; if one layer overflows, run that layer in float32; if the "
             "scale was still falling, lower init_scale or raise max_consecutive_skips."
         )
+
+
+def first_nonfinite(optimizer: Optimizer) -> list[Tensor]:
+    """Some parameters with a non-finite gradient, small ones first: few, to keep a skip cheap."""
+    by_size = sorted(parameters_of(optimizer), key=lambda p: p.numel())
+    return list(islice((p for p in by_size if has_nonfinite_gradient(p)), MOST_NAMED))

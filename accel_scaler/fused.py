@@ -17,11 +17,11 @@ from torch.optim import optimizer as optimizer_module
 
 from .gradients import SMALL, is_uniform, match_layout, parameters_of, run_on_one_thread
 
-__all__ = ["FusedAdam", "step_fused"]
+__all__ = ["AdamGroup", "FusedAdam", "call_fused", "is_plain", "step_fused"]
 
 
-class _Group:
-    """The kernel's argument lists for one parameter group."""
+class AdamGroup:
+    """The kernel's argument lists for one parameter group, or some parameters of one."""
 
     def __init__(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
         self.params: list[Tensor] = group["params"]
@@ -75,6 +75,21 @@ class _Group:
             found_inf=None,
         )
 
+    def step(self, group: dict[str, Any], grads: list[Tensor], grad_scale: Tensor | None) -> None:
+        """Update every parameter; ``group`` has the hyperparameters. Does not synchronise."""
+        self.counts.add_(1)
+        for places, one_thread in self.batches:
+            with run_on_one_thread(one_thread):
+                self.call(group, places, grads, grad_scale)
+
+    def takes(self, grads: list[Tensor]) -> bool:
+        """Whether the gradients are laid out as the kernel expects, none missing."""
+        return (
+            is_uniform(grads)
+            and grads[0].get_device() == self.device
+            and list(map(Tensor.stride, grads)) == self.strides
+        )
+
     def is_current(self, group: dict[str, Any]) -> bool:
         """Whether nobody has exchanged a parameter or its state since."""
         return (
@@ -95,7 +110,7 @@ class FusedAdam:
     def __init__(self, optimizer: Optimizer) -> None:
         self.state = optimizer.state
         self.entries = list(optimizer.state.values())
-        self.groups = [_Group(optimizer, group) for group in optimizer.param_groups]
+        self.groups = [AdamGroup(optimizer, group) for group in optimizer.param_groups]
 
     @staticmethod
     def applies(optimizer: Optimizer) -> bool:
@@ -112,7 +127,7 @@ class FusedAdam:
             and not optimizer_module._global_optimizer_pre_hooks
             and not optimizer_module._global_optimizer_post_hooks
             and not torch.autograd.profiler._is_profiler_enabled
-            and all(map(_plain, optimizer.param_groups))
+            and all(map(is_plain, optimizer.param_groups))
         )
 
     def is_current(self, optimizer: Optimizer) -> bool:
@@ -131,11 +146,7 @@ class FusedAdam:
     def takes(self, grads: list[list[Tensor]]) -> bool:
         """Whether every parameter has a gradient, laid out as the kernel expects."""
         return all(
-            is_uniform(mine)
-            and mine[0].get_device() == group.device
-            and list(map(Tensor.stride, mine)) == group.strides
-            for mine, group in zip(grads, self.groups, strict=True)
-            if group.known
+            group.takes(mine) for mine, group in zip(grads, self.groups, strict=True) if group.known
         )
 
     @torch.no_grad()
@@ -145,14 +156,12 @@ class FusedAdam:
         Does not synchronise.
         """
         for mine, own_grads, group in zip(self.groups, grads, optimizer.param_groups, strict=True):
-            mine.counts.add_(1)
-            for places, one_thread in mine.batches:
-                with run_on_one_thread(one_thread):
-                    mine.call(group, places, own_grads, grad_scale)
+            mine.step(group, own_grads, grad_scale)
         optimizer._opt_called = True  # what an LR scheduler's wrapper of step() sets
 
 
-def _plain(group: dict[str, Any]) -> bool:
+def is_plain(group: dict[str, Any]) -> bool:
+    """Whether the kernel called directly does all that ``step()`` does for this group."""
     lr = group["lr"]
     return (
         bool(group["fused"])

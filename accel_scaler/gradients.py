@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 __all__ = [
+    "LOW_PRECISION",
     "Norms",
     "clip_coefficient",
     "gradients_of",
@@ -33,6 +34,9 @@ _dtype_of, _layout_of = attrgetter("dtype"), attrgetter("layout")
 
 LARGE = 1 << 16
 """Elements from which a gradient is looked at alone, after all smaller ones."""
+
+LOW_PRECISION = frozenset({torch.float16, torch.bfloat16})
+"""Dtypes in which an update would be lost to rounding."""
 
 SMALL = 1 << 12
 """Elements up to which one thread works faster on a tensor than several."""
@@ -63,13 +67,15 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [grad for p in parameters if (grad := p.grad) is not None]
 
 
-def is_uniform(grads: Sequence[Tensor]) -> bool:
-    """Whether all are dense float32 plain tensors on one device, as the fast paths need."""
+def is_uniform(
+    grads: Sequence[Tensor], dtypes: frozenset[torch.dtype] = frozenset({torch.float32})
+) -> bool:
+    """Whether all are dense plain tensors of these dtypes on one device, as fast paths need."""
     # Maps over C functions: with thousands of gradients a Python loop would show.
     return (
         len(grads) > 0
         and set(map(type, grads)) <= {Tensor, torch.nn.Parameter}
-        and set(map(_dtype_of, grads)) == {torch.float32}
+        and dtypes.issuperset(map(_dtype_of, grads))
         and set(map(_layout_of, grads)) == {torch.strided}
         and grads[0].device.type != "meta"
         and len(set(map(Tensor.get_device, grads))) == 1
@@ -93,7 +99,8 @@ def scaled_norms(grads: Sequence[Tensor], inv_scale: Tensor) -> Norms:
     a small part of a full pass. On a device other than the CPU all are looked at in one batch.
 
     Args:
-        grads: uniform gradients (see :func:`is_uniform`), scaled.
+        grads: uniform gradients (see :func:`is_uniform`), scaled; float32, or lower precision,
+            whose norms are taken in float32.
         inv_scale: reciprocal of their scale, float32, shape (), on their device.
 
     Returns:
@@ -118,7 +125,7 @@ def _norms_until_nonfinite(grads: Sequence[Tensor]) -> tuple[Tensor | None, list
     sizes = list(map(Tensor.numel, grads))
     small = [i for i, size in enumerate(sizes) if not cpu or size < LARGE]
     with run_on_one_thread(cpu and max(sizes) <= SMALL):
-        found = torch._foreach_norm([grads[i] for i in small]) if small else ()
+        found = _norms_of([grads[i] for i in small]) if small else ()
     stacked = torch.stack(list(found)) if small else None
     if len(small) == len(grads):
         return stacked, []
@@ -127,10 +134,16 @@ def _norms_until_nonfinite(grads: Sequence[Tensor]) -> tuple[Tensor | None, list
     norms = dict(zip(small, found, strict=True))
     for i, grad in enumerate(grads):
         if i not in norms:
-            (norms[i],) = torch._foreach_norm([grad])
+            (norms[i],) = _norms_of([grad])
             if not math.isfinite(float(norms[i])):
                 return None, [i]
     return torch.stack([norms[i] for i in range(len(grads))]), []
+
+
+def _norms_of(grads: list[Tensor]) -> Sequence[Tensor]:
+    if all(grad.dtype is torch.float32 for grad in grads):
+        return torch._foreach_norm(grads)
+    return torch._foreach_norm(grads, 2, dtype=torch.float32)
 
 
 def _not_finite(values: Tensor) -> list[int]:

@@ -144,10 +144,18 @@ class GradScaler(ThreadedScaler):
             self._known.add(optimizer)
             window = self._due_window()
         fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-        with self.inside(window):
-            if not fused or "grad_scaler" in inspect.signature(optimizer.step).parameters:
-                return super().step(optimizer, *args, **kwargs)
-            return self._step_fused(optimizer, *args, **kwargs)
+        outer, self._local.stepping = getattr(self._local, "stepping", None), optimizer
+        try:
+            with self.inside(window):
+                if not fused or "grad_scaler" in inspect.signature(optimizer.step).parameters:
+                    return super().step(optimizer, *args, **kwargs)
+                return self._step_fused(optimizer, *args, **kwargs)
+        finally:
+            self._local.stepping = outer
+
+    def is_stepping(self, optimizer: Optimizer) -> bool:
+        """Whether this thread is inside :meth:`step` of this optimizer: its verdict is taken."""
+        return getattr(self._local, "stepping", None) is optimizer
 
     def close_window(self, found_inf: bool) -> None:
         """Update the scale for the open window, before its optimizers step.
@@ -376,6 +384,7 @@ def _forbid_fp16(params: Iterable[Tensor]) -> None:
         if p.grad is not None and p.grad.dtype is torch.float16:
             raise UnsupportedError(
                 f"Attempting to unscale FP16 gradients: a parameter of shape {tuple(p.shape)} is "
-                "float16. Load the model in float32 (model.float(), or dtype=torch.float32 in "
-                "from_pretrained) and let autocast run it in float16."
+                "float16. Step it through float32 masters: AsyncOptimizer(optimizer, model, "
+                "scaler=scaler, mode='sync'), or attach(accelerator); or load the model in "
+                "float32 (model.float()) and let autocast run it in float16."
             )

@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch.optim import Optimizer
 
 from .config import ScalerConfig, UnsupportedError
+from .gradients import parameters_of
 from .scaler import GradScaler
 
-__all__ = ["forbid_fp16_parameters", "forbid_other_scalers", "make_scaler"]
+__all__ = ["forbid_other_scalers", "has_fp16", "make_scaler"]
 
 _SCALED_ELSEWHERE = {
     "DEEPSPEED": "DeepSpeed's engine scales the loss; set `fp16: {initial_scale_power, "
@@ -20,6 +22,12 @@ _SCALED_ELSEWHERE = {
     "--loss-scale-window, --hysteresis and --min-loss-scale there",
     "XLA": "torch_xla scales with its own GradScaler; TPUs have bfloat16, which needs none",
 }
+
+
+_OF_THE_STEP = (
+    *("step_mode", "delay_warmup_steps", "offload", "optimizer_threads", "fold_unscale"),
+)
+"""Settings that are not the scaler's."""
 
 
 def forbid_other_scalers(accelerator: Accelerator) -> None:
@@ -45,7 +53,7 @@ def make_scaler(accelerator: Any, config: ScalerConfig, stock: Any) -> GradScale
     elif stock is not None:
         values["enabled"] = False
     changed = config.changed()
-    for name in ("step_mode", "offload", "fold_unscale"):
+    for name in _OF_THE_STEP:
         changed.pop(name, None)
     if state and stock._scale is not None:
         # Training has begun: go on with its scale, as far as the new bounds allow.
@@ -58,13 +66,6 @@ def make_scaler(accelerator: Any, config: ScalerConfig, stock: Any) -> GradScale
     return scaler
 
 
-def forbid_fp16_parameters(optimizer: Any) -> None:
-    """Raise for a trainable float16 parameter, with the remedy."""
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if p.requires_grad and p.dtype is torch.float16:
-                raise UnsupportedError(
-                    f"a trainable parameter of shape {tuple(p.shape)} is float16; its update "
-                    "would be lost to rounding. Load the model in float32 (model.float(), or "
-                    "dtype=torch.float32 in from_pretrained): autocast runs it in float16."
-                )
+def has_fp16(optimizer: Optimizer) -> bool:
+    """Whether some trainable parameter is float16: it is updated through a float32 master."""
+    return any(p.requires_grad and p.dtype is torch.float16 for p in parameters_of(optimizer))

@@ -36,8 +36,10 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "max_scale": (None, 65536.0, 2.0**20),
     "hysteresis": (1, 2, 50),
     "max_consecutive_skips": (None, 1, 100),
-    "step_mode": ("sync",),
-    "offload": ("none",),
+    "step_mode": ("sync", "overlap", "delayed"),
+    "delay_warmup_steps": (0, 1, 10**6),
+    "offload": ("none", "cpu"),
+    "optimizer_threads": ("auto", 1, 64),
     "fold_unscale": (True, False),
 }
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -51,7 +53,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "hysteresis": (*NO_COUNT, None),
     "max_consecutive_skips": NO_COUNT,
     "step_mode": ("", "SYNC", "async", None, 1),
-    "offload": ("", "gpu", None, 0),
+    "delay_warmup_steps": (-1, 1.0, 0.0, True, False, None, "0"),
+    "offload": ("", "gpu", None, 0, ["cpu"]),
+    "optimizer_threads": (*NO_COUNT, None, "AUTO", ""),
     "fold_unscale": (1, "false", None),
 }
 

@@ -17,12 +17,14 @@ ROOT = Path(__file__).parents[1]
 def test_public_names() -> None:
     assert set(accel_scaler.__all__) == {
         "AccelScalerError",
+        "AsyncOptimizer",
         "ConfigError",
         "GradScaler",
         "OrderError",
         "OverflowStreakError",
         "ScaledAccelerator",
         "ScalerConfig",
+        "StepError",
         "UnsupportedError",
         "attach",
         "detach",

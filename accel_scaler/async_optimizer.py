@@ -1,0 +1,366 @@
+"""AsyncOptimizer: a torch optimizer whose update runs beside the next forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from .boundary import Boundary
+from .config import ConfigError, OrderError, ScalerConfig
+from .culprits import Culprits
+from .engine import Engine
+from .fences import Fences
+from .gradients import parameters_of
+from .scaler import GradScaler
+from .telemetry import History
+from .worker import Worker
+
+__all__ = ["AsyncOptimizer", "make_engine", "threads_of"]
+
+
+class AsyncOptimizer(Optimizer):
+    """Steps a torch optimizer on a thread of its own.
+
+    >>> optimizer = AsyncOptimizer(torch.optim.AdamW(model.parameters()), model, scaler=scaler)
+    >>> scaler.scale(loss).backward()
+    >>> optimizer.clip_grad_norm_(1.0)
+    >>> optimizer.step()          # checks, updates the scale, hands the update over
+    >>> optimizer.zero_grad()
+
+    ``mode="overlap"`` computes what the plain optimizer computes, bit for bit: a parameter is
+    awaited where it is next used, in a forward or anywhere else. ``mode="delayed"`` updates
+    float32 masters while the model keeps the parameters of the step before; they are published
+    at the next boundary. ``mode="sync"`` steps at once (float16 parameters then train through
+    masters too). ``offload="cpu"`` keeps state and masters in host memory.
+
+    With ``scaler``, :meth:`step` is the whole boundary. Without, it only updates, so
+    ``scaler.step(optimizer); scaler.update()`` work as with any optimizer, and so does training
+    without scaling. ``step`` takes the gradients: ``.grad`` is None after it (not in ``sync``).
+
+    ``param_groups`` and ``state`` are the wrapped optimizer's: an LR scheduler may be given
+    either. A step works with the values of its moment. Saving, loading and evaluating (a forward
+    without gradients) see the newest values; before reading them in another way call
+    :meth:`synchronize`. Close it, or use it as a context manager.
+
+    Args:
+        optimizer: any torch optimizer whose ``step`` needs no closure.
+        model: the module that holds its parameters. Needed where a forward cannot be watched
+            parameter by parameter (compiled, FSDP2), and for evaluation in ``delayed``.
+        scaler: scales the loss; its windows end with :meth:`step`.
+        mode, offload, delay_warmup_steps, optimizer_threads, fold_unscale: see ``ScalerConfig``.
+
+    Raises:
+        ConfigError: a wrong argument, or a model without any of the optimizer's parameters.
+        OrderError: the optimizer is stepped by another one already.
+        UnsupportedError: an optimizer that another thread cannot step, with the reason.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: Module | None = None,
+        *,
+        scaler: GradScaler | None = None,
+        mode: str = "overlap",
+        offload: str = "none",
+        delay_warmup_steps: int = 0,
+        optimizer_threads: int | str = "auto",
+        fold_unscale: bool = False,
+    ) -> None:
+        config = ScalerConfig.from_mapping(
+            {
+                "step_mode": mode,
+                "offload": offload,
+                "delay_warmup_steps": delay_warmup_steps,
+                "optimizer_threads": optimizer_threads,
+                "fold_unscale": fold_unscale,
+            },
+            "AsyncOptimizer",
+        )
+        _check_arguments(optimizer, model, scaler)
+        # Optimizer.__init__ would make groups of its own; these are the wrapped one's.
+        self.optimizer, self.model, self.scaler = optimizer, model, scaler
+        self._config = config
+        self._closed = False
+        self._skipped = False
+        self._open()
+
+    def _open(self) -> None:
+        config = self._config
+        self._worker = Worker(threads_of(config))
+        device = parameters_of(self.optimizer)[0].device
+        culprits = self.scaler.culprits if self.scaler else None
+        self._engine = make_engine(self.optimizer, config, self._worker, device, culprits)
+        self._engine.refresh()
+        self._fences = Fences(self._engine)
+        self._fences.watch(self._models())
+        self._boundary: Boundary | None = None
+        if self.scaler is not None:
+            params = parameters_of(self.optimizer)
+            self._boundary = Boundary(
+                self.scaler,
+                params[0].device,
+                fold_unscale=config.fold_unscale,
+                sharded=any(hasattr(p, "to_local") for p in params),
+            )
+            self.scaler.know(self.optimizer)
+
+    def _models(self) -> list[Module]:
+        return [] if self.model is None else [self.model]
+
+    @property
+    def _inside(self) -> bool:
+        """On the optimizer thread: calls mean the parameters that are stepped there."""
+        return self._worker.is_current()
+
+    @property
+    def param_groups(self) -> Any:
+        """The wrapped optimizer's groups; inside :meth:`submit`, those that are stepped."""
+        return (self._engine.shadow.twin if self._inside else self.optimizer).param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: Any) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The wrapped optimizer's state; call :meth:`synchronize` before reading it."""
+        return (self._engine.shadow.twin if self._inside else self.optimizer).state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The wrapped optimizer's defaults."""
+        return self.optimizer.defaults
+
+    @property
+    def history(self) -> History:
+        """What the scaler did, one record a window; empty without ``scaler``."""
+        return History() if self._boundary is None else self._boundary.history
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last :meth:`step` left the parameters alone because of an overflow."""
+        return self._skipped
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Check the gradients, update the scale, and hand the update to the optimizer thread.
+
+        Without ``scaler`` it only hands over. Waits for the step before; with ``scaler``
+        synchronises with the device once, to know whether the step is skipped.
+
+        Raises:
+            StepError: the step before failed; says which parameters it had updated.
+            OrderError: closed, or (with ``scaler``) no loss was scaled.
+            UnsupportedError: a closure.
+        """
+        self._check_open("step")
+        if closure is not None:
+            raise ConfigError(
+                "AsyncOptimizer.step: got a closure, expected none: it would run forward and "
+                "backward inside the step. Run them before."
+            )
+        if self._inside:
+            shadow = self._engine.shadow
+            shadow.call_step([slot.twin for slot in shadow.slots], None)
+            return
+        self._fences.watch(self._models())
+        scaler = self.scaler
+        if self._boundary is None or scaler is None or scaler.is_stepping(self):
+            self._engine.step()
+            self._skipped = False
+            return
+        if id(self) in scaler.window.states and not scaler.window.closed:
+            raise OrderError(
+                "step(): scaler.unscale_(optimizer) was called in this window; finish it with "
+                "scaler.step(optimizer) and scaler.update(), or clip with "
+                "optimizer.clip_grad_norm_(...) instead."
+            )
+        self._skipped = not self._boundary.step(self.optimizer)
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        parameters: Iterable[Tensor] | None = None,
+    ) -> Tensor:
+        """Unscale, check and clip the total norm of the gradients, before :meth:`step`.
+
+        Args:
+            parameters: default: all of this optimizer's.
+
+        Returns the norm before clipping, unscaled, float32, shape (); inf after an overflow.
+        ``.grad`` may stay scaled: what is left to do goes along with the step. Synchronises.
+        """
+        self._check_open("clip_grad_norm_")
+        chosen = parameters_of(self.optimizer) if parameters is None else list(parameters)
+        if self._boundary is None:
+            return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type=norm_type)
+        return self._boundary.clip_norm([self.optimizer], chosen, max_norm, norm_type)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; ``set_to_none=False`` leaves zeros also where a step took the gradient."""
+        if self._inside:
+            for slot in self._engine.shadow.slots:
+                slot.twin.grad = None
+            return
+        self.optimizer.zero_grad(set_to_none)
+        if not set_to_none:
+            self._engine.zero_taken()
+
+    def submit(self, fn: Callable[[], object]) -> None:
+        """Run ``fn``, a step function, on the optimizer thread, after the steps before it.
+
+        Inside ``fn`` this optimizer's ``param_groups``, ``step`` and ``zero_grad`` mean the
+        stepped parameters and the gradients as they are now; ``scaler.unscale_(optimizer)`` and
+        ``scaler.step(optimizer)`` (with *this* optimizer) use the window that is open now. With
+        ``scaler`` the gradients are checked here, so call ``scaler.update()`` straight after.
+
+        Raises:
+            StepError: the step before failed. An error in ``fn`` is raised by the next call.
+            OrderError: closed, called from inside ``fn``, or no window is open.
+        """
+        self._check_open("submit")
+        if not callable(fn):
+            raise ConfigError(f"submit: got {fn!r}, expected a function without arguments.")
+        if self._inside:
+            raise OrderError("submit: called on the optimizer thread; call fn there directly.")
+        self._fences.watch(self._models())
+        scaler = self.scaler
+        if scaler is None or not scaler.is_enabled():
+            self._engine.submit(lambda: fn)
+        else:
+            self._engine.submit(lambda: scaler.bind(fn, self))
+
+    def synchronize(self) -> None:
+        """Wait for the step in hand and publish it: parameters and state are the newest then.
+
+        Raises:
+            StepError: it failed.
+        """
+        self._engine.synchronize()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch writes it for the wrapped optimizer, after :meth:`synchronize`.
+
+        float16 parameters (bfloat16 with offload) add their float32 ``master`` to their entries.
+        """
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what this class or the wrapped one's ``state_dict`` gave."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; the parameters take part from the next step on."""
+        self.optimizer.add_param_group(param_group)
+
+    def train(self) -> None:
+        """For optimizers that have two sets of weights (schedule-free); after a fence."""
+        self._switch("train")
+
+    def eval(self) -> None:
+        """See :meth:`train`."""
+        self._switch("eval")
+
+    def _switch(self, name: str) -> None:
+        method = getattr(self.optimizer, name, None)
+        if callable(method):
+            self.synchronize()
+            method()
+
+    def close(self) -> None:
+        """Finish, publish, stop the thread, remove every hook. The optimizer is as before.
+
+        Raises:
+            StepError: the step in hand failed; closed all the same.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._fences.close()
+        finally:
+            self._worker.stop()
+
+    def __enter__(self) -> AsyncOptimizer:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        self.close()
+
+    def _check_open(self, call: str) -> None:
+        if self._closed:
+            raise OrderError(
+                f"{call}(): this AsyncOptimizer is closed. Use the wrapped "
+                f"{type(self.optimizer).__name__}, or make another AsyncOptimizer."
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        if not self._closed:
+            self.synchronize()
+        kept = ("optimizer", "model", "scaler", "_config", "_closed", "_skipped")
+        return {name: self.__dict__[name] for name in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if not self._closed:
+            self._open()
+
+    def __repr__(self) -> str:
+        return f"AsyncOptimizer(mode={self._config.step_mode!r}, {self.optimizer!r})"
+
+
+def make_engine(
+    optimizer: Optimizer,
+    config: ScalerConfig,
+    worker: Worker,
+    device: torch.device,
+    culprits: Culprits | None,
+) -> Engine:
+    """The engine that steps ``optimizer`` as ``config`` says."""
+    return Engine(
+        optimizer,
+        mode=config.step_mode,
+        offload=config.offload == "cpu",
+        device=device,
+        delay_warmup_steps=config.delay_warmup_steps,
+        worker=worker,
+        culprits=culprits,
+    )
+
+
+def threads_of(config: ScalerConfig) -> int | None:
+    """Threads for the worker; None: it finds out."""
+    return None if config.optimizer_threads == "auto" else int(config.optimizer_threads)
+
+
+def _check_arguments(optimizer: Any, model: Any, scaler: Any) -> None:
+    if not isinstance(optimizer, Optimizer) or isinstance(optimizer, AsyncOptimizer):
+        raise ConfigError(
+            f"AsyncOptimizer: got a {type(optimizer).__name__}, expected a torch optimizer."
+        )
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise ConfigError(
+            f"AsyncOptimizer: got scaler={type(scaler).__name__}, expected our GradScaler. "
+            "With torch's own, leave it out here and call scaler.step(optimizer)."
+        )
+    if model is None:
+        return
+    if not isinstance(model, Module):
+        raise ConfigError(f"AsyncOptimizer: got model={model!r}, expected a torch.nn.Module.")
+    own = set(map(id, parameters_of(optimizer)))
+    if own.isdisjoint(map(id, model.parameters())):
+        raise ConfigError(
+            f"AsyncOptimizer: {type(model).__name__} has none of the optimizer's {len(own)} "
+            "parameters. Make the optimizer from model.parameters(), after wrapping or moving "
+            "the model."
+        )

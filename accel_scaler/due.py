@@ -1,0 +1,52 @@
+"""What passes from a boundary to whatever updates the parameters of one optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+__all__ = ["ATTRIBUTE", "Due", "Stepper", "stepper_of"]
+
+ATTRIBUTE = "_accel_scaler_stepper"
+"""Where an optimizer keeps the one that steps for it."""
+
+
+@dataclass(slots=True)
+class Due:
+    """What is still to be done to finite gradients before the update. Scalars, float32, shape ().
+
+    At most one of the two is set.
+    """
+
+    multiply: Tensor | None = None
+    """Unscale and clip, as one product."""
+    divide: Tensor | None = None
+    """The same, left to torch's fused kernel (its ``grad_scale``)."""
+
+
+class Stepper(Protocol):
+    """Updates parameters in an optimizer's place, perhaps later and on another thread."""
+
+    @property
+    def low_precision(self) -> bool:
+        """Some gradients are float16 or bfloat16, so they may not be unscaled in place."""
+
+    def step(self, due: Due) -> None:
+        """Take the gradients, do what is ``due``, update."""
+
+    def skip(self) -> None:
+        """A boundary without an update: its gradients overflowed."""
+
+    def synchronize(self) -> None:
+        """Finish what is in hand and publish it."""
+
+    def zero_taken(self) -> None:
+        """Zeros for the gradients that the last step took."""
+
+
+def stepper_of(optimizer: Optimizer) -> Stepper | None:
+    """What steps in the place of ``optimizer``, if anything does."""
+    return cast("Stepper | None", optimizer.__dict__.get(ATTRIBUTE))

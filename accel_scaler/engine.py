@@ -1,0 +1,334 @@
+"""The step of one optimizer, handed to the optimizer thread: when it runs, who waits, how it fails.
+
+``sync``: on the training thread (or awaited, with state in host memory). ``overlap``: part by
+part in forward order, each parameter awaited where it is used. ``delayed``: masters are updated
+while the model keeps the parameters before; they are published at the next boundary.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.optim import optimizer as optimizer_module
+
+from .config import OrderError, StepError
+from .culprits import Culprits
+from .due import ATTRIBUTE, Due
+from .flight import Flight
+from .gradients import LOW_PRECISION
+from .intake import Intake
+from .pending import settle_all
+from .shadow import Part, Shadow
+from .slots import local
+from .transfer import Lane
+from .worker import Task, Worker
+
+__all__ = ["Engine"]
+
+
+class Engine(Flight):
+    """Steps for ``optimizer``. Every method is the training thread's, except where said.
+
+    Args:
+        mode: ``"sync"``, ``"overlap"`` or ``"delayed"``.
+        offload: state and float32 masters in host memory.
+        device: where the model's parameters are.
+        delay_warmup_steps: so many first steps of ``delayed`` are not stale.
+        worker: the optimizer thread, perhaps shared with other engines.
+        culprits: names parameters in errors.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        mode: str,
+        offload: bool,
+        device: torch.device,
+        delay_warmup_steps: int = 0,
+        worker: Worker,
+        culprits: Culprits | None = None,
+    ) -> None:
+        if ATTRIBUTE in optimizer.__dict__:
+            raise OrderError(
+                f"this {type(optimizer).__name__} is stepped by an AsyncOptimizer or an attached "
+                "accelerator already; close() or detach() that one first."
+            )
+        super().__init__()
+        self.optimizer, self.mode, self.offload, self.worker = optimizer, mode, offload, worker
+        self.delay_warmup_steps = delay_warmup_steps
+        self.culprits = culprits or Culprits(None)
+        self.lane = Lane(device)
+        self.shadow = Shadow(optimizer, self.lane, offload=offload, masters=mode == "delayed")
+        self.steps = 0
+        """Updates handed over since the start."""
+        self._taken: list[Tensor] = []
+        ref = weakref.ref(self)
+        self.intake = Intake(self.lane, offload, lambda: (e := ref()) is not None and e.is_idle)
+        optimizer.__dict__[ATTRIBUTE] = self
+
+    @property
+    def low_precision(self) -> bool:
+        """Some parameters are float16, or bfloat16 with masters: their gradients stay scaled."""
+        if not self.shadow.slots:
+            self.refresh()
+        return self.shadow.has_rounded
+
+    def refresh(self) -> None:
+        """Take over what was changed from outside: groups, parameters, their values."""
+        if self._broken is not None:
+            raise StepError(self._broken)
+        settle_all([p for group in self.optimizer.param_groups for p in group["params"]])
+        changed = self.shadow.follow()
+        if changed:
+            self._learning = self.mode != "sync" and self.shadow.splittable
+            self._versions = []
+            self.intake.watch(self.shadow.ordered)
+        elif self._versions:
+            self._follow_edits()
+
+    def _follow_edits(self) -> None:
+        params, slots = self.shadow.params, self.shadow.ordered
+        edited = [i for i, p in enumerate(params) if p._version != self._versions[i]]
+        if edited and self.unpublished:
+            names = self._names([params[i] for i in edited])
+            self._versions = [p._version for p in params]
+            raise OrderError(
+                f"{names} changed in place while a newer value was waiting to be published "
+                "(step_mode='delayed'). The change is lost, the newer value stays. Call "
+                "optimizer.synchronize() before changing parameters."
+            )
+        for i in edited:
+            slots[i].refresh()
+
+    def step(self, due: Due | None = None) -> None:
+        """Take the gradients and update, at once or on the optimizer thread.
+
+        Blocks until the step before is finished; does not synchronise with the device.
+
+        Raises:
+            StepError: the step before failed, or the optimizer thread is gone.
+            UnsupportedError: sparse gradients with offload; nothing was taken.
+        """
+        self._run_hooks("pre")
+        self._finish_for_boundary()
+        grads = [p.grad for p in self.shadow.params]
+        if any(grad is not None for grad in grads):
+            self._hand_over(grads, due or Due(), None)
+        self._run_hooks("post")
+
+    def submit(self, prepare: Callable[[], Callable[[], object]]) -> None:
+        """Run a function on the optimizer thread, with the gradients as they are now.
+
+        ``prepare`` returns it, once the step before is finished.
+        """
+        self._finish_for_boundary()
+        fn = prepare()
+        self._hand_over([p.grad for p in self.shadow.params], Due(), fn)
+
+    def skip(self) -> None:
+        """A boundary without an update; ``delayed`` publishes the one before all the same."""
+        if self.mode == "delayed":
+            self.synchronize()
+
+    def _finish_for_boundary(self) -> None:
+        self.finish()
+        self.refresh()
+
+    def _hand_over(
+        self, found: Sequence[Tensor | None], due: Due, fn: Callable[[], object] | None
+    ) -> None:
+        shadow = self.shadow
+        grads = [None if g is None else local(g) for g in found]
+        self.intake.forbid_sparse(grads, self._names)
+        shadow.link_state(grads)
+        shadow.freeze_settings()
+        stale = self.mode == "delayed" and self.steps >= self.delay_warmup_steps
+        publish_first = self.unpublished
+        parts = len(shadow.parts)
+        count = 1 if fn is not None else parts
+        if self.offload:
+            due = _on_host(due)
+        if self.mode != "sync":
+            grads = self.intake.own(grads)
+        copies = self.intake.copy_down(grads)
+        work = partial(self._work, grads, copies, due, self.lane.mark(), publish_first, stale, fn)
+        self._lead = parts * publish_first
+        task = Task(work, count + self._lead)
+        inline = self.mode == "sync" and not self.offload and fn is None
+        if self.mode != "sync":
+            self._taken = [p for p, g in zip(shadow.params, found, strict=True) if g is not None]
+            for p in self._taken:
+                p.grad = None
+        torch.autograd.graph.increment_version(shadow.params)
+        if publish_first or stale or shadow.offload or self.low_precision:
+            self._versions = [p._version for p in shadow.params]
+        self._task, self._marks = task, []
+        self.steps += 1
+        self.unpublished = stale
+        self.optimizer.__dict__["_opt_called"] = True  # what an LR scheduler's wrapper sets
+        if inline:
+            task.execute()
+            self.finish()
+            return
+        self.worker.submit(task)
+        if self.mode == "sync":
+            self.finish()
+        elif publish_first or not stale:
+            self.hold_parameters(whole=fn is not None and not publish_first)
+
+    def synchronize(self) -> None:
+        """Finish the step in hand and publish it, so that the model and the state are the newest.
+
+        Blocks; on a GPU later work on the present stream comes after the update.
+
+        Raises:
+            StepError: see :meth:`finish`.
+        """
+        self.finish()
+        if self.unpublished:
+            self._follow_edits()
+            with torch.no_grad():
+                for slot in self.shadow.slots:
+                    slot.publish(self.lane)
+            self.unpublished = False
+            torch.autograd.graph.increment_version(self.shadow.params)
+            self._versions = [p._version for p in self.shadow.params]
+
+    def load(self, state_dict: dict[str, Any], master: str) -> None:
+        """After the optimizer has loaded ``state_dict``: where masters are, their state too.
+
+        An entry ``master`` holds where it rounds to the model's present parameter.
+        """
+        shadow = self.shadow
+        if shadow.masters or self.low_precision:
+            masters = {k: v.get(master) for k, v in state_dict["state"].items()}
+            rest = {
+                k: {name: t for name, t in v.items() if name != master}
+                for k, v in state_dict["state"].items()
+            }
+            shadow.load_state({**state_dict, "state": rest}, masters)
+        self.refresh()
+
+    def close(self) -> None:
+        """Synchronise, give the optimizer back, remove what was put on parameters."""
+        try:
+            self.synchronize()
+        finally:
+            self._release()
+            self.intake.close()
+            self.optimizer.__dict__.pop(ATTRIBUTE, None)
+            state = self.optimizer.state
+            for p in [p for p, entry in state.items() if isinstance(p, Tensor) and not entry]:
+                del state[p]
+            self._task = None
+
+    # The work itself, on the optimizer thread.
+
+    @torch.no_grad()
+    def _work(
+        self,
+        grads: list[Tensor | None],
+        copies: list[Any],
+        due: Due,
+        ready: Any,
+        publish_first: bool,
+        stale: bool,
+        fn: Callable[[], object] | None,
+        task: Task,
+    ) -> None:
+        using = [grad for grad in grads if grad is not None and not self.offload]
+        with self.lane.beside(ready, using):
+            if publish_first:
+                for part in self.shadow.parts:
+                    self._publish(part)
+                    self._done(task)
+            if self.offload:
+                for mark in self._marks[-1:]:
+                    self.lane.wait_on_host(mark)  # masters may be overwritten from here on
+            if fn is not None:
+                self._run(fn, grads, copies)
+                for part in [] if stale else self.shadow.parts:
+                    self._publish(part)
+                self._done(task)
+                return
+            for part in self.shadow.parts:
+                mine = slice(part.start, part.end)
+                final = self._bring(part, grads[mine], copies[mine], due.multiply)
+                grads[mine] = [None] * len(final)
+                self.shadow.step_part(part, final, due.divide)
+                if not stale:
+                    self._publish(part)
+                self._done(task)
+
+    def _done(self, task: Task) -> None:
+        self._marks.append(self.lane.mark())
+        task.advance()
+
+    def _bring(
+        self, part: Part, grads: list[Tensor | None], copies: list[Any], multiply: Tensor | None
+    ) -> list[Tensor | None]:
+        """Gradients where the part is stepped, float32 for masters, times ``multiply``."""
+        if copies:
+            for place, copied in enumerate(copies):
+                if copied is not None:
+                    self.lane.wait_on_host(copied[2])
+                    grads[place] = part.slots[place].host_grad
+        brought = [
+            g.float() if g is not None and slot.is_master and g.dtype in LOW_PRECISION else g
+            for slot, g in zip(part.slots, grads, strict=True)
+        ]
+        present = [g for g in brought if g is not None]
+        if multiply is not None and present:
+            torch._foreach_mul_(present, multiply)
+        return brought
+
+    def _publish(self, part: Part) -> None:
+        for slot in part.slots:
+            slot.publish(self.lane)
+
+    def _run(self, fn: Callable[[], object], grads: list[Tensor | None], copies: list[Any]) -> None:
+        slots = self.shadow.ordered
+        try:
+            for part in self.shadow.parts:
+                mine = slice(part.start, part.end)
+                for slot, grad in zip(
+                    part.slots, self._bring(part, grads[mine], copies[mine], None), strict=True
+                ):
+                    slot.twin.grad = grad
+            fn()
+        finally:
+            for slot in slots:
+                slot.twin.grad = None
+
+    def zero_taken(self) -> None:
+        """What ``zero_grad(set_to_none=False)`` means for gradients that a step has taken."""
+        for p in self._taken:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+
+    def _run_hooks(self, when: str) -> None:
+        """The optimizer's own and the global step hooks, on the training thread."""
+        everywhere = getattr(optimizer_module, f"_global_optimizer_{when}_hooks", {})
+        own = getattr(self.optimizer, f"_optimizer_step_{when}_hooks", {})
+        for hook in [*everywhere.values(), *own.values()]:
+            hook(self.optimizer, (), {})
+
+    def know(self, model: Module) -> None:
+        """Take parameters' names for error messages."""
+        self.culprits.know(model)
+
+
+def _on_host(due: Due) -> Due:
+    """The same numbers on the CPU; waits for the device, which the check has just done."""
+    return Due(
+        None if due.multiply is None else due.multiply.cpu(),
+        None if due.divide is None else due.divide.cpu(),
+    )

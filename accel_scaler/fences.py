@@ -1,0 +1,261 @@
+"""Where somebody outside the training step looks: the newest parameters and state first.
+
+Hooks of torch's own on one optimizer and on models; removed by ``close``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from .engine import Engine
+from .slots import Slot
+
+__all__ = ["Fences"]
+
+MASTER = "master"
+"""Key of a float32 master in a parameter's state entry, where the parameter itself is rounded."""
+
+
+class Fences:
+    """The hooks of one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.ref(engine)
+        self._handles: list[Any] = []
+        self._models: weakref.WeakSet[Module] = weakref.WeakSet()
+        self._compiled: list[tuple[weakref.ref[Module], Any, Any]] = []
+        self._loading: Any = None
+        optimizer = engine.optimizer
+        self._handles += [
+            optimizer.register_state_dict_pre_hook(self._before_saving),
+            optimizer.register_state_dict_post_hook(self._after_saving),
+            optimizer.register_load_state_dict_pre_hook(self._before_loading),
+            optimizer.register_load_state_dict_post_hook(self._after_loading),
+        ]
+
+    def close(self) -> None:
+        """Finish the engine's step, remove every hook, leave the optimizer as torch has it.
+
+        Raises:
+            StepError: the step in hand failed; everything is removed all the same.
+        """
+        engine = self._engine()
+        try:
+            if engine is not None:
+                engine.close()
+                self._give_state_back(engine)
+        finally:
+            self._remove()
+
+    def _give_state_back(self, engine: Engine) -> None:
+        """State that lives with masters goes to the parameters' device and dtype."""
+        optimizer = engine.optimizer
+        if not (engine.shadow.masters or engine.low_precision):
+            return
+        saved = optimizer.state_dict()
+        state = {
+            index: {key: value for key, value in entry.items() if key != MASTER}
+            for index, entry in saved["state"].items()
+        }
+        self._remove()
+        optimizer.load_state_dict({**saved, "state": {k: v for k, v in state.items() if v}})
+
+    def _remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for ref, own, wrapper in self._compiled:
+            module = ref()
+            if module is not None and module._compiled_call_impl is wrapper:
+                module._compiled_call_impl = own
+        self._compiled.clear()
+
+    # On the optimizer.
+
+    def _before_saving(self, optimizer: Optimizer) -> None:
+        engine = self._engine()
+        if engine is not None:
+            engine.synchronize()
+
+    def _after_saving(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        engine = self._engine()
+        if engine is None:
+            return state_dict
+        slots = {id(slot.param): slot for slot in engine.shadow.slots}
+        packed = zip(state_dict["param_groups"], optimizer.param_groups, strict=True)
+        state: dict[Any, Any] = dict(state_dict["state"])
+        for saved, group in packed:
+            for index, p in zip(saved["params"], group["params"], strict=True):
+                slot, entry = slots.get(id(p)), state.get(index)
+                if slot is None:
+                    continue
+                if entry:
+                    entry = {key: _export(slot, value) for key, value in entry.items()}
+                if slot.is_rounded and engine.steps:
+                    entry = {**(entry or {}), MASTER: _export(slot, slot.twin.data)}
+                if entry:
+                    state[index] = entry
+                else:
+                    state.pop(index, None)  # made for sharing, never filled
+        return {**state_dict, "state": state}
+
+    def _before_loading(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        engine = self._engine()
+        if engine is None:
+            return state_dict
+        engine.forgive()
+        engine.synchronize()
+        engine.refresh()
+        self._loading = state_dict
+        # torch casts to the parameter's dtype and device, which is not where state lives here.
+        return (
+            {**state_dict, "state": {}}
+            if engine.shadow.masters or engine.low_precision
+            else state_dict
+        )
+
+    def _after_loading(self, optimizer: Optimizer) -> None:
+        engine, loaded, self._loading = self._engine(), self._loading, None
+        if engine is not None and loaded is not None:
+            engine.load(loaded, MASTER)
+
+    # On models.
+
+    def watch(self, models: Iterable[Module]) -> None:
+        """Put hooks on models that hold some of the optimizer's parameters; once each."""
+        engine = self._engine()
+        if engine is None:
+            return
+        mine = {id(slot.param) for slot in engine.shadow.slots}
+        for model in models:
+            if model in self._models or mine.isdisjoint(map(id, model.parameters())):
+                continue
+            self._models.add(model)
+            engine.know(model)
+            self._watch(model, engine, mine)
+        self._watch_compiled(engine)
+
+    def _watch(self, model: Module, engine: Engine, mine: set[int]) -> None:
+        module: Any
+        for module in model.modules():
+            if any(id(p) in mine for p in module.parameters(recurse=False)):
+                self._handles += [
+                    module.register_state_dict_pre_hook(self._synchronize),
+                    module.register_load_state_dict_pre_hook(self._synchronize),
+                ]
+                if not type(module).__module__.startswith("torch.nn."):
+                    # Its forward may hand a parameter to code that torch does not see.
+                    self._handles.append(
+                        module.register_forward_pre_hook(self._before_owner, prepend=True)
+                    )
+        for root in _roots(model):
+            self._handles.append(root.register_forward_pre_hook(self._before_forward, prepend=True))
+        sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        if sharded:
+            engine.waits_at_root = True
+        for module in sharded:
+            self._handles.append(
+                module.register_forward_pre_hook(_BeforeGather(self._engine), prepend=True)
+            )
+
+    def _watch_compiled(self, engine: Engine) -> None:
+        """Compiled code checks the class of its parameters: its forward waits for all first."""
+        for model in list(self._models):
+            for module in model.modules():
+                own = module._compiled_call_impl
+                if isinstance(module, (torch.jit.ScriptModule, torch._dynamo.OptimizedModule)):
+                    engine.waits_at_root = True
+                if own is None or any(own is wrapper for _, _, wrapper in self._compiled):
+                    continue
+                engine.waits_at_root = True
+                wrapper = _WaitFirst(self._engine, own)
+                module._compiled_call_impl = wrapper
+                self._compiled.append((weakref.ref(module), own, wrapper))
+
+    def _synchronize(self, *_: Any) -> None:
+        engine = self._engine()
+        if engine is not None:
+            engine.synchronize()
+
+    def _before_owner(self, module: Module, _: Any) -> None:
+        engine = self._engine()
+        if engine is not None:
+            engine.settle(module.parameters(recurse=False))
+
+    def _before_forward(self, module: Module, _: Any) -> None:
+        engine = self._engine()
+        if engine is None:
+            return
+        if not torch.is_grad_enabled() or not module.training:
+            engine.synchronize()  # an evaluation sees the newest parameters
+        elif engine.waits_at_root and not isinstance(module, FSDPModule):
+            engine.finish_model()
+
+
+class _WaitFirst:
+    """A compiled call that waits for the optimizer thread before it starts."""
+
+    def __init__(self, engine: weakref.ref[Engine], call: Any) -> None:
+        self._engine, self._call = engine, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        engine = self._engine()
+        if engine is not None:
+            engine.finish_model()
+        return self._call(*args, **kwargs)
+
+
+class _BeforeGather:
+    """Before FSDP2 gathers a group's parameters: wait for their updates."""
+
+    def __init__(self, engine: weakref.ref[Engine]) -> None:
+        self._engine = engine
+
+    def __call__(self, module: Module, _: Any) -> None:
+        engine = self._engine()
+        if engine is None:
+            return
+        group: Any = module  # FSDP2 does not say in public what it gathers ahead of time
+        ahead = getattr(group._get_fsdp_state(), "_states_to_forward_prefetch", True)
+        if ahead:
+            engine.finish_model()
+        else:
+            engine.settle_parts(_own_parameters(module))
+
+
+def _own_parameters(module: Module) -> Iterator[Tensor]:
+    """The parameters that FSDP2 gathers together with this module."""
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if not isinstance(child, FSDPModule):
+            yield from _own_parameters(child)
+
+
+def _roots(model: Module) -> list[Module]:
+    """The model and what DDP and the like wrap; not what is compiled, whose hooks are traced."""
+    found = [model]
+    while isinstance(inner := getattr(found[-1], "module", None), Module):
+        found.append(inner)
+    return found
+
+
+def _export(slot: Slot, value: Any) -> Any:
+    """As torch writes it: a shard of a sharded parameter is a DTensor."""
+    p: Any = slot.param
+    if not (
+        hasattr(p, "to_local") and isinstance(value, Tensor) and value.shape == slot.target.shape
+    ):
+        return value
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+    )

@@ -1,0 +1,115 @@
+"""Gradients on their way to the optimizer thread: taken over, copied, or sent to the host."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .config import UnsupportedError
+from .slots import Slot
+from .transfer import Lane
+
+__all__ = ["Copied", "Intake"]
+
+Copied = tuple[Tensor, int, Any]
+"""A gradient, its version when it was sent to the host, and the mark of the copy's end."""
+
+
+class Intake:
+    """Of one engine. The training thread's.
+
+    Args:
+        offload: gradients go to host memory.
+        is_free: whether the host buffers may be written to, the step before being done.
+    """
+
+    def __init__(self, lane: Lane, offload: bool, is_free: Callable[[], bool]) -> None:
+        self.lane, self.offload = lane, offload
+        self.is_last_backward: Callable[[], bool] = lambda: True
+        """Whether the backward that runs is the window's last: then gradients are final."""
+        self._is_free = is_free
+        self._slots: list[Slot] = []
+        self._handles: list[Any] = []
+
+    def watch(self, slots: list[Slot]) -> None:
+        """Send each gradient down as soon as the backward has accumulated it."""
+        self.close()
+        self._slots = slots
+        ref = weakref.ref(self)
+        for slot in slots if self.offload else ():
+            if slot.host_grad is None or not slot.param.is_leaf:
+                continue
+
+            def send(p: Tensor, slot: Slot = slot) -> None:
+                intake, grad = ref(), p.grad
+                if intake is not None and grad is not None and intake._may_send():
+                    slot.copied = intake._send(slot, grad)
+
+            param: Any = slot.param
+            self._handles.append(param.register_post_accumulate_grad_hook(send))
+
+    def _may_send(self) -> bool:
+        # Under DDP a gradient is final only after the all-reduce, later in the backward.
+        return self.is_last_backward() and self._is_free() and not _has_ranks()
+
+    def close(self) -> None:
+        """Stop watching."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def own(self, grads: list[Tensor | None]) -> list[Tensor | None]:
+        """Gradients that no later backward writes to: views of DDP's buckets are copied."""
+        if self.offload or not _has_ranks():
+            return grads
+        return [grad.clone() if grad is not None and _is_part(grad) else grad for grad in grads]
+
+    def copy_down(self, grads: Sequence[Tensor | None]) -> list[Copied | None]:
+        """Send to the host what the backward has not sent already, or has changed since.
+
+        Returns, for each slot, where its gradient comes from; nothing without offload.
+        """
+        if not self.offload:
+            return []
+        copies: list[Copied | None] = []
+        for slot, grad in zip(self._slots, grads, strict=True):
+            if grad is None or slot.host_grad is None:
+                copies.append(None)
+                continue
+            sent = slot.copied
+            if sent is None or sent[0] is not grad or sent[1] != grad._version:
+                sent = self._send(slot, grad)
+                if _is_part(grad):
+                    self.lane.follow(sent[2])  # the next backward writes to the same memory
+            slot.copied = None
+            copies.append(sent)
+        return copies
+
+    def _send(self, slot: Slot, grad: Tensor) -> Copied:
+        assert slot.host_grad is not None
+        return grad, grad._version, self.lane.down(grad, slot.host_grad)
+
+    def forbid_sparse(
+        self, grads: Sequence[Tensor | None], names: Callable[[Sequence[Tensor]], str]
+    ) -> None:
+        """Raise ``UnsupportedError`` for a sparse gradient of a parameter with a master."""
+        for slot, grad in zip(self._slots, grads, strict=True):
+            if grad is not None and slot.is_master and grad.layout is not torch.strided:
+                raise UnsupportedError(
+                    f"{names([slot.param])} has a sparse gradient, which float32 masters (offload, "
+                    "step_mode 'delayed') do not take. Use Embedding(sparse=False), or step_mode "
+                    "'sync' or 'overlap' without offload."
+                )
+
+
+def _is_part(grad: Tensor) -> bool:
+    return grad.untyped_storage().nbytes() > grad.nbytes
+
+
+def _has_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

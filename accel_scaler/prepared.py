@@ -1,0 +1,155 @@
+"""The prepared optimizer: its step goes through the accelerator's boundary, perhaps to a worker."""
+
+from __future__ import annotations
+
+import weakref
+from functools import wraps
+from typing import Any, cast
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch.optim import Optimizer
+
+from .async_optimizer import AsyncOptimizer, make_engine
+from .boundary import Boundary
+from .config import UnsupportedError
+from .due import stepper_of
+from .fences import Fences
+from .takeover import has_fp16
+
+__all__ = ["ScaledOptimizer", "adopt", "become", "forbid_unsuitable", "inner_of"]
+
+
+class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
+    """``AcceleratedOptimizer`` whose ``step`` goes through the accelerator's boundary.
+
+    ``step_was_skipped`` is right for every optimizer, fused ones too, at the cost of one
+    synchronisation a step.
+    """
+
+    _boundary: Boundary | None = None
+    _fences: Fences | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.synchronize()
+        state: dict[str, Any] = super().__getstate__()
+        # A copy steps like stock, with its own copy of the scaler: windows are the accelerator's.
+        for name in ("_boundary", "_fences"):
+            state.pop(name, None)
+        return state
+
+    def synchronize(self) -> None:
+        """Wait for the step in hand, if any, and publish it: for code that reads parameters.
+
+        Saving, loading and evaluating do this by themselves.
+        """
+        stepper = stepper_of(self.optimizer)
+        if stepper is not None:
+            stepper.synchronize()
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """As Accelerate's; ``set_to_none=False`` leaves zeros also where a step took gradients."""
+        super().zero_grad(set_to_none)
+        stepper = stepper_of(self.optimizer)
+        if set_to_none is False and stepper is not None and self.gradient_state.sync_gradients:
+            stepper.zero_taken()
+
+    def train(self) -> None:
+        """As Accelerate's (schedule-free optimizers), with finished parameters."""
+        self.synchronize()
+        super().train()
+
+    def eval(self) -> None:
+        """As Accelerate's (schedule-free optimizers), with finished parameters."""
+        self.synchronize()
+        super().eval()
+
+    def step(self, closure: Any = None) -> None:
+        """At a boundary: check, update the scale, step or skip. Elsewhere: nothing."""
+        if self._boundary is None or not self.gradient_state.sync_gradients:
+            super().step(closure)
+            return
+        if closure is not None:
+            raise UnsupportedError(
+                "optimizer.step(closure): a closure would run backward again inside the step, "
+                "with another scale. Call step() without one, or train without fp16."
+            )
+        stepped = False
+        if self._fences is not None:
+            self._fences.watch(self._models())
+        try:
+            stepped = self._boundary.step(self.optimizer)
+        finally:
+            self._is_overflow = not stepped
+
+
+def adopt(accelerator: Any, optimizer: Any) -> None:
+    """Make a prepared optimizer step through the accelerator's boundary."""
+    forbid_unsuitable(optimizer)
+    boundary: Boundary = accelerator._boundary
+    fences = _give_engine(accelerator, optimizer)
+    become(optimizer, ScaledOptimizer)
+    optimizer.scaler = boundary.scaler
+    optimizer._boundary = boundary
+    if fences is not None:
+        optimizer._fences, optimizer._models = fences, ModelsOf(accelerator)
+    boundary.adopted.add(optimizer)
+    for inner in inner_of(optimizer):
+        boundary.scaler.know(inner)
+
+
+def _give_engine(accelerator: Any, optimizer: Any) -> Fences | None:
+    """An engine where the step is not simply the optimizer's own; None: it is, or has one."""
+    config, inner = accelerator._scaler_config, inner_of(optimizer)[0]
+    plain = config.step_mode == "sync" and config.offload == "none" and not has_fp16(inner)
+    if plain or isinstance(inner, AsyncOptimizer) or stepper_of(inner) is not None:
+        return getattr(optimizer, "_fences", None)
+    boundary = accelerator._boundary
+    culprits = boundary.scaler.culprits
+    engine = make_engine(inner, config, accelerator._worker, accelerator.device, culprits)
+    gradient_state = accelerator.gradient_state
+    engine.intake.is_last_backward = lambda: gradient_state.sync_gradients
+    return Fences(engine)
+
+
+class ModelsOf:
+    """The models that an accelerator has prepared, without keeping it alive."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = weakref.ref(accelerator)
+
+    def __call__(self) -> list[torch.nn.Module]:
+        accelerator = self._accelerator()
+        return [] if accelerator is None else list(accelerator._models)
+
+
+def become(optimizer: Any, cls: Any) -> None:
+    """Change the class; an LR scheduler's wrapper on the instance then calls that one's step."""
+    optimizer.__class__ = cls
+    if hasattr(optimizer.__dict__.get("step"), "_wrapped_by_lr_sched"):
+
+        @wraps(cls.step)
+        def counted(*args: Any, **kwargs: Any) -> None:
+            optimizer._opt_called = True
+            cls.step(optimizer, *args, **kwargs)
+
+        cast(Any, counted)._wrapped_by_lr_sched = True
+        optimizer.step = counted
+
+
+def forbid_unsuitable(optimizer: Any) -> None:
+    if type(optimizer) not in (AcceleratedOptimizer, ScaledOptimizer):
+        raise UnsupportedError(
+            f"attach: a prepared optimizer is a {type(optimizer).__name__}, expected Accelerate's "
+            "own AcceleratedOptimizer; prepare the torch optimizer instead."
+        )
+
+
+def inner_of(optimizers: Any) -> list[Optimizer]:
+    """The torch optimizers inside one, or a list of, prepared ones."""
+    found = []
+    for optimizer in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
+        while isinstance(optimizer, AcceleratedOptimizer):
+            optimizer = optimizer.optimizer
+        found.append(optimizer)
+    return found

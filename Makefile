@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: train test test-gpu lint types bench clean
+.PHONY: train test test-gpu lint types bench bench-gpu clean
 
 train: $(STAMP)
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu_fp16.yaml recipes/finetune_classifier.py
@@ -28,6 +28,10 @@ types: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/boundary.py
+
+# On a machine with a GPU; VENV names an environment with a torch for it, and the peers to compare.
+bench-gpu: $(STAMP)
+	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

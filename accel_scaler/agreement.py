@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-__all__ = ["agree_on_overflow"]
+__all__ = ["agree_on_overflow", "whole"]
 
 
 def agree_on_overflow(found_inf: bool, device: torch.device, sharded: bool) -> bool:
@@ -24,3 +27,12 @@ def agree_on_overflow(found_inf: bool, device: torch.device, sharded: bool) -> b
     flag = torch.full((), float(found_inf), device=device)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     return bool(flag)
+
+
+def whole(t: Any) -> Tensor:
+    """A sharded tensor's elements from all ranks, as a plain tensor; others as they are.
+
+    Communicates if ``t`` is a DTensor.
+    """
+    full: Tensor = t.full_tensor() if hasattr(t, "full_tensor") else t
+    return full

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from .agreement import whole
 from .boundary import Boundary
 from .config import ConfigError, OrderError, ScalerConfig
 from .culprits import Culprits
@@ -203,7 +204,7 @@ class AsyncOptimizer(Optimizer):
         self._check_open("clip_grad_norm_")
         chosen = parameters_of(self.optimizer) if parameters is None else list(parameters)
         if self._boundary is None:
-            return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type=norm_type)
+            return whole(torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type))
         return self._boundary.clip_norm([self.optimizer], chosen, max_norm, norm_type)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -231,8 +232,7 @@ class AsyncOptimizer(Optimizer):
         self._check_open("submit")
         if not callable(fn):
             raise ConfigError(f"submit: got {fn!r}, expected a function without arguments.")
-        if self._inside:
-            raise OrderError("submit: called on the optimizer thread; call fn there directly.")
+        self._forbid_inside("submit")
         self._fences.watch(self._models())
         scaler = self.scaler
         if scaler is None or not scaler.is_enabled():
@@ -246,6 +246,7 @@ class AsyncOptimizer(Optimizer):
         Raises:
             StepError: it failed.
         """
+        self._forbid_inside("synchronize")
         self._engine.synchronize()
 
     def state_dict(self) -> dict[str, Any]:
@@ -285,6 +286,7 @@ class AsyncOptimizer(Optimizer):
         """
         if self._closed:
             return
+        self._forbid_inside("close")
         self._closed = True
         try:
             self._fences.close()
@@ -304,16 +306,29 @@ class AsyncOptimizer(Optimizer):
                 f"{type(self.optimizer).__name__}, or make another AsyncOptimizer."
             )
 
+    def _forbid_inside(self, call: str) -> None:
+        if self._inside:
+            raise OrderError(
+                f"{call}(): called on the optimizer thread, which would wait for itself. Inside "
+                "submit(fn) use param_groups, state, step() and zero_grad(); the rest after it."
+            )
+
     def __getstate__(self) -> dict[str, Any]:
         if not self._closed:
             self.synchronize()
         kept = ("optimizer", "model", "scaler", "_config", "_closed", "_skipped")
-        return {name: self.__dict__[name] for name in kept}
+        progress = self._engine.steps, self._engine.export_masters()
+        return {**{name: self.__dict__[name] for name in kept}, "_progress": progress}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        steps, masters = state.pop("_progress")
         self.__dict__.update(state)
-        if not self._closed:
-            self._open()
+        self._open()
+        if self._closed:
+            self._fences.close()
+            return
+        self._engine.steps = steps
+        self._engine.import_masters(masters)
 
     def __repr__(self) -> str:
         return f"AsyncOptimizer(mode={self._config.step_mode!r}, {self.optimizer!r})"
@@ -348,6 +363,8 @@ def _check_arguments(optimizer: Any, model: Any, scaler: Any) -> None:
         raise ConfigError(
             f"AsyncOptimizer: got a {type(optimizer).__name__}, expected a torch optimizer."
         )
+    if not parameters_of(optimizer):
+        raise ConfigError(f"AsyncOptimizer: this {type(optimizer).__name__} has no parameters.")
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise ConfigError(
             f"AsyncOptimizer: got scaler={type(scaler).__name__}, expected our GradScaler. "

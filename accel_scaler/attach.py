@@ -267,7 +267,7 @@ def _set_up(accelerator: ScaledAccelerator, config: ScalerConfig | None) -> bool
         sharded=accelerator.distributed_type == DistributedType.FSDP,
     )
     for optimizer in accelerator._optimizers:
-        forbid_unsuitable(optimizer)
+        forbid_unsuitable(optimizer, config)
     if not accelerator.native_amp:
         # Stock Accelerate leaves fp16 on a CPU without autocast and without a scaler.
         add_autocast(accelerator, list(accelerator._models))

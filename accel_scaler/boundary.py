@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable, Sequence
+from math import isinf
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from .agreement import agree_on_overflow
+from .agreement import agree_on_overflow, whole
 from .config import OrderError, UnsupportedError
 from .culprits import first_nonfinite
 from .due import Due, stepper_of
@@ -30,6 +31,7 @@ from .gradients import (
     nonfinite,
     nonzero,
     parameters_of,
+    reciprocal,
     scaled_norms,
 )
 from .mixing import MixGuard
@@ -157,7 +159,7 @@ class Boundary:
         exact = is_power_of_two(scale) or is_low(optimizer)
         if self.sharded or not exact or not is_uniform(grads, dtypes_of([optimizer])):
             return False
-        inv_scale = torch.full((), 1.0 / scale, device=grads[0].device)
+        inv_scale = torch.full((), reciprocal(scale), device=grads[0].device)
         norms = scaled_norms(grads, inv_scale)
         self._put_check(optimizer, note, params, norms)
         folded = self.fold_unscale and takes_grad_scale(optimizer)
@@ -196,7 +198,7 @@ class Boundary:
         if not parameters:
             return torch.tensor(0.0)
         if not self.scaler.is_enabled():
-            return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+            return whole(torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type))
         owners = self.owners(optimizers, parameters)
         notes = [self._note(owner) for owner in owners]
         if float(norm_type) == 2.0 and self._fits_one_pass(owners, parameters):
@@ -212,7 +214,7 @@ class Boundary:
             return torch.full((), float("inf"), device=self.device)
         if low:
             return clip_scaled_norm(owners, notes, parameters, float(max_norm), float(norm_type))
-        norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+        norm = whole(torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type))
         for note in notes:
             note.norm = norm
         return norm
@@ -317,7 +319,7 @@ class Boundary:
         """One read for norm and check, one product for unscale and clip. None: not possible."""
         scale, grads = self._window_scale(), gradients_of(parameters)
         device = grads[0].device
-        norms = scaled_norms(grads, torch.full((), 1.0 / scale, device=device))
+        norms = scaled_norms(grads, torch.full((), reciprocal(scale), device=device))
         found = norms.total is None
         if found and not norms.overflowed:
             return None
@@ -375,7 +377,8 @@ class Boundary:
         return window
 
     def _settle(self, note: Note, found_inf: bool) -> None:
-        note.found_inf = agree_on_overflow(found_inf, self.device, self.sharded)
+        lost = isinf(reciprocal(self._window_scale()))  # no gradient survived such a scale
+        note.found_inf = agree_on_overflow(found_inf or lost, self.device, self.sharded)
 
     def _stage(self, optimizer: Optimizer) -> Any:
         state = self.scaler.window.states.get(id(optimizer))

@@ -22,9 +22,9 @@ from .config import OrderError, StepError
 from .culprits import Culprits
 from .due import ATTRIBUTE, Due
 from .flight import Flight
-from .gradients import LOW_PRECISION
+from .gradients import LOW_PRECISION, parameters_of
 from .intake import Intake
-from .pending import settle_all
+from .pending import any_pending, settle_pending
 from .shadow import Part, Shadow
 from .slots import local
 from .transfer import Lane
@@ -85,13 +85,16 @@ class Engine(Flight):
         """Take over what was changed from outside: groups, parameters, their values."""
         if self._broken is not None:
             raise StepError(self._broken)
-        settle_all([p for group in self.optimizer.param_groups for p in group["params"]])
-        changed = self.shadow.follow()
-        if changed:
+        if any_pending():
+            settle_pending(parameters_of(self.optimizer))  # of another optimizer's step
+        before, slots = self.shadow.params, self.shadow.slots
+        if self.shadow.follow():
             self._learning = self.mode != "sync" and self.shadow.splittable
-            self._versions = []
+            self._follow_order(before)
             self.intake.watch(self.shadow.ordered)
-        elif self._versions:
+            if self.unpublished:
+                self.keep_newer(slots)
+        if self._versions:
             self._follow_edits()
 
     def _follow_edits(self) -> None:
@@ -135,6 +138,7 @@ class Engine(Flight):
 
     def skip(self) -> None:
         """A boundary without an update; ``delayed`` publishes the one before all the same."""
+        self.intake.forget()
         if self.mode == "delayed":
             self.synchronize()
 
@@ -146,8 +150,12 @@ class Engine(Flight):
         self, found: Sequence[Tensor | None], due: Due, fn: Callable[[], object] | None
     ) -> None:
         shadow = self.shadow
-        grads = [None if g is None else local(g) for g in found]
-        self.intake.forbid_sparse(grads, self._names)
+        grads = list(found)
+        if shadow.is_sharded:
+            grads = [None if g is None else local(g) for g in found]
+        if shadow.has_masters:
+            self.intake.forbid_sparse(grads, self._names)
+        shadow.forget_loaded()
         shadow.link_state(grads)
         shadow.freeze_settings()
         stale = self.mode == "delayed" and self.steps >= self.delay_warmup_steps
@@ -158,31 +166,49 @@ class Engine(Flight):
             due = _on_host(due)
         if self.mode != "sync":
             grads = self.intake.own(grads)
-        copies = self.intake.copy_down(grads)
-        work = partial(self._work, grads, copies, due, self.lane.mark(), publish_first, stale, fn)
+        untouched = due.multiply is not None or due.divide is not None
+        grads, copies = self.intake.copy_down(grads, untouched)
+        ready = self.lane.mark(home=True)
+        work = partial(self._work, grads, copies, due, ready, publish_first, stale, fn)
         self._lead = parts * publish_first
         task = Task(work, count + self._lead)
         inline = self.mode == "sync" and not self.offload and fn is None
         if self.mode != "sync":
-            self._taken = [p for p, g in zip(shadow.params, found, strict=True) if g is not None]
+            self._taken = shadow.params
+            if any(grad is None for grad in found):
+                self._taken = [
+                    p for p, g in zip(shadow.params, found, strict=True) if g is not None
+                ]
             for p in self._taken:
                 p.grad = None
         torch.autograd.graph.increment_version(shadow.params)
-        if publish_first or stale or shadow.offload or self.low_precision:
+        if shadow.has_masters:
             self._versions = [p._version for p in shadow.params]
-        self._task, self._marks = task, []
+        self._task, self._marks, self._of_user = task, [], fn is not None
         self.steps += 1
         self.unpublished = stale
         self.optimizer.__dict__["_opt_called"] = True  # what an LR scheduler's wrapper sets
+        try:
+            self._launch(task, inline, publish_first, whole=fn is not None and not publish_first)
+        except BaseException as error:  # Ctrl-C, or no thread to be had
+            task.abandon(error)
+            raise
+
+    def _launch(self, task: Task, inline: bool, publish_first: bool, whole: bool) -> None:
         if inline:
             task.execute()
+            if task.error is not None and not isinstance(task.error, Exception):
+                self._task = None
+                raise task.error  # Ctrl-C and exit() go on as they would from optimizer.step()
             self.finish()
             return
+        seen_by_next_forward = publish_first or not self.unpublished
+        if self.mode != "sync" and seen_by_next_forward:
+            self.hold_parameters(whole)
         self.worker.submit(task)
-        if self.mode == "sync":
-            self.finish()
-        elif publish_first or not stale:
-            self.hold_parameters(whole=fn is not None and not publish_first)
+        held = self.waits_at_root or self._hold is not None
+        if self.mode == "sync" or (seen_by_next_forward and not held):
+            self.finish()  # nobody would see the parameters used
 
     def synchronize(self) -> None:
         """Finish the step in hand and publish it, so that the model and the state are the newest.
@@ -244,29 +270,49 @@ class Engine(Flight):
         fn: Callable[[], object] | None,
         task: Task,
     ) -> None:
-        using = [grad for grad in grads if grad is not None and not self.offload]
-        with self.lane.beside(ready, using):
-            if publish_first:
-                for part in self.shadow.parts:
+        with self.lane.beside(ready):
+            self.lane.keep([*grads, due.multiply, due.divide])
+            try:
+                for part in self.shadow.parts if publish_first else ():
                     self._publish(part)
                     self._done(task)
-            if self.offload:
-                for mark in self._marks[-1:]:
-                    self.lane.wait_on_host(mark)  # masters may be overwritten from here on
-            if fn is not None:
+                if self.offload:
+                    # Masters are overwritten from here on; what was sent up has to be there.
+                    self.lane.wait_on_host(self._marks[-1] if self._marks else ready)
+                if fn is None:
+                    self._update(grads, copies, due, stale, task)
+                    return
                 self._run(fn, grads, copies)
                 for part in [] if stale else self.shadow.parts:
                     self._publish(part)
                 self._done(task)
-                return
-            for part in self.shadow.parts:
-                mine = slice(part.start, part.end)
-                final = self._bring(part, grads[mine], copies[mine], due.multiply)
-                grads[mine] = [None] * len(final)
-                self.shadow.step_part(part, final, due.divide)
-                if not stale:
-                    self._publish(part)
+            finally:
+                if task.done < task.parts:  # a part has failed, perhaps after its first kernels
+                    self._marks.append(self.lane.mark())
+
+    def _update(
+        self,
+        grads: list[Tensor | None],
+        copies: list[Any],
+        due: Due,
+        stale: bool,
+        task: Task,
+    ) -> None:
+        complete: Any = grads if not copies and all(grad is not None for grad in grads) else None
+        small = None if complete is None else self.shadow.small_steps()
+        if small is not None and small.begin(complete, due):
+            for number in range(len(self.shadow.parts)):
+                small.step(number, due)
                 self._done(task)
+            return
+        for part in self.shadow.parts:
+            mine = slice(part.start, part.end)
+            final = self._bring(part, grads[mine], copies[mine], due.multiply)
+            grads[mine] = [None] * len(final)
+            self.shadow.step_part(part, final, due.divide)
+            if not stale:
+                self._publish(part)
+            self._done(task)
 
     def _done(self, task: Task) -> None:
         self._marks.append(self.lane.mark())
@@ -279,7 +325,7 @@ class Engine(Flight):
         if copies:
             for place, copied in enumerate(copies):
                 if copied is not None:
-                    self.lane.wait_on_host(copied[2])
+                    self.lane.wait_on_host(copied[0])
                     grads[place] = part.slots[place].host_grad
         brought = [
             g.float() if g is not None and slot.is_master and g.dtype in LOW_PRECISION else g
@@ -291,7 +337,7 @@ class Engine(Flight):
         return brought
 
     def _publish(self, part: Part) -> None:
-        for slot in part.slots:
+        for slot in part.slots if self.shadow.has_masters else ():
             slot.publish(self.lane)
 
     def _run(self, fn: Callable[[], object], grads: list[Tensor | None], copies: list[Any]) -> None:

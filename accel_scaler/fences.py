@@ -41,6 +41,10 @@ class Fences:
             optimizer.register_load_state_dict_post_hook(self._after_loading),
         ]
 
+    def __reduce__(self) -> Any:
+        # A model is copied and pickled along with its hooks; no engine steps the copy.
+        return _of_nobody, (type(self), "_engine")
+
     def close(self) -> None:
         """Finish the engine's step, remove every hook, leave the optimizer as torch has it.
 
@@ -99,7 +103,7 @@ class Fences:
                     continue
                 if entry:
                     entry = {key: _export(slot, value) for key, value in entry.items()}
-                if slot.is_rounded and engine.steps:
+                if slot.is_rounded and (engine.steps or slot.loaded is not None):
                     entry = {**(entry or {}), MASTER: _export(slot, slot.twin.data)}
                 if entry:
                     state[index] = entry
@@ -159,8 +163,8 @@ class Fences:
         for root in _roots(model):
             self._handles.append(root.register_forward_pre_hook(self._before_forward, prepend=True))
         sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        if sharded:
-            engine.waits_at_root = True
+        if sharded or isinstance(model, torch.nn.DataParallel):
+            engine.waits_at_root = True  # their reads of parameters cannot be seen
         for module in sharded:
             self._handles.append(
                 module.register_forward_pre_hook(_BeforeGather(self._engine), prepend=True)
@@ -196,8 +200,19 @@ class Fences:
             return
         if not torch.is_grad_enabled() or not module.training:
             engine.synchronize()  # an evaluation sees the newest parameters
-        elif engine.waits_at_root and not isinstance(module, FSDPModule):
+        elif (engine.waits_at_root or _is_transformed()) and not isinstance(module, FSDPModule):
             engine.finish_model()
+
+
+def _nobody() -> None:
+    return None
+
+
+def _of_nobody(cls: type[Any], reference: str) -> Any:
+    """A copy of something with hooks on a model, that waits for nothing."""
+    made = object.__new__(cls)
+    setattr(made, reference, _nobody)
+    return made
 
 
 class _WaitFirst:
@@ -219,16 +234,26 @@ class _BeforeGather:
     def __init__(self, engine: weakref.ref[Engine]) -> None:
         self._engine = engine
 
+    def __reduce__(self) -> Any:
+        return _of_nobody, (type(self), "_engine")
+
     def __call__(self, module: Module, _: Any) -> None:
         engine = self._engine()
         if engine is None:
             return
-        group: Any = module  # FSDP2 does not say in public what it gathers ahead of time
-        ahead = getattr(group._get_fsdp_state(), "_states_to_forward_prefetch", True)
-        if ahead:
+        group: Any = module  # FSDP2 does not say in public what it gathers, and what ahead of time
+        state = group._get_fsdp_state()
+        together = getattr(state, "_modules", None)  # fully_shard([a, b]) gathers both at a
+        if together is None or getattr(state, "_states_to_forward_prefetch", True):
             engine.finish_model()
         else:
-            engine.settle_parts(_own_parameters(module))
+            engine.settle_parts(p for each in together for p in _own_parameters(each))
+        engine.wait_for_device()  # it gathers on streams that wait for ours at the root only
+
+
+def _is_transformed() -> bool:
+    """Inside ``torch.func.grad``, ``vmap`` or the like, which wrap parameters unseen."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _own_parameters(module: Module) -> Iterator[Tensor]:

@@ -6,14 +6,16 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .config import StepError
+from .config import OrderError, StepError
 from .culprits import Culprits
 from .intake import Intake
-from .pending import Hold, can_be_held, settle_all
+from .pending import Hold, any_pending, can_be_held, settle_pending
 from .shadow import Shadow
+from .slots import Slot, local
 from .transfer import Lane
 from .worker import Task
 
@@ -41,8 +43,12 @@ class Flight:
         self._task: Task | None = None
         self._lead = 0
         """Parts of the task in hand that only publish what the step before computed."""
+        self._of_user = False
+        """The task in hand is a function given to ``submit``."""
         self._hold: Hold | None = None
         self._marks: list[Any] = []
+        """Where on the device each part done ends; one more after a failure."""
+        self._followed: Any = None
         self._versions: list[int] = []
         self._learning = False
         self._broken: str | None = None
@@ -54,31 +60,37 @@ class Flight:
 
     def hold_parameters(self, whole: bool) -> None:
         shadow = self.shadow
-        if self.waits_at_root or not all(map(can_be_held, shadow.params)):
-            if not self.waits_at_root:
-                self.finish()  # nobody would see them used
+        if self.waits_at_root or not can_be_held(shadow.params):
             return
-        ends = [len(shadow.params)] if whole else [part.end for part in shadow.parts]
-        part_of = {
-            id(slot.param): 1 if whole else number
-            for number, part in enumerate(shadow.parts, 1)
-            for slot in part.slots
-        }
+        ends, part_of = shadow.ends, shadow.part_of
+        if whole:
+            ends, part_of = [len(shadow.params)], dict.fromkeys(part_of, 1)
         self._hold = Hold(shadow.params, ends, part_of, self._await, one_by_one=self._learning)
 
     def _await(self, parts: int) -> int:
         """On whatever thread uses a parameter: wait for its part; the device waits too."""
         task = self._task
         if task is None:
+            self._follow(self._marks[-1:])
             return len(self.shadow.parts)
         start = time.perf_counter()
         ok = task.wait(parts)
         self.waited_s += time.perf_counter() - start
         if not ok:
             self.finish()
-        if self._marks:
-            self.lane.follow(self._marks[parts - 1])
-        return task.done
+        self._follow(self._marks[parts - 1 : parts])
+        # Later parts are enqueued perhaps, but the device has not been told to wait for them.
+        return task.done if self.lane.is_host else parts
+
+    def _follow(self, marks: Sequence[Any]) -> None:
+        """What this thread enqueues from here on comes after ``marks`` (one at most)."""
+        for mark in marks:
+            self.lane.follow(mark)
+            self._followed = mark
+
+    def wait_for_device(self) -> None:
+        """Block until what was waited for is there, whatever stream is going to read it."""
+        self.lane.wait_on_host(self._followed)
 
     def finish(self) -> None:
         """Wait for the step in hand, if any. In ``delayed`` the model is as it was.
@@ -99,9 +111,10 @@ class Flight:
             raise
         self.waited_s += time.perf_counter() - start
         self._task = None
+        # Kernels that ran on one thread have made the worker's number the default of new threads.
+        torch.set_num_threads(torch.get_num_threads())
+        self._follow(self._marks[-1:])
         self._release()
-        if self._marks:
-            self.lane.follow(self._marks[-1])
         self.shadow.collect_settings()
         if not ok:
             self._raise_failure(task)
@@ -113,13 +126,27 @@ class Flight:
         hold.release()
         if self._learning:
             self._learning = False
+            before = self.shadow.params
             self.shadow.reorder(hold.seen)
             self.intake.watch(self.shadow.ordered)
-            if self._versions:
-                self._versions = [p._version for p in self.shadow.params]
+            self._follow_order(before)
+
+    def _follow_order(self, before: Sequence[Tensor]) -> None:
+        """With masters: each parameter's last known version, where it stands in the parts now."""
+        known = dict(zip(map(id, before), self._versions, strict=False))
+        if self.shadow.has_masters:
+            self._versions = [known.get(id(p), p._version) for p in self.shadow.params]
+        else:
+            self._versions = []
 
     def _raise_failure(self, task: Task) -> None:
         error = task.error
+        if self._of_user:
+            raise StepError(
+                f"the function given to submit() failed on the optimizer thread "
+                f"({type(error).__name__}: {error}). What it had stepped by then stays stepped; "
+                "its gradients are gone. The next call works."
+            ) from error
         updated = max(task.done - self._lead, 0)
         params = self.shadow.params
         end = self.shadow.parts[updated - 1].end if updated else 0
@@ -132,7 +159,8 @@ class Flight:
 
     def settle(self, params: Iterable[Tensor]) -> None:
         """Wait for those of ``params`` that are pending."""
-        settle_all(list(params))
+        if any_pending():
+            settle_pending(params)
 
     def settle_parts(self, params: Iterable[Tensor]) -> None:
         """Wait for parameters that cannot be held (shards), part by part."""
@@ -155,6 +183,37 @@ class Flight:
             self._await(self._lead)
         else:
             self.finish()
+
+    def keep_newer(self, before: Iterable[Slot]) -> None:
+        """Publish masters that a change from outside has ended, where the model still is.
+
+        Raises:
+            OrderError: it is elsewhere, or of another size.
+        """
+        now, moved = {id(slot.param): slot for slot in self.shadow.slots}, []
+        for slot in before:
+            if slot.is_master and now.get(id(slot.param)) is not slot:
+                held = local(slot.param.detach())
+                if (held.data_ptr(), held.shape) == (slot.target.data_ptr(), slot.target.shape):
+                    slot.publish(self.lane)
+                else:
+                    moved.append(slot.param)
+        if moved:
+            raise OrderError(
+                f"{self._names(moved)} moved or changed size while a newer value was waiting to be "
+                "published (step_mode='delayed'). The newer value is lost, the change stays. Call "
+                "optimizer.synchronize() before changing parameters."
+            )
+
+    def export_masters(self) -> list[Tensor | None]:
+        """Masters that hold more than the model, in the optimizer's order; call it when idle."""
+        return [slot.twin.data if slot.is_rounded else None for slot in self.shadow.slots]
+
+    def import_masters(self, masters: Iterable[Tensor | None]) -> None:
+        """What :meth:`export_masters` of an optimizer like this one gave."""
+        for slot, master in zip(self.shadow.slots, masters, strict=True):
+            if master is not None:
+                slot.refresh(master)
 
     def forgive(self) -> None:
         """State is about to be replaced: a lost step no longer matters."""

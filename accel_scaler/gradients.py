@@ -26,6 +26,7 @@ __all__ = [
     "nonfinite",
     "nonzero",
     "parameters_of",
+    "reciprocal",
     "run_on_one_thread",
     "scaled_norms",
 ]
@@ -40,6 +41,9 @@ LOW_PRECISION = frozenset({torch.float16, torch.bfloat16})
 
 SMALL = 1 << 12
 """Elements up to which one thread works faster on a tensor than several."""
+
+SMALLEST_NORMAL = 2.0**-126
+"""Of float32; its reciprocal is the last power of two that can be had."""
 
 MOST_NAMED = 3
 """Offenders that a check looks for; to find all would read every gradient once more."""
@@ -84,7 +88,12 @@ def is_uniform(
 
 def is_power_of_two(scale: float) -> bool:
     """Whether multiplying by ``scale`` only moves the exponent, so that it rounds nothing."""
-    return scale > 0 and math.frexp(scale)[0] == 0.5
+    return scale >= SMALLEST_NORMAL and math.frexp(scale)[0] == 0.5
+
+
+def reciprocal(scale: float) -> float:
+    """1 / scale; inf where float32 may not hold it, after some 140 back-offs in a row."""
+    return 1.0 / scale if scale >= SMALLEST_NORMAL else math.inf
 
 
 @torch.no_grad()

@@ -19,6 +19,9 @@ __all__ = ["Copied", "Intake"]
 Copied = tuple[Tensor, int, Any]
 """A gradient, its version when it was sent to the host, and the mark of the copy's end."""
 
+Arrival = tuple[Any]
+"""The mark of the copy's end, alone: the gradient's memory on the device is free by then."""
+
 
 class Intake:
     """Of one engine. The training thread's.
@@ -47,7 +50,9 @@ class Intake:
 
             def send(p: Tensor, slot: Slot = slot) -> None:
                 intake, grad = ref(), p.grad
-                if intake is not None and grad is not None and intake._may_send():
+                if intake is None or grad is None or grad.layout is not torch.strided:
+                    return  # the step refuses sparse ones, with the reason
+                if intake._may_send():
                     slot.copied = intake._send(slot, grad)
 
             param: Any = slot.param
@@ -69,26 +74,38 @@ class Intake:
             return grads
         return [grad.clone() if grad is not None and _is_part(grad) else grad for grad in grads]
 
-    def copy_down(self, grads: Sequence[Tensor | None]) -> list[Copied | None]:
+    def forget(self) -> None:
+        """What was sent is not wanted: the step is skipped."""
+        for slot in self._slots if self.offload else ():
+            slot.copied = None
+
+    def copy_down(
+        self, grads: list[Tensor | None], untouched: bool
+    ) -> tuple[list[Tensor | None], list[Arrival | None]]:
         """Send to the host what the backward has not sent already, or has changed since.
 
-        Returns, for each slot, where its gradient comes from; nothing without offload.
+        Args:
+            untouched: gradients are as the backward left them, or their version says otherwise.
+                torch's ``unscale_`` writes to them without saying so.
+
+        Returns the gradients that stay, and for each slot the mark of its copy; no marks without
+        offload.
         """
         if not self.offload:
-            return []
-        copies: list[Copied | None] = []
+            return grads, []
+        copies: list[Arrival | None] = []
         for slot, grad in zip(self._slots, grads, strict=True):
             if grad is None or slot.host_grad is None:
                 copies.append(None)
                 continue
             sent = slot.copied
-            if sent is None or sent[0] is not grad or sent[1] != grad._version:
+            if not (untouched and sent and sent[0] is grad and sent[1] == grad._version):
                 sent = self._send(slot, grad)
                 if _is_part(grad):
                     self.lane.follow(sent[2])  # the next backward writes to the same memory
             slot.copied = None
-            copies.append(sent)
-        return copies
+            copies.append((sent[2],))
+        return [g if c is None else None for g, c in zip(grads, copies, strict=True)], copies
 
     def _send(self, slot: Slot, grad: Tensor) -> Copied:
         assert slot.host_grad is not None
@@ -108,7 +125,8 @@ class Intake:
 
 
 def _is_part(grad: Tensor) -> bool:
-    return grad.untyped_storage().nbytes() > grad.nbytes
+    # A bucket of one parameter is as large as the gradient that views it.
+    return grad._is_view() or grad.untyped_storage().nbytes() > grad.nbytes
 
 
 def _has_ranks() -> bool:

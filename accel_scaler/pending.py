@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -18,9 +19,11 @@ from torch import Tensor, nn
 
 from .config import StepError
 
-__all__ = ["Hold", "PendingParameter", "can_be_held", "settle_all"]
+__all__ = ["Hold", "PendingParameter", "any_pending", "can_be_held", "settle_pending"]
 
-_holds: list[Hold] = []
+_holds: weakref.WeakSet[Hold] = weakref.WeakSet()
+"""Weak: an optimizer that nobody uses any more must not keep its model."""
+
 _lock = threading.Lock()
 
 _ATTRIBUTES = (
@@ -108,16 +111,21 @@ def _restore(p: Any) -> None:
         cast(Any, p).__class__ = nn.Parameter
 
 
-def settle_all(params: Sequence[Tensor]) -> None:
+def settle_pending(params: Iterable[Tensor]) -> None:
     """Wait for those of ``params`` that are pending."""
-    for p in params if _holds else ():
+    for p in params:
         if type(p) is PendingParameter:
             _settle(p)
 
 
-def can_be_held(p: Tensor) -> bool:
-    """Whether its uses can be seen: a plain parameter, not a subclass with a life of its own."""
-    return type(p) in (nn.Parameter, PendingParameter)
+def any_pending() -> bool:
+    """Whether any parameter in this process may be pending."""
+    return bool(_holds)
+
+
+def can_be_held(params: Iterable[Tensor]) -> bool:
+    """Whether uses can be seen: plain parameters, no subclass with a life of its own."""
+    return set(map(type, params)) <= {nn.Parameter, PendingParameter}
 
 
 class Hold:
@@ -147,7 +155,7 @@ class Hold:
         self.seen: list[Tensor] = []
         """Parameters in the order in which they were first used."""
         with _lock:
-            _holds.append(self)
+            _holds.add(self)
         for p in params:
             p.__class__ = PendingParameter
 
@@ -169,9 +177,8 @@ class Hold:
         ready = len(self.ends) if parts is None else min(parts, len(self.ends))
         end = self.ends[ready - 1] if ready else 0
         for p in self.params[self._released : end]:
-            _restore(p)
+            p.__class__ = nn.Parameter
         self._released = max(self._released, end)
         if self._released == len(self.params):
             with _lock:
-                if self in _holds:
-                    _holds.remove(self)
+                _holds.discard(self)

@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 
 from .async_optimizer import AsyncOptimizer, make_engine
 from .boundary import Boundary
-from .config import UnsupportedError
+from .config import ScalerConfig, UnsupportedError
 from .due import stepper_of
 from .fences import Fences
+from .shadow import refuse_unsteppable
 from .takeover import has_fp16
 
 __all__ = ["ScaledOptimizer", "adopt", "become", "forbid_unsuitable", "inner_of"]
@@ -34,7 +35,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self.synchronize()
         state: dict[str, Any] = super().__getstate__()
         # A copy steps like stock, with its own copy of the scaler: windows are the accelerator's.
-        for name in ("_boundary", "_fences"):
+        for name in ("_boundary", "_fences", "_models"):
             state.pop(name, None)
         return state
 
@@ -56,12 +57,14 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     def train(self) -> None:
         """As Accelerate's (schedule-free optimizers), with finished parameters."""
-        self.synchronize()
+        if hasattr(self.optimizer, "train"):  # the Trainer calls this before every forward
+            self.synchronize()
         super().train()
 
     def eval(self) -> None:
         """As Accelerate's (schedule-free optimizers), with finished parameters."""
-        self.synchronize()
+        if hasattr(self.optimizer, "eval"):
+            self.synchronize()
         super().eval()
 
     def step(self, closure: Any = None) -> None:
@@ -85,7 +88,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
 def adopt(accelerator: Any, optimizer: Any) -> None:
     """Make a prepared optimizer step through the accelerator's boundary."""
-    forbid_unsuitable(optimizer)
+    forbid_unsuitable(optimizer, accelerator._scaler_config)
     boundary: Boundary = accelerator._boundary
     fences = _give_engine(accelerator, optimizer)
     become(optimizer, ScaledOptimizer)
@@ -101,8 +104,7 @@ def adopt(accelerator: Any, optimizer: Any) -> None:
 def _give_engine(accelerator: Any, optimizer: Any) -> Fences | None:
     """An engine where the step is not simply the optimizer's own; None: it is, or has one."""
     config, inner = accelerator._scaler_config, inner_of(optimizer)[0]
-    plain = config.step_mode == "sync" and config.offload == "none" and not has_fp16(inner)
-    if plain or isinstance(inner, AsyncOptimizer) or stepper_of(inner) is not None:
+    if not _needs_engine(inner, config):
         return getattr(optimizer, "_fences", None)
     boundary = accelerator._boundary
     culprits = boundary.scaler.culprits
@@ -110,6 +112,11 @@ def _give_engine(accelerator: Any, optimizer: Any) -> Fences | None:
     gradient_state = accelerator.gradient_state
     engine.intake.is_last_backward = lambda: gradient_state.sync_gradients
     return Fences(engine)
+
+
+def _needs_engine(inner: Optimizer, config: ScalerConfig) -> bool:
+    plain = config.step_mode == "sync" and config.offload == "none" and not has_fp16(inner)
+    return not (plain or isinstance(inner, AsyncOptimizer) or stepper_of(inner) is not None)
 
 
 class ModelsOf:
@@ -137,12 +144,16 @@ def become(optimizer: Any, cls: Any) -> None:
         optimizer.step = counted
 
 
-def forbid_unsuitable(optimizer: Any) -> None:
+def forbid_unsuitable(optimizer: Any, config: ScalerConfig) -> None:
+    """Raise ``UnsupportedError``, before anything is changed, for what cannot be adopted."""
     if type(optimizer) not in (AcceleratedOptimizer, ScaledOptimizer):
         raise UnsupportedError(
             f"attach: a prepared optimizer is a {type(optimizer).__name__}, expected Accelerate's "
             "own AcceleratedOptimizer; prepare the torch optimizer instead."
         )
+    inner = inner_of(optimizer)[0]
+    if _needs_engine(inner, config):
+        refuse_unsteppable(inner)
 
 
 def inner_of(optimizers: Any) -> list[Optimizer]:

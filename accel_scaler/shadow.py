@@ -6,9 +6,8 @@ same class, the same state entries, and hyperparameters copied when a step is ha
 
 from __future__ import annotations
 
-import inspect
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain, pairwise
 from operator import attrgetter, is_
 from typing import Any
@@ -17,69 +16,25 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .config import UnsupportedError
 from .fused import AdamGroup, is_plain
 from .gradients import is_uniform, match_layout
 from .slots import Slot, local, make_slots
+from .small import SmallSteps
+from .steppable import (
+    OF_OPTIMIZER,
+    is_splittable,
+    raw_step,
+    refuse_unshardable,
+    refuse_unsteppable,
+)
 from .transfer import Lane
 
-__all__ = ["Part", "Shadow", "is_splittable"]
+__all__ = ["Part", "Shadow", "refuse_unsteppable"]
 
 PARTS = 32
 """About how many parts a step has: each costs some Python, and a forward waits for whole ones."""
-SMALLEST_PART, LARGEST_PART = 1 << 16, 1 << 22
+SMALLEST_PART, LARGEST_PART = 1 << 19, 1 << 22
 """Elements in a part, unless one parameter alone has more."""
-
-_BY_PARAMETER = (
-    *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam"),
-    *("RAdam", "RMSprop", "Rprop", "SGD", "SparseAdam"),
-)
-"""torch's optimizers whose step treats each parameter alone."""
-
-_OTHERS_BY_PARAMETER = {"transformers.optimization.Adafactor"}
-
-_OF_OPTIMIZER = frozenset(vars(torch.optim.SGD([torch.zeros(1)]))) | {"step", "param_groups"}
-
-
-def raw_step(cls: type[Optimizer]) -> Callable[..., Any]:
-    """The class's step without torch's wrapper that runs hooks, which are the main thread's."""
-    step: Any = cls.step
-    while getattr(step, "hooked", False):
-        step = step.__wrapped__
-    result: Callable[..., Any] = step
-    return result
-
-
-def is_splittable(optimizer: Optimizer) -> bool:
-    """Whether stepping some parameters, then the others, is the same as stepping all."""
-    step = raw_step(type(optimizer))
-    for cls in type(optimizer).__mro__:
-        known = cls.__module__.startswith("torch.optim.") and cls.__name__ in _BY_PARAMETER
-        if known or f"{cls.__module__}.{cls.__qualname__}" in _OTHERS_BY_PARAMETER:
-            return raw_step(cls) is step
-    return False
-
-
-def refuse_unsteppable(optimizer: Optimizer) -> None:
-    """Raise ``UnsupportedError`` for optimizers that no other thread can step."""
-    name = type(optimizer).__name__
-    closure = inspect.signature(raw_step(type(optimizer))).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise UnsupportedError(
-            f"{name}.step() needs a closure, which runs forward and backward inside the step; "
-            "that cannot run beside them. Use step_mode='sync' without offload."
-        )
-    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for key, value in vars(optimizer).items():
-        if key in _OF_OPTIMIZER:
-            continue
-        items = value if isinstance(value, (list, tuple)) else [value]
-        if any(isinstance(item, Optimizer) or id(item) in own for item in items):
-            raise UnsupportedError(
-                f"{name} keeps parameters or another optimizer in its attribute {key!r}, so "
-                "another thread cannot step a copy of it. Use step_mode='sync' without offload."
-            )
-
 
 _is_trained = attrgetter("requires_grad")
 
@@ -106,6 +61,7 @@ class Shadow:
 
     def __init__(self, optimizer: Optimizer, lane: Lane, *, offload: bool, masters: bool) -> None:
         refuse_unsteppable(optimizer)
+        refuse_unshardable(optimizer)
         self.optimizer, self.lane = optimizer, lane
         self.offload, self.masters = offload, masters or offload
         self.splittable = is_splittable(optimizer)
@@ -115,14 +71,25 @@ class Shadow:
         """The slots in the order of the parts."""
         self.has_rounded = False
         """The model holds some parameters in less than their masters' precision."""
+        self.has_masters = self.is_sharded = False
+        self.has_loaded = False
+        """Some slots keep masters from a state dict."""
+        self.ends: list[int] = []
+        """For each part, how many parameters are stepped once it is done."""
+        self.part_of: dict[int, int] = {}
+        """``id(parameter)`` -> how many parts must be done for it."""
         self.params: list[Tensor] = []
         """The model's parameters, in the order of the parts."""
         self.parts: list[Part] = []
         self.twin: Any = None
         self._epoch = 0
+        """Grows when state entries are other ones than before."""
+        self._small: SmallSteps | None = None
+        self._small_epoch = -1
         self._order: list[int] = []
         self._known: list[Tensor] = []
         self._places: object = None
+        self._may_need_masters = False
         self._state: Any = None
         self._entries: list[Any] = []
         self._settings: list[dict[str, Any]] = []
@@ -131,9 +98,10 @@ class Shadow:
         """Take over new groups and moved or resized parameters; True if there were any."""
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
         same = len(params) == len(self._known) and all(map(is_, params, self._known))
-        places = _places(params)
+        places = _places(params, self._may_need_masters)
         if same and places == self._places and self.twin is not None:
             return False
+        refuse_unshardable(self.optimizer)
         slots = make_slots(
             self.optimizer,
             self.lane,
@@ -141,12 +109,9 @@ class Shadow:
             masters=self.masters,
             known=self.slots,
         )
-        if any(hasattr(p, "to_local") for p in params) and not self.splittable:
-            raise UnsupportedError(
-                f"{type(self.optimizer).__name__} with sharded parameters may communicate in its "
-                "step, which must stay on the training thread. Use step_mode='sync'."
-            )
-        self.slots, self._known, self._places = slots, params, places
+        self._may_need_masters = self.masters or any(p.dtype is torch.float16 for p in params)
+        self.slots, self._known = slots, params
+        self._places = _places(params, self._may_need_masters)
         self._order = list(range(len(slots)))
         self._make_twin()
         self._split()
@@ -189,9 +154,18 @@ class Shadow:
         if cuts[-1] != len(ordered):
             cuts.append(len(ordered))
         self.parts = [Part(ordered[a:b], a) for a, b in pairwise(cuts)]
+        self._small, self._small_epoch = None, -1
         self.ordered = ordered
         self.params = [slot.param for slot in ordered]
+        self.ends = [part.end for part in self.parts]
+        self.part_of = {
+            id(slot.param): number
+            for number, part in enumerate(self.parts, 1)
+            for slot in part.slots
+        }
         self.has_rounded = any(slot.is_rounded for slot in ordered)
+        self.has_masters = any(slot.is_master for slot in ordered)
+        self.is_sharded = any(hasattr(slot.param, "to_local") for slot in ordered)
 
     def freeze_settings(self) -> None:
         """Copy every hyperparameter as it stands now: a scheduler moves it a line later."""
@@ -212,7 +186,7 @@ class Shadow:
                 if key != "params" and value is not before.get(key):
                     group[key] = value
         for key, value in vars(self.twin).items():
-            if key not in _OF_OPTIMIZER and not key.endswith("_hooks"):
+            if key not in OF_OPTIMIZER and not key.endswith("_hooks"):
                 self.optimizer.__dict__[key] = value
 
     def link_state(self, grads: Sequence[Tensor | None]) -> None:
@@ -256,12 +230,30 @@ class Shadow:
                 state[slot.param] = entry
             if slot.is_master:
                 master = masters.get(index)
-                slot.refresh(None if master is None else local(master))
+                slot.loaded = None if master is None else local(master)
+                slot.refresh()
+                self.has_loaded = True
         self._state = None
+
+    def forget_loaded(self) -> None:
+        """A step begins: the model has been loaded by now, if it ever is."""
+        for slot in self.slots if self.has_loaded else ():
+            slot.loaded = None
+        self.has_loaded = False
 
     def _has_all(self, grads: Sequence[Tensor | None]) -> bool:
         state = self.optimizer.state
         return all(p in state for p, g in zip(self.params, grads, strict=True) if g is not None)
+
+    def small_steps(self) -> SmallSteps | None:
+        """On the worker: the quick way, where every parameter is small and has state."""
+        if self._small_epoch != self._epoch:
+            self._small_epoch, self._small = self._epoch, None
+            if SmallSteps.suits(self.ordered, self.lane) and self._can_plan(self.parts):
+                self._small = SmallSteps(self.twin, self.ordered, self.ends, self.lane)
+                for part in self.parts:  # each plan puts the step counts in a buffer of its own
+                    part.epoch = -1
+        return self._small
 
     def step_part(self, part: Part, grads: list[Tensor | None], grad_scale: Tensor | None) -> None:
         """On the worker: update a part with gradients that are final but for ``grad_scale``."""
@@ -281,22 +273,30 @@ class Shadow:
     def _plans_of(self, part: Part) -> dict[int, AdamGroup] | None:
         if part.epoch == self._epoch:
             return part.plans
-        part.epoch, part.plans, plans = self._epoch, None, {}
-        cls = type(self.optimizer)
-        if cls not in (torch.optim.Adam, torch.optim.AdamW):
-            return None
-        for number, places in part.groups.items():
-            group = self.twin.param_groups[number]
-            twins = [part.slots[place].twin for place in places]
-            if not (
-                is_plain(group)
-                and is_uniform([twin.detach() for twin in twins])
-                and all(self.twin.state.get(twin) for twin in twins)
-            ):
-                return None
-            plans[number] = AdamGroup(self.twin, {**group, "params": twins})
-        part.plans = plans
-        return plans
+        part.epoch, part.plans = self._epoch, None
+        if self._can_plan([part]):
+            self._small, self._small_epoch = None, -1
+            part.plans = {
+                number: AdamGroup(
+                    self.twin,
+                    {
+                        **self.twin.param_groups[number],
+                        "params": [part.slots[place].twin for place in places],
+                    },
+                )
+                for number, places in part.groups.items()
+            }
+        return part.plans
+
+    def _can_plan(self, parts: Sequence[Part]) -> bool:
+        """Whether torch's fused Adam kernel can be called directly for these parts."""
+        slots = [slot for part in parts for slot in part.slots]
+        return (
+            type(self.optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+            and all(is_plain(self.twin.param_groups[n]) for part in parts for n in part.groups)
+            and is_uniform([slot.twin.detach() for slot in slots])
+            and all(self.twin.state.get(slot.twin) for slot in slots)
+        )
 
     def _step_in_python(
         self, part: Part, grads: list[Tensor | None], grad_scale: Tensor | None
@@ -352,14 +352,14 @@ def settle_entry(slot: Slot, entry: dict[str, Any]) -> None:
         entry[key] = value
 
 
-def _places(params: list[Tensor]) -> object:
-    """Where each parameter is, how large, and whether it is trained."""
-    sharded = any(hasattr(p, "to_local") for p in params[:1])
+def _places(params: list[Tensor], masters: bool) -> object:
+    """Where each is, how large, and with masters whether it is trained, for then it needs one."""
+    sharded = bool(params) and hasattr(params[0], "to_local")
     held = [local(p.detach()) for p in params] if sharded else params
     return (
         list(map(Tensor.data_ptr, held)),
         list(map(Tensor.numel, held)),
-        list(map(_is_trained, params)),
+        masters and list(map(_is_trained, params)),
     )
 
 

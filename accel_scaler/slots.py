@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .config import UnsupportedError
 from .gradients import LOW_PRECISION
 from .transfer import Lane
 
@@ -33,7 +34,10 @@ def needs_master(p: Tensor, everywhere: bool) -> bool:
 class Slot:
     """One parameter of the model and what is stepped in its place."""
 
-    __slots__ = ("copied", "group", "host_grad", "is_master", "param", "staging", "target", "twin")
+    __slots__ = (
+        *("copied", "group", "host_grad", "is_master", "loaded", "param", "staging", "target"),
+        "twin",
+    )
 
     def __init__(self, param: Tensor, group: int) -> None:
         self.param, self.group = param, group
@@ -46,6 +50,8 @@ class Slot:
         self.staging: Tensor | None = None
         self.copied: tuple[Tensor, int, Any] | None = None
         """Gradient, its version, and the mark of its copy in ``host_grad``."""
+        self.loaded: Tensor | None = None
+        """A master from a state dict, until the next step: the model may be loaded after it."""
 
     def give_master(self, memory: Tensor) -> None:
         """Step ``memory`` (float32) from now on, starting from the parameter's values."""
@@ -61,6 +67,7 @@ class Slot:
     @torch.no_grad()
     def refresh(self, master: Tensor | None = None) -> None:
         """Take over what was written to the parameter: a master stays where it rounds to it."""
+        master = self.loaded if master is None else master
         kept = self.twin if master is None else master.to(self.twin.device, torch.float32)
         now = self.target.to(self.twin.device)
         if self.is_rounded and kept.shape == now.shape:
@@ -68,9 +75,8 @@ class Slot:
         else:
             self.twin.copy_(now)
 
-    @torch.no_grad()
     def publish(self, lane: Lane) -> None:
-        """Write the master to the model, rounded to its dtype."""
+        """Write the master to the model, rounded to its dtype. Call without autograd."""
         if self.is_master:
             lane.up(self.twin.data, self.target, self.staging)
 
@@ -111,6 +117,12 @@ def _same_place(a: Slot, b: Slot) -> bool:
 @torch.no_grad()
 def _give_masters(slots: Sequence[Slot], lane: Lane, offload: bool, old: dict[int, Slot]) -> None:
     targets = [slot.target for slot in slots]
+    if offload and not all(map(lane.reaches, targets)):
+        where = ", ".join(sorted({str(t.device) for t in targets}))
+        raise UnsupportedError(
+            f"offload='cpu': the optimizer's parameters are on {where}; expected all of them on "
+            f"{lane.device}. Use one optimizer for each device, or offload='none'."
+        )
     if not offload:
         for slot in slots:
             slot.give_master(torch.empty_like(slot.target, dtype=torch.float32))

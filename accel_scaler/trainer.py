@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from transformers import Trainer
 
-from .attach import ScaledAccelerator, attach, detach, scaled_class, stock_class
-from .config import ScalerConfig
+from .attach import (
+    ScaledAccelerator,
+    ScaledOptimizer,
+    attach,
+    detach,
+    scaled_class,
+    stock_class,
+)
+from .config import ScalerConfig, StepError
 
 __all__ = ["attach_trainer", "detach_trainer"]
+
+logger = logging.getLogger("accel_scaler")
 
 
 class ScaledTrainer(Trainer):  # type: ignore[misc]
@@ -21,6 +31,24 @@ class ScaledTrainer(Trainer):  # type: ignore[misc]
         """As the Trainer's, then ``attach``."""
         super().create_accelerator_and_postprocess()
         attach(self.accelerator, self._scaler_config)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; however it ends, the parameters are the newest afterwards."""
+        try:
+            result = super().train(*args, **kwargs)
+        except BaseException:
+            try:
+                self._synchronize()
+            except StepError:  # must not hide what ended the training
+                logger.exception("the last optimizer step failed")
+            raise
+        self._synchronize()
+        return result
+
+    def _synchronize(self) -> None:
+        for optimizer in self.accelerator._optimizers:
+            if isinstance(optimizer, ScaledOptimizer):
+                optimizer.synchronize()
 
 
 def attach_trainer(trainer: Any, config: ScalerConfig | None) -> Any:

@@ -23,9 +23,13 @@ class Lane:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
         module: Any = None if device.type in ("cpu", "mps") else torch.get_device_module(device)
-        self._api = module
+        if module is not None and device.index is None:
+            # Another thread's current device is its own.
+            device = torch.device(device.type, module.current_device())
+        self.device, self._api = device, module
+        self._home: Any = None
+        """The stream that the training thread handed the last step over from."""
         with self._here():
             self._work: Any = None if module is None else module.Stream()
             self._down: Any = None if module is None else module.Stream()
@@ -38,20 +42,29 @@ class Lane:
         with self._api.device(self.device):
             yield
 
-    def mark(self) -> Any:
-        """A point in the present stream of this thread; None on a CPU."""
+    def mark(self, home: bool = False) -> Any:
+        """A point in the present stream of this thread; None on a CPU.
+
+        ``home``: this is the stream that trains, which follows every mark that anybody follows.
+        """
         if self._api is None:
             return None
         with self._here():
+            if home:
+                self._home = self._api.current_stream()
             event = self._api.Event()
             event.record()
             return event
 
     def follow(self, mark: Any) -> None:
-        """What this thread enqueues from here on comes after ``mark``."""
-        if mark is not None:
-            with self._here():
-                self._api.current_stream().wait_event(mark)
+        """What this thread, or the training thread, enqueues from here on comes after ``mark``."""
+        if mark is None:
+            return
+        with self._here():
+            stream = self._api.current_stream()
+            stream.wait_event(mark)
+            if self._home is not None and self._home != stream:
+                self._home.wait_event(mark)
 
     def wait_on_host(self, mark: Any) -> None:
         """Block this thread until the device has come to ``mark``."""
@@ -59,16 +72,25 @@ class Lane:
             mark.synchronize()
 
     @contextmanager
-    def beside(self, after: Any, using: Iterable[Tensor] = ()) -> Iterator[None]:
-        """Enqueue on the side stream, after the mark ``after``; ``using`` is kept alive for it."""
+    def beside(self, after: Any) -> Iterator[None]:
+        """Enqueue on the side stream, after the mark ``after``."""
         if self._api is None:
             yield
             return
         with self._here(), self._api.stream(self._work):
             self._work.wait_event(after)
-            for tensor in using:
-                tensor.record_stream(self._work)
             yield
+
+    def keep(self, tensors: Iterable[Tensor | None]) -> None:
+        """Their memory is not given to others before the side stream is done with them."""
+        for tensor in tensors if self._api is not None else ():
+            if tensor is None or tensor.device.type != self.device.type:
+                continue
+            if tensor.layout is torch.strided:
+                tensor.record_stream(self._work)
+            elif tensor.layout is torch.sparse_coo:
+                tensor._indices().record_stream(self._work)
+                tensor._values().record_stream(self._work)
 
     def host_like(
         self, tensors: Sequence[Tensor], dtype: torch.dtype | None = None
@@ -82,7 +104,8 @@ class Lane:
         buffers: dict[torch.dtype, Tensor] = {}
         for kind in dict.fromkeys(dtypes):
             total = sum(n for n, d in zip(lengths, dtypes, strict=True) if d is kind)
-            buffers[kind] = torch.empty(total, dtype=kind, pin_memory=self._api is not None)
+            with self._here():
+                buffers[kind] = torch.empty(total, dtype=kind, pin_memory=self._api is not None)
         used = dict.fromkeys(buffers, 0)
         views = []
         for t, length, kind in zip(tensors, lengths, dtypes, strict=True):
@@ -115,6 +138,10 @@ class Lane:
     def is_host(self) -> bool:
         """Whether the device's memory is the host's."""
         return self._api is None
+
+    def reaches(self, tensor: Tensor) -> bool:
+        """Whether copies of ``tensor`` run on this lane's streams."""
+        return self.is_host or tensor.device == self.device
 
 
 def _storage_length(t: Tensor) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import psutil
 import torch
 
-from .config import StepError
+from .config import OrderError, StepError
 from .windows import WAIT_LIMIT_S
 
 __all__ = ["Task", "Worker", "default_threads"]
@@ -50,7 +50,10 @@ class Task:
         self.error: BaseException | None = None
         self.busy_s = 0.0
         """How long it ran."""
-        self._worker: Worker | None = None
+        self.is_known = False
+        """Somebody has been told that it failed."""
+        self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
         self._changed = threading.Condition()
 
     def advance(self) -> None:
@@ -61,11 +64,13 @@ class Task:
 
     def execute(self) -> None:
         """Run on this thread; an exception is kept in ``error`` for whoever waits."""
-        run, self._run = self._run, None
+        with self._changed:
+            run, self._run = self._run, None
+        if run is None:
+            return
         start = time.perf_counter()
         try:
-            if run is not None:
-                run(self)
+            run(self)
         except BaseException as error:
             self.error = error
         finally:
@@ -74,52 +79,86 @@ class Task:
                 self.finished = True
                 self._changed.notify_all()
 
+    def abandon(self, error: BaseException) -> None:
+        """Handing it over failed: unless it runs already, it never will, and ``error`` is why."""
+        with self._changed:
+            if self._run is not None:
+                self._run, self.error, self.finished = None, error, True
+                self._changed.notify_all()
+
     def wait(self, parts: int | None = None, limit_s: float = WAIT_LIMIT_S) -> bool:
         """Block until the first ``parts`` (default: all) are done; False if the task failed first.
 
         Raises:
             StepError: its thread is gone, this is a forked copy of the process, or ``limit_s``
                 is over.
+            OrderError: the caller is the task itself.
         """
-        wanted = self.parts if parts is None else parts
-        whole = parts is None
-        if not whole and self.done >= wanted:
+        wanted = self.parts + 1 if parts is None else parts
+        if not self.finished and self.done < wanted:
+            self._check_alive()  # before the lock, which a fork may have copied locked
+            end = time.monotonic() + limit_s
+            with self._changed:
+                while not self.finished and self.done < wanted:
+                    self._changed.wait(0.2)
+                    self._check_alive()
+                    if time.monotonic() > end:
+                        self._raise_late(limit_s)
+        if self.error is None or self.done >= wanted:
             return True
-        end = time.monotonic() + limit_s
-        if self._worker is not None and not self.finished:
-            self._worker.check_alive()  # before the lock, which a fork may have copied locked
-        with self._changed:
-            while not self.finished and (whole or self.done < wanted):
-                self._changed.wait(0.2)
-                if self.finished or (self.done >= wanted and not whole):
-                    break
-                if self._worker is not None:
-                    self._worker.check_alive()
-                if time.monotonic() > end:
-                    raise StepError(
-                        f"waited {limit_s:g} s for the optimizer thread; {self.done} of "
-                        f"{self.parts} parts of the step are done. It may be stuck in the "
-                        "optimizer's own step()."
-                    )
-        return self.error is None or self.done >= wanted
+        self.is_known = True
+        return False
+
+    def _check_alive(self) -> None:
+        """Raise if waiting for this task has no end."""
+        if self.finished or self._thread is None:
+            return
+        if self._pid != os.getpid():
+            raise StepError(
+                f"this is process {os.getpid()}, forked from {self._pid} while the optimizer ran "
+                "there; the thread that would finish the step exists only there. Call "
+                "optimizer.synchronize() before forking."
+            )
+        if self._thread is threading.current_thread():
+            raise OrderError(
+                "a step waits for itself: code on the optimizer thread used a parameter of the "
+                "model, or called synchronize(), state_dict() or the like. Inside submit(fn) use "
+                "optimizer.param_groups, which are what is stepped there."
+            )
+        if not self._thread.is_alive() and not self.finished:
+            raise StepError(
+                "the optimizer thread is gone, its step was not finished. Load the last checkpoint."
+            )
+
+    def _raise_late(self, limit_s: float) -> None:
+        raise StepError(
+            f"waited {limit_s:g} s for the optimizer thread; {self.done} of {self.parts} parts of "
+            "the step are done. It may be stuck in the optimizer's own step()."
+        )
 
 
 class _ShortInterval:
     """The interpreter's switch interval, short while any task runs, then as it was."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock, self._pid = threading.Lock(), os.getpid()
         self._running = 0
         self._before = 0.0
 
-    def __enter__(self) -> None:
+    def begin(self) -> None:
+        """A task is on its way: its thread would wait for the lock even to start it."""
+        if self._pid != os.getpid():  # a fork may have copied the lock locked
+            if self._running:
+                sys.setswitchinterval(self._before)
+            self.__init__()  # type: ignore[misc]
         with self._lock:
             self._running += 1
             if self._running == 1:
                 self._before = sys.getswitchinterval()
                 sys.setswitchinterval(min(self._before, SWITCH_INTERVAL_S))
 
-    def __exit__(self, *exc: object) -> None:
+    def end(self) -> None:
+        """It is done."""
         with self._lock:
             self._running -= 1
             if self._running == 0:
@@ -142,6 +181,7 @@ class Worker:
     def __init__(self, threads: int | None = None) -> None:
         self.threads = default_threads() if threads is None else threads
         self._queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._failed: list[Task] = []
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
         self._stop: weakref.finalize[..., Worker] | None = None
@@ -149,27 +189,14 @@ class Worker:
     def submit(self, task: Task) -> None:
         """Run ``task`` after those submitted before.
 
-        Raises:
-            StepError: the thread is gone, or this is a forked copy of the process.
+        Where the thread is gone, or exists only in the process that this one was forked from,
+        another is started: tasks submitted before stay undone, and whoever waits is told.
         """
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive() or self._pid != os.getpid():
             self._start()
-        self.check_alive()
-        task._worker = self
+        task._thread, task._pid = self._thread, self._pid
+        _short_interval.begin()
         self._queue.put(task)
-
-    def check_alive(self) -> None:
-        """Raise ``StepError`` if tasks submitted before can never finish."""
-        if self._pid != os.getpid():
-            raise StepError(
-                f"this is process {os.getpid()}, forked from {self._pid} while the optimizer ran "
-                "there; the thread that would finish the step exists only there. Call "
-                "optimizer.synchronize() before forking."
-            )
-        if self._thread is not None and not self._thread.is_alive():
-            raise StepError(
-                "the optimizer thread is gone, its step was not finished. Load the last checkpoint."
-            )
 
     def is_current(self) -> bool:
         """Whether the caller is this worker's thread."""
@@ -183,16 +210,15 @@ class Worker:
         self._stop.detach()
         self._stop = self._thread = None
         assert thread is not None
-        _stop(self._queue, thread, limit_s)
-        self._queue = queue.SimpleQueue()
+        _stop(self._queue, thread, self._failed, limit_s)
 
     def _start(self) -> None:
         ready = threading.Event()
         own = torch.get_num_threads()
-        self._pid = os.getpid()
+        self._pid, self._queue, self._failed = os.getpid(), queue.SimpleQueue(), []
         self._thread = threading.Thread(
             target=_loop,
-            args=(self._queue, self.threads, ready),
+            args=(self._queue, self.threads, ready, self._failed),
             name="accel_scaler optimizer",
             daemon=True,
         )
@@ -200,22 +226,42 @@ class Worker:
         ready.wait(WAIT_LIMIT_S)
         # What a thread sets becomes the default of threads born later; take that back.
         torch.set_num_threads(own)
-        self._stop = weakref.finalize(self, _stop, self._queue, self._thread, EXIT_LIMIT_S)
+        self._stop = weakref.finalize(
+            self, _stop, self._queue, self._thread, self._failed, EXIT_LIMIT_S
+        )
 
 
-def _loop(tasks: queue.SimpleQueue[Task | None], threads: int, ready: threading.Event) -> None:
+def _loop(
+    tasks: queue.SimpleQueue[Task | None],
+    threads: int,
+    ready: threading.Event,
+    failed: list[Task],
+) -> None:
+    torch.get_num_threads()  # a thread's first use of torch takes the process's number; before ours
     torch.set_num_threads(threads)
     ready.set()
     while (task := tasks.get()) is not None:
-        with _short_interval:
-            task.execute()
+        task.execute()
+        _short_interval.end()
+        if task.error is not None:
+            failed[:] = [*(other for other in failed if not other.is_known), task]
         del task  # its gradients
 
 
-def _stop(tasks: queue.SimpleQueue[Task | None], thread: threading.Thread, limit_s: float) -> None:
-    if not thread.is_alive() or thread is threading.current_thread():
+def _stop(
+    tasks: queue.SimpleQueue[Task | None],
+    thread: threading.Thread,
+    failed: list[Task],
+    limit_s: float,
+) -> None:
+    if thread is threading.current_thread():
         return
-    tasks.put(None)
-    thread.join(limit_s)
+    if thread.is_alive():
+        tasks.put(None)
+        thread.join(limit_s)
     if thread.is_alive():
         logger.error("the optimizer thread did not finish its step within %g s", limit_s)
+    for task in failed:
+        if not task.is_known:  # nobody asks any more
+            task.is_known = True
+            logger.error("the last optimizer step failed", exc_info=task.error)

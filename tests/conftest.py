@@ -14,6 +14,9 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
+# Every test ends with a full collection; what was imported lives on and need not be walked.
+gc.freeze()
+
 # What libraries set for the process on their own; a test of ours does not touch them.
 NOT_OURS = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_", "HYPOTHESIS_")
 

@@ -295,9 +295,11 @@ def test_disabled_by_config_and_back() -> None:
     assert accelerator.scaler.get_scale() == 2.0**16
 
 
-def test_several_optimizers_and_a_scheduler() -> None:
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
+def test_several_optimizers_and_a_scheduler(mode: Any, offload: Any) -> None:
     """All step through one boundary, and the schedule waits for a skipped one."""
-    accelerator = attach(cpu(), ScalerConfig())
+    accelerator = attach(cpu(), ScalerConfig(step_mode=mode, offload=offload))
     model = mlp()
     inner = [SGD(layer.parameters(), lr=0.1) for layer in (model[0], model[2])]
     schedules = [torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5) for o in inner]
@@ -315,6 +317,7 @@ def test_several_optimizers_and_a_scheduler() -> None:
     assert [o.param_groups[0]["lr"] for o in inner] == [0.025, 0.025]
     assert accelerator.scaler_history.boundaries == 3
     assert accelerator.scaler.get_scale() == 2.0**15
+    detach(accelerator)
 
 
 @pytest.mark.parametrize(
@@ -402,29 +405,56 @@ def test_frozen_fp16_parameters_train(late: bool) -> None:
     assert not torch.equal(weights(model[1]), adapter)
 
 
+def masters_by_hand(steps: int) -> list[Tensor]:
+    """Float16 parameters stepped through float32 copies, in a plain loop."""
+    model = mlp().half()
+    masters = [p.detach().float() for p in model.parameters()]
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(steps):
+        x = torch.randn(4, 8, generator=generator)
+        with torch.autocast("cpu", torch.float16):
+            out = model(x)
+        (out.float().square().mean() / 16 * 2.0**16).backward()
+        for p, master in zip(model.parameters(), masters, strict=True):
+            assert p.grad is not None
+            master -= FP16_LR * (p.grad.float() / 2.0**16)
+            p.data.copy_(master)
+            p.grad = None
+    return [p.detach() for p in model.parameters()]
+
+
+FP16_LR = 0.004
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
 @pytest.mark.parametrize("late", [False, True], ids=["before prepare", "after prepare"])
-def test_trainable_fp16_parameters_are_refused(late: bool) -> None:
+def test_trainable_fp16_parameters_train_through_masters(late: bool, mode: Any) -> None:
+    """Each step is too small for float16, their sum is not."""
     accelerator, model = cpu(), mlp().half()
-    optimizer = SGD(model.parameters(), lr=0.1)
+    config = ScalerConfig(step_mode=mode)
+    start = weights(model)
     if late:
-        accelerator.prepare(optimizer)
-    else:
-        attach(accelerator, ScalerConfig())
-    with pytest.raises(UnsupportedError, match=r"float16.*model\.float\(\)"):
-        attach(accelerator, ScalerConfig()) if late else accelerator.prepare(optimizer)
-    if late:
-        accelerator._optimizers.clear()
-        assert_untouched(accelerator)
-    else:
-        assert accelerator._optimizers == []
+        model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=FP16_LR))
+    attach(accelerator, config)
+    if not late:
+        model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=FP16_LR))
+    train(accelerator, model, optimizer, 30)
+    assert optimizer.step_was_skipped is False
+    for p, expected in zip(model.parameters(), masters_by_hand(30), strict=True):
+        assert p.dtype is torch.float16
+        assert torch.equal(p.detach(), expected)
+    assert not torch.equal(weights(model), start)
+    detach(accelerator)
+    assert type(optimizer) is AcceleratedOptimizer
+    assert not any("accel_scaler" in name for name in vars(optimizer.optimizer))
 
 
 class OtherWrapper(AcceleratedOptimizer):  # type: ignore[misc]
     """Somebody else's optimizer wrapper, whose ``step`` may do anything."""
 
 
-def refuse_fp16(accelerator: Any) -> Any:
-    return accelerator.prepare(SGD(mlp().half().parameters(), lr=0.1))
+def refuse_closure(accelerator: Any) -> Any:
+    return accelerator.prepare(torch.optim.LBFGS(mlp().parameters()))
 
 
 def refuse_wrapper(accelerator: Any) -> Any:
@@ -436,15 +466,24 @@ def refuse_compiled(accelerator: Any) -> Any:
     return accelerator.prepare(torch.compile(mlp(), backend="eager"))
 
 
-@pytest.mark.parametrize("refused", [refuse_fp16, refuse_wrapper, refuse_compiled])
-def test_a_refusal_leaves_everything_as_it_was(refused: Any) -> None:
+@pytest.mark.parametrize(
+    ("refused", "mode"),
+    [
+        (refuse_closure, "overlap"),
+        (refuse_wrapper, "sync"),
+        (refuse_wrapper, "delayed"),
+        (refuse_compiled, "sync"),
+    ],
+)
+def test_a_refusal_leaves_everything_as_it_was(refused: Any, mode: Any) -> None:
     """Also what was prepared before the one that is refused."""
     accelerator = cpu()
     model, optimizer = prepared(accelerator)
     refused(accelerator)
     with pytest.raises(UnsupportedError):
-        attach(accelerator, ScalerConfig())
+        attach(accelerator, ScalerConfig(step_mode=mode))
     assert type(optimizer) is AcceleratedOptimizer
+    assert not any("accel_scaler" in name for name in vars(optimizer.optimizer))
     assert inner_dtype(model) is torch.float32
     assert_untouched(accelerator)
 
@@ -455,6 +494,13 @@ def test_another_wrapper_is_refused_in_prepare() -> None:
     other._is_accelerate_prepared = True
     with pytest.raises(UnsupportedError, match="OtherWrapper"):
         accelerator.prepare(other)
+    assert accelerator._optimizers == []
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused_in_prepare() -> None:
+    accelerator = attach(cpu(), ScalerConfig(step_mode="overlap"))
+    with pytest.raises(UnsupportedError, match=r"LBFGS.*closure"):
+        accelerator.prepare(torch.optim.LBFGS(mlp().parameters()))
     assert accelerator._optimizers == []
 
 

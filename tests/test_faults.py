@@ -6,17 +6,21 @@ are torch's and stand in test_scaler.py.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils import GradScalerKwargs
 from support import LR, Linear, stock
 from torch import nn
 from torch.optim import SGD
 
-from accel_scaler import OverflowStreakError, ScalerConfig, attach
+from accel_scaler import OverflowStreakError, ScalerConfig, attach, detach
 
 OVERFLOW = float("inf")
 
@@ -171,6 +175,46 @@ def test_f6_fp16_on_a_cpu_in_a_trainer(tmp_path: Any) -> None:
     assert trainer.accelerator.scaler.get_scale() == 2.0**16
 
 
+MODES: dict[str, dict[str, Any]] = {
+    "sync": {},
+    "overlap": {"step_mode": "overlap"},
+    "delayed": {"step_mode": "delayed"},
+    "offload": {"step_mode": "overlap", "offload": "cpu"},
+}
+
+
+def in_mode(mode: str, **settings: Any) -> Any:
+    return attach(
+        Accelerator(cpu=True, mixed_precision="fp16"), ScalerConfig(**MODES[mode], **settings)
+    )
+
+
+def half_step(accelerator: Any) -> Linear:
+    """Float16 weights, and four steps of which each one is lost next to 1 in float16."""
+    model = Linear().half()
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=2.0**-12))
+    for _ in range(4):
+        accelerator.backward(model(1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def test_f7_float16_parameters_stock() -> None:
+    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+        half_step(stock(kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)]))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_f7_float16_parameters_ours(mode: str) -> None:
+    """They train through float32 masters, so small steps add up."""
+    accelerator = in_mode(mode, init_scale=1024.0)
+    model = half_step(accelerator)
+    detach(accelerator)
+    assert model.w.dtype is torch.float16
+    assert model.w.tolist() == [1.0 - 4 * 2.0**-12] * 4
+
+
 def overflow(accelerator: Any, times: int) -> Linear:
     model = Linear()
     model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=LR))
@@ -197,3 +241,120 @@ def test_f11_a_run_of_skips_ends_with_the_name_of_the_tensor() -> None:
     assert accelerator.scaler.get_scale() == 128.0
     with pytest.raises(OverflowStreakError, match=r"21 windows in a row.*Non-finite.*: w\."):
         overflow(accelerator, 1)
+
+
+THREADS = """
+import os
+import psutil, torch
+from accelerate import Accelerator
+from accel_scaler import ScalerConfig, attach, detach
+
+assert os.environ["OMP_NUM_THREADS"] == "1" and torch.get_num_threads() == 1
+psutil.cpu_count = lambda logical=True: 8 if logical else 4  # a machine of four cores
+os.sched_getaffinity = lambda pid: set(range(8))
+
+class Counting(torch.optim.SGD):
+    def step(self, closure=None):
+        seen.append(torch.get_num_threads())
+        super().step(closure)
+
+for threads in ("auto", 2):
+    seen = []
+    config = ScalerConfig(step_mode="overlap", optimizer_threads=threads)
+    accelerator = attach(Accelerator(cpu=True, mixed_precision="fp16"), config)
+    model = torch.nn.Linear(4, 1)
+    model, optimizer = accelerator.prepare(model, Counting(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(2, 4)).mean() / 8)
+    optimizer.step()
+    optimizer.synchronize()
+    print(seen[0], torch.get_num_threads())
+    detach(accelerator)
+"""
+
+
+def test_f12_one_openmp_thread_does_not_bind_the_optimizer() -> None:
+    """``accelerate launch`` sets OMP_NUM_THREADS=1; the optimizer thread has its own count."""
+    done = subprocess.run(
+        [sys.executable, "-c", THREADS],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["3 1", "2 1"]
+
+
+class Deferring(torch.amp.GradScaler):
+    """Checks, and leaves the update for later: a scaler for an asynchronous optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu", init_scale=1024.0)
+        self.later: list[Callable[[], Any]] = []
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.unscale_(optimizer)
+        state = self._per_optimizer_states[id(optimizer)]
+        if not sum(float(found) for found in state["found_inf_per_device"].values()):
+            self.later.append(lambda: type(optimizer).step(optimizer))
+
+    def update(self, new_scale: Any = None) -> None:
+        super().update(new_scale)
+        for job in self.later:
+            job()
+        self.later.clear()
+
+
+def rates_and_skips(accelerator: Any) -> tuple[list[float], list[bool], Linear]:
+    """Three steps of which the second overflows; the schedule halves the rate at each."""
+    model = Linear()
+    optimizer = SGD(model.parameters(), lr=LR)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    rates, skipped = [], []
+    for gradient in (1.0, OVERFLOW, 1.0):
+        accelerator.backward(model(gradient))
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        skipped.append(optimizer.step_was_skipped)
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates, skipped, model
+
+
+def test_f13_a_deferring_scaler_in_the_stock_wrapper() -> None:
+    """It sees no step inside ``scaler.step``, calls all of them skipped, and the rate stays."""
+    accelerator = stock()
+    accelerator.scaler = Deferring()
+    rates, skipped, model = rates_and_skips(accelerator)
+    assert skipped == [True, True, True]
+    assert rates == [LR, LR, LR]
+    assert model.moved == 2.0  # though two steps were made
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_f13_ours(mode: str) -> None:
+    accelerator = in_mode(mode, init_scale=1024.0)
+    rates, skipped, model = rates_and_skips(accelerator)
+    detach(accelerator)
+    assert skipped == [False, True, False]
+    assert rates == [LR / 2, LR / 2, LR / 4]
+    assert model.moved == 1.5
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_f14_one_overflow_costs_one_skip_and_one_backoff(mode: str) -> None:
+    """A scale that lags one step would make it two of each."""
+    accelerator = in_mode(mode)
+    model = Linear()
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=LR))
+    seen = []
+    for gradient in (OVERFLOW, 1.0, 1.0):
+        accelerator.backward(model(gradient))
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append((optimizer.step_was_skipped, accelerator.scaler.get_scale()))
+    detach(accelerator)
+    assert seen == [(True, 2.0**15), (False, 2.0**15), (False, 2.0**15)]
+    assert model.moved == 2.0

@@ -33,6 +33,8 @@ ORDER = [
     "pending",
     "transfer",
     "slots",
+    "steppable",
+    "small",
     "shadow",
     "intake",
     "flight",

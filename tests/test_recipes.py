@@ -13,6 +13,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ROOT / "recipes"
@@ -144,6 +147,34 @@ def test_trainer_swap_adds_one_line() -> None:
     code = source.split('"""', 2)[2]
     assert code.count("attach(") == 1
     assert code.count("accel_scaler") == 1
+
+
+@pytest.mark.parametrize("which", ["classifier", "swap"])
+def test_a_step_mode_in_the_environment_changes_no_number(
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    which: str,
+) -> None:
+    """``ACCEL_SCALER_STEP_MODE=overlap`` with the recipe as it is; in this process, to be quick."""
+    recipe = request.getfixturevalue(which)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    flags = SMALL if which == "classifier" else FEW
+    said = {}
+    for mode in ("sync", "overlap"):
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+        PartialState._reset_state()
+        monkeypatch.setenv("ACCEL_SCALER_STEP_MODE", mode)
+        recipe.main([*flags, "--output_dir", str(tmp_path / mode)])
+        lines = capsys.readouterr().out.splitlines()
+        said[mode] = [re.sub(r" in \d+ s", "", line) for line in lines if "held-out" in line]
+    assert len(said["sync"]) == 2
+    assert said["overlap"] == said["sync"]
+    saved = [load_file(tmp_path / mode / "model.safetensors") for mode in said]
+    assert saved[0].keys() == saved[1].keys()
+    assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
 
 
 @pytest.mark.parametrize("recipe", ["finetune_classifier.py", "trainer_swap.py"])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from support import mlp
+from support import mlp, stock_fp16_on_cpu, weights
 from transformers import Trainer, TrainingArguments
 
 from accel_scaler import (
@@ -147,13 +147,53 @@ def test_without_fp16_it_warns_and_changes_nothing(
     assert type(detach(trainer)) is Trainer
 
 
-def test_float16_weights_are_refused_when_training_starts(tmp_path: Path) -> None:
-    """A trainable float16 parameter stops the run before its first step, with the remedy."""
-    data = [{"input": torch.ones(8)}] * 4
-    trainer = attach(make(tmp_path, model=mlp().half(), max_steps=1, remove_unused_columns=False))
-    trainer.train_dataset = data
-    with pytest.raises(UnsupportedError, match=r"dtype=torch\.float32 in from_pretrained"):
-        trainer.train()
+class Loss(torch.nn.Module):
+    """A model as a Trainer wants it: it returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp().half()
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.net(x).float().square().mean() / 16}
+
+
+DATA = [{"x": torch.linspace(-1, 1, 8)}] * 4
+
+
+def in_a_loop(trainer: Any) -> Any:
+    trainer.train_dataset = DATA
+    trainer.train()
+    return trainer.model
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
+def test_float16_weights_train(tmp_path: Path, mode: Any) -> None:
+    """They move, and stay float16; stock raises at the first step."""
+    model = Loss()
+    before = weights(model)
+    trainer = attach(make(tmp_path, model=model, max_steps=2), ScalerConfig(step_mode=mode))
+    in_a_loop(trainer)
+    assert not torch.equal(weights(model), before)
+    assert {p.dtype for p in model.parameters()} == {torch.float16}
+    assert trainer.accelerator.optimizer_step_was_skipped is False
+    detach(trainer)
+    stock = make(tmp_path, model=Loss(), max_steps=2)
+    stock_fp16_on_cpu(stock.accelerator)
+    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+        in_a_loop(stock)
+
+
+def test_an_optimizer_that_cannot_overlap_is_refused_when_training_starts(tmp_path: Path) -> None:
+    """Before the first step, with the reason."""
+    model = mlp()
+    before = weights(model)
+    trainer = attach(make(tmp_path, model=model, max_steps=1), ScalerConfig(step_mode="overlap"))
+    trainer.optimizer = torch.optim.LBFGS(model.parameters())
+    with pytest.raises(UnsupportedError, match=r"LBFGS.*closure"):
+        in_a_loop(trainer)
+    assert torch.equal(weights(model), before)
+    assert type(detach(trainer)) is Trainer
 
 
 def test_detach_with_an_open_window_is_refused_and_undoes_nothing(tmp_path: Path) -> None:

@@ -1,0 +1,161 @@
+"""How much of the optimizer's time is hidden behind the training thread's own work.
+
+    python benchmarks/overlap.py          # about four minutes on two cores, 5 GB of memory
+
+One boundary of fused AdamW with clipping, ``step_mode="overlap"``, for two lists of parameters.
+After ``step()`` the training thread works half as long again as the job takes: it sleeps, which
+holds no lock and stands for waiting on a device; or runs small eager operations; or runs Python.
+Then it waits for the job. Interleaved in one run:
+
+    O   the job (unscale, clip, update) while the training thread only waits for it
+    F   the training thread's work alone
+    T   both, from the end of ``step()`` until work and job are done
+
+Hidden is (F + O - T) / O, the gain (F + O) / T, its ceiling (F + O) / max(F, O). Medians. The check
+(one read of the gradients) stays on the training thread; it is timed beside the job, as is what
+``step()`` itself blocks the training thread for ("handing over").
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from boundary import CASES, SCALE
+
+from accel_scaler import ScalerConfig, attach, detach
+
+Work = Callable[[], None]
+
+
+def operations() -> None:
+    """Eager operations of a few microseconds each, as in a small model's forward."""
+    x = torch.full((8, 8), 0.1)
+    for _ in range(50):
+        x = torch.tanh(x @ x + 0.1)
+
+
+def python() -> None:
+    """Bytecode that does not give the interpreter's lock away by itself."""
+    total = 0
+    for i in range(2000):
+        total += i * i
+
+
+def amount(unit: Work, seconds: float) -> Work:
+    """So many times ``unit`` that it takes about ``seconds`` when nothing else runs."""
+    rounds, start = 0, time.perf_counter()
+    while time.perf_counter() < start + max(seconds, 0.1):
+        unit()
+        rounds += 1
+    repeats = max(1, round(rounds * seconds / (time.perf_counter() - start)))
+
+    def run() -> None:
+        for _ in range(repeats):
+            unit()
+
+    return run
+
+
+class Bench:
+    """One list of parameters and its boundary."""
+
+    def __init__(self, shapes: list[tuple[int, ...]], mode: str) -> None:
+        self.params = [torch.nn.Parameter(torch.randn(shape) * 0.02) for shape in shapes]
+        self.template = [torch.randn_like(p) * 1e-3 * SCALE for p in self.params]
+        self.accelerator: Any = attach(
+            Accelerator(cpu=True, mixed_precision="fp16"),
+            ScalerConfig(init_scale=SCALE, step_mode=mode),
+        )
+        inner = torch.optim.AdamW(self.params, lr=1e-4, fused=True)
+        self.optimizer = self.accelerator.prepare(inner)
+
+    def boundary(self, work: Work | None) -> dict[str, float]:
+        """Seconds of each phase of one step, with ``work`` beside the job."""
+        for p, value in zip(self.params, self.template, strict=True):
+            p.grad = value.clone()
+        self.accelerator.scaler.scale(torch.ones(()))
+        times = [time.perf_counter()]
+        self.accelerator.clip_grad_norm_(self.params, 1.0)
+        times.append(time.perf_counter())
+        self.optimizer.step()
+        times.append(time.perf_counter())
+        if work is not None:
+            work()
+        self.optimizer.synchronize()
+        times.append(time.perf_counter())
+        self.accelerator.scaler._scale.fill_(SCALE)
+        check, handing, both = (b - a for a, b in pairwise(times))
+        return {"check": check, "handing over": handing, "T": both}
+
+
+def measure(bench: Bench, repeats: int) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """Medians of the job's own phases, and F and T for each kind of work."""
+    for _ in range(4):  # the first steps make state and learn the order
+        bench.boundary(None)
+    busy = 1.5 * statistics.median(bench.boundary(None)["T"] for _ in range(5))
+    work: dict[str, Work] = {
+        "waits for a device": lambda: time.sleep(busy),
+        "small eager operations": amount(operations, busy),
+        "runs Python": amount(python, busy),
+    }
+    alone: dict[str, list[dict[str, float]]] = {name: [] for name in ("job", *work)}
+    both: dict[str, list[float]] = {name: [] for name in work}
+    for _ in range(repeats):
+        alone["job"].append(bench.boundary(None))
+        for name, run in work.items():
+            start = time.perf_counter()
+            run()
+            alone[name].append({"F": time.perf_counter() - start})
+            both[name].append(bench.boundary(run)["T"])
+
+    def median(rows: list[dict[str, float]], key: str) -> float:
+        return statistics.median(row[key] for row in rows)
+
+    phases = {key: median(alone["job"], key) for key in ("check", "handing over", "T")}
+    return phases, {
+        name: {"F": median(alone[name], "F"), "T": statistics.median(both[name])} for name in work
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--repeats", type=int, default=15, help="timed turns (default: 15)")
+    parser.add_argument("--case", choices=CASES, help="only this list of parameters")
+    parser.add_argument("--mode", choices=("overlap", "delayed"), default="overlap")
+    args = parser.parse_args()
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}")
+    print(f"step_mode={args.mode}")
+    for case in [args.case] if args.case else CASES:
+        torch.manual_seed(0)
+        bench = Bench(CASES[case], args.mode)
+        phases, rows = measure(bench, args.repeats)
+        job = phases["T"]
+        print(
+            f"\n{case}: job {job * 1e3:.1f} ms, check {phases['check'] * 1e3:.1f} ms, "
+            f"handing over {phases['handing over'] * 1e3:.2f} ms "
+            f"({phases['handing over'] / job:.1%} of the job)"
+        )
+        print(f"{'the training thread':<24}{'F ms':>9}{'T ms':>9}{'hidden':>9}{'gain':>7}{'of':>6}")
+        for name, row in rows.items():
+            work, both = row["F"], row["T"]
+            print(
+                f"{name:<24}{work * 1e3:>9.1f}{both * 1e3:>9.1f}"
+                f"{(work + job - both) / job:>9.0%}{(work + job) / both:>7.2f}"
+                f"{(work + job) / max(work, job):>6.2f}",
+                flush=True,
+            )
+        detach(bench.accelerator)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,550 @@
+"""Bad input of the asynchronous optimizer: a clear error or the right result, nothing lost."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from async_support import lazy
+from torch import Tensor, nn
+
+from accel_scaler import (
+    AsyncOptimizer,
+    ConfigError,
+    GradScaler,
+    OrderError,
+    ScalerConfig,
+    UnsupportedError,
+    attach,
+    detach,
+)
+from accel_scaler.due import stepper_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LR = 0.5
+MODES = ["sync", "overlap", "delayed"]
+
+
+@pytest.fixture
+def late(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The worker updates when somebody waits; in sync there is nobody to wait."""
+    parameters = getattr(request.node, "callspec", None)
+    mode = parameters.params.get("mode") if parameters else None
+    with nullcontext() if mode == "sync" else lazy():
+        yield
+
+
+def one(value: float = 1.0, size: int = 4) -> nn.Parameter:
+    return nn.Parameter(torch.full((size,), value))
+
+
+def sgd(params: Any, **kwargs: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=LR, **kwargs)
+
+
+def give(p: Tensor, value: float = 1.0) -> None:
+    p.grad = torch.full_like(p, value)
+
+
+class Sam(torch.optim.Optimizer):
+    """Holds another optimizer, as SAM and Lookahead do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": LR})
+        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=LR)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base_optimizer.step()
+
+
+class Flat(torch.optim.SGD):
+    """Keeps its parameters a second time."""
+
+    def __init__(self, params: Any) -> None:
+        params = list(params)
+        super().__init__(params, lr=LR)
+        self.flat = params
+
+
+WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "no optimizer": (lambda: AsyncOptimizer(None), ConfigError, "got a NoneType"),  # type: ignore[arg-type]
+    "parameters": (
+        lambda: AsyncOptimizer([one()]),  # type: ignore[arg-type]
+        ConfigError,
+        "got a list, expected a torch optimizer",
+    ),
+    "no model": (lambda: AsyncOptimizer(sgd([one()]), one()), ConfigError, "torch.nn.Module"),  # type: ignore[arg-type]
+    "another model": (
+        lambda: AsyncOptimizer(sgd([one()]), nn.Linear(2, 2)),
+        ConfigError,
+        "Linear has none of the optimizer's 1 parameters",
+    ),
+    "torch's scaler": (
+        lambda: AsyncOptimizer(sgd([one()]), scaler=torch.amp.GradScaler("cpu")),  # type: ignore[arg-type]
+        ConfigError,
+        "expected our GradScaler",
+    ),
+    "a mode": (lambda: AsyncOptimizer(sgd([one()]), mode="later"), ConfigError, "'later'"),
+    "an offload": (lambda: AsyncOptimizer(sgd([one()]), offload="gpu"), ConfigError, "'gpu'"),
+    "threads": (
+        lambda: AsyncOptimizer(sgd([one()]), optimizer_threads=0),
+        ConfigError,
+        "optimizer_threads: got 0",
+    ),
+    "warm-up": (
+        lambda: AsyncOptimizer(sgd([one()]), delay_warmup_steps=-1),
+        ConfigError,
+        "delay_warmup_steps: got -1",
+    ),
+    "no parameters": (
+        lambda: AsyncOptimizer(sgd([{"params": []}])),
+        ConfigError,
+        "no parameters",
+    ),
+    "LBFGS": (lambda: AsyncOptimizer(torch.optim.LBFGS([one()])), UnsupportedError, "closure"),
+    "SAM": (lambda: AsyncOptimizer(Sam([one()])), UnsupportedError, "'base_optimizer'"),
+    "flat": (lambda: AsyncOptimizer(Flat([one()])), UnsupportedError, "'flat'"),
+}
+
+
+def test_wrong_arguments_are_named_and_leave_nothing_behind() -> None:
+    for name, (make, kind, text) in WRONG.items():
+        with pytest.raises(kind, match=text):
+            make()
+        assert not any("accel_scaler" in t.name for t in threading.enumerate()), name
+
+
+@pytest.mark.parametrize("second", [AsyncOptimizer, lambda o: AsyncOptimizer(o, mode="sync")])
+def test_one_optimizer_is_wrapped_once_at_a_time(second: Callable[[Any], Any]) -> None:
+    w = one()
+    inner = sgd([w])
+    with AsyncOptimizer(inner) as optimizer:
+        with pytest.raises(OrderError, match=r"already; close\(\) or detach\(\)"):
+            second(inner)
+        with pytest.raises(ConfigError, match="AsyncOptimizer"):
+            second(optimizer)
+        give(w)
+        optimizer.step()
+    assert torch.equal(w, torch.full((4,), 0.5))
+    assert stepper_of(inner) is None
+    with second(inner) as again:
+        give(w)
+        again.step()
+    assert torch.equal(w, torch.zeros(4))
+
+
+def attached(mode: str, **kwargs: Any) -> Any:
+    return attach(
+        Accelerator(cpu=True, mixed_precision="fp16"),
+        ScalerConfig(step_mode=mode, init_scale=4.0, **kwargs),  # type: ignore[arg-type]
+    )
+
+
+class One(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = one()
+
+    def forward(self) -> Tensor:
+        return self.w.float().sum()
+
+
+@pytest.mark.parametrize("mode", ["overlap", "delayed"])
+def test_an_optimizer_prepared_twice_steps_once(mode: str) -> None:
+    accelerator = attached(mode)
+    model, optimizer = accelerator.prepare(model := One(), sgd(model.parameters()))
+    again = accelerator.prepare(optimizer)
+    inner = accelerator.prepare(optimizer.optimizer)
+    assert again is optimizer
+    for chosen in (optimizer, inner):
+        before = model.state_dict()["w"].clone()
+        accelerator.backward(model())
+        chosen.step()
+        chosen.zero_grad()
+        assert torch.equal(model.state_dict()["w"], before - LR)
+    with pytest.raises((OrderError, UnsupportedError)):
+        AsyncOptimizer(optimizer)
+    with pytest.raises(OrderError, match="already"):
+        AsyncOptimizer(optimizer.optimizer)
+    detach(accelerator)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_async_optimizer_may_be_prepared(mode: str) -> None:
+    accelerator = attached("sync")
+    model = One()
+    wrapped = AsyncOptimizer(sgd(model.parameters()), model, mode=mode)
+    model, optimizer = accelerator.prepare(model, wrapped)
+    for factor in (1.0, float("inf"), 1.0):
+        accelerator.backward(model() * factor)
+        optimizer.step()
+        assert optimizer.step_was_skipped == (factor != 1.0)
+        optimizer.zero_grad()
+    wrapped.synchronize()
+    assert torch.equal(model.w.detach(), torch.full((4,), 1.0 - 2 * LR))
+    assert accelerator.scaler.get_scale() == 2.0
+    wrapped.close()
+    detach(accelerator)
+
+
+def test_lbfgs_and_closures_are_refused_by_an_accelerator_and_it_stays_usable() -> None:
+    accelerator = attached("overlap")
+    model = One()
+    with pytest.raises(UnsupportedError, match="closure"):
+        accelerator.prepare(torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(UnsupportedError, match="base_optimizer"):
+        accelerator.prepare(Sam(model.parameters()))
+    model, optimizer = accelerator.prepare(model, sgd(model.parameters()))
+    accelerator.backward(model())
+    with pytest.raises(UnsupportedError, match="closure"):
+        optimizer.step(lambda: model())
+    optimizer.step()
+    assert torch.equal(model.state_dict()["w"], torch.full((4,), 0.5))
+    detach(accelerator)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_closure_is_refused_and_takes_nothing(mode: str) -> None:
+    w = one()
+    with AsyncOptimizer(sgd([w]), mode=mode) as optimizer:
+        give(w)
+        with pytest.raises(ConfigError, match="closure"):
+            optimizer.step(lambda: 0.0)
+        assert w.grad is not None
+        optimizer.step()
+    assert torch.equal(w, torch.full((4,), 0.5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_offload_with_sync_is_plain_training_with_the_state_elsewhere(dtype: torch.dtype) -> None:
+    ours, plain = nn.Parameter(torch.ones(4, dtype=dtype)), nn.Parameter(torch.ones(4))
+    reference = sgd([plain], momentum=0.9)
+    with AsyncOptimizer(sgd([ours], momentum=0.9), mode="sync", offload="cpu") as optimizer:
+        for step in range(4):
+            for p in (ours, plain):
+                give(p, 0.25 + step)
+            optimizer.step()
+            reference.step()
+            assert torch.equal(ours.detach(), plain.detach().to(dtype))
+            assert ours.grad is not None
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_after_close_step_is_refused_and_the_plain_optimizer_goes_on(
+    mode: str, offload: str
+) -> None:
+    w, plain = one(), one()
+    inner, reference = sgd([w], momentum=0.9), sgd([plain], momentum=0.9)
+    optimizer = AsyncOptimizer(inner, mode=mode, offload=offload)
+    for step in range(3):
+        for p in (w, plain):
+            give(p, 1.0 + step)
+        if step == 1:
+            optimizer.close()
+            calls = (
+                optimizer.step,
+                lambda: optimizer.clip_grad_norm_(1.0),
+                lambda: optimizer.submit(lambda: None),
+            )
+            for call in calls:
+                with pytest.raises(OrderError, match="closed"):
+                    call()
+            optimizer.close()
+            optimizer.synchronize()
+        (inner if step else optimizer).step()
+        reference.step()
+    assert torch.equal(w, plain)
+    assert torch.equal(inner.state[w]["momentum_buffer"], reference.state[plain]["momentum_buffer"])
+    assert optimizer.state_dict()["param_groups"] == reference.state_dict()["param_groups"]
+
+
+def test_step_off_the_boundary_does_nothing_and_takes_nothing() -> None:
+    accelerator: Any = attach(
+        Accelerator(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=2),
+        ScalerConfig(step_mode="overlap", init_scale=4.0),
+    )
+    model, optimizer = accelerator.prepare(model := One(), sgd(model.parameters()))
+    for micro in range(4):
+        with accelerator.accumulate(model):
+            accelerator.backward(model())
+            optimizer.step()
+            if micro % 2 == 0:
+                assert torch.equal(model.w.grad, torch.full((4,), 2.0))
+            optimizer.zero_grad()
+    assert torch.equal(model.state_dict()["w"], torch.full((4,), 1.0 - 2 * LR))
+    detach(accelerator)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_without_gradients_or_without_a_window_loses_nothing(mode: str) -> None:
+    w, scaler = one(), GradScaler("cpu", init_scale=4.0)
+    with AsyncOptimizer(sgd([w]), scaler=scaler, mode=mode) as optimizer:
+        optimizer.step()
+        give(w)
+        with pytest.raises(OrderError, match="no loss was scaled"):
+            optimizer.step()
+        assert torch.equal(w.grad, torch.ones(4))  # type: ignore[arg-type]
+        optimizer.zero_grad()
+        scaler.scale((w * 1.0).sum()).backward()
+        optimizer.step()
+    assert torch.equal(w, torch.full((4,), 0.5))
+
+
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = one(), one(2.0)
+
+
+def stepped(model: Both, optimizer: Any) -> None:
+    give(model.a)
+    give(model.b)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_a_parameter_replaced_after_a_fence_trains_from_its_new_values(
+    late: None, mode: str, offload: str
+) -> None:
+    model = Both()
+    with AsyncOptimizer(sgd(model.parameters()), model, mode=mode, offload=offload) as optimizer:
+        stepped(model, optimizer)
+        optimizer.synchronize()
+        model.a.data = torch.full((4,), 7.0)
+        stepped(model, optimizer)
+        optimizer.synchronize()
+        assert torch.equal(model.a, torch.full((4,), 6.5))
+        assert torch.equal(model.b, torch.full((4,), 1.0))
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_a_parameter_moved_under_a_running_step_is_moved_with_its_update(
+    late: None, offload: str
+) -> None:
+    model = Both()
+    with AsyncOptimizer(sgd(model.parameters()), model, offload=offload) as optimizer:
+        stepped(model, optimizer)
+        model.a.data = model.a.data.clone()
+        model.b.data = model.b.data * 2
+        stepped(model, optimizer)
+        optimizer.synchronize()
+        assert torch.equal(model.a, torch.zeros(4))
+        assert torch.equal(model.b, torch.full((4,), 2.5))
+
+
+@pytest.mark.parametrize("new", [lambda old: old.clone(), lambda old: old * 2, lambda old: old[:2]])
+def test_a_parameter_moved_while_a_newer_value_waits_loses_nothing_silently(
+    late: None, new: Callable[[Tensor], Tensor]
+) -> None:
+    model = Both()
+    with AsyncOptimizer(sgd(model.parameters()), model, mode="delayed") as optimizer:
+        stepped(model, optimizer)
+        model.a.data = new(model.a.data)
+        give(model.a)
+        give(model.b)
+        with pytest.raises(OrderError, match=r"\ba\b.*synchronize\(\)"):
+            optimizer.step()
+        assert model.a.grad is not None
+        optimizer.step()
+        optimizer.synchronize()
+        assert torch.equal(model.b, torch.full((4,), 1.0))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_parameter_cut_down_to_part_of_itself_goes_on(mode: str, fused: bool) -> None:
+    def run(asynchronous: bool) -> Tensor:
+        w = one(size=6)
+        inner = torch.optim.AdamW([w], lr=LR, fused=fused)
+        optimizer: Any = AsyncOptimizer(inner, mode=mode) if asynchronous else inner
+        for step in range(3):
+            if step == 2:
+                getattr(optimizer, "synchronize", lambda: None)()
+                w.data = w.data[:3]
+                for key, value in inner.state[w].items():
+                    inner.state[w][key] = value[:3].clone() if value.dim() else value
+            w.grad = None
+            give(w, 1.0 + step)
+            optimizer.step()
+        getattr(optimizer, "close", lambda: None)()
+        return w.detach()
+
+    assert torch.equal(run(True), run(False))
+
+
+@pytest.mark.parametrize("mode", ["overlap", "delayed"])
+def test_an_edit_in_place_while_a_step_runs_comes_after_it_or_is_refused(
+    late: None, mode: str
+) -> None:
+    model = Both()
+    with AsyncOptimizer(sgd(model.parameters()), model, mode=mode) as optimizer:
+        stepped(model, optimizer)
+        with torch.no_grad():
+            model.a.mul_(10.0)
+        if mode == "overlap":
+            stepped(model, optimizer)
+            optimizer.synchronize()
+            assert torch.equal(model.a, torch.full((4,), 4.5))
+            return
+        give(model.a)
+        give(model.b)
+        with pytest.raises(OrderError, match=r"^a changed in place.*synchronize\(\)"):
+            optimizer.step()
+        assert model.b.grad is not None
+        optimizer.step()
+        optimizer.synchronize()
+        assert torch.equal(model.a, torch.zeros(4))
+        assert torch.equal(model.b, torch.full((4,), 1.0))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_a_group_added_while_a_step_runs_takes_part_from_the_next_step(
+    late: None, mode: str, offload: str
+) -> None:
+    a, b = one(), one(2.0)
+    with AsyncOptimizer(sgd([a]), mode=mode, offload=offload) as optimizer:
+        give(a)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.add_param_group({"params": [b], "lr": 0.25})
+        assert len(optimizer.state_dict()["param_groups"]) == 2
+        for _ in range(2):
+            give(a)
+            give(b)
+            optimizer.step()
+        optimizer.synchronize()
+        assert torch.equal(a, torch.full((4,), 1.0 - 3 * LR))
+        assert torch.equal(b, torch.full((4,), 1.5))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_group_taken_away_while_a_step_runs_keeps_its_update(late: None, mode: str) -> None:
+    a, b = one(), one(2.0)
+    inner = sgd([{"params": [a]}, {"params": [b]}])
+    with AsyncOptimizer(inner, mode=mode) as optimizer:
+        give(a)
+        give(b)
+        optimizer.step()
+        if mode == "delayed":
+            optimizer.synchronize()
+        del inner.param_groups[1]
+        give(a)
+        optimizer.step()
+        optimizer.synchronize()
+        assert torch.equal(a, torch.zeros(4))
+        assert torch.equal(b, torch.full((4,), 1.5))
+
+
+def test_freezing_or_dropping_a_parameter_in_delayed_keeps_its_last_update(late: None) -> None:
+    model = Both()
+    inner = sgd([{"params": [model.a]}, {"params": [model.b]}])
+    with AsyncOptimizer(inner, model, mode="delayed") as optimizer:
+        stepped(model, optimizer)
+        model.a.requires_grad_(False)
+        del inner.param_groups[1]
+        optimizer.step()
+        optimizer.add_param_group({"params": [c := one()]})
+        give(c)
+        optimizer.step()
+    assert torch.equal(model.a, torch.full((4,), 0.5))
+    assert torch.equal(model.b, torch.full((4,), 1.5))
+
+
+def sparse_loss(embedding: nn.Embedding) -> Tensor:
+    return embedding(torch.tensor([1, 3, 3])).sum()
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_sparse_gradients_train_as_in_torch(late: None, mode: str, scaled: bool) -> None:
+    ours, plain = nn.Embedding(5, 2, sparse=True), nn.Embedding(5, 2, sparse=True)
+    plain.load_state_dict(ours.state_dict())
+    reference = torch.optim.SparseAdam(plain.parameters(), lr=LR)
+    scaler = GradScaler("cpu", init_scale=4.0) if scaled else None
+    with AsyncOptimizer(
+        torch.optim.SparseAdam(ours.parameters(), lr=LR), ours, mode=mode, scaler=scaler
+    ) as optimizer:
+        for _ in range(3):
+            loss = sparse_loss(ours)
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            sparse_loss(plain).backward()
+            reference.step()
+            reference.zero_grad()
+        optimizer.synchronize()
+        assert torch.equal(ours.weight, plain.weight)
+
+
+@pytest.mark.parametrize(("mode", "offload"), [("delayed", "none"), ("overlap", "cpu")])
+def test_sparse_gradients_with_masters_are_refused_and_kept(mode: str, offload: str) -> None:
+    embedding = nn.Embedding(5, 2, sparse=True)
+    before = embedding.weight.detach().clone()
+    with AsyncOptimizer(
+        torch.optim.SGD(embedding.parameters(), lr=LR), embedding, mode=mode, offload=offload
+    ) as optimizer:
+        sparse_loss(embedding).backward()
+        with pytest.raises(UnsupportedError, match=r"weight has a sparse gradient.*sparse=False"):
+            optimizer.step()
+        assert embedding.weight.grad is not None
+        assert embedding.weight.grad.is_sparse
+        assert torch.equal(embedding.weight, before)
+        embedding.weight.grad = embedding.weight.grad.to_dense()
+        optimizer.step()
+    expected = before.clone()
+    expected[1] -= LR
+    expected[3] -= 2 * LR
+    assert torch.equal(embedding.weight, expected)
+
+
+class Own(nn.Parameter):
+    """A subclass with a life of its own."""
+
+
+@pytest.mark.parametrize("mode", ["overlap", "delayed"])
+@pytest.mark.parametrize(
+    "make", [lambda: torch.ones(4, requires_grad=True), lambda: Own(torch.ones(4))]
+)
+def test_tensors_whose_uses_cannot_be_seen_are_waited_for_at_once(
+    late: None, mode: str, make: Callable[[], Tensor]
+) -> None:
+    w = make()
+    with AsyncOptimizer(sgd([w]), mode=mode) as optimizer:
+        seen = []
+        for _ in range(4):
+            give(w)
+            optimizer.step()
+            seen.append(float(w.detach()[0]))
+    stale = 0.5 if mode == "delayed" else 0.0
+    assert seen == [stale + 0.5, stale, stale - 0.5, stale - 1.0]
+
+
+def test_a_model_that_has_some_of_the_parameters_is_enough() -> None:
+    model, other = One(), one(3.0)
+    with AsyncOptimizer(sgd([model.w, other]), model) as optimizer:
+        give(model.w)
+        give(other)
+        optimizer.step()
+    assert torch.equal(model.w, torch.full((4,), 0.5))
+    assert torch.equal(other, torch.full((4,), 2.5))
+
+
+@pytest.mark.parametrize("value", [None, 3, "step", object()])
+def test_submit_takes_functions_only(value: Any) -> None:
+    w = one()
+    with AsyncOptimizer(sgd([w])) as optimizer:
+        give(w)
+        with pytest.raises(ConfigError, match="expected a function"):
+            optimizer.submit(value)
+        assert w.grad is not None

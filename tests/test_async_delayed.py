@@ -1,0 +1,437 @@
+"""``step_mode="delayed"`` against the one-step delay written in plain torch, bit for bit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from references import (
+    DECAY,
+    GROWTH_INTERVAL,
+    INIT_SCALE,
+    NEVER_STALE,
+    OPTIMIZERS,
+    Reference,
+    batch,
+    loss_of,
+    network,
+    same,
+)
+from torch import nn
+
+from accel_scaler import AsyncOptimizer, GradScaler, OrderError, ScalerConfig, attach, detach
+from accel_scaler import shadow as shadow_module
+from accel_scaler.shadow import Shadow
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+STEPS = 20
+OVERFLOWS = (0, 7, 8, 13)
+Fence = Callable[[nn.Module, Any], object]
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part for each parameter, as in a model of a useful size."""
+    monkeypatch.setattr(shadow_module, "SMALLEST_PART", 1)
+
+
+def scaler_of() -> GradScaler:
+    return GradScaler("cpu", init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL)
+
+
+def decay(_: int) -> float:
+    return DECAY
+
+
+def run_reference(
+    kind: str,
+    *,
+    prompt: int = 0,
+    max_norm: float | None = None,
+    schedule: bool = False,
+    overflows: Collection[int] = OVERFLOWS,
+    fences: Collection[int] = (),
+    steps: int = STEPS,
+) -> dict[str, Any]:
+    model = network()
+    reference = Reference(model.parameters(), OPTIMIZERS[kind], prompt)
+    scheduler = torch.optim.lr_scheduler.MultiplicativeLR(reference.optimizer, decay)
+    seen: dict[str, Any] = {"losses": [], "scales": [], "skips": []}
+    for step in range(steps):
+        loss = loss_of(model, step, step in overflows)
+        (loss * reference.scale).backward()
+        seen["losses"].append(float(loss.detach()))
+        stepped = reference.boundary(max_norm=max_norm)
+        seen["scales"].append(reference.scale)
+        seen["skips"].append(not stepped)
+        if schedule and stepped:
+            scheduler.step()
+        if step in fences:
+            reference.publish()
+    reference.publish()
+    seen["params"] = [p.detach().clone() for p in model.parameters()]
+    seen["state"] = reference.state()
+    return seen
+
+
+def run_ours(
+    kind: str,
+    *,
+    mode: str = "delayed",
+    prompt: int = 0,
+    max_norm: float | None = None,
+    schedule: str = "",
+    overflows: Collection[int] = OVERFLOWS,
+    fences: dict[int, Fence] | None = None,
+    steps: int = STEPS,
+    **settings: Any,
+) -> dict[str, Any]:
+    model, scaler = network(), scaler_of()
+    inner = OPTIMIZERS[kind](model.parameters())
+    seen: dict[str, Any] = {"losses": [], "scales": [], "skips": []}
+    with AsyncOptimizer(
+        inner, model, scaler=scaler, mode=mode, delay_warmup_steps=prompt, **settings
+    ) as optimizer:
+        target = inner if schedule == "inner" else optimizer
+        scheduler = torch.optim.lr_scheduler.MultiplicativeLR(target, decay)
+        for step in range(steps):
+            loss = loss_of(model, step, step in overflows)
+            scaler.scale(loss).backward()
+            seen["losses"].append(float(loss.detach()))
+            if max_norm is not None:
+                optimizer.clip_grad_norm_(max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            seen["scales"].append(scaler.get_scale())
+            seen["skips"].append(optimizer.step_was_skipped)
+            if schedule and not optimizer.step_was_skipped:
+                scheduler.step()
+            if fences and step in fences:
+                fences[step](model, optimizer)
+        optimizer.synchronize()
+        seen["params"] = [p.detach().clone() for p in model.parameters()]
+        seen["state"] = [dict(inner.state[p]) for p in model.parameters()]
+    return seen
+
+
+def assert_same(ours: dict[str, Any], reference: dict[str, Any]) -> None:
+    for key in reference:
+        assert same(_comparable(ours[key]), _comparable(reference[key])), key
+
+
+def _comparable(value: Any) -> Any:
+    return [str(v) if isinstance(v, float) else v for v in value]  # nan is equal to nan here
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("max_norm", [None, 0.5], ids=["unclipped", "clipped"])
+def test_delayed_is_the_one_step_delay(kind: str, max_norm: float | None) -> None:
+    assert_same(run_ours(kind, max_norm=max_norm), run_reference(kind, max_norm=max_norm))
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_one_part_or_many_is_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shadow_module, "SMALLEST_PART", 1 << 16)
+    assert_same(run_ours(kind), run_reference(kind))
+
+
+def test_a_slow_optimizer_thread_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Shadow.step_part
+
+    def slow(*args: Any) -> None:
+        time.sleep(0.002)
+        whole(*args)
+
+    monkeypatch.setattr(Shadow, "step_part", slow)
+    assert_same(run_ours("sgd", prompt=3), run_reference("sgd", prompt=3))
+
+
+@pytest.mark.parametrize("where", ["inner", "ours"])
+def test_a_scheduler_on_either_optimizer_is_that_of_the_reference(where: str) -> None:
+    ours = run_ours("sgd", schedule=where, max_norm=0.5)
+    assert_same(ours, run_reference("sgd", schedule=True, max_norm=0.5))
+
+
+def first_loss(step: int) -> float:
+    """With the parameters that nothing has updated yet."""
+    return float(loss_of(network(), step).detach())
+
+
+def test_what_it_is_compared_with_is_stale() -> None:
+    stale = run_reference("sgd")
+    prompt = run_reference("sgd", prompt=NEVER_STALE)
+    # Boundary 0 is a skip; the update of boundary 1 shows in loss 2, or one step later.
+    assert stale["losses"][1] == first_loss(1) == prompt["losses"][1]
+    assert stale["losses"][2] == first_loss(2) != prompt["losses"][2]
+
+
+@pytest.mark.parametrize("prompt", [1, 5, STEPS])
+def test_warm_up_steps_are_not_stale(prompt: int) -> None:
+    assert_same(run_ours("sgd", prompt=prompt), run_reference("sgd", prompt=prompt))
+
+
+def test_warm_up_counts_updates_not_skips() -> None:
+    ours = run_ours("sgd", prompt=2, overflows=(0, 1, 2))
+    assert_same(ours, run_reference("sgd", prompt=2, overflows=(0, 1, 2)))
+
+
+def test_a_warm_up_without_end_is_sync() -> None:
+    sync = run_ours("adamw", mode="sync")
+    assert_same(run_ours("adamw", prompt=STEPS), sync)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_offload_changes_no_bit(kind: str) -> None:
+    assert_same(run_ours(kind, offload="cpu", max_norm=0.5), run_reference(kind, max_norm=0.5))
+
+
+@pytest.mark.parametrize("fold", [False, True])
+def test_folding_without_clipping_changes_no_bit(fold: bool) -> None:
+    assert_same(run_ours("fused adamw", fold_unscale=fold), run_reference("fused adamw"))
+
+
+def evaluate(model: nn.Module, _: Any) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(batch(99)[0])
+    model.train()
+
+
+def evaluate_without_no_grad(model: nn.Module, _: Any) -> None:
+    model.eval()
+    model(batch(99)[0])
+    model.train()
+
+
+FENCES: dict[str, Fence] = {
+    "synchronize": lambda _, optimizer: optimizer.synchronize(),
+    "optimizer.state_dict": lambda _, optimizer: optimizer.state_dict(),
+    "the wrapped optimizer's state_dict": lambda _, optimizer: optimizer.optimizer.state_dict(),
+    "model.state_dict": lambda model, _: model.state_dict(),
+    "a submodule's state_dict": lambda model, _: model[0].state_dict(),
+    "an evaluation": evaluate,
+    "an evaluation with gradients": evaluate_without_no_grad,
+    "its own state loaded": lambda _, optimizer: optimizer.load_state_dict(optimizer.state_dict()),
+}
+
+
+@pytest.mark.parametrize("name", FENCES)
+def test_a_fence_publishes(name: str) -> None:
+    """Also one straight after a skip (7), and two in a row (10, 11)."""
+    at = (3, 7, 10, 11)
+    ours = run_ours("adamw", fences=dict.fromkeys(at, FENCES[name]))
+    assert_same(ours, run_reference("adamw", fences=at))
+    assert ours["losses"] != run_reference("adamw")["losses"]
+
+
+def test_a_fence_shows_the_newest_parameters() -> None:
+    model, scaler = network(), scaler_of()
+    reference_model = network()
+    reference = Reference(reference_model.parameters(), OPTIMIZERS["sgd"], 0)
+    with AsyncOptimizer(
+        OPTIMIZERS["sgd"](model.parameters()), model, scaler=scaler, mode="delayed"
+    ) as optimizer:
+        for step in range(4):
+            for net, scale in ((model, scaler.scale), (reference_model, reference.scale)):
+                loss = loss_of(net, step)
+                (scale(loss) if callable(scale) else loss * scale).backward()
+            optimizer.step()
+            reference.boundary()
+            before = [p.detach().clone() for p in model.parameters()]
+            assert same(before, [p.detach() for p in reference_model.parameters()])
+            newest = [m.detach().clone() for m in reference.masters]
+            assert not same(before, newest)
+            if step == 3:
+                assert same(list(model.state_dict().values()), newest)
+                assert same([p.detach() for p in model.parameters()], newest)
+
+
+def test_the_forward_after_a_skip_sees_the_update_before_it() -> None:
+    """w=1, slope 1, lr 0.125: the update of boundary 0 is published by the skip of boundary 1."""
+    w = nn.Parameter(torch.ones(1))
+    scaler = scaler_of()
+    with AsyncOptimizer(torch.optim.SGD([w], lr=0.125), scaler=scaler, mode="delayed") as optimizer:
+        values = []
+        for slope in (1.0, float("inf"), 1.0, 1.0):
+            values.append(w.item())
+            scaler.scale((w * slope).sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert values == [1.0, 1.0, 0.875, 0.875]
+        optimizer.synchronize()
+        assert w.item() == 0.625
+        assert scaler.get_scale() == INIT_SCALE / 2
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_a_resumed_run_goes_on_as_the_one_that_was_saved(kind: str, offload: str) -> None:
+    saved: dict[str, Any] = {}
+
+    def save(model: nn.Module, optimizer: Any) -> None:
+        saved["optimizer"] = optimizer.state_dict()
+        saved["model"] = {k: v.clone() for k, v in model.state_dict().items()}
+        saved["scaler"] = optimizer.scaler.state_dict()
+        saved["optimizer"]["state"] = {
+            i: {k: v.clone() for k, v in entry.items()}
+            for i, entry in saved["optimizer"]["state"].items()
+        }
+
+    whole = run_ours(kind, fences={9: save}, offload=offload)
+    assert_same(whole, run_reference(kind, fences=(9,)))
+    model, scaler = network(), scaler_of()
+    losses = []
+    with AsyncOptimizer(
+        OPTIMIZERS[kind](model.parameters()), model, scaler=scaler, mode="delayed", offload=offload
+    ) as optimizer:
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        scaler.load_state_dict(saved["scaler"])
+        for step in range(10, STEPS):
+            loss = loss_of(model, step, step in OVERFLOWS)
+            scaler.scale(loss).backward()
+            losses.append(float(loss.detach()))
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        assert same(_comparable(losses), _comparable(whole["losses"][10:]))
+        assert same([p.detach() for p in model.parameters()], whole["params"])
+        state = [dict(optimizer.state[p]) for p in model.parameters()]
+        assert same(state, whole["state"])
+
+
+def test_close_publishes_what_was_waiting() -> None:
+    w = nn.Parameter(torch.ones(1))
+    optimizer = AsyncOptimizer(torch.optim.SGD([w], lr=0.125), mode="delayed")
+    (w * 1.0).sum().backward()
+    optimizer.step()
+    assert w.item() == 1.0
+    optimizer.close()
+    assert w.item() == 0.875
+    assert type(w) is nn.Parameter
+
+
+def test_an_edit_while_an_update_waits_is_refused_and_the_update_stays() -> None:
+    w = nn.Parameter(torch.ones(1))
+    with AsyncOptimizer(torch.optim.SGD([w], lr=0.125), mode="delayed") as optimizer:
+        (w * 1.0).sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            w.fill_(5.0)
+        (w * 1.0).sum().backward()
+        with pytest.raises(OrderError, match="synchronize"):
+            optimizer.step()
+        optimizer.synchronize()
+        assert w.item() == 0.875
+
+
+def test_an_edit_after_synchronize_counts() -> None:
+    w = nn.Parameter(torch.ones(1))
+    with AsyncOptimizer(torch.optim.SGD([w], lr=0.125), mode="delayed") as optimizer:
+        (w * 1.0).sum().backward()
+        optimizer.step()
+        optimizer.synchronize()
+        with torch.no_grad():
+            w.fill_(5.0)
+        (w * 1.0).sum().backward()
+        optimizer.step()
+        optimizer.synchronize()
+        assert w.item() == 4.875
+
+
+def test_parameters_without_gradients_stay_and_take_no_state() -> None:
+    model = network()
+    model[0].weight.requires_grad_(False)
+    reference_model = network()
+    reference_model[0].weight.requires_grad_(False)
+    reference = Reference(reference_model.parameters(), OPTIMIZERS["adamw"], 0)
+    inner = OPTIMIZERS["adamw"](model.parameters())
+    with AsyncOptimizer(inner, model, scaler=(scaler := scaler_of()), mode="delayed") as optimizer:
+        for step in range(6):
+            scaler.scale(loss_of(model, step)).backward()
+            (loss_of(reference_model, step) * reference.scale).backward()
+            if step % 2:  # a parameter that is left out every other step
+                model[0].bias.grad = None
+                reference_model[0].bias.grad = None
+            optimizer.step()
+            reference.boundary()
+        optimizer.synchronize()
+    reference.publish()
+    ours = [p.detach() for p in model.parameters()]
+    assert same(ours, [p.detach() for p in reference_model.parameters()])
+    assert model[0].weight not in inner.state
+    assert inner.state[model[0].bias]["step"] == 3
+
+
+def attached_delayed(prompt: int, offload: str, accumulate: int) -> dict[str, Any]:
+    accelerator = attach(
+        Accelerator(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=accumulate),
+        ScalerConfig(
+            step_mode="delayed",
+            delay_warmup_steps=prompt,
+            offload=offload,  # type: ignore[arg-type]
+            init_scale=INIT_SCALE,
+            growth_interval=GROWTH_INTERVAL,
+        ),
+    )
+    net = network()
+    inner = OPTIMIZERS["sgd"](net.parameters())
+    schedule = torch.optim.lr_scheduler.MultiplicativeLR(inner, decay)
+    model, optimizer, scheduler = accelerator.prepare(net, inner, schedule)
+    seen: dict[str, Any] = {"losses": [], "scales": [], "skips": []}
+    for micro in range(2 * STEPS):
+        with accelerator.accumulate(model):
+            loss = loss_of(model, micro, micro // accumulate in OVERFLOWS)
+            accelerator.backward(loss)
+            seen["losses"].append(float(loss.detach()))
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                seen["scales"].append(accelerator.scaler.get_scale())
+                seen["skips"].append(optimizer.step_was_skipped)
+    optimizer.synchronize()
+    seen["params"] = [p.detach().clone() for p in net.parameters()]
+    seen["state"] = [dict(inner.state[p]) for p in net.parameters()]
+    seen["lr"] = scheduler.get_last_lr()
+    detach(accelerator)
+    return seen
+
+
+def attached_reference(prompt: int, accumulate: int) -> dict[str, Any]:
+    model = network()
+    reference = Reference(model.parameters(), OPTIMIZERS["sgd"], prompt)
+    scheduler = torch.optim.lr_scheduler.MultiplicativeLR(reference.optimizer, decay)
+    seen: dict[str, Any] = {"losses": [], "scales": [], "skips": []}
+    for micro in range(2 * STEPS):
+        with torch.autocast("cpu", torch.float16):
+            loss = loss_of(model, micro, micro // accumulate in OVERFLOWS)
+        (loss / accumulate * reference.scale).backward()
+        seen["losses"].append(float(loss.detach()))
+        if (micro + 1) % accumulate == 0:
+            stepped = reference.boundary(max_norm=0.5)
+            seen["scales"].append(reference.scale)
+            seen["skips"].append(not stepped)
+            if stepped:
+                scheduler.step()
+    reference.publish()
+    seen["params"] = [p.detach().clone() for p in model.parameters()]
+    seen["state"] = reference.state()
+    seen["lr"] = scheduler.get_last_lr()
+    return seen
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize(("prompt", "accumulate"), [(0, 1), (0, 2), (3, 2)])
+def test_an_attached_accelerator_delays_by_one_step(
+    prompt: int, accumulate: int, offload: str
+) -> None:
+    ours = attached_delayed(prompt, offload, accumulate)
+    assert_same(ours, attached_reference(prompt, accumulate))

@@ -1,0 +1,711 @@
+"""``overlap`` computes what ``sync`` computes, bit for bit, whatever the model and the optimizer.
+
+Where nothing else is said the optimizer thread is the lazy one of ``async_support``: a use of a
+parameter that does not wait for its update sees the old value, every time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from async_support import (
+    INF,
+    OVERFLOWS,
+    STEPS,
+    Script,
+    Trace,
+    accelerator_for,
+    assert_same,
+    check,
+    generator_of,
+    language,
+    layers,
+    lazy,
+    momentum,
+    names_of,
+    one_part_each,
+    rate_of,
+    regression,
+    reset,
+    run_sync_and_overlap,
+    sleepy,
+    train_raw,
+    unlike_forward,
+)
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
+
+from accel_scaler import AsyncOptimizer, GradScaler
+from accel_scaler.shadow import Shadow
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def gpt2(blocks: int = 2) -> Any:
+    """Input and output embeddings are one parameter."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 32, "n_positions": 8, "n_embd": 16, "n_layer": blocks, "n_head": 2}
+    config = transformers.GPT2Config(
+        **sizes, bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM"
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+# Models.
+
+
+def test_gpt2_with_tied_weights() -> None:
+    def adamw(model: nn.Module) -> Optimizer:
+        return torch.optim.AdamW(unlike_forward(model), lr=3e-3, fused=True)
+
+    check(Script(gpt2, language, adamw, max_norm=1.0))
+
+
+class _Double(torch.autograd.Function):
+    """Gets its parameter without torch's dispatch to subclasses."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return 2 * x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        return 2 * grads[0] * weight, (2 * grads[0] * x).sum((0, 1))
+
+
+class _Gain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Double.apply(x, self.gain)  # type: ignore[no-any-return]
+
+
+class Strangers(nn.Module):
+    """Uses parameters where their owners do not see it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 8)  # its forward never runs
+        self.embedding = nn.Embedding(16, 8)
+        self.inner = nn.Linear(8, 8)
+        self.captured = list(self.inner.parameters())
+        self.lstm = nn.LSTM(8, 8, batch_first=True)  # keeps a list of its weights
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)  # reads out_proj's
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+        self.gain = _Gain()
+        self.scales = nn.ParameterList([torch.ones(8), torch.zeros(8)])
+        self.called = nn.Linear(8, 8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        with torch.autocast("cpu", enabled=False):
+            x = x + self.lstm(x)[0]
+        x = x + torch.tanh(F.linear(x, *self.captured))
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        x = x + torch.tanh(self.gain(self.normed(x)))
+        x = torch.addcmul(self.scales[1], x, self.scales[0])
+        x = torch.func.functional_call(self.called, dict(self.called.named_parameters()), x)
+        x = torch.tanh(F.linear(x, self.head.weight, bias=self.head.bias))
+        return F.linear(x, self.embedding.weight)
+
+
+def strangers_loss(model: Any, number: int) -> Tensor:
+    tokens = torch.randint(16, (2, 5), generator=generator_of(number))
+    return F.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
+
+
+def test_parameters_used_outside_their_owners() -> None:
+    check(Script(Strangers, strangers_loss, momentum))
+
+
+class Branches(nn.Module):
+    """One branch is never used, one only now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(8, 8)
+        self.usual, self.rare, self.never = (nn.Linear(8, 4) for _ in range(3))
+
+    def forward(self, x: Tensor, rare: bool) -> Tensor:
+        x = torch.tanh(self.trunk(x))
+        y: Tensor = self.usual(x)
+        return y + self.rare(x) if rare else y
+
+
+def branches_loss(model: Any, number: int) -> Tensor:
+    rare = number % 7 == 2 or 100 < number < 120
+    return regression(lambda x: model(x, rare), number)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_unused_parameters_that_are_sometimes_used(fused: bool) -> None:
+    def adamw(model: nn.Module) -> Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+
+    reference = check(Script(Branches, branches_loss, adamw))
+    entries = reference.state[0]["state"]
+    assert len(entries) == 6, "what never had a gradient has no state"
+    assert entries[4]["step"] < entries[0]["step"], "the rare branch has stepped less often"
+
+
+def test_frozen_parameters_and_some_unfrozen_and_frozen_again() -> None:
+    def model() -> nn.Module:
+        net = layers()
+        net[0].requires_grad_(False)
+        net[2].requires_grad_(False)
+        return net
+
+    def thaw(step: int, model: Any, trace: Trace) -> None:
+        # Straight after step(): the update of the others is still due.
+        if step in (50, 120):
+            model[2].requires_grad_(step == 50)
+            model[4].bias.requires_grad_(step != 50)
+
+    reference = check(Script(model, regression, momentum, after_step=thaw))
+    torch.manual_seed(0)
+    before = model()
+    assert torch.equal(reference.weights["0.weight"], before[0].weight)
+    assert not torch.equal(reference.weights["2.weight"], before[2].weight)
+
+
+class Recomputed(nn.Module):
+    """Forgets its activations; the backward computes them again."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.rest, self.last = nn.Linear(8, 8), layers(), nn.Linear(4, 4)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = checkpoint(self.rest, F.dropout(x, 0.1), use_reentrant=self.use_reentrant)
+        y: Tensor = self.last(x)
+        return y
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_gradient_checkpointing(use_reentrant: bool) -> None:
+    check(Script(partial(Recomputed, use_reentrant), regression, momentum))
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def _compile_in_place(model: Any, backend: str) -> Any:
+    model.compile(backend=backend)
+    return model
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(
+    ("compiled", "backend", "when"),
+    [
+        (torch.compile, "eager", "after prepare"),
+        (torch.compile, "aot_eager", "before prepare"),
+        (_compile_in_place, "eager", "before prepare"),
+        (_compile_in_place, "aot_eager", "after prepare"),
+    ],
+)
+def test_compiled_models(compiled: Callable[..., Any], backend: str, when: str) -> None:
+    def run(mode: str) -> Trace:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        if when == "before prepare":
+            script = Script(lambda: compiled(layers(), backend=backend), regression, momentum)
+        else:
+            script = Script(
+                layers, regression, momentum, after_prepare=partial(compiled, backend=backend)
+            )
+        trace = script(mode)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        return trace
+
+    graphs: list[int] = []
+    reference = run_sync_and_overlap(run)
+    # Where a graph meets parameters of another class it is compiled again: the root waits.
+    # Compiled after prepare, our hook is traced as well: one graph more.
+    assert graphs[1] <= graphs[0] + (when == "after prepare")
+    reference.assert_lively(STEPS)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_compiled_part_of_a_model() -> None:
+    def model() -> nn.Module:
+        net = layers()
+        net[2].compile(backend="eager")
+        return net
+
+    def run(mode: str) -> Trace:
+        torch._dynamo.reset()
+        return Script(model, regression, momentum)(mode)
+
+    run_sync_and_overlap(run).assert_lively(STEPS)
+
+
+def test_lora() -> None:
+    peft = pytest.importorskip("peft")
+
+    def model() -> nn.Module:
+        config = peft.LoraConfig(
+            r=2, lora_alpha=8, target_modules=["c_attn"], fan_in_fan_out=True, lora_dropout=0.1
+        )
+        return peft.get_peft_model(gpt2(1), config)  # type: ignore[no-any-return]
+
+    def adapters(model: nn.Module) -> Optimizer:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+
+    check(Script(model, language, adapters, accumulation=1))
+
+
+# Optimizers.
+
+
+class Counting(Optimizer):
+    """Torch knows nothing of it; it counts for itself, in its groups and in an attribute."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr, "k": 0, "seen": 0.0})
+        self.largest = 0.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] += 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                # Depends on all parameters together, so it may not be split.
+                group["seen"] += float(p.grad.abs().sum())
+                self.largest = max(self.largest, group["seen"])
+                average = self.state[p].setdefault("average", torch.zeros_like(p))
+                average.lerp_(p.grad, 1.0 / group["k"])
+                p.sub_(average, alpha=group["lr"] / (1.0 + 0.001 * self.largest))
+
+
+class Signed(torch.optim.SGD):
+    """A subclass of a known optimizer with a step of its own."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.sign_()
+        super().step()
+
+
+def transformers_adafactor(params: Any, **kwargs: Any) -> Optimizer:
+    module = pytest.importorskip("transformers.optimization")
+    made: Optimizer = module.Adafactor(params, scale_parameter=False, relative_step=False, **kwargs)
+    return made
+
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "adamw_fused": partial(torch.optim.AdamW, fused=True),
+    "adamw_foreach": partial(torch.optim.AdamW, foreach=True),
+    "adamw_plain": partial(torch.optim.AdamW, foreach=False),
+    "adamw_tensor_lr": lambda p, lr: torch.optim.AdamW(p, lr=torch.tensor(lr), foreach=False),
+    "adam_amsgrad_fused": partial(torch.optim.Adam, fused=True, amsgrad=True),
+    "sgd_momentum_fused": partial(torch.optim.SGD, fused=True, momentum=0.9),
+    "sgd_nesterov_foreach": partial(torch.optim.SGD, foreach=True, momentum=0.9, nesterov=True),
+    "sgd_tensor_lr": lambda p, lr: torch.optim.SGD(p, lr=torch.tensor(lr), momentum=0.9),
+    "adafactor": torch.optim.Adafactor,
+    "adafactor_transformers": transformers_adafactor,
+    "adagrad_fused": partial(torch.optim.Adagrad, fused=True),
+    "adagrad": partial(torch.optim.Adagrad, foreach=True),
+    "rmsprop": partial(torch.optim.RMSprop, momentum=0.9, centered=True),
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "adadelta": torch.optim.Adadelta,
+    "rprop": torch.optim.Rprop,
+    "unknown_to_torch": Counting,
+    "subclass_with_own_step": partial(Signed, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_with_groups_unlike_the_forward(name: str) -> None:
+    def optimizer(model: nn.Module) -> Optimizer:
+        groups = unlike_forward(model)
+        for group in groups:
+            if "tensor_lr" in name:
+                group.pop("lr", None)
+            if name in ("rprop", "unknown_to_torch"):
+                group.pop("weight_decay")
+        return OPTIMIZERS[name](groups, lr=0.01)
+
+    check(Script(layers, regression, optimizer, accumulation=1))
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs a newer torch")
+def test_muon() -> None:
+    def optimizer(model: nn.Module) -> Optimizer:
+        return torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=0.02)
+
+    check(Script(layers, regression, optimizer))
+
+
+def test_what_an_unknown_optimizer_counts_in_its_groups_reaches_the_user() -> None:
+    def run(mode: str) -> Trace:
+        trace = Trace()
+        with accelerator_for(mode, 1) as accelerator:
+            model = layers()
+            inner = Counting(model.parameters())
+            model, optimizer = accelerator.prepare(model, inner)
+            for step in range(20):
+                accelerator.backward(regression(model, step) * (INF if step == 7 else 1.0))
+                optimizer.step()
+                optimizer.zero_grad()
+                if step % 5 == 4:
+                    optimizer.synchronize()
+                    group = inner.param_groups[0]
+                    trace.more.append((group["k"], group["seen"], inner.largest))
+            trace.finish(model, optimizer)
+        return trace
+
+    reference = run_sync_and_overlap(run)
+    assert [k for k, _, _ in reference.more] == [5, 9, 14, 19]
+
+
+@pytest.mark.parametrize("schedule_prepared", [False, True])
+def test_a_scheduler_made_on_the_inner_or_on_the_prepared_optimizer(
+    schedule_prepared: bool,
+) -> None:
+    reference = check(Script(layers, regression, momentum, schedule_prepared=schedule_prepared))
+    applied = [0, *(n + 1 for n in range(STEPS))]
+    taken = 0
+    for rates, skipped in zip(reference.rates, reference.skipped, strict=True):
+        taken += not skipped
+        assert rates == [0.05 * rate_of(applied[taken])]
+
+
+# Two optimizers.
+
+
+def _gan(mode: str, one_window: bool = False) -> Trace:
+    trace = Trace()
+    with accelerator_for(mode, 1) as accelerator:
+        maker, judge = layers(), nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        inner = torch.optim.RMSprop(judge.parameters(), lr=0.01), momentum(maker)
+        schedules = [LambdaLR(each, rate_of) for each in inner]
+        maker, judge, judge_step, maker_step, *schedules = accelerator.prepare(
+            maker, judge, *inner, *schedules
+        )
+        steps = judge_step, maker_step
+
+        def finish(*which: int, clip: bool = True) -> None:
+            for i in which:
+                model = (judge, maker)[i]
+                if clip:
+                    norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                    trace.norms.append(float(norm))
+            for i in which:
+                steps[i].step()
+                if i == 0:
+                    with torch.no_grad():  # at once, without waiting for the optimizer thread
+                        for p in judge.parameters():
+                            p.clamp_(-0.3, 0.3)
+                schedules[i].step()
+                trace.skipped.append(steps[i].step_was_skipped)
+
+        for step in range(STEPS):
+            generator = generator_of(step)
+            noise, real = (torch.randn(4, n, generator=generator) for n in (8, 4))
+            blow = INF if step in OVERFLOWS else 1.0
+            judge_step.zero_grad()
+            loss = judge(maker(noise).detach()).float().mean() - judge(real).float().mean()
+            trace.losses.append(loss.item())
+            accelerator.backward(loss * (blow if step % 2 else 1.0))
+            if not one_window:
+                finish(0)
+            maker_step.zero_grad()
+            loss = -judge(maker(noise)).float().mean()
+            trace.losses.append(loss.item())
+            accelerator.backward(loss * (1.0 if step % 2 else blow))
+            finish(*((0, 1) if one_window else (1,)))
+            trace.scales.append(accelerator.scaler.get_scale())
+            trace.rates.append([each.get_last_lr()[0] for each in schedules])
+        trace.finish(maker, *steps)
+        trace.finish(judge)
+    return trace
+
+
+@pytest.mark.parametrize("one_window", [False, True])
+def test_a_gan_with_two_optimizers_and_weights_clamped_right_after_the_step(
+    one_window: bool,
+) -> None:
+    reference = run_sync_and_overlap(partial(_gan, one_window=one_window))
+    skipped = sum(reference.skipped)
+    assert len(OVERFLOWS) <= skipped < STEPS // 4
+    assert any(b > a for a, b in zip(reference.scales, reference.scales[1:], strict=False))
+    assert float(reference.weights["0.weight"].abs().max()) < 0.301, "the judge's are clamped"
+
+
+# Reading parameters right after step().
+
+
+def test_an_average_of_the_weights_taken_right_after_each_step() -> None:
+    averages: list[AveragedModel] = []
+
+    def average(step: int, model: Any, trace: Trace) -> None:
+        if step == 0:
+            averages.append(AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)))
+        averages[-1].update_parameters(model)
+        if step == STEPS - 1:
+            trace.more.append({n: t.clone() for n, t in averages[-1].state_dict().items()})
+
+    reference = check(Script(layers, regression, momentum, after_step=average))
+    (averaged,) = reference.more
+    assert not torch.equal(averaged["module.0.weight"], reference.weights["0.weight"])
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda p: p.clamp_(-0.2, 0.2),
+        lambda p: p.data.mul_(0.999),
+        lambda p: torch.nn.init.trunc_normal_(p, std=0.2) if p.ndim < 2 else p,
+    ],
+    ids=["clamp_", "data", "init"],
+)
+def test_parameters_edited_right_after_the_step(edit: Callable[[Tensor], Any]) -> None:
+    def after(step: int, model: Any, trace: Trace) -> None:
+        with torch.no_grad():
+            for p in reversed(list(model.parameters())):
+                edit(p)
+
+    check(Script(layers, regression, momentum, accumulation=1, after_step=after))
+
+
+def test_parameters_read_one_by_one_in_ways_of_many_kinds() -> None:
+    reads: list[Callable[[Tensor], Any]] = [
+        lambda p: p.detach().clone(),
+        lambda p: p.sum().item(),
+        lambda p: p.tolist(),
+        lambda p: float(torch.linalg.vector_norm(p)),
+        lambda p: p.detach().numpy().copy(),
+        lambda p: p.data.clone(),
+        lambda p: torch.cat([p.flatten()[:1], torch.zeros(1)]).detach(),
+        lambda p: p[..., 0].detach().clone(),
+        lambda p: [row.detach().clone() for row in p],
+        lambda p: torch.nn.utils.parameters_to_vector([p]).detach(),
+        lambda p: repr(p),
+        lambda p: (p > 0).tolist(),
+        lambda p: torch.stack([p, p]).detach(),
+        lambda p: p.to(torch.float16),
+        lambda p: torch._foreach_norm([p.detach()]),
+    ]
+
+    def after(step: int, model: Any, trace: Trace) -> None:
+        params = list(model.parameters())
+        read = reads[step % len(reads)]
+        seen = read(params[(step // len(reads)) % len(params)])
+        trace.more.append(seen.tolist() if hasattr(seen, "tolist") else str(seen))
+
+    check(Script(layers, regression, momentum, accumulation=1, after_step=after))
+
+
+# AsyncOptimizer in a raw loop, against plain torch.
+
+
+Raw = tuple[Callable[[], nn.Module], Any, Callable[[nn.Module], Optimizer]]
+RAW: dict[str, Raw] = {
+    "layers": (layers, regression, momentum),
+    "branches": (
+        Branches,
+        branches_loss,
+        lambda model: torch.optim.AdamW(unlike_forward(model), lr=0.01),
+    ),
+    "unknown": (layers, regression, lambda model: Counting(model.parameters())),
+}
+
+
+def _torch_run(raw: Raw, clip: bool) -> Trace:
+    """The reference: nothing of this package."""
+    reset()
+    make, loss, optimizer_of = raw
+    model = make()
+    optimizer = optimizer_of(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=9)
+
+    def boundary() -> float:
+        norm = INF
+        if clip:
+            scaler.unscale_(optimizer)
+            norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3))
+        scaler.step(optimizer)
+        scaler.update()
+        return norm
+
+    return train_raw(model, optimizer, scaler, loss, boundary)
+
+
+@pytest.mark.parametrize("name", RAW)
+@pytest.mark.parametrize("whole_boundary", [True, False])
+def test_a_raw_loop_equals_plain_torch(name: str, whole_boundary: bool) -> None:
+    reference = _torch_run(RAW[name], clip=whole_boundary)
+    reference.assert_lively(STEPS)
+    reset()
+    make, loss, optimizer_of = RAW[name]
+    model = make()
+    scaler = GradScaler("cpu", init_scale=2.0**12, growth_interval=9)
+    ours = scaler if whole_boundary else None
+    with (
+        lazy(),
+        AsyncOptimizer(optimizer_of(model), model, scaler=ours, optimizer_threads=1) as optimizer,
+    ):
+
+        def boundary() -> float:
+            norm = INF
+            if whole_boundary:
+                norm = float(optimizer.clip_grad_norm_(0.3, parameters=model.parameters()))
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+            return norm
+
+        trace = train_raw(model, optimizer, scaler, loss, boundary)
+    trace.assert_equals(reference)
+
+
+def test_without_a_model_every_use_waits_too() -> None:
+    reference = _torch_run((Strangers, strangers_loss, momentum), clip=True)
+    reset()
+    model = Strangers()
+    scaler = GradScaler("cpu", init_scale=2.0**12, growth_interval=9)
+    with (
+        lazy(),
+        AsyncOptimizer(momentum(model), scaler=scaler, optimizer_threads=1) as optimizer,
+    ):
+
+        def boundary() -> float:
+            norm = float(optimizer.clip_grad_norm_(0.3, parameters=model.parameters()))
+            optimizer.step()
+            return norm
+
+        trace = train_raw(model, optimizer, scaler, strangers_loss, boundary)
+    trace.assert_equals(reference)
+
+
+# Time.
+
+
+def test_a_thousand_steps_with_a_worker_that_sleeps_at_random() -> None:
+    script = Script(layers, regression, momentum, steps=1000, accumulation=1)
+    check(script, partial(sleepy, 0.0002))
+
+
+def test_two_optimizers_with_a_worker_that_sleeps_at_random() -> None:
+    run_sync_and_overlap(_gan, partial(sleepy, 0.0002, seed=1))
+
+
+def test_updates_run_on_another_thread_and_in_the_order_of_the_forward() -> None:
+    with accelerator_for("overlap", 1) as accelerator, lazy() as gate:
+        model = layers()
+        groups = unlike_forward(model)
+        optimizer: Any
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(groups, lr=0.1))
+        orders = []
+        for step in range(3):
+            accelerator.backward(regression(model, step))
+            optimizer.step()
+            optimizer.zero_grad()
+            orders.append(names_of(optimizer.optimizer._accel_scaler_stepper.shadow.params, model))
+        optimizer.synchronize()
+    assert gate.threads
+    assert threading.get_ident() not in gate.threads
+    expected = [name for name, _ in layers().named_parameters()]
+    assert orders[0] != expected
+    assert set(orders[1][:2]) == set(expected[:2]), "learnt from the first forward"
+    assert [name[0] for name in orders[2]] == [name[0] for name in expected]
+
+
+def test_the_forward_begins_while_the_last_layers_update_has_not() -> None:
+    events: list[str] = []
+    may_end = threading.Event()
+    step = Shadow.step_part
+
+    def stepping(self: Shadow, part: Any, *args: Any) -> None:
+        if part is self.parts[-1]:
+            assert may_end.wait(60), "the first layer's forward has not run meanwhile"
+        step(self, part, *args)
+        events.append("updated " + " ".join(names_of([s.param for s in part.slots], model)))
+
+    with accelerator_for("overlap", 1) as accelerator, one_part_each():
+        model: Any = layers()
+        model, optimizer = accelerator.prepare(model, momentum(model))
+        accelerator.backward(regression(model, 0))
+        optimizer.step()
+        optimizer.zero_grad()
+        accelerator.backward(regression(model, 1))  # the order is learnt
+        optimizer.synchronize()
+
+        def ended(module: Any, *_: Any) -> None:
+            events.append("forward of layer 1 ended")
+            may_end.set()
+
+        model[0].register_forward_hook(ended)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Shadow, "step_part", stepping)
+            optimizer.step()
+            loss = regression(model, 2)
+        events.append("forward ended")
+        accelerator.backward(loss)
+    first, last = events.index("forward of layer 1 ended"), events.index("forward ended")
+    updated = [n for n, event in enumerate(events) if event.startswith("updated 4.")]
+    assert first < updated[-1] < last
+
+
+def test_overlap_does_not_depend_on_how_parts_are_cut() -> None:
+    script = Script(layers, regression, momentum, steps=40)
+    reference = script("sync")
+    script("overlap").assert_equals(reference)  # in one part
+    with one_part_each():
+        script("overlap").assert_equals(reference)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("clip", [True, False])
+def test_a_scale_that_has_fallen_to_nothing_skips_in_every_mode(
+    dtype: torch.dtype, clip: bool
+) -> None:
+    def run(mode: str) -> Trace:
+        trace = Trace()
+        with accelerator_for(mode, 1) as accelerator:
+            model = layers().to(dtype)
+            model, optimizer = accelerator.prepare(model, momentum(model))
+            for step in range(170):
+                accelerator.backward(regression(model, step) * (INF if step < 165 else 1.0))
+                if clip:
+                    trace.norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
+                optimizer.step()
+                optimizer.zero_grad()
+                trace.skipped.append(optimizer.step_was_skipped)
+                trace.scales.append(accelerator.scaler.get_scale())
+            trace.finish(model, optimizer)
+        return trace
+
+    reference = run_sync_and_overlap(run)
+    assert all(reference.skipped)
+    assert reference.scales[-1] == 0.0
+    torch.manual_seed(0)
+    assert_same(reference.weights, dict(layers().to(dtype).state_dict()))

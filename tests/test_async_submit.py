@@ -1,0 +1,410 @@
+"""``AsyncOptimizer.submit``: a user's own step function on the optimizer thread."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from references import (
+    GROWTH_INTERVAL,
+    INIT_SCALE,
+    NEVER_STALE,
+    OPTIMIZERS,
+    Reference,
+    batch,
+    loss_of,
+    network,
+    same,
+)
+from torch import Tensor, nn
+
+from accel_scaler import AsyncOptimizer, ConfigError, GradScaler, OrderError, StepError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LIMIT_S = 30.0
+MODES = ("overlap", "delayed")
+LOW_AND_FULL = (torch.float32, torch.float16)
+
+
+class Gate:
+    """Keeps the optimizer thread inside a submitted function until it is opened."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+        self.was_opened: bool | None = None
+
+    def wait(self) -> None:
+        self.was_opened = self._open.wait(LIMIT_S)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    made = Gate()
+    yield made
+    made.open()
+
+
+class Single:
+    """One weight at 1, slope as the caller likes, SGD with learning rate 0.125."""
+
+    def __init__(self, mode: str, with_scaler: bool = True, **settings: Any) -> None:
+        self.w = nn.Parameter(torch.ones(1))
+        self.scaler = GradScaler("cpu", init_scale=INIT_SCALE, **settings) if with_scaler else None
+        self.inner = torch.optim.SGD([self.w], lr=0.125)
+        self.optimizer = AsyncOptimizer(self.inner, scaler=self.scaler, mode=mode)
+
+    def backward(self, slope: float = 1.0) -> None:
+        loss = (self.w * slope).sum()
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def update(self) -> None:
+        self.scaler.step(self.optimizer)  # type: ignore[union-attr]
+        self.optimizer.zero_grad()
+
+    def __enter__(self) -> Single:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.optimizer.close()
+
+
+def run_reference(
+    mode: str, kind: str, dtype: torch.dtype, steps: int, overflows: tuple[int, ...], clip: bool
+) -> dict[str, Any]:
+    model = network(dtype)
+    prompt = 0 if mode == "delayed" else NEVER_STALE
+    reference = Reference(model.parameters(), OPTIMIZERS[kind], prompt)
+    losses, scales = [], []
+    for step in range(steps):
+        for micro in range(2):
+            loss = loss_of(model, 2 * step + micro, step in overflows)
+            (loss * reference.scale / 2).backward()
+            losses.append(str(float(loss.detach())))
+        reference.boundary(max_norm=0.5 if clip else None)
+        scales.append(reference.scale)
+    reference.publish()
+    return {
+        "params": [p.detach() for p in model.parameters()],
+        "state": reference.state(),
+        "losses": losses,
+        "scales": scales,
+    }
+
+
+@pytest.mark.parametrize("dtype", LOW_AND_FULL, ids=str)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_the_documented_loop_trains_as_the_reference(
+    kind: str, mode: str, dtype: torch.dtype
+) -> None:
+    """Micro-batches, ``submit(lambda: (step, zero_grad))``, then ``update`` straight after."""
+    model = network(dtype)
+    scaler = GradScaler("cpu", init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL)
+    inner = OPTIMIZERS[kind](model.parameters())
+    overflows, losses, scales = (0, 5), [], []
+    with AsyncOptimizer(inner, model, scaler=scaler, mode=mode) as optimizer:
+        for step in range(12):
+            for micro in range(2):
+                loss = loss_of(model, 2 * step + micro, step in overflows)
+                (scaler.scale(loss) / 2).backward()
+                losses.append(str(float(loss.detach())))
+            optimizer.submit(lambda: (scaler.step(optimizer), optimizer.zero_grad()))
+            optimizer.zero_grad()
+            scaler.update()
+            scales.append(scaler.get_scale())
+        optimizer.synchronize()
+        reference = run_reference(mode, kind, dtype, 12, overflows, clip=False)
+        assert losses == reference["losses"]
+        assert scales == reference["scales"]
+        assert same([p.detach() for p in model.parameters()], reference["params"])
+        # An overflow leaves state that a step would have made empty, as torch's loop does.
+        assert same([dict(inner.state[p]) for p in model.parameters()], reference["state"])
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("dtype", LOW_AND_FULL, ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_unscale_and_clip_inside_the_function(mode: str, dtype: torch.dtype, offload: str) -> None:
+    model = network(dtype)
+    scaler = GradScaler("cpu", init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL)
+    inner = OPTIMIZERS["sgd"](model.parameters())
+    kinds = []
+    with AsyncOptimizer(inner, model, scaler=scaler, mode=mode, offload=offload) as optimizer:
+
+        def update() -> None:
+            params: list[Tensor] = optimizer.param_groups[0]["params"]
+            scaler.unscale_(optimizer)
+            kinds.append({p.grad.dtype for p in params if p.grad is not None})
+            torch.nn.utils.clip_grad_norm_(params, 0.5)
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+            assert all(p.grad is None for p in params)
+
+        for step in range(10):
+            for micro in range(2):
+                (scaler.scale(loss_of(model, 2 * step + micro, step == 4)) / 2).backward()
+            optimizer.submit(update)
+            optimizer.zero_grad()
+            scaler.update()
+        optimizer.synchronize()
+    reference = run_reference(mode, "sgd", dtype, 10, (4,), clip=True)
+    assert same([p.detach() for p in model.parameters()], reference["params"])
+    assert kinds == [{torch.float32}] * 10
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_update_never_waits_for_the_function(mode: str, gate: Gate) -> None:
+    with Single(mode) as run:
+        assert run.scaler is not None
+        run.backward()
+        run.optimizer.submit(lambda: (gate.wait(), run.update()))
+        run.scaler.update()
+        run.scaler.get_scale()
+        gate.open()  # reached while the function still waits for it
+        run.optimizer.synchronize()
+        assert gate.was_opened
+        assert run.w.item() == 0.875
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_scale_does_not_lag(mode: str, gate: Gate) -> None:
+    """An overflow: one skip, one back-off, known before the function has run."""
+    with Single(mode) as run:
+        assert run.scaler is not None
+        run.backward(math.inf)
+        run.optimizer.submit(lambda: (gate.wait(), run.update()))
+        run.optimizer.zero_grad()
+        run.scaler.update()
+        assert run.scaler.get_scale() == INIT_SCALE / 2
+        gate.open()
+        for _ in range(3):
+            run.backward()
+            run.optimizer.submit(run.update)
+            run.optimizer.zero_grad()
+            run.scaler.update()
+        assert run.scaler.get_scale() == INIT_SCALE / 2
+        run.optimizer.synchronize()
+        assert gate.was_opened
+        assert run.w.item() == 1.0 - 3 * 0.125
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_inside_the_function_the_scale_is_the_window_s(mode: str, gate: Gate) -> None:
+    inside = []
+    with Single(mode, growth_interval=1) as run:
+        assert run.scaler is not None
+        scaler = run.scaler
+        run.backward()
+
+        def update() -> None:
+            gate.wait()
+            inside.append(scaler.get_scale())
+            run.update()
+
+        run.optimizer.submit(update)
+        run.optimizer.zero_grad()
+        scaler.update()
+        assert scaler.get_scale() == 2 * INIT_SCALE
+        loss = (torch.ones(1, requires_grad=True) * 1.0).sum()
+        assert scaler.scale(loss).item() == 2 * INIT_SCALE  # the next window is open
+        gate.open()
+        run.optimizer.synchronize()
+        assert inside == [INIT_SCALE]
+        assert run.w.item() == 0.875  # divided by that one
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_functions_and_steps_run_in_the_order_of_their_calls(mode: str) -> None:
+    """A function doubles what it finds, a step subtracts: the result tells the order."""
+    with Single(mode, with_scaler=False) as run:
+        seen: list[tuple[str, str]] = []
+
+        def double() -> None:
+            (own,) = run.optimizer.param_groups[0]["params"]
+            seen.append(("double", threading.current_thread().name))
+            own.data.mul_(2.0)
+
+        expected = 1.0
+        for _ in range(3):
+            run.backward()
+            run.optimizer.step()
+            expected -= 0.125
+            run.backward()
+            run.optimizer.submit(double)
+            run.optimizer.zero_grad()
+            expected *= 2
+        run.optimizer.synchronize()
+        assert run.w.item() == expected
+        assert [name for name, _ in seen] == ["double"] * 3
+        assert all("accel_scaler" in thread for _, thread in seen)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_gradients_are_those_of_the_call(mode: str, gate: Gate) -> None:
+    """What the training thread does to its gradients and its learning rate later is too late."""
+    with Single(mode, with_scaler=False) as run:
+        run.backward(2.0)
+        run.optimizer.submit(lambda: (gate.wait(), run.optimizer.step()))
+        run.optimizer.zero_grad()
+        run.inner.param_groups[0]["lr"] = 100.0
+        run.w.grad = torch.full((1,), 77.0)
+        gate.open()
+        run.optimizer.synchronize()
+        assert run.w.item() == 0.75
+        assert run.w.grad.item() == 77.0
+
+
+def test_overlap_shows_the_next_forward_what_the_function_did(gate: Gate) -> None:
+    with Single("overlap") as run:
+        assert run.scaler is not None
+        run.backward()
+        threading.Timer(0.05, gate.open).start()
+        run.optimizer.submit(lambda: (gate.wait(), run.update()))
+        assert (run.w * 1.0).item() == 0.875
+        run.optimizer.zero_grad()
+        run.scaler.update()
+
+
+def test_delayed_shows_it_one_boundary_later() -> None:
+    values = []
+    with Single("delayed") as run:
+        assert run.scaler is not None
+        for slope in (1.0, 1.0, math.inf, 1.0):
+            values.append(run.w.item())
+            run.backward(slope)
+            run.optimizer.submit(run.update)
+            run.optimizer.zero_grad()
+            run.scaler.update()
+        run.optimizer.synchronize()
+        values.append(run.w.item())
+    assert values == [1.0, 1.0, 0.875, 0.75, 0.625]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_error_reaches_the_next_call_and_the_one_after_works(mode: str) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("from inside")
+
+    with Single(mode) as run:
+        assert run.scaler is not None
+        run.backward()
+        run.optimizer.submit(fail)
+        run.optimizer.zero_grad()
+        run.scaler.update()
+        with pytest.raises(StepError, match="from inside") as caught:
+            run.optimizer.synchronize()
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+        names = [frame.name for frame in caught.traceback]
+        cause = caught.value.__cause__.__traceback__
+        while cause is not None and cause.tb_next is not None:
+            cause = cause.tb_next
+        assert names
+        assert cause is not None
+        assert cause.tb_frame.f_code.co_name == "fail"
+        run.backward()
+        run.optimizer.submit(run.update)
+        run.optimizer.zero_grad()
+        run.scaler.update()
+        run.optimizer.synchronize()
+        assert run.w.item() == 0.875
+
+
+def test_an_error_is_also_raised_by_the_next_submit() -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("from inside")
+
+    with Single("overlap", with_scaler=False) as run:
+        run.backward()
+        run.optimizer.submit(fail)
+        with pytest.raises(StepError, match="from inside"):
+            run.optimizer.submit(run.optimizer.step)
+
+
+def test_what_is_not_a_function_is_refused() -> None:
+    with Single("overlap") as run:
+        run.backward()
+        with pytest.raises(ConfigError, match="function without arguments"):
+            run.optimizer.submit(3)  # type: ignore[arg-type]
+
+
+def test_submit_from_inside_is_refused() -> None:
+    with Single("overlap") as run:
+        run.backward()
+        run.optimizer.submit(lambda: run.optimizer.submit(print))
+        with pytest.raises(StepError, match="optimizer thread") as caught:
+            run.optimizer.synchronize()
+        assert isinstance(caught.value.__cause__, OrderError)
+
+
+def test_submit_without_a_window_is_refused_and_takes_nothing() -> None:
+    with Single("overlap") as run:
+        assert run.scaler is not None
+        run.backward()
+        run.optimizer.submit(run.update)
+        run.scaler.update()
+        run.w.grad = torch.ones(1)
+        with pytest.raises(OrderError, match="no window is open"):
+            run.optimizer.submit(run.update)
+        assert run.w.grad is not None
+
+
+def test_submit_after_close_is_refused() -> None:
+    run = Single("overlap")
+    run.optimizer.close()
+    with pytest.raises(OrderError, match="closed"):
+        run.optimizer.submit(run.update)
+
+
+def test_update_inside_the_function_is_refused() -> None:
+    with Single("overlap") as run:
+        assert run.scaler is not None
+        run.backward()
+        run.optimizer.submit(run.scaler.update)
+        with pytest.raises(StepError) as caught:
+            run.optimizer.synchronize()
+        assert isinstance(caught.value.__cause__, OrderError)
+
+
+def test_a_disabled_scaler_steps_unscaled() -> None:
+    with Single("overlap", enabled=False) as run:
+        assert run.scaler is not None
+        run.backward()
+        run.optimizer.submit(run.update)
+        run.optimizer.zero_grad()
+        run.scaler.update()
+        run.optimizer.synchronize()
+        assert run.w.item() == 0.875
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_function_that_steps_twice_moves_twice(mode: str) -> None:
+    with Single(mode, with_scaler=False) as run:
+        run.backward()
+        run.optimizer.submit(lambda: (run.optimizer.step(), run.optimizer.step()))
+        run.optimizer.synchronize()
+        assert run.w.item() == 0.75
+
+
+def test_state_inside_the_function_is_that_of_the_stepped_parameters() -> None:
+    w = nn.Parameter(torch.ones(2, dtype=torch.float16))
+    inner = torch.optim.SGD([w], lr=0.125, momentum=0.5)
+    found = []
+    with AsyncOptimizer(inner, mode="overlap") as optimizer:
+
+        def update() -> None:
+            optimizer.step()
+            (own,) = optimizer.param_groups[0]["params"]
+            found.append((own.dtype, optimizer.state[own]["momentum_buffer"].dtype))
+
+        (w * batch(0)[0].half()[0, :2]).sum().backward()
+        optimizer.submit(update)
+        optimizer.synchronize()
+    assert found == [(torch.float32, torch.float32)]

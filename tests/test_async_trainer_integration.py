@@ -1,0 +1,580 @@
+"""A Trainer in every step mode: ``overlap`` and offload are the synchronous run, bit for bit;
+``delayed`` and float16 weights are the plain loop of references.py.
+
+The worker is the laziest there can be (``lazy``), so a use that does not wait sees old values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from async_support import assert_same, lazy
+from references import GROWTH_INTERVAL, INIT_SCALE, NEVER_STALE, Reference
+from safetensors.torch import load_file
+from support import stock_fp16_on_cpu, weights
+from torch import Tensor
+from trainer_support import (
+    OVERFLOWS,
+    SKIPPED,
+    Recorder,
+    arguments,
+    as_stock,
+    examples,
+    gpt2,
+    logs,
+    make,
+    rates,
+    train,
+)
+from transformers import GPT2LMHeadModel, Trainer, TrainerCallback
+
+from accel_scaler import ScalerConfig, attach, detach
+from accel_scaler.pending import PendingParameter
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MODES: dict[str, dict[str, Any]] = {
+    "sync": {},
+    "overlap": {"step_mode": "overlap"},
+    "overlap offload": {"step_mode": "overlap", "offload": "cpu"},
+    "sync offload": {"offload": "cpu"},
+    "delayed": {"step_mode": "delayed"},
+    "delayed offload": {"step_mode": "delayed", "offload": "cpu"},
+}
+CURRENT = ["overlap", "overlap offload"]
+
+
+def config(mode: str, **kwargs: Any) -> ScalerConfig:
+    settings = {"init_scale": 1024.0, "growth_interval": 3, "optimizer_threads": 1}
+    return ScalerConfig(**(settings | MODES[mode] | kwargs))
+
+
+@contextmanager
+def attached(trainer: Any, mode: str, **settings: Any) -> Iterator[Any]:
+    """The Trainer with one line more, and at the end one less."""
+    with nullcontext() if mode == "sync" else lazy():
+        try:
+            yield attach(trainer, config(mode, **settings))
+        finally:
+            detach(trainer)
+
+
+def outcome(trainer: Any, recorder: Recorder) -> dict[str, Any]:
+    """All that is left of a run."""
+    return {
+        "weights": weights(trainer.model),
+        "state": trainer.optimizer.state_dict(),
+        "scaler": trainer.accelerator.scaler.state_dict(),
+        "schedule": trainer.lr_scheduler.state_dict(),
+        "skipped": recorder.skipped,
+        "scales": recorder.scales,
+        "logs": logs(trainer),
+    }
+
+
+def run(
+    path: Path,
+    mode: str,
+    overflows: Iterable[int] = OVERFLOWS,
+    *,
+    model: Any = None,
+    callbacks: Iterable[TrainerCallback] = (),
+    resume: Path | None = None,
+    **kwargs: Any,
+) -> dict[str, Any]:
+    """One attached training from start to end."""
+    trainer, recorder = make(path, overflows, model=model, **kwargs)
+    for callback in callbacks:
+        trainer.add_callback(callback)
+    with attached(trainer, mode):
+        train(trainer, resume_from_checkpoint=None if resume is None else str(resume))
+        return outcome(trainer, recorder)
+
+
+# --- the newest parameters: overlap, and state in host memory -------------------------------------
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adafactor", "sgd"])
+def test_a_whole_run_equals_the_synchronous_one(tmp_path: Path, optim: str) -> None:
+    """Accumulated, clipped, warmed up, overflowing, evaluated, saved, the best one loaded."""
+    whole: dict[str, Any] = {
+        "optim": optim,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "load_best_model_at_end": True,
+        "greater_is_better": True,  # so that the best is the first, not the last
+    }
+    sync = run(tmp_path / "sync", "sync", **whole)
+    for mode in CURRENT:
+        assert_same(run(tmp_path / mode, mode, **whole), sync, mode)
+        for step in (2, 6):
+            for name in ("model.safetensors", "optimizer.pt", "scaler.pt", "scheduler.pt"):
+                mine, other = (
+                    tmp_path / run_name / f"checkpoint-{step}" / name for run_name in (mode, "sync")
+                )
+                load = load_file if name.endswith("safetensors") else torch.load
+                assert_same(load(mine), load(other), f"{mode} {step} {name}")
+    # The reference did what the test is about.
+    assert [i for i, skipped in enumerate(sync["skipped"]) if skipped] == SKIPPED
+    losses = [entry for entry in sync["logs"] if "loss" in entry]
+    assert sum(entry["grad_norm"] > 0.5 for entry in losses) > 2
+    assert len({entry["loss"] for entry in losses}) == 8
+    first = load_file(tmp_path / "sync" / "checkpoint-2" / "model.safetensors")
+    last = load_file(tmp_path / "sync" / "checkpoint-8" / "model.safetensors")
+    assert torch.equal(first["transformer.ln_f.weight"], sync["weights"][-32:-16])
+    assert not torch.equal(first["transformer.ln_f.weight"], last["transformer.ln_f.weight"])
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("sync", "overlap"), ("overlap", "sync"), ("overlap", "overlap offload")],
+)
+def test_one_mode_resumes_from_anothers_checkpoint(tmp_path: Path, before: str, after: str) -> None:
+    """Half the run in one mode, half in another: the whole run in sync."""
+    saved = {"save_strategy": "steps", "save_steps": 4}
+    whole = run(tmp_path / "whole", "sync", **saved)
+    run(tmp_path / "half", before, **saved)
+    half = run(
+        tmp_path / "rest",
+        after,
+        resume=tmp_path / "half" / "checkpoint-4",
+        model=gpt2(OVERFLOWS, 16),
+        **saved,
+    )
+    for name in ("weights", "state", "scaler", "schedule"):
+        assert_same(half[name], whole[name], name)
+    assert half["skipped"] == whole["skipped"][4:] == [False, True, False, False]
+    assert half["scales"] == whole["scales"][4:]
+    assert [e for e in half["logs"] if "loss" in e] == [e for e in whole["logs"] if "loss" in e]
+
+
+@pytest.mark.parametrize("mode", ["overlap offload"])
+def test_a_second_train_goes_on(tmp_path: Path, mode: str) -> None:
+    """The Trainer prepares the first one's optimizer again."""
+    results = []
+    for each in ("sync", mode):
+        trainer, recorder = make(tmp_path / each, max_steps=4)
+        with attached(trainer, each):
+            train(trainer)
+            train(trainer)
+            results.append(outcome(trainer, recorder))
+    assert_same(results[1], results[0])
+    assert len(results[0]["skipped"]) == 8
+    assert sum(results[0]["skipped"]) == 2
+
+
+@pytest.mark.parametrize("mode", ["overlap"])
+def test_detached_between_two_trainings_it_goes_on_as_stock(tmp_path: Path, mode: str) -> None:
+    """On a CPU stock is float32 without a scaler; nothing of the first run's worker is left."""
+    results = []
+    for each in ("sync", mode):
+        # An overflow in the second training would be one that nobody skips.
+        trainer, recorder = make(tmp_path / each, (8,), max_steps=4)
+        with attached(trainer, each):
+            train(trainer)
+        assert recorder.skipped == [False, False, True, False]
+        assert type(trainer) is Trainer
+        assert {type(p) for p in trainer.model.parameters()} == {torch.nn.Parameter}
+        assert not any("accel_scaler" in name for name in vars(trainer.optimizer.optimizer))
+        middle = weights(trainer.model)
+        train(trainer)
+        assert trainer.accelerator.scaler is None
+        assert not torch.equal(weights(trainer.model), middle)
+        results.append([weights(trainer.model), trainer.optimizer.state_dict(), logs(trainer)])
+    assert_same(results[1], results[0])
+
+
+def test_from_one_mode_to_another_between_two_trainings(tmp_path: Path) -> None:
+    """Detach and attach anew in each mode that has the newest parameters; the same throughout."""
+    results = []
+    for second in ("sync", "overlap offload"):
+        trainer, recorder = make(tmp_path / second, max_steps=4)
+        with attached(trainer, "sync" if second == "sync" else "overlap"):
+            train(trainer)
+            scale = trainer.accelerator.scaler.get_scale()
+        with attached(trainer, second, init_scale=scale):
+            train(trainer)
+            results.append(outcome(trainer, recorder))
+    assert_same(results[1], results[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(tmp_path: Path, reentrant: bool) -> None:
+    """The backward runs the forward again, some of it before the last update is awaited."""
+    options = {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": reentrant},
+        "gradient_accumulation_steps": 1,
+    }
+    results = [run(tmp_path / mode, mode, (2, 5), **options) for mode in ("sync", "overlap")]
+    assert_same(results[1], results[0])
+    assert [i for i, skipped in enumerate(results[0]["skipped"]) if skipped] == SKIPPED
+
+
+class Pending(TrainerCallback):
+    """How many parameters still wait for their update when the next step's forward begins."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def forward_begins(self, model: Any, *args: Any) -> None:
+        self.counts.append(sum(type(p) is PendingParameter for p in model.parameters()))
+
+    def on_train_begin(self, *args: Any, model: Any, **kwargs: Any) -> None:
+        # A hook on a layer: the model itself has run into nothing yet, and the Trainer neither.
+        model.transformer.register_forward_pre_hook(lambda module, args: self.forward_begins(model))
+
+
+def test_the_forward_begins_while_the_update_is_due(tmp_path: Path) -> None:
+    """Nothing that the Trainer does between step and forward waits for the optimizer thread."""
+    pending = Pending()
+    run(tmp_path, "overlap", callbacks=[pending], gradient_accumulation_steps=2, max_steps=4)
+    count = len(list(gpt2().parameters()))
+    # Of two micro-batches the first finds all of them due; step 1 has no update before it.
+    assert pending.counts == [0, 0, count, 0, count, 0, count, 0]
+
+
+class Reader(TrainerCallback):
+    """Reads every parameter and the learning rate, where callbacks are called."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def read(self, *args: Any, model: Any, optimizer: Any, **kwargs: Any) -> None:
+        self.seen.append((weights(model), optimizer.param_groups[0]["lr"]))
+
+    on_optimizer_step = on_step_end = on_substep_end = read
+
+    def on_pre_optimizer_step(self, *args: Any, model: Any, **kwargs: Any) -> None:
+        self.seen.append([p.grad.clone() for p in model.parameters()])
+
+
+def test_callbacks_read_what_they_read_in_sync(tmp_path: Path) -> None:
+    readers = {mode: Reader() for mode in ("sync", "overlap")}
+    results = [run(tmp_path / m, m, callbacks=[reader]) for m, reader in readers.items()]
+    assert_same(results[1], results[0])
+    sync, overlap = readers["sync"].seen, readers["overlap"].seen
+    assert len(sync) == 8 * 3 + 8 * 3
+    for mine, other in zip(overlap, sync, strict=True):
+        if isinstance(other, tuple):  # between check and step gradients are scaled or not
+            assert_same(mine, other)
+
+
+@pytest.mark.parametrize("mode", ["overlap"])
+def test_a_hyperparameter_search_finds_what_sync_finds(tmp_path: Path, mode: str) -> None:
+    """Each trial makes model, optimizer and accelerator anew."""
+    optuna = pytest.importorskip("optuna")
+    found = []
+    for each in ("sync", mode):
+        recorder = Recorder()
+        trainer: Any = Trainer(
+            model_init=lambda: gpt2({4}),
+            args=arguments(tmp_path / each, max_steps=3, eval_strategy="steps", eval_steps=3),
+            train_dataset=examples(),
+            eval_dataset=examples(16, start=500),
+            callbacks=[recorder],
+        )
+        recorder.trainer = trainer
+        with attached(trainer, each):
+            best = trainer.hyperparameter_search(
+                hp_space=lambda t: {"learning_rate": t.suggest_float("learning_rate", 1e-3, 1e-2)},
+                direction="minimize",
+                backend="optuna",
+                n_trials=2,
+                sampler=optuna.samplers.RandomSampler(seed=1),
+            )
+            found.append((best.objective, best.hyperparameters, recorder.skipped, recorder.scales))
+            assert recorder.skipped == [False, True, False] * 2
+            assert trainer.accelerator._scaler_config == config(each)
+    assert found[1] == found[0]
+
+
+# --- one step late --------------------------------------------------------------------------------
+
+
+class ReferenceOptimizer(torch.optim.SGD):
+    """What a Trainer steps in place of ours: :class:`references.Reference`, at the same rate."""
+
+    def __init__(self, params: Iterable[Tensor], prompt: int) -> None:
+        params = list(params)
+        super().__init__(params, lr=0.1)
+        self.reference = Reference(params, momentum, prompt)
+        self.skipped = False
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.reference.optimizer.param_groups[0]["lr"] = self.param_groups[0]["lr"]
+        self.skipped = not self.reference.boundary(max_norm=0.5)
+
+
+class ReferenceScaler(torch.amp.GradScaler):
+    """Scales by the reference's scale, and leaves the rest to it."""
+
+    def __init__(self, reference: Reference) -> None:
+        super().__init__("cpu", enabled=False)
+        self.reference = reference
+
+    def scale(self, outputs: Any) -> Any:
+        return outputs * self.reference.scale
+
+
+class Verdicts(TrainerCallback):
+    """Tells the Trainer, as Accelerate would, whether the reference has skipped."""
+
+    def on_optimizer_step(self, *args: Any, optimizer: Any, **kwargs: Any) -> None:
+        optimizer._is_overflow = optimizer.optimizer.skipped
+
+
+def momentum(params: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """SGD shows a wrong scale, its momentum a lost step."""
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def stepped(
+    path: Path, model: Any, optimizer: Any, callbacks: Iterable[TrainerCallback], **kwargs: Any
+) -> tuple[Any, Recorder]:
+    """A Trainer with an optimizer of one group, and the Trainer's own schedule."""
+    recorder = Recorder()
+    trainer = Trainer(
+        model=model,
+        args=arguments(path, learning_rate=0.1, **kwargs),
+        train_dataset=examples(),
+        eval_dataset=examples(16, start=500),
+        callbacks=[*callbacks, recorder],
+        optimizers=(optimizer, None),
+    )
+    recorder.trainer = trainer
+    return trainer, recorder
+
+
+def run_reference(path: Path, make_model: Callable[[], Any], prompt: int) -> dict[str, Any]:
+    """Stock Trainer around the plain loop."""
+    model, reader = make_model(), Reader()
+    optimizer = ReferenceOptimizer(model.parameters(), prompt)
+    trainer, recorder = stepped(path, model, optimizer, [Verdicts(), reader], max_grad_norm=0.0)
+    stock_fp16_on_cpu(trainer.accelerator).scaler = ReferenceScaler(optimizer.reference)
+    train(trainer)
+    optimizer.reference.publish()
+    return {
+        "weights": weights(model),
+        "momentum": [entry["momentum_buffer"] for entry in optimizer.reference.state()],
+        "seen": [seen for seen in reader.seen if isinstance(seen, tuple)],
+        "skipped": recorder.skipped,
+        "losses": [entry["loss"] for entry in logs(trainer) if "loss" in entry],
+        "rates": rates(trainer),
+    }
+
+
+def half() -> Any:
+    return gpt2(OVERFLOWS).half()
+
+
+def single() -> Any:
+    return gpt2(OVERFLOWS)
+
+
+@pytest.mark.parametrize(
+    ("make_model", "mode"),
+    [
+        (single, "delayed"),
+        (single, "delayed offload"),
+        (half, "sync"),
+        (half, "overlap"),
+        (half, "overlap offload"),
+        (half, "sync offload"),
+        (half, "delayed"),
+        (half, "delayed offload"),
+    ],
+)
+def test_masters_in_a_trainer_equal_the_plain_loop(
+    tmp_path: Path, make_model: Any, mode: str
+) -> None:
+    """Losses, rates, weights, momentum, and the parameters that callbacks see step by step."""
+    warmup = 2
+    prompt = warmup if "delayed" in mode else NEVER_STALE
+    reference = run_reference(tmp_path / "reference", make_model, prompt)
+    model, reader = make_model(), Reader()
+    dtype = model.dtype
+    trainer, recorder = stepped(tmp_path / "ours", model, momentum(model.parameters()), [reader])
+    settings = {"init_scale": INIT_SCALE, "growth_interval": GROWTH_INTERVAL}
+    if "delayed" in mode:
+        settings["delay_warmup_steps"] = warmup
+    with attached(trainer, mode, **settings):
+        train(trainer)
+        # No fence is called here: the model is the newest when train() returns.
+        assert_same(weights(model), reference["weights"], "weights")
+        state = trainer.optimizer.state_dict()["state"]
+    assert model.dtype is dtype
+    assert_same([state[i]["momentum_buffer"] for i in range(len(state))], reference["momentum"])
+    assert recorder.skipped == reference["skipped"]
+    assert rates(trainer) == reference["rates"]
+    assert_same([s for s in reader.seen if isinstance(s, tuple)], reference["seen"], "seen")
+    losses = [entry["loss"] for entry in logs(trainer) if "loss" in entry]
+    assert losses == reference["losses"]
+    assert [i for i, skipped in enumerate(recorder.skipped) if skipped] == SKIPPED
+
+
+@pytest.mark.parametrize("mode", ["delayed", "delayed offload"])
+@pytest.mark.parametrize("make_model", [single, half])
+def test_delayed_resumes_as_if_it_had_gone_on(tmp_path: Path, mode: str, make_model: Any) -> None:
+    """A checkpoint publishes: the uninterrupted run saves at the same steps."""
+    saved = {"save_strategy": "steps", "save_steps": 4}
+    whole = run(tmp_path / "whole", mode, model=make_model(), **saved)
+    checkpoint = tmp_path / "whole" / "checkpoint-4"
+    model = gpt2(OVERFLOWS, 16).to(make_model().dtype)
+    rest = run(tmp_path / "rest", mode, model=model, resume=checkpoint, **saved)
+    for name in ("weights", "state", "scaler", "schedule"):
+        assert_same(rest[name], whole[name], name)
+    assert rest["skipped"] == whole["skipped"][4:]
+    assert [e for e in rest["logs"] if "loss" in e] == [e for e in whole["logs"] if "loss" in e]
+    sync = run(tmp_path / "sync", "sync", model=make_model(), **saved)
+    assert not torch.equal(sync["weights"], whole["weights"])
+
+
+@pytest.mark.parametrize("make_model", [single, half])
+def test_delayed_and_evaluated_after_each_step_is_sync(tmp_path: Path, make_model: Any) -> None:
+    """An evaluation sees the newest weights, and leaves them there for the next forward."""
+    options = {"eval_strategy": "steps", "eval_steps": 1}
+    results = [
+        run(tmp_path / mode, mode, model=make_model(), **options) for mode in ("sync", "delayed")
+    ]
+    assert_same(results[1], results[0])
+    assert len({e["eval_loss"] for e in results[0]["logs"] if "eval_loss" in e}) >= 6
+
+
+class Synchronizer(TrainerCallback):
+    """What a user writes who reads parameters in a callback."""
+
+    def on_step_end(self, *args: Any, optimizer: Any, **kwargs: Any) -> None:
+        optimizer.synchronize()
+
+
+def test_delayed_and_synchronized_after_each_step_is_sync(tmp_path: Path) -> None:
+    reader = Reader(), Reader()
+    sync = run(tmp_path / "sync", "sync", callbacks=[Synchronizer(), reader[0]])
+    late = run(tmp_path / "late", "delayed", callbacks=[Synchronizer(), reader[1]])
+    assert_same(late, sync)
+    for mine, other in zip(reader[1].seen[5::6], reader[0].seen[5::6], strict=True):
+        assert_same(mine, other)  # on_step_end
+
+
+@pytest.mark.parametrize("act", ["evaluate", "predict", "save", "parameters"])
+def test_after_a_delayed_training_everything_is_the_newest(tmp_path: Path, act: str) -> None:
+    """One step from the same weights is the same step, however late it is published."""
+    seen = []
+    for mode in ("sync", "delayed"):
+        trainer, _ = make(tmp_path / mode, (), max_steps=1, warmup_steps=0)
+        start = weights(trainer.model)
+        with attached(trainer, mode):
+            train(trainer)
+            if act == "evaluate":
+                result: Any = trainer.evaluate()["eval_loss"]
+            elif act == "predict":
+                result = torch.from_numpy(trainer.predict(examples(4, start=500)).predictions)
+            elif act == "save":
+                trainer.save_model(str(tmp_path / mode / "saved"))
+                result = weights(GPT2LMHeadModel.from_pretrained(tmp_path / mode / "saved"))
+                assert not torch.equal(result, start)
+            else:
+                result = weights(trainer.model)
+                assert not torch.equal(result, start)
+            seen.append(result)
+    assert_same(seen[1], seen[0])
+
+
+class Interrupter(TrainerCallback):
+    """Ends the training with an exception at its third step."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            raise self.error
+
+
+@pytest.mark.parametrize(
+    ("mode", "error"),
+    [
+        ("overlap", KeyboardInterrupt()),
+        ("delayed", RuntimeError("disk full")),
+        ("delayed offload", KeyboardInterrupt()),
+    ],
+)
+def test_an_exception_in_the_loop_leaves_finished_parameters(
+    tmp_path: Path, mode: str, error: BaseException
+) -> None:
+    """The step in hand is finished and published, and the exception is the user's own."""
+    reference = run_reference_steps(tmp_path / "reference", mode, 3)
+    model = gpt2()
+    trainer, _ = stepped(
+        tmp_path / "ours", model, momentum(model.parameters()), [Interrupter(error)]
+    )
+    settings = {"init_scale": INIT_SCALE, "growth_interval": GROWTH_INTERVAL}
+    with attached(trainer, mode, **settings):
+        with pytest.raises(type(error)) as caught:
+            train(trainer)
+        assert caught.value is error
+        assert not any(type(p) is PendingParameter for p in model.parameters())
+        assert torch.equal(weights(model), reference)
+
+
+def run_reference_steps(path: Path, mode: str, steps: int) -> Tensor:
+    model = gpt2()
+    optimizer = ReferenceOptimizer(model.parameters(), 0 if "delayed" in mode else NEVER_STALE)
+    trainer, _ = stepped(
+        path, model, optimizer, [Interrupter(EOFError())], max_grad_norm=0.0
+    )  # the schedule knows of 8 steps
+    stock_fp16_on_cpu(trainer.accelerator).scaler = ReferenceScaler(optimizer.reference)
+    with pytest.raises(EOFError):
+        train(trainer)
+    assert optimizer.reference.steps == steps
+    optimizer.reference.publish()
+    return weights(model)
+
+
+# --- float16 weights, and the scale ---------------------------------------------------------------
+
+
+def test_stock_raises_for_float16_weights(tmp_path: Path) -> None:
+    trainer, _ = make(tmp_path, model=half())
+    with pytest.raises(ValueError, match="unscale FP16 gradients"):
+        train(as_stock(trainer))
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
+def test_a_float16_checkpoint_is_loaded_trained_saved_and_loaded(tmp_path: Path, mode: str) -> None:
+    """``from_pretrained`` of float16 weights gives float16 parameters; they learn, and stay so."""
+    gpt2().half().save_pretrained(tmp_path / "fp16")
+    model = GPT2LMHeadModel.from_pretrained(tmp_path / "fp16", dtype=torch.float16)
+    trainer, recorder = make(tmp_path / "run", (), model=model, max_steps=12)
+    with attached(trainer, mode):
+        before = trainer.evaluate()["eval_loss"]
+        train(trainer)
+        assert trainer.evaluate()["eval_loss"] < before - 0.2
+        trainer.save_model(str(tmp_path / "saved"))
+    assert not any(recorder.skipped)
+    saved = GPT2LMHeadModel.from_pretrained(tmp_path / "saved", dtype="auto")
+    assert saved.dtype is torch.float16
+    assert torch.equal(weights(saved), weights(model))
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+def test_one_overflow_is_one_skip_and_one_backoff(tmp_path: Path, mode: str) -> None:
+    """In every mode, and the schedule waits for the skipped step only."""
+    trainer, recorder = make(tmp_path, (9,), optim="adamw_torch_fused", max_steps=5)
+    with attached(trainer, mode, growth_interval=100):
+        train(trainer)
+        history = trainer.accelerator.scaler_history
+    assert recorder.skipped == [False, False, True, False, False]
+    assert recorder.scales == [1024.0, 1024.0, 512.0, 512.0, 512.0]
+    assert (history.boundaries, history.skips) == (5, 1)
+    moved = [late != early for early, late in zip(rates(trainer), rates(trainer)[1:], strict=False)]
+    assert moved == [True, True, False, True]

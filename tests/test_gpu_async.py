@@ -1,0 +1,505 @@
+"""The asynchronous step on a CUDA device: numbers, the order of streams, memory.
+
+``torch.cuda._sleep`` keeps one stream busy, so that a wait that is missing shows in the numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import mlp, weights
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from accel_scaler import AsyncOptimizer, GradScaler
+from accel_scaler import shadow as shadow_module
+from accel_scaler.shadow import Shadow
+from accel_scaler.transfer import Lane
+
+DEVICE = "cuda"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+STEPS, ACCUMULATION, OVERFLOW = 24, 2, 7
+SCALE = 1024.0
+LONG = 50_000_000
+"""Cycles: some 30 ms, far longer than any step of these models."""
+
+Prepare = Callable[[AsyncOptimizer, int], None]
+
+
+def sgd(params: Any) -> Any:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def fused_sgd(params: Any) -> Any:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True)
+
+
+def adamw(params: Any) -> Any:
+    return torch.optim.AdamW(params, lr=0.01)
+
+
+def fused_adamw(params: Any) -> Any:
+    return torch.optim.AdamW(params, lr=0.01, fused=True)
+
+
+OPTIMIZERS = [sgd, fused_sgd, adamw, fused_adamw]
+
+
+def batch_of(step: int, micro: int, half: bool = False) -> tuple[Tensor, Tensor]:
+    seeded = torch.Generator().manual_seed(100 * step + micro)
+    x = torch.randn(16, 8, generator=seeded).to(DEVICE)
+    y = torch.randn(16, 1, generator=seeded).to(DEVICE)
+    return (x.half(), y.half()) if half else (x, y)
+
+
+def loss_of(model: Any, step: int, micro: int, half: bool) -> Tensor:
+    x, y = batch_of(step, micro, half)
+    with nullcontext() if half else torch.autocast(DEVICE, dtype=torch.float16):
+        loss: Tensor = nn.functional.mse_loss(model(x).float(), y.float()) / ACCUMULATION
+    return loss * float("inf") if step == OVERFLOW else loss
+
+
+def train(
+    mode: str,
+    offload: str = "none",
+    *,
+    make: Callable[[Any], Any] = sgd,
+    half: bool = False,
+    before_backward: Prepare | None = None,
+    before_step: Prepare | None = None,
+    after_step: Prepare | None = None,
+    model: nn.Module | None = None,
+    steps: int = STEPS,
+) -> tuple[Tensor, list[bool], list[float], list[Tensor]]:
+    """Weights, skips, learning rates, and every state tensor, after some steps."""
+    model = mlp(64) if model is None else model
+    model = model.to(DEVICE, torch.float16 if half else torch.float32)
+    inner = make(model.parameters())
+    schedule = torch.optim.lr_scheduler.LambdaLR(inner, lambda n: 1 / (1 + 0.1 * n))
+    scaler = GradScaler(DEVICE, init_scale=SCALE, growth_interval=5)
+    skipped, rates = [], []
+    with AsyncOptimizer(inner, model, scaler=scaler, mode=mode, offload=offload) as optimizer:
+        for step in range(steps):
+            for micro in range(ACCUMULATION):
+                loss = loss_of(model, step, micro, half)
+                if before_backward is not None:
+                    before_backward(optimizer, step)
+                scaler.scale(loss).backward()
+            optimizer.clip_grad_norm_(0.5)
+            if before_step is not None:
+                before_step(optimizer, step)
+            optimizer.step()
+            skipped.append(optimizer.step_was_skipped)
+            if not skipped[-1]:
+                schedule.step()
+            rates.append(schedule.get_last_lr()[0])
+            optimizer.zero_grad()
+            if after_step is not None:
+                after_step(optimizer, step)
+        saved = optimizer.state_dict()["state"]
+    state = [
+        value.cpu()
+        for entry in saved.values()
+        for value in entry.values()
+        if torch.is_tensor(value)
+    ]
+    return weights(model).cpu(), skipped, rates, state
+
+
+def assert_same(mine: Any, expected: Any) -> None:
+    assert mine[1:3] == expected[1:3]
+    assert mine[1] == [step == OVERFLOW for step in range(len(mine[1]))]
+    assert torch.equal(mine[0], expected[0])
+    assert len(mine[3]) == len(expected[3])
+    assert all(map(torch.equal, mine[3], expected[3]))
+
+
+def busy_update(optimizer: AsyncOptimizer, step: int) -> None:
+    """The update starts late: whoever does not wait for it reads old parameters."""
+    lane = optimizer._engine.lane
+    if lane._work is not None:
+        with torch.cuda.stream(lane._work):
+            torch.cuda._sleep(LONG)
+
+
+def busy_copies(optimizer: AsyncOptimizer, step: int) -> None:
+    """Gradients travel late: a host that does not wait reads what was there before."""
+    lane = optimizer._engine.lane
+    if lane._down is not None:
+        with torch.cuda.stream(lane._down):
+            torch.cuda._sleep(LONG)
+
+
+def busy_backward(optimizer: AsyncOptimizer, step: int) -> None:
+    """Gradients are written late: an update that does not wait reads memory of before."""
+    torch.cuda._sleep(LONG)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "float16"])
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_overlap_equals_sync(make: Any, half: bool, offload: str) -> None:
+    expected = train("sync", offload, make=make, half=half)
+    assert_same(train("overlap", offload, make=make, half=half), expected)
+
+
+@pytest.mark.parametrize("make", [sgd, fused_adamw])
+def test_overlap_equals_torch(make: Any) -> None:
+    model = mlp(64).to(DEVICE)
+    optimizer = make(model.parameters())
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + 0.1 * n))
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=SCALE, growth_interval=5)
+    for step in range(STEPS):
+        for micro in range(ACCUMULATION):
+            scaler.scale(loss_of(model, step, micro, False)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        if scaler.get_scale() >= before:
+            schedule.step()
+        optimizer.zero_grad()
+    assert torch.equal(train("overlap", make=make)[0], weights(model).cpu())
+
+
+def delayed_reference(make: Callable[[Any], Any], half: bool, host: bool) -> Tensor:
+    """The one-step delay in ten lines: publish what the step before computed, then step."""
+    model = mlp(64).to(DEVICE, torch.float16 if half else torch.float32)
+    params, scale, taken = list(model.parameters()), SCALE, 0
+    place = "cpu" if host else DEVICE
+    masters = [nn.Parameter(p.detach().clone().float().to(place)) for p in params]
+    optimizer = make(masters)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + 0.1 * n))
+    for step in range(STEPS):
+        for micro in range(ACCUMULATION):
+            (loss_of(model, step, micro, half) * scale).backward()
+        with torch.no_grad():
+            for p, master in zip(params, masters, strict=True):
+                p.copy_(master)
+        grads = [p.grad for p in params if p.grad is not None]
+        norm = torch.linalg.vector_norm(
+            torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in grads])
+        )
+        if bool(norm.isfinite()):
+            # All powers of two but the clipping, as in torch: (g / scale) * coefficient.
+            factor = torch.clamp(0.5 / (norm / scale + 1e-6), max=1.0) / scale
+            for master, grad in zip(masters, grads, strict=True):
+                master.grad = grad.to(master.device).float().mul_(factor.to(master.device))
+            optimizer.step()
+            schedule.step()
+            taken += 1
+            scale *= 2.0 if taken % 5 == 0 else 1.0
+        else:
+            scale, taken = scale / 2.0, 0
+        model.zero_grad()
+    with torch.no_grad():
+        for p, master in zip(params, masters, strict=True):
+            p.copy_(master)
+    return weights(model).cpu()
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "float16"])
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("make", [sgd, fused_adamw])
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+def test_delayed_equals_the_reference(make: Any, half: bool, offload: str, busy: bool) -> None:
+    late = busy_update if busy else None
+    mine = train("delayed", offload, make=make, half=half, before_step=late)
+    assert torch.equal(mine[0], delayed_reference(make, half, offload == "cpu"))
+
+
+BUSY: dict[str, dict[str, Prepare]] = {
+    "backward": {"before_backward": busy_backward},
+    "update": {"before_step": busy_update},
+    "copies": {"before_backward": busy_copies},
+    "update, after it was handed over": {"after_step": busy_update},
+    "all": {
+        "before_backward": busy_copies,
+        "before_step": busy_update,
+        "after_step": busy_backward,
+    },
+}
+
+
+@pytest.mark.parametrize("busy", BUSY)
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "float16"])
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_a_busy_stream_changes_no_number(mode: str, offload: str, half: bool, busy: str) -> None:
+    expected = train("sync", offload, half=half, make=fused_adamw)
+    assert_same(train(mode, offload, half=half, make=fused_adamw, **BUSY[busy]), expected)
+
+
+def test_a_forward_that_does_not_wait_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sleep is long enough to show a race, so the tests above mean something."""
+    expected = train("overlap", before_step=busy_update)
+    monkeypatch.setattr(Lane, "follow", lambda self, mark: None)
+    assert not torch.equal(train("overlap", before_step=busy_update)[0], expected[0])
+
+
+def test_a_host_that_does_not_wait_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = train("overlap", "cpu", before_backward=busy_copies)
+    monkeypatch.setattr(Lane, "wait_on_host", lambda self, mark: None)
+    mine = train("overlap", "cpu", before_backward=busy_copies)
+    assert not torch.equal(mine[0], expected[0])
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("mode", ["overlap", "delayed"])
+def test_a_fence_sees_finished_parameters(mode: str, offload: str) -> None:
+    """Between a step and the next forward: all parameters and the state, copied at once."""
+
+    def seen_by(mode: str) -> list[Tensor]:
+        seen = []
+
+        def look(optimizer: AsyncOptimizer, step: int) -> None:
+            if step % 5 == 0 and optimizer.model is not None:
+                seen.extend(value.clone() for value in optimizer.model.state_dict().values())
+                for entry in optimizer.state_dict()["state"].values():
+                    seen.extend(v.clone() for v in entry.values() if torch.is_tensor(v))
+
+        def publish_and_look(optimizer: AsyncOptimizer, step: int) -> None:
+            optimizer.synchronize()  # with a fence at each step the one-step delay is none
+            look(optimizer, step)
+
+        after = publish_and_look if mode == "delayed" else look
+        train(mode, offload, before_step=busy_update, after_step=after)
+        return [value.cpu() for value in seen]
+
+    expected, mine = seen_by("sync"), seen_by(mode)
+    assert len(mine) == len(expected) > 0
+    assert all(map(torch.equal, mine, expected))
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_training_on_another_stream(offload: str) -> None:
+    expected = train("sync", offload)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        assert_same(train("overlap", offload, before_step=busy_update), expected)
+    torch.cuda.current_stream().wait_stream(side)
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_an_evaluation_on_another_stream_leaves_training_in_order(offload: str) -> None:
+    side = torch.cuda.Stream()
+
+    def look(optimizer: AsyncOptimizer, step: int) -> None:
+        with torch.cuda.stream(side):
+            optimizer.synchronize()
+
+    expected = train("sync", offload)
+    mine = train("overlap", offload, before_step=busy_update, after_step=look)
+    assert_same(mine, expected)
+
+
+class Recomputed(nn.Module):
+    """Its layers run again in the backward, on autograd's own thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(self.layers, x, use_reentrant=False)
+        return result
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_checkpointed_layers_wait_as_others_do(offload: str) -> None:
+    expected = train("sync", offload)
+    mine = train("overlap", offload, model=Recomputed(), before_step=busy_update)
+    assert_same(mine, expected)
+
+
+@pytest.fixture
+def one_part_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shadow_module, "SMALLEST_PART", 1)
+
+
+@pytest.fixture
+def timed_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = functools.partial(torch.cuda.Event, enable_timing=True)
+    monkeypatch.setattr(torch.cuda, "Event", timed)
+
+
+def order(first: Any, second: Any) -> float:
+    """Positive where ``first`` came before ``second`` on the device."""
+    torch.cuda.synchronize()
+    elapsed: float = first.elapsed_time(second)
+    return elapsed
+
+
+class SlowBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        torch.cuda._sleep(LONG)
+        return grad.clone()
+
+
+class Halves(nn.Module):
+    """Two layers with a long way back between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.second(SlowBackward.apply(self.first(x)))
+        return result
+
+
+@pytest.mark.usefixtures("timed_events")
+def test_gradients_travel_while_the_backward_runs() -> None:
+    model = Halves().to(DEVICE)
+    scaler = GradScaler(DEVICE, init_scale=SCALE)
+    with AsyncOptimizer(sgd(model.parameters()), model, scaler=scaler, offload="cpu") as optimizer:
+        for _ in range(3):
+            scaler.scale(model(torch.ones(4, 64, device=DEVICE)).sum()).backward()
+            ended = torch.cuda.Event()
+            ended.record()
+            slots = {id(slot.param): slot for slot in optimizer._engine.shadow.slots}
+            copies = [slots[id(p)].copied for p in model.second.parameters()]
+            last = [slots[id(p)].copied for p in model.first.parameters()]
+            assert all(copied is not None for copied in [*copies, *last])
+            assert all(order(copied[2], ended) > 0 for copied in copies if copied is not None)
+            optimizer.step()
+            optimizer.synchronize()
+            optimizer.zero_grad()
+
+
+@pytest.mark.usefixtures("timed_events", "one_part_each")
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_the_forward_starts_while_later_parts_are_updated(
+    monkeypatch: pytest.MonkeyPatch, offload: str
+) -> None:
+    step_part = Shadow.step_part
+
+    def slowly(self: Shadow, *args: Any) -> None:
+        step_part(self, *args)
+        torch.cuda._sleep(LONG)
+
+    model = mlp(64).to(DEVICE)
+    scaler = GradScaler(DEVICE, init_scale=SCALE)
+    with AsyncOptimizer(
+        sgd(model.parameters()), model, scaler=scaler, offload=offload
+    ) as optimizer:
+        monkeypatch.setattr(Shadow, "step_part", slowly)
+        for step in range(4):
+            x, _ = batch_of(step, 0)
+            entered = model[0](x)
+            begun = torch.cuda.Event()
+            begun.record()
+            marks = optimizer._engine._marks
+            scaler.scale(model[2](model[1](entered)).sum()).backward()
+            if step > 1:  # the order of use is known by then
+                optimizer._engine.finish()
+                assert len(marks) == 4
+                assert order(begun, marks[-1]) > 0
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def wide() -> nn.Sequential:
+    return nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(16)])
+
+
+def peak_of(mode: str, offload: str, half: bool) -> int:
+    """Bytes of GPU memory above what was there before, in the worst moment of some steps."""
+    for dtype in (torch.float16, torch.float32):  # the workspaces of both threads stay
+        warm = nn.Linear(64, 64).to(DEVICE, dtype)
+        warm(torch.ones(8, 64, device=DEVICE, dtype=dtype)).sum().backward()
+    del warm
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    model = wide().to(DEVICE, torch.float16 if half else torch.float32)
+    scaler = GradScaler(DEVICE, init_scale=1.0)
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    with AsyncOptimizer(inner, model, scaler=scaler, mode=mode, offload=offload) as optimizer:
+        for _ in range(5):
+            x = torch.ones(8, 1024, device=DEVICE, dtype=model[0].weight.dtype)
+            scaler.scale(model(x).float().mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    peak = torch.cuda.max_memory_allocated() - before
+    del inner, optimizer, model
+    return peak
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
+def test_offload_takes_masters_and_state_off_the_gpu(mode: str) -> None:
+    size = sum(p.numel() for p in wide().parameters())
+    with_state, without = peak_of(mode, "none", half=True), peak_of(mode, "cpu", half=True)
+    # Master, exp_avg and exp_avg_sq: 12 bytes a parameter; rounding of blocks aside.
+    assert without < with_state - 11 * size
+    # Weights and gradients, 2 bytes each, and the gradients that are still on their way.
+    assert without < 7 * size
+
+
+def test_gradients_on_their_way_down_do_not_stay() -> None:
+    """Once they have arrived, their memory is free, though the update may still run."""
+    model = wide().to(DEVICE)
+    size = sum(p.numel() for p in model.parameters()) * 4
+    scaler = GradScaler(DEVICE, init_scale=1.0)
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    with AsyncOptimizer(inner, model, scaler=scaler, offload="cpu") as optimizer:
+        for _ in range(3):
+            scaler.scale(model(torch.ones(8, 1024, device=DEVICE)).mean()).backward()
+            full = torch.cuda.memory_allocated()
+            optimizer.step()
+            torch.cuda.synchronize()
+            torch.empty(1, device=DEVICE)  # the allocator looks for what has become free
+            assert torch.cuda.memory_allocated() < full - size * 0.9
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_sharded_parameters_are_gathered_after_their_update(offload: str) -> None:
+    """FSDP2 gathers on streams of its own, which wait for the training stream at the root only."""
+    from torch.distributed.fsdp import fully_shard
+
+    def sharded(mode: str, late: Prepare | None) -> Any:
+        model: Any = mlp(64).to(DEVICE)
+        for layer in (model[0], model[2]):
+            fully_shard(layer)
+        fully_shard(model)
+        optimizer = AsyncOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+            model,
+            mode=mode,
+            offload=offload,
+        )
+        with optimizer:
+            for step in range(STEPS):
+                x, y = batch_of(step, 0)
+                nn.functional.mse_loss(model(x), y).backward()
+                if late is not None:
+                    late(optimizer, step)
+                optimizer.step()
+                optimizer.zero_grad()
+        return torch.cat([p.detach().full_tensor().flatten().cpu() for p in model.parameters()])
+
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        expected = sharded("sync", None)
+        assert torch.equal(sharded("overlap", busy_update), expected)
+        assert torch.equal(sharded("overlap", None), expected)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,425 @@
+"""float16 parameters train through float32 masters: every mode, with and without offload."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from references import (
+    GROWTH_INTERVAL,
+    INIT_SCALE,
+    NEVER_STALE,
+    OPTIMIZERS,
+    Reference,
+    loss_of,
+    network,
+    same,
+)
+from support import stock
+from torch import Tensor, nn
+
+from accel_scaler import (
+    AsyncOptimizer,
+    GradScaler,
+    ScalerConfig,
+    UnsupportedError,
+    attach,
+    detach,
+)
+from accel_scaler import shadow as shadow_module
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+HALF, BRAIN = torch.float16, torch.bfloat16
+WAYS = list(itertools.product(("sync", "overlap", "delayed"), ("none", "cpu")))
+OVERFLOWS = (0, 5)
+STEPS = 12
+Clip = Callable[[Any, Any], object]
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part for each parameter, as in a model of a useful size."""
+    monkeypatch.setattr(shadow_module, "SMALLEST_PART", 1)
+
+
+class Mixed(nn.Module):
+    """A float16 layer, then a float32 one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, _, last = network()
+        self.first, self.last = first.half(), last
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(torch.relu(self.first(x)).float())
+        return out
+
+
+def half() -> nn.Module:
+    return network(HALF)
+
+
+def run_reference(
+    kind: str,
+    mode: str,
+    *,
+    make: Callable[[], nn.Module] = half,
+    scale: float = INIT_SCALE,
+    autocast: bool = False,
+    **clip: Any,
+) -> dict[str, Any]:
+    model = make()
+    prompt = 0 if mode == "delayed" else NEVER_STALE
+    reference = Reference(model.parameters(), OPTIMIZERS[kind], prompt)
+    reference.scale = scale
+    seen: dict[str, Any] = {"losses": [], "scales": []}
+    for step in range(STEPS):
+        with torch.autocast("cpu", HALF, enabled=autocast):
+            loss = loss_of(model, step, step in OVERFLOWS)
+        (loss * reference.scale).backward()
+        seen["losses"].append(str(float(loss.detach())))
+        reference.boundary(**clip)
+        seen["scales"].append(reference.scale)
+    reference.publish()
+    seen["params"] = [p.detach() for p in model.parameters()]
+    seen["masters"] = [m.detach() for m in reference.masters]
+    seen["state"] = reference.state()
+    return seen
+
+
+def run_ours(
+    kind: str,
+    mode: str,
+    offload: str,
+    *,
+    make: Callable[[], nn.Module] = half,
+    scale: float = INIT_SCALE,
+    clip: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    model = make()
+    scaler = GradScaler("cpu", init_scale=scale, growth_interval=GROWTH_INTERVAL)
+    inner = OPTIMIZERS[kind](model.parameters())
+    seen: dict[str, Any] = {"losses": [], "scales": []}
+    with AsyncOptimizer(inner, model, scaler=scaler, mode=mode, offload=offload) as optimizer:
+        for step in range(STEPS):
+            loss = loss_of(model, step, step in OVERFLOWS)
+            scaler.scale(loss).backward()
+            seen["losses"].append(str(float(loss.detach())))
+            if clip is not None:
+                optimizer.clip_grad_norm_(**clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            seen["scales"].append(scaler.get_scale())
+        _collect(seen, model, optimizer.state_dict())
+    return seen
+
+
+def _collect(seen: dict[str, Any], model: nn.Module, saved: dict[str, Any]) -> None:
+    params = list(model.parameters())
+    seen["params"] = [p.detach().clone() for p in params]
+    entries = [dict(saved["state"][i]) for i in range(len(params))]
+    masters = [e.pop("master", p.detach().clone()) for e, p in zip(entries, params, strict=True)]
+    seen["masters"], seen["state"] = masters, entries
+
+
+def assert_same(ours: dict[str, Any], reference: dict[str, Any], *, but: str = "") -> None:
+    for key in reference.keys() - {but}:
+        assert same(ours[key], reference[key]), key
+
+
+def test_stock_torch_refuses_float16_gradients() -> None:
+    """F7, in a raw loop."""
+    model = half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(model, 0)).backward()
+    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+        scaler.step(optimizer)
+
+
+def test_stock_accelerate_refuses_float16_gradients() -> None:
+    """F7, under Accelerate."""
+    accelerator = stock()
+    model = half()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(loss_of(model, 0))
+    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+        optimizer.step()
+
+
+def test_our_scaler_on_a_plain_optimizer_names_the_remedy() -> None:
+    model = half()
+    scaler = GradScaler("cpu")
+    scaler.scale(loss_of(model, 0)).backward()
+    with pytest.raises(UnsupportedError, match="AsyncOptimizer"):
+        scaler.step(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize(("mode", "offload"), WAYS)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_float16_parameters_train_as_the_reference(kind: str, mode: str, offload: str) -> None:
+    assert_same(run_ours(kind, mode, offload), run_reference(kind, mode))
+
+
+@pytest.mark.parametrize(("mode", "offload"), WAYS)
+def test_clipped_too(mode: str, offload: str) -> None:
+    ours = run_ours("sgd", mode, offload, clip={"max_norm": 0.5})
+    assert_same(ours, run_reference("sgd", mode, max_norm=0.5))
+
+
+def test_the_master_holds_what_the_parameter_cannot() -> None:
+    ours = run_ours("sgd", "sync", "none")
+    for p, master in zip(ours["params"], ours["masters"], strict=True):
+        assert master.dtype is torch.float32
+        assert torch.equal(master.half(), p)
+        assert not torch.equal(master, p.float())
+
+
+@pytest.mark.parametrize(("mode", "offload"), WAYS)
+def test_float16_and_float32_parameters_side_by_side(mode: str, offload: str) -> None:
+    ours = run_ours("adamw", mode, offload, make=Mixed, clip={"max_norm": 0.5})
+    assert_same(ours, run_reference("adamw", mode, make=Mixed, max_norm=0.5))
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_only_float16_parameters_have_masters_without_offload(mode: str) -> None:
+    model = Mixed()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with AsyncOptimizer(inner, model, mode=mode) as optimizer:
+        loss_of(model, 0).backward()
+        optimizer.step()
+        state = optimizer.state_dict()["state"]
+    assert sorted(i for i, entry in state.items() if "master" in entry) == [0, 1]
+
+
+@pytest.mark.parametrize("scale", [1000.0, 2.0**24])
+def test_any_scale_that_fits(scale: float) -> None:
+    """1000: not a power of two. 2**24: the backward itself overflows until it has backed off."""
+    ours = run_ours("sgd", "overlap", "none", scale=scale)
+    assert_same(ours, run_reference("sgd", "overlap", scale=scale))
+    assert ours["scales"][-1] < 2.0**24
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, float("inf")])
+@pytest.mark.parametrize("make", [half, Mixed], ids=["float16", "mixed"])
+def test_every_norm_clips_what_it_measures(norm_type: float, make: Any) -> None:
+    """Norms other than 2 are added up by torch in another order: one rounding apart."""
+    norms = []
+
+    def run() -> list[Tensor]:
+        model = make()
+        scaler = GradScaler("cpu", init_scale=INIT_SCALE)
+        inner = torch.optim.SGD(model.parameters(), lr=0.5)
+        with AsyncOptimizer(inner, model, scaler=scaler) as optimizer:
+            for step in range(3):
+                scaler.scale(loss_of(model, step)).backward()
+                norms.append(float(optimizer.clip_grad_norm_(0.25, norm_type)))
+                optimizer.step()
+                optimizer.zero_grad()
+            optimizer.synchronize()
+        return [p.detach().float() for p in model.parameters()]
+
+    ours = run()
+    model = make()
+    optimizer = torch.optim.SGD(masters := [p.detach().float() for p in model.parameters()], lr=0.5)
+    for step, norm in enumerate(norms):
+        (loss_of(model, step) * INIT_SCALE).backward()
+        for p, master in zip(model.parameters(), masters, strict=True):
+            assert p.grad is not None
+            master.grad, p.grad = p.grad.float() / INIT_SCALE, None
+        expected = torch.nn.utils.clip_grad_norm_(masters, 0.25, norm_type=norm_type)
+        assert norm == pytest.approx(float(expected), rel=1e-6)
+        assert norm > 0.25
+        optimizer.step()
+        with torch.no_grad():
+            for p, master in zip(model.parameters(), masters, strict=True):
+                p.copy_(master)
+    for mine, p in zip(ours, model.parameters(), strict=True):
+        torch.testing.assert_close(mine, p.detach().float(), rtol=2.0**-10, atol=1e-6)
+
+
+def test_clipping_some_parameters_leaves_the_others() -> None:
+    """Some of an optimizer's: they are clipped in float16, still scaled: one rounding of it."""
+    model, plain = half(), half()
+    chosen = [0, 3]
+    scaler = GradScaler("cpu", init_scale=INIT_SCALE)
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    with AsyncOptimizer(inner, model, scaler=scaler, mode="sync") as optimizer:
+        before = [p.detach().float().clone() for p in model.parameters()]
+        scaler.scale(loss_of(model, 0)).backward()
+        params = list(model.parameters())
+        norm = optimizer.clip_grad_norm_(0.01, parameters=[params[i] for i in chosen])
+        optimizer.step()
+        state = optimizer.state_dict()["state"]
+    after = [state[i]["master"] for i in range(len(before))]
+    (loss_of(plain, 0) * INIT_SCALE).backward()
+    grads = [p.grad.float() / INIT_SCALE for p in plain.parameters() if p.grad is not None]
+    total = torch.nn.utils.get_total_norm([grads[i] for i in chosen])
+    assert float(norm) == pytest.approx(float(total), rel=1e-6)
+    assert float(total) > 0.01
+    for i, (new, grad) in enumerate(zip(after, grads, strict=True)):
+        if i in chosen:
+            wanted = grad * (0.01 / (total + 1e-6))
+            torch.testing.assert_close(before[i] - new, wanted, rtol=2.0**-10, atol=2e-7)
+        else:
+            assert torch.equal(new, before[i] - grad)
+
+
+def attached(mode: str = "sync", offload: str = "none", **settings: Any) -> Any:
+    config = ScalerConfig(
+        step_mode=mode,  # type: ignore[arg-type]
+        offload=offload,  # type: ignore[arg-type]
+        init_scale=INIT_SCALE,
+        growth_interval=GROWTH_INTERVAL,
+        **settings,
+    )
+    return attach(Accelerator(cpu=True, mixed_precision="fp16"), config)
+
+
+@pytest.mark.parametrize(("mode", "offload"), WAYS)
+def test_under_an_attached_accelerator_too(mode: str, offload: str) -> None:
+    accelerator = attached(mode, offload)
+    net = half()
+    model, optimizer = accelerator.prepare(net, OPTIMIZERS["sgd"](net.parameters()))
+    seen: dict[str, Any] = {"losses": [], "scales": []}
+    for step in range(STEPS):
+        loss = loss_of(model, step, step in OVERFLOWS)
+        accelerator.backward(loss)
+        seen["losses"].append(str(float(loss.detach())))
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen["scales"].append(accelerator.scaler.get_scale())
+    _collect(seen, net, optimizer.state_dict())
+    detach(accelerator)
+    assert_same(seen, run_reference("sgd", mode, autocast=True, max_norm=0.5))
+
+
+@pytest.mark.parametrize("make", [half, Mixed], ids=["float16", "mixed"])
+def test_clip_grad_value_clips_the_unscaled_value(make: Any) -> None:
+    """A limit that float16 holds (2**-4) is met exactly."""
+    accelerator = attached("overlap")
+    net = make()
+    model, optimizer = accelerator.prepare(net, OPTIMIZERS["sgd"](net.parameters()))
+    seen: dict[str, Any] = {"losses": [], "scales": []}
+    for step in range(STEPS):
+        loss = loss_of(model, step, step in OVERFLOWS)
+        accelerator.backward(loss)
+        seen["losses"].append(str(float(loss.detach())))
+        accelerator.clip_grad_value_(model.parameters(), 2.0**-4)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen["scales"].append(accelerator.scaler.get_scale())
+    _collect(seen, net, optimizer.state_dict())
+    detach(accelerator)
+    clipped = run_reference("sgd", "overlap", make=make, autocast=True, max_value=2.0**-4)
+    assert_same(seen, clipped)
+    free = run_reference("sgd", "overlap", make=make, autocast=True)
+    assert not same(free["params"], clipped["params"])
+
+
+def test_a_value_limit_above_float16_clips_nothing() -> None:
+    """100 * 1024 is more than float16 holds; what is there is below it already."""
+    accelerator = attached("sync")
+    w = nn.Parameter(torch.zeros(1, dtype=HALF))
+    optimizer = accelerator.prepare(torch.optim.SGD([w], lr=1.0))
+    accelerator.backward((w.float() * 32.0).sum())
+    accelerator.clip_grad_value_([w], 100.0)
+    optimizer.step()
+    assert w.item() == -32.0
+    detach(accelerator)
+
+
+def test_unscaling_float16_gradients_in_place_is_refused_with_the_remedy() -> None:
+    accelerator = attached("sync")
+    net = half()
+    model, optimizer = accelerator.prepare(net, OPTIMIZERS["sgd"](net.parameters()))
+    accelerator.backward(loss_of(model, 0))
+    with pytest.raises(UnsupportedError, match="clip_grad_norm_"):
+        accelerator.unscale_gradients()
+    before = [p.detach().clone() for p in net.parameters()]
+    optimizer.step()
+    assert not same([p.detach() for p in net.parameters()], before)
+    detach(accelerator)
+
+
+@pytest.mark.parametrize(("mode", "offload"), WAYS)
+def test_gradients_below_float16_are_not_lost(mode: str, offload: str) -> None:
+    """1e-8 is zero in float16; scaled, it is not, and the update is made from that."""
+    tiny = 2.0**-27
+    assert torch.tensor(tiny).half().item() == 0.0
+    w = nn.Parameter(torch.zeros(1, dtype=HALF))
+    scaler = GradScaler("cpu", init_scale=2.0**16)
+    inner = torch.optim.SGD([w], lr=2.0**10)
+    with AsyncOptimizer(inner, scaler=scaler, mode=mode, offload=offload) as optimizer:
+        for _ in range(2):
+            scaler.scale((w.float() * tiny).sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        assert w.item() == -2 * tiny * 2.0**10
+
+
+@pytest.mark.parametrize(("mode", "offload"), WAYS)
+def test_updates_below_a_parameter_s_rounding_add_up(mode: str, offload: str) -> None:
+    """1 - 2**-13 rounds to 1 in float16; eight of these are 1 - 2**-10."""
+    w = nn.Parameter(torch.ones(1, dtype=HALF))
+    inner = torch.optim.SGD([w], lr=2.0**-13)
+    with AsyncOptimizer(inner, mode=mode, offload=offload) as optimizer:
+        values = []
+        for _ in range(8):
+            w.float().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            values.append(float(optimizer.state_dict()["state"][0]["master"]))
+        assert w.item() == 1.0 - 2.0**-10
+    assert values == [1.0 - n * 2.0**-13 for n in range(1, 9)]
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
+def test_bfloat16_with_offload_has_masters(mode: str) -> None:
+    def brain() -> nn.Module:
+        return network(BRAIN)
+
+    ours = run_ours("sgd", mode, "cpu", make=brain, clip={"max_norm": 0.5})
+    assert_same(ours, run_reference("sgd", mode, make=brain, max_norm=0.5))
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_bfloat16_without_offload_trains_as_torch_does(mode: str) -> None:
+    ours, plain = network(BRAIN), network(BRAIN)
+    stock_optimizer = OPTIMIZERS["adamw"](plain.parameters())
+    inner = OPTIMIZERS["adamw"](ours.parameters())
+    with AsyncOptimizer(inner, ours, mode=mode) as optimizer:
+        for step in range(6):
+            for model, stepper in ((ours, optimizer), (plain, stock_optimizer)):
+                loss_of(model, step).backward()
+                stepper.step()  # type: ignore[attr-defined]
+                stepper.zero_grad()  # type: ignore[attr-defined]
+        assert same(optimizer.state_dict(), stock_optimizer.state_dict())
+    assert same([p.detach() for p in ours.parameters()], [p.detach() for p in plain.parameters()])
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
+def test_an_edit_of_a_parameter_reaches_its_master(mode: str) -> None:
+    """Where the parameter did not change, the master keeps its low bits."""
+    w = nn.Parameter(torch.ones(2, dtype=HALF))
+    inner = torch.optim.SGD([w], lr=2.0**-13)
+    with AsyncOptimizer(inner, mode=mode) as optimizer:
+        w.float().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.synchronize()
+        with torch.no_grad():
+            w[1] = 3.0
+        w.float().sum().backward()
+        optimizer.step()
+        master = optimizer.state_dict()["state"][0]["master"]
+    assert master.tolist() == [1.0 - 2 * 2.0**-13, 3.0 - 2.0**-13]

@@ -1,0 +1,666 @@
+"""``offload="cpu"``: the same numbers from host memory, state that interchanges with torch's."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from references import GROWTH_INTERVAL, INIT_SCALE, OPTIMIZERS, loss_of, network, same
+from torch import Tensor, nn
+
+from accel_scaler import (
+    AsyncOptimizer,
+    GradScaler,
+    ScalerConfig,
+    UnsupportedError,
+    attach,
+    detach,
+)
+from accel_scaler import shadow as shadow_module
+from accel_scaler.shadow import Shadow
+from accel_scaler.slots import make_slots, needs_master
+from accel_scaler.steppable import is_splittable, refuse_unsteppable
+from accel_scaler.transfer import Lane
+
+HALF = torch.float16
+CPU = torch.device("cpu")
+MODES = ("sync", "overlap", "delayed")
+STEPS = 10
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
+    """A part for each parameter, as in a model of a useful size."""
+    monkeypatch.setattr(shadow_module, "SMALLEST_PART", 1)
+
+
+def params_of(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def train(model: nn.Module, optimizer: Any, first: int, last: int) -> None:
+    """Without scaling: any optimizer, ours or torch's."""
+    for step in range(first, last):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def stock_run(kind: str, steps: int = STEPS) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = network()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    train(model, optimizer, 0, steps)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_offload_trains_as_torch_does(kind: str, mode: str) -> None:
+    """With torch's GradScaler on the other side, an overflow and clipping."""
+    ours, plain = network(), network()
+    stock_optimizer, inner = (
+        OPTIMIZERS[kind](plain.parameters()),
+        OPTIMIZERS[kind](ours.parameters()),
+    )
+    settings: dict[str, Any] = {"init_scale": INIT_SCALE, "growth_interval": GROWTH_INTERVAL}
+    scaler, stock_scaler = GradScaler("cpu", **settings), torch.amp.GradScaler("cpu", **settings)
+    with AsyncOptimizer(inner, ours, scaler=scaler, mode=mode, offload="cpu") as optimizer:
+        for step in range(STEPS):
+            scaler.scale(loss_of(ours, step, step == 4)).backward()
+            optimizer.clip_grad_norm_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            stock_scaler.scale(loss_of(plain, step, step == 4)).backward()
+            stock_scaler.unscale_(stock_optimizer)
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+            stock_scaler.step(stock_optimizer)
+            stock_scaler.update()
+            stock_optimizer.zero_grad()
+            assert scaler.get_scale() == stock_scaler.get_scale()
+        assert same(optimizer.state_dict(), stock_optimizer.state_dict())
+    assert same(params_of(ours), params_of(plain))
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("mode", MODES)
+def test_state_dicts_interchange_with_torch_both_ways(mode: str, offload: str) -> None:
+    """Ours for 4 steps, torch's for 3, ours again for 3: the ten steps of torch's alone.
+
+    A load is a fence, so each part of ``delayed`` of one step is not stale.
+    """
+    for kind in OPTIMIZERS:
+        expected, _ = stock_run(kind)
+        model = network()
+        settings: dict[str, Any] = {"mode": mode, "offload": offload, "delay_warmup_steps": 4}
+        inner = OPTIMIZERS[kind](model.parameters())
+        with AsyncOptimizer(inner, model, **settings) as optimizer:
+            train(model, optimizer, 0, 4)
+            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        model = network()
+        plain = OPTIMIZERS[kind](model.parameters())
+        model.load_state_dict(saved[0])
+        plain.load_state_dict(saved[1])
+        train(model, plain, 4, 7)
+        saved = copy.deepcopy((model.state_dict(), plain.state_dict()))
+        model = network()
+        inner = OPTIMIZERS[kind](model.parameters())
+        with AsyncOptimizer(inner, model, **settings) as optimizer:
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+            train(model, optimizer, 7, STEPS)
+            optimizer.synchronize()
+        assert same(params_of(model), params_of(expected)), kind
+
+
+def save_half(steps: int, kind: str = "sgd", **settings: Any) -> tuple[Any, Any]:
+    model = network(HALF)
+    with AsyncOptimizer(OPTIMIZERS[kind](model.parameters()), model, **settings) as optimizer:
+        train(model, optimizer, 0, steps)
+        return copy.deepcopy((optimizer.state_dict(), model.state_dict()))
+
+
+@pytest.mark.parametrize("first", ["model", "optimizer"])
+@pytest.mark.parametrize(("mode", "offload"), list(itertools.product(MODES, ("none", "cpu"))))
+def test_float16_resumes_bit_for_bit_whichever_is_loaded_first(
+    mode: str, offload: str, first: str
+) -> None:
+    settings: dict[str, Any] = {"mode": mode, "offload": offload}
+    model = network(HALF)
+    with AsyncOptimizer(OPTIMIZERS["adamw"](model.parameters()), model, **settings) as optimizer:
+        train(model, optimizer, 0, 4)
+        saved = copy.deepcopy((optimizer.state_dict(), model.state_dict()))
+        train(model, optimizer, 4, 8)
+        expected = copy.deepcopy((optimizer.state_dict(), model.state_dict()))
+    model = network(HALF)
+    with AsyncOptimizer(OPTIMIZERS["adamw"](model.parameters()), model, **settings) as optimizer:
+        if first == "model":
+            model.load_state_dict(saved[1])
+        optimizer.load_state_dict(saved[0])
+        if first == "optimizer":
+            model.load_state_dict(saved[1])
+        train(model, optimizer, 4, 8)
+        assert same(optimizer.state_dict(), expected[0])
+        assert same(model.state_dict(), expected[1])
+
+
+def test_torch_loads_our_float16_state() -> None:
+    """It knows no masters, casts all to float16, and steps on."""
+    saved, weights = save_half(3)
+    model = network(HALF)
+    plain = OPTIMIZERS["sgd"](model.parameters())
+    plain.load_state_dict(saved)
+    model.load_state_dict(weights)
+    for i, p in enumerate(model.parameters()):
+        assert torch.equal(plain.state[p]["master"], p)
+        assert torch.equal(
+            plain.state[p]["momentum_buffer"], saved["state"][i]["momentum_buffer"].half()
+        )
+    train(model, plain, 3, 4)
+
+
+def test_we_load_torch_s_float16_state() -> None:
+    """State becomes float32, masters start from the parameters."""
+    model = network(HALF)
+    plain = OPTIMIZERS["sgd"](model.parameters())
+    train(model, plain, 0, 3)
+    saved = copy.deepcopy(plain.state_dict())
+    with AsyncOptimizer(OPTIMIZERS["sgd"](model.parameters()), model, offload="cpu") as optimizer:
+        optimizer.load_state_dict(saved)
+        masters = [p.detach().float() for p in model.parameters()]
+        reference = OPTIMIZERS["sgd"](masters)
+        reference.load_state_dict(saved)
+        loss_of(model, 3).backward()
+        for p, master in zip(model.parameters(), masters, strict=True):
+            assert p.grad is not None
+            master.grad = p.grad.float()
+        reference.step()
+        optimizer.step()
+        state = optimizer.state_dict()["state"]
+        assert same([state[i]["master"] for i in range(4)], masters)
+        mine = [state[i]["momentum_buffer"] for i in range(4)]
+        assert same(mine, [reference.state[m]["momentum_buffer"] for m in masters])
+
+
+@pytest.mark.parametrize(("mode", "offload"), list(itertools.product(MODES, ("none", "cpu"))))
+def test_weights_loaded_before_the_first_step_are_trained(mode: str, offload: str) -> None:
+    """Masters were made with the optimizer; what the model loads later is what counts."""
+    for dtype in (torch.float32, HALF):
+        weights = {k: v + 1.0 for k, v in network(dtype).state_dict().items()}
+        models = [network(dtype), network(dtype)]
+        models[0].load_state_dict(weights)
+        found = []
+        for model in models:
+            inner = OPTIMIZERS["sgd"](model.parameters())
+            with AsyncOptimizer(inner, model, mode=mode, offload=offload) as optimizer:
+                model.load_state_dict(weights)
+                train(model, optimizer, 0, 2)
+                optimizer.synchronize()
+            found.append(params_of(model))
+        assert same(*found)
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_a_master_that_does_not_round_to_its_parameter_is_ignored(offload: str) -> None:
+    """Element by element: the weights were edited, or come from another checkpoint."""
+    saved, weights = save_half(3, offload=offload)
+    masters = [saved["state"][i]["master"].clone() for i in range(4)]
+    weights["0.weight"][0] = 7.0
+    model = network(HALF)
+    model.load_state_dict(weights)
+    with AsyncOptimizer(OPTIMIZERS["sgd"](model.parameters()), model, offload=offload) as optimizer:
+        optimizer.load_state_dict(saved)
+        train(model, optimizer, 3, 3)
+        optimizer.param_groups[0]["lr"] = 0.0
+        train(model, optimizer, 3, 4)  # a step of 0: state_dict then has the masters
+        found = [optimizer.state_dict()["state"][i]["master"] for i in range(4)]
+    masters[0][0] = 7.0
+    assert same(found, masters)
+
+
+def test_the_saved_state_has_the_loaded_masters_at_once() -> None:
+    saved, weights = save_half(3)
+    model = network(HALF)
+    model.load_state_dict(weights)
+    with AsyncOptimizer(OPTIMIZERS["sgd"](model.parameters()), model) as optimizer:
+        optimizer.load_state_dict(saved)
+        assert same(optimizer.state_dict(), saved)
+
+
+def test_a_fresh_optimizer_saves_nothing_that_torch_would_not() -> None:
+    model = network(HALF)
+    plain = OPTIMIZERS["adamw"](model.parameters())
+    before = copy.deepcopy(plain.state_dict())
+    with AsyncOptimizer(plain, model, offload="cpu") as optimizer:
+        assert same(optimizer.state_dict(), before)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+def test_close_gives_the_state_back_in_the_parameters_dtype(dtype: torch.dtype, mode: str) -> None:
+    model = network(dtype)
+    inner = OPTIMIZERS["adamw"](model.parameters())
+    optimizer = AsyncOptimizer(inner, model, mode=mode, offload="cpu")
+    train(model, optimizer, 0, 3)
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.close()
+    for i, p in enumerate(model.parameters()):
+        entry = inner.state[p]
+        assert set(entry) == {"step", "exp_avg", "exp_avg_sq"}
+        assert entry["step"].dtype is torch.float32
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert entry[key].dtype is dtype
+            assert entry[key].device == p.device
+            assert torch.equal(entry[key], saved["state"][i][key].to(dtype))
+        assert type(p) is nn.Parameter
+        assert not p._post_accumulate_grad_hooks
+    train(model, inner, 3, 4)  # torch goes on from there
+
+
+class Watched(Lane):
+    """Counts the copies to the host."""
+
+    down_calls: list[float]
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.down_calls = []
+
+    def down(self, source: Tensor, host: Tensor) -> Any:
+        self.down_calls.append(float(source.flatten()[0]))
+        return super().down(source, host)
+
+
+def one_weight(mode: str = "overlap", **settings: Any) -> tuple[nn.Parameter, AsyncOptimizer]:
+    w = nn.Parameter(torch.ones(1))
+    inner = torch.optim.SGD([w], lr=0.125)
+    return w, AsyncOptimizer(inner, mode=mode, offload="cpu", **settings)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_backward_sends_gradients_ahead_and_no_step_sends_them_again(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("accel_scaler.engine.Lane", Watched)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    w, optimizer = one_weight(mode, scaler=scaler)
+    with optimizer:
+        lane: Any = optimizer._engine.lane
+        scaler.scale((w * 2.0).sum()).backward()
+        assert lane.down_calls == [8.0]
+        optimizer.step()
+        assert lane.down_calls == [8.0]
+        optimizer.synchronize()
+        assert w.item() == 0.75
+
+
+EDITS: dict[str, Callable[[Any], object]] = {
+    "mul_": lambda w: w.grad.mul_(3.0),
+    "foreach": lambda w: torch._foreach_mul_([w.grad], 3.0),
+    "item": lambda w: w.grad.__setitem__(0, 6.0),
+    "another tensor": lambda w: setattr(w, "grad", torch.full((1,), 6.0)),
+    "clip_grad_norm_": lambda w: torch.nn.utils.clip_grad_norm_([w], 6.0),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("how", EDITS)
+def test_an_edit_between_backward_and_step_counts(how: str, mode: str) -> None:
+    """Also where the step takes what the backward has sent (a scaler of scale 1)."""
+    for scaler in (None, GradScaler("cpu", init_scale=1.0)):
+        w, optimizer = one_weight(mode, scaler=scaler)
+        with optimizer:
+            loss = (w * (2.0 if how != "clip_grad_norm_" else 600.0)).sum()
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            EDITS[how](w)
+            optimizer.step()
+            optimizer.synchronize()
+            assert w.item() == pytest.approx(0.25, abs=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_accumulated_gradients_arrive_whole(mode: str) -> None:
+    """Four backwards, each of which sends what there is so far."""
+    scaler = GradScaler("cpu", init_scale=4.0)
+    w, optimizer = one_weight(mode, scaler=scaler)
+    with optimizer:
+        for step in range(3):
+            for micro in range(4):
+                scaler.scale((w * 0.25 * (micro + step)).sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        assert w.item() == 1.0 - 0.125 * (1.5 + 2.5 + 3.5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_under_an_accelerator_only_the_last_backward_sends(
+    mode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("accel_scaler.engine.Lane", Watched)
+    accelerator = attach(
+        Accelerator(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=2),
+        ScalerConfig(step_mode=mode, offload="cpu", init_scale=4.0),
+    )
+    net = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(net.weight)
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.125))
+    for _ in range(4):
+        with accelerator.accumulate(model):
+            accelerator.backward((model.weight * 2.0).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    optimizer.synchronize()
+    assert net.weight.item() == 0.5
+    lane: Any = optimizer.optimizer._accel_scaler_stepper.lane
+    assert lane.down_calls == [8.0, 8.0]
+    detach(accelerator)
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_parameters_that_are_unused_for_a_step_stay(mode: str) -> None:
+    """What an earlier step left in the host's buffer is not taken for a gradient."""
+    for kind in OPTIMIZERS:
+        ours, plain = network(), network()
+        stock_optimizer, inner = (
+            OPTIMIZERS[kind](plain.parameters()),
+            OPTIMIZERS[kind](ours.parameters()),
+        )
+        with AsyncOptimizer(inner, ours, mode=mode, offload="cpu") as optimizer:
+            for step in range(6):
+                for model, stepper in ((ours, optimizer), (plain, stock_optimizer)):
+                    loss_of(model, step).backward()
+                    for i, p in enumerate(model.parameters()):
+                        if (step + i) % 3 == 1:
+                            p.grad = None
+                    stepper.step()  # type: ignore[attr-defined]
+                    stepper.zero_grad()  # type: ignore[attr-defined]
+            assert same(optimizer.state_dict(), stock_optimizer.state_dict()), kind
+        assert same(params_of(ours), params_of(plain)), kind
+
+
+def test_transposed_and_overlapping_layouts_train_as_torch_does() -> None:
+    """Parameters with strides of their own, gradients laid out unlike them."""
+    for kind in OPTIMIZERS:
+        runs = []
+        for ours in (False, True):
+            torch.manual_seed(3)
+            params = [
+                nn.Parameter(torch.randn(5, 3).t()),
+                nn.Parameter(torch.randn(2, 4, 3, 3).to(memory_format=torch.channels_last)),
+                nn.Parameter(torch.randn(())),
+                nn.Parameter(torch.randn(0, 2)),
+            ]
+            inner: Any = OPTIMIZERS[kind if ours else kind.replace("fused ", "")](params)
+            optimizer = AsyncOptimizer(inner, offload="cpu") if ours else inner
+            for step in range(3):
+                torch.manual_seed(step)
+                for p in params:
+                    p.grad = torch.randn(p.shape)
+                optimizer.step()
+            if ours:
+                optimizer.close()
+            runs.append([p.detach().clone() for p in params])
+        for a, b in zip(*runs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+            assert kind == "fused adamw" or torch.equal(a, b)
+
+
+# Threads (F12).
+
+
+def threads_elsewhere() -> int:
+    """What a thread that is born now gets."""
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    thread.start()
+    thread.join(30)
+    return found[0]
+
+
+@pytest.fixture
+def two_threads(one_thread: None) -> None:
+    """The training thread's; ``one_thread`` puts back what was."""
+    torch.set_num_threads(2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["adamw", "fused adamw"])
+def test_the_worker_has_its_threads_and_everyone_else_theirs(
+    mode: str, kind: str, two_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever OMP_NUM_THREADS says, which a launcher sets to 1."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    found = []
+    whole = Shadow.step_part
+
+    def step_part(*args: Any) -> None:
+        found.append(torch.get_num_threads())
+        whole(*args)
+
+    monkeypatch.setattr(Shadow, "step_part", step_part)
+    model = network()
+    with AsyncOptimizer(
+        OPTIMIZERS[kind](model.parameters()), model, mode=mode, offload="cpu", optimizer_threads=3
+    ) as optimizer:
+        train(model, optimizer, 0, 3)
+        optimizer.synchronize()
+        assert found == [3] * 12
+        assert torch.get_num_threads() == 2
+        assert threads_elsewhere() == 2
+    assert torch.get_num_threads() == 2
+    assert threads_elsewhere() == 2
+
+
+def test_an_accelerator_s_worker_has_its_threads_too(two_threads: None) -> None:
+    found = []
+    accelerator = attach(
+        Accelerator(cpu=True, mixed_precision="fp16"),
+        ScalerConfig(step_mode="overlap", offload="cpu", optimizer_threads=3),
+    )
+    net = network()
+    inner = OPTIMIZERS["sgd"](net.parameters())
+    model, optimizer = accelerator.prepare(net, inner)
+    accelerator.backward(loss_of(model, 0))
+    hooked: Any = inner
+    whole = hooked._accel_scaler_stepper.shadow.step_part
+
+    def step_part(*args: Any) -> None:
+        found.append(torch.get_num_threads())
+        whole(*args)
+
+    hooked._accel_scaler_stepper.shadow.step_part = step_part
+    optimizer.step()
+    optimizer.synchronize()
+    assert found == [3] * 4
+    assert torch.get_num_threads() == threads_elsewhere() == 2
+    detach(accelerator)
+
+
+# slots.py, shadow.py, transfer.py alone.
+
+
+def test_host_like_keeps_shapes_and_strides_in_one_buffer_a_dtype() -> None:
+    sources = [
+        torch.randn(5, 3).t(),
+        torch.randn(2, 4, 3, 3).to(memory_format=torch.channels_last),
+        torch.randn(7)[::2],
+        torch.randn(4).half(),
+        torch.randn(()),
+        torch.randn(0, 2),
+    ]
+    lane = Lane(CPU)
+    for dtype in (None, torch.float32):
+        hosts = lane.host_like(sources, dtype)
+        for source, host in zip(sources, hosts, strict=True):
+            assert host.shape == source.shape
+            assert host.stride() == source.stride()
+            assert host.dtype is (dtype or source.dtype)
+            lane.down(source, host)
+        for source, host in zip(sources, hosts, strict=True):
+            assert torch.equal(host, source.to(host.dtype))  # none overwrites another
+        full = [h for h in hosts if h.dtype is torch.float32 and h.numel()]
+        assert len({h.untyped_storage().data_ptr() for h in full}) == 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "trained", "everywhere", "wanted"),
+    [
+        (HALF, True, False, True),
+        (torch.bfloat16, True, False, False),
+        (torch.bfloat16, True, True, True),
+        (torch.float32, True, False, False),
+        (torch.float32, True, True, True),
+        (HALF, False, True, False),
+    ],
+)
+def test_who_needs_a_master(
+    dtype: torch.dtype, trained: bool, everywhere: bool, wanted: bool
+) -> None:
+    p = nn.Parameter(torch.ones(1, dtype=dtype), requires_grad=trained)
+    assert needs_master(p, everywhere) is wanted
+
+
+def test_a_slot_without_master_is_the_parameter_s_memory() -> None:
+    w = nn.Parameter(torch.ones(2))
+    (slot,) = make_slots(torch.optim.SGD([w]), Lane(CPU), offload=False, masters=False, known=[])
+    version = w._version
+    slot.twin.detach().add_(1.0)
+    assert w.tolist() == [2.0, 2.0]
+    assert w._version == version  # autograd of the forward does not see the twin
+
+
+def test_slots_are_kept_with_their_masters_until_a_parameter_moves() -> None:
+    w, v = nn.Parameter(torch.ones(2).half()), nn.Parameter(torch.ones(2).half())
+    optimizer = torch.optim.SGD([w, v])
+    lane = Lane(CPU)
+
+    def slots(known: Any) -> Any:
+        return make_slots(optimizer, lane, offload=False, masters=False, known=known)
+
+    first = slots([])
+    for slot in first:
+        slot.twin.data.add_(2.0**-14)  # rounds to the parameter
+    assert all(a is b for a, b in zip(slots(first), first, strict=True))
+    w.data = torch.tensor([1.0, 5.0]).half()
+    second = slots(first)
+    assert second[0] is not first[0]
+    assert second[1] is first[1]
+    assert second[0].twin.tolist() == [1.0 + 2.0**-14, 5.0]  # what the move kept, the master kept
+
+
+def test_publish_rounds_the_master_into_the_model() -> None:
+    w = nn.Parameter(torch.ones(1).half())
+    lane = Lane(CPU)
+    (slot,) = make_slots(torch.optim.SGD([w]), lane, offload=True, masters=True, known=[])
+    slot.twin.data.fill_(1.0 + 3 * 2.0**-12)
+    assert w.item() == 1.0
+    slot.publish(lane)
+    assert w.item() == 1.0 + 2.0**-10
+    assert slot.twin.item() == 1.0 + 3 * 2.0**-12
+
+
+class Whole(torch.optim.SGD):
+    """A step of its own, which may look at all parameters at once."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class Renamed(torch.optim.AdamW):
+    """torch's step under another name."""
+
+
+def test_which_optimizers_step_part_by_part() -> None:
+    w = [nn.Parameter(torch.ones(2))]
+    assert is_splittable(torch.optim.SGD(w))
+    assert is_splittable(torch.optim.Adafactor(w))
+    assert is_splittable(Renamed(w))
+    assert not is_splittable(Whole(w))
+    assert not is_splittable(torch.optim.LBFGS(w))
+
+
+class Wrapper(torch.optim.SGD):
+    """Keeps what the test gives it."""
+
+    def __init__(self, params: Any, kept: Any) -> None:
+        super().__init__(params)
+        self.kept = kept
+
+
+def test_what_cannot_be_stepped_elsewhere_is_refused_with_the_reason() -> None:
+    w = [nn.Parameter(torch.ones(2))]
+    inner = torch.optim.SGD(w)
+    refuse_unsteppable(inner)
+    refuse_unsteppable(Wrapper(w, nn.Parameter(torch.ones(2))))  # not one of its own
+    with pytest.raises(UnsupportedError, match=r"LBFGS.*closure"):
+        refuse_unsteppable(torch.optim.LBFGS(w))
+    for kept in (inner, w[0], list(w), (inner,)):
+        with pytest.raises(UnsupportedError, match="'kept'"):
+            refuse_unsteppable(Wrapper(w, kept))
+    with pytest.raises(UnsupportedError, match="closure"):
+        AsyncOptimizer(torch.optim.LBFGS(w))
+
+
+def make_shadow(optimizer: torch.optim.Optimizer) -> Shadow:
+    shadow = Shadow(optimizer, Lane(CPU), offload=False, masters=False)
+    shadow.follow()
+    return shadow
+
+
+def test_parts_cover_each_parameter_once_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shadow_module, "SMALLEST_PART", 6)
+    sizes = (4, 4, 1, 9, 2)
+    params = [nn.Parameter(torch.ones(n)) for n in sizes]
+    optimizer = torch.optim.SGD([{"params": params[:3]}, {"params": params[3:], "lr": 1.0}])
+    shadow = make_shadow(optimizer)
+    assert [[slot.param.numel() for slot in part.slots] for part in shadow.parts] == [
+        [4, 4],
+        [1, 9],
+        [2],
+    ]
+    assert [(part.start, part.end) for part in shadow.parts] == [(0, 2), (2, 4), (4, 5)]
+    assert [part.groups for part in shadow.parts] == [{0: [0, 1]}, {0: [0], 1: [1]}, {1: [0]}]
+    shadow.reorder([params[4], params[0], params[4]])
+    assert [slot.param.numel() for slot in shadow.ordered] == [2, 4, 4, 1, 9]
+    assert all(
+        a is b for a, b in zip(shadow.params, [params[i] for i in (4, 0, 1, 2, 3)], strict=True)
+    )
+    assert not shadow.follow()  # nothing changed: the order stays
+    assert [slot.param.numel() for slot in shadow.ordered] == [2, 4, 4, 1, 9]
+
+
+def test_an_optimizer_with_a_step_of_its_own_is_one_part() -> None:
+    shadow = make_shadow(Whole([nn.Parameter(torch.ones(4)) for _ in range(3)]))
+    assert len(shadow.parts) == 1
+
+
+def test_settings_are_frozen_when_asked() -> None:
+    lr = torch.tensor(0.5)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=lr, momentum=0.5)
+    shadow = make_shadow(optimizer)
+    shadow.freeze_settings()
+    lr.fill_(9.0)
+    optimizer.param_groups[0]["momentum"] = 0.0
+    (own,) = shadow.twin.param_groups
+    assert (float(own["lr"]), own["momentum"]) == (0.5, 0.5)
+    del optimizer.param_groups[0]["nesterov"]
+    shadow.freeze_settings()
+    assert "nesterov" not in own
+    assert float(own["lr"]) == 9.0
+
+
+def test_new_groups_join_and_keep_the_masters_of_the_old() -> None:
+    w, v = nn.Parameter(torch.ones(1).half()), nn.Parameter(torch.ones(1).half())
+    optimizer = torch.optim.SGD([w], lr=2.0**-13)
+    shadow = make_shadow(optimizer)
+    shadow.slots[0].twin.data.sub_(2.0**-13)
+    optimizer.add_param_group({"params": [v]})
+    assert shadow.follow()
+    assert [slot.twin.item() for slot in shadow.slots] == [1.0 - 2.0**-13, 1.0]
+    assert [slot.group for slot in shadow.slots] == [0, 1]

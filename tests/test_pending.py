@@ -1,0 +1,447 @@
+"""A parameter whose update still runs: every use of it waits, what reads no element does not."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from accel_scaler import StepError
+from accel_scaler import pending as pending_module
+from accel_scaler.pending import Hold, PendingParameter, can_be_held
+
+LIMIT_S = 20.0
+BEFORE, AFTER = 1.0, 3.0
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_held() -> Iterator[None]:
+    yield
+    held = list(pending_module._holds)
+    for hold in held:
+        hold.release()
+    assert not held
+
+
+class Source:
+    """Parameters, one part each, whose update happens when somebody waits for it."""
+
+    def __init__(self, count: int = 1, one_by_one: bool = False, dtype: Any = None) -> None:
+        self.params = [nn.Parameter(torch.full((2, 3), BEFORE, dtype=dtype)) for _ in range(count)]
+        self.waited: list[int] = []
+        self.memory = [p.detach() for p in self.params]
+        self.hold = Hold(
+            self.params,
+            list(range(1, count + 1)),
+            {id(p): place for place, p in enumerate(self.params, 1)},
+            self.wait,
+            one_by_one,
+        )
+
+    def wait(self, parts: int) -> int:
+        self.waited.append(parts)
+        for memory in self.memory[:parts]:
+            memory.fill_(AFTER)
+        return parts
+
+    @property
+    def pending(self) -> list[bool]:
+        return [type(p) is PendingParameter for p in self.params]
+
+
+def fresh() -> Tensor:
+    """What a use sees that does not know of any update."""
+    return nn.Parameter(torch.full((2, 3), AFTER))
+
+
+def in_place(p: Tensor) -> Tensor:
+    with torch.no_grad():
+        return p.add_(1.0)
+
+
+def written_element(p: Tensor) -> Tensor:
+    with torch.no_grad():
+        p[0, 1] = 7.0
+    return p.detach()
+
+
+def by_copy_(p: Tensor) -> Tensor:
+    with torch.no_grad():
+        return torch.zeros(2, 3).copy_(p)
+
+
+def as_out(p: Tensor) -> Tensor:
+    with torch.no_grad():
+        torch.add(p, 1.0, out=p)
+    return p.detach()
+
+
+def foreach(p: Tensor) -> Tensor:
+    with torch.no_grad():
+        return torch._foreach_mul([torch.ones(2, 3), p], 2.0)[1]
+
+
+def foreach_in_place(p: Tensor) -> Tensor:
+    with torch.no_grad():
+        torch._foreach_add_([p, torch.ones(2, 3)], 1.0)
+    return p.detach()
+
+
+def saved(p: Tensor) -> Any:
+    file = io.BytesIO()
+    torch.save({"w": [p]}, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)["w"][0]
+
+
+def gradient_of_square(p: Tensor) -> Tensor:
+    (p * p).sum().backward()
+    assert p.grad is not None
+    return p.grad
+
+
+def data_set(p: Tensor) -> Tensor:
+    old = p.data
+    p.data = torch.zeros(1)
+    return old
+
+
+def set_from(p: Tensor) -> Tensor:
+    target = torch.zeros(2, 2, 3)
+    with torch.no_grad():
+        target[1] = p
+    return target
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, p: Tensor) -> Tensor:  # type: ignore[override]
+        return p * 2
+
+
+def alias(p: Tensor) -> Tensor:
+    """A view taken while the update is due is a view of the memory after it."""
+    return p.detach().view(-1)[1:]
+
+
+USES: dict[str, Callable[[Any], Any]] = {
+    "an operator": lambda p: p + 1,
+    "an operator from the right": lambda p: 2 - p,
+    "a comparison": lambda p: p == 3.0,
+    "a function": lambda p: torch.exp(p),
+    "a functional": lambda p: nn.functional.linear(torch.ones(1, 3), p),
+    "a keyword": lambda p: nn.functional.linear(input=torch.ones(1, 3), weight=p),
+    "a list": lambda p: torch.cat([torch.zeros(1, 3), p]),
+    "a tuple": lambda p: torch.stack((torch.zeros(2, 3), p)),
+    "an iterator": lambda p: torch.cat(tuple(t for t in (p, p))),
+    "foreach": foreach,
+    "foreach in place": foreach_in_place,
+    "einsum": lambda p: torch.einsum("ij,ij->i", p, p),
+    "out=": as_out,
+    "in place": in_place,
+    "copy_ from it": by_copy_,
+    "setitem": written_element,
+    "getitem": lambda p: p[1],
+    "iteration": lambda p: next(iter(p)),
+    "a view": lambda p: p.view(3, 2),
+    "an alias": alias,
+    "transposed": lambda p: p.T,
+    "data": lambda p: p.data,
+    "data set": data_set,
+    "detach": lambda p: p.detach(),
+    "clone": lambda p: p.clone(),
+    "to another type": lambda p: p.to(torch.float64),
+    "to the same type": lambda p: p.to("cpu"),
+    "half": lambda p: p.half(),
+    "type": lambda p: p.type(torch.float64),
+    "numpy": lambda p: torch.from_numpy(p.detach().numpy()),
+    "numpy straight": lambda p: torch.from_numpy(p.requires_grad_(False).numpy()),
+    "__array__": lambda p: torch.from_numpy(p.requires_grad_(False).__array__()),
+    "dlpack": lambda p: torch.from_dlpack(p.requires_grad_(False)),
+    "tolist": lambda p: p.tolist(),
+    "item": lambda p: p[0, 0].item(),
+    "sum as a float": lambda p: float(p.sum()),
+    "repr": repr,
+    "format": lambda p: f"{p}",
+    "norm": lambda p: torch.linalg.vector_norm(p),
+    "get_total_norm": lambda p: torch.nn.utils.get_total_norm([p]),
+    "parameters_to_vector": lambda p: torch.nn.utils.parameters_to_vector([p]),
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "pickle": lambda p: pickle.loads(pickle.dumps(p)),
+    "torch.save": saved,
+    "backward": gradient_of_square,
+    "storage": lambda p: list(p.untyped_storage()),
+    "is_same_size twice": lambda p: torch.where(p > 2, 1, 0),
+    "jvp": lambda p: torch.func.jvp(torch.sin, (p.detach(),), (torch.ones(2, 3),))[1],
+    "set an element to it": lambda p: torch.zeros(1, 2, 3).index_copy(
+        0, torch.tensor([0]), p[None]
+    ),
+    "setitem from it": set_from,
+    "torch.tensor": lambda p: torch.tensor(p.tolist()) + torch.as_tensor(p),
+    "torch.ops": lambda p: torch.ops.aten.mul(p, 2.0),
+    "an autograd function": lambda p: Double.apply(p),
+    "vmap, not mapped over": lambda p: torch.func.vmap(lambda x: x * p)(torch.ones(4, 2, 3)),
+    "collate": lambda p: torch.utils.data.default_collate([p, p]),
+    "functional_call": lambda p: torch.func.functional_call(
+        nn.Linear(3, 2, bias=False), {"weight": p}, (torch.ones(1, 3),)
+    ),
+    "checkpoint": lambda p: torch.utils.checkpoint.checkpoint(
+        torch.mul, p, torch.ones(2, 3), use_reentrant=False
+    ),
+}
+
+
+def plain(result: Any) -> Any:
+    return result.detach().clone() if isinstance(result, Tensor) else result
+
+
+def problem_with(use: Callable[[Any], Any]) -> str | None:
+    source = Source()
+    (p,) = source.params
+    result, expected = use(p), use(fresh())
+    if source.waited != [1] or type(p) is not nn.Parameter:
+        source.hold.release()
+        return f"waited for {source.waited}"
+    if isinstance(expected, Tensor):
+        same = torch.equal(plain(result), plain(expected)) and type(result) is type(expected)
+    else:
+        same = result == expected
+    return None if same else f"got {result}, expected {expected}"
+
+
+def test_every_use_waits_once_and_sees_the_value_after_the_update() -> None:
+    problems = {name: problem_with(use) for name, use in USES.items()}
+    assert {name: problem for name, problem in problems.items() if problem} == {}
+
+
+def test_whatever_hands_out_its_memory_waits() -> None:
+    uses: list[Callable[[Any], Any]] = [
+        lambda p: p.data_ptr(),
+        lambda p: p.share_memory_(),
+        lambda p: p.is_set_to(p),
+        lambda p: p.__array__ and p.untyped_storage().data_ptr(),
+    ]
+    for use in uses:
+        source = Source()
+        use(source.params[0].requires_grad_(False))
+        assert source.waited == [1]
+
+
+def test_a_numpy_array_taken_while_it_is_pending_is_the_memory_after_the_update() -> None:
+    source = Source()
+    array = source.params[0].detach().numpy()
+    assert array.tolist() == [[AFTER] * 3] * 2
+    assert array.__array_interface__["data"][0] == source.params[0].data_ptr()
+
+
+def assigned_grad(p: Tensor) -> None:
+    p.grad = torch.zeros(2, 3)
+    assert p.grad is not None
+    p.grad = None
+
+
+def zeroed(p: Tensor) -> None:
+    p.grad = torch.ones(2, 3)
+    torch.optim.SGD([p], lr=1.0).zero_grad(set_to_none=False)
+    assert p.grad is not None
+    assert not p.grad.any()
+
+
+def clipped(p: Tensor) -> None:
+    p.grad = torch.ones(2, 3)
+    torch.nn.utils.clip_grad_norm_([p], 1.0)
+
+
+PASSIVE: dict[str, Callable[[Any], Any]] = {
+    "shape": lambda p: p.shape,
+    "size": lambda p: (p.size(), p.size(0), p.dim(), p.ndim, len(p)),
+    "numel": lambda p: (p.numel(), p.nelement(), p.element_size(), p.nbytes, p.itemsize),
+    "dtype": lambda p: (p.dtype, p.device, p.layout, p.is_floating_point(), p.is_complex()),
+    "strides": lambda p: (p.stride(), p.is_contiguous(), p.storage_offset()),
+    "requires_grad": lambda p: (p.requires_grad, p.is_leaf, p.grad_fn, p._version),
+    "frozen": lambda p: p.requires_grad_(False).requires_grad,
+    "where it is": lambda p: (p.is_cuda, p.is_sparse, p.is_meta, p.get_device()),
+    "grad": assigned_grad,
+    "zero_grad": zeroed,
+    "clip_grad_norm_": clipped,
+    "hook": lambda p: p.register_post_accumulate_grad_hook(lambda _: None).remove(),
+    "isinstance": lambda p: (isinstance(p, nn.Parameter), isinstance(p, Tensor)),
+    "hash": lambda p: len({p, p}),
+    "identity": lambda p: p is not None,
+}
+
+
+def test_what_reads_no_element_does_not_wait() -> None:
+    waited = {}
+    for name, use in PASSIVE.items():
+        source = Source()
+        assert use(source.params[0]) == use(nn.Parameter(torch.full((2, 3), BEFORE))), name
+        if source.waited or source.pending != [True]:
+            waited[name] = source.waited
+        assert source.params[0].sum() == 6 * AFTER
+    assert waited == {}
+
+
+def test_a_module_finds_moves_and_lists_pending_parameters_as_any_others() -> None:
+    model = nn.Linear(3, 2, bias=False)
+    source = Source()
+    model.weight = source.params[0]  # type: ignore[assignment]
+    assert dict(model.named_parameters()) == {"weight": source.params[0]}
+    assert source.waited == []
+    model.zero_grad()
+    model.requires_grad_(True)
+    assert source.waited == []
+    assert torch.equal(model(torch.ones(1, 3)), torch.full((1, 2), 3 * AFTER))
+    assert source.waited == [1]
+
+
+def test_one_use_waits_only_for_the_parts_it_needs_and_frees_those_that_are_done() -> None:
+    source = Source(4)
+    source.params[1] + 1
+    assert source.waited == [2]
+    assert source.pending == [False, False, True, True]
+    source.params[0] + 1
+    assert source.waited == [2], "a parameter that is ready costs nothing"
+    torch.cat([source.params[3], source.params[2]])
+    assert source.waited == [2, 4]
+    assert source.pending == [False] * 4
+
+
+def test_the_first_time_each_use_is_seen_in_order_though_all_are_ready() -> None:
+    source = Source(4, one_by_one=True)
+    for place in (2, 0, 2, 3):
+        source.params[place] + 1
+    assert list(map(id, source.hold.seen)) == [id(source.params[i]) for i in (2, 0, 3)]
+    assert source.pending == [False, True, False, False]
+    source.hold.release()
+    assert source.pending == [False] * 4
+
+
+def test_gradients_flow_through_a_parameter_that_was_pending_in_its_forward() -> None:
+    source = Source()
+    (p,) = source.params
+    p.grad = torch.ones(2, 3)
+    (p * torch.full((2, 3), 5.0)).sum().backward()
+    assert p.grad is not None
+    assert torch.equal(p.grad, torch.full((2, 3), 6.0))
+    assert p.is_leaf
+
+
+def test_several_threads_may_use_a_parameter_each_sees_the_update() -> None:
+    source, inside, release = Source(2), threading.Barrier(5), threading.Event()
+    memory, first = source.memory, threading.Lock()
+
+    def wait(parts: int) -> int:
+        assert release.wait(LIMIT_S)
+        with first:
+            for each in memory[:parts]:
+                each.fill_(AFTER)
+        return parts
+
+    source.hold._wait = wait
+
+    def use(place: int) -> list[float]:
+        inside.wait(LIMIT_S)
+        return (source.params[place % 2] * 1.0).flatten().tolist()
+
+    with ThreadPoolExecutor(4) as pool:
+        results = [pool.submit(use, place) for place in range(4)]
+        inside.wait(LIMIT_S)
+        assert source.pending == [True, True]
+        release.set()
+        for result in results:
+            assert result.result(LIMIT_S) == [AFTER] * 6
+    assert source.pending == [False, False]
+
+
+def test_a_failed_wait_is_raised_at_the_use_and_gives_every_class_back() -> None:
+    source = Source(3)
+
+    def fail(parts: int) -> int:
+        raise StepError("lost")
+
+    source.hold._wait = fail
+    with pytest.raises(StepError, match="lost"):
+        source.params[0] + 1
+    assert source.pending == [False] * 3
+    assert torch.equal(source.params[0] + 0, torch.full((2, 3), BEFORE))
+
+
+def test_a_wait_that_is_interrupted_leaves_the_parameters_pending() -> None:
+    source = Source(2)
+    wait, interrupts = source.hold._wait, [KeyboardInterrupt()]
+
+    def interrupted(parts: int) -> int:
+        if interrupts:
+            raise interrupts.pop()
+        return wait(parts)
+
+    source.hold._wait = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        source.params[1] + 1
+    assert source.pending == [True, True]
+    assert torch.equal(source.params[1] + 0, torch.full((2, 3), AFTER))
+    assert source.pending == [False, False]
+
+
+def test_a_parameter_of_two_steps_waits_for_both() -> None:
+    source, other = Source(), list[int]()
+    (p,) = source.params
+
+    def wait(parts: int) -> int:
+        other.append(parts)
+        return parts
+
+    hold = Hold([p], [1], {id(p): 1}, wait)
+    assert torch.equal(p + 0, torch.full((2, 3), AFTER))
+    assert (source.waited, other) == ([1], [1])
+    hold.release()
+
+
+def test_a_hold_that_was_released_keeps_no_parameter_alive() -> None:
+    source = Source()
+    ref = weakref.ref(source.params[0])
+    source.hold.release()
+    assert not list(pending_module._holds)
+    del source
+    gc.collect()
+    assert ref() is None
+
+
+def test_only_plain_parameters_can_be_held() -> None:
+    class Own(nn.Parameter):
+        pass
+
+    plain = nn.Parameter(torch.ones(1))
+    assert can_be_held([plain])
+    assert not can_be_held([plain, Own(torch.ones(1))])
+    assert not can_be_held([torch.ones(1, requires_grad=True)])
+
+
+def test_a_pickle_knows_nothing_of_the_pending_class() -> None:
+    source = Source(2)
+    text = pickle.dumps(source.params)
+    assert b"Pending" not in text
+    assert b"accel_scaler" not in text
+    assert [type(p) for p in pickle.loads(text)] == [nn.Parameter] * 2
+    assert [type(p) for p in copy.deepcopy(source.params)] == [nn.Parameter] * 2
+
+
+def test_a_deepcopied_model_keeps_its_ties() -> None:
+    source = Source()
+    model = nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)})
+    model["a"].weight = model["b"].weight = source.params[0]  # type: ignore[assignment]
+    copied = copy.deepcopy(model)
+    assert copied["a"].weight is copied["b"].weight
+    assert torch.equal(copied["a"].weight, torch.full((2, 3), AFTER))

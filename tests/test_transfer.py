@@ -1,0 +1,417 @@
+"""What the side streams wait for, shown on a device that exists only on paper (streams.py).
+
+Each run also equals a plain loop, bit for bit; each wait that is taken away is noticed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from streams import PaperDevice, Race, Stream
+from support import mlp, weights
+from torch import Tensor, nn
+
+from accel_scaler import AsyncOptimizer, GradScaler, UnsupportedError
+from accel_scaler import engine as engine_module
+from accel_scaler import shadow as shadow_module
+from accel_scaler.config import StepError
+from accel_scaler.engine import Engine
+from accel_scaler.flight import Flight
+from accel_scaler.shadow import Shadow
+from accel_scaler.transfer import Lane
+from accel_scaler.worker import Task, Worker
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+STEPS = 6
+
+
+@pytest.fixture
+def paper(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], PaperDevice]:
+    """Puts a paper device under every Lane made from here on."""
+
+    def put(offload: bool) -> PaperDevice:
+        device = PaperDevice(host_worker=offload)
+
+        class PaperLane(Lane):
+            def __init__(self, _: torch.device) -> None:
+                self.device, self._api = torch.device("cpu"), device
+                self._home: Any = None
+                self._work, self._down = device.Stream(), device.Stream()
+
+        empty = torch.empty
+
+        def pinned(*size: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+            made = empty(*size, **kwargs)
+            if pin_memory:
+                device.make_host(made)
+            return made
+
+        def on_host(due: Any) -> Any:
+            number = due.multiply if due.divide is None else due.divide
+            if number is not None:
+                float(number)  # waits, as .cpu() would
+                copied = torch.tensor(number.tolist())
+                device.make_host(copied)
+                name = "multiply" if due.divide is None else "divide"
+                return type(due)(**{name: copied})
+            return due
+
+        monkeypatch.setattr(engine_module, "Lane", PaperLane)
+        monkeypatch.setattr(engine_module, "_on_host", on_host)
+        monkeypatch.setattr(torch, "empty", pinned)
+        monkeypatch.setattr(Tensor, "record_stream", lambda t, s: device.record_stream(t, s))
+        _order_threads(monkeypatch, device)
+        monkeypatch.setattr(shadow_module, "SMALLEST_PART", 1)  # a part for each parameter
+        return device
+
+    return put
+
+
+def _order_threads(monkeypatch: pytest.MonkeyPatch, device: PaperDevice) -> None:
+    """What a task's hand-over and its parts say from one thread of the host to another."""
+    known: dict[int, list[dict[str, int]]] = {}
+    submit, execute, advance, wait = Worker.submit, Task.execute, Task.advance, Task.wait
+
+    def put_in(task: Task) -> None:
+        known.setdefault(id(task), []).append(dict(device.host_clock()))
+
+    def take_out(task: Task) -> None:
+        for clock in list(known.get(id(task), [])):
+            mine = device.host_clock()
+            for agent, at in clock.items():
+                mine[agent] = max(mine.get(agent, 0), at)
+
+    def submit_(worker: Worker, task: Task) -> None:
+        put_in(task)
+        submit(worker, task)
+
+    def execute_(task: Task) -> None:
+        take_out(task)
+        execute(task)
+        put_in(task)
+
+    def advance_(task: Task) -> None:
+        put_in(task)
+        advance(task)
+
+    def wait_(task: Task, *args: Any, **kwargs: Any) -> bool:
+        result = wait(task, *args, **kwargs)
+        take_out(task)
+        return result
+
+    def is_idle(engine: Flight) -> bool:
+        task = engine._task
+        if task is not None and task.finished:  # whoever reads that knows what went before
+            take_out(task)
+        return task is None or task.finished
+
+    monkeypatch.setattr(Flight, "is_idle", property(is_idle))
+    monkeypatch.setattr(Worker, "submit", submit_)
+    monkeypatch.setattr(Task, "execute", execute_)
+    monkeypatch.setattr(Task, "advance", advance_)
+    monkeypatch.setattr(Task, "wait", wait_)
+
+
+def train(
+    device: PaperDevice | None,
+    mode: str,
+    offload: bool,
+    half: bool,
+    optimizer: str = "sgd",
+    fence: int | None = None,
+    overflow: int | None = 3,
+) -> Tensor:
+    """A few steps; with ``fence``, everything is published between that backward and its step."""
+    model = mlp()
+    if half:
+        model.half()
+    inner: Any = {
+        "sgd": lambda: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        "adamw": lambda: torch.optim.AdamW(model.parameters(), lr=0.01, fused=True),
+    }[optimizer]()
+    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    with AsyncOptimizer(
+        inner, model, scaler=scaler, mode=mode, offload="cpu" if offload else "none"
+    ) as ours:
+        if device is None:
+            _steps(ours, model, scaler, half, fence, overflow)
+        else:
+            with device.watch():
+                _steps(ours, model, scaler, half, fence, overflow)
+        ours.synchronize()
+    return weights(model)
+
+
+def _steps(
+    ours: AsyncOptimizer,
+    model: nn.Module,
+    scaler: GradScaler,
+    half: bool,
+    fence: int | None,
+    overflow: int | None,
+) -> None:
+    seeded = torch.Generator().manual_seed(5)
+    for step in range(STEPS):
+        x, y = torch.randn(4, 8, generator=seeded), torch.randn(4, 1, generator=seeded)
+        if half:
+            x, y = x.half(), y.half()
+        loss = nn.functional.mse_loss(model(x), y).float()
+        scaler.scale(loss * float("inf") if step == overflow else loss).backward()
+        if step == fence:
+            ours.synchronize()
+        ours.clip_grad_norm_(0.5)
+        ours.step()
+        ours.zero_grad()
+        task, limit = ours._engine._task, time.monotonic() + 10
+        while step % 2 and task is not None and not task.finished and time.monotonic() < limit:
+            time.sleep(0.001)  # the thread that enqueues is far ahead of the forward
+        _litter(model)
+
+
+def _litter(model: nn.Module) -> None:
+    """Take and give back memory of the gradients' sizes, as a forward would."""
+    kept = [torch.zeros(p.shape, dtype=p.dtype) for p in model.parameters() for _ in range(4)]
+    del kept
+
+
+CASES = [
+    ("sync", False, True),
+    ("sync", True, False),
+    ("sync", True, True),
+    ("overlap", False, False),
+    ("overlap", False, True),
+    ("overlap", True, False),
+    ("overlap", True, True),
+    ("delayed", False, False),
+    ("delayed", False, True),
+    ("delayed", True, False),
+    ("delayed", True, True),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "fence"), [("sgd", 4), ("adamw", None)])
+@pytest.mark.parametrize(("mode", "offload", "half"), CASES)
+def test_no_two_accesses_race(
+    paper: Any, mode: str, offload: bool, half: bool, optimizer: str, fence: int | None
+) -> None:
+    expected = train(None, mode, offload, half, optimizer, fence)
+    device = paper(offload)
+    assert torch.equal(train(device, mode, offload, half, optimizer, fence), expected)
+    used = set(device.operations)
+    assert "home" in used
+    # The update, or with offload the way up; then also the way down.
+    assert {"side 1", "side 2"} & used == ({"side 1", "side 2"} if offload else {"side 1"})
+    if offload:
+        assert any(name.startswith("host") for name in used)
+
+
+def without_wait(
+    owner: Any, name: str, value: Any
+) -> Callable[[pytest.MonkeyPatch], None]:  # fmt: skip
+    return lambda patch: patch.setattr(owner, name, value)
+
+
+def _release_what_is_only_enqueued(patch: pytest.MonkeyPatch) -> None:
+    await_part = Flight._await
+
+    def careless(self: Flight, parts: int) -> int:
+        task = self._task
+        await_part(self, parts)
+        return parts if task is None else task.done
+
+    patch.setattr(Flight, "_await", careless)
+
+
+def _trust_what_was_sent_up(patch: pytest.MonkeyPatch) -> None:
+    """The host waits for gradients alone, not for the masters' way up."""
+    wait = Lane.wait_on_host
+    work = Engine._work
+
+    def working(self: Any, *args: Any) -> None:
+        given = args[3]
+
+        def but_not_the_start(lane: Lane, mark: Any) -> None:
+            if mark is not given and not any(mark is m for m in self._marks):
+                wait(lane, mark)
+
+        patch.setattr(Lane, "wait_on_host", but_not_the_start)
+        work(self, *args)
+
+    patch.setattr(Engine, "_work", working)
+
+
+FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], tuple[Any, ...]]] = {
+    "the forward does not wait": (
+        without_wait(Lane, "follow", lambda self, mark: None),
+        ("overlap", False, False),
+    ),
+    "the forward waits for one part and takes all": (
+        _release_what_is_only_enqueued,
+        ("overlap", False, False),
+    ),
+    "the update does not wait for the backward": (
+        without_wait(Stream, "wait_event", lambda self, event: None),
+        ("sync", False, True),
+    ),
+    "the way down does not wait for the backward": (
+        without_wait(Stream, "wait_stream", lambda self, other: None),
+        ("overlap", True, False),
+    ),
+    "the host does not wait for gradients": (
+        without_wait(Lane, "wait_on_host", lambda self, mark: None),
+        ("overlap", True, False),
+    ),
+    "the host does not wait for masters on their way up": (
+        _trust_what_was_sent_up,
+        ("delayed", True, False),
+    ),
+    "gradients go back to the allocator at once": (
+        without_wait(Lane, "keep", lambda self, tensors: None),
+        ("delayed", False, True),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wait_that_is_missing_is_noticed(
+    paper: Any, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    break_it, case = FAULTS[fault]
+    device = paper(case[1])
+    break_it(monkeypatch)
+    with pytest.raises(Exception, match="nothing orders them") as caught:
+        train(device, *case, fence=4, overflow=None)
+    assert isinstance(caught.value, Race) or "Race" in str(caught.value)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_fence_on_another_stream_leaves_the_training_stream_in_order(
+    paper: Any, monkeypatch: pytest.MonkeyPatch, offload: bool
+) -> None:
+    device = paper(offload)
+    synchronize = AsyncOptimizer.synchronize
+    zero_grad = AsyncOptimizer.zero_grad
+
+    def fence_elsewhere(self: AsyncOptimizer, *args: Any) -> None:
+        with device.stream(Stream(device, "evaluation")):
+            synchronize(self)
+        zero_grad(self, *args)
+
+    expected = train(None, "overlap", offload, False)
+    monkeypatch.setattr(AsyncOptimizer, "zero_grad", fence_elsewhere)
+    assert torch.equal(train(device, "overlap", offload, False), expected)
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_after_a_failure_the_forward_waits_for_what_had_begun(
+    paper: Any, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    device = paper(False)
+    step_part, calls = Shadow.step_part, []
+
+    def half_way(self: Shadow, *args: Any) -> None:
+        step_part(self, *args)
+        calls.append(None)
+        if len(calls) == failing:
+            raise ArithmeticError("half-way")
+
+    monkeypatch.setattr(Shadow, "step_part", half_way)
+    model = mlp()
+    optimizer = AsyncOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    with device.watch():
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        with pytest.raises(StepError, match="half-way"):
+            optimizer.synchronize()
+        for p in model.parameters():
+            p.detach().clone()
+    optimizer.close()
+
+
+def test_memory_of_sparse_gradients_is_kept_too(paper: Any) -> None:
+    device = paper(False)
+    model = nn.Linear(2, 2)
+    with AsyncOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model) as optimizer:
+        lane = optimizer._engine.lane
+        sparse = torch.eye(3).to_sparse()
+        elsewhere = torch.ones(3, device="meta")
+        lane.keep([None, sparse, elsewhere, torch.ones(2)])
+    assert [name for *_, name in device.recorded] == ["side 1"] * 3
+
+
+def test_offload_refuses_parameters_on_another_device(
+    paper: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paper(True)
+    monkeypatch.setattr(Lane, "reaches", lambda self, tensor: False)
+    model = mlp()
+    with pytest.raises(UnsupportedError, match="parameters are on cpu"):
+        AsyncOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, offload="cpu")
+
+
+@pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, GradScaler])
+@pytest.mark.parametrize("called", [True, False], ids=["unscale_ called", "left to step"])
+def test_a_plain_loop_unscales_what_offload_has_sent_already(
+    scaler_class: Any, called: bool
+) -> None:
+    """torch unscales in place without a new version number."""
+
+    def run(offload: bool) -> Tensor:
+        model = mlp()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        if offload:
+            optimizer = AsyncOptimizer(optimizer, model, offload="cpu")
+        scaler = scaler_class("cpu", init_scale=1024.0)
+        for step in range(3):
+            loss = model(torch.full((2, 8), 0.1 * step)).square().mean()
+            scaler.scale(loss).backward()
+            if called:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        if offload:
+            optimizer.close()
+        return weights(model)
+
+    assert torch.equal(run(offload=True), run(offload=False))
+
+
+def test_a_skipped_step_keeps_no_gradient_alive() -> None:
+    model = mlp()
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with AsyncOptimizer(inner, model, scaler=scaler, offload="cpu") as optimizer:
+        scaler.scale(model(torch.ones(2, 8)).sum() * float("inf")).backward()
+        slots = optimizer._engine.shadow.slots
+        assert all(slot.copied is not None for slot in slots)
+        optimizer.step()
+        assert optimizer.step_was_skipped
+        assert all(slot.copied is None for slot in slots)
+
+
+def test_an_edit_of_a_gradient_that_is_on_its_way_counts() -> None:
+    """As some freeze part of an embedding: zeros, still scaled, between backward and step."""
+
+    def run(offload: str) -> Tensor:
+        model = mlp()
+        scaler = GradScaler("cpu", init_scale=1024.0)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        with AsyncOptimizer(inner, model, scaler=scaler, offload=offload) as optimizer:
+            for _ in range(3):
+                scaler.scale(model(torch.ones(2, 8)).square().sum()).backward()
+                for p in model.parameters():
+                    if p.grad is not None:
+                        p.grad[:1] = 0.0
+                optimizer.step()
+                optimizer.synchronize()
+                optimizer.zero_grad()
+        return weights(model)
+
+    assert torch.equal(run("cpu"), run("none"))
+    assert not torch.equal(run("none"), weights(mlp()))

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from .async_optimizer import threads_of
 from .autocast import add_autocast, remove_autocast
 from .boundary import Boundary
-from .config import ConfigError, OrderError, ScalerConfig, UnsupportedError
+from .config import ConfigError, OrderError, ScalerConfig, StepError, UnsupportedError
 from .prepared import ScaledOptimizer, adopt, become, forbid_unsuitable, inner_of
 from .takeover import forbid_other_scalers, make_scaler
 from .telemetry import History
@@ -198,7 +198,12 @@ def attach(target: T, config: ScalerConfig | None = None) -> T:
 
 
 def detach(target: T) -> T:
-    """Undo :func:`attach`: stock classes, the stock scaler with the present scale. Idempotent."""
+    """Undo :func:`attach`: stock classes, the stock scaler with the present scale. Idempotent.
+
+    Raises:
+        OrderError: a window is open; nothing was undone.
+        StepError: the step in hand failed; detached all the same.
+    """
     trainer = _trainer_module(target)
     if trainer is not None:
         return cast(T, trainer.detach_trainer(target))
@@ -219,10 +224,14 @@ def detach(target: T) -> T:
         accelerator.native_amp = False
         for model in accelerator._models:
             remove_autocast(accelerator, model)
+    failed: StepError | None = None
     for optimizer in list(boundary.adopted):  # free_memory() forgets them, we do not
         if type(optimizer) is ScaledOptimizer:
-            if optimizer._fences is not None:
-                optimizer._fences.close()
+            try:
+                if optimizer._fences is not None:
+                    optimizer._fences.close()
+            except StepError as error:
+                failed = error
             for name in ("_fences", "_models"):
                 optimizer.__dict__.pop(name, None)
             become(optimizer, AcceleratedOptimizer)
@@ -234,6 +243,8 @@ def detach(target: T) -> T:
         accelerator.__dict__.pop(name)
     if accelerator.__dict__.pop("_made_by_attach", False):
         accelerator.__class__ = stock_class(type(accelerator), ScaledAccelerator)
+    if failed is not None:
+        raise failed
     return target
 
 

@@ -94,7 +94,8 @@ class ScalerConfig:
     optimizer thread, each parameter awaited where it is next used; ``delayed``, on the optimizer
     thread, the update published at the next boundary (one step stale)."""
     delay_warmup_steps: int = field(default=0, metadata={"allowed": "an integer >= 0"})
-    """``delayed``: the first N steps are not stale (they run as ``overlap``)."""
+    """``delayed``: the first N steps are not stale (they run as ``overlap``). A resumed run goes on
+    counting where the optimizer's state has a ``step``; else it warms up again."""
     offload: Literal["none", "cpu"] = field(default="none", metadata={"allowed": "'none' or 'cpu'"})
     """Where optimizer state lives: ``none``, with the parameters; ``cpu``, in host memory, with
     float32 master weights, updated there."""

@@ -241,6 +241,9 @@ class Engine(Flight):
                 for k, v in state_dict["state"].items()
             }
             shadow.load_state({**state_dict, "state": rest}, masters)
+        counts = [entry["step"] for entry in state_dict["state"].values() if "step" in entry]
+        if counts:  # a warm-up goes on where it was
+            self.steps = int(max(map(float, counts)))
         self.refresh()
 
     def close(self) -> None:

@@ -31,6 +31,9 @@ class Fences:
         self._engine = weakref.ref(engine)
         self._handles: list[Any] = []
         self._models: weakref.WeakSet[Module] = weakref.WeakSet()
+        self._others: weakref.WeakSet[Module] = weakref.WeakSet()
+        """Models without any of the optimizer's parameters, as of ``_slots``."""
+        self._slots: list[Slot] = []
         self._compiled: list[tuple[weakref.ref[Module], Any, Any]] = []
         self._loading: Any = None
         optimizer = engine.optimizer
@@ -138,9 +141,14 @@ class Fences:
         engine = self._engine()
         if engine is None:
             return
-        mine = {id(slot.param) for slot in engine.shadow.slots}
+        if self._slots is not engine.shadow.slots:
+            self._slots, self._others = engine.shadow.slots, weakref.WeakSet()
         for model in models:
-            if model in self._models or mine.isdisjoint(map(id, model.parameters())):
+            if model in self._models or model in self._others:
+                continue
+            mine = {id(slot.param) for slot in self._slots}
+            if mine.isdisjoint(map(id, model.parameters())):
+                self._others.add(model)
                 continue
             self._models.add(model)
             engine.know(model)

@@ -65,8 +65,16 @@ def attach_trainer(trainer: Any, config: ScalerConfig | None) -> Any:
 
 def detach_trainer(trainer: Any) -> Any:
     """:func:`accel_scaler.detach` for a Trainer."""
-    detach(trainer.accelerator)
+    try:
+        detach(trainer.accelerator)
+    except StepError:  # detached all the same
+        _make_plain(trainer)
+        raise
+    _make_plain(trainer)
+    return trainer
+
+
+def _make_plain(trainer: Any) -> None:
     if isinstance(trainer, ScaledTrainer):
         trainer.__class__ = stock_class(type(trainer), ScaledTrainer)
         del trainer._scaler_config
-    return trainer

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 
 import psutil
@@ -138,30 +139,37 @@ class Task:
 
 
 class _ShortInterval:
-    """The interpreter's switch interval, short while any task runs, then as it was."""
+    """The interpreter's switch interval, short while any task is due, then as it was."""
 
     def __init__(self) -> None:
         self._lock, self._pid = threading.Lock(), os.getpid()
-        self._running = 0
+        self._tasks: Counter[int] = Counter()
+        """How many tasks are due, for each queue."""
         self._before = 0.0
 
-    def begin(self) -> None:
+    def begin(self, owner: object) -> None:
         """A task is on its way: its thread would wait for the lock even to start it."""
         if self._pid != os.getpid():  # a fork may have copied the lock locked
-            if self._running:
+            if self._tasks:
                 sys.setswitchinterval(self._before)
             self.__init__()  # type: ignore[misc]
         with self._lock:
-            self._running += 1
-            if self._running == 1:
+            if not self._tasks:
                 self._before = sys.getswitchinterval()
                 sys.setswitchinterval(min(self._before, SWITCH_INTERVAL_S))
+            self._tasks[id(owner)] += 1
 
-    def end(self) -> None:
-        """It is done."""
+    def end(self, owner: object, everything: bool = False) -> None:
+        """One task is done; or the thread is gone, and nothing of its queue ever will be."""
+        if self._pid != os.getpid():
+            return
         with self._lock:
-            self._running -= 1
-            if self._running == 0:
+            if id(owner) not in self._tasks:
+                return
+            self._tasks[id(owner)] -= 1
+            if everything or not self._tasks[id(owner)]:
+                del self._tasks[id(owner)]
+            if not self._tasks:
                 sys.setswitchinterval(self._before)
 
 
@@ -195,7 +203,7 @@ class Worker:
         if self._thread is None or not self._thread.is_alive() or self._pid != os.getpid():
             self._start()
         task._thread, task._pid = self._thread, self._pid
-        _short_interval.begin()
+        _short_interval.begin(self._queue)
         self._queue.put(task)
 
     def is_current(self) -> bool:
@@ -215,6 +223,7 @@ class Worker:
     def _start(self) -> None:
         ready = threading.Event()
         own = torch.get_num_threads()
+        _short_interval.end(self._queue, everything=True)  # of a thread that is gone
         self._pid, self._queue, self._failed = os.getpid(), queue.SimpleQueue(), []
         self._thread = threading.Thread(
             target=_loop,
@@ -242,7 +251,7 @@ def _loop(
     ready.set()
     while (task := tasks.get()) is not None:
         task.execute()
-        _short_interval.end()
+        _short_interval.end(tasks)
         if task.error is not None:
             failed[:] = [*(other for other in failed if not other.is_known), task]
         del task  # its gradients
@@ -261,6 +270,8 @@ def _stop(
         thread.join(limit_s)
     if thread.is_alive():
         logger.error("the optimizer thread did not finish its step within %g s", limit_s)
+    else:
+        _short_interval.end(tasks, everything=True)
     for task in failed:
         if not task.is_known:  # nobody asks any more
             task.is_known = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
-# Every test ends with a full collection; what was imported lives on and need not be walked.
+# Tests that leave a thread end with a full collection; what was imported need not be walked.
 gc.freeze()
 
 # What libraries set for the process on their own; a test of ours does not touch them.
@@ -23,11 +24,12 @@ NOT_OURS = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_", "HYPOTHESIS_")
 
 @pytest.fixture(autouse=True)
 def no_leaks() -> Iterator[None]:
-    """Fail a test that leaves a thread or an environment variable behind."""
+    """Fail a test that leaves a thread, a setting or an environment variable behind."""
     threads = set(threading.enumerate())
-    environment = dict(os.environ)
+    environment, interval = dict(os.environ), sys.getswitchinterval()
     yield
-    gc.collect()  # an optimizer thread ends with its optimizer
+    if any("accel_scaler" in t.name for t in set(threading.enumerate()) - threads):
+        gc.collect()  # an optimizer thread ends with its optimizer
     for thread in set(threading.enumerate()) - threads:
         if "accel_scaler" in thread.name:
             thread.join(timeout=5)
@@ -50,6 +52,9 @@ def no_leaks() -> Iterator[None]:
         else:
             del os.environ[key]
     assert not leaked, f"threads left running: {leaked}"
+    left = sys.getswitchinterval()
+    sys.setswitchinterval(interval)
+    assert left == interval, f"the switch interval was {interval} and is {left}"
     # Accelerate itself writes ACCELERATE_* and MASTER_* on construction.
     ours = {key for key in changed if not key.startswith(("ACCELERATE_", "FSDP_", "MASTER_"))}
     assert not ours, f"environment variables changed: {ours}"

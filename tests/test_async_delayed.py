@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Collection
 from typing import Any
@@ -435,3 +436,35 @@ def test_an_attached_accelerator_delays_by_one_step(
 ) -> None:
     ours = attached_delayed(prompt, offload, accumulate)
     assert_same(ours, attached_reference(prompt, accumulate))
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_a_resumed_warm_up_goes_on_where_it_was(offload: str) -> None:
+    """Five prompt steps, three of them before the checkpoint; then stale ones."""
+
+    def pair() -> tuple[nn.Module, AsyncOptimizer]:
+        torch.manual_seed(4)
+        model = nn.Linear(6, 1)
+        inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+        options: dict[str, Any] = {"mode": "delayed", "offload": offload, "delay_warmup_steps": 5}
+        return model, AsyncOptimizer(inner, model, **options)
+
+    def train(model: nn.Module, optimizer: AsyncOptimizer, steps: range) -> None:
+        for step in steps:
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    whole, optimizer = pair()
+    train(whole, optimizer, range(3))
+    saved = copy.deepcopy((whole.state_dict(), optimizer.state_dict()))
+    train(whole, optimizer, range(3, 9))
+    optimizer.close()
+    resumed, optimizer = pair()
+    resumed.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    train(resumed, optimizer, range(3, 9))
+    optimizer.close()
+    for mine, reference in zip(resumed.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(mine, reference)

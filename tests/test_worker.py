@@ -441,11 +441,11 @@ def test_the_switch_interval_is_short_while_a_task_runs_and_then_as_it_was(
         tasks = [Task(waiting_for(gate), 0) for gate in gates]
         for each, task in zip((worker, other), tasks, strict=True):
             each.submit(task)
-        until(lambda: worker_module._short_interval._running == 2)
+        until(lambda: sum(worker_module._short_interval._tasks.values()) == 2)
         assert sys.getswitchinterval() == pytest.approx(worker_module.SWITCH_INTERVAL_S)
         gates[0].set()
         tasks[0].wait(limit_s=LIMIT_S)
-        until(lambda: worker_module._short_interval._running == 1)
+        until(lambda: sum(worker_module._short_interval._tasks.values()) == 1)
         assert sys.getswitchinterval() == pytest.approx(worker_module.SWITCH_INTERVAL_S)
         gates[1].set()
         until(lambda: sys.getswitchinterval() == own)
@@ -518,3 +518,22 @@ def test_by_default_it_has_the_physical_cores_of_one_rank_less_one_whatever_omp_
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     assert default_threads() == expected
     assert Worker().threads == expected
+
+
+def test_a_thread_that_died_with_tasks_queued_leaves_the_switch_interval_alone() -> None:
+    own = sys.getswitchinterval()
+    worker, gate = Worker(1), threading.Event()
+    worker.submit(Task(waiting_for(gate), 0))
+    thread, tasks = worker._thread, worker._queue
+    assert thread is not None
+    tasks.put(None)  # the thread ends after the first task, the next ones never run
+    worker.submit(Task(lambda task: None, 0))
+    worker.submit(Task(lambda task: None, 0))
+    assert sys.getswitchinterval() == pytest.approx(worker_module.SWITCH_INTERVAL_S)
+    gate.set()
+    thread.join(LIMIT_S)
+    done = Task(lambda task: None, 0)
+    worker.submit(done)  # on a new thread
+    assert done.wait(limit_s=LIMIT_S)
+    worker.stop(LIMIT_S)
+    assert sys.getswitchinterval() == pytest.approx(own)

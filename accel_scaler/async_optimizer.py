@@ -187,6 +187,13 @@ class AsyncOptimizer(Optimizer):
             )
         self._skipped = not self._boundary.step(self.optimizer)
 
+    def _skip_step(self) -> None:
+        """``scaler.step(self)`` has found an overflow: a boundary without an update."""
+        if not self._inside:
+            self._check_open("step")
+            self._engine.skip()
+            self._skipped = True
+
     def clip_grad_norm_(
         self,
         max_norm: float,
@@ -214,8 +221,7 @@ class AsyncOptimizer(Optimizer):
                 slot.twin.grad = None
             return
         self.optimizer.zero_grad(set_to_none)
-        if not set_to_none:
-            self._engine.zero_taken()
+        self._engine.zero_taken(set_to_none)
 
     def submit(self, fn: Callable[[], object]) -> None:
         """Run ``fn``, a step function, on the optimizer thread, after the steps before it.
@@ -300,7 +306,7 @@ class AsyncOptimizer(Optimizer):
         self.close()
 
     def _check_open(self, call: str) -> None:
-        if self._closed:
+        if self._closed and not self._inside:  # the last step may still run, and call step()
             raise OrderError(
                 f"{call}(): this AsyncOptimizer is closed. Use the wrapped "
                 f"{type(self.optimizer).__name__}, or make another AsyncOptimizer."
@@ -316,6 +322,7 @@ class AsyncOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         if not self._closed:
             self.synchronize()
+            self._engine.refresh()  # groups added since the last step
         kept = ("optimizer", "model", "scaler", "_config", "_closed", "_skipped")
         progress = self._engine.steps, self._engine.export_masters()
         return {**{name: self.__dict__[name] for name in kept}, "_progress": progress}

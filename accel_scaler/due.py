@@ -43,8 +43,8 @@ class Stepper(Protocol):
     def synchronize(self) -> None:
         """Finish what is in hand and publish it."""
 
-    def zero_taken(self) -> None:
-        """Zeros for the gradients that the last step took."""
+    def zero_taken(self, set_to_none: bool) -> None:
+        """Zeros for the gradients that the last step took, unless they are to be None."""
 
 
 def stepper_of(optimizer: Optimizer) -> Stepper | None:

@@ -357,8 +357,10 @@ class Engine(Flight):
             for slot in slots:
                 slot.twin.grad = None
 
-    def zero_taken(self) -> None:
-        """What ``zero_grad(set_to_none=False)`` means for gradients that a step has taken."""
+    def zero_taken(self, set_to_none: bool) -> None:
+        """What ``zero_grad`` means for gradients that a step has taken."""
+        if set_to_none:
+            self._taken = []
         for p in self._taken:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)

@@ -45,7 +45,7 @@ class Intake:
         self._slots = slots
         ref = weakref.ref(self)
         for slot in slots if self.offload else ():
-            if slot.host_grad is None or not slot.param.is_leaf:
+            if slot.host_grad is None or not (slot.param.is_leaf and slot.param.requires_grad):
                 continue
 
             def send(p: Tensor, slot: Slot = slot) -> None:

@@ -52,8 +52,8 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         """As Accelerate's; ``set_to_none=False`` leaves zeros also where a step took gradients."""
         super().zero_grad(set_to_none)
         stepper = stepper_of(self.optimizer)
-        if set_to_none is False and stepper is not None and self.gradient_state.sync_gradients:
-            stepper.zero_taken()
+        if stepper is not None and self.gradient_state.sync_gradients:
+            stepper.zero_taken(set_to_none is not False)
 
     def train(self) -> None:
         """As Accelerate's (schedule-free optimizers), with finished parameters."""

@@ -213,6 +213,9 @@ class GradScaler(ThreadedScaler):
     ) -> float | None:
         if any(v.item() for v in optimizer_state["found_inf_per_device"].values()):
             self.culprits.note(optimizer, self._consecutive_skips)
+            skip = getattr(optimizer, "_skip_step", None)  # an AsyncOptimizer wants to know
+            if skip is not None:
+                skip()
             return None
         result: float | None = optimizer.step(*args, **kwargs)
         return result

@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: train test test-gpu lint types bench bench-gpu clean
+.PHONY: train test test-gpu lint types bench bench-overlap bench-convergence bench-gpu clean
 
 train: $(STAMP)
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu_fp16.yaml recipes/finetune_classifier.py
@@ -28,6 +28,12 @@ types: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/boundary.py
+
+bench-overlap: $(STAMP)
+	$(BIN)/python benchmarks/overlap.py $(ARGS)
+
+bench-convergence: $(STAMP)
+	$(BIN)/python benchmarks/convergence.py $(ARGS)
 
 # On a machine with a GPU; VENV names an environment with a torch for it, and the peers to compare.
 bench-gpu: $(STAMP)

@@ -91,6 +91,7 @@ class Fences:
         engine = self._engine()
         if engine is not None:
             engine.synchronize()
+            engine.refresh()  # a model that was loaded after its masters
 
     def _after_saving(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         engine = self._engine()

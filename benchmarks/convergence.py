@@ -1,7 +1,8 @@
 """What a parameter update that comes one step late costs in loss: the step modes side by side.
 
-    python benchmarks/convergence.py                    # about 20 minutes on two cores
-    python benchmarks/convergence.py --tasks scratch --optimizers sgd --seeds 5 --json out.json
+    python benchmarks/convergence.py --optimizers adamw --json a.json & # on two cores 12 minutes;
+    python benchmarks/convergence.py --optimizers sgd --json b.json     # all in one process: 24
+    python benchmarks/convergence.py --show a.json b.json               # OMP_NUM_THREADS=1 for both
 
 Three tasks, none needs a network: the two recipes' own (``classifier``: MiniLM learns to label
 docstrings; ``trainer``: a small GPT-2 under the Trainer), and ``scratch``: a deeper GPT-2 on the
@@ -263,10 +264,9 @@ def scratch(run: Run) -> Result:
     set_seed(run.seed)
     config = GPT2Config(vocab_size=256, n_positions=64, n_embd=128, n_layer=4, n_head=4,
                         bos_token_id=0, eos_token_id=0, pad_token_id=0)  # fmt: skip
-    collate = default_data_collator
     loaders = (
-        DataLoader(training, batch_size=8, shuffle=True, collate_fn=collate),
-        DataLoader(held_out, batch_size=32, collate_fn=collate),
+        DataLoader(training, batch_size=8, shuffle=True, collate_fn=default_data_collator),
+        DataLoader(held_out, batch_size=32, collate_fn=default_data_collator),
     )
     return loop(run, GPT2LMHeadModel(config), loaders, micro_batches=1)
 

@@ -1,6 +1,6 @@
 """How much of the optimizer's time is hidden behind the training thread's own work.
 
-    python benchmarks/overlap.py          # about four minutes on two cores, 5 GB of memory
+    python benchmarks/overlap.py          # about three minutes on two cores, 5 GB of memory
 
 One boundary of fused AdamW with clipping, ``step_mode="overlap"``, for two lists of parameters.
 After ``step()`` the training thread works half as long again as the job takes: it sleeps, which
@@ -11,9 +11,10 @@ Then it waits for the job. Interleaved in one run:
     F   the training thread's work alone
     T   both, from the end of ``step()`` until work and job are done
 
-Hidden is (F + O - T) / O, the gain (F + O) / T, its ceiling (F + O) / max(F, O). Medians. The check
-(one read of the gradients) stays on the training thread; it is timed beside the job, as is what
-``step()`` itself blocks the training thread for ("handing over").
+Hidden is (F + O - T) / O, turn by turn, since machines are noisy: the median and the quartiles.
+The gain is (F + O) / T, its ceiling (F + O) / max(F, O), of medians. The check (one read of the
+gradients) stays on the training thread; it is timed beside the job, as is what ``step()`` itself
+blocks the training thread for ("handing over").
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -96,8 +98,27 @@ class Bench:
         return {"check": check, "handing over": handing, "T": both}
 
 
-def measure(bench: Bench, repeats: int) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Medians of the job's own phases, and F and T for each kind of work."""
+@dataclass
+class Row:
+    """Turns of one kind of work: alone, beside the job, and the job alone in the same turn."""
+
+    work: list[float] = field(default_factory=list)
+    both: list[float] = field(default_factory=list)
+    job: list[float] = field(default_factory=list)
+
+    def hidden(self) -> list[float]:
+        """The share of the job that is hidden, quartiles over the turns."""
+        turns = zip(self.work, self.both, self.job, strict=True)
+        return statistics.quantiles([(f + o - t) / o for f, t, o in turns], n=4)
+
+    def gain(self) -> tuple[float, float]:
+        """What running both at once saves, and the most it could."""
+        f, t, o = map(statistics.median, (self.work, self.both, self.job))
+        return (f + o) / t, (f + o) / max(f, o)
+
+
+def measure(bench: Bench, repeats: int) -> tuple[dict[str, float], dict[str, Row]]:
+    """Medians of the phases of a step that is only waited for, and a row for each kind of work."""
     for _ in range(4):  # the first steps make state and learn the order
         bench.boundary(None)
     busy = 1.5 * statistics.median(bench.boundary(None)["T"] for _ in range(5))
@@ -106,30 +127,25 @@ def measure(bench: Bench, repeats: int) -> tuple[dict[str, float], dict[str, dic
         "small eager operations": amount(operations, busy),
         "runs Python": amount(python, busy),
     }
-    alone: dict[str, list[dict[str, float]]] = {name: [] for name in ("job", *work)}
-    both: dict[str, list[float]] = {name: [] for name in work}
+    phases, rows = [], {name: Row() for name in work}
     for _ in range(repeats):
-        alone["job"].append(bench.boundary(None))
         for name, run in work.items():
+            phases.append(bench.boundary(None))
+            rows[name].job.append(phases[-1]["T"])
             start = time.perf_counter()
             run()
-            alone[name].append({"F": time.perf_counter() - start})
-            both[name].append(bench.boundary(run)["T"])
-
-    def median(rows: list[dict[str, float]], key: str) -> float:
-        return statistics.median(row[key] for row in rows)
-
-    phases = {key: median(alone["job"], key) for key in ("check", "handing over", "T")}
-    return phases, {
-        name: {"F": median(alone[name], "F"), "T": statistics.median(both[name])} for name in work
-    }
+            rows[name].work.append(time.perf_counter() - start)
+            rows[name].both.append(bench.boundary(run)["T"])
+    return {key: statistics.median(p[key] for p in phases) for key in phases[0]}, rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--repeats", type=int, default=15, help="timed turns (default: 15)")
+    parser.add_argument(
+        "--repeats", type=int, default=21, help="timed turns, at least 2 (default: 21)"
+    )
     parser.add_argument("--case", choices=CASES, help="only this list of parameters")
     parser.add_argument("--mode", choices=("overlap", "delayed"), default="overlap")
     args = parser.parse_args()
@@ -145,13 +161,18 @@ def main() -> None:
             f"handing over {phases['handing over'] * 1e3:.2f} ms "
             f"({phases['handing over'] / job:.1%} of the job)"
         )
-        print(f"{'the training thread':<24}{'F ms':>9}{'T ms':>9}{'hidden':>9}{'gain':>7}{'of':>6}")
+        print(
+            f"{'the training thread':<24}{'F ms':>8}{'T ms':>8}{'hidden':>8}{'quartiles':>14}",
+            end="",
+        )
+        print(f"{'gain':>7}{'of':>6}")
         for name, row in rows.items():
-            work, both = row["F"], row["T"]
+            low, hidden, high = row.hidden()
+            gain, most = row.gain()
             print(
-                f"{name:<24}{work * 1e3:>9.1f}{both * 1e3:>9.1f}"
-                f"{(work + job - both) / job:>9.0%}{(work + job) / both:>7.2f}"
-                f"{(work + job) / max(work, job):>6.2f}",
+                f"{name:<24}{statistics.median(row.work) * 1e3:>8.1f}"
+                f"{statistics.median(row.both) * 1e3:>8.1f}{hidden:>8.0%}"
+                f"{f'{low:.0%} to {high:.0%}':>14}{gain:>7.2f}{most:>6.2f}",
                 flush=True,
             )
         detach(bench.accelerator)

@@ -114,7 +114,7 @@ def test_only_small_dense_parameters_in_place_are_suited(unsuited: str) -> None:
 def test_the_overlap_benchmark_runs() -> None:
     script = Path(__file__).parents[1] / "benchmarks" / "overlap.py"
     done = subprocess.run(
-        [sys.executable, str(script), "--case", "2000 x 1000", "--repeats", "1"],
+        [sys.executable, str(script), "--case", "2000 x 1000", "--repeats", "2"],
         capture_output=True,
         text=True,
         check=False,

@@ -142,6 +142,8 @@ class Fences:
         engine = self._engine()
         if engine is None:
             return
+        if not engine.shadow.slots:
+            engine.refresh()  # an accelerator's, before its first step
         if self._slots is not engine.shadow.slots:
             self._slots, self._others = engine.shadow.slots, weakref.WeakSet()
         for model in models:

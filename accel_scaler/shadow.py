@@ -231,7 +231,7 @@ class Shadow:
             if slot.is_master:
                 master = masters.get(index)
                 slot.loaded = None if master is None else local(master)
-                slot.refresh()
+                slot.refresh(slot.target if master is None else None)
                 self.has_loaded = True
         self._state = None
 

@@ -137,4 +137,5 @@ def _give_masters(slots: Sequence[Slot], lane: Lane, offload: bool, old: dict[in
     for slot in slots:
         before = old.get(id(slot.param))
         if before is not None and before.is_master:
-            slot.refresh(before.twin.data)
+            slot.loaded = before.loaded
+            slot.refresh(before.twin.data if slot.loaded is None else slot.loaded)

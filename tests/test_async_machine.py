@@ -489,6 +489,7 @@ class History(RuleBasedStateMachine):
         prompt=st.sampled_from([0, 0, 3]),
         split=st.booleans(),
         parts=st.booleans(),
+        saved=st.booleans(),
         calls=st.lists(ITERATIONS, min_size=8, max_size=14),
     )
     def start(
@@ -498,6 +499,7 @@ class History(RuleBasedStateMachine):
         prompt: int,
         split: bool,
         parts: bool,
+        saved: bool,
         calls: list[tuple[str, str, str]],
     ) -> None:
         low, full = torch.float16, torch.float32
@@ -519,7 +521,8 @@ class History(RuleBasedStateMachine):
         self.twin, self.ours = Twin(setup), (Attached if self.attached else Raw)(setup)
         self.inner_schedule = prompt == 0
         self.schedule()
-        self.save()
+        if saved:
+            self.save()
         # Hypothesis chooses rules unevenly, few of most kinds; this gives every run a mixture.
         for call in calls:
             self.iteration(call)
@@ -542,7 +545,8 @@ class History(RuleBasedStateMachine):
             getattr(self, ending)(0.125)
         else:
             fails = 2 if ending == "fails" else None
-            self.step("zeros" if ending == "zeros" else "none", fails, "synchronize")
+            zeros = ending == "zeros" or after == "step again"
+            self.step("zeros" if zeros else "none", fails, "synchronize")
         self.all_is_the_same()
         self.after(after)
         self.all_is_the_same()
@@ -1118,7 +1122,7 @@ def test_histories_that_have_shown_a_fault(
     with lazy_everywhere():
         machine = Machine()
         try:
-            machine.start("sgd", dtypes, 0, False, True, calls)
+            machine.start("sgd", dtypes, 0, False, True, name.startswith("back"), calls)
             for method, arguments in rest:
                 if method == "copy":
                     machine.after("copy_all")

@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 from .config import OverflowStreakError
 from .gradients import MOST_NAMED, has_nonfinite_gradient, parameters_of
 
-__all__ = ["Culprits", "first_nonfinite"]
+__all__ = ["MOST_NAMES", "Culprits", "first_nonfinite"]
 
 MOST_NAMES = 5
+"""Parameters that an error names one by one."""
 
 
 class Culprits:

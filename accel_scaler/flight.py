@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .config import OrderError, StepError
-from .culprits import Culprits
+from .culprits import MOST_NAMES, Culprits
 from .intake import Intake
 from .pending import Hold, any_pending, can_be_held, settle_pending
 from .shadow import Shadow
@@ -20,8 +20,6 @@ from .transfer import Lane
 from .worker import Task
 
 __all__ = ["Flight"]
-
-MOST_NAMED = 5
 
 
 class Flight:
@@ -222,6 +220,6 @@ class Flight:
             self._release()
 
     def _names(self, params: Sequence[Tensor]) -> str:
-        names = self.culprits.names(params[:MOST_NAMED], self.optimizer)
+        names = self.culprits.names(params[:MOST_NAMES], self.optimizer)
         more = len(params) - len(names)
         return (", ".join(names) + (f" and {more} more" if more > 0 else "")) or "none"

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .fused import AdamGroup, is_plain
-from .gradients import is_uniform, match_layout
+from .gradients import is_uniform, match_layout, parameters_of
 from .slots import Slot, local, make_slots
 from .small import SmallSteps
 from .steppable import (
@@ -96,7 +96,7 @@ class Shadow:
 
     def follow(self) -> bool:
         """Take over new groups and moved or resized parameters; True if there were any."""
-        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        params = parameters_of(self.optimizer)
         same = len(params) == len(self._known) and all(map(is_, params, self._known))
         places = _places(params, self._may_need_masters)
         if same and places == self._places and self.twin is not None:

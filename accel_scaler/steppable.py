@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from .config import UnsupportedError
+from .gradients import parameters_of
 
 __all__ = [
     "OF_OPTIMIZER",
@@ -63,7 +64,7 @@ def refuse_unsteppable(optimizer: Optimizer) -> None:
             f"{name}.step() needs a closure, which runs forward and backward inside the step; "
             "that cannot run beside them. Use step_mode='sync' without offload."
         )
-    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    own = set(map(id, parameters_of(optimizer)))
     for key, value in vars(optimizer).items():
         if key in OF_OPTIMIZER:
             continue
@@ -80,7 +81,7 @@ def refuse_unshardable(optimizer: Optimizer) -> None:
     by_matrix = not _BY_MATRIX.isdisjoint(cls.__name__ for cls in type(optimizer).__mro__)
     if is_splittable(optimizer) and not by_matrix:
         return
-    if any(hasattr(p, "to_local") for group in optimizer.param_groups for p in group["params"]):
+    if any(hasattr(p, "to_local") for p in parameters_of(optimizer)):
         raise UnsupportedError(
             f"{type(optimizer).__name__} may need more of a sharded parameter than this rank's "
             "shard, and so communicate in its step; collectives stay on the training thread. Use "

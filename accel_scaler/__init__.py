@@ -19,8 +19,7 @@ from .config import (
     UnsupportedError,
 )
 from .scaler import GradScaler
-
-__version__ = "0.1.0"
+from .version import __version__ as __version__
 
 __all__ = [
     "AccelScalerError",

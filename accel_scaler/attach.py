@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -24,7 +25,8 @@ from .autocast import add_autocast, remove_autocast
 from .boundary import Boundary
 from .config import ConfigError, OrderError, ScalerConfig, StepError, UnsupportedError
 from .prepared import ScaledOptimizer, adopt, become, forbid_unsuitable, inner_of
-from .takeover import forbid_other_scalers, make_scaler
+from .recording import make_recorder
+from .takeover import facts_of, forbid_other_scalers, make_scaler
 from .telemetry import History
 from .worker import Worker
 
@@ -54,10 +56,10 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         return History() if self._boundary is None else self._boundary.history
 
     def prepare_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """As Accelerate's, and takes the parameters' names for error messages."""
+        """As Accelerate's, and takes the parameters' names for errors and telemetry."""
         prepared = super().prepare_model(model, *args, **kwargs)
         if self._boundary is not None:
-            self._boundary.scaler.culprits.know(self.unwrap_model(prepared))
+            self._boundary.recorder.watch(prepared, self.unwrap_model(prepared))
         return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
@@ -77,9 +79,14 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """As Accelerate's: divide by the accumulation steps, scale, backward."""
-        if self._boundary is not None:
-            self._boundary.before_backward(inner_of(self._optimizers))
-        super().backward(loss, **kwargs)
+        if self._boundary is None:
+            super().backward(loss, **kwargs)
+            return
+        recorder = self._boundary.recorder
+        self._boundary.before_backward(inner_of(self._optimizers))
+        recorder.before_backward(loss)
+        with recorder.span("backward"):
+            super().backward(loss, **kwargs)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Unscale the gradients of ``optimizer`` (default: all prepared), once a window.
@@ -107,13 +114,18 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if not self.sync_gradients:
+            if self.scaler is None:  # only telemetry is wanted: as stock, which clips here too
+                return super().clip_grad_norm_(parameters, max_norm, norm_type)
             return self._boundary.norm_so_far(parameters, norm_type)
         owned = inner_of(self._optimizers)
-        if self.distributed_type == DistributedType.FSDP:
+        with self._boundary.recorder.span("clip"):
+            if self.distributed_type != DistributedType.FSDP:
+                return self._boundary.clip_norm(owned, parameters, max_norm, norm_type)
             if self._boundary.unscale(self._boundary.owners(owned, parameters)):
                 return torch.full((), float("inf"), device=self.device)
-            return super().clip_grad_norm_(parameters, max_norm, norm_type)
-        return self._boundary.clip_norm(owned, parameters, max_norm, norm_type)
+            norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
+            self._boundary.note_norm(parameters, norm, max_norm, norm_type)
+            return norm
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Unscale, then clip each element to ``[-clip_value, clip_value]``; at boundaries."""
@@ -121,13 +133,33 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
             super().clip_grad_value_(parameters, clip_value)
             return
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if not self.sync_gradients:
+        if not self.sync_gradients and self.scaler is not None:
             return
         if self.distributed_type == DistributedType.FSDP:
             super().clip_grad_value_(parameters, clip_value)  # refuses
             return
         parameters = [p for p in parameters if p.grad is not None]
         self._boundary.clip_value(inner_of(self._optimizers), parameters, clip_value)
+
+    def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """As Accelerate's; adds ``scaler/...`` values, of the last window, to what is logged."""
+        super().log({**self.scaler_history.metrics(), **values}, *args, **kwargs)
+
+    def end_training(self) -> None:
+        """As Accelerate's; the last step and the telemetry file are complete then."""
+        if self._boundary is not None:
+            for optimizer in self._optimizers:
+                if isinstance(optimizer, ScaledOptimizer):
+                    optimizer.synchronize()
+            self._boundary.recorder.flush()
+        super().end_training()
+
+    def free_memory(self, *objects: Any) -> list[Any]:
+        """As Accelerate's; the telemetry file is complete then, and no parameter is kept."""
+        if self._boundary is not None:
+            self._boundary.recorder.flush()
+        released: list[Any] = super().free_memory(*objects)
+        return released
 
     def load_state(self, *args: Any, **kwargs: Any) -> Any:
         """As Accelerate's; a window that was open is given up."""
@@ -177,12 +209,13 @@ def attach(target: T, config: ScalerConfig | None = None) -> T:
         )
     accelerator: Any = target
     if isinstance(accelerator, ScaledAccelerator) and accelerator._boundary is not None:
-        current = accelerator._scaler_config
-        if config is not None and config != current:
+        if config is None or config in (accelerator._scaler_config, accelerator._asked_config):
+            return target
+        if not accelerator.__dict__.pop("_attached_by_launcher", False):
             raise OrderError(
                 "attach: already attached with other settings; call detach(accelerator) first."
             )
-        return target
+        detach(accelerator)  # an argument outranks what the launcher attached with
     before = type(accelerator)
     if not isinstance(accelerator, ScaledAccelerator):
         accelerator.__class__ = scaled_class(before, ScaledAccelerator)
@@ -220,7 +253,7 @@ def detach(target: T) -> T:
     if stock is not None:
         if boundary.scaler.is_enabled():
             stock.load_state_dict(boundary.scaler.state_dict())
-    else:
+    elif accelerator.mixed_precision == "fp16":
         accelerator.native_amp = False
         for model in accelerator._models:
             remove_autocast(accelerator, model)
@@ -239,7 +272,8 @@ def detach(target: T) -> T:
             optimizer.__dict__.pop("_boundary", None)
     accelerator.scaler = stock
     accelerator._worker.stop()
-    for name in ("_boundary", "_stock_scaler", "_scaler_config", "_worker"):
+    boundary.recorder.close()
+    for name in ("_boundary", "_stock_scaler", "_scaler_config", "_asked_config", "_worker"):
         accelerator.__dict__.pop(name)
     if accelerator.__dict__.pop("_made_by_attach", False):
         accelerator.__class__ = stock_class(type(accelerator), ScaledAccelerator)
@@ -260,34 +294,48 @@ def _trainer_module(target: object) -> Any:
 
 def _set_up(accelerator: ScaledAccelerator, config: ScalerConfig | None) -> bool:
     """Put the scaler in place; False: not an fp16 run, so nothing to do (said in a warning)."""
-    config = ScalerConfig.from_env() if config is None else config
+    asked = config = ScalerConfig.from_env() if config is None else config
     forbid_other_scalers(accelerator)
-    if accelerator.mixed_precision != "fp16":
-        warnings.warn(
-            f"accel_scaler: mixed_precision={accelerator.mixed_precision!r} needs no gradient "
-            "scaling; nothing is attached, training is as before. Set it to 'fp16' to scale.",
-            stacklevel=3,
-        )
-        return False
+    scales = accelerator.mixed_precision == "fp16"
+    if not scales:
+        warnings.warn(_nothing_to_scale(accelerator, config), stacklevel=3)
+        if config.telemetry is None:
+            return False
+        config = replace(config, step_mode="sync", offload="none", enabled=False)
     stock = accelerator.scaler
     scaler = make_scaler(accelerator, config, stock)
+    for optimizer in accelerator._optimizers:
+        forbid_unsuitable(optimizer, config)
     boundary = Boundary(
         scaler,
         accelerator.device,
         fold_unscale=config.fold_unscale,
         sharded=accelerator.distributed_type == DistributedType.FSDP,
+        recorder=make_recorder(scaler, config, facts_of(accelerator)),
     )
-    for optimizer in accelerator._optimizers:
-        forbid_unsuitable(optimizer, config)
-    if not accelerator.native_amp:
+    if scales and not accelerator.native_amp:
         # Stock Accelerate leaves fp16 on a CPU without autocast and without a scaler.
         add_autocast(accelerator, list(accelerator._models))
         accelerator.native_amp = True
     accelerator._stock_scaler, accelerator._scaler_config = stock, config
+    accelerator._asked_config = asked
     accelerator._worker = Worker(threads_of(config))
-    accelerator.scaler, accelerator._boundary = scaler, boundary
+    accelerator._boundary = boundary
+    if scales:
+        accelerator.scaler = scaler
     for model in accelerator._models:
-        scaler.culprits.know(accelerator.unwrap_model(model))
+        boundary.recorder.watch(model, accelerator.unwrap_model(model))
     for optimizer in accelerator._optimizers:
         adopt(accelerator, optimizer)
     return True
+
+
+def _nothing_to_scale(accelerator: Accelerator, config: ScalerConfig) -> str:
+    says = f"accel_scaler: mixed_precision={accelerator.mixed_precision!r} needs no gradient "
+    if config.telemetry is None:
+        return says + (
+            "scaling; nothing is attached, training is as before. Set it to 'fp16' to scale."
+        )
+    return says + (
+        "scaling; training is as before, only telemetry is written. Set it to 'fp16' to scale."
+    )

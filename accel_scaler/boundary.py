@@ -7,9 +7,9 @@ known (and the LR schedule can wait) whichever optimizer is used, fused or not.
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Iterable, Sequence
-from math import isinf
 from typing import Any
 
 import torch
@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from .agreement import agree_on_overflow, whole
-from .config import OrderError, UnsupportedError
+from .agreement import whole
+from .checks import Checks
+from .config import OrderError, OverflowStreakError
 from .culprits import first_nonfinite
-from .due import Due, stepper_of
+from .due import Due, Timing, stepper_of
 from .fused import FusedAdam, step_fused
 from .gradients import (
-    Norms,
     clip_coefficient,
     gradients_of,
     is_power_of_two,
@@ -34,7 +34,6 @@ from .gradients import (
     reciprocal,
     scaled_norms,
 )
-from .mixing import MixGuard
 from .notes import (
     Note,
     clip_scaled_norm,
@@ -43,69 +42,35 @@ from .notes import (
     is_low,
     takes_grad_scale,
     total_norm,
-    unscale_due,
 )
-from .recording import record
-from .scaler import GradScaler
+from .recording import Measure
 from .telemetry import History
-from .windows import Window
 
 __all__ = ["Boundary"]
 
 logger = logging.getLogger("accel_scaler")
 
 
-class Boundary:
-    """Clips for, and steps, the optimizers of one accelerator.
+class Boundary(Checks):
+    """Clips for, and steps, the optimizers of one accelerator."""
 
-    Args:
-        scaler: whose windows these are.
-        device: where gradients live and ranks communicate.
-        fold_unscale: leave unscaling and clipping to the fused kernel where it can do them.
-        sharded: ranks hold different gradients (FSDP), so they must agree on each verdict.
-    """
-
-    def __init__(
-        self,
-        scaler: GradScaler,
-        device: torch.device,
-        *,
-        fold_unscale: bool = False,
-        sharded: bool = False,
-    ) -> None:
-        self.scaler, self.device = scaler, device
-        self.fold_unscale, self.sharded = fold_unscale, sharded
-        self.history = History()
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.adopted: weakref.WeakSet[Any] = weakref.WeakSet()
         """The wrappers that step through this boundary."""
-        self._noted: Window | None = None
-        self._notes: dict[int, Note] = {}
-        self._strays: set[int] = set()
-        self._mixing = MixGuard()
         self._plans: weakref.WeakKeyDictionary[Optimizer, FusedAdam | None] = (
             weakref.WeakKeyDictionary()
         )
         self._told = False
+        self._index = 0
+        """Number of the window, where nothing is scaled and so no window opens."""
+        self._ended: set[int] = set()
+        """Optimizers that have stepped in it."""
 
-    def before_backward(self, optimizers: Iterable[Optimizer]) -> None:
-        """Call before each backward: remember the gradients that are unscaled already.
-
-        Where they were zeroed since (a batch thrown away after a look at its norm), the
-        optimizer starts over: what comes next is scaled, and not checked yet.
-        """
-        window = self.scaler.window
-        if window.closed or not window.states:
-            return
-        for optimizer in optimizers:
-            if self._stage(optimizer) is not OptState.UNSCALED:
-                continue
-            kept = self._mixing.remember(optimizer)
-            if agree_on_overflow(kept, self.device, self.sharded):
-                continue
-            del window.states[id(optimizer)]
-            self._notes.pop(id(optimizer), None)
-            self._mixing.forget(optimizer)
-            self._strays.clear()
+    @property
+    def history(self) -> History:
+        """What happened, one record a window."""
+        return self.recorder.history
 
     def norm_so_far(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
         """Off the boundary: the norm of what has accumulated, unscaled. Changes nothing."""
@@ -116,66 +81,6 @@ class Boundary:
                 "nothing and returns the norm so far; the last micro-batch clips. (Said once.)"
             )
         return total_norm(gradients_of(parameters), norm_type) / self.scaler.get_scale()
-
-    def unscale(self, optimizers: Iterable[Optimizer]) -> bool:
-        """Unscale and check each optimizer that has gradients; once a window, later calls pass.
-
-        Returns whether any of them overflowed. Synchronises with the device.
-        """
-        if not self.scaler.is_enabled():
-            return False
-        found = False
-        for optimizer in filter(self._has_gradients, optimizers):
-            note = self._check(optimizer)
-            if not note.found_inf:
-                unscale_due(optimizer, note)
-            found = found or note.found_inf
-        return found
-
-    def _check(self, optimizer: Optimizer) -> Note:
-        """Check, unless that was done in this window; unscale, or leave that as due."""
-        note = self._note(optimizer)
-        self._mixing.forbid(optimizer)
-        if self._stage(optimizer) is not OptState.READY:
-            return note
-        window = self.scaler.window
-        if stepper_of(optimizer) is not None and self._check_only(optimizer, note):
-            return note
-        if is_low(optimizer):
-            raise UnsupportedError(
-                f"{type(optimizer).__name__}: its float16 gradients are sharded, sparse or on "
-                "several devices; load the model in float32."
-            )
-        with self.scaler.inside(window if window.closed else None):
-            self.scaler.unscale_(optimizer)
-        flags = window.states[id(optimizer)]["found_inf_per_device"].values()
-        self._settle(note, any(bool(flag) for flag in flags))
-        return note
-
-    def _check_only(self, optimizer: Optimizer, note: Note) -> bool:
-        """Check without unscaling, which stays due; False: not possible with these gradients."""
-        params = [p for p in parameters_of(optimizer) if p.grad is not None]
-        grads, scale = gradients_of(params), self._window_scale()
-        exact = is_power_of_two(scale) or is_low(optimizer)
-        if self.sharded or not exact or not is_uniform(grads, dtypes_of([optimizer])):
-            return False
-        inv_scale = torch.full((), reciprocal(scale), device=grads[0].device)
-        norms = scaled_norms(grads, inv_scale)
-        self._put_check(optimizer, note, params, norms)
-        folded = self.fold_unscale and takes_grad_scale(optimizer)
-        note.due = Due(divide=1.0 / inv_scale) if folded else Due(multiply=inv_scale)
-        return True
-
-    def _put_check(
-        self, optimizer: Optimizer, note: Note, params: Sequence[Tensor], norms: Norms
-    ) -> None:
-        """Note a verdict where ``GradScaler`` looks for it too."""
-        found, device = bool(norms.overflowed), params[0].device
-        state = self.scaler.window.states[id(optimizer)]
-        state["stage"] = OptState.UNSCALED
-        state["found_inf_per_device"] = {device: torch.full((), float(found), device=device)}
-        note.overflowed = [params[i] for i in norms.overflowed]
-        self._settle(note, found)
 
     def clip_norm(
         self,
@@ -198,11 +103,12 @@ class Boundary:
         if not parameters:
             return torch.tensor(0.0)
         if not self.scaler.is_enabled():
-            return whole(torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type))
+            return self._clip_unscaled(parameters, float(max_norm), float(norm_type))
         owners = self.owners(optimizers, parameters)
         notes = [self._note(owner) for owner in owners]
-        if float(norm_type) == 2.0 and self._fits_one_pass(owners, parameters):
-            norm = self._clip_in_one_pass(owners, notes, parameters, float(max_norm))
+        ids = self._fit_for_one_pass(owners, parameters) if float(norm_type) == 2.0 else None
+        if ids is not None:
+            norm = self._clip_in_one_pass(owners, notes, parameters, float(max_norm), ids)
             if norm is not None:
                 return norm
         strays_bad = self._unscale_strays(owners, parameters)
@@ -212,12 +118,36 @@ class Boundary:
             for note in notes:
                 self._settle(note, True)
             return torch.full((), float("inf"), device=self.device)
-        if low:
-            return clip_scaled_norm(owners, notes, parameters, float(max_norm), float(norm_type))
-        norm = whole(torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type))
-        for note in notes:
-            note.norm = norm
-        return norm
+        if not low:
+            return self._clip_unscaled(parameters, float(max_norm), float(norm_type))
+        total = clip_scaled_norm(owners, notes, parameters, float(max_norm), float(norm_type))
+        clipped = Measure(parameters, total, None, float(max_norm), norm_type=float(norm_type))
+        self.recorder.measured(clipped)
+        return total
+
+    def _clip_unscaled(
+        self, parameters: Sequence[Tensor], max_norm: float, norm_type: float
+    ) -> Tensor:
+        """``torch.nn.utils.clip_grad_norm_``; where they are wanted, it leaves each one's norm."""
+        grads, each = gradients_of(parameters), None
+        if self.recorder.keeps and norm_type == 2.0 and is_uniform(grads):
+            each = torch.stack(list(torch._foreach_norm(grads)))
+            total: Tensor = torch.linalg.vector_norm(each)
+            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+        else:
+            total = whole(torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type))
+        self.recorder.measured(Measure(parameters, total, each, max_norm, norm_type=norm_type))
+        return total
+
+    def note_norm(
+        self, parameters: Sequence[Tensor], norm: Any, max_norm: float, norm_type: float
+    ) -> None:
+        """Somebody else has clipped: for the record, if there is one. Then it may communicate."""
+        if self.recorder.is_asked:
+            total, kind = whole(norm), float(norm_type)
+            self.recorder.measured(
+                Measure(parameters, total, max_norm=float(max_norm), norm_type=kind)
+            )
 
     def clip_value(
         self, optimizers: Sequence[Optimizer], parameters: Sequence[Tensor], clip_value: float
@@ -233,13 +163,6 @@ class Boundary:
             for owner, note in zip(owners, notes, strict=True):
                 clip_scaled_value(owner, note, set(map(id, parameters)), float(clip_value))
 
-    def owners(
-        self, optimizers: Iterable[Optimizer], parameters: Iterable[Tensor]
-    ) -> list[Optimizer]:
-        """The optimizers that hold any of ``parameters``."""
-        wanted = set(map(id, parameters))
-        return [o for o in optimizers if not wanted.isdisjoint(map(id, parameters_of(o)))]
-
     def step(self, optimizer: Optimizer) -> bool:
         """Finish the window for ``optimizer``: check, update the scale, then step or skip.
 
@@ -251,8 +174,10 @@ class Boundary:
                 scaled gradients added to unscaled ones.
             OverflowStreakError: too many skips in a row.
         """
+        start = time.perf_counter()
         if not self.scaler.is_enabled():
-            self._apply(optimizer, Due())
+            self._step_unscaled(optimizer)
+            self.recorder.end_step(start)
             return True
         if not self._has_gradients(optimizer):
             return True
@@ -262,21 +187,63 @@ class Boundary:
         note = self._check(optimizer)
         if note.found_inf and not note.overflowed:
             note.overflowed = first_nonfinite(optimizer)
-        window = self.scaler.window
-        self.scaler.close_window(note.found_inf)
-        window.states[id(optimizer)]["stage"] = OptState.STEPPED
-        stepper = stepper_of(optimizer)
-        if not note.found_inf:
-            self._apply(optimizer, note.due)
-        elif stepper is not None:
-            stepper.skip()
-        note.names = self.scaler.culprits.names(note.overflowed, optimizer)
-        record(self.scaler, self.history, window, self._window_scale(), self._notes.values(), note)
-        self.scaler.end_streak()
+        self._close_window(optimizer, note)
+        self.recorder.end_step(start)
+        try:
+            self.scaler.end_streak()
+        except OverflowStreakError as error:
+            self.recorder.flush(f"{type(error).__name__}: {error}")
+            raise
         return not note.found_inf
 
-    def _apply(self, optimizer: Optimizer, due: Due) -> None:
+    def _close_window(self, optimizer: Optimizer, note: Note) -> None:
+        """Update the scale, then the parameters or not, and put it on record."""
+        scaler, window, timing = self.scaler, self.scaler.window, None
+        scaler.close_window(note.found_inf)
+        window.states[id(optimizer)]["stage"] = OptState.STEPPED
         stepper = stepper_of(optimizer)
+        self.recorder.before_update(optimizer, window.index, note.found_inf)
+        if not note.found_inf:
+            timing = self._apply(optimizer, note.due)
+        elif stepper is not None:
+            stepper.skip()
+        note.names = scaler.culprits.names(note.overflowed, optimizer)
+        note.overflowed = ()  # not to keep a model alive that is dropped now
+        scaler.culprits.count(note.names)
+        if note.found_inf:
+            scaler.culprits.look(optimizer, scaler.read_state().consecutive_skips - 1)
+        names = dict.fromkeys(name for each in self._notes.values() for name in each.names)
+        scale = self._window_scale()
+        self.recorder.add(optimizer, window.index, scale, window.found_inf, names, timing)
+
+    def _step_unscaled(self, optimizer: Optimizer) -> None:
+        """Where nothing is scaled: step, and where somebody reads it, put it on record."""
+        if not self.recorder.keeps:
+            self._apply(optimizer, Due())
+            return
+        if id(optimizer) in self._ended:
+            self._next_unscaled()
+        self._ended.add(id(optimizer))
+        self.recorder.before_update(optimizer, self._index, False)
+        timing = self._apply(optimizer, Due())
+        found = self.recorder.saw_nonfinite()
+        self.recorder.add(optimizer, self._index, 1.0, found, (), timing)
+
+    def _next_unscaled(self) -> None:
+        self._index += 1
+        self._ended.clear()
+        self.recorder.forget()
+
+    def before_backward(self, optimizers: Iterable[Optimizer]) -> None:
+        """Call before each backward; see :meth:`Checks.forget_zeroed`."""
+        if self._ended and not self.scaler.is_enabled():
+            self._next_unscaled()
+        self.forget_zeroed(optimizers)
+
+    def _apply(self, optimizer: Optimizer, due: Due) -> Timing | None:
+        """Step; returns when that runs, None where nothing was handed over."""
+        stepper, start = stepper_of(optimizer), time.perf_counter()
+        before = getattr(stepper or optimizer, "timing", None)
         if stepper is not None:
             stepper.step(due)
         elif takes_grad_scale(optimizer):
@@ -284,6 +251,10 @@ class Boundary:
             self._plans[optimizer] = step_fused(optimizer, plan, due.divide)
         else:
             optimizer.step()
+        after = getattr(stepper or optimizer, "timing", None)  # an AsyncOptimizer's too
+        if stepper is None and not isinstance(after, Timing):
+            return Timing(start, time.perf_counter() - start, finished=True, inline=True)
+        return None if after is before else after
 
     def _step_without_window(self, optimizer: Optimizer) -> None:
         """Nothing was scaled since the last step: only zero gradients are right as they are.
@@ -297,17 +268,20 @@ class Boundary:
             )
         self._apply(optimizer, Due())
 
-    def _fits_one_pass(self, owners: Sequence[Optimizer], parameters: Sequence[Tensor]) -> bool:
-        """The parameters are just those of whole optimizers, none of them unscaled yet."""
+    def _fit_for_one_pass(
+        self, owners: Sequence[Optimizer], parameters: Sequence[Tensor]
+    ) -> list[int] | None:
+        """Their ``id``, if they are just those of whole optimizers, none of them unscaled yet."""
         if self.sharded or any(self._stage(owner) is not OptState.READY for owner in owners):
-            return False
+            return None
         mine = [id(p) for owner in owners for p in parameters_of(owner) if p.grad is not None]
         asked = list(map(id, parameters))
-        return (
+        fits = (
             (mine == asked or (len(mine) == len(asked) and set(mine) == set(asked)))
             and (is_power_of_two(self._window_scale()) or all(map(is_low, owners)))
             and is_uniform(gradients_of(parameters), dtypes_of(owners))
         )
+        return asked if fits else None
 
     def _clip_in_one_pass(
         self,
@@ -315,19 +289,21 @@ class Boundary:
         notes: Sequence[Note],
         parameters: Sequence[Tensor],
         max_norm: float,
+        ids: list[int],
     ) -> Tensor | None:
         """One read for norm and check, one product for unscale and clip. None: not possible."""
         scale, grads = self._window_scale(), gradients_of(parameters)
         device = grads[0].device
-        norms = scaled_norms(grads, torch.full((), reciprocal(scale), device=device))
+        inv_scale = torch.full((), reciprocal(scale), device=device)
+        norms = scaled_norms(grads, inv_scale, self.recorder.keeps)
         found = norms.total is None
         if found and not norms.overflowed:
             return None
         for owner, note in zip(owners, notes, strict=True):
             self._put_check(owner, note, parameters, norms)
-            note.norm = None if found else norms.host_total
         if norms.total is None:
             return torch.full((), float("inf"), device=device)
+        self.recorder.measured(Measure(parameters, norms.host_total, norms.each, max_norm, ids))
         coefficient = clip_coefficient(norms.total, max_norm)
         folded = self.fold_unscale and all(map(takes_grad_scale, owners))
         for owner, note in zip(owners, notes, strict=True):
@@ -352,45 +328,6 @@ class Boundary:
                 self._strays.add(id(p))
                 p.grad.div_(self._window_scale())
         return any(nonfinite(grad) for grad in gradients_of(strays))
-
-    def _note(self, optimizer: Optimizer) -> Note:
-        window = self._enter_window()
-        if window.opened_by is None:
-            raise OrderError(
-                "there are gradients to unscale, but no loss was scaled since the last step. "
-                "Call accelerator.backward(loss) instead of loss.backward()."
-            )
-        if self._stage(optimizer) is OptState.STEPPED:
-            raise OrderError(
-                f"{type(optimizer).__name__} has already stepped in this window. Clip before "
-                "optimizer.step(), and call accelerator.backward(loss) before the next step."
-            )
-        return self._notes.setdefault(id(optimizer), Note())
-
-    def _enter_window(self) -> Window:
-        """The present window; what was noted of another one is forgotten."""
-        window = self.scaler.window
-        if self._noted is not window:
-            self._noted, self._notes = window, {}
-            self._strays.clear()
-            self._mixing.clear()
-        return window
-
-    def _settle(self, note: Note, found_inf: bool) -> None:
-        lost = isinf(reciprocal(self._window_scale()))  # no gradient survived such a scale
-        note.found_inf = agree_on_overflow(found_inf or lost, self.device, self.sharded)
-
-    def _stage(self, optimizer: Optimizer) -> Any:
-        state = self.scaler.window.states.get(id(optimizer))
-        return OptState.READY if state is None else state["stage"]
-
-    def _window_scale(self) -> float:
-        before = self.scaler.window.before
-        return self.scaler.get_scale() if before is None else before.scale
-
-    def _has_gradients(self, optimizer: Optimizer) -> bool:
-        # A rank whose shard is empty still takes part in what the others decide.
-        return self.sharded or any(p.grad is not None for p in parameters_of(optimizer))
 
 
 def _gradients(optimizers: Iterable[Optimizer]) -> list[Tensor]:

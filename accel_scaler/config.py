@@ -22,6 +22,8 @@ __all__ = [
 
 ENV_PREFIX = "ACCEL_SCALER_"
 SECTION = "accel_scaler"
+ATTACH = "attach"
+"""Beside the fields, in the environment and in a section: read by ``accel-scaler launch`` alone."""
 SMALLEST_FLOAT32 = 2.0**-149
 LARGEST_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
 
@@ -107,6 +109,16 @@ class ScalerConfig:
     fold_unscale: bool = field(default=False, metadata={"allowed": "true or false"})
     """Let the fused kernel unscale and clip: faster, but ``.grad`` stays scaled until the step,
     and results may differ by one rounding while clipping is active."""
+    telemetry: str | None = field(
+        default=None, metadata={"allowed": "the path of a file to append to, or none"}
+    )
+    """JSON-lines file with one record a window, written by rank 0; with ``{rank}`` in the path each
+    rank writes its own. It is appended to, never overwritten. ``accel-scaler report`` reads it."""
+    underflow_interval: int = field(default=100, metadata={"allowed": "an integer >= 1"})
+    """With ``telemetry``: windows between two counts of zero and subnormal float16 gradients."""
+    find_overflow: bool = field(default=False, metadata={"allowed": "true or false"})
+    """For debugging: watch every module's activations and gradients, and say of each overflow in
+    which module it began. Slow; computes the same numbers."""
 
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
@@ -136,7 +148,7 @@ class ScalerConfig:
         specs = {ENV_PREFIX + spec.name.upper(): spec for spec in dataclasses.fields(cls)}
         values: dict[str, Any] = {}
         for key in sorted(environ):
-            if not key.startswith(ENV_PREFIX):
+            if not key.startswith(ENV_PREFIX) or key == ENV_PREFIX + ATTACH.upper():
                 continue
             if key not in specs:
                 raise ConfigError(
@@ -165,7 +177,8 @@ class ScalerConfig:
         section = (document or {}).get(SECTION, {})
         if not isinstance(section, dict):
             raise ConfigError(f"{path}: `{SECTION}:` must be a mapping of fields, got {section!r}.")
-        return cls.from_mapping(section, f"{path}, section `{SECTION}:`")
+        fields = {key: value for key, value in section.items() if key != ATTACH}
+        return cls.from_mapping(fields, f"{path}, section `{SECTION}:`")
 
     def to_env(self) -> dict[str, str]:
         """The variables that make ``from_env`` give this config again (defaults left out)."""
@@ -197,6 +210,11 @@ def is_positive(value: Any) -> bool:
     return is_number(value) and SMALLEST_FLOAT32 <= value <= LARGEST_FLOAT32
 
 
+def is_path(value: object) -> bool:
+    """Text that a file may be named, and that the environment does not take for None."""
+    return isinstance(value, str) and value.strip().lower() not in _NONE_WORDS and "\0" not in value
+
+
 def check_bounds(scale: float, low: float | None, high: float | None) -> None:
     """Raise ``ConfigError`` unless ``low <= scale <= high`` (None: no bound)."""
     if low is not None and high is not None and low > high:
@@ -226,8 +244,12 @@ _CHECKS: dict[str, Any] = {
     "offload": lambda v: v in ("none", "cpu"),
     "optimizer_threads": lambda v: v == "auto" or is_count(v),
     "fold_unscale": lambda v: isinstance(v, bool),
+    "telemetry": lambda v: v is None or is_path(v),
+    "underflow_interval": is_count,
+    "find_overflow": lambda v: isinstance(v, bool),
 }
 
+_NONE_WORDS = ("", "none", "null")
 _WORDS = {"true": True, "1": True, "yes": True, "on": True}
 _WORDS |= {"false": False, "0": False, "no": False, "off": False}
 
@@ -240,12 +262,14 @@ def _parse(spec: dataclasses.Field[Any], text: str, key: str) -> Any:
     """A variable's text as its field's type; a text that does not parse is an error."""
     kind = str(spec.type)
     word = text.strip().lower()
-    if "None" in kind and word in ("", "none", "null"):
+    if "None" in kind and word in _NONE_WORDS:
         return None
     if "auto" in kind and word == "auto":
         return word
     if kind == "bool" and word in _WORDS:
         return _WORDS[word]
+    if kind.startswith("str"):
+        return text
     if kind.startswith("Literal"):
         return text.strip()
     try:

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from .config import OverflowStreakError
-from .gradients import MOST_NAMED, has_nonfinite_gradient, parameters_of
+from .gradients import MOST_NAMED, has_nonfinite_gradient, nonfinite, parameters_of
+from .remedies import Evidence, remedies, scale_path
 
 __all__ = ["MOST_NAMES", "Culprits", "first_nonfinite"]
 
+logger = logging.getLogger("accel_scaler")
+
 MOST_NAMES = 5
 """Parameters that an error names one by one."""
+
+MOST_LOSSES = 1024
+"""Of one window that are remembered, to see after an overflow whether one was NaN."""
 
 
 class Culprits:
@@ -25,31 +35,93 @@ class Culprits:
 
     Args:
         limit: skipped windows in a row that are allowed; None: any number.
+        min_scale: the scale's floor, for the advice at the end of a run.
     """
 
-    def __init__(self, limit: int | None) -> None:
+    def __init__(self, limit: int | None, min_scale: float | None = None) -> None:
         self.limit = limit
         self.seen: dict[str, int] = {}
         """Tensors with non-finite gradients in the present run, and how often."""
+        self.evidence = Evidence(min_scale=min_scale)
+        self.keeps_losses = limit is not None
+        self.warns_at = math.inf if limit is None else max(1, limit // 3)
+        """Skips in a row at which a warning is given."""
+        self._told = False
+        self.version = 0
+        """Grows when there are more names to be had."""
         self._modules: list[weakref.ref[Module]] = []
+        self._losses: list[Tensor] = []
+        self._bad_losses: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_modules": []}  # a weak reference cannot be pickled
+        # A weak reference cannot be pickled.
+        return {**self.__dict__, "_modules": [], "_losses": [], "_bad_losses": None}
 
     def know(self, module: Module) -> None:
         """Take parameter names from this module (held weakly)."""
         if all(ref() is not module for ref in self._modules):
             self._modules.append(weakref.ref(module))
+            self.version += 1
+
+    def note_losses(self, losses: Iterable[Tensor]) -> None:
+        """Remember the losses of this window. Does not synchronise."""
+        for loss in losses:
+            if len(self._losses) < MOST_LOSSES:
+                value = loss.detach()
+                self._losses.append(value if value.numel() == 1 else torch.isfinite(value).all())
+
+    def bad_losses(self) -> int:
+        """How many losses of this window are inf or NaN. Synchronises."""
+        if self._bad_losses is None:
+            self._bad_losses = sum(
+                not bool(loss if loss.dtype is torch.bool else torch.isfinite(loss).all())
+                for loss in self._losses
+            )
+        return self._bad_losses
+
+    def next_window(self) -> None:
+        """Forget the losses."""
+        self._losses.clear()
+        self._bad_losses = None
+
+    def saw(self, scale: float, overflowed: bool) -> None:
+        """A window with this scale is over: evidence, if it belongs to a run of overflows."""
+        if overflowed and self.limit is not None:
+            self.evidence.add(scale, self.bad_losses() > 0)
 
     def note(self, source: Optimizer | Tensor, consecutive_skips: int) -> None:
-        """Look for the offenders, if this overflow is the one that ends the run.
+        """Look for the offenders, if this overflow is the one that warns or ends the run.
 
-        Reads every gradient, so only where an error is about to name them.
+        Reads every gradient, so only where somebody is about to be told their names.
         """
-        if self.limit is not None and consecutive_skips >= self.limit:
+        self.look(source, consecutive_skips)
+        if self.limit is None:
+            return
+        if consecutive_skips >= self.limit or consecutive_skips + 1 == self.warns_at:
             optimizer = None if isinstance(source, Tensor) else source
             params = [source] if isinstance(source, Tensor) else parameters_of(source)
             self.count(self.names(filter(has_nonfinite_gradient, params), optimizer))
+
+    def look(self, source: Optimizer | Tensor, consecutive_skips: int) -> None:
+        """In the second half of a run: where does it begin, and are the parameters finite?
+
+        A backward meets the last parameters first and carries inf on to those before them.
+        """
+        if self.limit is None or 2 * consecutive_skips < self.limit:
+            return
+        optimizer = None if isinstance(source, Tensor) else source
+        params = [source] if isinstance(source, Tensor) else parameters_of(source)
+        place = {key: number for number, key in enumerate(self.known())}
+        params = sorted(params, key=lambda p: -place.get(id(p), len(place)))
+        began = next(filter(has_nonfinite_gradient, params), None)
+        evidence = self.evidence
+        if began is not None:
+            evidence.looked += 1
+            (name,) = self.names([began], optimizer)
+            evidence.began[name] = evidence.began.get(name, 0) + 1
+        if consecutive_skips >= self.limit:
+            broken = islice((p for p in params if nonfinite(p.detach())), MOST_NAMED)
+            evidence.broken = self.names(broken, optimizer)
 
     def count(self, names: Iterable[str]) -> None:
         """Remember offenders that a check came across anyway."""
@@ -58,14 +130,10 @@ class Culprits:
 
     def names(self, params: Iterable[Tensor], optimizer: Optimizer | None = None) -> list[str]:
         """A name for each parameter: the module's, the optimizer's, or its place and shape."""
-        found: dict[int, str] = {}
         wanted = {id(p): p for p in params}
         if not wanted:
             return []
-        for module in filter(None, (ref() for ref in self._modules)):
-            for name, p in module.named_parameters():
-                if id(p) in wanted:
-                    found.setdefault(id(p), name)
+        found = {key: name for key, name in self.known().items() if key in wanted}
         for number, group in enumerate(optimizer.param_groups if optimizer else []):
             for place, p in enumerate(group["params"]):
                 if id(p) in wanted and id(p) not in found:
@@ -79,23 +147,61 @@ class Culprits:
             found.get(key, f"a parameter of shape {tuple(p.shape)}") for key, p in wanted.items()
         ]
 
+    def known(self) -> dict[int, str]:
+        """``id(parameter)`` -> name, of all known models in their order.
+
+        A name that two models have gets its model's class before it.
+        """
+        modules = [module for ref in self._modules if (module := ref()) is not None]
+        named = [list(module.named_parameters()) for module in modules]
+        often = Counter(name for each in named for name, _ in each) if len(named) > 1 else {}
+        kinds = [type(module).__name__ for module in modules]
+        found: dict[int, str] = {}
+        for number, (kind, each) in enumerate(zip(kinds, named, strict=True)):
+            label = f"{kind}[{number}]" if kinds.count(kind) > 1 else kind
+            for name, p in each:
+                clear = name if len(named) == 1 or often[name] == 1 else f"{label}.{name}"
+                found.setdefault(id(p), clear)
+        return found
+
     def raise_if_over(self, consecutive_skips: int, get_scale: Callable[[], float]) -> None:
-        """End the run: raise once more than ``limit`` windows in a row were skipped."""
+        """End the run: raise once more than ``limit`` windows in a row were skipped.
+
+        At a third of that, say so, once.
+        """
         if consecutive_skips == 0:
-            self.seen.clear()
+            self._forget()
+        if self.warns_at <= consecutive_skips and not self._told:
+            self._told = True
+            logger.warning(
+                f"{consecutive_skips} windows in a row overflowed; max_consecutive_skips="
+                f"{self.limit} ends the run after {self.limit}. Non-finite gradients in: "
+                f"{self._worst()}. Scale: {scale_path(self.evidence.scales, get_scale())}. "
+                "(Said once.)"
+            )
         if self.limit is None or consecutive_skips <= self.limit:
             return
+        scale, evidence = get_scale(), self.evidence
+        advice = remedies(evidence, self.seen, scale)
+        message = (
+            f"{consecutive_skips} windows in a row overflowed, max_consecutive_skips="
+            f"{self.limit} allows {self.limit}. Non-finite gradients in: {self._worst()}. "
+            f"Scale: {scale_path(evidence.scales, scale)}. "
+            f"{evidence.first}Parameters are as before the run. Likeliest remedies: "
+            + "; ".join(f"({number}) {text}" for number, text in enumerate(advice, 1))
+            + "."
+        )
+        self._forget()
+        raise OverflowStreakError(message)
+
+    def _worst(self) -> str:
         worst = sorted(self.seen, key=lambda name: -self.seen[name])
         more = f" and {len(worst) - MOST_NAMES} more" if len(worst) > MOST_NAMES else ""
-        named = ", ".join(worst[:MOST_NAMES]) + more if worst else "unknown tensors"
+        return ", ".join(worst[:MOST_NAMES]) + more if worst else "unknown tensors"
+
+    def _forget(self) -> None:
         self.seen.clear()
-        raise OverflowStreakError(
-            f"{consecutive_skips} windows in a row overflowed, max_consecutive_skips="
-            f"{self.limit} allows {self.limit}. Non-finite gradients in: {named}. The scale is "
-            f"now {get_scale():g}; parameters are as before the run. If the loss itself is NaN or "
-            "inf, look there first; if one layer overflows, run that layer in float32; if the "
-            "scale was still falling, lower init_scale or raise max_consecutive_skips."
-        )
+        self.evidence.clear()
 
 
 def first_nonfinite(optimizer: Optimizer) -> list[Tensor]:

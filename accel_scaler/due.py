@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol, cast
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["ATTRIBUTE", "Due", "Stepper", "stepper_of"]
+__all__ = ["ATTRIBUTE", "Due", "Stepper", "Timing", "stepper_of"]
 
 ATTRIBUTE = "_accel_scaler_stepper"
 """Where an optimizer keeps the one that steps for it."""
@@ -27,8 +27,25 @@ class Due:
     """The same, left to torch's fused kernel (its ``grad_scale``)."""
 
 
+@dataclass(slots=True)
+class Timing:
+    """When one update ran, and who waited for it: host time, seconds of ``perf_counter``."""
+
+    start: float = 0.0
+    busy: float = 0.0
+    """How long it ran."""
+    finished: bool = False
+    inline: bool = False
+    """On the training thread, which so waits for all of it."""
+    waits: list[tuple[float, float, Any]] = field(default_factory=list)
+    """``(start, length, where)``: the parameter whose use waited, or what else did."""
+
+
 class Stepper(Protocol):
     """Updates parameters in an optimizer's place, perhaps later and on another thread."""
+
+    timing: Timing | None
+    """Of the last update handed over."""
 
     @property
     def low_precision(self) -> bool:

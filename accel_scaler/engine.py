@@ -143,7 +143,7 @@ class Engine(Flight):
             self.synchronize()
 
     def _finish_for_boundary(self) -> None:
-        self.finish()
+        self.finish("optimizer.step")
         self.refresh()
 
     def _hand_over(
@@ -185,6 +185,7 @@ class Engine(Flight):
         if shadow.has_masters:
             self._versions = [p._version for p in shadow.params]
         self._task, self._marks, self._of_user = task, [], fn is not None
+        self.timing = task.timing
         self.steps += 1
         self.unpublished = stale
         self.optimizer.__dict__["_opt_called"] = True  # what an LR scheduler's wrapper sets
@@ -196,6 +197,7 @@ class Engine(Flight):
 
     def _launch(self, task: Task, inline: bool, publish_first: bool, whole: bool) -> None:
         if inline:
+            task.timing.inline = True
             task.execute()
             if task.error is not None and not isinstance(task.error, Exception):
                 self._task = None
@@ -208,7 +210,7 @@ class Engine(Flight):
         self.worker.submit(task)
         held = self.waits_at_root or self._hold is not None
         if self.mode == "sync" or (seen_by_next_forward and not held):
-            self.finish()  # nobody would see the parameters used
+            self.finish("optimizer.step")  # nobody would see the parameters used
 
     def synchronize(self) -> None:
         """Finish the step in hand and publish it, so that the model and the state are the newest.

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from .config import OrderError, StepError
 from .culprits import MOST_NAMES, Culprits
+from .due import Timing
 from .intake import Intake
 from .pending import Hold, any_pending, can_be_held, settle_pending
 from .shadow import Shadow
@@ -20,6 +21,12 @@ from .transfer import Lane
 from .worker import Task
 
 __all__ = ["Flight"]
+
+SHORTEST_WAIT_S = 1e-5
+"""A shorter one is none: the part was done."""
+
+MOST_WAITS = 128
+"""Noted of one update."""
 
 
 class Flight:
@@ -32,8 +39,8 @@ class Flight:
     culprits: Culprits
 
     def __init__(self) -> None:
-        self.waited_s = 0.0
-        """How long the training thread has waited for the optimizer thread."""
+        self.timing: Timing | None = None
+        """When the last update handed over ran, and who waited for it."""
         self.unpublished = False
         """Masters are newer than the model (``delayed``)."""
         self.waits_at_root = False
@@ -65,15 +72,14 @@ class Flight:
             ends, part_of = [len(shadow.params)], dict.fromkeys(part_of, 1)
         self._hold = Hold(shadow.params, ends, part_of, self._await, one_by_one=self._learning)
 
-    def _await(self, parts: int) -> int:
+    def _await(self, parts: int, where: str | None = None) -> int:
         """On whatever thread uses a parameter: wait for its part; the device waits too."""
         task = self._task
         if task is None:
             self._follow(self._marks[-1:])
             return len(self.shadow.parts)
-        start = time.perf_counter()
-        ok = task.wait(parts)
-        self.waited_s += time.perf_counter() - start
+        seen = () if self._hold is None else self._hold.seen
+        ok = _wait(task, parts, where or (seen[-1] if seen else "forward"))
         if not ok:
             self.finish()
         self._follow(self._marks[parts - 1 : parts])
@@ -90,7 +96,7 @@ class Flight:
         """Block until what was waited for is there, whatever stream is going to read it."""
         self.lane.wait_on_host(self._followed)
 
-    def finish(self) -> None:
+    def finish(self, where: str = "synchronize") -> None:
         """Wait for the step in hand, if any. In ``delayed`` the model is as it was.
 
         Raises:
@@ -99,15 +105,13 @@ class Flight:
         task = self._task
         if task is None:
             return
-        start = time.perf_counter()
         try:
-            ok = task.wait()
+            ok = _wait(task, None, where)
         except StepError as error:
             self._broken = str(error)
             self._task = None
             self._release()
             raise
-        self.waited_s += time.perf_counter() - start
         self._task = None
         # Kernels that ran on one thread have made the worker's number the default of new threads.
         torch.set_num_threads(torch.get_num_threads())
@@ -170,7 +174,7 @@ class Flight:
             if any(id(slot.param) in wanted for slot in part.slots):
                 last = number
         if last:
-            self._await(min(last, task.parts))
+            self._await(min(last, task.parts), "forward")
 
     def finish_model(self) -> None:
         """Wait until the model is what the next forward shall see, all of it."""
@@ -178,9 +182,9 @@ class Flight:
         if task is None or (self.unpublished and not self._lead):
             return
         if self.unpublished:
-            self._await(self._lead)
+            self._await(self._lead, "forward")
         else:
-            self.finish()
+            self.finish("forward")
 
     def keep_newer(self, before: Iterable[Slot]) -> None:
         """Publish masters that a change from outside has ended, where the model still is.
@@ -223,3 +227,14 @@ class Flight:
         names = self.culprits.names(params[:MOST_NAMES], self.optimizer)
         more = len(params) - len(names)
         return (", ".join(names) + (f" and {more} more" if more > 0 else "")) or "none"
+
+
+def _wait(task: Task, parts: int | None, where: Any) -> bool:
+    """``task.wait``, and how long it took."""
+    start = time.perf_counter()
+    try:
+        return task.wait(parts)
+    finally:
+        length, waits = time.perf_counter() - start, task.timing.waits
+        if length > SHORTEST_WAIT_S and len(waits) < MOST_WAITS:
+            waits.append((start, length, where))

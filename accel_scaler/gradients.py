@@ -17,6 +17,7 @@ __all__ = [
     "LOW_PRECISION",
     "Norms",
     "clip_coefficient",
+    "count_nonfinite",
     "gradients_of",
     "has_nonfinite_gradient",
     "is_power_of_two",
@@ -25,6 +26,7 @@ __all__ = [
     "match_layout",
     "nonfinite",
     "nonzero",
+    "on_host",
     "parameters_of",
     "reciprocal",
     "run_on_one_thread",
@@ -41,6 +43,9 @@ LOW_PRECISION = frozenset({torch.float16, torch.bfloat16})
 
 SMALL = 1 << 12
 """Elements up to which one thread works faster on a tensor than several."""
+
+PIECE = 1 << 20
+"""Elements that are counted at a time."""
 
 SMALLEST_NORMAL = 2.0**-126
 """Of float32; its reciprocal is the last power of two that can be had."""
@@ -59,6 +64,8 @@ class Norms:
     """Indices of the first few gradients with non-finite elements; empty: all are finite."""
     host_total: float = math.nan
     """``total`` as a Python float."""
+    each: Tensor | None = None
+    """Unscaled norm of each gradient, float32, shape (n,), on the host; if it was asked for."""
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -97,7 +104,7 @@ def reciprocal(scale: float) -> float:
 
 
 @torch.no_grad()
-def scaled_norms(grads: Sequence[Tensor], inv_scale: Tensor) -> Norms:
+def scaled_norms(grads: Sequence[Tensor], inv_scale: Tensor, keep: bool = False) -> Norms:
     """Norm of the *unscaled* gradients and the non-finite check, from one read of scaled ones.
 
     With a power-of-two scale the total equals, bit for bit, what
@@ -111,6 +118,7 @@ def scaled_norms(grads: Sequence[Tensor], inv_scale: Tensor) -> Norms:
         grads: uniform gradients (see :func:`is_uniform`), scaled; float32, or lower precision,
             whose norms are taken in float32.
         inv_scale: reciprocal of their scale, float32, shape (), on their device.
+        keep: return the norm of each gradient too; it comes to the host with the total.
 
     Returns:
         ``total`` is None when an overflow was found, or when a gradient's own norm leaves
@@ -120,10 +128,12 @@ def scaled_norms(grads: Sequence[Tensor], inv_scale: Tensor) -> Norms:
     """
     stacked, suspects = _norms_until_nonfinite(grads)
     if stacked is not None:
-        total = torch.linalg.vector_norm(stacked * inv_scale)
-        value = float(total)
+        unscaled = stacked * inv_scale
+        total = torch.linalg.vector_norm(unscaled)
+        each = on_host(unscaled, total) if keep else total.reshape(1)
+        value = float(each[-1])
         if math.isfinite(value):
-            return Norms(total, (), value)
+            return Norms(total, (), value, each[:-1] if keep else None)
         suspects = _not_finite(stacked)
     return Norms(None, tuple(islice((i for i in suspects if nonfinite(grads[i])), MOST_NAMED)))
 
@@ -153,6 +163,51 @@ def _norms_of(grads: list[Tensor]) -> Sequence[Tensor]:
     if all(grad.dtype is torch.float32 for grad in grads):
         return torch._foreach_norm(grads)
     return torch._foreach_norm(grads, 2, dtype=torch.float32)
+
+
+def on_host(each: Tensor, total: Tensor) -> Tensor:
+    """Shape (n + 1,): ``each`` (n,) and ``total`` (), in one transfer."""
+    return torch.cat((each, total.reshape(1))).cpu()
+
+
+@torch.no_grad()
+def count_nonfinite(grads: Sequence[Tensor]) -> list[int]:
+    """How many elements of each gradient, as far as this rank holds it, are inf or NaN.
+
+    Reads all of them once, by their norms, and once more those whose norm is not finite.
+    Synchronises twice.
+    """
+    values = [v.reshape(-1) for v in map(_values, grads)]
+    counts = [0] * len(values)
+    if is_uniform(values, frozenset({torch.float32, *LOW_PRECISION})):
+        suspects = _not_finite(torch.stack(list(_norms_of(values))))
+    else:
+        suspects = [i for i, v in enumerate(values) if v.numel()]
+    small = [i for i in suspects if values[i].numel() <= SMALL]
+    found = [_count_large(values[i]) for i in suspects if values[i].numel() > SMALL]
+    found += [_count_each([values[i] for i in small])] if small else []
+    order = [i for i in suspects if values[i].numel() > SMALL] + small
+    if found:
+        on_one = torch.cat([count.reshape(-1).to(found[0].device) for count in found])
+        for i, count in zip(order, on_one.tolist(), strict=True):
+            counts[i] = count
+    return counts
+
+
+def _count_large(value: Tensor) -> Tensor:
+    """Piece by piece: what ``isfinite`` makes on the way would be several times the gradient."""
+    # inf - inf and NaN - NaN are NaN, everything else 0; bytes are summed faster than truths.
+    pieces: Sequence[Tensor] = torch.split(value, PIECE)
+    bad = [(piece - piece).ne(0).view(torch.uint8) for piece in pieces]
+    return torch.stack([piece.sum(dtype=torch.int64) for piece in bad]).sum()
+
+
+def _count_each(values: Sequence[Tensor]) -> Tensor:
+    """Shape (n,), for many small tensors: one pass over all of them together."""
+    joined = torch.cat([v.to(values[0].device) for v in values])
+    ends = torch.tensor([v.numel() for v in values], device=joined.device).cumsum(0)
+    so_far = (joined - joined).ne(0).cumsum(0)[ends - 1]
+    return torch.diff(so_far, prepend=so_far.new_zeros(1))
 
 
 def _not_finite(values: Tensor) -> list[int]:

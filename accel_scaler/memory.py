@@ -77,6 +77,7 @@ class ScalerMemory(torch.amp.GradScaler):
         """Leave the window; a step still due on another thread finds it in ``_last``."""
         if self._window.opened_by is not None:
             self._last = self._window
+        self.culprits.next_window()
         self._window = Window(self._window.index + int(self._window.opened_by is not None))
 
     @property

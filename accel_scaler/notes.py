@@ -30,7 +30,6 @@ class Note:
     """What the boundary knows of one optimizer in the present window."""
 
     found_inf: bool = False
-    norm: Tensor | float | None = None
     due: Due = field(default_factory=Due)
     """Left for the update to do: the gradients are still scaled, not clipped."""
     overflowed: Sequence[Tensor] = ()
@@ -122,7 +121,6 @@ def clip_scaled_norm(
     total = _norm_of(norms, norm_type)
     coefficient = clip_coefficient(total, max_norm)
     for note, chosen, whole in mine:
-        note.norm = total
         if whole and note.due.multiply is not None:
             note.due = Due(multiply=note.due.multiply * coefficient)
         else:

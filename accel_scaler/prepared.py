@@ -69,7 +69,8 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     def step(self, closure: Any = None) -> None:
         """At a boundary: check, update the scale, step or skip. Elsewhere: nothing."""
-        if self._boundary is None or not self.gradient_state.sync_gradients:
+        as_stock = closure is not None and self.scaler is None  # nothing scaled, not recorded
+        if self._boundary is None or not self.gradient_state.sync_gradients or as_stock:
             super().step(closure)
             return
         if closure is not None:
@@ -92,7 +93,7 @@ def adopt(accelerator: Any, optimizer: Any) -> None:
     boundary: Boundary = accelerator._boundary
     fences = _give_engine(accelerator, optimizer)
     become(optimizer, ScaledOptimizer)
-    optimizer.scaler = boundary.scaler
+    optimizer.scaler = accelerator.scaler
     optimizer._boundary = boundary
     if fences is not None:
         optimizer._fences, optimizer._models = fences, ModelsOf(accelerator)

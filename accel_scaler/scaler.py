@@ -78,13 +78,13 @@ class GradScaler(ThreadedScaler):
                 hysteresis=hysteresis,
                 max_consecutive_skips=max_consecutive_skips,
             )
+        self.culprits = Culprits(max_consecutive_skips, min_scale)
         self._make_transient()
         super().__init__(
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
         self._min_scale, self._max_scale = min_scale, max_scale
         self._hysteresis = hysteresis
-        self.culprits = Culprits(max_consecutive_skips)
 
     def scale(self, outputs: Any) -> Any:
         """Multiply a tensor, or each of a list, tuple or iterable, by the window's scale.
@@ -94,6 +94,8 @@ class GradScaler(ThreadedScaler):
         """
         if self._enabled and self._bound is None:
             self.open_window()
+            if self.culprits.keeps_losses:
+                self.culprits.note_losses(_tensors(outputs))
         scaled = super().scale(outputs)
         if self._enabled and not self._known:
             # Until an optimizer is seen, only the graph tells whose gradients to check.
@@ -165,10 +167,11 @@ class GradScaler(ThreadedScaler):
         once. :meth:`unscale_` keeps dividing by the window's own scale. Does not synchronise.
         """
         with self._lock:
-            window, live = self._window, self._live
+            window = self._window
             if window.before is None:
                 window.before = self.read_state()
-                window.scale = None if live is None else live.clone()
+                window.scale = None if self._live is None else self._live.clone()
+            self.culprits.saw(window.before.scale, found_inf and not window.found_inf)
             window.found_inf = window.found_inf or found_inf
             self.write_state(self.rule.advance(window.before, window.found_inf))
 
@@ -269,7 +272,9 @@ class GradScaler(ThreadedScaler):
     def _apply_rule(self, scale: Tensor, tracker: Tensor, found_inf: Tensor) -> None:
         waits = self._hysteresis > 1 or self.culprits.limit is not None
         if waits or scale.device.type == "cpu":
-            self.write_state(self.rule.advance(self.read_state(), bool(found_inf)))
+            before, found = self.read_state(), bool(found_inf)
+            self.culprits.saw(before.scale, found)
+            self.write_state(self.rule.advance(before, found))
             return
         torch._amp_update_scale_(
             scale,
@@ -328,6 +333,7 @@ class GradScaler(ThreadedScaler):
             if skipped:
                 for target in self._targets():
                     self.culprits.note(target, self._consecutive_skips)
+                self.culprits.saw(self.get_scale(), True)
             rule = Rule(2.0, factor, 1, self._min_scale, self._max_scale)
             state = rule.advance(self.read_state(), True)
             skips = self._consecutive_skips + int(skipped)

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate import __version__ as accelerate_version
 from torch.optim import Optimizer
 
 from .config import ScalerConfig, UnsupportedError
 from .gradients import parameters_of
 from .scaler import GradScaler
 
-__all__ = ["forbid_other_scalers", "has_fp16", "make_scaler"]
+__all__ = ["facts_of", "forbid_other_scalers", "has_fp16", "make_scaler"]
 
 _SCALED_ELSEWHERE = {
     "DEEPSPEED": "DeepSpeed's engine scales the loss; set `fp16: {initial_scale_power, "
@@ -26,6 +27,7 @@ _SCALED_ELSEWHERE = {
 
 _OF_THE_STEP = (
     *("step_mode", "delay_warmup_steps", "offload", "optimizer_threads", "fold_unscale"),
+    *("telemetry", "underflow_interval", "find_overflow"),
 )
 """Settings that are not the scaler's."""
 
@@ -69,3 +71,14 @@ def make_scaler(accelerator: Any, config: ScalerConfig, stock: Any) -> GradScale
 def has_fp16(optimizer: Optimizer) -> bool:
     """Whether some trainable parameter is float16: it is updated through a float32 master."""
     return any(p.requires_grad and p.dtype is torch.float16 for p in parameters_of(optimizer))
+
+
+def facts_of(accelerator: Accelerator) -> dict[str, Any]:
+    """What a telemetry file says of a run at its start."""
+    return {
+        "rank": accelerator.process_index,
+        "ranks": accelerator.num_processes,
+        "device": accelerator.device.type,
+        "precision": str(accelerator.mixed_precision),
+        "accelerate": accelerate_version,
+    }

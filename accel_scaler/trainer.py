@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from typing import Any
 
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from .attach import (
     ScaledAccelerator,
@@ -28,7 +29,10 @@ class ScaledTrainer(Trainer):  # type: ignore[misc]
     _scaler_config: ScalerConfig
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the Trainer's, then ``attach``."""
+        """As the Trainer's, then ``attach``; the telemetry of the one before ends here."""
+        boundary = getattr(getattr(self, "accelerator", None), "_boundary", None)
+        if boundary is not None:
+            boundary.recorder.close()
         super().create_accelerator_and_postprocess()
         attach(self.accelerator, self._scaler_config)
 
@@ -41,9 +45,22 @@ class ScaledTrainer(Trainer):  # type: ignore[misc]
                 self._synchronize()
             except StepError:  # must not hide what ended the training
                 logger.exception("the last optimizer step failed")
+            self._flush()
             raise
         self._synchronize()
+        self._flush()
         return result
+
+    def _flush(self) -> None:
+        if self.accelerator._boundary is not None:
+            self.accelerator._boundary.recorder.flush()
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As the Trainer's; to the training's own values adds the scaler's."""
+        if "loss" in logs:
+            for name, value in self.accelerator.scaler_history.progress().items():
+                logs.setdefault(f"scaler_{name}", value)
+        super().log(logs, *args, **kwargs)
 
     def _synchronize(self) -> None:
         for optimizer in self.accelerator._optimizers:
@@ -51,15 +68,37 @@ class ScaledTrainer(Trainer):  # type: ignore[misc]
                 optimizer.synchronize()
 
 
+class ShowScale(TrainerCallback):  # type: ignore[misc]
+    """Scale and skips, at the end of the Trainer's own progress bar.
+
+    Args:
+        trainer: held weakly, as callbacks outlive nothing.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = weakref.ref(trainer)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """After the Trainer's own callbacks, which move the bar on."""
+        trainer: Any = self._trainer()
+        if trainer is None:
+            return
+        for callback in trainer.callback_handler.callbacks:
+            bar: Any = getattr(callback, "training_bar", None)
+            if hasattr(bar, "set_postfix"):
+                bar.set_postfix(trainer.accelerator.scaler_history.progress(), refresh=False)
+
+
 def attach_trainer(trainer: Any, config: ScalerConfig | None) -> Any:
     """:func:`accel_scaler.attach` for a Trainer or a subclass."""
     attach(trainer.accelerator, config)
-    if isinstance(trainer.accelerator, ScaledAccelerator) and not isinstance(
-        trainer, ScaledTrainer
-    ):
-        # What the environment said now holds for later accelerators too.
-        trainer._scaler_config = trainer.accelerator._scaler_config
+    if not isinstance(trainer.accelerator, ScaledAccelerator):
+        return trainer
+    # What the environment said now holds for later accelerators too.
+    trainer._scaler_config = trainer.accelerator._scaler_config
+    if not isinstance(trainer, ScaledTrainer):
         trainer.__class__ = scaled_class(type(trainer), ScaledTrainer)
+        trainer.add_callback(ShowScale(trainer))
     return trainer
 
 
@@ -77,4 +116,5 @@ def detach_trainer(trainer: Any) -> Any:
 def _make_plain(trainer: Any) -> None:
     if isinstance(trainer, ScaledTrainer):
         trainer.__class__ = stock_class(type(trainer), ScaledTrainer)
+        trainer.remove_callback(ShowScale)
         del trainer._scaler_config

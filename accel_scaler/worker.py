@@ -16,6 +16,7 @@ import psutil
 import torch
 
 from .config import OrderError, StepError
+from .due import Timing
 from .windows import WAIT_LIMIT_S
 
 __all__ = ["Task", "Worker", "default_threads"]
@@ -49,8 +50,7 @@ class Task:
         self.finished = False
         """Nothing more will happen: all parts are done, or ``error`` is set."""
         self.error: BaseException | None = None
-        self.busy_s = 0.0
-        """How long it ran."""
+        self.timing = Timing()
         self.is_known = False
         """Somebody has been told that it failed."""
         self._thread: threading.Thread | None = None
@@ -69,13 +69,14 @@ class Task:
             run, self._run = self._run, None
         if run is None:
             return
-        start = time.perf_counter()
+        timing = self.timing
+        timing.start = time.perf_counter()
         try:
             run(self)
         except BaseException as error:
             self.error = error
         finally:
-            self.busy_s = time.perf_counter() - start
+            timing.busy, timing.finished = time.perf_counter() - timing.start, True
             with self._changed:
                 self.finished = True
                 self._changed.notify_all()

@@ -41,6 +41,9 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "offload": ("none", "cpu"),
     "optimizer_threads": ("auto", 1, 64),
     "fold_unscale": (True, False),
+    "telemetry": (None, "run.jsonl", "out/rank{rank}.jsonl"),
+    "underflow_interval": (1, 100),
+    "find_overflow": (True, False),
 }
 REFUSED: dict[str, tuple[Any, ...]] = {
     "init_scale": (*NO_NUMBER, *NO_FLOAT32, 0, -1.0),
@@ -57,6 +60,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "offload": ("", "gpu", None, 0, ["cpu"]),
     "optimizer_threads": (*NO_COUNT, None, "AUTO", ""),
     "fold_unscale": (1, "false", None),
+    "telemetry": ("", "  ", "None", 1, True, Path("run.jsonl"), "a\0b"),
+    "underflow_interval": (*NO_COUNT, None),
+    "find_overflow": (1, "false", None),
 }
 
 
@@ -141,6 +147,9 @@ def configs(draw: st.DrawFn) -> ScalerConfig:
         hysteresis=draw(st.integers(1, 9)),
         max_consecutive_skips=draw(st.none() | st.integers(1, 99)),
         fold_unscale=draw(st.booleans()),
+        telemetry=draw(st.none() | st.text("ab {}/.:#'", min_size=1).filter(str.strip)),
+        underflow_interval=draw(st.integers(1, 10**6)),
+        find_overflow=draw(st.booleans()),
     )
 
 

@@ -101,7 +101,7 @@ def test_the_error_names_the_worst_first_and_counts_the_rest() -> None:
     text = str(caught.value)
     assert "Non-finite gradients in: layer3, layer0, layer1, layer2, layer4 and 2 more." in text
     assert "2 windows in a row overflowed, max_consecutive_skips=1 allows 1" in text
-    assert "scale is now 0.125" in text
+    assert "Scale: 0.125. " in text
     assert culprits.seen == {}
 
 

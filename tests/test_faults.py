@@ -239,7 +239,7 @@ def test_f11_a_run_of_skips_ends_with_the_name_of_the_tensor() -> None:
     )
     overflow(accelerator, 20)
     assert accelerator.scaler.get_scale() == 128.0
-    with pytest.raises(OverflowStreakError, match=r"21 windows in a row.*Non-finite.*: w\."):
+    with pytest.raises(OverflowStreakError, match=r"21 windows in a row.*Non-finite.*: w[.,]"):
         overflow(accelerator, 1)
 
 

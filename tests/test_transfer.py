@@ -286,7 +286,7 @@ def test_a_wait_that_is_missing_is_noticed(
     break_it(monkeypatch)
 
     def train_often() -> None:
-        for _ in range(50):  # memory that is given back too early is not always used again
+        for _ in range(400):  # memory that is given back too early is not always used again
             train(device, *case, fence=4, overflow=None)
 
     with pytest.raises(Exception, match="nothing orders them") as caught:

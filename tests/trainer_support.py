@@ -148,8 +148,8 @@ def train(trainer: Any, **kwargs: Any) -> Any:
 
 
 def logs(trainer: Any) -> list[dict[str, Any]]:
-    """Everything logged, without what the clock says."""
-    timed = ("runtime", "per_second", "flos")
+    """Everything logged, without what the clock says and what only an attached Trainer has."""
+    timed = ("runtime", "per_second", "flos", "scaler_")
     return [
         {key: value for key, value in entry.items() if not any(t in key for t in timed)}
         for entry in trainer.state.log_history

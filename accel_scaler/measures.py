@@ -1,0 +1,117 @@
+"""Norms that clips and checks took of the gradients of one window."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from .gradients import on_host
+
+__all__ = ["Measure", "Measures"]
+
+
+@dataclass(slots=True, eq=False)
+class Measure:
+    """What one clip, or one check, saw of some gradients."""
+
+    parameters: Sequence[Tensor]
+    total: Tensor | float
+    """Norm of all, unscaled."""
+    each: Tensor | None = None
+    """Norm of each, unscaled, float32, shape (n,); on the host, or on its way with ``total``."""
+    max_norm: float | None = None
+    ids: list[int] | None = None
+    """Of ``parameters``, where they are known already."""
+    norm_type: float = 2.0
+    """Of ``total``; ``each`` are 2-norms."""
+    later: list[Measure] = field(default_factory=list)
+    """Further clips of what this one left."""
+
+    def fetch(self) -> None:
+        """Bring the numbers to the host. Synchronises if they are not there."""
+        if isinstance(self.total, Tensor):
+            if self.each is None or self.each.device != self.total.device:
+                self.total = float(self.total)
+            else:
+                both = on_host(self.each, self.total)
+                self.each, self.total = both[:-1], float(both[-1])
+
+    @property
+    def limit(self) -> float | None:
+        """The smallest ``max_norm`` of this and the later clips by the same norm."""
+        limits = [m.max_norm for m in self.later if m.norm_type == self.norm_type]
+        return min((m for m in (self.max_norm, *limits) if m is not None), default=None)
+
+    @property
+    def coefficient(self) -> float | None:
+        """What the clips multiplied by: each ``min(1, max_norm / (norm + 1e-6))``."""
+        if self.max_norm is None:
+            return None
+        own = min(1.0, self.max_norm / (float(self.total) + 1e-6))
+        return own * math.prod(m.coefficient or 0.0 for m in self.later)
+
+
+class Measures:
+    """The measures of one window, of disjoint parameters."""
+
+    def __init__(self) -> None:
+        self._found: list[Measure] = []
+
+    def __iter__(self) -> Iterator[Measure]:
+        return iter(self._found)
+
+    def add(self, new: Measure) -> None:
+        """Note a measure. What was clipped before keeps the norm that it had then."""
+        ids = set(map(id, new.parameters)) if self._found else set()
+        for other in list(self._found):
+            theirs = set(map(id, other.parameters))
+            if ids.isdisjoint(theirs):
+                continue
+            if other.max_norm is not None and ids <= theirs:
+                if ids == theirs and new.max_norm is not None:
+                    other.later.append(new)
+                return
+            self._found.remove(other)
+            if new.each is None and ids == theirs:
+                new.each, new.ids, new.parameters = other.each, other.ids, other.parameters
+        self._found.append(new)
+
+    def forget(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """Drop what was measured of any of ``parameters``; None: everything."""
+        gone = None if parameters is None else set(map(id, parameters))
+        self._found = [
+            m for m in self._found if gone is not None and gone.isdisjoint(map(id, m.parameters))
+        ]
+
+    def fetch(self) -> None:
+        """Bring all numbers to the host."""
+        for measure in self._found:
+            measure.fetch()
+
+    @property
+    def are_finite(self) -> bool:
+        """No norm is inf or NaN."""
+        return all(math.isfinite(float(m.total)) for m in self._found)
+
+    @property
+    def total(self) -> float | None:
+        """The norm of all together; None: none was taken, or not all by the same norm."""
+        totals, kinds = [float(m.total) for m in self._found], {m.norm_type for m in self._found}
+        if len(kinds) != 1:
+            return None
+        (kind,) = kinds
+        if len(totals) == 1:
+            return totals[0]
+        if kind == 2.0:
+            return math.hypot(*totals)
+        return max(totals) if math.isinf(kind) else sum(t**kind for t in totals) ** (1 / kind)
+
+    @property
+    def clip(self) -> tuple[float | None, float | None]:
+        """``max_norm`` and coefficient of the clip that took most; None: there was none."""
+        clipped = [m for m in self._found if m.max_norm is not None]
+        hardest = min(clipped, key=lambda m: m.coefficient or 0.0, default=None)
+        return (None, None) if hardest is None else (hardest.limit, hardest.coefficient)

@@ -5,13 +5,13 @@ Hooks of torch's own on one optimizer and on models; removed by ``close``.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -173,7 +173,7 @@ class Fences:
                     )
         for root in _roots(model):
             self._handles.append(root.register_forward_pre_hook(self._before_forward, prepend=True))
-        sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        sharded = [module for module in model.modules() if _is_fsdp2(module)]
         if sharded or isinstance(model, torch.nn.DataParallel):
             engine.waits_at_root = True  # their reads of parameters cannot be seen
         for module in sharded:
@@ -211,7 +211,7 @@ class Fences:
             return
         if not torch.is_grad_enabled() or not module.training:
             engine.synchronize()  # an evaluation sees the newest parameters
-        elif (engine.waits_at_root or _is_transformed()) and not isinstance(module, FSDPModule):
+        elif (engine.waits_at_root or _is_transformed()) and not _is_fsdp2(module):
             engine.finish_model()
 
 
@@ -262,6 +262,12 @@ class _BeforeGather:
         engine.wait_for_device()  # it gathers on streams that wait for ours at the root only
 
 
+def _is_fsdp2(module: Module) -> bool:
+    # To import it takes a second; who has such a module has imported it.
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
 def _is_transformed() -> bool:
     """Inside ``torch.func.grad``, ``vmap`` or the like, which wrap parameters unseen."""
     return torch._C._functorch.peek_interpreter_stack() is not None
@@ -271,7 +277,7 @@ def _own_parameters(module: Module) -> Iterator[Tensor]:
     """The parameters that FSDP2 gathers together with this module."""
     yield from module.parameters(recurse=False)
     for child in module.children():
-        if not isinstance(child, FSDPModule):
+        if not _is_fsdp2(child):
             yield from _own_parameters(child)
 
 

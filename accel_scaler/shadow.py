@@ -21,7 +21,7 @@ from .gradients import is_uniform, match_layout, parameters_of
 from .slots import Slot, local, make_slots
 from .small import SmallSteps
 from .steppable import (
-    OF_OPTIMIZER,
+    attributes_of_every_optimizer,
     is_splittable,
     raw_step,
     refuse_unshardable,
@@ -186,7 +186,7 @@ class Shadow:
                 if key != "params" and value is not before.get(key):
                     group[key] = value
         for key, value in vars(self.twin).items():
-            if key not in OF_OPTIMIZER and not key.endswith("_hooks"):
+            if key not in attributes_of_every_optimizer() and not key.endswith("_hooks"):
                 self.optimizer.__dict__[key] = value
 
     def link_state(self, grads: Sequence[Tensor | None]) -> None:

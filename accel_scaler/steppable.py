@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from .config import UnsupportedError
 from .gradients import parameters_of
 
 __all__ = [
-    "OF_OPTIMIZER",
+    "attributes_of_every_optimizer",
     "is_splittable",
     "raw_step",
     "refuse_unshardable",
@@ -31,7 +32,11 @@ _OTHERS_BY_PARAMETER = {"transformers.optimization.Adafactor"}
 _BY_MATRIX = {"Adafactor", "Muon"}
 """Of these, the ones that a shard is not enough for."""
 
-OF_OPTIMIZER = frozenset(vars(torch.optim.SGD([torch.zeros(1)]))) | {"step", "param_groups"}
+
+@cache
+def attributes_of_every_optimizer() -> frozenset[str]:
+    """What torch itself puts on an instance. Not at import: the first optimizer loads dynamo."""
+    return frozenset(vars(torch.optim.SGD([torch.zeros(1)]))) | {"step", "param_groups"}
 
 
 def raw_step(cls: type[Optimizer]) -> Callable[..., Any]:
@@ -66,7 +71,7 @@ def refuse_unsteppable(optimizer: Optimizer) -> None:
         )
     own = set(map(id, parameters_of(optimizer)))
     for key, value in vars(optimizer).items():
-        if key in OF_OPTIMIZER:
+        if key in attributes_of_every_optimizer():
             continue
         items = value if isinstance(value, (list, tuple)) else [value]
         if any(isinstance(item, Optimizer) or id(item) in own for item in items):

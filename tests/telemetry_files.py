@@ -1,0 +1,165 @@
+"""Telemetry files made from the written format, with nothing of the package's own writer."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import random
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+Line = dict[str, Any]
+
+NAMES = [
+    "transformer.wte.weight",
+    *(
+        f"transformer.h.{block}.{part}"
+        for block in range(4)
+        for part in ("ln_1.weight", "attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight")
+    ),
+    "transformer.ln_f.weight",
+]
+
+
+def start(**changes: Any) -> Line:
+    """A start line; ``settings`` are merged into the defaults."""
+    settings = {
+        "init_scale": 65536.0,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 2000,
+        "min_scale": None,
+        "step_mode": "sync",
+        **changes.pop("settings", {}),
+    }
+    line = {
+        "kind": "start",
+        "format": 1,
+        "package": "0.1.0",
+        "unix_time": 1.7e9,
+        "rank": 0,
+        "ranks": 1,
+        "device": "cpu",
+        "precision": "fp16",
+        "torch": "2.13.0",
+        "accelerate": "1.15.0",
+        "settings": settings,
+    }
+    return line | changes
+
+
+def names(of: Sequence[str] = NAMES, elements: int = 4096) -> Line:
+    """A names line, places in the order given."""
+    return {
+        "kind": "names",
+        "names": list(of),
+        "places": list(range(len(of))),
+        "elements": [elements] * len(of),
+    }
+
+
+def window(step: int, scale: float = 65536.0, skipped: bool = False, **changes: Any) -> Line:
+    """A window line; a skipped one halves the scale unless ``next_scale`` says otherwise."""
+    line = {
+        "kind": "window",
+        "step": step,
+        "time": round(0.1 * (step + 1), 6),
+        "scale": scale,
+        "next_scale": scale / 2 if skipped else scale,
+        "growth_tracker": 0,
+        "found_inf": skipped,
+        "skipped": skipped,
+        "grad_norm": "inf" if skipped else 1.25,
+        "max_norm": 1.0,
+        "clip_coefficient": None if skipped else 0.8,
+        "lr": [0.001],
+    }
+    return line | changes
+
+
+def end(windows: int = 0, skips: int = 0, error: str | None = None) -> Line:
+    """An end line."""
+    return {
+        "kind": "end",
+        "time": 0.1 * windows,
+        "windows": windows,
+        "skips": skips,
+        "error": error,
+    }
+
+
+def norms(values: Iterable[float]) -> str:
+    """Base64 of little-endian float32."""
+    values = list(values)
+    return base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode()
+
+
+def write(path: Path, lines: Iterable[Line | str | bytes]) -> Path:
+    """Write lines as they are (bytes), as text, or as strict JSON; returns the path."""
+    with open(path, "wb") as file:
+        for line in lines:
+            if isinstance(line, dict):
+                line = json.dumps(line, allow_nan=False)
+            file.write((line.encode() if isinstance(line, str) else line) + b"\n")
+    return path
+
+
+def spans_of(step: int, optimizer: int = 30_000, wait: int = 2_000) -> list[list[Any]]:
+    """A window of 100 ms: forward, backward, clip, step; the update runs into the next one."""
+    at = step * 100_000
+    return [
+        ["forward", at, 30_000],
+        ["backward", at + 31_000, 55_000],
+        ["clip", at + 87_000, 5_000],
+        ["step", at + 93_000, 2_000],
+        ["optimizer", at + 95_000, optimizer],
+        ["wait", at + 104_000, wait, "transformer.h.0"],
+    ]
+
+
+def story(
+    count: int,
+    skipped: Callable[[int, float], bool],
+    *,
+    growth_interval: int = 2000,
+    first_scale: float = 65536.0,
+    culprit: str = "transformer.h.3.mlp.c_fc.weight",
+    with_norms: bool = True,
+    with_spans: bool = False,
+    seed: int = 0,
+) -> list[Line]:
+    """A run of ``count`` windows by torch's own rule for the scale.
+
+    ``skipped(step, scale)`` says which windows overflow: in ``culprit`` and all before it.
+    """
+    rng = random.Random(seed)
+    lines = [start(settings={"growth_interval": growth_interval}), names()]
+    scale, tracker, skips = first_scale, 0, 0
+    last = NAMES.index(culprit)
+    for step in range(count):
+        bad = skipped(step, scale)
+        skips += bad
+        tracker = 0 if bad else tracker + 1
+        grows = tracker == growth_interval
+        after = scale / 2 if bad else scale * 2 if grows else scale
+        tracker = 0 if grows else tracker
+        norm = 3.0 * math.exp(-step / count) * rng.lognormvariate(0, 0.3)
+        line = window(step, scale, bad, next_scale=after, growth_tracker=tracker)
+        if not bad:
+            line |= {"grad_norm": norm, "clip_coefficient": min(1.0, 1.0 / norm)}
+        if with_norms:
+            each = [norm * 0.3 * 1.2**-i * rng.lognormvariate(0, 0.2) for i in range(len(NAMES))]
+            line["norms"] = norms(
+                math.inf if bad and i <= last else value for i, value in enumerate(each)
+            )
+        if bad:
+            line["nonfinite"] = [[i, 1 + i * 7] for i in range(last + 1)]
+        if with_spans:
+            line |= {"spans": spans_of(step), "optimizer_us": 30_000}
+            line |= {"waited_us": 2_000, "hidden_us": 28_000}
+        lines.append(line)
+        scale = after
+    return [*lines, end(count, skips)]

@@ -1,0 +1,350 @@
+"""The summary in words: each sentence in its own case, each number as a slow count has it."""
+
+from __future__ import annotations
+
+import math
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+import telemetry_files as t
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from accel_scaler.findings import LEVELS, Finding, facts, find, in_words
+from accel_scaler.ledger import SEARCH_WINDOWS, SETTLED, Run
+from accel_scaler.reading import read_run
+from accel_scaler.wording import number, percent, shorten, times
+
+CULPRIT = "transformer.h.3.mlp.c_fc.weight"
+
+
+def read(tmp_path: Path, lines: list[Any]) -> Run:
+    return read_run(t.write(tmp_path / "run.jsonl", lines))
+
+
+def found(tmp_path: Path, lines: list[Any]) -> list[Finding]:
+    return find(read(tmp_path, lines))
+
+
+def calm(lines: list[Any]) -> list[Any]:
+    """The same run with every norm below the threshold, so that clipping is not the subject."""
+    return [line | {"max_norm": 1e9} if line["kind"] == "window" else line for line in lines]
+
+
+def the(findings: list[Finding], part: str) -> Finding:
+    """The one finding that says so."""
+    (one,) = [f for f in findings if part in f.what]
+    return one
+
+
+def test_a_run_without_overflow_says_only_that(tmp_path: Path) -> None:
+    findings = found(tmp_path, calm(t.story(100, lambda *_: False)))
+    assert [(f.level, f.what) for f in findings] == [("good", "No overflow in 100 windows.")]
+
+
+def test_the_first_search_for_a_scale_is_normal(tmp_path: Path) -> None:
+    findings = found(tmp_path, calm(t.story(100, lambda _, scale: scale > 8192)))
+    assert findings[-1].level == "good"
+    assert (
+        findings[-1].what
+        == "3 skips while the scale was first searched for (65536 to 8192): normal."
+    )
+    assert not [f for f in findings if f.level in ("bad", "warn")]
+
+
+def test_a_fall_names_scale_step_layer_and_count_first_of_all(tmp_path: Path) -> None:
+    lines = calm(t.story(500, lambda step, _: 300 <= step <= 410 and step % 11 == 3))
+    windows = [line for line in lines if line["kind"] == "window"]
+    skips = [w["step"] for w in windows if w["skipped"]]
+    low = windows[-1]["next_scale"]
+    first = found(tmp_path, lines)[0]
+    assert first.level == "bad"
+    assert first.what == (
+        f"The scale fell to {low:g} after step {skips[-1]} (from step {skips[0]} on, from 65536, "
+        f"{len(skips)} skips): {CULPRIT} overflowed {len(skips)} times."
+    )
+    assert "find_overflow=True" in first.do
+
+
+def test_a_first_report_within_the_fall_is_quoted_and_nothing_more_is_asked(tmp_path: Path) -> None:
+    lines = calm(t.story(200, lambda step, _: step in (100, 101, 102)))
+    first = {"where": "forward", "module": "transformer.h.3.mlp.c_fc", "text": "It became inf."}
+    lines = [line | {"first": first} if line.get("step") == 101 else line for line in lines]
+    worst = found(tmp_path, lines)[0]
+    assert worst.look == "At step 101: It became inf."
+    assert "find_overflow" not in worst.do
+
+
+def test_growth_that_overflows_each_time_is_normal(tmp_path: Path) -> None:
+    run = read(tmp_path, calm(t.story(2000, lambda _, s: s > 65536, growth_interval=100)))
+    assert run.growth_skips == run.skips == 19
+    one = the(find(run), "after the scale had grown")
+    assert one.level == "good"
+    assert one.what.startswith("19 skips")
+    assert "every 100 windows" in one.what
+    assert not [f for f in find(run) if f.level in ("bad", "warn")]
+
+
+def test_one_layer_again_and_again_is_named_where_no_fall_is(tmp_path: Path) -> None:
+    lines = t.story(3000, lambda s, scale: s > 20 and s % 400 == 0, growth_interval=300)
+    run = read(tmp_path, calm(lines))
+    one = the(find(run), "overflows began")
+    assert one.what.startswith(f"{CULPRIT} is where {run.skips} of {run.skips} overflows began")
+
+
+def test_a_loss_that_is_nan_is_the_first_thing_said_of_the_overflow(tmp_path: Path) -> None:
+    lines = t.story(60, lambda s, _: 30 <= s < 36)
+    lines = [line | {"loss_nonfinite": 2} if line.get("skipped") else line for line in lines]
+    findings = found(tmp_path, calm(lines))
+    assert findings[0].what == "The loss itself was inf or NaN in 6 windows (step 30 to step 35)."
+    assert "smaller scale does not cure" in findings[0].do
+    assert "the loss was inf or NaN 6 times" in findings[1].what
+
+
+@pytest.mark.parametrize("low", [1.0, 0.5, 0.0])
+def test_a_scale_of_one_or_less_is_said(low: float, tmp_path: Path) -> None:
+    lines = [t.start(), *(t.window(s, 4.0) for s in range(30))]
+    lines += [t.window(30, 4.0, True, next_scale=low), t.window(31, low), t.end(32, 1)]
+    one = the(found(tmp_path, lines), "no longer scales")
+    assert one.level == "bad"
+    assert one.what.startswith(f"The scale fell to {low:g} (step 30)")
+
+
+def test_a_scale_at_its_floor_is_said(tmp_path: Path) -> None:
+    lines = [t.start(settings={"min_scale": 128.0}), *(t.window(s, 256.0) for s in range(30))]
+    lines += [t.window(30 + s, 128.0, True, next_scale=128.0) for s in range(10)]
+    findings = found(tmp_path, lines)
+    assert the(findings, "min_scale = 128 (step 30)").level == "bad"
+    stayed = "The scale stayed at 128 through 10 skips from step 30 on."
+    assert the(findings, "The scale stayed").what == stayed
+    assert not [f for f in findings if "streak" in f.what]  # said once
+
+
+def test_a_norm_mostly_above_the_threshold_is_counted(tmp_path: Path) -> None:
+    norms = [0.5, 4.0, 2.0, 8.0, "inf"]
+    lines = [t.start(), *(t.window(s, grad_norm=n, max_norm=1.0) for s, n in enumerate(norms))]
+    one = the(found(tmp_path, lines), "above the clipping threshold")
+    middle = math.exp(sum(math.log(n) for n in norms if isinstance(n, float)) / 4)
+    assert f"in 75 % of the windows (geometric mean {middle:.4g}, threshold 1)" in one.what
+    half = [t.start(), *(t.window(s, grad_norm=n) for s, n in enumerate([1.0, 2.0]))]
+    assert not [f for f in found(tmp_path, half) if "clipping" in f.what]
+
+
+def test_underflow_names_the_worst_of_the_last_measurement(tmp_path: Path) -> None:
+    old, new = [[0, 1.0, 0.0]], [[0, 0.2, 0.0], [1, 0.6, 0.0], [2, 0.0, 0.125]]
+    lines = [t.start(), t.names(["a", "b", "c"])]
+    lines += [t.window(0, underflow=old), t.window(1, underflow=new)]
+    one = the(found(tmp_path, calm(lines)), "Underflow")
+    assert "2 of 3 parameters measured at step 1" in one.what
+    assert "(b 60 % zero and 0 % subnormal, c 0 % zero and 12.5 % subnormal)" in one.what
+
+
+def test_an_error_at_the_end_and_a_missing_end_are_said(tmp_path: Path) -> None:
+    lines = t.story(40, lambda *_: False)
+    killed = the(found(tmp_path, lines[:-1]), "has no end line")
+    assert killed.level == "warn"
+    assert "after step 39" in killed.what
+    failed = the(
+        found(tmp_path, [*lines[:-1], t.end(40, 0, "StepError: x")]), "ended with an error"
+    )
+    assert failed.what == "The run ended with an error after step 39: StepError: x"
+    assert failed.level == "bad"
+    resumed = found(tmp_path, [*lines[:-1], *lines])
+    assert the(resumed, "Session 1 has no end line").level == "note"
+
+
+@pytest.mark.parametrize(("hidden", "level"), [(4_000, "warn"), (28_000, "good")])
+def test_waiting_in_overlap_mode_is_measured(hidden: int, level: str, tmp_path: Path) -> None:
+    lines = t.story(50, lambda *_: False, with_spans=True)
+    lines[0] = t.start(settings={"step_mode": "overlap"})
+    times_ = {"optimizer_us": 40_000, "waited_us": 40_000 - hidden, "hidden_us": hidden}
+    lines = [line | times_ if line["kind"] == "window" else line for line in lines]
+    one = the(found(tmp_path, calm(lines)), "optimizer's time was hidden")
+    assert one.level == level
+    assert f"{hidden / 400:g} % of the optimizer's time" in one.what
+    if level == "warn":
+        assert f"waited {50 * (40_000 - hidden) / 1e6:.3g} s" in one.what
+        assert one.look == "Most waiting (100 %) was at transformer.h.0."
+
+
+def test_a_step_on_nan_without_scaling_is_said_and_a_scale_is_not(tmp_path: Path) -> None:
+    lines = [t.start(precision="no"), *(t.window(s, 1.0) for s in range(5))]
+    lines += [t.window(5, 1.0, grad_norm="nan"), t.window(6, 1.0, grad_norm="nan"), t.end(7)]
+    findings = found(tmp_path, calm(lines))
+    assert [f.level for f in findings] == ["bad"]
+    assert "in 2 windows that stepped all the same, first at step 5" in findings[0].what
+    assert "scale" not in dict(facts(read(tmp_path, lines)))
+
+
+def test_many_skips_are_a_share_of_the_windows(tmp_path: Path) -> None:
+    lines = t.story(400, lambda s, _: s > 100 and s % 4 == 0, growth_interval=2)
+    run = read(tmp_path, calm(lines))
+    assert run.skips == 74
+    assert the(find(run), "18.5 % of the windows were skipped").level == "warn"
+
+
+def test_broken_lines_are_said_with_the_first(tmp_path: Path) -> None:
+    lines = [*t.story(30, lambda *_: False)[:-1], '{"kind":', t.end(30)]
+    one = the(found(tmp_path, calm(lines[:-2]) + lines[-2:]), "could not be read")
+    assert one.what.startswith(
+        "1 line of 34 could not be read and was left out (the first is line 33"
+    )
+
+
+def test_a_file_without_windows_says_so(tmp_path: Path) -> None:
+    assert found(tmp_path, [])[0].what == "The file holds no windows."
+    assert "holds no windows" in in_words(read(tmp_path, [t.start()]))
+
+
+def test_findings_are_ordered_by_how_bad_they_are(tmp_path: Path) -> None:
+    lines = t.story(500, lambda s, _: s < 2 or 300 <= s <= 310, with_spans=True)[:-1]
+    levels = [LEVELS.index(f.level) for f in found(tmp_path, lines)]
+    assert levels == sorted(levels)
+    assert len(set(levels)) >= 3
+
+
+def slow_reference(windows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Search, growth and other skips of one session, from the whole list at once."""
+    skips = [w["skipped"] for w in windows]
+    grows = [w["next_scale"] > w["scale"] for w in windows]
+    settled = None
+    for i in range(len(windows)):
+        if grows[i] or (i + 1 >= SETTLED and not any(skips[i + 1 - SETTLED : i + 1])):
+            settled = i
+            break
+        if i + 1 >= SEARCH_WINDOWS:
+            break
+    if settled is None and len(windows) < SEARCH_WINDOWS:
+        trailing = len(windows) - max((i + 1 for i, s in enumerate(skips) if s), default=0)
+        settled = len(windows) - 1 if 2 * trailing >= len(windows) else None
+    search = sum(skips[: settled + 1]) if settled is not None else 0
+    growth = 0
+    for i, skipped in enumerate(skips):
+        before = max((j for j in range(i) if skips[j]), default=-1)
+        if skipped and (settled is not None and i > settled) and any(grows[before + 1 : i]):
+            growth += 1
+        if skipped and settled is None and any(grows[before + 1 : i]):
+            growth += 1
+    streak = max((len(list(g)) for bad, g in groupby(skips) if bad), default=0)
+    return {
+        "skips": sum(skips),
+        "search_skips": search,
+        "growth_skips": growth,
+        "other_skips": sum(skips) - search - growth,
+        "longest_streak": streak,
+        "lowest": min(min(w["scale"], w["next_scale"]) for w in windows),
+    }
+
+
+@settings(
+    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    bad=st.sets(st.integers(0, 320), max_size=40),
+    extra=st.sampled_from([0, 3, 30, 200]),
+    count=st.integers(1, 320),
+    interval=st.sampled_from([1, 3, 25, 2000]),
+)
+def test_every_count_equals_a_slow_count(
+    bad: set[int], extra: int, count: int, interval: int, tmp_path: Path
+) -> None:
+    """Random overflows, a bad beginning of ``extra`` windows, growth often or never."""
+    lines = t.story(
+        count,
+        lambda s, scale: s in bad or (s < extra and s % 3 == 0),
+        growth_interval=interval,
+        with_norms=False,
+    )
+    windows = [line for line in lines if line["kind"] == "window"]
+    run = read(tmp_path, lines)
+    expected = slow_reference(windows)
+    low = expected.pop("lowest")
+    assert {key: getattr(run, key) for key in expected} == expected
+    assert run.lowest is not None
+    assert run.lowest[0] == low
+    assert sum(o.began for o in run.offenders.values()) == expected["skips"]
+    for finding in find(run):
+        assert finding.what
+        assert "nan" not in finding.what
+
+
+@pytest.mark.parametrize(
+    ("bad", "count", "search"), [(3, 12, 3), (5, 10, 5), (6, 10, 0), (4, 4, 0)]
+)
+def test_a_short_run_has_found_its_scale_when_half_of_it_went_well(
+    bad: int, count: int, search: int, tmp_path: Path
+) -> None:
+    run = read(tmp_path, t.story(count, lambda s, _: s < bad))
+    assert (run.search_skips, run.other_skips) == (search, bad - search)
+
+
+@pytest.mark.parametrize(("falls", "said"), [(1, ""), (3, "2 other"), (12, "at least 7 other")])
+def test_more_falls_are_counted_as_far_as_they_were_kept(
+    falls: int, said: str, tmp_path: Path
+) -> None:
+    bad = {100 * n + i for n in range(1, falls + 1) for i in range(3)}
+    lines = t.story(100 * falls + 150, lambda s, _: s in bad, growth_interval=30)
+    one = the(found(tmp_path, calm(lines)), "The scale fell to")
+    assert one.what.endswith(f"And {said} falls like it." if said else "3 times.")
+
+
+def test_the_deepest_fall_is_the_one_that_is_told(tmp_path: Path) -> None:
+    bad = {*range(100, 103), *range(300, 309), *range(500, 504)}
+    findings = found(tmp_path, calm(t.story(700, lambda s, _: s in bad, growth_interval=40)))
+    assert "after step 308 (from step 300 on" in the(findings, "The scale fell to").what
+
+
+def test_a_streak_that_is_not_the_deepest_fall_is_said_too(tmp_path: Path) -> None:
+    bad = {*range(100, 108), *range(200, 206)}
+    lines = t.story(400, lambda s, _: s in bad, growth_interval=30)
+    held = [w | {"next_scale": w["scale"]} if w.get("step", 0) // 10 == 10 else w for w in lines]
+    one = the(found(tmp_path, calm(held)), "longest streak")
+    assert one.what == "The longest streak: 8 skips in a row from step 100 on."
+
+
+def test_falls_equal_a_slow_count(tmp_path: Path) -> None:
+    lines = t.story(600, lambda s, _: s in (100, 120, 121, 300, 301, 302, 304), growth_interval=60)
+    windows = [line for line in lines if line["kind"] == "window"]
+    episodes: list[list[dict[str, Any]]] = [[]]
+    for w in windows:
+        if w["skipped"]:
+            episodes[-1].append(w)
+        if w["next_scale"] > w["scale"]:
+            episodes.append([])
+    expected = [
+        (e[0]["step"], e[-1]["step"], e[0]["scale"], e[-1]["next_scale"], len(e))
+        for e in episodes
+        if e
+    ]
+    run = read(tmp_path, lines)
+    assert [(f.first_x, f.last_x, f.high, f.low, f.skips) for f in run.falls] == expected
+    assert len(expected) == 2
+
+
+@pytest.mark.parametrize(
+    ("part", "whole", "text"),
+    [
+        (0, 5, "0 %"),
+        (5, 5, "100 %"),
+        (1, 3, "33.3 %"),
+        (1, 10**6, "under 0.1 %"),
+        (999_999, 10**6, "over 99.9 %"),
+        (1, 0, "0 %"),
+    ],
+)
+def test_a_share_never_rounds_to_nothing_or_to_all(part: int, whole: int, text: str) -> None:
+    assert percent(part, whole) == text
+
+
+def test_numbers_are_short_and_integers_whole() -> None:
+    assert [number(v) for v in (65536.0, 0.5, 1e9, 3.14159, math.inf)] == [
+        "65536",
+        "0.5",
+        "1e+09",
+        "3.142",
+        "inf",
+    ]
+    assert [times(n) for n in (1, 2, 14)] == ["once", "twice", "14 times"]
+    assert shorten("a" * 50 + "z", 12) == "aaaa…aaaaaaz"

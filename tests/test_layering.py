@@ -13,21 +13,34 @@ PACKAGE = Path(__file__).parents[1] / "accel_scaler"
 
 # Each module may import those above it. The place of modules still to come is kept by this order.
 ORDER = [
+    "version",
     "config",
     "telemetry",
+    "journal",
     "rule",
     "gradients",
+    "measures",
     "agreement",
     "windows",
+    "remedies",
     "culprits",
+    "nametable",
+    "ranges",
+    "traces",
+    "blame",
+    "hooks",
+    "finder",
     "mixing",
     "due",
+    "backlog",
+    "timeline",
     "notes",
     "fused",
     "memory",
     "threads",
     "scaler",
     "recording",
+    "checks",
     "boundary",
     "worker",
     "pending",
@@ -47,6 +60,25 @@ ORDER = [
     "attach",
     "trainer",
     "__init__",
+    "section",
+    "settings",
+    "ending",
+    "launched",
+    "launch",
+    "fields",
+    "wording",
+    "samples",
+    "ledger",
+    "extras",
+    "reading",
+    "findings",
+    "canvas",
+    "figures",
+    "heat",
+    "page",
+    "report",
+    "cli",
+    "__main__",
 ]
 
 # The one upward look: attach() hands a Trainer over at call time, when transformers is loaded.
@@ -54,8 +86,9 @@ LATE = {("attach", "trainer")}
 
 ONLY_IN = {
     "transformers": {"trainer"},
-    "accelerate": {"attach", "autocast", "prepared", "takeover"},
-    "yaml": {"config"},
+    "accelerate": {"attach", "autocast", "launch", "prepared", "takeover"},
+    "matplotlib": {"canvas", "figures", "heat", "report"},
+    "yaml": {"config", "section", "settings"},
 }
 
 

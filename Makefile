@@ -8,7 +8,8 @@ STAMP := $(VENV)/.installed
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: train test test-gpu lint types bench bench-overlap bench-convergence bench-gpu clean
+.PHONY: train test test-gpu lint types report clean
+.PHONY: bench bench-overlap bench-telemetry bench-convergence bench-gpu
 
 train: $(STAMP)
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu_fp16.yaml recipes/finetune_classifier.py
@@ -26,11 +27,22 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
+# The picture in the README: what a recipe's run, the scale growing every fourth step, looks like.
+report: $(STAMP)
+	rm -rf out/report
+	$(BIN)/accel-scaler launch --config_file cpu_fp16 --telemetry out/report/run.jsonl \
+		--step_mode overlap --growth_interval 4 recipes/trainer_swap.py --output_dir out/report/model
+	$(BIN)/accel-scaler report out/report/run.jsonl -o out/report/report.html
+	$(BIN)/accel-scaler report out/report/run.jsonl --format png -o assets/report.png
+
 bench: $(STAMP)
 	$(BIN)/python benchmarks/boundary.py
 
 bench-overlap: $(STAMP)
 	$(BIN)/python benchmarks/overlap.py $(ARGS)
+
+bench-telemetry: $(STAMP)
+	$(BIN)/python benchmarks/telemetry.py $(ARGS)
 
 bench-convergence: $(STAMP)
 	$(BIN)/python benchmarks/convergence.py $(ARGS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,10 @@ from .config import ConfigError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["DARK", "IN_PAGE", "LIGHT", "Theme", "drawing", "save_png", "svg"]
+__all__ = ["DARK", "IN_PAGE", "LIGHT", "Theme", "drawing", "save_png", "save_stacked", "svg"]
+
+DPI = 160
+"""Twice the screen's resolution."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,5 +153,24 @@ def _retag(tag: str, prefix: str) -> str:
 
 
 def save_png(figure: Figure, path: Path, theme: Theme = LIGHT) -> None:
-    """Write the figure at twice the screen's resolution, on the theme's paper."""
-    figure.savefig(path, format="png", dpi=160, facecolor=theme.paper)
+    """Write the figure on the theme's paper."""
+    figure.savefig(path, format="png", dpi=DPI, facecolor=theme.paper)
+
+
+def save_stacked(figures: Iterable[Figure], path: Path, theme: Theme = LIGHT) -> None:
+    """Write all figures below each other into one picture."""
+    from PIL import Image  # comes with matplotlib
+
+    pictures = []
+    for figure in figures:
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi=DPI, facecolor=theme.paper)
+        pictures.append(Image.open(buffer).convert("RGB"))
+    width, gap = max(each.width for each in pictures), DPI // 4
+    height = sum(each.height + gap for each in pictures) - gap
+    whole = Image.new("RGB", (width, height), theme.paper)
+    top = 0
+    for each in pictures:
+        whole.paste(each, ((width - each.width) // 2, top))
+        top += each.height + gap
+    whole.save(path, optimize=True)

@@ -214,4 +214,4 @@ def _settings(runs: Sequence[Run]) -> str:
 
 
 def _value(value: object) -> str:
-    return "" if value is None else str(value)
+    return "none" if value is None else str(value)

@@ -55,7 +55,7 @@ def scale_path(scales: Sequence[float], now: float, most: int = 8) -> str:
     path = [s for i, s in enumerate(scales) if i == 0 or s != scales[i - 1]]
     if not path or path[-1] != now:
         path.append(now)
-    texts = [f"{scale:g}" for scale in path]
+    texts = [f"{scale:.10g}" for scale in path]
     if len(texts) > most:
         texts = [*texts[: most // 2], "...", *texts[-(most // 2) :]]
     return " -> ".join(texts)
@@ -95,7 +95,7 @@ def remedies(evidence: Evidence, seen: Mapping[str, int], scale: float) -> list[
         )
     if not at_floor and scale >= USUAL_SCALE:
         found.append(
-            f"the scale was still falling: start with init_scale={scale:g}, or raise "
+            f"the scale was still falling: start with init_scale={scale:.10g}, or raise "
             "max_consecutive_skips"
         )
     if scale < USUAL_SCALE and not bad:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .canvas import IN_PAGE, LIGHT, Theme, drawing, save_png, svg
+from .canvas import IN_PAGE, LIGHT, Theme, drawing, save_png, save_stacked, svg
 from .config import ConfigError
 from .fields import clean
 from .figures import norm_figure, offender_figure, scale_figure, timeline_figure
@@ -56,8 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         metavar="PATH",
         help="where to write: the page (default: report.html), or with --format png the folder, "
-        "or a NAME.png beside which the pictures NAME-scale.png and so on are written "
-        "(default: report)",
+        "or a NAME.png that gets all of them, one below the other (default: report)",
     )
     parser.add_argument(
         "--format", choices=("html", "png"), default="html", help="a page (default), or pictures"
@@ -145,17 +144,20 @@ def page_pictures(runs: Sequence[Run]) -> list[tuple[str, str]]:
 
 
 def write_pictures(runs: Sequence[Run], output: Path) -> list[Path]:
-    """Write PNGs into a folder, or beside ``NAME.png`` as ``NAME-scale.png`` and so on."""
+    """Write PNGs into a folder; where ``output`` ends in ``.png``, all of them as this one."""
     single = output.suffix.lower() == ".png"
-    folder, stem = (output.parent, f"{output.stem}-") if single else (output, "")
+    folder = output.parent if single else output
     written = []
     with drawing(LIGHT):
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for name, _, figure in figures(runs, LIGHT):
-                path = folder / f"{stem}{name}.png"
-                save_png(figure, path)
-                written.append(path)
+            named = [(name, figure) for name, _, figure in figures(runs, LIGHT)]
+            if single and named:
+                save_stacked([figure for _, figure in named], output)
+                return [output]
+            for name, figure in named:
+                written.append(folder / f"{name}.png")
+                save_png(figure, written[-1])
         except OSError as error:
             raise _unwritable(output, error) from None
     return written

@@ -118,7 +118,7 @@ class History:
         """A few lines of text: windows, skips, the path of the scale, the largest norm."""
         if not self.records:
             return "scaler: no window has closed yet"
-        path = " -> ".join(f"{scale:g} (window {index})" for index, scale in self._short_path())
+        path = " -> ".join(f"{scale:.10g} (window {index})" for index, scale in self._short_path())
         norm = "not taken" if self.max_grad_norm is None else f"{self.max_grad_norm:.4g}"
         lines = [
             f"scaler: {self.boundaries} windows, {self.skips} skipped",
@@ -141,7 +141,8 @@ class History:
         """
         if not self.records:
             return {}
-        return {"scale": self.records[-1].next_scale, "skips": self.skips}
+        scale = self.records[-1].next_scale
+        return {"scale": int(scale) if scale.is_integer() else scale, "skips": self.skips}
 
     def metrics(self) -> dict[str, float]:
         """The last window for experiment trackers, as ``scaler/...``; finite numbers only."""

@@ -8,8 +8,8 @@ __all__ = ["counted", "number", "percent", "shorten", "times"]
 
 
 def number(value: float) -> str:
-    """Four significant digits; integers up to a million in full."""
-    if math.isfinite(value) and value == int(value) and abs(value) < 1_000_000:
+    """Four significant digits; integers in full, as far as loss scales usually go."""
+    if math.isfinite(value) and value == int(value) and abs(value) < 2.0**33:
         return str(int(value))
     return f"{value:.4g}"
 

@@ -1,0 +1,112 @@
+"""What telemetry costs a window boundary: check, clip, AdamW step, scale update, record.
+
+    python benchmarks/telemetry.py           # about three minutes on two cores, 5 GB of memory
+
+The same boundary of an attached accelerator without telemetry, and with the file on, in turn in
+one process on the same parameters and gradients; the ratios are of medians, with the spread of
+the ratios of neighbours. Goal: at most 1.02 with the file on. The window before is written in the
+same boundary, so writing is counted. `skip` is a boundary whose gradients overflowed: there the
+file also wants every offender and its count, which is another read of all gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from boundary import CASES, SCALE
+
+from accel_scaler import ScalerConfig, attach
+
+VARIANTS = ("off", "again", "on")
+"""``again`` is ``off`` once more: how far two equal variants differ here."""
+
+
+class Bench:
+    """One list of parameters, and the boundary over it with telemetry off and on."""
+
+    def __init__(self, shapes: list[tuple[int, ...]], folder: Path, mode: str) -> None:
+        self.params = [torch.nn.Parameter(torch.randn(shape) * 0.02) for shape in shapes]
+        self.template = [torch.randn_like(p) * 1e-3 * SCALE for p in self.params]
+        self.model = torch.nn.ParameterList(self.params)
+        for p in self.params:
+            p.grad = torch.empty_like(p)
+        self.boundaries = {
+            name: self.boundary(str(folder / "run.jsonl") if name == "on" else None, mode)
+            for name in VARIANTS
+        }
+
+    def boundary(self, path: str | None, mode: str) -> Callable[[], None]:
+        config = ScalerConfig(init_scale=SCALE, telemetry=path, step_mode=mode)  # type: ignore[arg-type]
+        accelerator = attach(Accelerator(cpu=True, mixed_precision="fp16"), config)
+        _, optimizer = accelerator.prepare(
+            self.model, torch.optim.AdamW(self.params, lr=1e-4, fused=True)
+        )
+        scaler = accelerator.scaler
+
+        def boundary() -> None:
+            scaler.scale(torch.ones(()))
+            accelerator.clip_grad_norm_(self.params, 1.0)
+            optimizer.step()
+            scaler._scale.fill_(SCALE)
+
+        return boundary
+
+    def fill(self, overflow: bool) -> None:
+        for p, value in zip(self.params, self.template, strict=True):
+            if p.grad is None:
+                p.grad = torch.empty_like(p)
+            p.grad.copy_(value)
+        if overflow:
+            for p in self.params[: len(self.params) // 2]:
+                p.grad.fill_(float("nan"))
+
+    def run(self, overflow: bool, repeats: int) -> dict[str, list[float]]:
+        """Seconds of each variant, taken in turn; who goes first changes from turn to turn."""
+        times: dict[str, list[float]] = {name: [] for name in VARIANTS}
+        for turn in range(repeats + 2):
+            order = VARIANTS[turn % 3 :] + VARIANTS[: turn % 3]
+            for name in order:
+                self.fill(overflow)
+                start = time.perf_counter()
+                self.boundaries[name]()
+                if turn >= 2:
+                    times[name].append(time.perf_counter() - start)
+        return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--repeats", type=int, default=45, help="timed turns (default: 45)")
+    parser.add_argument("--case", choices=CASES, help="only this list of parameters")
+    args = parser.parse_args()
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}")
+    print(f"{'parameters':<14}{'boundary':<10}{'off ms':>8}{'off again':>11}{'file on':>9}{'us':>8}")
+    for case in [args.case] if args.case else CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            torch.manual_seed(0)
+            bench = Bench(CASES[case], Path(folder), "sync")
+            for overflow in (False, True):
+                times = bench.run(overflow, args.repeats * (10 if len(bench.params) > 1000 else 1))
+                median = {name: statistics.median(values) for name, values in times.items()}
+                again, on = median["again"] / median["off"], median["on"] / median["off"]
+                extra = (median["on"] - (median["off"] + median["again"]) / 2) * 1e6
+                label = "skip" if overflow else "step"
+                print(
+                    f"{case:<14}{label:<10}{median['off'] * 1e3:>8.2f}{again:>11.3f}{on:>9.3f}"
+                    f"{extra:>8.0f}",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

@@ -14,6 +14,7 @@ from .agreement import whole
 from .boundary import Boundary
 from .config import ConfigError, OrderError, ScalerConfig
 from .culprits import Culprits
+from .due import Timing
 from .engine import Engine
 from .fences import Fences
 from .gradients import parameters_of
@@ -146,6 +147,11 @@ class AsyncOptimizer(Optimizer):
     def history(self) -> History:
         """What the scaler did, one record a window; empty without ``scaler``."""
         return History() if self._boundary is None else self._boundary.history
+
+    @property
+    def timing(self) -> Timing | None:
+        """When the last update handed over ran, and who waited for it; None: none yet."""
+        return self._engine.timing
 
     @property
     def step_was_skipped(self) -> bool:

@@ -230,11 +230,12 @@ class Flight:
 
 
 def _wait(task: Task, parts: int | None, where: Any) -> bool:
-    """``task.wait``, and how long it took."""
+    """``task.wait``, and how long it took, unless there was nothing to wait for."""
+    is_done = task.finished or (parts is not None and task.done >= parts)
     start = time.perf_counter()
     try:
         return task.wait(parts)
     finally:
         length, waits = time.perf_counter() - start, task.timing.waits
-        if length > SHORTEST_WAIT_S and len(waits) < MOST_WAITS:
+        if not is_done and length > SHORTEST_WAIT_S and len(waits) < MOST_WAITS:
             waits.append((start, length, where))

@@ -93,7 +93,7 @@ def remedies(evidence: Evidence, seen: Mapping[str, int], scale: float) -> list[
             f"it began in {where} in {often} of {evidence.looked} windows: run that layer in "
             "float32 (forward under torch.autocast(device_type, enabled=False), inputs .float())"
         )
-    if not at_floor and scale >= USUAL_SCALE:
+    if not at_floor and scale >= USUAL_SCALE and bad < windows:
         found.append(
             f"the scale was still falling: start with init_scale={scale:.10g}, or raise "
             "max_consecutive_skips"

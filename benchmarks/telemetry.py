@@ -90,7 +90,8 @@ def main() -> None:
     parser.add_argument("--case", choices=CASES, help="only this list of parameters")
     args = parser.parse_args()
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}")
-    print(f"{'parameters':<14}{'boundary':<10}{'off ms':>8}{'off again':>11}{'file on':>9}{'us':>8}")
+    heads = f"{'off ms':>8}{'off again':>11}{'file on':>9}{'us':>8}"
+    print(f"{'parameters':<14}{'boundary':<10}{heads}")
     for case in [args.case] if args.case else CASES:
         with tempfile.TemporaryDirectory() as folder:
             torch.manual_seed(0)

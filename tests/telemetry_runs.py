@@ -1,0 +1,187 @@
+"""Short attached runs, what plain torch says of them, and their telemetry read with plain json."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch import Tensor, nn
+
+from accel_scaler import ScalerConfig, attach, detach
+
+INF = float("inf")
+Line = dict[str, Any]
+
+MODES: dict[str, dict[str, Any]] = {
+    "sync": {},
+    "overlap": {"step_mode": "overlap"},
+    "delayed": {"step_mode": "delayed"},
+    "sync, state on the host": {"offload": "cpu"},
+    "overlap, state on the host": {"step_mode": "overlap", "offload": "cpu"},
+}
+
+
+def _forbid(literal: str) -> Any:
+    raise ValueError(f"{literal} is not JSON")
+
+
+def parse(text: str | bytes) -> Any:
+    """Strict JSON: no NaN, no Infinity."""
+    return json.loads(text, parse_constant=_forbid)
+
+
+def lines_of(path: Path | str) -> list[Line]:
+    """Every line of a file without broken ones."""
+    data = Path(path).read_bytes()
+    assert data.endswith(b"\n")
+    return [parse(line) for line in data.splitlines()]
+
+
+def kinds_of(path: Path | str) -> list[str]:
+    return [line["kind"] for line in lines_of(path)]
+
+
+def windows_of(path: Path | str) -> list[Line]:
+    """The window lines, with what they count under its name: ``norms``, ``nonfinite``, ..."""
+    names: list[str] = []
+    found = []
+    for line in lines_of(path):
+        if line["kind"] == "start":
+            names = []
+        if line["kind"] == "names":
+            names = line["names"]
+            assert len(names) == len(line["places"]) == len(line["elements"])
+        if line["kind"] != "window":
+            continue
+        if "norms" in line:
+            data = base64.b64decode(line["norms"])
+            values = struct.unpack(f"<{len(data) // 4}f", data)
+            line["norms"] = dict(zip(names, values, strict=True))
+        for key in ("nonfinite", "underflow"):
+            line[key] = {names[i]: rest for i, *rest in line.get(key, [])}
+        found.append(line)
+    return found
+
+
+def reset() -> None:
+    """Accelerate's state as in a fresh process."""
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    PartialState._reset_state()
+
+
+@contextmanager
+def attached(
+    path: Path | None = None, precision: str = "fp16", accumulation: int = 1, **settings: Any
+) -> Iterator[Any]:
+    """A fresh attached accelerator, detached at the end, so that its file is complete."""
+    reset()
+    torch.manual_seed(0)
+    telemetry = None if path is None else str(path)
+    defaults = {"init_scale": 2.0**12, "optimizer_threads": 1, "telemetry": telemetry}
+    accelerator: Any = Accelerator(
+        cpu=True, mixed_precision=precision, gradient_accumulation_steps=accumulation
+    )
+    says = "only telemetry is written"
+    with nullcontext() if precision == "fp16" else pytest.warns(UserWarning, match=says):
+        attach(accelerator, ScalerConfig(**(defaults | settings)))
+    try:
+        yield accelerator
+    finally:
+        if accelerator.scaler is not None:
+            accelerator.scaler.abandon_window()  # detach would raise, and hide an error
+        detach(accelerator)
+
+
+def batch(number: int, rows: int = 4) -> tuple[Tensor, Tensor]:
+    """For models from 8 numbers to 1."""
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(rows, 8, generator=generator), torch.randn(rows, 1, generator=generator)
+
+
+def loss_of(model: Any, number: int) -> Tensor:
+    x, y = batch(number)
+    return (model(x).float() - y).square().mean()
+
+
+def sgd(params: Any, **more: Any) -> torch.optim.Optimizer:
+    """Its momentum shows a lost step for long."""
+    return torch.optim.SGD(params, **({"lr": 0.1, "momentum": 0.9} | more))
+
+
+class Beside:
+    """Plain torch, beside an attached loop: looks at the same gradients and says what is right.
+
+    Args:
+        named: parameters, as ``named_parameters()`` gives them.
+        settings: of torch's scaler.
+    """
+
+    def __init__(
+        self,
+        named: Iterable[tuple[str, Tensor]],
+        init_scale: float = 2.0**12,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+    ) -> None:
+        self.named = list(named)
+        self._scale = torch.full((1,), init_scale)
+        self._tracker = torch.zeros(1, dtype=torch.int32)
+        self._rule = (growth_factor, backoff_factor, growth_interval)
+        self.expected: list[Line] = []
+
+    @property
+    def scale(self) -> float:
+        return float(self._scale)
+
+    def look(self, max_norm: float | None = None, rates: Sequence[float] = (0.1,)) -> Line:
+        """Call before the clip: the gradients are scaled, and accumulated."""
+        scale = self.scale
+        grads = {n: p.grad.float() / scale for n, p in self.named if p.grad is not None}
+        bad = {n: [int((~torch.isfinite(g)).sum())] for n, g in grads.items()}
+        bad = {n: count for n, count in bad.items() if count[0]}
+        tracker, found = self._tracker, torch.full((1,), float(bool(bad)))
+        torch._amp_update_scale_(self._scale, tracker, found, *self._rule)
+        line: Line = {
+            "scale": scale,
+            "next_scale": self.scale,
+            "growth_tracker": int(tracker),
+            "found_inf": bool(bad),
+            "skipped": bool(bad),
+            "nonfinite": bad,
+            "lr": list(rates),
+        }
+        if not bad:
+            norms = {n: float(g.norm()) for n, g in grads.items()}
+            total = float(nn.utils.get_total_norm(list(grads.values())))
+            line |= {"norms": norms, "grad_norm": total}
+            if max_norm is not None:
+                line |= {"max_norm": max_norm}
+                line |= {"clip_coefficient": min(1.0, max_norm / (total + 1e-6))}
+        self.expected.append(line)
+        return line
+
+    def assert_tells(self, path: Path, but: Sequence[str] = ()) -> list[Line]:
+        """The file says what plain torch says, bit for bit where no clip rounds."""
+        found = windows_of(path)
+        assert [line["step"] for line in found] == list(range(len(self.expected)))
+        for line, expected in zip(found, self.expected, strict=True):
+            for key, value in expected.items():
+                if key in but:
+                    continue
+                if key == "clip_coefficient":
+                    assert math.isclose(line[key], value, rel_tol=1e-6), (line["step"], key)
+                else:
+                    assert line[key] == value, (line["step"], key, line[key], value)
+        return found

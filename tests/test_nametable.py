@@ -1,0 +1,185 @@
+"""Numbers for parameters: stable while they live, started over when one is gone."""
+
+from __future__ import annotations
+
+import gc
+import math
+import struct
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from accel_scaler.culprits import Culprits
+from accel_scaler.nametable import NameTable
+
+
+def table_of(*models: nn.Module) -> NameTable:
+    culprits = Culprits(None)
+    for model in models:
+        culprits.know(model)
+    return NameTable(culprits)
+
+
+def chain() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+
+
+def floats(data: bytes | None) -> list[float]:
+    assert data is not None
+    return list(struct.unpack(f"={len(data) // 4}f", data))
+
+
+def optimizer_of(params: Sequence[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(list(params), lr=1.0)
+
+
+def test_each_parameter_gets_the_next_number_once() -> None:
+    model = chain()
+    table, params = table_of(model), list(model.parameters())
+    assert table.numbers_of(params[2:]) == [0, 1]
+    assert table.numbers_of(params) == [2, 3, 0, 1]
+    assert table.numbers_of([params[3], params[3]]) == [1, 1]
+    assert table.names == ("1.weight", "1.bias", "0.weight", "0.bias")
+    assert table.elements == (3, 1, 6, 3)
+
+
+def test_places_are_those_in_the_models_own_order() -> None:
+    model = chain()
+    table, params = table_of(model), list(model.parameters())
+    table.numbers_of([params[3], params[0]])
+    table.numbers_of(params)
+    by_place = [name for _, name in sorted(zip(table.places, table.names, strict=True))]
+    assert by_place == [name for name, _ in model.named_parameters()]
+
+
+def test_a_second_models_parameters_come_after_the_firsts() -> None:
+    one, two = chain(), nn.Linear(1, 1)
+    table = table_of(one, two)
+    table.numbers_of([*two.parameters(), *one.parameters()])
+    assert [name for _, name in sorted(zip(table.places, table.names, strict=True))] == [
+        *(name for name, _ in one.named_parameters()),
+        *("weight", "bias"),
+    ]
+
+
+def test_two_models_with_the_same_names_are_told_apart() -> None:
+    one, two = chain(), chain()
+    table = table_of(one, two)
+    table.numbers_of([*one.parameters(), *two.parameters()])
+    assert len(set(table.names)) == 8
+    assert table.names[0] == "Sequential[0].0.weight"
+    assert table.names[4] == "Sequential[1].0.weight"
+
+
+def test_what_no_model_knows_is_named_by_its_optimizer_and_comes_last() -> None:
+    model, own = chain(), nn.Parameter(torch.zeros(5))
+    table = table_of(model)
+    table.numbers_of([own, *model.parameters()], optimizer_of([own]))
+    assert table.names[0] == "parameter 0 of group 0, shape (5,)"
+    assert max(table.places) == table.places[0]
+    assert len(set(table.places)) == 5
+
+
+def test_tied_parameters_are_one() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    table = table_of(model)
+    assert table.numbers_of(list(model.parameters())) == [0, 1, 2]
+    assert table.names == ("0.weight", "0.bias", "1.bias")
+
+
+def test_more_parameters_later_move_no_number() -> None:
+    model = chain()
+    table, params = table_of(model), list(model.parameters())
+    optimizer, norms = optimizer_of(params), torch.tensor([1.0, 2.0, 3.0])
+    assert floats(table.place_norms([(params[:3], None, norms)], optimizer)) == [1.0, 2.0, 3.0]
+    table.numbers_of(params)
+    again = floats(table.place_norms([(params[:3], None, norms)], optimizer))
+    assert again[:3] == [1.0, 2.0, 3.0]
+    assert math.isnan(again[3])
+
+
+def test_a_model_that_is_gone_leaves_no_name() -> None:
+    first, second = chain(), nn.Linear(4, 1)
+    table = table_of(first, second)
+    table.numbers_of(list(first.parameters()))
+    del first
+    gc.collect()
+    assert table.numbers_of(list(second.parameters())) == [0, 1]
+    assert table.names == ("weight", "bias")
+    assert table.elements == (4, 1)
+
+
+def test_a_parameter_at_the_address_of_one_that_is_gone_is_another() -> None:
+    """Python gives a freed ``id`` away again; a table by id alone would keep the old name."""
+    keep, table = [], table_of()
+    for size in range(1, 200):
+        p = nn.Parameter(torch.zeros(size))
+        keep.append(id(p))
+        (number,) = table.numbers_of([p])
+        assert table.names[number] == f"a parameter of shape ({size},)"
+        del p
+    assert len(set(keep)) < len(keep)  # else this has shown nothing
+
+
+def test_a_model_that_is_known_later_renames_its_parameters() -> None:
+    model, culprits = chain(), Culprits(None)
+    table = NameTable(culprits)
+    table.numbers_of(list(model.parameters()))
+    assert table.names[0] == "a parameter of shape (3, 2)"
+    culprits.know(model)
+    table.numbers_of(list(model.parameters()))
+    assert table.names == ("0.weight", "0.bias", "1.weight", "1.bias")
+
+
+def test_it_keeps_no_parameter_alive() -> None:
+    model = chain()
+    table, died = table_of(model), []
+    table.numbers_of(list(model.parameters()))
+    weakref.finalize(model, died.append, True)
+    del model
+    gc.collect()
+    assert died == [True]
+
+
+def test_norms_stand_at_their_numbers_and_nan_where_there_is_none() -> None:
+    model = chain()
+    table, params = table_of(model), list(model.parameters())
+    optimizer = optimizer_of(params)
+    all_of = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    assert floats(table.place_norms([(params, None, all_of)], optimizer)) == [1.0, 2.0, 3.0, 4.0]
+    some = floats(table.place_norms([(params[1:3], None, torch.tensor([5.0, 6.0]))], optimizer))
+    assert some[1:3] == [5.0, 6.0]
+    assert math.isnan(some[0])
+    assert math.isnan(some[3])
+    one, other = torch.tensor([7.0]), torch.tensor([8.0])
+    two = [(params[:1], None, one), (params[3:], None, other)]
+    found = floats(table.place_norms(two, optimizer))
+    assert (found[0], found[3]) == (7.0, 8.0)
+    assert math.isnan(found[1])
+    backwards = floats(table.place_norms([(params[::-1], None, all_of)], optimizer))
+    assert backwards == [4.0, 3.0, 2.0, 1.0]
+
+
+def test_without_norms_there_is_nothing_to_place() -> None:
+    p = nn.Parameter(torch.zeros(1))
+    assert table_of().place_norms([], optimizer_of([p])) is None
+    assert table_of().place_norms([([p], None, None)], optimizer_of([p])) is None
+
+
+def test_norms_of_a_strided_tensor_are_its_values() -> None:
+    params = [nn.Parameter(torch.zeros(1)) for _ in range(3)]
+    strided = torch.arange(6.0)[::2]
+    found = table_of().place_norms([(params, list(map(id, params)), strided)], optimizer_of(params))
+    assert floats(found) == [0, 2, 4]
+
+
+def test_a_label_is_a_name_or_its_own_text() -> None:
+    model = chain()
+    table = table_of(model)
+    table.numbers_of(list(model.parameters()))
+    assert table.label(model[1].bias) == "1.bias"
+    assert table.label("optimizer.step") == "optimizer.step"
+    assert table.label(nn.Parameter(torch.zeros(1))) == "a parameter"

@@ -1,0 +1,574 @@
+"""Attached loops whose telemetry files are compared with plain torch beside them, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import pickle
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from async_support import assert_same, lazy
+from support import mlp
+from telemetry_runs import (
+    INF,
+    MODES,
+    Beside,
+    attached,
+    batch,
+    kinds_of,
+    lines_of,
+    loss_of,
+    sgd,
+    windows_of,
+)
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ExponentialLR
+
+from accel_scaler import ScalerConfig
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ALL_MODES = pytest.mark.parametrize("mode", MODES.values(), ids=MODES.keys())
+OVERFLOWS = (0, 3, 4)
+WINDOWS = 8
+
+
+def train(
+    accelerator: Any,
+    *,
+    windows: int = WINDOWS,
+    max_norm: float | None = 0.5,
+    scale: dict[str, Any] | None = None,
+    accumulation: int = 1,
+    model: nn.Module | None = None,
+    make: Callable[..., torch.optim.Optimizer] = sgd,
+    overflows: tuple[int, ...] = OVERFLOWS,
+) -> Beside:
+    """A loop with a schedule; at each boundary plain torch looks at the gradients first."""
+    plain = mlp() if model is None else model
+    inner = make(plain.parameters())
+    schedule = ExponentialLR(inner, 0.7)
+    prepared, optimizer, schedule = accelerator.prepare(plain, inner, schedule)
+    beside = Beside(plain.named_parameters(), **(scale or {}))
+    for number in range(windows * accumulation):
+        window, micro = divmod(number, accumulation)
+        with accelerator.accumulate(prepared):
+            loss = loss_of(prepared, number)
+            bad = window in overflows and micro == 0
+            accelerator.backward(loss * INF if bad else loss)
+            if accelerator.sync_gradients:
+                rates = [group["lr"] for group in inner.param_groups]
+                beside.look(max_norm, rates)
+                if max_norm is not None:
+                    accelerator.clip_grad_norm_(prepared.parameters(), max_norm)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    return beside
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@ALL_MODES
+def test_every_window_is_what_plain_torch_says(
+    tmp_path: Path, mode: dict[str, Any], accumulation: int
+) -> None:
+    path, rule = tmp_path / "run.jsonl", {"growth_interval": 2}
+    with attached(path, accumulation=accumulation, **mode, **rule) as accelerator:
+        beside = train(accelerator, accumulation=accumulation, scale=rule)
+    found = beside.assert_tells(path)
+    assert [line["skipped"] for line in found] == [n in OVERFLOWS for n in range(WINDOWS)]
+    assert len({line["scale"] for line in found}) >= 3
+    assert len({line["lr"][0] for line in found}) > 3
+    assert any(line["clip_coefficient"] not in (None, 1.0) for line in found)
+    # The loss of the first micro-batch of these windows was inf.
+    assert [line.get("loss_nonfinite", 0) for line in found] == [
+        int(n in OVERFLOWS) for n in range(WINDOWS)
+    ]
+    times = [line["time"] for line in found]
+    assert times == sorted(times)
+    assert times[0] > 0
+    assert kinds_of(path)[0] == "start"
+    end = lines_of(path)[-1]
+    assert (end["kind"], end["windows"], end["skips"], end["error"]) == ("end", WINDOWS, 3, None)
+
+
+@ALL_MODES
+def test_memory_holds_what_the_file_holds(tmp_path: Path, mode: dict[str, Any]) -> None:
+    path = tmp_path / "run.jsonl"
+    with attached(path, **mode) as accelerator:
+        train(accelerator)
+        history = accelerator.scaler_history
+    for line, record in zip(windows_of(path), history.records, strict=True):
+        assert record.index == line["step"]
+        assert record.norms is not None or record.skipped
+        for key in ("scale", "next_scale", "found_inf", "skipped", "grad_norm", "max_norm"):
+            assert getattr(record, key) == line[key]
+        for key in ("clip_coefficient", "growth_tracker", "loss_nonfinite"):
+            assert getattr(record, key) == line.get(key, 0)
+        assert list(record.lr) == line["lr"]
+        assert record.names == () or set(line["nonfinite"]) <= set(record.names)
+
+
+def test_the_start_says_what_runs_with_which_settings(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with attached(path, min_scale=0.5, step_mode="overlap"):
+        (start,) = lines_of(path)
+    facts = ("rank", "ranks", "device", "precision", "torch")
+    assert [start[key] for key in facts] == [0, 1, "cpu", "fp16", torch.__version__]
+    assert start["settings"]["min_scale"] == 0.5
+    assert start["settings"]["step_mode"] == "overlap"
+    assert start["settings"].keys() == ScalerConfig.__dataclass_fields__.keys()
+    assert start["package"]
+    assert start["accelerate"]
+
+
+@ALL_MODES
+def test_a_scale_that_is_no_power_of_two(tmp_path: Path, mode: dict[str, Any]) -> None:
+    """Rounded once by the unscaling; the norms are those of the unscaled gradients."""
+    path, scale = tmp_path / "run.jsonl", {"init_scale": 1000.0, "backoff_factor": 0.7}
+    with attached(path, **mode, **scale) as accelerator:
+        beside = train(accelerator, scale=scale)
+    found = beside.assert_tells(path, but=("norms", "grad_norm", "clip_coefficient"))
+    for line, expected in zip(found, beside.expected, strict=True):
+        if not line["skipped"]:
+            assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-6)
+            assert line["norms"] == pytest.approx(expected["norms"], rel=1e-6)
+
+
+Clip = Callable[[Any, list[Tensor]], Any]
+CLIPS: dict[str, Clip] = {
+    "none": lambda a, p: None,
+    "active": lambda a, p: a.clip_grad_norm_(p, 0.3),
+    "not active": lambda a, p: a.clip_grad_norm_(p, 1e4),
+    "inf norm": lambda a, p: a.clip_grad_norm_(p, 0.05, norm_type=INF),
+    "value": lambda a, p: a.clip_grad_value_(p, 0.01),
+    "some parameters": lambda a, p: a.clip_grad_norm_(p[2:], 0.1),
+    "twice": lambda a, p: (a.clip_grad_norm_(p, 0.3), a.clip_grad_norm_(p, 0.1)),
+}
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": sgd,
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.05),
+    "fused adamw": lambda params: torch.optim.AdamW(params, lr=0.05, fused=True),
+}
+
+
+def numbers_of_a_run(path: Path | None, clip: Clip, make: Any, **settings: Any) -> Any:
+    """All that training computes."""
+    with attached(path, growth_interval=2, **settings) as accelerator:
+        plain = mlp()
+        model, optimizer = accelerator.prepare(plain, make(plain.parameters()))
+        seen: list[Any] = []
+        for number in range(7):
+            loss = loss_of(model, number)
+            accelerator.backward(loss * INF if number in (0, 3) else loss)
+            norm = clip(accelerator, list(model.parameters()))
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += [loss.item(), optimizer.step_was_skipped, accelerator.scaler.get_scale()]
+            seen += [] if norm is None else [torch.as_tensor(norm).tolist()]
+        return [seen, plain.state_dict(), optimizer.state_dict()]
+
+
+@pytest.mark.parametrize("clip", CLIPS.values(), ids=CLIPS.keys())
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+@ALL_MODES
+def test_training_is_the_same_with_the_file_and_without(
+    tmp_path: Path, mode: dict[str, Any], make: Any, clip: Clip
+) -> None:
+    without = numbers_of_a_run(None, clip, make, **mode)
+    path = tmp_path / "run.jsonl"
+    assert_same(numbers_of_a_run(path, clip, make, **mode), without)
+    watched = {**mode, "find_overflow": True, "underflow_interval": 1}
+    assert_same(numbers_of_a_run(path, clip, make, **watched), without)
+    assert kinds_of(path).count("window") == 14
+    assert without[0].count(True) == 2
+
+
+def one_window(path: Path, clip: Clip, **mode: Any) -> tuple[Any, Any]:
+    """The record of one window without overflow, and what plain torch says of it."""
+    with attached(path, **mode) as accelerator:
+        plain = mlp()
+        model, optimizer = accelerator.prepare(plain, sgd(plain.parameters()))
+        accelerator.backward(loss_of(model, 0))
+        expected = Beside(plain.named_parameters()).look()
+        clip(accelerator, list(model.parameters()))
+        optimizer.step()
+    (line,) = windows_of(path)
+    return line, expected
+
+
+@ALL_MODES
+def test_without_a_clip_there_may_be_no_norm_but_never_a_wrong_one(
+    tmp_path: Path, mode: dict[str, Any]
+) -> None:
+    line, expected = one_window(tmp_path / "run.jsonl", CLIPS["none"], **mode)
+    assert (line["max_norm"], line["clip_coefficient"]) == (None, None)
+    assert line["grad_norm"] in (None, expected["grad_norm"])
+    assert line.get("norms") in (None, expected["norms"])
+
+
+@ALL_MODES
+def test_a_clip_by_value_is_no_clip_of_a_norm(tmp_path: Path, mode: dict[str, Any]) -> None:
+    line, expected = one_window(tmp_path / "run.jsonl", CLIPS["value"], **mode)
+    assert (line["max_norm"], line["clip_coefficient"]) == (None, None)
+    assert line["grad_norm"] in (None, expected["grad_norm"])
+
+
+@ALL_MODES
+def test_a_clip_of_another_norm_is_recorded_as_that(tmp_path: Path, mode: dict[str, Any]) -> None:
+    line, expected = one_window(tmp_path / "run.jsonl", CLIPS["inf norm"], **mode)
+    assert line["max_norm"] == 0.05
+    largest = line["grad_norm"]
+    assert 0 < largest < expected["grad_norm"]
+    assert line["clip_coefficient"] == pytest.approx(0.05 / (largest + 1e-6), rel=1e-6)
+    assert line.get("norms") in (None, expected["norms"])
+
+
+@ALL_MODES
+def test_a_clip_of_some_parameters_has_their_norm(tmp_path: Path, mode: dict[str, Any]) -> None:
+    line, expected = one_window(tmp_path / "run.jsonl", CLIPS["some parameters"], **mode)
+    some = {name: expected["norms"][name] for name in ("2.weight", "2.bias")}
+    assert line["grad_norm"] == pytest.approx(math.hypot(*some.values()), rel=1e-6)
+    assert {name: line["norms"][name] for name in some} == some
+    for name in line["norms"].keys() - some.keys():
+        assert math.isnan(line["norms"][name]) or line["norms"][name] == expected["norms"][name]
+
+
+@ALL_MODES
+def test_after_two_clips_the_norm_is_that_before_both(tmp_path: Path, mode: dict[str, Any]) -> None:
+    line, expected = one_window(tmp_path / "run.jsonl", CLIPS["twice"], **mode)
+    assert line["grad_norm"] == expected["grad_norm"]
+    assert line["norms"] == expected["norms"]
+    assert line["max_norm"] == 0.1
+    # What is left of the gradients: 0.3 of the norm, and then 0.1 of that.
+    assert line["clip_coefficient"] == pytest.approx(0.1 / expected["grad_norm"], rel=1e-3)
+
+
+@pytest.mark.parametrize("clip", ["each", "all", "none"])
+@ALL_MODES
+def test_two_optimizers_in_one_window_are_one_record(
+    tmp_path: Path, mode: dict[str, Any], clip: str
+) -> None:
+    path = tmp_path / "run.jsonl"
+    with attached(path, **mode) as accelerator:
+        models = [mlp(), mlp()]
+        rates = [0.1, 0.2]
+        inner = [sgd(m.parameters(), lr=lr) for m, lr in zip(models, rates, strict=True)]
+        one, two, *optimizers = accelerator.prepare(*models, *inner)
+        named = [
+            (f"Sequential[{n}].{name}", p)
+            for n, model in enumerate(models)
+            for name, p in model.named_parameters()
+        ]
+        beside = Beside(named)
+        for number in range(5):
+            parts = [loss_of(one, number), loss_of(two, 100 + number)]
+            if number in (1, 2):
+                parts[number - 1] = parts[number - 1] * INF
+            accelerator.backward(sum(parts))
+            beside.look(None, rates)
+            if clip == "all":
+                accelerator.clip_grad_norm_([p for _, p in named], 0.5)
+            for model, optimizer in zip((one, two), optimizers, strict=True):
+                if clip == "each":
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+    found = beside.assert_tells(path, but=("norms", "grad_norm"))
+    for line, expected in zip(found, beside.expected, strict=True):
+        if clip == "none" or line["skipped"]:
+            continue
+        assert line["norms"] == expected["norms"]
+        assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-6)
+        total = expected["grad_norm"]
+        if clip == "each":
+            halves = [list(expected["norms"].values())[n : n + 4] for n in (0, 4)]
+            total = max(math.hypot(*half) for half in halves)
+        coefficient = min(1.0, 0.5 / (total + 1e-6))
+        assert line["clip_coefficient"] == pytest.approx(coefficient, rel=1e-5)
+        assert line["max_norm"] == 0.5
+
+
+@ALL_MODES
+def test_two_optimizers_in_turn_are_two_records(tmp_path: Path, mode: dict[str, Any]) -> None:
+    path = tmp_path / "run.jsonl"
+    with attached(path, **mode) as accelerator:
+        models = [mlp(), mlp()]
+        inner = [sgd(models[0].parameters(), lr=0.1), sgd(models[1].parameters(), lr=0.2)]
+        one, two, *optimizers = accelerator.prepare(*models, *inner)
+        besides = [
+            Beside((f"Sequential[{n}].{name}", p) for name, p in model.named_parameters())
+            for n, model in enumerate(models)
+        ]
+        besides[1]._scale = besides[0]._scale  # one scale for both
+        besides[1]._tracker = besides[0]._tracker
+        for number in range(4):
+            for n, model in enumerate((one, two)):
+                accelerator.backward(loss_of(model, number) * (INF if number == 1 + n else 1.0))
+                besides[n].look(0.5, [inner[n].param_groups[0]["lr"]])
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizers[n].step()
+                optimizers[n].zero_grad()
+    found = windows_of(path)
+    assert [line["step"] for line in found] == list(range(8))
+    scale = 2.0**12
+    for line in found:
+        expected = besides[line["step"] % 2].expected[line["step"] // 2]
+        assert line["scale"] == scale
+        scale = line["next_scale"]
+        for key in ("skipped", "lr", "grad_norm"):
+            assert line[key] == expected.get(key), key
+        assert line["nonfinite"] == expected["nonfinite"]
+        for name, norm in expected.get("norms", {}).items():
+            assert line["norms"][name] == norm
+    assert scale == 2.0**10
+
+
+@ALL_MODES
+def test_parameters_come_and_go(tmp_path: Path, mode: dict[str, Any]) -> None:
+    """One never used, one frozen from the middle on, a group added later."""
+    path = tmp_path / "run.jsonl"
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.unused, self.late = mlp(), nn.Linear(2, 2), nn.Linear(8, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x) + self.late(x)
+
+    with attached(path, **mode) as accelerator:
+        plain = Model()
+        inner = sgd([*plain.body.parameters(), *plain.unused.parameters()])
+        plain.late.requires_grad_(False)
+        model, optimizer = accelerator.prepare(plain, inner)
+        beside = Beside(plain.named_parameters())
+        for number in range(6):
+            if number == 2:
+                plain.late.requires_grad_(True)
+                optimizer.add_param_group({"params": list(plain.late.parameters()), "lr": 0.05})
+            if number == 4:
+                plain.body[0].weight.requires_grad_(False)
+            accelerator.backward(loss_of(model, number))
+            beside.look(0.5, [group["lr"] for group in inner.param_groups])
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    found = windows_of(path)
+    for line, expected in zip(found, beside.expected, strict=True):
+        here = {name: norm for name, norm in line["norms"].items() if not math.isnan(norm)}
+        assert here == expected["norms"]
+        assert (line["grad_norm"], line["lr"]) == (expected["grad_norm"], expected["lr"])
+    assert [len(line["lr"]) for line in found] == [1, 1, 2, 2, 2, 2]
+    assert kinds_of(path).count("names") == 2
+
+
+@ALL_MODES
+def test_tied_parameters_are_one(tmp_path: Path, mode: dict[str, Any]) -> None:
+    path = tmp_path / "run.jsonl"
+    with attached(path, **mode) as accelerator:
+        plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1))
+        plain[1].weight = plain[0].weight
+        beside = train(accelerator, model=plain)
+    beside.assert_tells(path)
+    (names,) = [line["names"] for line in lines_of(path) if line["kind"] == "names"][-1:]
+    assert names == ["0.weight", "0.bias", "1.bias", "2.weight", "2.bias"]
+
+
+@pytest.mark.parametrize("given_up", ["zeroed", "abandoned"])
+@ALL_MODES
+def test_a_window_given_up_leaves_nothing_behind(
+    tmp_path: Path, mode: dict[str, Any], given_up: str
+) -> None:
+    """A look at the norm, then thrown away; the next one is stepped without a clip."""
+    path = tmp_path / "run.jsonl"
+    with attached(path, **mode) as accelerator:
+        plain = mlp()
+        model, optimizer = accelerator.prepare(plain, sgd(plain.parameters()))
+        for factor in (1.0, INF):
+            accelerator.backward(loss_of(model, 0) * factor)
+            accelerator.clip_grad_norm_(model.parameters(), 1e-3)
+            optimizer.zero_grad()
+            if given_up == "abandoned":
+                accelerator.scaler.abandon_window()
+        accelerator.backward(loss_of(model, 1))
+        expected = Beside(plain.named_parameters()).look()
+        optimizer.step()
+    (line,) = windows_of(path)
+    assert (line["skipped"], line["scale"], line["nonfinite"]) == (False, 2.0**12, {})
+    assert (line["max_norm"], line["clip_coefficient"]) == (None, None)
+    assert line["grad_norm"] in (None, expected["grad_norm"])
+    assert line.get("norms") in (None, expected["norms"])
+
+
+@ALL_MODES
+def test_loading_a_checkpoint_in_between(tmp_path: Path, mode: dict[str, Any]) -> None:
+    path = tmp_path / "run.jsonl"
+    with attached(path, **mode) as accelerator:
+        plain = mlp()
+        model, optimizer = accelerator.prepare(plain, sgd(plain.parameters()))
+        beside = Beside(plain.named_parameters())
+
+        def step(number: int, factor: float = 1.0) -> None:
+            accelerator.backward(loss_of(model, number) * factor)
+            beside.look(0.5)
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step(0)
+        accelerator.save_state(str(tmp_path / "state"))
+        step(1, INF)
+        step(2)
+        accelerator.backward(loss_of(model, 3))  # an open window is given up
+        accelerator.load_state(str(tmp_path / "state"))
+        optimizer.zero_grad()
+        saved = beside.expected[0]
+        beside._scale.fill_(saved["next_scale"])
+        beside._tracker.fill_(saved["growth_tracker"])
+        step(1)
+        step(2)
+    found = windows_of(path)
+    for line, expected in zip(found, beside.expected, strict=True):
+        for key, value in expected.items():
+            assert line[key] == pytest.approx(value) if key[:4] == "clip" else line[key] == value
+    assert [line["scale"] for line in found] == [4096.0, 4096.0, 2048.0, 4096.0, 4096.0]
+    steps = [line["step"] for line in found]
+    assert steps == sorted(set(steps))
+
+
+@ALL_MODES
+def test_a_second_model_after_free_memory_has_its_own_names(
+    tmp_path: Path, mode: dict[str, Any]
+) -> None:
+    path = tmp_path / "run.jsonl"
+    with attached(path, **mode) as accelerator:
+        train(accelerator, windows=2, overflows=())
+        accelerator.free_memory()
+        gc.collect()
+        second = nn.Sequential(nn.Linear(8, 3), nn.Linear(3, 1), nn.Linear(1, 1))
+        beside = train(accelerator, windows=2, overflows=(0,), model=second)
+    found = windows_of(path)[2:]
+    own = {name for name, _ in second.named_parameters()}
+    (last,) = [line["names"] for line in lines_of(path) if line["kind"] == "names"][-1:]
+    assert set(last) == own
+    assert [line["nonfinite"] for line in found] == [e["nonfinite"] for e in beside.expected]
+    assert found[1]["norms"] == beside.expected[1]["norms"]
+
+
+# What ran when.
+
+
+def spans_of(line: Any, kind: str) -> list[tuple[int, int, str | None]]:
+    """``(start, end, where)`` of the spans of one kind."""
+    return [
+        (start, start + length, (*where, None)[0])
+        for name, start, length, *where in line["spans"]
+        if name == kind
+    ]
+
+
+@ALL_MODES
+def test_spans_lie_where_they_should(tmp_path: Path, mode: dict[str, Any]) -> None:
+    """The order of events; how long they took is left open. Microseconds are rounded."""
+    path = tmp_path / "run.jsonl"
+    with attached(path, accumulation=2, **mode) as accelerator:
+        train(accelerator, accumulation=2, windows=5, overflows=(1,))
+    found, before = windows_of(path), 0
+    for line in found:
+        (step,), (clip,) = spans_of(line, "step"), spans_of(line, "clip")
+        forwards, backwards = spans_of(line, "forward"), spans_of(line, "backward")
+        assert (len(forwards), len(backwards)) == (2, 2)
+        main = [forwards[0], backwards[0], forwards[1], backwards[1], clip, step]
+        moments = [moment for start, end, _ in main for moment in (start, end)]
+        assert all(a <= b + 1 for a, b in zip([before, *moments], moments, strict=False))
+        # The record is made within the step.
+        assert step[0] - 1 <= line["time"] * 1e6 <= step[1] + 1
+        before = step[1]
+        updates = spans_of(line, "optimizer")
+        assert len(updates) == (0 if line["skipped"] else 1)
+        for start, end, _ in updates:
+            assert start >= step[0] - 1
+            assert line["optimizer_us"] == pytest.approx(end - start, abs=1)
+            assert 0 <= line["waited_us"] <= line["optimizer_us"]
+            hidden = line["optimizer_us"] - line["waited_us"]
+            assert line["hidden_us"] == pytest.approx(hidden, abs=1)
+            if mode.get("step_mode", "sync") == "sync":
+                assert end <= step[1] + 2
+            if not mode:
+                assert line["waited_us"] == line["optimizer_us"]
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_a_wait_names_the_parameter_that_was_waited_for(tmp_path: Path, offload: str) -> None:
+    """A part of the update runs when somebody waits for it, so the next forward has to."""
+    path = tmp_path / "run.jsonl"
+    with lazy(), attached(path, step_mode="overlap", offload=offload) as accelerator:
+        train(accelerator, windows=5, overflows=())
+    for line in windows_of(path)[:-1]:
+        waits, (step,) = spans_of(line, "wait"), spans_of(line, "step")
+        (update,) = spans_of(line, "optimizer")
+        # All of them, in forward order; the next step may still wait for the thread to be done.
+        assert [where for *_, where in waits if where != "optimizer.step"] == [
+            *("0.weight", "0.bias", "2.weight", "2.bias")
+        ]
+        assert all(start >= step[0] - 1 for start, _, _ in waits)
+        assert all(at <= update[1] + 1 for at, _, where in waits if where != "optimizer.step")
+        assert 0 < line["waited_us"] <= line["optimizer_us"]
+
+
+def test_the_end_waits_for_the_last_update(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with lazy(), attached(path, step_mode="overlap") as accelerator:
+        train(accelerator, windows=2, overflows=())
+        accelerator.end_training()
+        assert all("optimizer_us" in line for line in windows_of(path))
+        assert [where for *_, where in spans_of(windows_of(path)[-1], "wait")] == ["synchronize"]
+
+
+@ALL_MODES
+def test_detaching_removes_every_hook(tmp_path: Path, mode: dict[str, Any]) -> None:
+    plain = mlp()
+    hooks = [name for name in vars(plain) if name.endswith("_hooks")]
+
+    def count() -> int:
+        own = sum(len(getattr(m, name) or ()) for m in plain.modules() for name in hooks)
+        return own + sum(len(p._backward_hooks or ()) for p in plain.parameters())
+
+    with attached(tmp_path / "run.jsonl", find_overflow=True, **mode) as accelerator:
+        train(accelerator, windows=2, overflows=(1,), model=plain)
+        assert count() > 0
+    assert count() == 0
+
+
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"]
+)
+def test_a_watched_model_may_be_copied(tmp_path: Path, again: Callable[[Any], Any]) -> None:
+    path, plain = tmp_path / "run.jsonl", mlp()
+    hooked = nn.Sequential(plain)
+    with attached(path) as accelerator:
+        accelerator._boundary.recorder.watch(hooked, hooked)
+        other = again(hooked)
+        x, _ = batch(0)
+        assert torch.equal(other(x), hooked(x))
+        assert len(accelerator._boundary.recorder.timeline.take()) == 1
+
+
+@pytest.mark.parametrize("file", [True, False], ids=["file", "no file"])
+def test_nothing_keeps_a_dropped_model_alive(tmp_path: Path, file: bool) -> None:
+    path = tmp_path / "run.jsonl"
+    with attached(path if file else None, find_overflow=True) as accelerator:
+        plain = mlp()
+        train(accelerator, windows=2, overflows=(1,), model=plain)
+        gone = [weakref.ref(plain), *map(weakref.ref, plain.parameters())]
+        accelerator.free_memory()
+        del plain
+        gc.collect()
+        assert [ref() for ref in gone] == [None] * len(gone)

@@ -1,0 +1,134 @@
+"""A Trainer's telemetry: a window a step, values in its logs and progress bar, ends in order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import weights
+from telemetry_runs import kinds_of, lines_of, windows_of
+from trainer_support import CONFIG, SKIPPED, logs, make, train
+from transformers import ProgressCallback
+
+from accel_scaler import ScalerConfig, attach, detach
+from accel_scaler.trainer import ShowScale
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+STEPS = 8
+
+
+def config(path: Path | None = None, **more: Any) -> ScalerConfig:
+    telemetry = None if path is None else str(path)
+    return ScalerConfig(**CONFIG.changed(), telemetry=telemetry, optimizer_threads=1, **more)
+
+
+@pytest.mark.parametrize("step_mode", ["sync", "overlap", "delayed"])
+def test_a_run_has_a_window_a_step_and_the_same_numbers(tmp_path: Path, step_mode: Any) -> None:
+    path, ends = tmp_path / "run.jsonl", []
+    for telemetry in (None, path):
+        trainer, recorder = make(tmp_path / "out")
+        attach(trainer, config(telemetry, step_mode=step_mode))
+        train(trainer)
+        if telemetry:
+            assert kinds_of(path).count("window") == trainer.state.global_step == STEPS
+            found = windows_of(path)
+            assert [line["next_scale"] for line in found] == recorder.scales
+            assert [n for n, line in enumerate(found) if line["skipped"]] == SKIPPED
+            logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+            for line, entry in zip(found, logged, strict=True):
+                if not line["skipped"]:
+                    assert line["grad_norm"] == pytest.approx(entry["grad_norm"], rel=1e-6)
+                assert len(line["lr"]) == 2  # with and without decay
+            assert all("optimizer_us" in line for line in found if not line["skipped"])
+        ends.append((weights(trainer.model), logs(trainer)))
+        detach(trainer)
+    assert torch.equal(ends[0][0], ends[1][0])
+    assert ends[0][1] == ends[1][1]
+    end = lines_of(path)[-1]
+    assert (end["windows"], end["skips"]) == (STEPS, len(SKIPPED))
+
+
+def test_the_logs_have_scale_and_skips(tmp_path: Path) -> None:
+    trainer, recorder = make(tmp_path)
+    attach(trainer, config())
+    train(trainer)
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["scaler_scale"] for entry in logged] == recorder.scales
+    skips = [sum(n <= step for n in SKIPPED) for step in range(STEPS)]
+    assert [entry["scaler_skips"] for entry in logged] == skips
+    (last,) = [entry for entry in trainer.state.log_history if "train_runtime" in entry]
+    assert "scaler_scale" not in last
+    detach(trainer)
+    trainer.log({"loss": 1.0})
+    assert "scaler_scale" not in trainer.state.log_history[-1]
+
+
+class Bar:
+    """What a progress bar is told."""
+
+    def __init__(self) -> None:
+        self.told: list[dict[str, float]] = []
+
+    def set_postfix(self, values: dict[str, float], refresh: bool = True) -> None:
+        self.told.append(dict(values))
+
+    def update(self, count: int) -> None: ...
+    def write(self, text: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class Progress(ProgressCallback):  # type: ignore[misc]
+    """The Trainer's own, on a bar that remembers."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.training_bar = self.bar = Bar()
+        self.current_step = 0
+
+
+def test_the_progress_bar_shows_scale_and_skips(tmp_path: Path) -> None:
+    trainer, recorder = make(tmp_path)
+    trainer.add_callback(Progress)
+    attach(attach(trainer, config()))
+    train(trainer)
+    (progress,) = [c for c in trainer.callback_handler.callbacks if isinstance(c, Progress)]
+    assert [told["scale"] for told in progress.bar.told] == recorder.scales
+    assert progress.bar.told[-1]["skips"] == len(SKIPPED)
+    shows = [c for c in trainer.callback_handler.callbacks if isinstance(c, ShowScale)]
+    assert len(shows) == 1  # though attached twice
+    detach(trainer)
+    assert not any(isinstance(c, ShowScale) for c in trainer.callback_handler.callbacks)
+
+
+def test_a_training_that_fails_leaves_a_file_up_to_there(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    trainer, recorder = make(tmp_path / "out")
+    attach(trainer, config(path, step_mode="overlap"))
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        if trainer.state.global_step == 4:
+            raise KeyboardInterrupt
+
+    recorder.on_step_end = fail  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        train(trainer)
+    assert kinds_of(path).count("window") == 4
+    detach(trainer)
+
+
+def test_each_accelerator_of_a_search_is_a_session_of_its_own(tmp_path: Path) -> None:
+    """A hyperparameter search makes a new accelerator for each trial; nothing is collected yet."""
+    path = tmp_path / "run.jsonl"
+    trainer, _ = make(tmp_path / "out", max_steps=2, overflows=())
+    attach(trainer, config(path))
+    before = trainer.accelerator
+    train(trainer)
+    trainer.create_accelerator_and_postprocess()
+    assert trainer.accelerator is not before
+    train(trainer)
+    detach(trainer)
+    one = ["start", "names", "window", "window", "end"]
+    assert kinds_of(path) == one * 2
+    assert [line["step"] for line in windows_of(path)] == [0, 1, 0, 1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from accel_scaler import GradScaler, ScaledAccelerator, ScalerConfig, attach
 from accel_scaler.boundary import Boundary
+from accel_scaler.recording import make_recorder
 
 pytestmark = [
     pytest.mark.gpu,
@@ -150,11 +152,17 @@ def test_a_plain_fused_step_does_not_synchronise(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("clip", [True, False], ids=["clipped", "not clipped"])
 @pytest.mark.parametrize("fold", [True, False], ids=["folded", "not folded"])
-def test_a_boundary_synchronises_once(kind: str, clip: bool, fold: bool) -> None:
+@pytest.mark.parametrize("telemetry", [True, False], ids=["telemetry", "no telemetry"])
+def test_a_boundary_synchronises_once(
+    kind: str, clip: bool, fold: bool, telemetry: bool, tmp_path: Path
+) -> None:
     """Unscale, check, clip, update and step together, in every finite window after the first."""
     model = mlp(64).cuda()
     optimizer, scaler = optimizer_of(kind, model), GradScaler("cuda", **SETTINGS)
-    boundary = Boundary(scaler, torch.device("cuda"), fold_unscale=fold)
+    config = ScalerConfig(telemetry=str(tmp_path / "run.jsonl") if telemetry else None)
+    recorder = make_recorder(scaler, config, {"rank": 0, "ranks": 1})
+    recorder.watch(model, model)
+    boundary = Boundary(scaler, torch.device("cuda"), fold_unscale=fold, recorder=recorder)
     parameters = list(model.parameters())
 
     def finish() -> None:
@@ -169,6 +177,10 @@ def test_a_boundary_synchronises_once(kind: str, clip: bool, fold: bool) -> None
         counts.append(synchronisations(finish))
         optimizer.zero_grad()
     assert counts[2:] == [1] * (STEPS - 2)
+    recorder.close()
+    if telemetry:
+        lines = (tmp_path / "run.jsonl").read_text().splitlines()
+        assert sum('"norms":' in line for line in lines) == (STEPS if clip else 0)
 
 
 def test_a_fused_sgd_whose_first_step_overflows_starts_clean() -> None:

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from math import isfinite
 from typing import Any
 
 import torch
@@ -206,7 +207,10 @@ class Recorder:
         found = None if self.finder is None else self.finder.find()
         if found is None:
             return None
-        self.scaler.culprits.evidence.first = found.text + ". "
+        evidence = self.scaler.culprits.evidence
+        evidence.first = found.text + ". "
+        made = found.where == "forward" and found.input and all(map(isfinite, found.input))
+        evidence.module = f"{found.module or 'the model'} ({found.cls})" if made else ""
         logger.warning("window %d overflowed: %s", index, found.text)
         return found.as_json()
 

@@ -10,6 +10,11 @@ __all__ = ["Evidence", "remedies", "scale_path"]
 MOST_SCALES = 64
 """Of a run of skips; in between, a long run repeats itself."""
 
+IN_FLOAT32 = (
+    "run that layer in float32 (its forward under torch.autocast(device_type, enabled=False), "
+    "inputs as .float())"
+)
+
 USUAL_SCALE = 1.0
 """Below this a loss scale makes gradients smaller than they are."""
 
@@ -32,6 +37,8 @@ class Evidence:
     """Some parameters that are not finite themselves."""
     first: str = ""
     """The sentence of ``find_overflow`` about the last one."""
+    module: str = ""
+    """The module whose forward made inf or NaN of finite input, as ``find_overflow`` saw it."""
 
     def add(self, scale: float, bad_loss: bool) -> None:
         """One more window of the run overflowed."""
@@ -47,7 +54,7 @@ class Evidence:
         self.scales.clear()
         self.began.clear()
         self.broken = []
-        self.first = ""
+        self.first = self.module = ""
 
 
 def scale_path(scales: Sequence[float], now: float, most: int = 8) -> str:
@@ -76,6 +83,9 @@ def remedies(evidence: Evidence, seen: Mapping[str, int], scale: float) -> list[
             f"parameters are inf or NaN themselves ({', '.join(evidence.broken)}), so no scale "
             "helps: load the last good checkpoint and look at the updates before"
         )
+    if evidence.module:
+        where = evidence.module
+        found.append(f"{where} overflows in its forward, whatever the scale: {IN_FLOAT32}")
     if bad:
         found.append(
             f"the loss was inf or NaN in {bad} of these {windows} windows, before any scaling: "
@@ -90,8 +100,7 @@ def remedies(evidence: Evidence, seen: Mapping[str, int], scale: float) -> list[
     where, often = max(evidence.began.items(), key=lambda item: item[1], default=("", 0))
     if where and often * 2 > evidence.looked and not bad:
         found.append(
-            f"it began in {where} in {often} of {evidence.looked} windows: run that layer in "
-            "float32 (forward under torch.autocast(device_type, enabled=False), inputs .float())"
+            f"it began in {where} in {often} of {evidence.looked} windows: {IN_FLOAT32}"
         )
     if not at_floor and scale >= USUAL_SCALE and bad < windows:
         found.append(

@@ -12,6 +12,7 @@ from accel_scaler.remedies import MOST_SCALES, Evidence, remedies, scale_path
 
 KINDS = {
     "parameters": "parameters are inf or NaN themselves",
+    "forward": "h.3 (Linear) overflows in its forward",
     "loss": "the loss was inf or NaN",
     "floor": "the scale stood at min_scale",
     "layer": "it began in ",
@@ -64,6 +65,13 @@ def test_a_bad_loss_is_no_matter_of_the_scale_or_of_a_layer() -> None:
 def test_where_every_loss_was_bad_no_scale_is_recommended() -> None:
     assert advise(512.0, bad_losses=10, first="x. ") == ["loss", "rate", "float32"]
     assert advise(512.0, bad_losses=9, first="x. ") == ["loss", "falling", "rate"]
+
+
+def test_a_module_seen_to_overflow_in_its_forward_comes_before_the_loss_it_ruined() -> None:
+    seen = {"bad_losses": 10, "first": "x. ", "module": "h.3 (Linear)"}
+    assert advise(512.0, **seen) == ["forward", "loss", "rate"]
+    (first, *_) = remedies(evidence(**seen), {}, 512.0)
+    assert "run that layer in float32" in first
 
 
 def test_broken_parameters_come_before_everything() -> None:

@@ -143,6 +143,9 @@ def training_arguments(args: argparse.Namespace) -> TrainingArguments:
         warmup_steps=max(1, args.max_steps // 10),
         logging_steps=max(1, args.max_steps // 4),
         save_strategy="no",
+        # Not trainer.evaluate() before trainer.train(): on several ranks the model is then prepared
+        # without DDP, and stays so. Each rank would train alone.
+        eval_on_start=True,
         report_to="none",
         seed=args.seed,
     )
@@ -166,9 +169,9 @@ def main(argv: list[str] | None = None) -> None:
     trainer = attach(trainer)  # <- the one added line, with its import at the top
 
     say = trainer.accelerator.print
-    before = trainer.evaluate()["eval_loss"]
-    say(f"held-out loss before: {before:.3f} ({len(held_out)} blocks)")
     trainer.train()
+    before = trainer.state.log_history[0]["eval_loss"]
+    say(f"held-out loss before: {before:.3f} ({len(held_out)} blocks)")
     after = trainer.evaluate()["eval_loss"]
     say(f"held-out loss after: {after:.3f} ({args.max_steps} steps)")
     summary = trainer.accelerator.scaler_history.summary()

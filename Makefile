@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # torch comes first and alone: a range, or another package's need, could bring a CUDA build.
 STAMP := $(VENV)/.installed
+WORKERS ?= 2
+THREADED := gradients fused boundary small memory_cost
 
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
@@ -14,8 +16,13 @@ export TOKENIZERS_PARALLELISM ?= false
 train: $(STAMP)
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu_fp16.yaml recipes/finetune_classifier.py
 
+# One test file on each core, so one thread each; then the kernels once more, over all threads.
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not gpu" --durations=15 $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n $(WORKERS) --dist loadfile \
+		--durations=15 $(ARGS)
+ifeq ($(ARGS),)
+	$(BIN)/python -m pytest -q $(addprefix tests/test_,$(addsuffix .py,$(THREADED)))
+endif
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu $(ARGS)

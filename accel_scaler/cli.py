@@ -11,6 +11,7 @@ from .config import AccelScalerError
 __all__ = ["main"]
 
 LAUNCH = "start an unchanged script, attached; takes what `accelerate launch` takes"
+DOCTOR = "say what a launch would do here, and what would go wrong; takes what launch takes"
 REPORT = "draw what the scaler did, from telemetry files"
 
 
@@ -18,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``accel-scaler``; returns the exit status.
 
     0: done. 2: a wrong argument, setting or file, one line on stderr. ``launch`` returns the status
-    of the process that failed first; 130 after Ctrl-C.
+    of the process that failed first; ``doctor`` 1 for a wrong setting. 130 after Ctrl-C.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -36,11 +37,16 @@ def _run(argv: list[str]) -> int:
         from .launch import main as launch
 
         return launch(argv[1:])
+    if argv[:1] == ["doctor"]:
+        from .doctor import main as doctor
+
+        return doctor(argv[1:])
     parser = argparse.ArgumentParser(
         prog="accel-scaler", description="fp16 training in Hugging Face Accelerate."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("launch", help=LAUNCH, add_help=False)
+    commands.add_parser("doctor", help=DOCTOR, add_help=False)
     report_parser = commands.add_parser("report", help=REPORT)
     if argv[:1] != ["report"]:
         parser.parse_args(argv)

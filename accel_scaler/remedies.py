@@ -99,9 +99,7 @@ def remedies(evidence: Evidence, seen: Mapping[str, int], scale: float) -> list[
         )
     where, often = max(evidence.began.items(), key=lambda item: item[1], default=("", 0))
     if where and often * 2 > evidence.looked and not bad:
-        found.append(
-            f"it began in {where} in {often} of {evidence.looked} windows: {IN_FLOAT32}"
-        )
+        found.append(f"it began in {where} in {often} of {evidence.looked} windows: {IN_FLOAT32}")
     if not at_floor and scale >= USUAL_SCALE and bad < windows:
         found.append(
             f"the scale was still falling: start with init_scale={scale:.10g}, or raise "

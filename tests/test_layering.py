@@ -65,6 +65,9 @@ ORDER = [
     "ending",
     "launched",
     "launch",
+    "survey",
+    "hazards",
+    "doctor",
     "fields",
     "wording",
     "samples",
@@ -86,7 +89,7 @@ LATE = {("attach", "trainer")}
 
 ONLY_IN = {
     "transformers": {"trainer"},
-    "accelerate": {"attach", "autocast", "launch", "prepared", "takeover"},
+    "accelerate": {"attach", "autocast", "doctor", "launch", "prepared", "survey", "takeover"},
     "matplotlib": {"canvas", "figures", "heat", "report"},
     "yaml": {"config", "section", "settings"},
 }

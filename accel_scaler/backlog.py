@@ -27,13 +27,19 @@ class OpenRecord:
     underflow: tuple[tuple[int, float, float], ...] = ()
     places: Sequence[int] = ()
     elements: Sequence[int] = ()
+    _completed: Record | None = None
 
     @property
     def is_complete(self) -> bool:
         return all(timing.finished for timing in self.timings)
 
     def completed(self, table: NameTable) -> Record:
-        """The record, with what is known only after the step."""
+        """The record, with what is known only after the step; made once, when nothing follows."""
+        if self._completed is None or not self.is_complete:
+            self._completed = self._complete(table)
+        return self._completed
+
+    def _complete(self, table: NameTable) -> Record:
         timings = [t for t in self.timings if t.finished]
         spans = list(self.spans)
         if spans:  # somebody keeps them

@@ -172,7 +172,9 @@ class Fences:
                         module.register_forward_pre_hook(self._before_owner, prepend=True)
                     )
         for root in _roots(model):
-            self._handles.append(root.register_forward_pre_hook(self._before_forward, prepend=True))
+            # A sharded one waits before each gather; asked for here, since the hook may be traced.
+            hook = self._before_evaluation if _is_fsdp2(root) else self._before_forward
+            self._handles.append(root.register_forward_pre_hook(hook, prepend=True))
         sharded = [module for module in model.modules() if _is_fsdp2(module)]
         if sharded or isinstance(model, torch.nn.DataParallel):
             engine.waits_at_root = True  # their reads of parameters cannot be seen
@@ -211,8 +213,13 @@ class Fences:
             return
         if not torch.is_grad_enabled() or not module.training:
             engine.synchronize()  # an evaluation sees the newest parameters
-        elif (engine.waits_at_root or _is_transformed()) and not _is_fsdp2(module):
+        elif engine.waits_at_root or _is_transformed():
             engine.finish_model()
+
+    def _before_evaluation(self, module: Module, _: Any) -> None:
+        engine = self._engine()
+        if engine is not None and (not torch.is_grad_enabled() or not module.training):
+            engine.synchronize()
 
 
 def _nobody() -> None:

@@ -78,8 +78,13 @@ class Flight:
         if task is None:
             self._follow(self._marks[-1:])
             return len(self.shadow.parts)
-        seen = () if self._hold is None else self._hold.seen
-        ok = _wait(task, parts, where or (seen[-1] if seen else "forward"))
+        # Where a compiled model meets this line dynamo breaks its graph, once; not further down.
+        start = time.perf_counter()
+        is_due = not (task.finished or task.done >= parts)
+        ok = task.wait(parts)
+        if is_due:
+            seen = () if self._hold is None else self._hold.seen
+            _note_wait(task, start, where or (seen[-1] if seen else "forward"))
         if not ok:
             self.finish()
         self._follow(self._marks[parts - 1 : parts])
@@ -105,13 +110,16 @@ class Flight:
         task = self._task
         if task is None:
             return
+        start, is_due = time.perf_counter(), not task.finished
         try:
-            ok = _wait(task, None, where)
+            ok = task.wait()
         except StepError as error:
             self._broken = str(error)
             self._task = None
             self._release()
             raise
+        if is_due:
+            _note_wait(task, start, where)
         self._task = None
         # Kernels that ran on one thread have made the worker's number the default of new threads.
         torch.set_num_threads(torch.get_num_threads())
@@ -229,13 +237,7 @@ class Flight:
         return (", ".join(names) + (f" and {more} more" if more > 0 else "")) or "none"
 
 
-def _wait(task: Task, parts: int | None, where: Any) -> bool:
-    """``task.wait``, and how long it took, unless there was nothing to wait for."""
-    is_done = task.finished or (parts is not None and task.done >= parts)
-    start = time.perf_counter()
-    try:
-        return task.wait(parts)
-    finally:
-        length, waits = time.perf_counter() - start, task.timing.waits
-        if not is_done and length > SHORTEST_WAIT_S and len(waits) < MOST_WAITS:
-            waits.append((start, length, where))
+def _note_wait(task: Task, start: float, where: Any) -> None:
+    length, waits = time.perf_counter() - start, task.timing.waits
+    if length > SHORTEST_WAIT_S and len(waits) < MOST_WAITS:
+        waits.append((start, length, where))

@@ -3,10 +3,8 @@
     accelerate launch --config_file accelerate_configs/cpu_fp16.yaml recipes/finetune_lm.py
 
 With no arguments it needs no network: a small GPT-2 learns the help texts that come with Python
-(`pydoc_data.topics`), with a byte-level tokenizer trained on the same texts. It prints the loss and
-the perplexity on held-out text before, during and after, a progress bar with the loss, the loss
-scale and the skipped steps, and at the end what the scaler saw. The model lands in --output_dir,
-for `AutoModelForCausalLM.from_pretrained`.
+(`pydoc_data.topics`), with a byte-level tokenizer trained on them. It prints loss and perplexity on
+held-out text, and at the end what the scaler saw. The model lands in --output_dir.
 
 Your own text, and a run that may be cut off and goes on where it was:
 
@@ -19,47 +17,32 @@ The resumed run computes what the uninterrupted one computes, bit for bit, whate
 (ACCEL_SCALER_STEP_MODE=overlap in front of the command), on the same machine and number of ranks.
 """
 
-import argparse
 import json
 import logging
 import math
 import shutil
-import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import datasets
 import torch
 import transformers
-from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate import Accelerator, DataLoaderConfiguration, PartialState
 from accelerate.utils import GradientAccumulationPlugin, set_seed
 from datasets import Dataset, load_dataset
-from datasets.exceptions import DatasetGenerationError
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GPT2Config,
-    GPT2LMHeadModel,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-    default_data_collator,
-    get_linear_schedule_with_warmup,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as TokenizerBase
 
 from accel_scaler import attach
 
 END = "<|endoftext|>"
 RESULT_FILE = "finetune_lm.json"  # written last; marks a directory as this recipe's, and ended
 STATE_FILE = "finetune_lm_state.json"  # written last; marks a checkpoint as complete
-SHOW_EVERY = 5
-# What a resumed run must have in common with its checkpoint: they decide which block comes when.
-UNCHANGED = ("per_device_batch_size", "gradient_accumulation_steps", "block_size", "seed")
 
 
 def fail(message: str) -> SystemExit:
@@ -70,22 +53,16 @@ def fail(message: str) -> SystemExit:
 def positive(text: str) -> int:
     """Read a whole number above zero from the command line."""
     if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not above zero")
+        raise ArgumentTypeError(f"{number} is not above zero")
     return number
 
 
-def count(text: str) -> int:
-    """Read a whole number from the command line, zero for never."""
-    if (number := int(text)) < 0:
-        raise argparse.ArgumentTypeError(f"{number} is below zero")
-    return number
-
-
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_args(argv: list[str] | None = None) -> Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description="Train a causal language model in fp16 with accel_scaler.",
-        epilog="Without data arguments it learns the help texts of Python. "
+        epilog="Without data arguments it learns the help texts of Python. An earlier result of "
+        "this recipe in --output_dir is replaced, a directory with anything else in it is refused. "
         "The scaler's settings are read from ACCEL_SCALER_* in the environment.",
     )
     add = parser.add_argument
@@ -94,127 +71,76 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--dataset_config", help="the data set's configuration, where it has several")
     add("--train_file", type=Path, help="your text: .txt, or .csv, or .json/.jsonl by lines")
     add("--validation_file", type=Path, help="held-out text (default: the end of the train file)")
-    add("--text_column", default="text", help="column with the text (default: %(default)s)")
-    out_help = "where the model goes (default: %(default)s); an earlier result of this recipe is "
-    out_help += "replaced, a directory with anything else in it is refused"
-    add("--output_dir", type=Path, default=Path("out/finetune_lm"), help=out_help)
+    add("--text_column", default="text", help="column with the text (default: text)")
+    add("--output_dir", type=Path, default=Path("out/finetune_lm"), help="(default: %(default)s)")
     add("--overwrite_output_dir", action="store_true", help="write into any directory")
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--max_steps", type=positive, help="optimizer steps (default: 60)")
     length.add_argument("--num_train_epochs", type=positive, help="instead of --max_steps")
-    add("--per_device_batch_size", type=positive, default=4, help="(default: %(default)s)")
-    add("--gradient_accumulation_steps", type=positive, default=2, help="(default: %(default)s)")
-    rate_help = "at its peak (default: 1e-3 for the new model, 5e-5 for one that was loaded)"
-    add("--learning_rate", type=float, help=rate_help)
-    add("--weight_decay", type=float, default=0.01, help="(default: %(default)s)")
-    add("--warmup_ratio", type=float, default=0.1, help="part of the steps (default: %(default)s)")
-    add("--max_grad_norm", type=float, default=1.0, help="clip to this (default: %(default)s)")
-    add("--block_size", type=positive, default=64, help="tokens of a block (default: %(default)s)")
+    add("--per_device_batch_size", type=positive, default=4, help="(default: 4)")
+    add("--gradient_accumulation_steps", type=positive, default=2, help="(default: 2)")
+    add("--learning_rate", type=float, help="(default: 1e-3; 5e-5 for a model that was loaded)")
+    add("--weight_decay", type=float, default=0.01, help="(default: 0.01)")
+    add("--warmup_ratio", type=float, default=0.1, help="part of the steps (default: 0.1)")
+    add("--max_grad_norm", type=float, default=1.0, help="clip to this (default: 1.0)")
+    add("--block_size", type=positive, default=64, help="tokens of a block (default: 64)")
     add("--max_eval_samples", type=positive, default=64, help="held-out blocks (default: 64)")
-    eval_help = "evaluate every N steps, 0: before and after only (default: %(default)s)"
-    add("--eval_every", type=count, default=20, metavar="N", help=eval_help)
-    save_help = "save a checkpoint in OUTPUT_DIR/checkpoints every N steps (default: never)"
-    add("--checkpoint_every", type=count, default=0, metavar="N", help=save_help)
-    resume_help = "a checkpoint to go on from; 'latest' is the one in --output_dir with most steps"
-    add("--resume_from_checkpoint", metavar="DIR|latest", help=resume_help)
+    add("--eval_every", type=int, default=20, help="steps; 0: before and after (default: 20)")
+    add("--checkpoint_every", type=int, default=0, help="steps (default: 0, never)")
+    add("--resume_from_checkpoint", help="DIR; 'latest' is the one in --output_dir with most steps")
     add("--seed", type=int, default=0, help="of order, dropout and new weights (default: 0)")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if min(args.eval_every, args.checkpoint_every) < 0:
+        parser.error("argument --eval_every, --checkpoint_every: expected zero or more")
+    return args
 
 
-def check_args(args: argparse.Namespace) -> None:
-    """Refuse what cannot work before anything is loaded or written."""
-    if args.dataset_name and args.train_file:
-        raise fail("give --dataset_name or --train_file, not both")
-    if args.validation_file and not args.train_file:
-        raise fail("--validation_file needs --train_file")
-    if args.dataset_config and not args.dataset_name:
-        raise fail("--dataset_config needs --dataset_name")
-    if args.block_size < 2:
-        raise fail("--block_size 1: a block of one token has no next token to learn")
-    for path in filter(None, (args.train_file, args.validation_file)):
-        if not path.is_file():
-            raise fail(f"no such file: {path}")
-        if path.suffix not in (".txt", ".csv", ".json", ".jsonl"):
-            raise fail(f"{path}: expected a name that ends in .txt, .csv, .json or .jsonl")
-        with path.open("rb") as lines:
-            if not any(map(bytes.strip, lines)):
-                raise fail(f"{path} is empty")
-    if args.learning_rate is None:
-        args.learning_rate = 5e-5 if args.model_name_or_path else 1e-3
-    check_output(args)
-
-
-def goes_on(args: argparse.Namespace) -> bool:
-    """Whether the run that is resumed is the one in the output directory."""
-    given = args.resume_from_checkpoint
-    own = (args.output_dir / "checkpoints").resolve()
-    return given == "latest" or bool(given and Path(given).resolve().parent == own)
-
-
-def check_output(args: argparse.Namespace) -> None:
-    """Refuse to write over what is not this recipe's, or has not ended."""
-    out, saved = args.output_dir, checkpoints(args.output_dir)
-    if out.exists() and not out.is_dir():
-        raise fail(f"--output_dir {out} is a file")
-    if args.overwrite_output_dir or goes_on(args):
-        return
-    ended = (out / RESULT_FILE).is_file()
-    if saved and not ended:
-        raise fail(f"--output_dir {out} holds a run that has not ended, at step {max(saved)}; pass "
-                   "--resume_from_checkpoint latest to go on, or --overwrite_output_dir "
-                   "to start afresh")  # fmt: skip
-    if out.is_dir() and any(out.iterdir()) and not ended:
-        raise fail(f"--output_dir {out} holds files of another origin; choose another directory "
-                   "or pass --overwrite_output_dir")  # fmt: skip
-
-
-# --- the data -------------------------------------------------------------------------------------
-
-
-def texts_of(data: Dataset, source: str, args: argparse.Namespace) -> Dataset:
-    """Reduce a data set of the user's to the column of texts."""
-    if args.text_column not in data.column_names:
-        there = ", ".join(data.column_names)
-        raise fail(f"{source} has no column {args.text_column!r}, only: {there} "
-                   "(set --text_column)")  # fmt: skip
-    return data.select_columns(args.text_column).rename_column(args.text_column, "text")
-
-
-def read_file(path: Path, args: argparse.Namespace) -> Dataset:
+def read_file(path: Path, column: str) -> Dataset:
     """Load one file; a .txt file is one text."""
+    if not path.is_file():
+        raise fail(f"no such file: {path}")
+    with path.open("rb") as lines:
+        if not any(map(bytes.strip, lines)):
+            raise fail(f"{path} is empty")
     try:
         if path.suffix == ".txt":
-            return Dataset.from_dict({"text": [path.read_text(encoding="utf-8")]})
+            return Dataset.from_dict({column: [path.read_text(encoding="utf-8")]})
         if path.suffix == ".csv":  # "NA" and "None" are words, not gaps
-            data = load_dataset("csv", data_files=str(path), split="train", keep_default_na=False)
-        else:
-            data = load_dataset("json", data_files=str(path), split="train")
-    except UnicodeDecodeError as error:
-        raise fail(f"{path} is not UTF-8 text: {error}") from error
-    except DatasetGenerationError as error:
+            return load_dataset("csv", data_files=str(path), split="train", keep_default_na=False)
+        if path.suffix in (".json", ".jsonl"):
+            return load_dataset("json", data_files=str(path), split="train")
+    except (UnicodeDecodeError, datasets.exceptions.DatasetGenerationError) as error:
         raise fail(f"{path} cannot be read: {error.__cause__ or error}") from error
-    return texts_of(data, str(path), args)
+    raise fail(f"{path}: expected a name that ends in .txt, .csv, .json or .jsonl")
 
 
-def load_texts(args: argparse.Namespace) -> tuple[Dataset, Dataset | None]:
+def load_texts(args: Namespace) -> list[Dataset]:
     """Return the texts to learn from, and the held-out ones if they are a set of their own."""
+    column, name = args.text_column, args.dataset_name
     if args.train_file:
-        held_out = args.validation_file and read_file(args.validation_file, args)
-        return read_file(args.train_file, args), held_out
-    if not args.dataset_name:
-        return Dataset.from_dict({"text": [topics[name] for name in sorted(topics)]}), None
-    name = args.dataset_name
-    try:
-        splits = load_dataset(name, args.dataset_config)
-    except (OSError, ValueError) as error:  # not found, no network, no such configuration
-        raise fail(f"--dataset_name {name}: {str(error).splitlines()[0]}") from error
-    if "train" not in splits:
-        raise fail(f"--dataset_name {name} has no split 'train', only: {', '.join(splits)}")
-    held_out = next((splits[n] for n in ("validation", "test") if n in splits), None)
-    return texts_of(splits["train"], name, args), held_out and texts_of(held_out, name, args)
+        files = filter(None, (args.train_file, args.validation_file))
+        found = [read_file(path, column) for path in files]
+    elif name:
+        try:
+            splits = load_dataset(name, args.dataset_config)
+        except (OSError, ValueError) as error:  # not found, no network, no such configuration
+            raise fail(f"--dataset_name {name}: {str(error).splitlines()[0]}") from error
+        if "train" not in splits:
+            raise fail(f"--dataset_name {name} has no split 'train', only: {', '.join(splits)}")
+        held_out = [splits[split] for split in ("validation", "test") if split in splits]
+        found = [splits["train"], *held_out[:1]]
+    else:
+        found = [Dataset.from_dict({column: [topics[topic] for topic in sorted(topics)]})]
+    for data in found:
+        if column not in data.column_names:
+            there = ", ".join(data.column_names)
+            raise fail(f"the data has no column {column!r}, only: {there} (set --text_column)")
+    found = [data.select_columns(column) for data in found]
+    # A column cannot be renamed to the name it has.
+    return found if column == "text" else [data.rename_column(column, "text") for data in found]
 
 
-def cut(texts: Dataset, tokenizer: PreTrainedTokenizerBase, size: int) -> Dataset:
+def cut(texts: Dataset, tokenizer: TokenizerBase, size: int) -> Dataset:
     """Join the tokens of all texts, with an end token after each, and cut them into blocks."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
@@ -226,25 +152,29 @@ def cut(texts: Dataset, tokenizer: PreTrainedTokenizerBase, size: int) -> Datase
         starts = range(0, len(tokens) - size + 1, size)
         return {"input_ids": [tokens[at : at + size] for at in starts]}
 
-    return texts.map(tokenize, batched=True, remove_columns=texts.column_names)
+    with PartialState().main_process_first():  # the others read what it has cached
+        return texts.map(tokenize, batched=True, remove_columns=texts.column_names)
 
 
-def load_blocks(
-    texts: tuple[Dataset, Dataset | None],
-    tokenizer: PreTrainedTokenizerBase,
-    args: argparse.Namespace,
-) -> tuple[Dataset, Dataset]:
+def load_blocks(texts: list[Dataset], tokenizer: TokenizerBase, args: Namespace) -> list[Dataset]:
     """Return the blocks to learn from and the held-out ones: the last tenth, if not given."""
     train, size = cut(texts[0], tokenizer, args.block_size), args.block_size
     if len(train) < 2:
-        raise fail(f"the text fills {len(train)} blocks of {size} tokens; two are the least "
-                   "(set --block_size)")  # fmt: skip
-    if texts[1] is None:
+        raise fail(f"the text fills {len(train)} blocks of {size} tokens (--block_size), not two")
+    if len(texts) == 1:
         kept = len(train) - max(1, len(train) // 10)
         train, held_out = train.select(range(kept)), train.select(range(kept, len(train)))
     elif not len(held_out := cut(texts[1], tokenizer, size)):
         raise fail(f"the held-out text does not fill one block of {size} tokens")
-    return train, held_out.select(range(min(len(held_out), args.max_eval_samples)))
+    return [train, held_out.select(range(min(len(held_out), args.max_eval_samples)))]
+
+
+def make_loaders(blocks: Sequence[Dataset], size: int) -> tuple[DataLoader, DataLoader]:
+    """Make the loaders. Their own generators leave dropout's numbers alone: a resumed run starts
+    an epoch in the middle, and draws as many as the uninterrupted one."""
+    own, (train, held_out) = torch.Generator, (part.with_format("torch") for part in blocks)
+    train_loader = DataLoader(train, size, shuffle=True, drop_last=True, generator=own())
+    return train_loader, DataLoader(held_out, 4 * size, generator=own())
 
 
 def micro_batches(accelerator: Accelerator, loader: DataLoader, seen: int) -> Iterator[dict]:
@@ -256,143 +186,30 @@ def micro_batches(accelerator: Accelerator, loader: DataLoader, seen: int) -> It
         epoch, skipped = epoch + 1, 0
 
 
-# --- the model ------------------------------------------------------------------------------------
-
-
-def load_model(
-    args: argparse.Namespace, texts: Dataset
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_model(args: Namespace, texts: Dataset) -> tuple[PreTrainedModel, TokenizerBase]:
     """Load the named model, or make a small one and its tokenizer."""
-    if args.model_name_or_path:
+    if name := args.model_name_or_path:
         try:
-            tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
-            model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path)
+            tokenizer = AutoTokenizer.from_pretrained(name)
+            model = AutoModelForCausalLM.from_pretrained(name)
         except (OSError, ValueError) as error:  # ValueError: not a causal language model
-            reason = str(error).splitlines()[0]
-            raise fail(f"--model_name_or_path {args.model_name_or_path}: {reason}") from error
+            raise fail(f"--model_name_or_path {name}: {str(error).splitlines()[0]}") from error
         longest = getattr(model.config, "max_position_embeddings", None)
         if longest and args.block_size > longest:
             raise fail(f"--block_size {args.block_size}: the model takes at most {longest} tokens")
         return model, tokenizer
-    small = Tokenizer(models.BPE())
-    small.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    small.decoder = decoders.ByteLevel()
-    letters = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=1024, special_tokens=[END], initial_alphabet=letters, show_progress=False
-    )
-    small.train_from_iterator(filter(None, texts["text"]), trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=small, eos_token=END, bos_token=END, pad_token=END
+    small = ByteLevelBPETokenizer()
+    small.train_from_iterator(texts["text"], 1024, special_tokens=[END], show_progress=False)
+    trained = Tokenizer.from_str(small.to_str())
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=trained, eos_token=END, bos_token=END, pad_token=END
     )
     end = tokenizer.eos_token_id
-    config = GPT2Config(
+    config = transformers.GPT2Config(
         vocab_size=len(tokenizer), n_positions=max(128, args.block_size), n_embd=128, n_layer=2,
         n_head=4, bos_token_id=end, eos_token_id=end, pad_token_id=end,
     )  # fmt: skip
-    return GPT2LMHeadModel(config), tokenizer
-
-
-def make_optimizer(
-    model: PreTrainedModel, args: argparse.Namespace, steps: int, ranks: int
-) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """Make a fused AdamW and its learning rates: up for the warm-up, then down to zero."""
-    rate, decay = args.learning_rate, args.weight_decay
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=decay, fused=True)
-    warmup = int(args.warmup_ratio * steps)
-    # A prepared schedule moves once for every rank in a step.
-    return optimizer, get_linear_schedule_with_warmup(optimizer, warmup * ranks, steps * ranks)
-
-
-def load(
-    accelerator: Accelerator, args: argparse.Namespace
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, tuple[Dataset, Dataset]]:
-    """Load model, tokenizer and blocks."""
-    refused = None
-    with accelerator.main_process_first():  # the others read what it has cached
-        try:
-            texts = load_texts(args)
-            model, tokenizer = load_model(args, texts[0])
-            blocks = load_blocks(texts, tokenizer, args)
-        except SystemExit as error:  # raised behind the barrier, where no rank waits for this one
-            refused = error
-    if refused:
-        raise refused
-    return model, tokenizer, blocks
-
-
-# --- checkpoints ----------------------------------------------------------------------------------
-
-
-@dataclass
-class Run:
-    """Where a run is: what a checkpoint holds besides what `save_state` writes."""
-
-    step: int = 0
-    held_out: list[tuple[int, float]] = field(default_factory=list)  # (step, loss)
-    shape: dict[str, int] = field(default_factory=dict)  # what must not change on the way
-
-
-def checkpoints(out: Path) -> dict[int, Path]:
-    """Return the complete checkpoints of an output directory by their steps."""
-    found = (out / "checkpoints").glob(f"step_*/{STATE_FILE}")
-    return {int(path.parent.name.removeprefix("step_")): path.parent for path in found}
-
-
-def find_checkpoint(args: argparse.Namespace) -> tuple[Path | None, Run]:
-    """Return the checkpoint to resume from, if any, and where its run was."""
-    if not args.resume_from_checkpoint:
-        return None, Run()
-    if args.resume_from_checkpoint == "latest":
-        saved = checkpoints(args.output_dir)
-        if not saved:
-            raise fail(f"--resume_from_checkpoint latest: no complete checkpoint in "
-                       f"{args.output_dir / 'checkpoints'}")  # fmt: skip
-        folder = saved[max(saved)]
-    else:
-        folder = Path(args.resume_from_checkpoint)
-    try:
-        return folder, Run(**json.loads((folder / STATE_FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise fail(f"--resume_from_checkpoint {folder} is not a complete checkpoint of this "
-                   f"recipe: {STATE_FILE}: {error}") from error  # fmt: skip
-
-
-def check_resume(run: Run, shape: dict[str, int], steps: int) -> None:
-    """Refuse to go on with other data, another order of it, or another model."""
-    for name, now in shape.items():
-        if run.shape.get(name) != now:
-            raise fail(f"the checkpoint was made with {name} {run.shape.get(name)}, this run has "
-                       f"{now}; resume with the same")  # fmt: skip
-    if run.step >= steps:
-        raise fail(f"the checkpoint has made {run.step} steps of {steps}, nothing is left to do")
-
-
-def save_checkpoint(accelerator: Accelerator, run: Run, out: Path) -> None:
-    """Save everything; what is cut off in the middle is never taken for a checkpoint."""
-    folder = out / "checkpoints" / f"step_{run.step}"
-    if accelerator.is_main_process:
-        (folder / STATE_FILE).unlink(missing_ok=True)
-        (out / RESULT_FILE).unlink(missing_ok=True)  # an earlier run's: this one has not ended
-    accelerator.wait_for_everyone()
-    # In the asynchronous modes it waits for the step in hand by itself.
-    accelerator.save_state(str(folder))
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        draft = folder / f"{STATE_FILE}.draft"
-        draft.write_text(json.dumps(asdict(run), indent=2) + "\n", encoding="utf-8")
-        draft.replace(folder / STATE_FILE)
-
-
-def start_afresh(accelerator: Accelerator, out: Path) -> None:
-    """Remove the checkpoints of an earlier run, lest 'latest' find them."""
-    if accelerator.is_main_process:
-        for folder in (out / "checkpoints").glob("step_*"):
-            shutil.rmtree(folder)
-    accelerator.wait_for_everyone()
-
-
-# --- training -------------------------------------------------------------------------------------
+    return transformers.GPT2LMHeadModel(config), tokenizer
 
 
 @torch.no_grad()
@@ -415,21 +232,151 @@ def perplexity(loss: float) -> float:
     return math.inf if loss > 700 else math.exp(loss)
 
 
-def train(
-    accelerator: Accelerator,
-    prepared: tuple[torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler],
-    loaders: tuple[DataLoader, DataLoader],
-    run: Run,
-    steps: int,
-    args: argparse.Namespace,
-) -> None:
-    """Make the optimizer steps that are left. This is the loop to copy."""
-    model, optimizer, schedule = prepared
+def checkpoints(out: Path) -> dict[int, Path]:
+    """Return the complete checkpoints of an output directory by their steps."""
+    found = (out / "checkpoints").glob(f"step_*/{STATE_FILE}")
+    return {int(path.parent.name.removeprefix("step_")): path.parent for path in found}
+
+
+def find_checkpoint(given: str | None, out: Path) -> tuple[Path | None, dict]:
+    """Return the checkpoint to resume from, if any, and where its run was."""
+    if not given:
+        return None, {"step": 0, "held_out": [], "shape": {}}
+    saved = checkpoints(out)
+    if given == "latest" and not saved:
+        raise fail(f"--resume_from_checkpoint latest: no complete checkpoint in {out}/checkpoints")
+    folder = saved[max(saved)] if given == "latest" else Path(given)
+    try:
+        state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+        return folder, {name: state[name] for name in ("step", "held_out", "shape")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise fail(f"{folder} is not a complete checkpoint of this recipe: {error}") from error
+
+
+def check_output(out: Path) -> None:
+    """Refuse to write over what is not this recipe's, or has not ended."""
+    if (out / RESULT_FILE).is_file() or not out.is_dir() or not any(out.iterdir()):
+        return
+    held = "files of another origin; choose another directory"
+    if done := checkpoints(out):
+        held = f"a run that has not ended, at step {max(done)}; use --resume_from_checkpoint latest"
+    raise fail(f"--output_dir {out} holds {held}, or pass --overwrite_output_dir")
+
+
+def save_checkpoint(accelerator: Accelerator, out: Path, state: dict) -> None:
+    """Save everything; what is cut off in the middle is never taken for a checkpoint."""
+    folder = out / "checkpoints" / f"step_{state['step']}"
+    if accelerator.is_main_process:
+        (folder / STATE_FILE).unlink(missing_ok=True)
+        (out / RESULT_FILE).unlink(missing_ok=True)  # an earlier run's: this one has not ended
+    accelerator.wait_for_everyone()
+    accelerator.save_state(str(folder))  # waits by itself for a step that is still in hand
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        draft = folder / f"{STATE_FILE}.draft"
+        draft.write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+        draft.replace(folder / STATE_FILE)
+
+
+def make_accelerator(args: Namespace) -> Accelerator:
+    """Make the accelerator: fp16, windows that go on across epochs, an order given by the seed."""
+    number = args.gradient_accumulation_steps
+    windows = GradientAccumulationPlugin(num_steps=number, sync_with_dataloader=False)
+    order = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=args.seed)
+    accelerator = Accelerator(
+        mixed_precision="fp16", gradient_accumulation_plugin=windows, dataloader_config=order
+    )
+    return attach(accelerator)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the recipe."""
+    args = parse_args(argv)
+    out, batch_size = args.output_dir, args.per_device_batch_size
+    if args.dataset_name and args.train_file:
+        raise fail("give --dataset_name or --train_file, not both")
+    for name, needed in (("validation_file", "train_file"), ("dataset_config", "dataset_name")):
+        if getattr(args, name) and not getattr(args, needed):
+            raise fail(f"--{name} needs --{needed}")
+    if args.block_size < 2:
+        raise fail("--block_size 1: a block of one token has no next token to learn")
+    if args.learning_rate is None:
+        args.learning_rate = 5e-5 if args.model_name_or_path else 1e-3
+    if out.exists() and not out.is_dir():
+        raise fail(f"--output_dir {out} is a file")
+    checkpoint, state = find_checkpoint(args.resume_from_checkpoint, out)
+    goes_on = checkpoint and checkpoint.resolve().parent == (out / "checkpoints").resolve()
+    if not goes_on and not args.overwrite_output_dir:
+        check_output(out)
+
+    # Quiet, also of tied weights that a checkpoint saves once, which is as it should be.
+    datasets.disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
+
+    accelerator = make_accelerator(args)
+    say, ranks = accelerator.print, accelerator.num_processes
+    set_seed(args.seed)
+    texts = load_texts(args)
+    model, tokenizer = load_model(args, texts[0])
+    blocks = load_blocks(texts, tokenizer, args)
+    number = len(blocks[0])
+    if number < batch_size * ranks:
+        raise fail(f"{number} blocks do not fill one batch of {batch_size} on {ranks} rank(s)")
+    a_step = batch_size * args.gradient_accumulation_steps * ranks
+    steps = args.max_steps or 60
+    if args.num_train_epochs:
+        steps = max(1, args.num_train_epochs * number // a_step)
+
+    # A resumed run shares these with its checkpoint: they decide which block comes when.
+    names = ("per_device_batch_size", "gradient_accumulation_steps", "block_size", "seed")
+    shape = {name: getattr(args, name) for name in names}
+    shape |= {"ranks": ranks, "training_blocks": number, "parameters": model.num_parameters()}
+    if checkpoint:
+        differing = [f"{name} {state['shape'].get(name)}, this run has {now}"
+                     for name, now in shape.items() if state["shape"].get(name) != now]  # fmt: skip
+        if differing:
+            raise fail(f"the checkpoint was made with {'; '.join(differing)}; resume with the same")
+        if state["step"] >= steps:
+            raise fail(f"the checkpoint has made {state['step']} steps of {steps}: nothing is left")
+    state["shape"] = shape
+
+    # AdamW; the learning rate goes up for the warm-up, then down to zero.
+    rate, decay = args.learning_rate, args.weight_decay
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=decay, fused=True)
+    # A prepared schedule moves once for every rank in a step.
+    warmup = int(args.warmup_ratio * steps) * ranks
+    schedule = transformers.get_linear_schedule_with_warmup(optimizer, warmup, steps * ranks)
+    parts = model, optimizer, schedule, *make_loaders(blocks, batch_size)
+    model, optimizer, schedule, train_loader, held_out_loader = accelerator.prepare(*parts)
+    set_seed(args.seed, device_specific=True)  # each rank drops units of its own
+    say(f"{number} training blocks of {args.block_size} tokens, {len(blocks[1])} held out")
+    say(f"{steps} steps of {a_step} blocks on {ranks} x {accelerator.device.type}")
+
+    def evaluate() -> None:
+        loss = held_out_loss(model, held_out_loader, accelerator)
+        state["held_out"].append((state["step"], loss))
+        if accelerator.is_main_process:
+            found = f"held-out loss {loss:.4f}, perplexity {perplexity(loss):.2f}"
+            tqdm.write(f"step {state['step']}: {found}")
+
+    if checkpoint:
+        accelerator.load_state(str(checkpoint))
+        say(f"resumed from {checkpoint}, at step {state['step']}")
+    else:
+        evaluate()
+    if not goes_on and accelerator.is_main_process:  # lest 'latest' find those of an earlier run
+        for folder in (out / "checkpoints").glob("step_*"):
+            shutil.rmtree(folder)
+    accelerator.wait_for_everyone()
+
+    # The loop to copy.
     hidden = not accelerator.is_local_main_process
-    progress = tqdm(total=steps, initial=run.step, desc="training", disable=hidden)
-    seen = run.step * args.gradient_accumulation_steps
+    progress = tqdm(total=steps, initial=state["step"], desc="training", disable=hidden)
     model.train()  # a loaded model starts in evaluation mode
-    for batch in micro_batches(accelerator, loaders[0], seen):
+    seen = state["step"] * args.gradient_accumulation_steps
+    for batch in micro_batches(accelerator, train_loader, seen):
         with accelerator.accumulate(model):
             # Blocks, batches and windows are all full, so the mean of micro-batches and ranks
             # is the mean of tokens.
@@ -442,115 +389,29 @@ def train(
             optimizer.zero_grad()
         if not accelerator.sync_gradients:
             continue
-        run.step += 1
+        state["step"] += 1
         progress.update()
-        last = run.step == steps
-        if run.step % SHOW_EVERY == 0 or last:  # reading the loss waits for the device
+        last = state["step"] == steps
+        if last or state["step"] % 5 == 0:  # reading the loss waits for the device
             progress.set_postfix(loss=f"{loss.item():.3f}", **accelerator.scaler_history.progress())
-        if last or (args.eval_every and run.step % args.eval_every == 0):
-            run.held_out.append((run.step, held_out_loss(model, loaders[1], accelerator)))
-            if accelerator.is_main_process:
-                progress.write(describe(run))
-        if args.checkpoint_every and run.step % args.checkpoint_every == 0:
-            save_checkpoint(accelerator, run, args.output_dir)
+        if last or (args.eval_every and state["step"] % args.eval_every == 0):
+            evaluate()
+        if args.checkpoint_every and state["step"] % args.checkpoint_every == 0:
+            save_checkpoint(accelerator, out, state)
         if last:
             break
     progress.close()
+    say(accelerator.scaler_history.summary())
 
-
-def describe(run: Run) -> str:
-    """Say what the last evaluation found."""
-    step, loss = run.held_out[-1]
-    return f"step {step}: held-out loss {loss:.4f}, perplexity {perplexity(loss):.2f}"
-
-
-def make_accelerator(args: argparse.Namespace) -> Accelerator:
-    """Make the accelerator: fp16, windows that go on across epochs, an order given by the seed."""
-    windows = GradientAccumulationPlugin(
-        num_steps=args.gradient_accumulation_steps, sync_with_dataloader=False
-    )
-    order = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=args.seed)
-    accelerator = Accelerator(
-        mixed_precision="fp16", gradient_accumulation_plugin=windows, dataloader_config=order
-    )
-    return attach(accelerator)
-
-
-def make_loaders(blocks: tuple[Dataset, Dataset], size: int) -> tuple[DataLoader, DataLoader]:
-    """Make the loaders. Their own generators leave dropout's numbers alone: a resumed run starts
-    an epoch in the middle, and draws as many as the uninterrupted one."""
-    common = {"collate_fn": default_data_collator}
-    training = DataLoader(blocks[0], size, shuffle=True, drop_last=True,
-                          generator=torch.Generator(), **common)  # fmt: skip
-    return training, DataLoader(blocks[1], 4 * size, generator=torch.Generator(), **common)
-
-
-def save_result(
-    accelerator: Accelerator,
-    model: torch.nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    run: Run,
-    out: Path,
-) -> None:
-    """Save the model, the tokenizer and, last, the losses."""
-    state = accelerator.get_state_dict(model)
+    # The model, the tokenizer and, last, the losses.
+    weights = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
-        accelerator.unwrap_model(model).save_pretrained(out, state_dict=state)
+        accelerator.unwrap_model(model).save_pretrained(out, state_dict=weights)
         tokenizer.save_pretrained(out)
-        result = {"steps": run.step, "held_out_loss": run.held_out}
+        result = {"steps": steps, "held_out_loss": state["held_out"]}
         (out / RESULT_FILE).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     accelerator.wait_for_everyone()
-    accelerator.print(f"saved to {out}")
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Run the recipe."""
-    args = parse_args(argv)
-    check_args(args)
-    checkpoint, run = find_checkpoint(args)
-    datasets.disable_progress_bars()
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
-    # Each checkpoint would warn that tied weights are saved once, which is as it should be.
-    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
-
-    accelerator = make_accelerator(args)
-    say, ranks = accelerator.print, accelerator.num_processes
-    set_seed(args.seed)
-    model, tokenizer, blocks = load(accelerator, args)
-    a_step = args.per_device_batch_size * args.gradient_accumulation_steps * ranks
-    if len(blocks[0]) < args.per_device_batch_size * ranks:
-        raise fail(f"{len(blocks[0])} training blocks do not fill one batch of "
-                   f"{args.per_device_batch_size} on {ranks} rank(s)")  # fmt: skip
-    if args.num_train_epochs:
-        steps = max(1, args.num_train_epochs * len(blocks[0]) // a_step)
-    else:
-        steps = args.max_steps or 60
-    shape = {name: getattr(args, name) for name in UNCHANGED}
-    shape |= {"ranks": ranks, "training_blocks": len(blocks[0])}
-    shape["parameters"] = model.num_parameters()
-    if checkpoint:
-        check_resume(run, shape, steps)
-    run.shape = shape
-    optimizer, schedule = make_optimizer(model, args, steps, ranks)
-    loaders = make_loaders(blocks, args.per_device_batch_size)
-    model, optimizer, schedule, *loaders = accelerator.prepare(model, optimizer, schedule, *loaders)
-    set_seed(args.seed, device_specific=True)  # each rank drops units of its own
-    say(f"{len(blocks[0])} training blocks of {args.block_size} tokens, {len(blocks[1])} held out")
-    say(f"{steps} steps of {a_step} blocks on {ranks} x {accelerator.device.type}")
-    if checkpoint:
-        accelerator.load_state(str(checkpoint))
-        say(f"resumed from {checkpoint}, at step {run.step}")
-    else:
-        run.held_out.append((0, held_out_loss(model, loaders[1], accelerator)))
-        say(describe(run))
-    if not goes_on(args):
-        start_afresh(accelerator, args.output_dir)
-    start, first = time.perf_counter(), run.step
-    train(accelerator, (model, optimizer, schedule), loaders, run, steps, args)
-    say(f"{run.step - first} steps in {time.perf_counter() - start:.0f} s")
-    say(accelerator.scaler_history.summary())
-    save_result(accelerator, model, tokenizer, run, args.output_dir)
+    say(f"saved to {out}")
     accelerator.end_training()
 
 

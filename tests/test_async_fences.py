@@ -487,6 +487,7 @@ class Failing(torch.optim.SGD):
     def step(self, closure=None):
         raise ValueError("the last step")
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 code = None
 for line in sys.stdin:
     code, out, err = json.loads(line)

@@ -383,20 +383,21 @@ def test_micro_batches_after_a_checkpoint_are_those_that_come_after_it(
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.parametrize("column", ["words", "text"])
 @pytest.mark.parametrize("name", ["own.csv", "own.jsonl", "own.txt"])
 def test_it_learns_from_your_files(
-    recipe: ModuleType, tiny: list[str], tmp_path: Path, name: str
+    recipe: ModuleType, tiny: list[str], tmp_path: Path, name: str, column: str
 ) -> None:
     words = [f"line {n} of a text, NA and None in it" for n in range(30)]
     for path in (tmp_path / name, tmp_path / f"held_{name}"):
         if name.endswith(".csv"):
-            path.write_text("\n".join(["words", *(f'"{w}"' for w in words)]))
+            path.write_text("\n".join([column, *(f'"{w}"' for w in words)]))
         elif name.endswith(".jsonl"):
-            path.write_text("\n".join(json.dumps({"words": w}) for w in words))
+            path.write_text("\n".join(json.dumps({column: w}) for w in words))
         else:
             path.write_text("\n".join(words))
     files = ["--train_file", tmp_path / name, "--validation_file", tmp_path / f"held_{name}"]
-    files += ["--text_column", "words", "--output_dir", tmp_path / "out"]
+    files += ["--text_column", column, "--output_dir", tmp_path / "out"]
     run(recipe, *tiny, *files)
     result = json.loads((tmp_path / "out" / RESULT).read_text())
     steps, losses = zip(*result["held_out_loss"], strict=True)
@@ -448,7 +449,7 @@ def no_model(recipe: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--train_file", "blank.txt"], "blank.txt is empty"),
         (["--train_file", "own.pdf"], "expected a name that ends in .txt"),
         (["--train_file", "broken.jsonl"], "broken.jsonl cannot be read"),
-        (["--train_file", "latin.txt"], "latin.txt is not UTF-8 text"),
+        (["--train_file", "latin.txt"], "latin.txt cannot be read: 'utf-8' codec"),
         (["--train_file", "own.csv"], "has no column 'text', only: body (set --text_column)"),
         (["--train_file", "a.txt", "--dataset_name", "b"], "not both"),
         (["--validation_file", "own.csv"], "--validation_file needs --train_file"),

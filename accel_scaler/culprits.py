@@ -6,7 +6,7 @@ import logging
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -19,7 +19,7 @@ from .config import OverflowStreakError
 from .gradients import MOST_NAMED, has_nonfinite_gradient, nonfinite, parameters_of
 from .remedies import Evidence, remedies, scale_path
 
-__all__ = ["MOST_NAMES", "Culprits", "first_nonfinite"]
+__all__ = ["MOST_NAMES", "Culprits", "first_nonfinite", "listed"]
 
 logger = logging.getLogger("accel_scaler")
 
@@ -28,6 +28,12 @@ MOST_NAMES = 5
 
 MOST_LOSSES = 1024
 """Of one window that are remembered, to see after an overflow whether one was NaN."""
+
+
+def listed(names: Sequence[str], total: int) -> str:
+    """``a, b and 3 more``: some names of ``total``; "" for none."""
+    more = total - len(names)
+    return ", ".join(names) + (f" and {more} more" if more > 0 else "")
 
 
 class Culprits:
@@ -196,8 +202,7 @@ class Culprits:
 
     def _worst(self) -> str:
         worst = sorted(self.seen, key=lambda name: -self.seen[name])
-        more = f" and {len(worst) - MOST_NAMES} more" if len(worst) > MOST_NAMES else ""
-        return ", ".join(worst[:MOST_NAMES]) + more if worst else "unknown tensors"
+        return listed(worst[:MOST_NAMES], len(worst)) or "unknown tensors"
 
     def _forget(self) -> None:
         self.seen.clear()

@@ -36,8 +36,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from accelerate.commands.config import default_config_file
-
 from .config import AccelScalerError
 from .hazards import Hazard, hazards, mended
 from .launch import (
@@ -46,11 +44,12 @@ from .launch import (
     _read_by_accelerate,
     _refuse_other_scalers,
     _without_section,
+    find_settings,
     make_parser,
 )
-from .section import find_config, read_config
-from .settings import FIELDS, Settings, resolve
+from .settings import FIELDS, Settings
 from .survey import Survey, survey
+from .terminal import say
 
 __all__ = ["FORMAT", "examine", "main", "make_doctor_parser", "parse"]
 
@@ -109,21 +108,11 @@ def main(argv: Sequence[str]) -> int:
     except AccelScalerError as error:
         line = " ".join(str(error).split())
         if as_json:
-            _print(json.dumps({"format": FORMAT, "error": line}))
+            say(json.dumps({"format": FORMAT, "error": line}))
         print("accel-scaler: error:", line, file=sys.stderr)
         return 1
-    _print(json.dumps(as_dict(path, found), indent=2) if as_json else as_text(path, found))
+    say(json.dumps(as_dict(path, found), indent=2) if as_json else as_text(path, found))
     return 0
-
-
-def _print(text: str) -> None:
-    """Print, whatever the terminal's encoding can show."""
-    coding = sys.stdout.encoding or "utf-8"
-    try:
-        print(text.encode(coding, "replace").decode(coding), flush=True)
-    except BrokenPipeError:
-        # `| head` has seen enough; Python would complain again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def examine(args: argparse.Namespace, flags: dict[str, str]) -> tuple[Path | None, Survey]:
@@ -132,13 +121,7 @@ def examine(args: argparse.Namespace, flags: dict[str, str]) -> tuple[Path | Non
     Raises:
         AccelScalerError: where ``accel-scaler launch`` would refuse to start.
     """
-    path: Path | None = None
-    if args.config_file is not None:
-        path = find_config(args.config_file)
-    elif os.path.isfile(default_config_file) and not args.cpu:  # as Accelerate decides it
-        path = Path(default_config_file)
-    file = None if path is None else read_config(path)
-    settings = resolve(file, os.environ, flags)
+    path, file, settings = find_settings(args, flags)
     if args.training_script is not None:
         _expect_script(args)
     with contextlib.ExitStack() as stack:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .blame import First, search
+from .culprits import listed
 from .hooks import AtParameter, AtTensor, Enter, Leave, edge_of, hook_inputs
 from .ranges import Range, Ranges, shown, tensors_in
 from .traces import MOST, Call, Entry, Listener, Loss, Own, Pass, Place, Share, Window
@@ -104,11 +105,10 @@ class OverflowFinder:
         if model not in self._roots:
             self._roots.add(model)
             if closed:
-                more = f" and {len(closed) - 3} more" if len(closed) > 3 else ""
                 warnings.warn(
                     "find_overflow cannot see into compiled or scripted modules: "
-                    f"{', '.join(closed[:3])}{more}. It will name a loss or a parameter at best. "
-                    "Run the model uncompiled to find the module.",
+                    f"{listed(closed[:3], len(closed))}. It will name a loss or a parameter at "
+                    "best. Run the model uncompiled to find the module.",
                     stacklevel=2,
                 )
 

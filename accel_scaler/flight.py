@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .config import OrderError, StepError
-from .culprits import MOST_NAMES, Culprits
+from .culprits import MOST_NAMES, Culprits, listed
 from .due import Timing
 from .intake import Intake
 from .pending import Hold, any_pending, can_be_held, settle_pending
@@ -233,8 +233,7 @@ class Flight:
 
     def _names(self, params: Sequence[Tensor]) -> str:
         names = self.culprits.names(params[:MOST_NAMES], self.optimizer)
-        more = len(params) - len(names)
-        return (", ".join(names) + (f" and {more} more" if more > 0 else "")) or "none"
+        return listed(names, len(params)) or "none"
 
 
 def _note_wait(task: Task, start: float, where: Any) -> None:

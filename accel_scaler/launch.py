@@ -98,15 +98,22 @@ def main(argv: Sequence[str]) -> int:
     return launch(args, flags)
 
 
-def launch(args: argparse.Namespace, flags: Mapping[str, str]) -> int:
-    """Start the job of ``args`` (of Accelerate's parser) with the settings merged."""
+def find_settings(
+    args: argparse.Namespace, flags: Mapping[str, str]
+) -> tuple[Path | None, ConfigFile | None, Settings]:
+    """The config file of a command line, if any, where it is, and all settings merged."""
     path: Path | None = None
     if args.config_file is not None:
         path = find_config(args.config_file)
     elif os.path.isfile(default_config_file) and not args.cpu:  # as Accelerate decides it
         path = Path(default_config_file)
     file = None if path is None else read_config(path)
-    settings = resolve(file, os.environ, flags)
+    return path, file, resolve(file, os.environ, flags)
+
+
+def launch(args: argparse.Namespace, flags: Mapping[str, str]) -> int:
+    """Start the job of ``args`` (of Accelerate's parser) with the settings merged."""
+    _, file, settings = find_settings(args, flags)
     _expect_script(args)
     with contextlib.ExitStack() as stack:
         stack.enter_context(ended_by_signals())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from .heat import heat_figure
 from .ledger import Run
 from .page import html_page
 from .reading import read_run
+from .terminal import say
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -86,15 +86,15 @@ def run(args: argparse.Namespace) -> int:
         if not one.windows:
             print(f"{one.label}: no windows in this file.", file=sys.stderr)
     if args.text:
-        _print("\n\n".join(in_words(one) for one in runs))
+        say("\n\n".join(in_words(one) for one in runs))
     elif args.format == "png":
         for path in write_pictures(runs, Path(args.output or "report")):
-            _print(f"wrote {path}")
+            say(f"wrote {path}")
     else:
         path = Path(args.output or "report.html")
         text = html_page(runs, page_pictures(runs))
         _write(path, text)
-        _print(f"wrote {path} ({len(text.encode()) / 1e6:.1f} MB)")
+        say(f"wrote {path} ({len(text.encode()) / 1e6:.1f} MB)")
     return 0
 
 
@@ -177,13 +177,3 @@ def _write(path: Path, text: str) -> None:
 def _unwritable(path: Path, error: OSError) -> ConfigError:
     why = error.strerror or str(error)
     return ConfigError(f"{path}: cannot be written ({why}); give another place with -o.")
-
-
-def _print(text: str) -> None:
-    """Print, whatever the terminal's encoding can show."""
-    coding = sys.stdout.encoding or "utf-8"
-    try:
-        print(text.encode(coding, "replace").decode(coding), flush=True)
-    except BrokenPipeError:
-        # `| head` has seen enough; Python would complain again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -20,7 +20,7 @@ import tomllib
 import torch
 from accelerate.state import AcceleratorState, PartialState
 
-from accel_scaler import ConfigError, ScalerConfig, cli, doctor, hazards, survey
+from accel_scaler import ConfigError, ScalerConfig, cli, doctor, hazards, launch, survey
 from accel_scaler.config import ENV_PREFIX
 from accel_scaler.hazards import LOWEST, telemetry_trouble
 from accel_scaler.journal import Journal
@@ -40,7 +40,7 @@ UNATTACHED_GPU = ["F1", "F2", "F3", "F4", "F5", "F7", "F9"]
 def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder, no default config file, no settings, a machine without accelerators."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(doctor, "default_config_file", str(tmp_path / "default.yaml"))
+    monkeypatch.setattr(launch, "default_config_file", str(tmp_path / "default.yaml"))
     monkeypatch.setattr(
         "accelerate.commands.launch.default_config_file", str(tmp_path / "default.yaml")
     )

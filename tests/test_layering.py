@@ -65,6 +65,7 @@ ORDER = [
     "ending",
     "launched",
     "launch",
+    "terminal",
     "survey",
     "hazards",
     "doctor",

@@ -188,7 +188,7 @@ class Culprits:
         if self.limit is None or consecutive_skips <= self.limit:
             return
         scale, evidence = get_scale(), self.evidence
-        advice = remedies(evidence, self.seen, scale)
+        advice = remedies(evidence, scale)
         message = (
             f"{consecutive_skips} windows in a row overflowed, max_consecutive_skips="
             f"{self.limit} allows {self.limit}. Non-finite gradients in: {self._worst()}. "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 __all__ = ["Evidence", "remedies", "scale_path"]
@@ -68,12 +68,11 @@ def scale_path(scales: Sequence[float], now: float, most: int = 8) -> str:
     return " -> ".join(texts)
 
 
-def remedies(evidence: Evidence, seen: Mapping[str, int], scale: float) -> list[str]:
+def remedies(evidence: Evidence, scale: float) -> list[str]:
     """Three things to try, the likeliest first.
 
     Args:
         evidence: of the run of skips.
-        seen: tensors with non-finite gradients, and how often.
         scale: the present one.
     """
     windows, found = max(evidence.windows, 1), []

@@ -32,19 +32,19 @@ VARIANTS = ("off", "again", "on")
 class Bench:
     """One list of parameters, and the boundary over it with telemetry off and on."""
 
-    def __init__(self, shapes: list[tuple[int, ...]], folder: Path, mode: str) -> None:
+    def __init__(self, shapes: list[tuple[int, ...]], folder: Path) -> None:
         self.params = [torch.nn.Parameter(torch.randn(shape) * 0.02) for shape in shapes]
         self.template = [torch.randn_like(p) * 1e-3 * SCALE for p in self.params]
         self.model = torch.nn.ParameterList(self.params)
         for p in self.params:
             p.grad = torch.empty_like(p)
         self.boundaries = {
-            name: self.boundary(str(folder / "run.jsonl") if name == "on" else None, mode)
+            name: self.boundary(str(folder / "run.jsonl") if name == "on" else None)
             for name in VARIANTS
         }
 
-    def boundary(self, path: str | None, mode: str) -> Callable[[], None]:
-        config = ScalerConfig(init_scale=SCALE, telemetry=path, step_mode=mode)  # type: ignore[arg-type]
+    def boundary(self, path: str | None) -> Callable[[], None]:
+        config = ScalerConfig(init_scale=SCALE, telemetry=path)
         accelerator = attach(Accelerator(cpu=True, mixed_precision="fp16"), config)
         _, optimizer = accelerator.prepare(
             self.model, torch.optim.AdamW(self.params, lr=1e-4, fused=True)
@@ -95,7 +95,7 @@ def main() -> None:
     for case in [args.case] if args.case else CASES:
         with tempfile.TemporaryDirectory() as folder:
             torch.manual_seed(0)
-            bench = Bench(CASES[case], Path(folder), "sync")
+            bench = Bench(CASES[case], Path(folder))
             for overflow in (False, True):
                 times = bench.run(overflow, args.repeats * (10 if len(bench.params) > 1000 else 1))
                 median = {name: statistics.median(values) for name, values in times.items()}

@@ -34,19 +34,19 @@ def order(found: list[str]) -> list[str]:
 
 
 def advise(scale: float, **seen: Any) -> list[str]:
-    return order(remedies(evidence(**seen), {}, scale))
+    return order(remedies(evidence(**seen), scale))
 
 
 def test_a_scale_that_still_falls_needs_a_lower_start() -> None:
     assert advise(1024.0) == ["falling", "find", "rate"]
-    (first, *_) = remedies(evidence(), {}, 1024.0)
+    (first, *_) = remedies(evidence(), 1024.0)
     assert "init_scale=1024, or raise max_consecutive_skips" in first
 
 
 def test_one_layer_in_most_windows_comes_first() -> None:
     seen = {"looked": 6, "began": {"h.3.mlp.weight": 5, "h.1.mlp.weight": 1}}
     assert advise(1024.0, **seen) == ["layer", "falling", "find"]
-    (first, *_) = remedies(evidence(**seen), {}, 1024.0)
+    (first, *_) = remedies(evidence(**seen), 1024.0)
     assert "it began in h.3.mlp.weight in 5 of 6 windows: run that layer in float32" in first
 
 
@@ -58,7 +58,7 @@ def test_a_different_layer_each_time_is_none() -> None:
 def test_a_bad_loss_is_no_matter_of_the_scale_or_of_a_layer() -> None:
     seen = {"bad_losses": 4, "looked": 6, "began": {"a": 6}}
     assert advise(0.5, **seen) == ["loss", "find", "rate"]
-    (first, *_) = remedies(evidence(**seen), {}, 0.5)
+    (first, *_) = remedies(evidence(**seen), 0.5)
     assert "in 4 of these 10 windows" in first
 
 
@@ -70,14 +70,14 @@ def test_where_every_loss_was_bad_no_scale_is_recommended() -> None:
 def test_a_module_seen_to_overflow_in_its_forward_comes_before_the_loss_it_ruined() -> None:
     seen = {"bad_losses": 10, "first": "x. ", "module": "h.3 (Linear)"}
     assert advise(512.0, **seen) == ["forward", "loss", "rate"]
-    (first, *_) = remedies(evidence(**seen), {}, 512.0)
+    (first, *_) = remedies(evidence(**seen), 512.0)
     assert "run that layer in float32" in first
 
 
 def test_broken_parameters_come_before_everything() -> None:
     seen = {"broken": ["w", "b"], "bad_losses": 10}
     assert advise(1.0, min_scale=1.0, **seen) == ["parameters", "loss", "find"]
-    (first, *_) = remedies(evidence(**seen), {}, 1.0)
+    (first, *_) = remedies(evidence(**seen), 1.0)
     assert "(w, b)" in first
     assert "load the last good checkpoint" in first
 
@@ -85,7 +85,7 @@ def test_broken_parameters_come_before_everything() -> None:
 def test_at_the_floor_the_floor_is_named() -> None:
     assert advise(4.0, min_scale=4.0) == ["floor", "find", "rate"]
     assert advise(8.0, min_scale=4.0) == ["falling", "find", "rate"]
-    (first, *_) = remedies(evidence(min_scale=4.0), {}, 4.0)
+    (first, *_) = remedies(evidence(min_scale=4.0), 4.0)
     assert "min_scale=4:" in first
 
 
@@ -112,7 +112,7 @@ def test_there_are_three_whatever_was_seen() -> None:
 
 def test_without_a_window_there_is_advice_all_the_same() -> None:
     """A plain scaler may raise before it has looked."""
-    assert len(remedies(Evidence(), {}, 1.0)) == 3
+    assert len(remedies(Evidence(), 1.0)) == 3
 
 
 def test_evidence_counts_windows_and_bad_losses_and_forgets() -> None:

@@ -12,7 +12,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 
-import psutil
 import torch
 
 from .config import OrderError, StepError
@@ -33,6 +32,8 @@ EXIT_LIMIT_S = 60.0
 
 def default_threads() -> int:
     """Physical cores that this process may use / ranks on this host, less one, at least 1."""
+    import psutil  # a third of what importing this package would take
+
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     cores = min(psutil.cpu_count(logical=False) or allowed or 1, allowed or 1)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)

@@ -1,0 +1,194 @@
+"""The private names of torch and Accelerate that the package leans on, all of them.
+
+A release may drop any of these without a word. ``test_private_names.py`` looks each one up in the
+versions installed, and walks the package, the recipes and the benchmarks for names missing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+
+
+@dataclass(frozen=True)
+class Private:
+    """``name`` on what ``holder`` returns, or at the dotted path ``holder``."""
+
+    library: str
+    holder: str | Callable[[], Any]
+    name: str
+    need: str
+    """What we do with it, ending "…, in FILE"."""
+
+    @property
+    def where(self) -> str:
+        if isinstance(self.holder, str):
+            return f"{self.holder}.{self.name}"
+        return f"{(self.holder.__doc__ or '').rstrip('.')}: {self.name}"
+
+
+def scaler() -> Any:
+    """torch.amp.GradScaler, in use."""
+    stock = torch.amp.GradScaler("cpu", init_scale=2.0)
+    stock.scale(torch.ones(1))
+    return stock
+
+
+def scheduled() -> Any:
+    """An optimizer with a scheduler, stepped."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    StepLR(optimizer, 1)
+    optimizer.step()
+    return optimizer
+
+
+def scheduled_step() -> Any:
+    """The step() that a scheduler puts on an optimizer."""
+    return scheduled().step
+
+
+def fused_adam() -> Any:
+    """An Adam with fused=True."""
+    return torch.optim.Adam([nn.Parameter(torch.zeros(1))], fused=True)
+
+
+def accelerator() -> Any:
+    """accelerate.Accelerator, made."""
+    return Accelerator(cpu=True)
+
+
+def prepared() -> Any:
+    """A model prepared under mixed precision."""
+    return Accelerator(cpu=True, mixed_precision="bf16").prepare(nn.Linear(1, 1))
+
+
+def fsdp_state() -> Any:
+    """The state of a module under fully_shard."""
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+    return FSDPState()
+
+
+def launch_parser() -> Any:
+    """The parser of `accelerate launch`."""
+    from accelerate.commands.launch import launch_command_parser
+
+    return launch_command_parser()
+
+
+TORCH_SCALER = [
+    ("_scale", "takes over the scale of a stock scaler, in takeover.py"),
+    ("_growth_tracker", "takes over the tracker of a stock scaler, in takeover.py and memory.py"),
+    ("_init_scale", "starts from it before the first backward, in memory.py"),
+    ("_init_growth_tracker", "starts from it before the first backward, in memory.py"),
+    ("_growth_factor", "gives it to the update rule, in scaler.py"),
+    ("_backoff_factor", "gives it to the update rule, in scaler.py"),
+    ("_growth_interval", "gives it to the update rule, in scaler.py"),
+    ("_enabled", "does nothing when the scaler is off, in scaler.py"),
+    ("_device", "names the device in errors, in scaler.py"),
+    ("_per_optimizer_states", "keeps them by window, so overrides this, in memory.py"),
+    ("_lazy_init_scale_growth_tracker", "extends it, in memory.py"),
+    ("_check_scale_growth_tracker", "asks for the scale through it, in scaler.py and threads.py"),
+    ("_check_inf_per_device", "looks for overflow through it, in scaler.py and threads.py"),
+    ("_unscale_grads_", "extends it for tied and repeated gradients, in scaler.py"),
+]
+
+TENSOR = [
+    ("_version", "sees edits made in place, in mixing.py, memory.py, intake.py and others"),
+    ("_is_view", "tells a gradient that owns its memory, in intake.py"),
+    ("_indices", "keeps a sparse gradient's parts for a stream, in transfer.py"),
+    ("_values", "reads a sparse gradient's values, in transfer.py and ranges.py"),
+    ("_backward_hooks", "answers for it without a wait, in pending.py"),
+    ("_post_accumulate_grad_hooks", "answers for it without a wait, in pending.py"),
+]
+
+TORCH = [
+    ("torch", "_amp_update_scale_", "updates the scale by torch's own kernel, in scaler.py"),
+    ("torch", "_foreach_norm", "takes the norms, in boundary.py and gradients.py"),
+    ("torch", "_foreach_mul_", "unscales and clips, in boundary.py and engine.py"),
+    ("torch", "_foreach_div_", "divides gradients of late optimizers, in notes.py"),
+    ("torch", "_foreach_copy_", "copies lists of small tensors, in small.py"),
+    ("torch", "_fused_adam_", "steps Adam with the kernel's own unscaling, in fused.py"),
+    ("torch", "_fused_adamw_", "steps AdamW with the kernel's own unscaling, in fused.py"),
+    ("torch", "_fused_sgd_", "tells whether this torch has a fused SGD, in hazards.py"),
+    ("torch", "_debug_has_internal_overlap", "refuses twins that overlap, in small.py"),
+    ("torch", "_C", "is where the next rows stand"),
+    ("torch._C", "DisableTorchFunctionSubclass", "reads a waiting tensor, in pending.py"),
+    ("torch._C", "_functorch", "asks for an outer transform, in fences.py and finder.py"),
+    ("torch._C._functorch", "peek_interpreter_stack", "the same"),
+    ("torch._C", "_is_tracing", "stays out of a trace, in finder.py"),
+    ("torch._C", "_current_graph_task_id", "tells whether a backward runs, in finder.py"),
+    ("torch", "_dynamo", "knows compiled modules, in fences.py and finder.py"),
+    ("torch._dynamo", "OptimizedModule", "the same"),
+    ("torch", "_subclasses", "leaves fake tensors alone, in ranges.py"),
+    ("torch._subclasses", "FakeTensor", "the same"),
+    ("torch.nn.Module", "_compiled_call_impl", "waits in front of a compiled call, in fences.py"),
+    ("torch.autograd.profiler", "_is_profiler_enabled", "lets a profiler see step(), in fused.py"),
+    ("torch.amp.grad_scaler", "_refresh_per_optimizer_state", "fills new windows, in windows.py"),
+    (
+        "torch.optim.optimizer",
+        "_global_optimizer_pre_hooks",
+        "runs hooks on step(), in fused.py and engine.py",
+    ),
+    (
+        "torch.optim.optimizer",
+        "_global_optimizer_post_hooks",
+        "runs hooks on step(), in fused.py and engine.py",
+    ),
+    (
+        "torch.distributed.fsdp.FSDPModule",
+        "_get_fsdp_state",
+        "finds modules gathered together, in fences.py",
+    ),
+]
+
+ACCELERATE = [
+    ("accelerate.state.AcceleratorState", "_reset_state", "starts anew, in find_overflow.py"),
+    ("accelerate.state.GradientState", "_reset_state", "starts anew, in find_overflow.py"),
+    (
+        "accelerate.commands.launch",
+        "_validate_launch_command",
+        "settles the arguments as launch does, in survey.py",
+    ),
+]
+
+
+PRIVATE = [
+    *(Private("torch", scaler, name, need) for name, need in TORCH_SCALER),
+    *(Private("torch", "torch.Tensor", name, need) for name, need in TENSOR),
+    *(Private("torch", *row) for row in TORCH),
+    Private("torch", scheduled, "_opt_called", "tells a scheduler that step() ran, in prepared.py"),
+    Private(
+        "torch", scheduled_step, "_wrapped_by_lr_sched", "knows a scheduler's step(), in fused.py"
+    ),
+    Private("torch", scheduled, "_optimizer_step_pre_hooks", "runs hooks on step(), in fused.py"),
+    Private("torch", scheduled, "_optimizer_step_post_hooks", "runs hooks on step(), in fused.py"),
+    Private(
+        "torch",
+        fused_adam,
+        "_step_supports_amp_scaling",
+        "gives fused kernels scale and found_inf, in notes.py, scaler.py and shadow.py",
+    ),
+    Private(
+        "torch",
+        fsdp_state,
+        "_states_to_forward_prefetch",
+        "knows what a forward gathers early, in fences.py",
+    ),
+    Private("accelerate", accelerator, "_optimizers", "lists what was prepared, in attach.py"),
+    Private("accelerate", accelerator, "_models", "lists what was prepared, in attach.py"),
+    Private("accelerate", prepared, "_original_forward", "sets autocast anew, in autocast.py"),
+    *(Private("accelerate", *row) for row in ACCELERATE),
+    Private("argparse", launch_parser, "_action_groups", "shows our settings' group, in doctor.py"),
+]
+
+OPTIONAL = {
+    "_is_mkldnn_fp16_supported": "absent: doctor cannot tell how fast fp16 is, in survey.py",
+}
+"""Names that we live without, and how."""

@@ -4,13 +4,15 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # torch comes first and alone: a range, or another package's need, could bring a CUDA build.
 STAMP := $(VENV)/.installed
+CONSTRAINTS ?= constraints.txt
+TORCH := $(or $(shell grep '^torch==' $(CONSTRAINTS)),torch)
 WORKERS ?= 2
 THREADED := gradients fused boundary small memory_cost
 
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: train test test-gpu lint types report clean
+.PHONY: train test test-gpu test-oldest test-newest check-dist lint types report clean
 .PHONY: bench bench-overlap bench-telemetry bench-convergence bench-gpu
 
 train: $(STAMP)
@@ -26,6 +28,24 @@ endif
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+# The oldest releases that pyproject.toml allows, and the newest that the index has. Where it has
+# no CPU build of that torch, this fetches gigabytes of CUDA packages.
+test-oldest:
+	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
+
+test-newest:
+	$(MAKE) test VENV=.venv-newest CONSTRAINTS=/dev/null
+
+# The wheel and the sdist in an environment that holds them and what they require, nothing else.
+check-dist: $(STAMP)
+	rm -rf out/dist
+	$(BIN)/python -m hatchling build -d out/dist
+	$(PYTHON) -m venv out/dist/empty
+	out/dist/empty/bin/python -m pip install --quiet -c $(CONSTRAINTS) $(TORCH)
+	out/dist/empty/bin/python -m pip install --quiet -c $(CONSTRAINTS) out/dist/*.whl
+	mkdir out/dist/folder
+	out/dist/empty/bin/python -I tests/installed.py out/dist/folder
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -58,11 +78,11 @@ bench-convergence: $(STAMP)
 bench-gpu: $(STAMP)
 	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) $(TORCH)
+	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) -e ".[dev]"
 	touch $@
 
 clean:
-	rm -rf $(VENV) out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-oldest .venv-newest out .pytest_cache .mypy_cache .ruff_cache .hypothesis

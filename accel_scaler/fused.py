@@ -17,7 +17,7 @@ from torch.optim import optimizer as optimizer_module
 
 from .gradients import SMALL, is_uniform, match_layout, parameters_of, run_on_one_thread
 
-__all__ = ["AdamGroup", "FusedAdam", "call_fused", "is_plain", "step_fused"]
+__all__ = ["AdamGroup", "FusedAdam", "call_fused", "is_plain", "nothing_found", "step_fused"]
 
 
 class AdamGroup:
@@ -35,6 +35,7 @@ class AdamGroup:
         self.strides = list(map(Tensor.stride, self.known))
         self.device = self.known[0].get_device() if self.known else -1
         self.amsgrad = bool(group["amsgrad"])
+        self.decoupled = isinstance(optimizer, AdamW)  # before torch 2.7 no group says it
         keys = ["exp_avg", "exp_avg_sq", "step"] + ["max_exp_avg_sq"] * self.amsgrad
         self.lists = {key: [state[key] for state in self.states] for key in keys}
         self.batches = self.batches_of(self.known)
@@ -60,7 +61,8 @@ class AdamGroup:
         def pick(tensors: list[Tensor]) -> list[Tensor]:
             return tensors if whole or not tensors else [tensors[i] for i in places]
 
-        kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
+        decoupled = group.get("decoupled_weight_decay", self.decoupled)
+        kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
         kernel(
             pick(self.known),
             pick(grads),
@@ -96,6 +98,7 @@ class AdamGroup:
         part.params = part.known = [self.known[i] for i in places]
         part.states = [self.states[i] for i in places]
         part.counts, part.device, part.amsgrad = self.counts[:0], self.device, self.amsgrad
+        part.decoupled = self.decoupled
         part.strides = [self.strides[i] for i in places]
         part.lists = {key: [tensors[i] for i in places] for key, tensors in self.lists.items()}
         part.batches = part.batches_of(part.known)
@@ -186,7 +189,6 @@ def is_plain(group: dict[str, Any]) -> bool:
         bool(group["fused"])
         and not group["differentiable"]
         and not group["capturable"]
-        and "decoupled_weight_decay" in group
         and all(isinstance(beta, float) for beta in group["betas"])
         and not (isinstance(lr, Tensor) and lr.device.type != "cpu")
     )
@@ -228,10 +230,21 @@ def step_fused(
     return plan
 
 
+def nothing_found(optimizer: Optimizer) -> Tensor | None:
+    """``found_inf`` for finite gradients: torch's own optimizers save a pass without one; others
+    get the zero that torch would give them, float32, shape ()."""
+    if type(optimizer).__module__.startswith("torch.optim."):
+        return None
+    params = parameters_of(optimizer)
+    return torch.zeros((), dtype=torch.float32, device=params[0].device if params else None)
+
+
 def call_fused(
     optimizer: Any, grad_scale: Tensor | None, found_inf: Tensor | None, *args: Any, **kwargs: Any
 ) -> float | None:
-    """``optimizer.step`` with the two attributes that torch's fused optimizers read."""
+    """``optimizer.step`` with the two attributes that fused optimizers read."""
+    if found_inf is None:
+        found_inf = nothing_found(optimizer)
     optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf
     try:
         result: float | None = optimizer.step(*args, **kwargs)

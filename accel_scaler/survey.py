@@ -155,8 +155,9 @@ def _versions() -> dict[str, str | None]:
 def _devices() -> Devices:
     asks = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None)
     cpu_fp16 = None if asks is None else bool(asks())
-    current = torch.accelerator.current_accelerator()
-    if current is None or not torch.accelerator.is_available():
+    # In this order: without a device torch 2.6 has an error for whoever asks for the current one.
+    current = torch.accelerator.is_available() and torch.accelerator.current_accelerator()
+    if not current:
         return Devices(None, (), cpu_fp16)
     kind, count = current.type, torch.accelerator.device_count()
     name_of: Any = getattr(getattr(torch, kind), "get_device_name", lambda index: kind)

@@ -240,7 +240,7 @@ def load_model(
         model = AutoModelForSequenceClassification.from_pretrained(
             source, ignore_mismatched_sizes=True, **labels
         )
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise fail(f"--model_name_or_path {source}: {str(error).splitlines()[0]}") from error
     return model, tokenizer
 

@@ -181,8 +181,9 @@ def micro_batches(accelerator: Accelerator, loader: DataLoader, seen: int) -> It
     """Yield batches without end, epoch after epoch; the first ``seen`` are left out."""
     epoch, skipped = divmod(seen, len(loader))
     while True:
-        loader.set_epoch(epoch)  # with the seed it decides the order
-        yield from accelerator.skip_first_batches(loader, skipped) if skipped else loader
+        rest = accelerator.skip_first_batches(loader, skipped) if skipped else loader
+        rest.set_epoch(epoch)  # with the seed it decides the order
+        yield from rest
         epoch, skipped = epoch + 1, 0
 
 

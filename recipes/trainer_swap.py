@@ -91,7 +91,7 @@ def load_model(
         try:
             tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
             return AutoModelForCausalLM.from_pretrained(args.model_name_or_path), tokenizer
-        except OSError as error:
+        except (OSError, ValueError) as error:
             reason = str(error).splitlines()[0]
             raise fail(f"--model_name_or_path {args.model_name_or_path}: {reason}") from error
     small = Tokenizer(models.BPE())

@@ -23,6 +23,7 @@ import config_script
 import pytest
 import torch
 from accelerate.state import AcceleratorState, PartialState
+from versions import before_torch
 
 from accel_scaler import cli
 from accel_scaler.section import read_config, shipped_configs
@@ -195,6 +196,7 @@ def test_the_file_for_two_nodes_joins_two_launchers(
     agree(said, facts)
 
 
+@before_torch(2, 7, "with torch 2.6 and Accelerate 1.10 these ranks join")
 def test_ranks_that_doctor_calls_lone_are_alone(tmp_path: Path) -> None:
     if torch.accelerator.is_available():
         pytest.skip("ranks join on an accelerator")

@@ -46,8 +46,19 @@ def test_every_method_of_torchs_scaler_is_there_and_documented() -> None:
 
 def test_torch_is_pinned_in_one_version() -> None:
     constraints = (ROOT / "constraints.txt").read_text()
-    (pinned,) = re.findall(r"^torch==(\S+)$", constraints, re.MULTILINE)
-    assert f"torch=={pinned}" in (ROOT / "Makefile").read_text()
+    assert len(re.findall(r"^torch==\S+$", constraints, re.MULTILINE)) == 1
+    makefile = (ROOT / "Makefile").read_text()
+    assert "grep '^torch==' $(CONSTRAINTS)" in makefile
+    assert "torch==" not in makefile.replace("grep '^torch=='", "")
+
+
+def test_the_oldest_set_is_the_one_that_the_package_allows() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needs = [*project["dependencies"], *project["optional-dependencies"]["trainer"]]
+    pinned = (ROOT / "constraints-oldest.txt").read_text().splitlines()
+    for need in needs:
+        name, _, least = need.partition(">=")
+        assert f"{name}=={least}.0" in pinned
 
 
 def test_runtime_needs_are_torch_and_accelerate_only() -> None:

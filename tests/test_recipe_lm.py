@@ -213,7 +213,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
     Eleven micro-batches an epoch, two a step: a window goes on from one epoch into the next.
     """
     # A start so high that steps on both sides of the checkpoint overflow.
-    monkeypatch.setenv("ACCEL_SCALER_INIT_SCALE", str(2.0**21))
+    monkeypatch.setenv("ACCEL_SCALER_INIT_SCALE", str(2.0**20))
     monkeypatch.setenv("ACCEL_SCALER_GROWTH_INTERVAL", "1")
     monkeypatch.setenv("ACCEL_SCALER_STEP_MODE", name.partition(",")[0])
     for field, value in MODES[name].items():

@@ -152,4 +152,4 @@ def test_every_script_of_accelerate_is_run_or_has_its_reason() -> None:
     there = {path.relative_to(SCRIPTS).as_posix() for path in SCRIPTS.rglob("test_*.py")}
     run = {str(case.values[0]) for case in PASS}
     assert run.isdisjoint(NOT_HERE)
-    assert there == run | NOT_HERE.keys()
+    assert there <= run | NOT_HERE.keys()  # an older Accelerate has fewer

@@ -13,6 +13,9 @@ import pytest
 import torch
 from launching import torchrun
 from two_ranks import OVERFLOW, WINDOWS, differing
+from versions import before_torch
+
+pytestmark = before_torch(2, 7, "torch 2.6: fully_shard wants the streams of a device")
 
 Results = list[dict[str, Any]]
 SKIPPED = [window == OVERFLOW for window in range(WINDOWS)]

@@ -8,6 +8,9 @@ import fsdp2_script
 import pytest
 import torch
 from launching import torchrun
+from versions import before_torch
+
+pytestmark = before_torch(2, 7, "torch 2.6: fully_shard wants the streams of a device")
 
 Results = list[dict[str, Any]]
 KINDS = ["sgd", "adamw", "fused"]

@@ -1,0 +1,178 @@
+"""Looks at an installed accel_scaler as a stranger would; for `make check-dist`, test_wheel.py.
+
+    PYTHON -I installed.py FOLDER [TIMES]
+
+PYTHON is an environment's that holds accel_scaler and what it requires, nothing else. FOLDER is
+empty; the import is timed in TIMES processes (9). Every fault is one line and exit status 1;
+otherwise a line per thing seen.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import types
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+LIMIT_S = 240
+CLOCK = """
+import time, torch, accelerate
+start = time.perf_counter()
+import accel_scaler
+print(1e3 * (time.perf_counter() - start))
+"""
+TRAIN = """
+import torch
+from accelerate import Accelerator
+from accel_scaler import ScalerConfig, attach
+accelerator = attach(Accelerator(cpu=True, mixed_precision="fp16"),
+                     ScalerConfig(step_mode="overlap", telemetry="run.jsonl", init_scale=2.0**10))
+model = torch.nn.Linear(4, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+losses = []
+for _ in range(40):
+    loss = (model(torch.ones(2, 4)) - 3.0).square().mean()
+    accelerator.backward(loss)
+    accelerator.clip_grad_norm_(model.parameters(), 10.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+accelerator.end_training()
+assert losses[-1] < 1e-3 * losses[0], losses
+"""
+
+
+class FaultError(Exception):
+    """What a stranger would trip over."""
+
+
+def expect(true: bool, *said: object) -> None:
+    if not true:
+        raise FaultError(" ".join(map(str, said)))
+
+
+def everything() -> dict[str, Any]:
+    """All that an import could leave behind in this process."""
+    return {
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "environment": dict(os.environ),
+        "signals": [signal.getsignal(number) for number in signal.valid_signals()],
+        "exit calls": __import__("atexit")._ncallbacks(),
+        "warning filters": list(warnings.filters),
+        "hooks": (sys.excepthook, threading.excepthook, sys.settrace, list(gc.callbacks)),
+        "import system": (list(sys.path), list(sys.meta_path), list(sys.path_hooks)),
+        "switch interval": sys.getswitchinterval(),
+        "other libraries": patchable(),
+    }
+
+
+def patchable() -> dict[str, Any]:
+    """Each function and class that torch and Accelerate show, and what is in the classes."""
+    found: dict[str, Any] = {}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in ("torch", "accelerate") and module is not None:
+            for key, value in list(vars(module).items()):
+                if isinstance(value, types.ModuleType):
+                    continue  # an import of a submodule leaves its name
+                found[f"{name}.{key}"] = id(value) if callable(value) else None
+                if isinstance(value, type) and value.__module__ == name:
+                    found |= {f"{name}.{key}.{k}": id(v) for k, v in list(vars(value).items())}
+    return found
+
+
+def look_at_import() -> str:
+    import accelerate
+    import torch
+
+    torch.amp.GradScaler, accelerate.Accelerator  # noqa: B018 (what is lazy is there by now)
+    warnings.simplefilter("ignore", FutureWarning)  # of names that are looked at below
+    known, before = set(sys.modules), everything()
+    import accel_scaler
+
+    after = everything()
+    for what, was in before.items():
+        if what == "other libraries":
+            changed = [k for k, v in was.items() if after[what].get(k, v) != v]
+            expect(not changed, "the import patched", changed[:5])
+        else:
+            expect(after[what] == was, what, "before:", was, "after:", after[what])
+    others = sorted(n for n in sys.modules.keys() - known if n.partition(".")[0] != "accel_scaler")
+    expect(set(others) <= {"resource"}, "the import also loads", others)
+    own = sum(n.startswith("accel_scaler") for n in sys.modules)
+    expect(len(before["other libraries"]) > 10_000, "too little was compared")
+    return (
+        f"import of {accel_scaler.__version__}: {own} modules of ours, others: {others or 'none'}; "
+        f"no thread, no patch ({len(before['other libraries']):,} names compared)"
+    )
+
+
+def run(folder: Path, *command: str, code: int = 0) -> str:
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    said = done.stdout + done.stderr
+    expect(done.returncode == code, command, "ended with", done.returncode, "\n", said)
+    expect("Traceback" not in said, command, "shows a traceback:\n", said)
+    return said
+
+
+def python(folder: Path, code: str) -> str:
+    return run(folder, sys.executable, "-I", "-c", code)
+
+
+def look_at_time(folder: Path, times: int) -> str:
+    took = [float(python(folder, CLOCK).split()[-1]) for _ in range(times)]
+    return (
+        f"import beyond torch and accelerate: median {statistics.median(took):.0f} ms of "
+        f"{times} processes ({min(took):.0f} to {max(took):.0f})"
+    )
+
+
+def look_at_commands(folder: Path) -> str:
+    for name in ("transformers", "matplotlib"):
+        expect(importlib.util.find_spec(name) is None, name, "is installed: not an empty place")
+    ours = str(Path(sys.executable).parent / "accel-scaler")
+    shown = run(folder, ours, "--help")
+    expect(all(name in shown for name in ("launch", "doctor", "report")), shown)
+    for name in ("launch", "doctor", "report"):
+        expect("usage:" in run(folder, ours, name, "--help").lower(), name)
+    python(folder, TRAIN)
+    records = [json.loads(line) for line in (folder / "run.jsonl").read_text().splitlines()]
+    expect(len(records) >= 40, "telemetry has", len(records), "lines")
+    wanted = run(folder, ours, "report", "run.jsonl", code=2)
+    expect("accel_scaler[report]" in wanted, "report does not say what to install:", wanted)
+    (folder / "script.py").write_text(TRAIN.replace("run.jsonl", "launched.jsonl"))
+    run(folder, ours, "launch", "--config_file", "cpu_fp16", "script.py")
+    expect((folder / "launched.jsonl").is_file(), "the launched script left no telemetry")
+    expect("hazards" in run(folder, ours, "doctor", "--config_file", "cpu_fp16"), "doctor")
+    return "commands: help, launch, doctor work; report says which extra it needs"
+
+
+def main() -> int:
+    folder, times = Path(sys.argv[1]), int((sys.argv[2:] or ["9"])[0])
+    looks: list[Callable[[], str]] = [
+        look_at_import,
+        lambda: look_at_time(folder, times),
+        lambda: look_at_commands(folder),
+    ]
+    for look in looks:
+        try:
+            print(look(), flush=True)
+        except FaultError as fault:
+            print("fault:", fault)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

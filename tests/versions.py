@@ -1,0 +1,17 @@
+"""What the oldest releases that pyproject.toml allows cannot do, with or without us."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+import pytest
+
+
+def release(library: str) -> tuple[int, ...]:
+    """``(2, 6)`` of torch 2.6.0+cpu."""
+    return tuple(int(part) for part in version(library).split(".")[:2])
+
+
+def before_torch(major: int, minor: int, reason: str) -> pytest.MarkDecorator:
+    """Skip with this torch: ``reason`` says what fails there in stock."""
+    return pytest.mark.skipif(release("torch") < (major, minor), reason=reason)

@@ -13,7 +13,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: train test test-gpu test-oldest test-newest check-dist lint types report clean
-.PHONY: bench bench-overlap bench-telemetry bench-convergence bench-gpu
+.PHONY: bench bench-overlap bench-telemetry bench-load bench-convergence bench-gpu
 
 train: $(STAMP)
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu_fp16.yaml recipes/finetune_classifier.py
@@ -71,6 +71,9 @@ bench-overlap: $(STAMP)
 bench-telemetry: $(STAMP)
 	$(BIN)/python benchmarks/telemetry.py $(ARGS)
 
+bench-load: $(STAMP)
+	$(BIN)/python benchmarks/load.py $(ARGS)
+
 bench-convergence: $(STAMP)
 	$(BIN)/python benchmarks/convergence.py $(ARGS)
 
@@ -81,7 +84,7 @@ bench-gpu: $(STAMP)
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) $(TORCH)
-	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) -e ".[dev]"
+	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) -e ".[dev]" -e tests/plugin
 	touch $@
 
 clean:

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from .async_optimizer import threads_of
 from .autocast import add_autocast, remove_autocast
 from .boundary import Boundary
+from .checkpoints import loading, saving
 from .config import ConfigError, OrderError, ScalerConfig, StepError, UnsupportedError
 from .prepared import ScaledOptimizer, adopt, become, forbid_unsuitable, inner_of
 from .recording import make_recorder
@@ -35,6 +36,9 @@ __all__ = ["ScaledAccelerator", "ScaledOptimizer", "attach", "detach"]
 T = TypeVar("T")
 
 _SCALED_CLASSES: dict[type, type] = {}
+
+_OWN = ("_boundary", "_stock_scaler", "_scaler_config", "_asked_config", "_worker")
+"""What an attached accelerator has beyond a stock one."""
 
 
 class ScaledAccelerator(Accelerator):  # type: ignore[misc]
@@ -49,6 +53,20 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
     def __init__(self, *args: Any, scaler_config: ScalerConfig | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
         _set_up(self, scaler_config)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as what it was before :func:`attach`, with a copy of the scaler; not attached.
+
+        Its optimizers step like stock. Waits for the step in hand.
+        """
+        for optimizer in self._optimizers:
+            if isinstance(optimizer, ScaledOptimizer):
+                optimizer.synchronize()
+        of_attach = ("_made_by_attach", "_attached_by_launcher")
+        state = {k: v for k, v in self.__dict__.items() if k not in (*_OWN, *of_attach)}
+        made = self.__dict__.get("_made_by_attach", False)
+        cls = stock_class(type(self), ScaledAccelerator) if made else type(self)
+        return _empty, (cls,), state
 
     @property
     def scaler_history(self) -> History:
@@ -161,12 +179,30 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         released: list[Any] = super().free_memory(*objects)
         return released
 
-    def load_state(self, *args: Any, **kwargs: Any) -> Any:
-        """As Accelerate's; a window that was open is given up."""
-        result = super().load_state(*args, **kwargs)
-        if self._boundary is not None:
-            self._boundary.scaler.abandon_window()
+    def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As Accelerate's; a folder whose writer is ended is known as incomplete."""
+        if self._boundary is None:
+            return super().save_state(output_dir, *args, **kwargs)
+        with saving(self, output_dir):
+            return super().save_state(output_dir, *args, **kwargs)
+
+    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As Accelerate's; a window that was open is given up.
+
+        Raises:
+            ConfigError: ``save_state`` was ended while it wrote this folder.
+        """
+        if self._boundary is None:
+            return super().load_state(input_dir, *args, **kwargs)
+        with loading(self, input_dir):
+            result = super().load_state(input_dir, *args, **kwargs)
+        self._boundary.scaler.abandon_window()
         return result
+
+
+def _empty(cls: Any) -> Any:
+    """An object for unpickling into."""
+    return cls.__new__(cls)
 
 
 def scaled_class(cls: Any, scaled: Any) -> Any:
@@ -253,6 +289,9 @@ def detach(target: T) -> T:
     if stock is not None:
         if boundary.scaler.is_enabled():
             stock.load_state_dict(boundary.scaler.state_dict())
+            if boundary.scaler.has_begun and stock._scale is None:
+                # Or an attach() after this one would take it for a scaler at its start.
+                stock._lazy_init_scale_growth_tracker(accelerator.device)
     elif accelerator.mixed_precision == "fp16":
         accelerator.native_amp = False
         for model in accelerator._models:
@@ -273,7 +312,7 @@ def detach(target: T) -> T:
     accelerator.scaler = stock
     accelerator._worker.stop()
     boundary.recorder.close()
-    for name in ("_boundary", "_stock_scaler", "_scaler_config", "_asked_config", "_worker"):
+    for name in _OWN:
         accelerator.__dict__.pop(name)
     if accelerator.__dict__.pop("_made_by_attach", False):
         accelerator.__class__ = stock_class(type(accelerator), ScaledAccelerator)

@@ -34,6 +34,7 @@ from .gradients import (
     reciprocal,
     scaled_norms,
 )
+from .interrupts import Undivided
 from .notes import (
     Note,
     clip_scaled_norm,
@@ -199,19 +200,23 @@ class Boundary(Checks):
     def _close_window(self, optimizer: Optimizer, note: Note) -> None:
         """Update the scale, then the parameters or not, and put it on record."""
         scaler, window, timing = self.scaler, self.scaler.window, None
-        scaler.close_window(note.found_inf)
-        window.states[id(optimizer)]["stage"] = OptState.STEPPED
         stepper = stepper_of(optimizer)
-        self.recorder.before_update(optimizer, window.index, note.found_inf)
-        if not note.found_inf:
-            timing = self._apply(optimizer, note.due)
-        elif stepper is not None:
-            stepper.skip()
+        if stepper is not None:
+            stepper.wait("optimizer.step")
+        with Undivided():  # the scale and the parameters move on together
+            scaler.close_window(note.found_inf)
+            window.states[id(optimizer)]["stage"] = OptState.STEPPED
+            self.recorder.before_update(optimizer, window.index, note.found_inf)
+            if not note.found_inf:
+                timing = self._apply(optimizer, note.due)
+            elif stepper is not None:
+                stepper.skip()
         note.names = scaler.culprits.names(note.overflowed, optimizer)
         note.overflowed = ()  # not to keep a model alive that is dropped now
         scaler.culprits.count(note.names)
         if note.found_inf:
             scaler.culprits.look(optimizer, scaler.read_state().consecutive_skips - 1)
+            scaler.culprits.tell_broken_statistics()
         names = dict.fromkeys(name for each in self._notes.values() for name in each.names)
         scale = self._window_scale()
         self.recorder.add(optimizer, window.index, scale, window.found_inf, names, timing)
@@ -219,13 +224,15 @@ class Boundary(Checks):
     def _step_unscaled(self, optimizer: Optimizer) -> None:
         """Where nothing is scaled: step, and where somebody reads it, put it on record."""
         if not self.recorder.keeps:
-            self._apply(optimizer, Due())
+            with Undivided():
+                self._apply(optimizer, Due())
             return
         if id(optimizer) in self._ended:
             self._next_unscaled()
         self._ended.add(id(optimizer))
         self.recorder.before_update(optimizer, self._index, False)
-        timing = self._apply(optimizer, Due())
+        with Undivided():
+            timing = self._apply(optimizer, Due())
         found = self.recorder.saw_nonfinite()
         self.recorder.add(optimizer, self._index, 1.0, found, (), timing)
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from .config import AccelScalerError
+from .terminal import plain
 
 __all__ = ["main"]
 
@@ -25,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(argv)
     except AccelScalerError as error:
-        print("accel-scaler: error:", " ".join(str(error).split()), file=sys.stderr)
+        print("accel-scaler: error:", plain(" ".join(str(error).split())), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

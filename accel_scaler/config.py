@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import reprlib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 __all__ = [
@@ -26,6 +26,10 @@ ATTACH = "attach"
 """Beside the fields, in the environment and in a section: read by ``accel-scaler launch`` alone."""
 SMALLEST_FLOAT32 = 2.0**-149
 LARGEST_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
+LARGEST_FILE = 1 << 18
+"""Bytes of a config file: a few hundred are usual, and YAML is read slowly."""
+MOST_VALUES = 1 << 16
+"""In a config file, with what its aliases repeat: a few lines can name billions."""
 
 
 class AccelScalerError(Exception):
@@ -71,7 +75,7 @@ class ScalerConfig:
     """Factor on the scale after ``growth_interval`` windows in a row without overflow."""
     backoff_factor: float = field(default=0.5, metadata={"allowed": "a number in (0, 1)"})
     """Factor on the scale after a window that overflowed."""
-    growth_interval: int = field(default=2000, metadata={"allowed": "an integer >= 1"})
+    growth_interval: int = field(default=2000, metadata={"allowed": "an integer from 1 to 2**53"})
     """Windows in a row without overflow that make the scale grow."""
     enabled: bool = field(default=True, metadata={"allowed": "true or false"})
     """False: no scaling; ``step`` calls the optimizer, everything else does nothing."""
@@ -83,10 +87,10 @@ class ScalerConfig:
         default=None, metadata={"allowed": "a finite number > 0 (float32), or none"}
     )
     """The scale never grows above this. None: torch's behaviour, float32's range."""
-    hysteresis: int = field(default=1, metadata={"allowed": "an integer >= 1"})
+    hysteresis: int = field(default=1, metadata={"allowed": "an integer from 1 to 2**53"})
     """Overflows in a row before the scale backs off (each one still skips its step)."""
     max_consecutive_skips: int | None = field(
-        default=None, metadata={"allowed": "an integer >= 1, or none"}
+        default=None, metadata={"allowed": "an integer from 1 to 2**53, or none"}
     )
     """Skipped windows in a row that are allowed; one more raises, naming the tensors."""
     step_mode: Literal["sync", "overlap", "delayed"] = field(
@@ -95,14 +99,14 @@ class ScalerConfig:
     """When parameters are updated: ``sync``, inside ``optimizer.step()``; ``overlap``, on the
     optimizer thread, each parameter awaited where it is next used; ``delayed``, on the optimizer
     thread, the update published at the next boundary (one step stale)."""
-    delay_warmup_steps: int = field(default=0, metadata={"allowed": "an integer >= 0"})
+    delay_warmup_steps: int = field(default=0, metadata={"allowed": "an integer from 0 to 2**53"})
     """``delayed``: the first N steps are not stale (they run as ``overlap``). A resumed run goes on
     counting where the optimizer's state has a ``step``; else it warms up again."""
     offload: Literal["none", "cpu"] = field(default="none", metadata={"allowed": "'none' or 'cpu'"})
     """Where optimizer state lives: ``none``, with the parameters; ``cpu``, in host memory, with
     float32 master weights, updated there."""
     optimizer_threads: int | Literal["auto"] = field(
-        default="auto", metadata={"allowed": "an integer >= 1, or 'auto'"}
+        default="auto", metadata={"allowed": "an integer from 1 to 2**53, or 'auto'"}
     )
     """Threads of the optimizer's CPU kernels off the training thread, whatever OMP_NUM_THREADS
     says. ``auto``: physical cores / ranks on this host, less one, at least 1."""
@@ -114,7 +118,7 @@ class ScalerConfig:
     )
     """JSON-lines file with one record a window, written by rank 0; with ``{rank}`` in the path each
     rank writes its own. It is appended to, never overwritten. ``accel-scaler report`` reads it."""
-    underflow_interval: int = field(default=100, metadata={"allowed": "an integer >= 1"})
+    underflow_interval: int = field(default=100, metadata={"allowed": "an integer from 1 to 2**53"})
     """With ``telemetry``: windows between two counts of zero and subnormal float16 gradients."""
     find_overflow: bool = field(default=False, metadata={"allowed": "true or false"})
     """For debugging: watch every module's activations and gradients, and say of each overflow in
@@ -124,7 +128,7 @@ class ScalerConfig:
         for spec in dataclasses.fields(self):
             value = getattr(self, spec.name)
             if not _CHECKS[spec.name](value):
-                raise ConfigError(_complaint(spec, repr(value)))
+                raise ConfigError(_complaint(spec, shown(value)))
         check_bounds(self.init_scale, self.min_scale, self.max_scale)
 
     @classmethod
@@ -134,7 +138,7 @@ class ScalerConfig:
         unknown = [key for key in values if key not in names]
         if unknown:
             raise ConfigError(
-                f"{where}: unknown field {unknown[0]!r}; the fields are {', '.join(names)}."
+                f"{where}: unknown field {shown(unknown[0])}; the fields are {', '.join(names)}."
             )
         try:
             return cls(**values)
@@ -162,21 +166,36 @@ class ScalerConfig:
         """Read the top-level ``accel_scaler:`` section of an Accelerate config file.
 
         A file without the section gives the defaults.
+
+        Raises:
+            ConfigError: the file cannot be read, is too large, or a setting is wrong.
         """
         import yaml  # comes with accelerate; needed by those who use a file
 
-        text = Path(path).read_text(encoding="utf-8")
+        loader: Any = None
         try:
-            document = yaml.safe_load(text)
+            loader = yaml.SafeLoader(read_text(path))
+            node = loader.get_single_node()
+            forbid_bomb(node, path)
+            document = None if node is None else loader.construct_document(node)
         except yaml.YAMLError as error:
             raise ConfigError(f"{path} is not valid YAML: {error}") from error
+        except UNREADABLE as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"{path}: a value that YAML cannot read: {error}") from error
+        finally:
+            if loader is not None:
+                loader.dispose()
         if document is not None and not isinstance(document, dict):
             raise ConfigError(
                 f"{path}: expected a mapping at the top, got {type(document).__name__}."
             )
         section = (document or {}).get(SECTION, {})
         if not isinstance(section, dict):
-            raise ConfigError(f"{path}: `{SECTION}:` must be a mapping of fields, got {section!r}.")
+            raise ConfigError(
+                f"{path}: `{SECTION}:` must be a mapping of fields, got {shown(section)}."
+            )
         fields = {key: value for key, value in section.items() if key != ATTACH}
         return cls.from_mapping(fields, f"{path}, section `{SECTION}:`")
 
@@ -193,6 +212,70 @@ class ScalerConfig:
         }
 
 
+# What PyYAML's constructors raise besides YAMLError, for text such as `!!bool 7` or `2024-13-01`.
+UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError)
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """A config file's text, of at most ``LARGEST_FILE`` bytes.
+
+    Raises:
+        ConfigError: it cannot be read as UTF-8, or is larger.
+    """
+    try:
+        with open(path, "rb") as file:
+            data = file.read(LARGEST_FILE + 1)
+        if len(data) > LARGEST_FILE:
+            raise ConfigError(
+                f"{path}: expected a config file of at most {LARGEST_FILE >> 10} KiB, got a larger "
+                "one; is it one?"
+            )
+        return data.decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}") from error
+
+
+def forbid_bomb(node: Any, path: object) -> None:
+    """Refuse a YAML node that its aliases blow up, or that contains itself.
+
+    Raises:
+        ConfigError: saying so.
+    """
+    counts: dict[int, int] = {}
+
+    def count(node: Any) -> int:
+        key = id(node)
+        if key not in counts:
+            counts[key] = MOST_VALUES + 1  # met again before it is counted: it contains itself
+            parts = node.value if isinstance(node.value, list) else ()
+            flat = (each for part in parts for each in (part if type(part) is tuple else (part,)))
+            counts[key] = 1 + sum(map(count, flat))
+        return counts[key]
+
+    if node is not None and count(node) > MOST_VALUES:
+        raise ConfigError(
+            f"{path}: expected at most {MOST_VALUES} values, got more (aliases repeat what they "
+            "name, and one may contain itself); write out what is needed."
+        )
+
+
+class _Repr(reprlib.Repr):
+    """Of what a file or a caller gave: all of it where it is short."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxdict, self.maxlist, self.maxtuple, self.maxset = 3, 8, 8, 8, 8
+        self.maxstring = self.maxother = 400
+
+    def repr_int(self, x: int, level: int) -> str:
+        """Python refuses to write integers of thousands of digits, which it has read as hex."""
+        return repr(x) if x.bit_length() < 4096 else f"an integer of {x.bit_length()} bits"
+
+
+shown = _Repr().repr
+"""``repr``, of bounded length whatever the value is."""
+
+
 def is_number(value: object) -> bool:
     """A finite int or float; a bool is not a number here."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
@@ -201,8 +284,8 @@ def is_number(value: object) -> bool:
 
 
 def is_count(value: object) -> bool:
-    """An integer of at least 1."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    """An integer from 1 to 2**53: counters are exact as floats, too, and fit into 64 bits."""
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 2**53
 
 
 def is_positive(value: Any) -> bool:

@@ -49,7 +49,7 @@ from .launch import (
 )
 from .settings import FIELDS, Settings
 from .survey import Survey, survey
-from .terminal import say
+from .terminal import plain, say
 
 __all__ = ["FORMAT", "examine", "main", "make_doctor_parser", "parse"]
 
@@ -109,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
         line = " ".join(str(error).split())
         if as_json:
             say(json.dumps({"format": FORMAT, "error": line}))
-        print("accel-scaler: error:", line, file=sys.stderr)
+        print("accel-scaler: error:", plain(line), file=sys.stderr)
         return 1
     say(json.dumps(as_dict(path, found), indent=2) if as_json else as_text(path, found))
     return 0

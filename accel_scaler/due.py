@@ -57,6 +57,9 @@ class Stepper(Protocol):
     def skip(self) -> None:
         """A boundary without an update: its gradients overflowed."""
 
+    def wait(self, where: str) -> bool:
+        """Wait until the update in hand, if any, is over. False: it failed, as the next call says."""
+
     def synchronize(self) -> None:
         """Finish what is in hand and publish it."""
 

@@ -24,6 +24,7 @@ from .due import ATTRIBUTE, Due
 from .flight import Flight
 from .gradients import LOW_PRECISION, parameters_of
 from .intake import Intake
+from .interrupts import Undivided
 from .pending import any_pending, settle_pending
 from .shadow import Part, Shadow
 from .slots import local
@@ -124,7 +125,8 @@ class Engine(Flight):
         self._finish_for_boundary()
         grads = [p.grad for p in self.shadow.params]
         if any(grad is not None for grad in grads):
-            self._hand_over(grads, due or Due(), None)
+            with Undivided():
+                self._hand_over(grads, due or Due(), None)
         self._run_hooks("post")
 
     def submit(self, prepare: Callable[[], Callable[[], object]]) -> None:
@@ -134,7 +136,8 @@ class Engine(Flight):
         """
         self._finish_for_boundary()
         fn = prepare()
-        self._hand_over([p.grad for p in self.shadow.params], Due(), fn)
+        with Undivided():
+            self._hand_over([p.grad for p in self.shadow.params], Due(), fn)
 
     def skip(self) -> None:
         """A boundary without an update; ``delayed`` publishes the one before all the same."""

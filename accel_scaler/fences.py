@@ -65,6 +65,8 @@ class Fences:
     def _give_state_back(self, engine: Engine) -> None:
         """State that lives with masters goes to the parameters' device and dtype."""
         optimizer = engine.optimizer
+        if not engine.shadow.slots:
+            return  # nothing was ever stepped or loaded; asked for state it would begin now
         if not (engine.shadow.masters or engine.low_precision):
             return
         saved = optimizer.state_dict()

@@ -101,15 +101,15 @@ class Flight:
         """Block until what was waited for is there, whatever stream is going to read it."""
         self.lane.wait_on_host(self._followed)
 
-    def finish(self, where: str = "synchronize") -> None:
-        """Wait for the step in hand, if any. In ``delayed`` the model is as it was.
+    def wait(self, where: str) -> bool:
+        """Wait until the step in hand, if any, is over. False: it failed; :meth:`finish` says how.
 
         Raises:
-            StepError: it failed; says which parameters were updated. Once: the next call works.
+            StepError: it will never be over.
         """
         task = self._task
         if task is None:
-            return
+            return True
         start, is_due = time.perf_counter(), not task.finished
         try:
             ok = task.wait()
@@ -120,6 +120,18 @@ class Flight:
             raise
         if is_due:
             _note_wait(task, start, where)
+        return ok
+
+    def finish(self, where: str = "synchronize") -> None:
+        """Wait for the step in hand, if any. In ``delayed`` the model is as it was.
+
+        Raises:
+            StepError: it failed; says which parameters were updated. Once: the next call works.
+        """
+        task = self._task
+        if task is None:
+            return
+        ok = self.wait(where)
         self._task = None
         # Kernels that ran on one thread have made the worker's number the default of new threads.
         torch.set_num_threads(torch.get_num_threads())

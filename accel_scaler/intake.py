@@ -44,15 +44,18 @@ class Intake:
         self.close()
         self._slots = slots
         ref = weakref.ref(self)
-        for slot in slots if self.offload else ():
+        for number, slot in enumerate(slots if self.offload else ()):
             if slot.host_grad is None or not (slot.param.is_leaf and slot.param.requires_grad):
                 continue
 
-            def send(p: Tensor, slot: Slot = slot) -> None:
+            # Not the slot itself: it holds the parameter, which holds its hooks where the garbage
+            # collector does not look.
+            def send(p: Tensor, number: int = number) -> None:
                 intake, grad = ref(), p.grad
                 if intake is None or grad is None or grad.layout is not torch.strided:
                     return  # the step refuses sparse ones, with the reason
                 if intake._may_send():
+                    slot = intake._slots[number]
                     slot.copied = intake._send(slot, grad)
 
             param: Any = slot.param

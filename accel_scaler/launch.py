@@ -32,6 +32,7 @@ from .config import ENV_PREFIX, ConfigError, UnsupportedError
 from .ending import Ended, end_children, ended_by_signals, shell_status
 from .section import PACKAGE, ConfigFile, find_config, read_config
 from .settings import FIELDS, Settings, descriptions, resolve
+from .terminal import plain
 
 __all__ = ["launch", "main", "make_parser"]
 
@@ -124,7 +125,7 @@ def launch(args: argparse.Namespace, flags: Mapping[str, str]) -> int:
             _refuse_other_scalers(args, None)
         stack.enter_context(_environment(settings))
         if not args.quiet:
-            print(_announcement(settings), file=sys.stderr, flush=True)
+            print(plain(_announcement(settings)), file=sys.stderr, flush=True)
         return _run(args)
 
 
@@ -139,7 +140,7 @@ def _run(args: argparse.Namespace) -> int:
             what = f"exited with status {error.returncode}"
             if error.returncode < 0:
                 what = f"was ended by signal {-error.returncode}"
-            print(f"accel-scaler: {args.training_script} {what}", file=sys.stderr)
+            print(plain(f"accel-scaler: {args.training_script} {what}"), file=sys.stderr)
         return status
     except ChildFailedError as error:
         print(error, file=sys.stderr)  # torchrun's table: which rank, its status, when

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .config import ConfigError, is_count, is_number
+from .config import ConfigError, is_count, is_number, shown
 from .culprits import Culprits
 from .rule import Rule, ScaleState
 from .windows import WAIT_LIMIT_S, Job, Window
@@ -35,6 +35,7 @@ class ScalerMemory(torch.amp.GradScaler):
     _max_scale: float | None = None
     _hysteresis: int = 1
     _consecutive_skips: int = 0
+    _was_loaded: bool = False
 
     def _make_transient(self) -> None:
         """What belongs to this process and is not pickled."""
@@ -91,6 +92,11 @@ class ScalerMemory(torch.amp.GradScaler):
             self._max_scale,
             self._hysteresis,
         )
+
+    @property
+    def has_begun(self) -> bool:
+        """Its scale comes from training: it has scaled a loss, or loaded a state."""
+        return self._live is not None or self._was_loaded
 
     def read_state(self) -> ScaleState:
         """Scale and counters on the host. Synchronises only if the device has newer ones."""
@@ -165,7 +171,9 @@ class ScalerMemory(torch.amp.GradScaler):
     def set_growth_interval(self, new_interval: int) -> None:
         """Set the growth interval: an integer of at least 1."""
         if not is_count(new_interval):
-            raise ConfigError(f"growth_interval: got {new_interval!r}, expected an integer >= 1.")
+            raise ConfigError(
+                f"growth_interval: got {shown(new_interval)}, expected an integer from 1 to 2**53."
+            )
         super().set_growth_interval(new_interval)
 
     def _wait_for_jobs(self, up_to_date: bool) -> None:
@@ -187,7 +195,8 @@ class ScalerMemory(torch.amp.GradScaler):
         """Load a state dict of this class or of ``torch.amp.GradScaler``. No-op if disabled.
 
         Raises:
-            ConfigError: a missing entry or one that is no number; nothing has been changed.
+            ConfigError: a missing entry, one that is no number, or a scale of 0 without
+                ``min_scale`` to raise it; nothing has been changed.
             RuntimeError: an empty dict (from a disabled scaler).
         """
         if not self._enabled:
@@ -204,8 +213,16 @@ class ScalerMemory(torch.amp.GradScaler):
                     raise ConfigError(
                         f"scaler state dict: got {key}={state_dict[key]!r}, expected a number."
                     )
+            if state_dict["scale"] <= 0 and self._min_scale is None:
+                raise ConfigError(
+                    f"scaler state dict: got scale={state_dict['scale']!r}, expected a number > 0. "
+                    "A long run of skips has brought it there, and every window would be skipped "
+                    "from here on. Load an earlier checkpoint, or set min_scale (1.0, say), which "
+                    "the scale is raised to."
+                )
         with self._lock:
             super().load_state_dict(state_dict)
+            self._was_loaded = True
             self._mirror = None
             self._consecutive_skips = int(state_dict.get("_consecutive_skips", 0))
             state = self.read_state()

@@ -8,6 +8,7 @@ from datetime import datetime, timezone
 from html import escape
 
 from .canvas import DARK, LIGHT, Theme
+from .fields import clean
 from .figures import worst_first
 from .findings import facts, find
 from .ledger import First, Run
@@ -203,7 +204,7 @@ def _firsts(run: Run, runs: int) -> list[str]:
 def _settings(runs: Sequence[Run]) -> str:
     of = []
     for run in runs:
-        rows: list[tuple[str, str]] = [("file", run.path)]
+        rows: list[tuple[str, str]] = [("file", clean(run.path, 400))]
         if run.sessions:
             last = run.sessions[-1]
             skip = ("unix_time",)

@@ -72,16 +72,21 @@ def _what(value: object) -> str:
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes | None]:
-    """The lines of a file; None for one longer than ``MAX_LINE``, which is never held whole."""
-    rest, dropping = b"", False
+    """The lines of a file; None for one longer than ``MAX_LINE``, which is never held whole.
+
+    For the first one at once: it is no telemetry, and a device has no second.
+    """
+    rest, dropping, first_line = b"", False, True
     while chunk := file.read(CHUNK):
         first, *others = chunk.split(b"\n")
         rest = b"" if dropping else rest + first
         if len(rest) > MAX_LINE:
             rest, dropping = b"", True
+            if first_line and not others:
+                yield None
         if others:
             yield None if dropping else rest
-            dropping = False
+            dropping = first_line = False
             yield from others[:-1]
             rest = others[-1]
     if dropping:

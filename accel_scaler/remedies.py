@@ -68,12 +68,13 @@ def scale_path(scales: Sequence[float], now: float, most: int = 8) -> str:
     return " -> ".join(texts)
 
 
-def remedies(evidence: Evidence, scale: float) -> list[str]:
+def remedies(evidence: Evidence, scale: float, has_limit: bool = True) -> list[str]:
     """Three things to try, the likeliest first.
 
     Args:
         evidence: of the run of skips.
         scale: the present one.
+        has_limit: ``max_consecutive_skips`` is set.
     """
     windows, found = max(evidence.windows, 1), []
     bad = evidence.bad_losses
@@ -101,8 +102,8 @@ def remedies(evidence: Evidence, scale: float) -> list[str]:
         found.append(f"it began in {where} in {often} of {evidence.looked} windows: {IN_FLOAT32}")
     if not at_floor and scale >= USUAL_SCALE and bad < windows:
         found.append(
-            f"the scale was still falling: start with init_scale={scale:.10g}, or raise "
-            "max_consecutive_skips"
+            f"the scale was still falling: start with init_scale={scale:.10g}"
+            + (", or raise max_consecutive_skips" if has_limit else "")
         )
     if scale < USUAL_SCALE and not bad:
         found.append(

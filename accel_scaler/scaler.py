@@ -94,8 +94,7 @@ class GradScaler(ThreadedScaler):
         """
         if self._enabled and self._bound is None:
             self.open_window()
-            if self.culprits.keeps_losses:
-                self.culprits.note_losses(_tensors(outputs))
+            self.culprits.note_losses(_tensors(outputs))
         scaled = super().scale(outputs)
         if self._enabled and not self._known:
             # Until an optimizer is seen, only the graph tells whose gradients to check.

@@ -15,14 +15,11 @@ from typing import Any
 
 import yaml
 
-from .config import SECTION, ConfigError
+from .config import SECTION, UNREADABLE, ConfigError, forbid_bomb, read_text, shown
 
 __all__ = ["ConfigFile", "find_config", "read_config", "shipped_configs"]
 
 PACKAGE = Path(__file__).parent
-
-# What PyYAML's constructors raise besides YAMLError, for text such as `!!bool 7` or `2024-13-01`.
-_UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 _JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|\n')
 
@@ -75,10 +72,7 @@ def read_config(path: Path) -> ConfigFile:
         ConfigError: naming the file, the line and what is wrong: not readable, no mapping, a
             section that is none, a field twice.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}") from error
+    text = read_text(path)
     read = _read_json if path.name.endswith(".json") else _read_yaml
     found, rest = read(text, path)
     if found is None:
@@ -87,7 +81,7 @@ def read_config(path: Path) -> ConfigFile:
     for key, _, line in found:
         if key in lines:
             raise ConfigError(
-                f"{path}, line {line}: {key!r} stands twice in `{SECTION}:` (also in line "
+                f"{path}, line {line}: {shown(key)} stands twice in `{SECTION}:` (also in line "
                 f"{lines[key]}); keep one."
             )
         lines[key] = line
@@ -103,6 +97,7 @@ def _read_yaml(text: str, path: Path) -> tuple[Fields | None, str]:
     try:
         loader = yaml.SafeLoader(text)
         top = loader.get_single_node()
+        forbid_bomb(top, path)
         _expect_mapping(isinstance(top, yaml.MappingNode), path, _word(top))
         sections = [pair for pair in top.value if _is_section(pair[0])]
         top.value = [pair for pair in top.value if not _is_section(pair[0])]
@@ -121,7 +116,7 @@ def _read_yaml(text: str, path: Path) -> tuple[Fields | None, str]:
         raise ConfigError(f"{path}{_yaml_line(error)}: not valid YAML: {_flat(error)}") from error
     except ConfigError:
         raise
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise ConfigError(f"{path}: a value that YAML cannot read: {_flat(error)}") from error
     finally:
         if loader is not None:
@@ -140,7 +135,9 @@ def _yaml_fields(loader: Any, section: Any, written: list[Any], path: Path) -> F
         key = loader.construct_document(key_node)
         value, line = loader.construct_document(value_node), key_node.start_mark.line + 1
         if not isinstance(key, str):
-            raise ConfigError(f"{path}, line {line}: {key!r} in `{SECTION}:` is no field's name.")
+            raise ConfigError(
+                f"{path}, line {line}: {shown(key)} in `{SECTION}:` is no field's name."
+            )
         if any(key_node is node for node in written):
             merged.pop(key, None)
             fields.append((key, value, line))
@@ -225,7 +222,7 @@ def _word(node: Any) -> str:
 
 
 def _short(value: object) -> str:
-    text = repr(value)
+    text = shown(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -20,6 +20,7 @@ from .config import (
     ScalerConfig,
     _complaint,
     _parse,
+    shown,
 )
 from .section import ConfigFile
 
@@ -99,7 +100,7 @@ def _of_file(file: ConfigFile | None) -> Iterator[Found]:
         source = f"{file.path}, line {file.lines[name]}"
         spec = _known(name, name, f"{source}, section `{SECTION}:`")
         if not _is_allowed(spec, value):
-            raise ConfigError(f"{source}: {_complaint(spec, repr(value))}{_hint(spec, value)}")
+            raise ConfigError(f"{source}: {_complaint(spec, shown(value))}{_hint(spec, value)}")
         yield name, value, source
 
 
@@ -130,7 +131,7 @@ def _known(name: str, written: str, where: str) -> dataclasses.Field[Any]:
     near = difflib.get_close_matches(name, FIELDS, n=1)
     meant = f" Did you mean {near[0]}?" if near else ""
     raise ConfigError(
-        f"{where}: unknown field {written!r}.{meant} The fields are {', '.join(FIELDS)}."
+        f"{where}: unknown field {shown(written)}.{meant} The fields are {', '.join(FIELDS)}."
     )
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .fused import AdamGroup, is_plain
+from .fused import AdamGroup, is_plain, nothing_found
 from .gradients import is_uniform, match_layout, parameters_of
 from .slots import Slot, local, make_slots
 from .small import SmallSteps
@@ -333,7 +333,7 @@ class Shadow:
             return self.raw_step(self.twin)
         if twins and twins[0].device.type == "cpu":
             match_layout(twins)
-        self.twin.grad_scale, self.twin.found_inf = grad_scale, None
+        self.twin.grad_scale, self.twin.found_inf = grad_scale, nothing_found(self.twin)
         try:
             return self.raw_step(self.twin)
         finally:

@@ -11,6 +11,7 @@ __all__ = ["History", "Record", "Span"]
 
 KEPT_RECORDS = 4096
 KEPT_NORMS = 256
+KEPT_OFFENDERS = 65_536
 KEPT_CHANGES = 1024
 
 Span = tuple[Any, ...]
@@ -51,9 +52,11 @@ class Record:
     """Unscaled norm of each parameter's gradient, before clipping: float32, the machine's order
     of bytes. Only with ``telemetry``; kept for the last windows."""
     nonfinite: tuple[tuple[int, int], ...] = ()
-    """``(index in names, non-finite elements)`` of every offender. Only with ``telemetry``."""
+    """``(index in names, non-finite elements)`` of every offender. Only with ``telemetry``; kept
+    for the last windows, and of models with thousands of parameters for the last skips."""
     underflow: tuple[tuple[int, float, float], ...] = ()
-    """``(index in names, share of zeros, share of subnormals)`` of float16 gradients."""
+    """``(index in names, share of zeros, share of subnormals)`` of float16 gradients; kept for the
+    last windows."""
     first: dict[str, Any] | None = None
     """Where the overflow began. Only with ``find_overflow``."""
     time: float = 0.0
@@ -78,6 +81,9 @@ class History:
         self.max_grad_norm: float | None = None
         self.told_low = False
         """The warning about a scale below 1 has been given."""
+        self._offending: deque[tuple[int, int]] = deque()
+        """``(number of the record, its offenders)`` where there are any; numbers from 1."""
+        self._offenders = 0
 
     def add(self, record: Record) -> None:
         """Append the record of a window, or amend it when its index is the last one's."""
@@ -94,6 +100,7 @@ class History:
             self.boundaries += 1
             self.skips += int(record.skipped)
             self._forget_norms()
+        self._forget_offenders(len(record.nonfinite))
         if not self.scale_path:
             self.scale_path.append((record.index, record.scale))
         if self.scale_path[-1][1] != record.next_scale:
@@ -111,8 +118,26 @@ class History:
         # With thousands of parameters these would be most of the memory.
         if len(self.records) > KEPT_NORMS:
             old = self.records[-KEPT_NORMS - 1]
-            if old.norms is not None or old.spans:
-                self.records[-KEPT_NORMS - 1] = replace(old, norms=None, spans=())
+            if old.norms is not None or old.spans or old.nonfinite or old.underflow:
+                bare: dict[str, Any] = {"nonfinite": (), "underflow": ()}
+                self.records[-KEPT_NORMS - 1] = replace(old, norms=None, spans=(), **bare)
+
+    def _forget_offenders(self, count: int) -> None:
+        """Keep few in all: one overflow of a large model is a tuple for each of its tensors."""
+        offending = self._offending
+        if offending and offending[-1][0] == self.boundaries:  # the last record was amended
+            self._offenders -= offending.pop()[1]
+        if count:
+            offending.append((self.boundaries, count))
+            self._offenders += count
+        while len(offending) > 1 and (
+            self._offenders > KEPT_OFFENDERS or offending[0][0] <= self.boundaries - KEPT_NORMS
+        ):
+            number, gone = offending.popleft()
+            self._offenders -= gone
+            place = number - self.boundaries - 1
+            if -place <= len(self.records):
+                self.records[place] = replace(self.records[place], nonfinite=())
 
     def summary(self) -> str:
         """A few lines of text: windows, skips, the path of the scale, the largest norm."""

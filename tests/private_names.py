@@ -189,6 +189,7 @@ PRIVATE = [
 ]
 
 OPTIONAL = {
+    "_signal": "absent: the public module, slower, in interrupts.py",
     "_is_mkldnn_fp16_supported": "absent: doctor cannot tell how fast fp16 is, in survey.py",
 }
 """Names that we live without, and how."""

@@ -129,7 +129,7 @@ def test_two_fields_that_contradict_name_both_places(tmp_path: Path) -> None:
          "write false."),
         ("attach: 0", "attach: got 0, expected true or false."),
         ("step_mode: [overlap]", "step_mode: got ['overlap'], expected 'sync'"),
-        ("hysteresis: 1.0", "hysteresis: got 1.0, expected an integer >= 1."),
+        ("hysteresis: 1.0", "hysteresis: got 1.0, expected an integer from 1 to 2**53."),
     ],
 )  # fmt: skip
 def test_a_wrong_field_in_the_file_is_named_with_its_line(

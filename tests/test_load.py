@@ -1,0 +1,224 @@
+"""Long runs and many tensors, without a clock: memory, objects, threads and calls do not grow.
+
+``make bench-load`` measures the time. LOAD_WINDOWS sets the length of a run (default 1,400).
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import sys
+import threading
+import tracemalloc
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from accel_scaler import telemetry
+from accel_scaler.telemetry import History, Record
+
+WINDOWS = max(1_400, int(os.environ.get("LOAD_WINDOWS", "0")) // 50 * 50)
+SETTLED = 1_000
+"""Windows after which what torch and Python keep for themselves is there."""
+PERIOD = 50
+"""The runs repeat themselves: one skip and one growth of the scale in so many windows."""
+FOLDER = str(Path(__file__).parents[1] / "benchmarks")
+VARIANTS = ("plain", "sync", "sync+file", "overlap", "overlap+file", "delayed")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def load() -> Iterator[Any]:
+    """The benchmark as a module: its runs are the ones tested here."""
+    sys.path.insert(0, FOLDER)
+    try:
+        import load as module
+    finally:
+        sys.path.remove(FOLDER)
+    yield module
+    sys.modules.pop("load", None)
+
+
+@pytest.fixture
+def short_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A history that is full long before the first look; how long it is, is tested apart."""
+    monkeypatch.setattr(telemetry, "KEPT_RECORDS", 64)
+    monkeypatch.setattr(telemetry, "KEPT_NORMS", 16)
+    monkeypatch.setattr(telemetry, "KEPT_CHANGES", 16)
+
+
+class Operations(TorchDispatchMode):
+    """Counts torch's operations on this thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def calls_of(work: Callable[[], object]) -> int:
+    """Calls of Python and C functions on this thread."""
+    count = 0
+
+    def watch(frame: object, event: str, arg: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    gc.disable()  # a collection would call what others have registered
+    sys.setprofile(watch)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return count
+
+
+def operations_of(work: Callable[[], object]) -> int:
+    with Operations() as seen:
+        work()
+    return seen.count
+
+
+def ours() -> int:
+    """Objects of this package's classes that are alive."""
+    gc.collect()
+    return sum(str(type(each).__module__).startswith("accel_scaler") for each in gc.get_objects())
+
+
+def look(window: Callable[[int], None], first: int) -> dict[str, Any]:
+    """Run some windows from ``first`` on (a multiple of the period), and what is seen in them."""
+    window(first)  # what a skip leaves to be written is written with the window after it
+    seen: dict[str, Any] = {"objects": ours(), "threads": threading.active_count()}
+    ops, calls = [], []
+    for number in range(first + 1, first + 13, 2):
+        calls.append(calls_of(partial(window, number)))
+        ops.append(operations_of(partial(window, number + 1)))
+    return seen | {"operations": ops, "calls": statistics.median(calls)}
+
+
+def least_memory(window: Callable[[int], None], first: int) -> int:
+    """Bytes that Python objects take, at least, in one period: a file is written in batches."""
+    gc.collect()
+    sizes = []
+    for number in range(first, first + PERIOD):
+        window(number)
+        sizes.append(tracemalloc.get_traced_memory()[0] - sys.getsizeof(sizes))
+    return min(sizes)
+
+
+@pytest.mark.parametrize("variant", ["plain", "sync", "overlap+file", "delayed"])
+def test_a_long_run_is_at_its_end_what_it_was_at_its_beginning(
+    variant: str, load: Any, tmp_path: Path, short_history: None
+) -> None:
+    window = load.long_run(variant, tmp_path)
+    end = WINDOWS - PERIOD
+    for number in range(2 * PERIOD):
+        window(number)
+    early = look(window, 2 * PERIOD)
+    tracemalloc.start()
+    try:
+        for number in range(2 * PERIOD + 13, SETTLED):
+            window(number)
+        before = least_memory(window, SETTLED)
+        for number in range(SETTLED + PERIOD, end - PERIOD):
+            window(number)
+        after = least_memory(window, end - PERIOD)
+    finally:
+        tracemalloc.stop()
+    late = look(window, end)
+    assert after > 0, "nothing was traced"
+    # A number a window, kept in a list, is 32 bytes; torch and Python themselves stay below that.
+    assert after - before < 24 * (end - SETTLED), "memory grows"
+    assert late["objects"] <= early["objects"] + 16, "objects of the package pile up"
+    assert late["threads"] == early["threads"]
+    assert late["operations"] == early["operations"]
+    if variant.startswith(("plain", "sync")):
+        assert late["calls"] == early["calls"]
+    else:  # how often a wait looks again is a matter of chance
+        assert late["calls"] == pytest.approx(early["calls"], rel=0.1)
+
+
+def costs(load: Any, variant: str, what: Any, folder: Path, overflow: bool) -> int:
+    """Calls of one boundary, the median of three."""
+    torch.manual_seed(0)
+    bench = load.Bench(what, (variant,), folder)
+    counts = []
+    for turn in range(5):
+        bench.fill(variant, overflow and turn >= 2)
+        count = calls_of(bench.boundaries[variant])
+        counts += [count] * (turn >= 2)
+    return int(statistics.median(counts))
+
+
+@pytest.mark.parametrize("overflow", [False, True], ids=["step", "skip"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_calls_grow_with_the_number_of_tensors_and_no_faster(
+    variant: str, overflow: bool, load: Any, tmp_path: Path
+) -> None:
+    low, middle, high = (
+        costs(load, variant, load.Load(size), tmp_path, overflow) for size in (200, 400, 800)
+    )
+    # A straight line: the second 400 tensors cost twice what the 200 before them did.
+    assert high - middle <= 2.02 * (middle - low) + 60
+
+
+@pytest.mark.parametrize("overflow", [False, True], ids=["step", "skip"])
+@pytest.mark.parametrize("variant", ["sync", "sync+file", "overlap"])
+def test_calls_grow_with_groups_and_optimizers_and_no_faster(
+    variant: str, overflow: bool, load: Any, tmp_path: Path
+) -> None:
+    for name, cut in (
+        ("groups", lambda n: load.Load(256, groups=n)),
+        ("optimizers", lambda n: load.Load(32 * n, optimizers=n)),
+    ):
+        low, middle, high = (costs(load, variant, cut(n), tmp_path, overflow) for n in (4, 8, 16))
+        assert high - middle <= 2.2 * (middle - low) + 120, name
+
+
+def test_a_history_of_skips_of_a_large_model_stays_small() -> None:
+    """An overflow with telemetry has an entry for each tensor; thousands of such are kept."""
+    history, tensors = History(), 10_000
+    for index in range(40):
+        counts = tuple((number, 1 + number) for number in range(tensors))
+        history.add(Record(index, 1.0, 1.0, True, None, nonfinite=counts))
+        history.add(Record(index, 1.0, 1.0, True, None, nonfinite=counts))  # amended
+        kept = [len(record.nonfinite) for record in history.records]
+        assert sum(kept) <= telemetry.KEPT_OFFENDERS
+        assert kept[-6:] == [tensors] * min(index + 1, 6), "the last ones are whole"
+    assert [record.index for record in history.records] == list(range(40))
+
+
+def test_what_a_history_keeps_of_one_window_goes_with_the_window(short_history: None) -> None:
+    history = History()
+    for index in range(200):
+        more: Any = {
+            "norms": b"1234",
+            "spans": (("step", 0.0, 1.0),),
+            "underflow": ((0, 0.1, 0.1),),
+        }
+        history.add(
+            Record(index, 1.0 + index, 2.0 + index, True, None, nonfinite=((0, 1),), **more)
+        )
+    whole, bare = list(history.records)[-16:], list(history.records)[:-16]
+    assert (len(whole), len(bare), len(history.scale_path)) == (16, 48, 16)
+    for record in whole:
+        assert all((record.norms, record.spans, record.underflow, record.nonfinite))
+    for record in bare:
+        assert not any((record.norms, record.spans, record.underflow, record.nonfinite))
+    assert len(history._offending) <= 17
+
+
+@pytest.mark.parametrize("kept", ["KEPT_RECORDS", "KEPT_NORMS", "KEPT_CHANGES", "KEPT_OFFENDERS"])
+def test_a_history_has_an_end(kept: str) -> None:
+    assert getattr(telemetry, kept) <= 1 << 16

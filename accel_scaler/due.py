@@ -58,7 +58,7 @@ class Stepper(Protocol):
         """A boundary without an update: its gradients overflowed."""
 
     def wait(self, where: str) -> bool:
-        """Wait until the update in hand, if any, is over. False: it failed, as the next call says."""
+        """Wait until the update in hand, if any, is over; False if it failed (finish tells how)."""
 
     def synchronize(self) -> None:
         """Finish what is in hand and publish it."""

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_scaler import telemetry
@@ -147,43 +146,6 @@ def test_a_long_run_is_at_its_end_what_it_was_at_its_beginning(
         assert late["calls"] == early["calls"]
     else:  # how often a wait looks again is a matter of chance
         assert late["calls"] == pytest.approx(early["calls"], rel=0.1)
-
-
-def costs(load: Any, variant: str, what: Any, folder: Path, overflow: bool) -> int:
-    """Calls of one boundary, the median of three."""
-    torch.manual_seed(0)
-    bench = load.Bench(what, (variant,), folder)
-    counts = []
-    for turn in range(5):
-        bench.fill(variant, overflow and turn >= 2)
-        count = calls_of(bench.boundaries[variant])
-        counts += [count] * (turn >= 2)
-    return int(statistics.median(counts))
-
-
-@pytest.mark.parametrize("overflow", [False, True], ids=["step", "skip"])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_calls_grow_with_the_number_of_tensors_and_no_faster(
-    variant: str, overflow: bool, load: Any, tmp_path: Path
-) -> None:
-    low, middle, high = (
-        costs(load, variant, load.Load(size), tmp_path, overflow) for size in (200, 400, 800)
-    )
-    # A straight line: the second 400 tensors cost twice what the 200 before them did.
-    assert high - middle <= 2.02 * (middle - low) + 60
-
-
-@pytest.mark.parametrize("overflow", [False, True], ids=["step", "skip"])
-@pytest.mark.parametrize("variant", ["sync", "sync+file", "overlap"])
-def test_calls_grow_with_groups_and_optimizers_and_no_faster(
-    variant: str, overflow: bool, load: Any, tmp_path: Path
-) -> None:
-    for name, cut in (
-        ("groups", lambda n: load.Load(256, groups=n)),
-        ("optimizers", lambda n: load.Load(32 * n, optimizers=n)),
-    ):
-        low, middle, high = (costs(load, variant, cut(n), tmp_path, overflow) for n in (4, 8, 16))
-        assert high - middle <= 2.2 * (middle - low) + 120, name
 
 
 def test_a_history_of_skips_of_a_large_model_stays_small() -> None:

@@ -210,39 +210,6 @@ def test_a_name_that_a_conftest_imported_is_replaced(here: Any, pytester: pytest
     assert counts["passed"] == 1, text
 
 
-def test_what_scales_by_itself_is_left_alone_and_said(here: Any, pytester: pytest.Pytester) -> None:
-    pytester.makepyfile("""
-        import pytest, torch
-        from accelerate import Accelerator
-        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-        import accel_scaler
-
-        def test_sharded(monkeypatch):
-            torch.distributed.init_process_group(
-                "gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
-            try:
-                assert not isinstance(ShardedGradScaler(device="cpu"), accel_scaler.GradScaler)
-            finally:
-                torch.distributed.destroy_process_group()
-
-        def test_refused(monkeypatch):
-            def refuse(accelerator):
-                raise accel_scaler.UnsupportedError("attach: under DEEPSPEED, its engine scales.")
-            monkeypatch.setattr("accel_scaler.attach.forbid_other_scalers", refuse)
-            accelerator = Accelerator(cpu=True, mixed_precision="fp16")
-            assert type(accelerator) is Accelerator
-
-        def test_a_wrong_setting_is_no_refusal(monkeypatch):
-            monkeypatch.setenv("ACCEL_SCALER_HYSTERESIS", "0")
-            with pytest.raises(accel_scaler.ConfigError, match="HYSTERESIS|hysteresis"):
-                Accelerator(cpu=True, mixed_precision="fp16")
-    """)
-    text, counts = here(OPTION)
-    assert counts["passed"] == 3, text
-    assert "left alone: 1 ShardedGradScaler" in text
-    assert "not attached (once): attach: under DEEPSPEED, its engine scales." in text
-
-
 def test_what_a_test_attaches_itself_is_taken_as_it_is(
     here: Any, pytester: pytest.Pytester
 ) -> None:

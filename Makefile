@@ -7,13 +7,14 @@ STAMP := $(VENV)/.installed
 CONSTRAINTS ?= constraints.txt
 TORCH := $(or $(shell grep '^torch==' $(CONSTRAINTS)),torch)
 WORKERS ?= 2
+MINUTES ?= 60
 THREADED := gradients fused boundary small memory_cost
 
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: train test test-gpu test-oldest test-newest check-dist lint types report clean
-.PHONY: bench bench-overlap bench-telemetry bench-load bench-convergence bench-gpu
+.PHONY: soak bench bench-overlap bench-telemetry bench-load bench-convergence bench-gpu
 
 train: $(STAMP)
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu_fp16.yaml recipes/finetune_classifier.py
@@ -61,6 +62,10 @@ report: $(STAMP)
 		--step_mode overlap --growth_interval 4 recipes/trainer_swap.py --output_dir out/report/model
 	$(BIN)/accel-scaler report out/report/run.jsonl -o out/report/report.html
 	$(BIN)/accel-scaler report out/report/run.jsonl --format png -o assets/report.png
+
+# Random histories in one process: no failure, and nothing that grows. ARGS="--seed 7 --jobs 2"
+soak: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/soak.py --minutes $(MINUTES) $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/boundary.py

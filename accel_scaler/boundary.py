@@ -181,6 +181,7 @@ class Boundary(Checks):
             self.recorder.end_step(start)
             return True
         if not self._has_gradients(optimizer):
+            self._pass(optimizer)
             return True
         if self.scaler.window.opened_by is None:
             self._step_without_window(optimizer)
@@ -196,6 +197,13 @@ class Boundary(Checks):
             self.recorder.flush(f"{type(error).__name__}: {error}")
             raise
         return not note.found_inf
+
+    def _pass(self, optimizer: Optimizer) -> None:
+        """In a window without a gradient of its own nothing is left of those that it took before."""
+        stepper, window = stepper_of(optimizer), self.scaler.window
+        if stepper is not None and window.opened_by is not None:
+            if id(optimizer) not in window.states:
+                stepper.zero_taken(set_to_none=True)
 
     def _close_window(self, optimizer: Optimizer, note: Note) -> None:
         """Update the scale, then the parameters or not, and put it on record."""

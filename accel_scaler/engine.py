@@ -142,6 +142,7 @@ class Engine(Flight):
     def skip(self) -> None:
         """A boundary without an update; ``delayed`` publishes the one before all the same."""
         self.intake.forget()
+        self._taken = []
         if self.mode == "delayed":
             self.synchronize()
 
@@ -363,10 +364,12 @@ class Engine(Flight):
                 slot.twin.grad = None
 
     def zero_taken(self, set_to_none: bool) -> None:
-        """What ``zero_grad`` means for gradients that a step has taken."""
-        if set_to_none:
-            self._taken = []
-        for p in self._taken:
+        """What the first ``zero_grad`` after a step means for the gradients that it has taken.
+
+        A later one finds ``.grad`` as somebody else has left it.
+        """
+        taken, self._taken = self._taken, []
+        for p in () if set_to_none else taken:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
 

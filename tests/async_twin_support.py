@@ -154,6 +154,8 @@ class Twin:
     ) -> bool:
         """One optimizer's boundary; ``fails``: only these parameters are updated."""
         if all(p.grad is None for p in self.owned[number]):
+            if self.opened and number not in self.stepped:
+                self.taken[number] = set()
             return True
         grads = self.unscaled(number)
         finite = all(bool(g.isfinite().all()) for g in grads.values()) and not self.refused
@@ -167,6 +169,7 @@ class Twin:
                 self.scale, self.good = self.scale * 2.0, 0
             self.stepped.add(number)
         if not finite and not submitted:
+            self.taken[number] = set()
             self.publish(number)
             return False
         self.follow(number)
@@ -194,8 +197,7 @@ class Twin:
                 p.grad = torch.zeros_like(p)
             elif p.grad is not None:
                 p.grad = None if to_none else torch.zeros_like(p)
-        if to_none:
-            self.taken[number] = set()
+        self.taken[number] = set()
 
     def add_group(self) -> None:
         p = self.net.grow()

@@ -1,0 +1,256 @@
+"""What a training history does to the numbers, in plain Python: no torch, no thread, no device.
+
+Every loss is linear, so the gradient is the data: ``c * (3, 4, 12)`` for a whole number ``c``,
+whose norm is ``13 * |c|`` (5 and 12 for the two tensors that hold it). Scales, learning rates and
+momentum are powers of two: a product with one of them is exact, so each line below rounds once, in
+:func:`f32`. The real thing must then give the same bits.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from history_ops import Setup
+
+DIRECTION = (3.0, 4.0, 12.0)
+START = (1.0, -2.0, 0.5)
+LR = 2.0**-8
+TOO_LARGE = 65520.0
+"""From here on float16 has inf."""
+
+
+def f32(value: float) -> float:
+    """The nearest float32."""
+    return float(struct.unpack("f", struct.pack("f", value))[0])
+
+
+def f16(value: float) -> float:
+    """The nearest float16."""
+    return float(struct.unpack("e", struct.pack("e", value))[0])
+
+
+class Optimizer:
+    """SGD with momentum over three numbers, its schedule, and what the model shows of them."""
+
+    def __init__(self) -> None:
+        self.w = self.shown = list(START)
+        self.momentum: list[float] | None = None
+        self.grad: list[float] | None = None
+        self.bad = False
+        """Its gradients overflowed, or a clip of several has said so."""
+        self.skipped = False
+        self.position = 0
+        self.steps = 0
+
+    @property
+    def lr(self) -> float:
+        return float(LR * 2.0 ** -(self.position % 3))
+
+    def norm_squared(self) -> float:
+        return sum(g * g for g in self.grad or ())
+
+    def publish(self) -> None:
+        self.shown = self.w
+
+    def update(self, momentum: float, stale: bool) -> None:
+        assert self.grad is not None
+        self.publish()  # the update before this one, if it was held back
+        step = self.grad
+        if momentum:
+            old = self.momentum or [0.0] * 3
+            step = self.momentum = [f32(m * momentum + g) for m, g in zip(old, step, strict=True)]
+        self.w = [f32(w - self.lr * s) for w, s in zip(self.w, step, strict=True)]
+        self.steps += 1
+        if not stale:
+            self.publish()
+
+    def zero(self, to_none: bool) -> None:
+        self.grad = None if to_none or self.grad is None else [0.0] * 3
+        self.bad = False
+
+
+@dataclass
+class Window:
+    """One record."""
+
+    scale: float
+    next_scale: float
+    skipped: bool
+    norm: float | None
+    lr: list[float]
+
+
+class Refused(Exception):  # noqa: N818
+    """Ours raises ``OrderError`` here."""
+
+
+class Model:
+    """A whole training run."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.mode, self.offload, self.warmup = setup.mode, setup.offload, setup.warmup
+        self.optimizers = [Optimizer() for _ in range(setup.optimizers)]
+        self.scale, self.good, self.bad_run = setup.init_scale, 0, 0
+        self.counter = 0
+        """Micro-batches, as Accelerate counts them."""
+        self.attached = True
+        self.windows: list[Window] = []
+        self.new_window()
+
+    # One window.
+
+    def new_window(self) -> None:
+        self.phase, self.stepped, self.found = "new", set[int](), False
+        self.norms: dict[tuple[int, ...], float] = {}
+        self.before = (self.scale, self.good, self.bad_run)
+
+    def micro_batch(self, is_last: bool) -> bool:
+        """Whether this micro-batch ends its window."""
+        if self.setup.sync_with_dataloader and is_last:
+            self.counter = 0
+            return True
+        self.counter += 1
+        return self.counter % self.setup.accumulation == 0
+
+    def backward(self, rows: Iterable[Sequence[float]], used: Iterable[int]) -> None:
+        """One backward of the sum of the losses of ``rows``, for the models in ``used``."""
+        if self.phase == "closed":
+            self.new_window()
+        self.phase = "open"
+        rows = list(rows)
+        for i in used:
+            values = [row[i] for row in rows]
+            total, own = sum(values), self.optimizers[i]
+            own.grad = [
+                g + total * d for g, d in zip(own.grad or [0.0] * 3, DIRECTION, strict=True)
+            ]
+            for factor in (1.0, *(12.0 * v for v in values), 12.0 * total):
+                own.bad = own.bad or not abs(self.scale * factor) < TOO_LARGE  # NaN too
+
+    def clip(self, which: Sequence[int], limit: float) -> float:
+        """``clip_grad_norm_`` of these optimizers' parameters; the norm before."""
+        some = [i for i in which if self.optimizers[i].grad is not None]
+        chosen = [self.optimizers[i] for i in some]
+        if any(own.bad for own in chosen):
+            for own in chosen:
+                own.bad = True
+            return math.inf
+        norm = f32(math.sqrt(sum(own.norm_squared() for own in chosen)))
+        factor = min(
+            1.0, f32(f32(1.0 / f32(norm + f32(1e-6))) * f32(limit))
+        )  # torch: reciprocal first
+        for own in chosen:
+            own.grad = [f32(g * factor) for g in own.grad or ()]
+        if some:
+            self.norms[tuple(some)] = norm
+        return norm
+
+    def measure(self, i: int) -> None:
+        """A check that takes a norm along: of what is stepped by an engine."""
+        own = self.optimizers[i]
+        engine = self.mode != "sync" or self.offload != "none"
+        known = any(i in ids for ids in self.norms)
+        if engine and not (known or own.bad or own.grad is None):
+            self.norms[(i,)] = f32(math.sqrt(own.norm_squared()))
+
+    def step(self, i: int) -> None:
+        """One optimizer at the end of a window."""
+        own = self.optimizers[i]
+        own.skipped = False
+        if own.grad is None:
+            return
+        if self.phase == "closed" and i in self.stepped:
+            own.skipped = True
+            raise Refused
+        if self.phase != "new":
+            self.close(i)
+        own.skipped = own.bad
+        if own.bad:
+            own.publish()
+            return
+        delayed = self.attached and self.mode == "delayed"
+        own.update(self.setup.momentum, stale=delayed and own.steps >= self.warmup)
+
+    def close(self, i: int) -> None:
+        """The verdict: however many optimizers step, the scale moves once, from where it was."""
+        first = self.phase == "open"
+        if first:
+            self.before = (self.scale, self.good, self.bad_run)
+        self.phase = "closed"
+        self.stepped.add(i)
+        self.measure(i)
+        own = self.optimizers[i]
+        self.found = self.found or own.bad
+        self.scale, self.good, self.bad_run = self.advance(*self.before)
+        if not self.attached:
+            return
+        if first:
+            self.windows.append(Window(self.before[0], 0.0, False, None, []))
+        window = self.windows[-1]
+        window.next_scale, window.skipped = self.scale, self.found
+        window.norm = math.hypot(*self.norms.values()) if self.norms else None
+        window.lr.append(own.lr)
+
+    def advance(self, scale: float, good: int, bad_run: int) -> tuple[float, int, int]:
+        patience = self.setup.hysteresis if self.attached else 0
+        if self.found:
+            bad_run += self.attached  # stock keeps no such count
+            return self.bounded(scale * 0.5 if bad_run >= patience else scale), 0, bad_run
+        if good + 1 == self.setup.growth_interval:
+            return self.bounded(scale * 2.0), 0, 0
+        return self.bounded(scale), good + 1, 0
+
+    def bounded(self, scale: float) -> float:
+        if self.setup.bounds is None or not self.attached:
+            return scale
+        low, high = self.setup.bounds
+        return min(max(scale, low), high)
+
+    # What happens between windows.
+
+    def publish(self) -> None:
+        for own in self.optimizers:
+            own.publish()
+
+    def switch(self, mode: str, offload: str, warmup: int) -> None:
+        """Detach, then attach with these settings (mode ``stock``: detach)."""
+        if self.phase == "open":
+            self.give_up_window()
+        self.publish()
+        if self.setup.stock != "none":
+            self.bad_run = 0
+        self.attached = mode != "stock"
+        if self.attached:
+            self.mode, self.offload, self.warmup = mode, offload, warmup
+            self.scale = self.bounded(self.scale)
+            for own in self.optimizers:
+                own.steps = 0
+        self.new_window()
+
+    def give_up_window(self) -> None:
+        """The gradients are dropped, and what was scaled with them."""
+        for own in self.optimizers:
+            own.zero(to_none=True)
+        self.new_window()
+
+    def saved(self) -> Model:
+        self.publish()
+        return copy.deepcopy(self)
+
+    def restore(self, saved: Model, *, fresh: bool, counter: bool) -> None:
+        """``fresh``: in a new process. ``counter``: Accelerate's own counter came along."""
+        self.give_up_window()
+        for own, old in zip(self.optimizers, saved.optimizers, strict=True):
+            own.w = own.shown = old.w
+            own.momentum, own.position = old.momentum, old.position
+            own.skipped, own.steps = own.skipped and not fresh, 0 if fresh else own.steps
+        self.attached = self.attached or fresh
+        self.scale, self.good = self.bounded(saved.scale), saved.good
+        self.bad_run = saved.bad_run if self.attached else 0
+        self.counter = saved.counter if counter else 0 if fresh else self.counter
+        self.new_window()

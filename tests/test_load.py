@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_scaler import telemetry
@@ -146,6 +147,51 @@ def test_a_long_run_is_at_its_end_what_it_was_at_its_beginning(
         assert late["calls"] == early["calls"]
     else:  # how often a wait looks again is a matter of chance
         assert late["calls"] == pytest.approx(early["calls"], rel=0.1)
+
+
+def costs(load: Any, variant: str, what: Any, folder: Path, overflow: bool) -> int:
+    """Calls of one boundary, the fewest of some: a wait that looks again calls more."""
+    torch.manual_seed(0)
+    bench = load.Bench(what, (variant,), folder)
+    counts = []
+    for turn in range(7):
+        bench.fill(variant, overflow and turn >= 2)
+        count = calls_of(bench.boundaries[variant])
+        counts += [count] * (turn >= 2)
+    return min(counts)
+
+
+def is_straight(low: int, middle: int, high: int) -> bool:
+    """Of n, 2n and 4n: the last step costs twice the one before; four times if it were a square."""
+    return high - middle <= 2.6 * (middle - low) + 100
+
+
+@pytest.mark.parametrize("overflow", [False, True], ids=["step", "skip"])
+@pytest.mark.parametrize("variant", ["plain", "sync+file", "overlap", "delayed"])
+def test_calls_grow_with_the_number_of_tensors_and_no_faster(
+    variant: str, overflow: bool, load: Any, tmp_path: Path
+) -> None:
+    found = [costs(load, variant, load.Load(n), tmp_path, overflow) for n in (200, 400, 800)]
+    assert is_straight(*found), found
+
+
+@pytest.mark.parametrize("overflow", [False, True], ids=["step", "skip"])
+@pytest.mark.parametrize("variant", ["sync", "overlap+file"])
+@pytest.mark.parametrize("what", ["groups", "optimizers"])
+def test_calls_grow_with_groups_and_optimizers_and_no_faster(
+    what: str, variant: str, overflow: bool, load: Any, tmp_path: Path
+) -> None:
+    cut = {
+        "groups": lambda n: load.Load(256, groups=n),
+        "optimizers": lambda n: load.Load(32 * n, optimizers=n),
+    }[what]
+    found = [costs(load, variant, cut(n), tmp_path, overflow) for n in (8, 16, 32)]
+    assert is_straight(*found), found
+
+
+def test_a_square_would_be_seen() -> None:
+    assert is_straight(*(5 * n + 90 for n in (200, 400, 800)))
+    assert not is_straight(*(n * n // 40 for n in (200, 400, 800)))
 
 
 def test_a_history_of_skips_of_a_large_model_stays_small() -> None:

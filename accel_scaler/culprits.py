@@ -38,6 +38,9 @@ TOLD_AT = 30
 """Skips in a row at which a run without a limit is told of, and again at ten times as many. The
 first search for a scale takes 16 from the usual 65536 down to 1."""
 
+HIGHEST = 2.0**126
+"""Of a scale from here on float32 has no room for the usual growth, soon or at once."""
+
 MOST_WARNINGS = 20
 """Of such runs, in one process."""
 
@@ -66,7 +69,7 @@ class Culprits:
         self.warns_at: float = TOLD_AT if limit is None else max(1, limit // 3)
         """Skips in a row at which a warning is given."""
         self._warnings = 0
-        self._told_dead = self._told_statistics = False
+        self._told_dead = self._told_statistics = self._told_highest = False
         self.version = 0
         """Grows when there are more names to be had."""
         self._modules: list[weakref.ref[Module]] = []
@@ -113,6 +116,14 @@ class Culprits:
         """A window with this scale is over: evidence, if it belongs to a run of overflows."""
         if overflowed:
             self.evidence.add(scale, self.bad_losses() > 0)
+        elif scale >= HIGHEST and not self._told_highest:
+            self._told_highest = True
+            logger.warning(
+                f"the loss scale is {scale:g}, about the largest that float32 holds, and its window "
+                "did not overflow: every gradient is zero or nearly so. Training goes on at that "
+                "scale. Does the loss depend on the parameters? If so set max_scale (65536, say). "
+                "(Said once.)"
+            )
 
     def note(self, source: Optimizer | Tensor, consecutive_skips: int) -> None:
         """Look for the offenders, if this overflow is the one that warns or ends the run.

@@ -196,9 +196,9 @@ def test_a_scale_of_zero_in_a_checkpoint_is_refused_or_raised_to_the_floor() -> 
 @pytest.mark.parametrize("first", [2.0**126, 2.0**127, LARGEST])
 @pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
 def test_a_scale_that_would_pass_float32_stays_the_last_one_that_does_not(
-    mode: str, first: float
+    mode: str, first: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Growth past it is left out, at every window here; training is what it was."""
+    """Growth past it is left out, at every window here, and told; training is what it was."""
     tiny = 2.0**-120
     loop = Loop(init_scale=first, growth_interval=1, step_mode=mode)
     reference = Loop(stock)
@@ -211,6 +211,9 @@ def test_a_scale_that_would_pass_float32_stays_the_last_one_that_does_not(
         assert loop.scale == reference.scale == max(2.0**127, first)
     loop.optimizer.synchronize()
     assert torch.equal(loop.layer.w, reference.layer.w)
+    (line,) = [text for text in caplog.messages if "about the largest that float32 holds" in text]
+    assert f"the loss scale is {first:g}, " in line
+    assert "set max_scale" in line
     loop.close()
 
 

@@ -1,0 +1,65 @@
+"""TRL, peft and Accelerate's own scripts under the plugin, from files that know nothing of us.
+
+The training runs stand beside the same file under stock Accelerate, its fp16 switched on as a GPU
+would: losses, norms, rates, skips, weights and optimizer state are the same, bit for bit.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plugin_support import OPTION, THEIRS, Ended, start
+
+TRAININGS = ["sft", "lora_trainer", "lora_loop"]
+needs_both = pytest.mark.skipif(
+    not (find_spec("trl") and find_spec("peft")), reason="trl and peft are not installed"
+)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """``{run: {training: what it left}}``."""
+    folder = tmp_path_factory.mktemp("trainings")
+    done = start([str(THEIRS / "three_runs.py"), str(folder)], folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = {part.split("\n")[0]: part for part in done.stdout.split("RUN ")[1:]}
+    for run in ("sync", "overlap"):
+        counted = "0 GradScalers replaced, 3 Accelerators attached, 2 Trainers attached"
+        assert counted in said[run], said[run]
+    assert "accel_scaler" not in said["stock"]
+    return {
+        run: {name: torch.load(folder / run / f"{name}.pt") for name in TRAININGS} for run in said
+    }
+
+
+@needs_both
+@pytest.mark.parametrize("training", TRAININGS)
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_a_training_of_theirs_leaves_what_stock_leaves(
+    results: dict[str, dict[str, Any]], mode: str, training: str
+) -> None:
+    ours, stock = results[mode][training], results["stock"][training]
+    assert ours["seen"] == stock["seen"]
+    assert str(stock["seen"]).count("'inf'") == 2, "two windows overflowed"
+    assert ours["weights"].keys() == stock["weights"].keys()
+    for name, value in stock["weights"].items():
+        assert torch.equal(ours["weights"][name], value), name
+    assert ours["optimizer"].keys() == stock["optimizer"].keys() != set()
+    for index, entry in stock["optimizer"].items():
+        assert float(entry["step"]) == 3.0, "five windows, two of them skipped"
+        for key, value in entry.items():
+            assert torch.equal(ours["optimizer"][index][key], value), (index, key)
+
+
+def test_the_scripts_that_accelerate_ships_pass_in_fp16(tmp_path: Path) -> None:
+    """``test_sync`` looks at gradients after the step, which only ``sync`` leaves there."""
+    sample = str(THEIRS / "sample_accelerate_scripts.py")
+    fp16 = {"ACCELERATE_MIXED_PRECISION": "fp16", "ACCELERATE_USE_CPU": "true"}
+    done = start(["-m", "pytest", "-p", "no:cacheprovider", OPTION, sample], tmp_path, **fp16)
+    assert Ended(done.stdout).counts == {"passed": 2}, done.stdout + done.stderr
+    # The two are test_script's own, in bfloat16 and in no precision of its own.
+    assert "16 Accelerators attached; left alone: 2 Accelerators without fp16" in done.stdout

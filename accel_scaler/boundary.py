@@ -199,11 +199,11 @@ class Boundary(Checks):
         return not note.found_inf
 
     def _pass(self, optimizer: Optimizer) -> None:
-        """In a window without a gradient of its own nothing is left of those that it took before."""
+        """A window without a gradient for it: those that a step took before are of the past."""
         stepper, window = stepper_of(optimizer), self.scaler.window
-        if stepper is not None and window.opened_by is not None:
-            if id(optimizer) not in window.states:
-                stepper.zero_taken(set_to_none=True)
+        is_new = window.opened_by is not None and id(optimizer) not in window.states
+        if stepper is not None and is_new:
+            stepper.zero_taken(set_to_none=True)
 
     def _close_window(self, optimizer: Optimizer, note: Note) -> None:
         """Update the scale, then the parameters or not, and put it on record."""

@@ -155,8 +155,9 @@ class ScalerConfig:
             if not key.startswith(ENV_PREFIX) or key == ENV_PREFIX + ATTACH.upper():
                 continue
             if key not in specs:
+                name = key if key.isidentifier() else shown(key)
                 raise ConfigError(
-                    f"the environment: unknown variable {key}; known are {', '.join(specs)}."
+                    f"the environment: unknown variable {name}; known are {', '.join(specs)}."
                 )
             values[specs[key].name] = _parse(specs[key], environ[key], key)
         return cls.from_mapping(values, "the environment")
@@ -179,11 +180,11 @@ class ScalerConfig:
             forbid_bomb(node, path)
             document = None if node is None else loader.construct_document(node)
         except yaml.YAMLError as error:
-            raise ConfigError(f"{path} is not valid YAML: {error}") from error
+            raise ConfigError(f"{path}{yaml_line(error)}: not valid YAML: {flat(error)}") from error
         except UNREADABLE as error:
             if isinstance(error, ConfigError):
                 raise
-            raise ConfigError(f"{path}: a value that YAML cannot read: {error}") from error
+            raise ConfigError(f"{path}: a value that YAML cannot read: {flat(error)}") from error
         finally:
             if loader is not None:
                 loader.dispose()
@@ -233,6 +234,20 @@ def read_text(path: str | os.PathLike[str]) -> str:
         return data.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}") from error
+
+
+def yaml_line(error: Exception) -> str:
+    """Where PyYAML's error knows it."""
+    mark = getattr(error, "problem_mark", None)
+    return "" if mark is None else f", line {mark.line + 1}"
+
+
+def flat(error: BaseException) -> str:
+    """What a reader says, on one line."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    problem = getattr(error, "problem", None)
+    return " ".join(str(problem or error).split()) or type(error).__name__
 
 
 def forbid_bomb(node: Any, path: object) -> None:
@@ -362,7 +377,7 @@ def _parse(spec: dataclasses.Field[Any], text: str, key: str) -> Any:
             return float(word)
     except ValueError:
         pass
-    raise ConfigError(f"{key}: got {text!r}, expected {spec.metadata['allowed']}.")
+    raise ConfigError(f"{key}: got {shown(text)}, expected {spec.metadata['allowed']}.")
 
 
 def _render(value: Any) -> str:

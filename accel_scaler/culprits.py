@@ -119,10 +119,10 @@ class Culprits:
         elif scale >= HIGHEST and not self._told_highest:
             self._told_highest = True
             logger.warning(
-                f"the loss scale is {scale:g}, about the largest that float32 holds, and its window "
-                "did not overflow: every gradient is zero or nearly so. Training goes on at that "
-                "scale. Does the loss depend on the parameters? If so set max_scale (65536, say). "
-                "(Said once.)"
+                f"the loss scale is {scale:g}, about the largest that float32 holds, and its "
+                "window did not overflow: every gradient is zero or nearly so. Training goes on at "
+                "that scale. Does the loss depend on the parameters? If so set max_scale "
+                "(65536, say). (Said once.)"
             )
 
     def note(self, source: Optimizer | Tensor, consecutive_skips: int) -> None:

@@ -15,7 +15,16 @@ from typing import Any
 
 import yaml
 
-from .config import SECTION, UNREADABLE, ConfigError, forbid_bomb, read_text, shown
+from .config import (
+    SECTION,
+    UNREADABLE,
+    ConfigError,
+    flat,
+    forbid_bomb,
+    read_text,
+    shown,
+    yaml_line,
+)
 
 __all__ = ["ConfigFile", "find_config", "read_config", "shipped_configs"]
 
@@ -113,11 +122,11 @@ def _read_yaml(text: str, path: Path) -> tuple[Fields | None, str]:
             raise _not_a_mapping(path, line, loader.construct_document(section))
         return _yaml_fields(loader, section, written, path), rest
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}{_yaml_line(error)}: not valid YAML: {_flat(error)}") from error
+        raise ConfigError(f"{path}{yaml_line(error)}: not valid YAML: {flat(error)}") from error
     except ConfigError:
         raise
     except UNREADABLE as error:
-        raise ConfigError(f"{path}: a value that YAML cannot read: {_flat(error)}") from error
+        raise ConfigError(f"{path}: a value that YAML cannot read: {flat(error)}") from error
     finally:
         if loader is not None:
             loader.dispose()
@@ -153,7 +162,7 @@ def _read_json(text: str, path: Path) -> tuple[Fields | None, str]:
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}, line {error.lineno}: not valid JSON: {error.msg}.") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not valid JSON: {_flat(error)}") from error
+        raise ConfigError(f"{path}: not valid JSON: {flat(error)}") from error
     _expect_mapping(isinstance(document, dict), path, type(document).__name__)
     keys = list(_json_keys(text))
     top = [line for parents, key, line in keys if not parents and key == SECTION]
@@ -224,14 +233,3 @@ def _word(node: Any) -> str:
 def _short(value: object) -> str:
     text = shown(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _yaml_line(error: yaml.YAMLError) -> str:
-    mark = getattr(error, "problem_mark", None)
-    return "" if mark is None else f", line {mark.line + 1}"
-
-
-def _flat(error: BaseException) -> str:
-    """The message on one line."""
-    problem = getattr(error, "problem", None)
-    return " ".join(str(problem or error).split()) or type(error).__name__

@@ -121,7 +121,7 @@ def _of_flags(flags: Mapping[str, str]) -> Iterator[Found]:
 def _from_text(spec: dataclasses.Field[Any], text: str, source: str) -> Found:
     value = _parse(spec, text, source)
     if not _is_allowed(spec, value):
-        raise ConfigError(f"{source}: got {text!r}, expected {spec.metadata['allowed']}.")
+        raise ConfigError(f"{source}: got {shown(text)}, expected {spec.metadata['allowed']}.")
     return spec.name, value, source
 
 

@@ -250,7 +250,7 @@ def test_a_file_without_settings_gives_the_defaults(tmp_path: Path, text: str) -
     [
         ("- a\n- b\n", "expected a mapping at the top, got list"),
         ("accel_scaler: [1]\n", "must be a mapping of fields, got [1]"),
-        ("accel_scaler: {init_scale: [}\n", "is not valid YAML"),
+        ("accel_scaler: {init_scale: [}\n", "line 1: not valid YAML"),
         ("accel_scaler: {nope: 1}\n", "unknown field 'nope'"),
         ("accel_scaler: {init_scale: 1e4}\n", "init_scale: got '1e4'"),
         ("accel_scaler: {growth_interval: true}\n", "growth_interval: got True"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import signal
 import sys
+import threading
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,6 +20,9 @@ from children import in_child, many, seeded
 from fault_run import MODES, Run, same
 
 import accel_scaler
+from accel_scaler.due import stepper_of
+from accel_scaler.shadow import Shadow
+from accel_scaler.worker import Task
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -94,6 +98,85 @@ def interrupted(mode: str, line: int, number: int, folder: Path) -> tuple[int, s
     print(line, at.where, found)
     assert len(found) == 1, f"neither before nor after the update, at {at.where} (line {line})"
     return found[0], at.where
+
+
+@pytest.mark.parametrize("mode", ["overlap", "delayed", "overlap offload", "delayed offload"])
+def test_an_interrupt_while_the_training_thread_waits_for_the_other_is_handled_at_once(
+    mode: str, tmp_path: Path
+) -> None:
+    """Not once the update is over: the one here does not end before the interrupt was handled.
+
+    In ``overlap`` the forward waits; in ``delayed`` the next boundary, for all of the update.
+    """
+
+    def body() -> None:
+        expected = boundaries(mode)[0][1]
+        gate, late = threading.Event(), []
+        step_part, wait = Shadow.step_part, Task.wait
+        run = Run(mode).train(WINDOW)
+        stepper = stepper_of(run.optimizer.optimizer)
+        assert stepper is not None
+        stepper.wait("the test")  # synchronize() would publish, and change what delayed computes
+
+        def gated(self: Shadow, *args: Any) -> None:
+            late.append(not gate.wait(20))
+            step_part(self, *args)
+
+        def waiting(self: Task, *args: Any) -> bool:
+            awaited = mode.startswith("overlap") == bool(args)
+            if awaited and not self.finished and not gate.is_set():
+                signal.raise_signal(signal.SIGINT)
+            return wait(self, *args)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Shadow, "step_part", gated)
+            patch.setattr(Task, "wait", waiting)
+            with pytest.raises(KeyboardInterrupt):
+                run.train(WINDOW + 2)
+            gate.set()
+            mine = run.state()
+        assert late
+        assert not any(late), "the interrupt was handled when the update was over"
+        assert all(same(mine[key], expected[key]) for key in KEYS)
+        run.close()
+
+    status = in_child(body, tmp_path / "child.txt")
+    assert status == 0, (tmp_path / "child.txt").read_text()
+
+
+def test_a_second_interrupt_ends_an_update_that_does_not_end(tmp_path: Path) -> None:
+    """In the midst: of its parameters the first has moved. The checkpoint before is as it was."""
+
+    def body() -> None:
+        expected = boundaries("sync")[0]
+        run, came = Run("sync").train(WINDOW), []
+        run.accelerator.save_state(str(tmp_path / "before"))
+        first, *others = run.layers.parameters()
+
+        def stuck(closure: Any = None) -> None:
+            with torch.no_grad():
+                first.zero_()
+            for _ in range(2):
+                signal.raise_signal(signal.SIGINT)
+                came.append("held back")
+            raise AssertionError("the second one was held back, too")
+
+        run.optimizer.optimizer.step = stuck
+        with pytest.raises(KeyboardInterrupt):
+            run.train(WINDOW + 1)
+        assert came == ["held back"]
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert not first.any()
+        assert all(map(same, others, expected[0]["weights"][1:]))
+        run.close()
+        fresh = Run("sync")
+        fresh.accelerator.load_state(str(tmp_path / "before"))
+        fresh.train(WINDOW + 1)
+        assert all(same(fresh.state()[key], expected[1][key]) for key in KEYS)
+        fresh.close()
+
+    status = in_child(body, tmp_path / "child.txt")
+    assert status == 0, (tmp_path / "child.txt").read_text()
 
 
 def raise_exit(number: int, frame: FrameType | None) -> None:

@@ -1,0 +1,369 @@
+"""Config and telemetry files made to harm: read as data or refused in one line, shown as text.
+
+``test_fuzz.py`` has those that chance makes. Takes about 15 s, most of it drawing pictures.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tracemalloc
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import telemetry_files as t
+
+from accel_scaler import ConfigError, ScalerConfig, cli, launch
+from accel_scaler.config import LARGEST_FILE, shown
+from accel_scaler.reading import read_run
+from accel_scaler.section import read_config
+from accel_scaler.settings import resolve
+
+BOOM = "boom"
+"""What a file that is executed would make in the present folder."""
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder, and no config file of the user's."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "default_config_file", str(tmp_path / "none.yaml"))
+    return tmp_path
+
+
+def bomb(kind: str, levels: int = 40) -> str:
+    """YAML in which each level holds the one before twice (by list, mapping or merge key)."""
+    lines = ["a0: &a0 {x: 1}"]
+    for n in range(1, levels):
+        inside = {
+            "list": "[{0}, {0}]",
+            "mapping": "{{p: {0}, q: {0}}}",
+            "merge": "{{<<: [{0}, {0}]}}",
+        }
+        lines.append(f"a{n}: &a{n} " + inside[kind].format(f"*a{n - 1}"))
+    return "\n".join([*lines, ""])
+
+
+LAST = "*a39"
+REFUSED = {
+    "a call": (f"accel_scaler: !!python/object/apply:os.mkdir [{BOOM}]\n", "not valid YAML"),
+    "a call beside": (f"a: !!python/object/apply:os.mkdir [{BOOM}]\n", "not valid YAML"),
+    "a call in a field": (
+        f"accel_scaler: {{telemetry: !!python/object/apply:os.system ['mkdir {BOOM}']}}\n",
+        "not valid YAML",
+    ),
+    "a new object": ("a: !!python/object/new:os.system [x]\n", "not valid YAML"),
+    "a name": ("accel_scaler: !!python/name:os.system\n", "not valid YAML"),
+    "a module": ("accel_scaler: {offload: !!python/module:os}\n", "not valid YAML"),
+    "a bomb of lists": (bomb("list"), "expected at most 65536 values"),
+    "a bomb of mappings": (bomb("mapping"), "expected at most 65536 values"),
+    "a bomb of merge keys": (bomb("merge"), "expected at most 65536 values"),
+    "a bomb as the section": (bomb("list") + f"accel_scaler: {LAST}\n", "expected at most"),
+    "a bomb as a field": (
+        bomb("list") + f"accel_scaler: {{offload: {LAST}}}\n",
+        "expected at most",
+    ),
+    "a bomb merged in": (bomb("merge") + f"accel_scaler: {{<<: {LAST}}}\n", "expected at most"),
+    "itself inside": ("accel_scaler: &a {min_scale: *a}\n", "expected at most"),
+    "itself in a list": ("a: &a [*a]\n", "expected at most"),
+    "a key of itself": ("a: &a {? *a : 1}\n", "expected at most"),
+    "a huge hexadecimal": ("accel_scaler: {hysteresis: 0x" + "f" * 9000 + "}\n", "36000 bits"),
+    "a huge name": ("accel_scaler:\n  ? 0x" + "f" * 9000 + "\n  : 1\n", "no field's name"),
+    "a long name": ("accel_scaler:\n  ? " + "x" * 90_000 + "\n  : 1\n", "unknown field 'xxx"),
+    "a huge decimal": ("accel_scaler: {hysteresis: " + "9" * 9000 + "}\n", "cannot read"),
+    "a count past 64 bits": ("accel_scaler: {growth_interval: 0xffffffffffffffff}\n", "2**53"),
+    "nan": ("accel_scaler: {min_scale: .nan}\n", "min_scale: got nan"),
+    "inf": ("accel_scaler: {max_scale: .inf}\n", "max_scale: got inf"),
+    "a long text": ("accel_scaler: {offload: " + "x" * 100_000 + "}\n", "offload: got 'xxx"),
+    "a name twice": ("accel_scaler: {hysteresis: 1, hysteresis: 2}\n", "stands twice"),
+    "NUL": ("accel_scaler: {offload: 'c\0pu'}\n", "not valid YAML"),
+    "NUL escaped": ('accel_scaler: {telemetry: "a\\0b"}\n', "telemetry: got 'a\\x00b'"),
+    "deep": ("a:\n  " + "- " * 5_000 + "\n", "YAML cannot read"),
+    "deep aliases": (
+        "a0: &a0 [1]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}]\n" for n in range(1, 3000)),
+        "expected at most",
+    ),
+    "binary": ("accel_scaler: {offload: !!binary '////'}\n", "offload: got b'"),
+    "a set": ("accel_scaler: {offload: !!set {a, b}}\n", "offload: got {"),
+    "a date": ("accel_scaler: {min_scale: 2001-02-03}\n", "min_scale: got datetime.date"),
+    "base 60": ("accel_scaler: {offload: 1:2:3}\n", "offload: got 3723"),
+}
+REFUSED_JSON = {
+    "deep": ('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", "not valid JSON"),
+    "NaN": ('{"accel_scaler": {"min_scale": NaN}}', "min_scale: got nan"),
+    "Infinity": ('{"accel_scaler": {"min_scale": -Infinity}}', "min_scale: got -inf"),
+    "1e999": ('{"accel_scaler": {"min_scale": 1e999}}', "min_scale: got inf"),
+    "a huge number": ('{"accel_scaler": {"hysteresis": ' + "9" * 5000 + "}}", "not valid JSON"),
+    "a large number": ('{"accel_scaler": {"hysteresis": ' + "9" * 400 + "}}", "2**53"),
+    "a name twice": ('{"accel_scaler": {"offload": "cpu", "offload": "cpu"}}', "stands twice"),
+    "NUL": ('{"accel_scaler": {"offload": "c\0pu"}}', "not valid JSON"),
+    "NUL escaped": ('{"accel_scaler": {"telemetry": "a\\u0000b"}}', "telemetry: got 'a\\x00b'"),
+    "many": ('{"accel_scaler": {"offload": [' + "1," * 50_000 + "1]}}", "offload: got [1, 1,"),
+}
+
+
+def refused_by_launcher(path: Path) -> str:
+    """What ``launch`` and ``doctor`` say; in bounded memory, and without doing what it says."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(ConfigError) as caught:
+            resolve(read_config(path), {}, {})
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    message = str(caught.value)
+    assert peak < 64 << 20
+    assert message.startswith(str(path))
+    assert "\n" not in message
+    assert len(message) < 1_500
+    assert not Path(BOOM).exists()
+    return message
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_hostile_yaml_file_is_refused_in_one_line(name: str, folder: Path) -> None:
+    text, part = REFUSED[name]
+    path = folder / "c.yaml"
+    path.write_text(text, encoding="utf-8")
+    assert part in refused_by_launcher(path)
+    if ("accel_scaler" in text and name != "a name twice") or "bomb" in name or "itself" in name:
+        with pytest.raises(ConfigError) as caught:
+            ScalerConfig.from_yaml(path)
+        assert len(str(caught.value)) < 1_500
+        assert not Path(BOOM).exists()
+
+
+@pytest.mark.parametrize("name", REFUSED_JSON)
+def test_a_hostile_json_file_is_refused_in_one_line(name: str, folder: Path) -> None:
+    text, part = REFUSED_JSON[name]
+    path = folder / "c.json"
+    path.write_text(text, encoding="utf-8")
+    assert part in refused_by_launcher(path)
+
+
+@pytest.mark.parametrize("name", ["c.yaml", "c.json"])
+def test_a_file_of_a_hundred_megabytes_is_refused_unread(name: str, folder: Path) -> None:
+    path = folder / name
+    with open(path, "wb") as file:
+        file.write(b"accel_scaler: {telemetry: " + b"x" * LARGEST_FILE)
+        file.truncate(100_000_000)
+    assert "at most 256 KiB, got a larger one" in refused_by_launcher(path)
+    with pytest.raises(ConfigError, match="at most 256 KiB"):
+        ScalerConfig.from_yaml(path)
+
+
+def test_links_lead_to_a_file_or_to_one_line(folder: Path) -> None:
+    (folder / "good.yaml").write_text("accel_scaler: {hysteresis: 3}\n")
+    (folder / "to_good.yaml").symlink_to("good.yaml")
+    (folder / "loop.yaml").symlink_to("loop.yaml")
+    (folder / "nowhere.yaml").symlink_to("missing")
+    (folder / "folder.yaml").symlink_to(".")
+    assert read_config(folder / "to_good.yaml").values == {"hysteresis": 3}
+    assert ScalerConfig.from_yaml("to_good.yaml").hysteresis == 3
+    for name in ("loop.yaml", "nowhere.yaml", "folder.yaml", "missing.yaml"):
+        assert "cannot be read" in refused_by_launcher(folder / name)
+        with pytest.raises(ConfigError, match="cannot be read"):
+            ScalerConfig.from_yaml(name)
+        with pytest.raises(ConfigError, match="cannot be read"):
+            read_run(name)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no devices there")
+def test_an_endless_file_is_refused(folder: Path) -> None:
+    (folder / "c.yaml").symlink_to("/dev/zero")
+    assert "got a larger one" in refused_by_launcher(folder / "c.yaml")
+    (folder / "run.jsonl").symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match="a line longer than 8 MiB"):
+        read_run("run.jsonl")
+
+
+def test_what_is_shown_of_a_value_is_short_and_what_is_short_is_shown() -> None:
+    for short in (None, True, 1.5, "cpu", ["cpu"], {"a": [1]}, 10**400, b"x", Path("a")):
+        assert shown(short) == repr(short)
+    many: Any = "x"
+    for _ in range(60):
+        many = [many, many]
+    for long in (many, "x" * 10**6, list(range(10**5)), {n: n for n in range(999)}, 1 << 10**6):
+        assert len(shown(long)) < 1_300
+
+
+@pytest.mark.parametrize("line", ["[" * 50_000, '{"kind":"window","step":' + "[" * 50_000])
+def test_telemetry_nested_deeply_is_a_broken_line_or_refused(line: str, folder: Path) -> None:
+    path = t.write(folder / "run.jsonl", [t.start(), line, t.window(0)])
+    run = read_run(path)
+    assert (run.windows, run.broken) == (1, 1)
+    assert run.broken_first == (2, "JSON nested too deeply")
+    t.write(path, ['{"kindred":' + line, t.start()])
+    with pytest.raises(ConfigError, match=r"line 1: not a telemetry file .* nested too deeply"):
+        read_run(path)
+
+
+# Telemetry, as text.
+
+EVIL = [
+    "<script>alert(1)</script>",
+    "</svg></text><script>1</script>",
+    '" onload="alert(1)" x="',
+    "' onclick='alert(1)",
+    "javascript:alert(1)",
+    "]]>--><img src=x onerror=1>",
+    "</style><style>*{display:none}",
+    "&lt;b&gt; &#x3c;b&#x3e; <b>",
+    "\x1b[2J\x1b]0;owned\x07\x9b31m",
+    "\u202etxt.exe\u2066\u200b\x00\r\x08",
+    "$\\frac{a}{b}$ %s {0} \ud800",
+    "url(http://x.invalid/) @import",
+]
+MEAN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+"""Steers a terminal, turns text around, or is none."""
+
+
+class Tags(HTMLParser):
+    """What a browser makes of a page: tags, and attributes with the kind of their values."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: Counter[str] = Counter()
+        self.attributes: set[tuple[str, str]] = set()
+        self.values: set[str] = set()
+        self.styles: set[str] = set()
+        self.text, self._last = "", ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._last = tag
+        self.tags[tag] += 1
+        self.attributes |= {(tag, key) for key, _ in attrs}
+        self.values |= {value or "" for _, value in attrs}
+
+    def handle_comment(self, data: str) -> None:
+        self.tags["a comment"] += 1
+
+    def handle_decl(self, decl: str) -> None:
+        self.tags[f"declaration {decl}"] += 1
+
+    def unknown_decl(self, data: str) -> None:
+        self.tags["unknown declaration"] += 1
+
+    def handle_data(self, data: str) -> None:
+        if self._last == "style":
+            self.styles.add(data.strip())
+        else:
+            self.text += data
+
+
+def run_with(texts: list[str], path: Path) -> Path:
+    """A telemetry file with these texts (twelve) in every field that holds one."""
+    first: dict[str, Any] = {
+        "where": "forward",
+        "module": texts[0],
+        "class": texts[1],
+        "text": texts[2],
+    }
+    first |= {"input": [-1.0, "inf"], "output": None, "micro_batch": 1}
+    bad: dict[str, Any] = {
+        "nonfinite": [[i, 1 + i] for i in range(len(texts))],
+        "loss_nonfinite": 1,
+    }
+    bad |= {"norms": t.norms([1.0] * len(texts)), "underflow": [[0, 0.5, 0.25]]}
+    bad |= {"optimizer_us": 10, "waited_us": 5, "hidden_us": 5, texts[3]: texts[4]}
+    at = [["wait", 1000 + 10 * i, 5, text] for i, text in enumerate(texts)]
+    lines: list[Any] = [
+        t.start(
+            package=texts[0], device=texts[1], precision=texts[2], torch=texts[3],
+            accelerate=texts[4], note=texts[5],
+            settings={"step_mode": "overlap", "growth_interval": texts[6], "min_scale": texts[7]}
+            | {text: texts[i - 1] for i, text in enumerate(texts)},
+        ),
+        t.names(texts),
+        {"kind": texts[8], texts[9]: texts[10]},
+        *(t.window(s, skipped=True, first=first, spans=at, **bad) for s in range(9)),
+        *(t.window(s, spans=at) for s in range(9, 12)),
+        t.end(12, 9, " ".join(texts)),
+    ]  # fmt: skip
+    return t.write(path, [json.dumps(line) for line in lines])
+
+
+def harmless(text: str) -> str:
+    """As long, with nothing in it."""
+    return ("w" + "abcdefghij" * 9)[: len(text) - 2] + f"{EVIL.index(text):02}"
+
+
+def test_a_hostile_telemetry_file_makes_the_page_of_a_harmless_one(folder: Path) -> None:
+    evil, good = run_with(EVIL, folder / "<i>&lt;.jsonl"), folder / "good.jsonl"
+    run_with([harmless(text) for text in EVIL], good)
+    for path in (evil, good):
+        assert cli.main(["report", str(path), "-o", f"{path}.html"]) == 0
+    text = Path(f"{evil}.html").read_text("utf-8")
+    got, expected = Tags(text), Tags(Path(f"{good}.html").read_text("utf-8"))
+    assert expected.tags["svg"] == 5, "every picture is drawn"
+    assert got.tags == expected.tags
+    assert got.attributes == expected.attributes
+    assert got.styles == expected.styles
+    assert not MEAN.search(text)
+    for word in ("alert", "javascript", "invalid", "owned", "onload", "onerror", "display:none"):
+        assert word in got.text or word == "display:none"
+        assert not [value for value in got.values if word in value]
+    assert "<i>&lt;.jsonl" in got.text
+
+
+@pytest.mark.parametrize("argv", [["--text"], ["-o", "r.html"], ["--format", "png", "-o", "r"]])
+def test_a_terminal_gets_no_control_characters_of_a_file(
+    argv: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run_with(EVIL, folder / "run\x1b[2J\u202e.jsonl")
+    empty = folder / "empty\x1b[31m.jsonl"
+    empty.touch()
+    assert cli.main(["report", str(path), str(empty), *argv]) == 0
+    out, err = capsys.readouterr()
+    assert out.strip()
+    assert "no windows in this file" in err
+    assert not MEAN.search(out.replace("\n", "") + err.replace("\n", ""))
+
+
+def test_an_error_about_a_file_steers_no_terminal(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = 'accel_scaler:\n  "\\e[2J\\u202e": 1\n'
+    (folder / "c\x1b[2J.yaml").write_text(text)
+    (folder / "c\x1b[2J.jsonl").write_text("\x1b[2J no telemetry")
+    (folder / "d\x1b[2J.yaml").write_text('"\\e[2J\\u202e": 1\ndistributed_type: "\\e[2JNO"\n')
+    (folder / "e.yaml").write_text('mixed_precision: "\\e[2J"\ndistributed_type: "NO"\n')
+    for argv in (
+        ["doctor", "--config_file", "c\x1b[2J.yaml"],
+        ["doctor", "--config_file", "d\x1b[2J.yaml"],
+        ["doctor", "--config_file", "e.yaml"],
+        ["doctor", "--config_file", "none\x1b[2J.yaml"],
+        ["doctor", "--cpu", "script\x1b[2J.py"],
+        ["launch", "--cpu", "script\x1b[2J.py"],
+        ["launch", "--config_file", "c\x1b[2J.yaml", "script.py"],
+        ["report", "c\x1b[2J.jsonl"],
+        ["report", "none\x1b[2J.jsonl"],
+    ):
+        status = cli.main(argv)
+        out, err = capsys.readouterr()
+        assert (status != 0 and err) or out
+        assert not MEAN.search((out + err).replace("\n", "")), argv
+
+
+def test_doctor_shows_settings_of_a_file_without_control_characters(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    section = 'accel_scaler: {telemetry: "\\e[2J\\x9b\\u202e.jsonl"}\n'
+    (folder / "c\x1b[2J.yaml").write_text(
+        "distributed_type: 'NO'\nuse_cpu: true\nmixed_precision: fp16\n" + section
+    )
+    for form in ([], ["--json"]):
+        assert cli.main(["doctor", *form, "--config_file", "c\x1b[2J.yaml"]) == 0
+        out, err = capsys.readouterr()
+        assert ".jsonl" in out
+        assert not MEAN.search((out + err).replace("\n", ""))

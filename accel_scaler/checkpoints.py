@@ -5,12 +5,17 @@ folder that stock ``load_state`` may take: the last file, the random numbers, is
 missing or cut off, and where an older checkpoint was overwritten every file is there, some old and
 some new. So a file, ``INCOMPLETE.<rank>``, stands in the folder while it is written and is removed
 at the very end. A complete checkpoint is what stock makes, no file more.
+
+A Trainer writes ``trainer_state.json`` last, apart from deleting older checkpoints: a folder is
+complete once that is there, and where one is written over, the old one is removed first.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import re
 import shutil
 import zipfile
 from collections.abc import Iterator
@@ -20,12 +25,14 @@ from typing import Any
 
 from .config import ConfigError
 
-__all__ = ["MARK", "check_complete", "loading", "saving"]
+__all__ = ["MARK", "check_complete", "check_trainer_folder", "loading", "saving", "saving_trainer"]
 
 logger = logging.getLogger("accel_scaler")
 
 MARK = "INCOMPLETE"
 """Name, before a dot and the rank, of the file that stands in an incomplete checkpoint."""
+
+TRAINER_STATE = "trainer_state.json"
 
 TEXT = (
     "accel_scaler is writing this checkpoint, or was ended while it did: then the files here do "
@@ -39,6 +46,9 @@ def saving(accelerator: Any, folder: str | os.PathLike[str] | None) -> Iterator[
 
     If it ends with an exception the folder stays marked, and a line in the log says so. Saving
     into the same folder again mends it.
+
+    Raises:
+        OSError: a file is cut off; older torch (2.6) says nothing of a disk that is full.
     """
     marks: list[Path] = []
 
@@ -52,6 +62,8 @@ def saving(accelerator: Any, folder: str | os.PathLike[str] | None) -> Iterator[
         if folder is not None and not accelerator.project_configuration.automatic_checkpoint_naming:
             mark(None, None, folder)  # before the first of its files is touched
         yield
+        for path in marks:
+            _check_whole(path.parent, accelerator)
     except BaseException as error:
         if marks:
             _tell_unfinished(marks[0].parent, error)
@@ -119,6 +131,67 @@ def check_complete(folder: Path, rank: int) -> None:
         )
 
 
+@contextmanager
+def saving_trainer(folder: Path, is_main: bool) -> Iterator[None]:
+    """Around a Trainer's saving to ``folder``: see :func:`check_trainer_folder`."""
+    state = folder / TRAINER_STATE
+    if is_main:
+        state.unlink(missing_ok=True)
+    try:
+        yield
+    except BaseException as error:
+        if is_main and not state.exists():
+            _tell_unfinished(folder, error)
+        raise
+
+
+def check_trainer_folder(folder: Path) -> None:
+    """Refuse a Trainer's checkpoint whose writer was ended.
+
+    Raises:
+        ConfigError: its ``trainer_state.json`` is missing or cut off.
+    """
+    found = _state_of(folder)
+    if found == "whole":
+        return
+    others = (path for path in folder.parent.glob("checkpoint-*") if path.name[11:].isdigit())
+    older = sorted(others, key=lambda path: int(path.name[11:]), reverse=True)
+    whole = next((path for path in older if _state_of(path) == "whole"), None)
+    remedy = "There is no complete one beside it: start anew."
+    if whole is not None:
+        remedy = f"Call train(resume_from_checkpoint={str(whole)!r}), the newest complete one."
+    raise ConfigError(
+        f"train: {str(folder)!r} is not a complete checkpoint: its {TRAINER_STATE}, which is "
+        f"written last, is {found}, so the process was ended while it saved. {remedy}"
+    )
+
+
+def _state_of(folder: Path) -> str:
+    """``whole``, ``missing`` or ``cut off``."""
+    try:
+        json.loads((folder / TRAINER_STATE).read_bytes())
+    except FileNotFoundError:
+        return "missing"
+    except ValueError:
+        return "cut off"
+    return "whole"
+
+
+def _check_whole(folder: Path, accelerator: Any) -> None:
+    """The files that this rank alone has written with ``torch.save``: each ends as a zip file."""
+    names = rf"random_states_{accelerator.process_index}\.pkl"
+    if accelerator.is_main_process:
+        names += r"|(optimizer|scheduler|sampler)(_\d+)?\.bin|custom_checkpoint_\d+\.pkl"
+    if accelerator.num_processes == 1:  # else every rank writes it, perhaps just now
+        names += r"|scaler\.pt"
+    for path in sorted(folder.iterdir()):
+        if re.fullmatch(names, path.name) and not zipfile.is_zipfile(path):
+            raise OSError(
+                f"save_state: {str(path)!r} is cut off ({path.stat().st_size} bytes) though torch "
+                "has reported no error. Is the disk full?"
+            )
+
+
 def _put_mark(path: Path, accelerator: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(TEXT, encoding="utf-8")
@@ -131,9 +204,11 @@ def _put_mark(path: Path, accelerator: Any) -> None:
 
 def _tell_unfinished(folder: Path, error: BaseException) -> None:
     """torch says of a full disk "unexpected pos 64 vs 0"."""
-    space = f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB are free there. " * folder.is_dir()
+    space = ""
+    if folder.is_dir():
+        space = f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB are free there. "
     logger.error(
         f"the checkpoint {str(folder)!r} was not finished ({type(error).__name__}: {error}). "
-        f"{space}The run can go on; save elsewhere, or there again. load_state refuses this folder "
-        "until then."
+        f"{space}The run can go on; save elsewhere, or there again. Until then this folder is "
+        "refused."
     )

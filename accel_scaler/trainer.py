@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import weakref
+from pathlib import Path
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from .attach import (
     ScaledAccelerator,
@@ -16,6 +19,7 @@ from .attach import (
     scaled_class,
     stock_class,
 )
+from .checkpoints import check_trainer_folder, saving_trainer
 from .config import ScalerConfig, StepError
 
 __all__ = ["attach_trainer", "detach_trainer"]
@@ -36,10 +40,17 @@ class ScaledTrainer(Trainer):  # type: ignore[misc]
         super().create_accelerator_and_postprocess()
         attach(self.accelerator, self._scaler_config)
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's; however it ends, the parameters are the newest afterwards."""
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As the Trainer's; however it ends, the parameters are the newest afterwards.
+
+        Raises:
+            ConfigError: the checkpoint to go on from is incomplete; nothing was loaded.
+        """
+        self._check_checkpoint(resume_from_checkpoint)
         try:
-            result = super().train(*args, **kwargs)
+            result = super().train(resume_from_checkpoint, *args, **kwargs)
         except BaseException:
             try:
                 self._synchronize()
@@ -50,6 +61,20 @@ class ScaledTrainer(Trainer):  # type: ignore[misc]
         self._synchronize()
         self._flush()
         return result
+
+    def _check_checkpoint(self, asked: str | bool | None) -> None:
+        if asked is True:
+            home = self.args.output_dir or ""
+            asked = get_last_checkpoint(home) if os.path.isdir(home) else None
+        if self.accelerator._boundary is not None and asked and os.path.isdir(asked):
+            check_trainer_folder(Path(asked))
+
+    def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
+        """As the Trainer's; a folder that it is ended in is known as incomplete."""
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        folder = Path(self._get_output_dir(trial)) / name
+        with saving_trainer(folder, self.args.should_save):
+            super()._save_checkpoint(model, trial, *args, **kwargs)
 
     def _flush(self) -> None:
         if self.accelerator._boundary is not None:

@@ -159,6 +159,12 @@ ACCELERATE = [
 ]
 
 
+TRAINER = [
+    ("_save_checkpoint", "marks a folder that is written over as incomplete, in trainer.py"),
+    ("_get_output_dir", "finds that folder, in trainer.py"),
+]
+
+
 PRIVATE = [
     *(Private("torch", scaler, name, need) for name, need in TORCH_SCALER),
     *(Private("torch", "torch.Tensor", name, need) for name, need in TENSOR),
@@ -185,6 +191,7 @@ PRIVATE = [
     Private("accelerate", accelerator, "_models", "lists what was prepared, in attach.py"),
     Private("accelerate", prepared, "_original_forward", "sets autocast anew, in autocast.py"),
     *(Private("accelerate", *row) for row in ACCELERATE),
+    *(Private("transformers", "transformers.Trainer", *row) for row in TRAINER),
     Private("argparse", launch_parser, "_action_groups", "shows our settings' group, in doctor.py"),
 ]
 

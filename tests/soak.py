@@ -64,7 +64,7 @@ class Sample:
     """One line."""
 
     seconds: float
-    rss_mib: float
+    memory_mib: float
     threads: int
     fds: int
     objects: int
@@ -79,6 +79,16 @@ class Failure:
     error: str
 
 
+def memory(process: psutil.Process) -> int:
+    """Bytes that are this process's own: pages of files come and go with the system's need."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) * 1024
+    return int(process.memory_full_info().uss)
+
+
 def measure(start: float) -> Sample:
     """What the process holds, once garbage and the allocator's own reserve are given back."""
     gc.collect()
@@ -89,7 +99,7 @@ def measure(start: float) -> Sample:
     ours = sum(str(type(o).__module__).startswith("accel_scaler") for o in gc.get_objects())
     return Sample(
         seconds=time.monotonic() - start,
-        rss_mib=process.memory_info().rss / 2**20,
+        memory_mib=memory(process) / 2**20,
         threads=threading.active_count(),
         fds=process.num_fds(),
         objects=ours,
@@ -220,11 +230,11 @@ def slope(samples: Sequence[Sample]) -> tuple[float, float]:
     """Least squares of memory over time, and its standard error; MiB an hour."""
     n = len(samples)
     hours = [s.seconds / 3600 for s in samples]
-    mean_t, mean_m = sum(hours) / n, sum(s.rss_mib for s in samples) / n
+    mean_t, mean_m = sum(hours) / n, sum(s.memory_mib for s in samples) / n
     spread = sum((t - mean_t) ** 2 for t in hours)
     pairs = list(zip(hours, samples, strict=True))
-    rise = sum((t - mean_t) * (s.rss_mib - mean_m) for t, s in pairs) / spread
-    rest = sum((s.rss_mib - mean_m - rise * (t - mean_t)) ** 2 for t, s in pairs)
+    rise = sum((t - mean_t) * (s.memory_mib - mean_m) for t, s in pairs) / spread
+    rest = sum((s.memory_mib - mean_m - rise * (t - mean_t)) ** 2 for t, s in pairs)
     return rise, (rest / max(n - 2, 1) / spread) ** 0.5
 
 
@@ -253,7 +263,7 @@ def line(sample: Sample, seen: Counter[str]) -> str:
     return (
         f"{sample.seconds / 60:6.1f} min  {seen['histories']:,} histories  "
         f"{seen['operations']:,} operations  {seen['window']:,} windows  {seen['skipped']:,} skips"
-        f"  {restored:,} restored  {sample.rss_mib:.1f} MiB  {sample.threads} threads  "
+        f"  {restored:,} restored  {sample.memory_mib:.1f} MiB  {sample.threads} threads  "
         f"{sample.fds} fds  {sample.objects} objects"
     )
 
@@ -265,7 +275,7 @@ def quarters(samples: Sequence[Sample]) -> str:
     for name, part in (("first quarter", samples[:size]), ("last quarter", samples[-size:])):
         mean = {k: sum(getattr(s, k) for s in part) / size for k in Sample.__annotations__}
         rows.append(
-            f"{name:>14}: {mean['rss_mib']:.1f} MiB  {mean['threads']:.1f} threads  "
+            f"{name:>14}: {mean['memory_mib']:.1f} MiB  {mean['threads']:.1f} threads  "
             f"{mean['fds']:.1f} fds  {mean['objects']:.1f} objects"
         )
     return "\n".join(rows)

@@ -34,7 +34,7 @@ Count = Counter[str]
 
 def samples(*rss: float, every: float = 60.0, **fixed: Any) -> list[Sample]:
     values = {"threads": 1, "fds": 6, "objects": 2, **fixed}
-    return [Sample(seconds=every * n, rss_mib=m, **values) for n, m in enumerate(rss, 1)]
+    return [Sample(seconds=every * n, memory_mib=m, **values) for n, m in enumerate(rss, 1)]
 
 
 FIRST = samples(300.0, every=0.0)[0]

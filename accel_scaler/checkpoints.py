@@ -124,7 +124,7 @@ def check_complete(folder: Path, rank: int) -> None:
                 f"shuffling) go on from where they are now on rank {rank}. Right for more ranks "
                 "than were saved; else the checkpoint is not complete."
             )
-    elif not zipfile.is_zipfile(numbers):
+    elif not _is_whole(numbers):
         raise ConfigError(
             f"load_state: {str(numbers)!r} is cut off ({numbers.stat().st_size} bytes): the "
             "process was ended while it saved this checkpoint. Load an earlier one."
@@ -185,11 +185,16 @@ def _check_whole(folder: Path, accelerator: Any) -> None:
     if accelerator.num_processes == 1:  # else every rank writes it, perhaps just now
         names += r"|scaler\.pt"
     for path in sorted(folder.iterdir()):
-        if re.fullmatch(names, path.name) and not zipfile.is_zipfile(path):
+        if re.fullmatch(names, path.name) and not _is_whole(path):
             raise OSError(
                 f"save_state: {str(path)!r} is cut off ({path.stat().st_size} bytes) though torch "
                 "has reported no error. Is the disk full?"
             )
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether what torch.save began to write has its end; a device would be read for ever."""
+    return path.is_file() and zipfile.is_zipfile(path)
 
 
 def _put_mark(path: Path, accelerator: Any) -> None:

@@ -43,6 +43,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
+from versions import release
 
 from accel_scaler import AsyncOptimizer, GradScaler
 from accel_scaler.shadow import Shadow
@@ -240,8 +241,9 @@ def test_compiled_models(compiled: Callable[..., Any], backend: str, when: str) 
     graphs: list[int] = []
     reference = run_sync_and_overlap(run)
     # Where a graph meets parameters of another class it is compiled again: the root waits.
-    # Compiled after prepare, our hook is traced as well: one graph more.
-    assert graphs[1] <= graphs[0] + (when == "after prepare")
+    # Compiled after prepare, our hook is traced as well, and torch 2.15 sees that it has come
+    # since: one graph more, once.
+    assert graphs[1] <= graphs[0] + (when == "after prepare" or release("torch") >= (2, 15))
     reference.assert_lively(STEPS)
 
 

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from versions import before_torch
 
 from accel_scaler import traces
 from accel_scaler.finder import First, OverflowFinder
@@ -961,6 +962,7 @@ def test_copies_and_pickles_of_a_watched_model_are_free_of_it(tmp_path: Path) ->
         assert torch.equal(copies[3].state_dict()[key], value)
 
 
+@before_torch(2, 7, "torch 2.6: its compiler fails in itself, with SystemError, after other tests")
 @pytest.mark.parametrize("inner", [True, False])
 def test_a_compiled_model_is_warned_about_and_its_graph_stays_whole(inner: bool) -> None:
     net, finder = nn.Sequential(nn.Linear(4, 4), overflowing(nn.Linear(4, 4))), OverflowFinder()

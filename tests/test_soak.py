@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -56,6 +57,13 @@ def test_memory_grows_where_it_goes_on_after_the_warm_up(
     assert [s.split(":")[0] for s in found] == ["memory"] * grows
 
 
+def test_one_step_is_no_growth() -> None:
+    flat = noisy(24, 0.0)
+    step = [replace(s, memory_mib=s.memory_mib + 4.5 * (n > 13)) for n, s in enumerate(flat)]
+    assert soak.slope(step[6:])[0] > 2 * soak.MOST_MIB_AN_HOUR
+    assert soak.grown(FIRST, step) == []
+
+
 def test_a_growth_that_is_stated_is_the_least_squares_one() -> None:
     line = samples(*(300.0 + 0.5 * n for n in range(10)))
     rise, error = soak.slope(line)
@@ -63,10 +71,10 @@ def test_a_growth_that_is_stated_is_the_least_squares_one() -> None:
     assert error == pytest.approx(0.0, abs=1e-6)
 
 
-def test_a_megabyte_in_a_minute_is_noise_and_ten_are_not() -> None:
-    short = [300 + 0.2 * n for n in range(6)]
+def test_a_megabyte_or_two_are_noise_and_sixteen_are_not() -> None:
+    short = [300 + 0.2 * n for n in range(9)]
     assert soak.grown(FIRST, samples(*short, every=10.0)) == []
-    assert soak.grown(FIRST, samples(*(300 + 2.0 * n for n in range(6)), every=10.0)) != []
+    assert soak.grown(FIRST, samples(*(300 + 2.0 * n for n in range(9)), every=10.0)) != []
 
 
 @pytest.mark.parametrize("what", ["threads", "fds", "objects"])

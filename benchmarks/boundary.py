@@ -10,6 +10,7 @@ is called as a training loop calls it, through the attached accelerator.
 from __future__ import annotations
 
 import argparse
+import logging
 import platform
 import statistics
 import time
@@ -146,6 +147,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15, help="timed turns (default: 15)")
     parser.add_argument("--case", choices=CASES, help="only this list of parameters")
     args = parser.parse_args()
+    logging.getLogger("accel_scaler").setLevel(logging.ERROR)  # of skips in a row, which are meant
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}")
     print(f"{'parameters':<14}{'boundary':<22}{'stock ms':>10}{'ours':>8}{'folded':>8}")
     for case in [args.case] if args.case else CASES:

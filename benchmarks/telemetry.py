@@ -12,6 +12,7 @@ file also wants every offender and its count, which is another read of all gradi
 from __future__ import annotations
 
 import argparse
+import logging
 import platform
 import statistics
 import tempfile
@@ -89,6 +90,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=45, help="timed turns (default: 45)")
     parser.add_argument("--case", choices=CASES, help="only this list of parameters")
     args = parser.parse_args()
+    logging.getLogger("accel_scaler").setLevel(logging.ERROR)  # of skips in a row, which are meant
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}")
     heads = f"{'off ms':>8}{'off again':>11}{'file on':>9}{'us':>8}"
     print(f"{'parameters':<14}{'boundary':<10}{heads}")

@@ -183,7 +183,7 @@ EVENTS = (
 OF_ATTACHED = ("clip_value", "refused")
 OF_RAW = ("submit", "torch's loop", "fresh pair", "copy")
 MODES = [("overlap", "none"), ("overlap", "cpu"), ("delayed", "none"), ("delayed", "cpu")]
-EXAMPLES, STEPS, LEAST = 80, 8, 5
+EXAMPLES, STEPS, LEAST = 56, 8, 5
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from accel_scaler import GradScaler
 
-SEQUENCES = 3000
+SEQUENCES = 2000
 QUIET = settings(
     deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
 )

@@ -10,7 +10,7 @@ import subprocess
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -85,6 +85,15 @@ def test_one_more_at_the_end_is_growth_and_one_in_between_is_none(what: str) -> 
     (sentence,) = soak.grown(FIRST, late)
     assert sentence.startswith(f"{what}: {getattr(FIRST, what)} at the start")
     assert soak.grown(FIRST, late[::-1]) == []
+
+
+@pytest.fixture(autouse=True)
+def frozen() -> Iterator[None]:
+    """Each reading walks every object; those of the tests before need not be among them."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 TURNS = 12

@@ -11,6 +11,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -56,15 +57,17 @@ def test_a_signal_is_handled_after_the_block() -> None:
     in_child(body)
 
 
-def test_a_second_one_is_handled_at_once() -> None:
+@pytest.mark.parametrize("inner", [nullcontext, Undivided], ids=["alone", "in an inner block"])
+def test_a_second_one_is_handled_at_once(inner: Callable[[], AbstractContextManager[Any]]) -> None:
     def body() -> None:
         done = []
 
         def block() -> None:
             with Undivided():
                 signal.raise_signal(signal.SIGINT)
-                signal.raise_signal(signal.SIGINT)
-                done.append("never")
+                with inner():
+                    signal.raise_signal(signal.SIGINT)
+                    done.append("never")
 
         with pytest.raises(KeyboardInterrupt):
             block()
@@ -143,25 +146,6 @@ def test_a_block_within_a_block_waits_for_the_outer_one() -> None:
         with pytest.raises(KeyboardInterrupt):
             block()
         assert done == ["the outer one, too"]
-
-    in_child(body)
-
-
-def test_a_second_one_within_an_inner_block_is_handled_at_once() -> None:
-    def body() -> None:
-        done = []
-
-        def block() -> None:
-            with Undivided():
-                signal.raise_signal(signal.SIGINT)
-                with Undivided():
-                    signal.raise_signal(signal.SIGINT)
-                    done.append("never")
-
-        with pytest.raises(KeyboardInterrupt):
-            block()
-        assert done == []
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
     in_child(body)
 

@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["agree_on_overflow", "whole"]
+__all__ = ["agree_on_overflow", "is_sharded", "reduce_partial_gradients", "whole"]
+
+
+def is_sharded(parameters: Iterable[Any]) -> bool:
+    """Whether ranks may hold different gradients of these: FSDP2, tensor and expert parallel.
+
+    A fact of the parameters (DTensors), whoever made them so.
+    """
+    return any(hasattr(p, "placements") for p in parameters)
+
+
+@torch.no_grad()
+def reduce_partial_gradients(parameters: Iterable[Any]) -> None:
+    """Give each DTensor gradient the placements of its parameter.
+
+    A replicated parameter between sharded ones (a norm under sequence parallelism) gets partial
+    sums: unequal on the ranks, and only their sum is the gradient. Communicates where there are
+    any.
+    """
+    for p in parameters:
+        grad = p.grad
+        if hasattr(grad, "placements") and grad.placements != p.placements:
+            p.grad = grad.redistribute(p.device_mesh, p.placements)
 
 
 def agree_on_overflow(found_inf: bool, device: torch.device, sharded: bool) -> bool:

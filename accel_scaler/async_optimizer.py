@@ -11,7 +11,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from .agreement import whole
-from .boundary import Boundary
+from .boundary import Boundary, boundary_of
 from .config import ConfigError, OrderError, ScalerConfig
 from .culprits import Culprits
 from .due import Timing
@@ -54,7 +54,8 @@ class AsyncOptimizer(Optimizer):
         model: the module that holds its parameters. Needed where a forward cannot be watched
             parameter by parameter (compiled, FSDP2), and for evaluation in ``delayed``.
         scaler: scales the loss; its windows end with :meth:`step`.
-        mode, offload, delay_warmup_steps, optimizer_threads, fold_unscale: see ``ScalerConfig``.
+        mode, offload, delay_warmup_steps, optimizer_threads, fold_unscale, sharded: see
+            ``ScalerConfig``.
 
     Raises:
         ConfigError: a wrong argument, or a model without any of the optimizer's parameters.
@@ -73,6 +74,7 @@ class AsyncOptimizer(Optimizer):
         delay_warmup_steps: int = 0,
         optimizer_threads: int | str = "auto",
         fold_unscale: bool = False,
+        sharded: bool = False,
     ) -> None:
         config = ScalerConfig.from_mapping(
             {
@@ -81,6 +83,7 @@ class AsyncOptimizer(Optimizer):
                 "delay_warmup_steps": delay_warmup_steps,
                 "optimizer_threads": optimizer_threads,
                 "fold_unscale": fold_unscale,
+                "sharded": sharded,
             },
             "AsyncOptimizer",
         )
@@ -89,7 +92,8 @@ class AsyncOptimizer(Optimizer):
         self.optimizer, self.model, self.scaler = optimizer, model, scaler
         self._config = config
         self._closed = False
-        self._skipped = False
+        if scaler is not None and sharded:
+            scaler.sharded = True
         self._open()
 
     def _open(self) -> None:
@@ -103,17 +107,17 @@ class AsyncOptimizer(Optimizer):
         self._fences.watch(self._models())
         self._boundary: Boundary | None = None
         if self.scaler is not None:
-            params = parameters_of(self.optimizer)
-            self._boundary = Boundary(
-                self.scaler,
-                params[0].device,
-                fold_unscale=config.fold_unscale,
-                sharded=any(hasattr(p, "to_local") for p in params),
-            )
-            self.scaler.know(self.optimizer)
+            # One for all optimizers of a scaler, an attached accelerator's too.
+            self._boundary = boundary_of(self.scaler) or Boundary(self.scaler, device)
+            self._boundary.add(self, config.fold_unscale)
 
     def _models(self) -> list[Module]:
         return [] if self.model is None else [self.model]
+
+    @property
+    def stepped_optimizer(self) -> Optimizer:
+        """The wrapped optimizer, under whose name a window knows it."""
+        return self.optimizer
 
     @property
     def _inside(self) -> bool:
@@ -156,7 +160,7 @@ class AsyncOptimizer(Optimizer):
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last :meth:`step` left the parameters alone because of an overflow."""
-        return self._skipped
+        return self._engine.was_skipped
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Check the gradients, update the scale, and hand the update to the optimizer thread.
@@ -181,24 +185,18 @@ class AsyncOptimizer(Optimizer):
             return
         self._fences.watch(self._models())
         scaler = self.scaler
-        if self._boundary is None or scaler is None or scaler.is_stepping(self):
+        if self._boundary is None or scaler is None:
             self._engine.step()
-            self._skipped = False
-            return
-        if id(self) in scaler.window.states and not scaler.window.closed:
-            raise OrderError(
-                "step(): scaler.unscale_(optimizer) was called in this window; finish it with "
-                "scaler.step(optimizer) and scaler.update(), or clip with "
-                "optimizer.clip_grad_norm_(...) instead."
-            )
-        self._skipped = not self._boundary.step(self.optimizer)
+        elif scaler.is_stepping(self):
+            self._engine.step(scaler.record_of(self).due)
+        else:
+            self._boundary.step(self)
 
-    def _skip_step(self) -> None:
+    def skip_step(self) -> None:
         """``scaler.step(self)`` has found an overflow: a boundary without an update."""
         if not self._inside:
             self._check_open("step")
             self._engine.skip()
-            self._skipped = True
 
     def clip_grad_norm_(
         self,
@@ -212,13 +210,14 @@ class AsyncOptimizer(Optimizer):
             parameters: default: all of this optimizer's.
 
         Returns the norm before clipping, unscaled, float32, shape (); inf after an overflow.
-        ``.grad`` may stay scaled: what is left to do goes along with the step. Synchronises.
+        ``.grad`` is then what torch leaves there; float16 gradients, and with ``fold_unscale``
+        those of a fused optimizer, stay scaled until the step. Synchronises.
         """
         self._check_open("clip_grad_norm_")
         chosen = parameters_of(self.optimizer) if parameters is None else list(parameters)
         if self._boundary is None:
             return whole(torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type))
-        return self._boundary.clip_norm([self.optimizer], chosen, max_norm, norm_type)
+        return self._boundary.clip_norm(chosen, max_norm, norm_type)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; ``set_to_none=False`` leaves zeros also where a step took the gradient."""
@@ -300,6 +299,8 @@ class AsyncOptimizer(Optimizer):
             return
         self._forbid_inside("close")
         self._closed = True
+        if self.scaler is not None:
+            self.scaler.release(self.optimizer)
         try:
             self._fences.close()
         finally:
@@ -329,18 +330,19 @@ class AsyncOptimizer(Optimizer):
         if not self._closed:
             self.synchronize()
             self._engine.refresh()  # groups added since the last step
-        kept = ("optimizer", "model", "scaler", "_config", "_closed", "_skipped")
-        progress = self._engine.steps, self._engine.export_masters()
+        kept = ("optimizer", "model", "scaler", "_config", "_closed")
+        engine = self._engine
+        progress = engine.steps, engine.was_skipped, engine.export_masters()
         return {**{name: self.__dict__[name] for name in kept}, "_progress": progress}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        steps, masters = state.pop("_progress")
+        steps, was_skipped, masters = state.pop("_progress")
         self.__dict__.update(state)
         self._open()
         if self._closed:
             self._fences.close()
             return
-        self._engine.steps = steps
+        self._engine.steps, self._engine.was_skipped = steps, was_skipped
         self._engine.import_masters(masters)
 
     def __repr__(self) -> str:

@@ -27,6 +27,7 @@ from .checkpoints import loading, saving
 from .config import ConfigError, OrderError, ScalerConfig, StepError, UnsupportedError
 from .prepared import ScaledOptimizer, adopt, become, forbid_unsuitable, inner_of
 from .recording import make_recorder
+from .stepper import stepper_of
 from .takeover import facts_of, forbid_other_scalers, make_scaler
 from .telemetry import History
 from .worker import Worker
@@ -101,7 +102,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
             super().backward(loss, **kwargs)
             return
         recorder = self._boundary.recorder
-        self._boundary.before_backward(inner_of(self._optimizers))
+        self._boundary.before_backward()
         recorder.before_backward(loss)
         with recorder.span("backward"):
             super().backward(loss, **kwargs)
@@ -135,11 +136,10 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
             if self.scaler is None:  # only telemetry is wanted: as stock, which clips here too
                 return super().clip_grad_norm_(parameters, max_norm, norm_type)
             return self._boundary.norm_so_far(parameters, norm_type)
-        owned = inner_of(self._optimizers)
         with self._boundary.recorder.span("clip"):
             if self.distributed_type != DistributedType.FSDP:
-                return self._boundary.clip_norm(owned, parameters, max_norm, norm_type)
-            if self._boundary.unscale(self._boundary.owners(owned, parameters)):
+                return self._boundary.clip_norm(parameters, max_norm, norm_type)
+            if self._boundary.unscale(self._boundary.owners(parameters)):
                 return torch.full((), float("inf"), device=self.device)
             norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
             self._boundary.note_norm(parameters, norm, max_norm, norm_type)
@@ -157,7 +157,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
             super().clip_grad_value_(parameters, clip_value)  # refuses
             return
         parameters = [p for p in parameters if p.grad is not None]
-        self._boundary.clip_value(inner_of(self._optimizers), parameters, clip_value)
+        self._boundary.clip_value(parameters, clip_value)
 
     def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """As Accelerate's; adds ``scaler/...`` values, of the last window, to what is logged."""
@@ -176,6 +176,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         """As Accelerate's; the telemetry file is complete then, and no parameter is kept."""
         if self._boundary is not None:
             self._boundary.recorder.flush()
+            self._boundary.scaler.release(*inner_of(self._optimizers))
         released: list[Any] = super().free_memory(*objects)
         return released
 
@@ -280,7 +281,8 @@ def detach(target: T) -> T:
     boundary = getattr(accelerator, "_boundary", None)
     if not isinstance(accelerator, ScaledAccelerator) or boundary is None:
         return target
-    if boundary.scaler.window.opened_by is not None and not boundary.scaler.window.closed:
+    scaler, window = boundary.scaler, boundary.scaler.window
+    if scaler.is_enabled() and window.opened_by is not None and not window.closed:
         raise OrderError(
             "detach: a window is open, its gradients are scaled. Detach after optimizer.step(), "
             "or zero the gradients and call accelerator.scaler.abandon_window() first."
@@ -308,6 +310,7 @@ def detach(target: T) -> T:
                 optimizer.__dict__.pop(name, None)
             become(optimizer, AcceleratedOptimizer)
             optimizer.scaler = stock
+            stepper_of(optimizer).fold_unscale = False
             optimizer.__dict__.pop("_boundary", None)
     accelerator.scaler = stock
     accelerator._worker.stop()
@@ -343,13 +346,12 @@ def _set_up(accelerator: ScaledAccelerator, config: ScalerConfig | None) -> bool
         config = replace(config, step_mode="sync", offload="none", enabled=False)
     stock = accelerator.scaler
     scaler = make_scaler(accelerator, config, stock)
+    scaler.sharded = config.sharded or accelerator.distributed_type == DistributedType.FSDP
     for optimizer in accelerator._optimizers:
         forbid_unsuitable(optimizer, config)
     boundary = Boundary(
         scaler,
         accelerator.device,
-        fold_unscale=config.fold_unscale,
-        sharded=accelerator.distributed_type == DistributedType.FSDP,
         recorder=make_recorder(scaler, config, facts_of(accelerator)),
     )
     if scales and not accelerator.native_amp:

@@ -1,7 +1,8 @@
 """The end of an accumulation window: unscale, check, clip, update the scale, step. In this order.
 
 Everything here runs on the training thread and decides on the host, so that a skipped step is
-known (and the LR schedule can wait) whichever optimizer is used, fused or not.
+known (and the LR schedule can wait) whichever optimizer is used, fused or not. What it learns of
+an optimizer it writes to the window, and reads there what others have written.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import logging
 import time
 import weakref
 from collections.abc import Iterable, Sequence
+from math import isinf
 from typing import Any
 
 import torch
@@ -17,13 +19,13 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from .agreement import whole
-from .checks import Checks
-from .config import OrderError, OverflowStreakError
+from .agreement import agree_on_overflow, is_sharded, reduce_partial_gradients, whole
+from .config import OrderError, OverflowStreakError, UnsupportedError
 from .culprits import first_nonfinite
-from .due import Due, Timing, stepper_of
-from .fused import FusedAdam, step_fused
+from .due import Due, Timing
 from .gradients import (
+    LOW_PRECISION,
+    Norms,
     clip_coefficient,
     gradients_of,
     is_power_of_two,
@@ -35,43 +37,63 @@ from .gradients import (
     scaled_norms,
 )
 from .interrupts import Undivided
-from .notes import (
-    Note,
-    clip_scaled_norm,
-    clip_scaled_value,
-    dtypes_of,
-    is_low,
-    takes_grad_scale,
-    total_norm,
-)
-from .recording import Measure
+from .measures import Measure
+from .recording import Recorder
+from .scaler import GradScaler
+from .stepper import Stepper, stepper_of
 from .telemetry import History
+from .windows import OptimizerRecord, Snapshot, stepped
 
-__all__ = ["Boundary"]
+__all__ = ["Boundary", "boundary_of"]
 
 logger = logging.getLogger("accel_scaler")
 
+_boundaries: weakref.WeakKeyDictionary[GradScaler, weakref.ref[Boundary]] = (
+    weakref.WeakKeyDictionary()
+)
 
-class Boundary(Checks):
-    """Clips for, and steps, the optimizers of one accelerator."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+def boundary_of(scaler: GradScaler) -> Boundary | None:
+    """The boundary at which this scaler's windows end, if there is one."""
+    ref = _boundaries.get(scaler)
+    return None if ref is None else ref()
+
+
+class Boundary:
+    """Clips for, and steps, the optimizers of one scaler.
+
+    Args:
+        scaler: whose windows these are.
+        device: where ranks communicate, and the norm of an overflow is.
+        recorder: puts windows on record; None: one in memory.
+    """
+
+    def __init__(
+        self, scaler: GradScaler, device: torch.device, *, recorder: Recorder | None = None
+    ) -> None:
+        self.scaler, self.device = scaler, device
+        self.recorder = recorder or Recorder(scaler)
         self.adopted: weakref.WeakSet[Any] = weakref.WeakSet()
         """The wrappers that step through this boundary."""
-        self._plans: weakref.WeakKeyDictionary[Optimizer, FusedAdam | None] = (
-            weakref.WeakKeyDictionary()
-        )
         self._told = False
-        self._index = 0
-        """Number of the window, where nothing is scaled and so no window opens."""
-        self._ended: set[int] = set()
-        """Optimizers that have stepped in it."""
+        _boundaries[scaler] = weakref.ref(self)
 
     @property
     def history(self) -> History:
         """What happened, one record a window."""
         return self.recorder.history
+
+    def add(self, optimizer: Optimizer, fold_unscale: bool = False) -> None:
+        """Step this optimizer here; ``fold_unscale``: its kernel may unscale and clip."""
+        stepper_of(optimizer).fold_unscale = fold_unscale
+        self.scaler.manage(stepped(optimizer))
+
+    def before_backward(self) -> None:
+        """Call before each backward. Where nothing is scaled, it is what opens a window."""
+        if not self.scaler.is_enabled():
+            self.scaler.open_window()
+
+    # Unscale and clip.
 
     def norm_so_far(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
         """Off the boundary: the norm of what has accumulated, unscaled. Changes nothing."""
@@ -81,50 +103,87 @@ class Boundary(Checks):
                 "clip_grad_norm_ before the last micro-batch of an accumulation window clips "
                 "nothing and returns the norm so far; the last micro-batch clips. (Said once.)"
             )
-        return total_norm(gradients_of(parameters), norm_type) / self.scaler.get_scale()
+        return whole(_total_norm(parameters, norm_type)) / self._window_scale()
+
+    def unscale(self, optimizers: Iterable[Optimizer]) -> bool:
+        """Unscale and check each optimizer that has gradients; once a window, later calls pass.
+
+        Returns whether any of them overflowed. Synchronises with the device.
+        """
+        if not self.scaler.is_enabled():
+            return False
+        found = False
+        for optimizer in filter(self._has_gradients, map(stepped, optimizers)):
+            record = self._check(optimizer)
+            if not record.found_inf:
+                self._do_due(optimizer, record)
+            found = found or record.found_inf
+        return found
 
     def clip_norm(
-        self,
-        optimizers: Sequence[Optimizer],
-        parameters: Sequence[Tensor],
-        max_norm: float,
-        norm_type: float = 2.0,
+        self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0
     ) -> Tensor:
         """Unscale what owns ``parameters``, clip their total norm to ``max_norm``.
 
         ``.grad`` is then what ``torch.nn.utils.clip_grad_norm_`` leaves after ``unscale_``, bit
-        for bit; with ``fold_unscale`` and fused optimizers it stays scaled, for the kernel.
-        After an overflow gradients stay as they were found.
+        for bit; with ``fold_unscale`` and a fused optimizer, and where it is float16, it stays
+        scaled, for the update. After an overflow gradients stay as they were found.
 
         Returns the total norm before clipping, unscaled, float32, shape (); inf after an
         overflow. Synchronises with the device once for each optimizer, or once for all where
         unscale and clip are one product.
         """
-        parameters = [p for p in parameters if p.grad is not None]
+        max_norm, norm_type = float(max_norm), float(norm_type)
+        sharded = self.scaler.sharded
+        parameters = [p for p in parameters if p.grad is not None or sharded]
         if not parameters:
             return torch.tensor(0.0)
         if not self.scaler.is_enabled():
-            return self._clip_unscaled(parameters, float(max_norm), float(norm_type))
-        owners = self.owners(optimizers, parameters)
-        notes = [self._note(owner) for owner in owners]
-        ids = self._fit_for_one_pass(owners, parameters) if float(norm_type) == 2.0 else None
-        if ids is not None:
-            norm = self._clip_in_one_pass(owners, notes, parameters, float(max_norm), ids)
+            return self._clip_unscaled(parameters, max_norm, norm_type)
+        owners = self.owners(parameters)
+        records = [self._record(owner) for owner in owners]
+        steppers = [stepper_of(owner) for owner in owners]
+        if norm_type == 2.0 and self._fits_one_pass(owners, steppers, parameters):
+            norm = self._clip_in_one_pass(owners, records, steppers, parameters, max_norm)
             if norm is not None:
                 return norm
         strays_bad = self._unscale_strays(owners, parameters)
-        low = any(map(is_low, owners))
-        found = [self._check(o).found_inf for o in owners] if low else [self.unscale(owners)]
-        if any(found) or strays_bad:
-            for note in notes:
-                self._settle(note, True)
+        if any(map(self._is_sharded, owners)):
+            strays_bad = agree_on_overflow(strays_bad, self.device, True)
+        for owner in owners:
+            self._check(owner)
+        if any(record.found_inf for record in records) or strays_bad:
+            for record in records:
+                record.verdict = True
             return torch.full((), float("inf"), device=self.device)
-        if not low:
-            return self._clip_unscaled(parameters, float(max_norm), float(norm_type))
-        total = clip_scaled_norm(owners, notes, parameters, float(max_norm), float(norm_type))
-        clipped = Measure(parameters, total, None, float(max_norm), norm_type=float(norm_type))
-        self.recorder.measured(clipped)
-        return total
+        for owner, record, stepper in zip(owners, records, steppers, strict=True):
+            if record.due and not (stepper.keeps_scaled or stepper.divides):
+                self._do_due(owner, record)
+        if any(record.due for record in records):
+            return self._clip_scaled(owners, records, parameters, max_norm, norm_type)
+        return self._clip_unscaled(parameters, max_norm, norm_type)
+
+    def clip_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
+        """Unscale what owns ``parameters``, clip each element to ``[-clip_value, clip_value]``."""
+        owners = self.owners(parameters)
+        keeping = [owner for owner in owners if stepper_of(owner).keeps_scaled]
+        if self.unscale(owner for owner in owners if owner not in keeping):
+            return
+        kept = [p for owner in keeping for p in parameters_of(owner)]
+        rest = [p for p in parameters if id(p) not in set(map(id, kept))]
+        if rest and not (self.scaler.is_enabled() and self._unscale_strays(owners, rest)):
+            torch.nn.utils.clip_grad_value_(rest, clip_value)
+        asked = set(map(id, parameters))
+        for owner in keeping:
+            record = self._check(owner)
+            if record.found_inf:
+                continue
+            limit = float(clip_value) / float(record.due.factor)
+            for p in parameters_of(owner):
+                if p.grad is not None and id(p) in asked:
+                    most = min(limit, torch.finfo(p.grad.dtype).max)
+                    p.grad.clamp_(-most, most)
+            self._hand_out(owner, record)
 
     def _clip_unscaled(
         self, parameters: Sequence[Tensor], max_norm: float, norm_type: float
@@ -136,8 +195,8 @@ class Boundary(Checks):
             total: Tensor = torch.linalg.vector_norm(each)
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
         else:
-            total = whole(torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type))
-        self.recorder.measured(Measure(parameters, total, each, max_norm, norm_type=norm_type))
+            total = _clip_any(parameters, max_norm, norm_type)
+        self._measured(Measure(parameters, total, each, max_norm, norm_type=norm_type))
         return total
 
     def note_norm(
@@ -146,23 +205,285 @@ class Boundary(Checks):
         """Somebody else has clipped: for the record, if there is one. Then it may communicate."""
         if self.recorder.is_asked:
             total, kind = whole(norm), float(norm_type)
-            self.recorder.measured(
-                Measure(parameters, total, max_norm=float(max_norm), norm_type=kind)
-            )
+            self._measured(Measure(parameters, total, max_norm=float(max_norm), norm_type=kind))
 
-    def clip_value(
-        self, optimizers: Sequence[Optimizer], parameters: Sequence[Tensor], clip_value: float
-    ) -> None:
-        """Unscale what owns ``parameters``, clip each element to ``[-clip_value, clip_value]``."""
-        owners = self.owners(optimizers, parameters)
-        if not any(map(is_low, owners)):
-            if not self.unscale(owners) and parameters:
-                torch.nn.utils.clip_grad_value_(parameters, clip_value)
+    def _measured(self, measure: Measure) -> None:
+        self.scaler.window.measures.add(measure)
+
+    def _clip_scaled(
+        self,
+        owners: Sequence[Optimizer],
+        records: Sequence[OptimizerRecord],
+        parameters: Sequence[Tensor],
+        max_norm: float,
+        norm_type: float,
+    ) -> Tensor:
+        """Clip where some gradients stay scaled: where all of an optimizer's are meant, along
+        with its step. Does not synchronise."""
+        asked = {id(p) for p in parameters}
+        norms: list[Tensor] = []
+        mine: list[tuple[OptimizerRecord | None, list[Tensor], bool]] = []
+        for owner, record in zip(owners, records, strict=True):
+            own = [p for p in parameters_of(owner) if p.grad is not None]
+            chosen = [p for p in own if id(p) in asked]
+            asked.difference_update(map(id, chosen))
+            norms.append(_total_norm(chosen, norm_type) * record.due.factor)
+            mine.append((record, chosen, len(chosen) == len(own)))
+        strays = [p for p in parameters if id(p) in asked]
+        if strays:
+            norms.append(_total_norm(strays, norm_type))
+            mine.append((None, strays, False))
+        total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        coefficient = clip_coefficient(total, max_norm)
+        for maybe, chosen, is_whole in mine:
+            if maybe is not None and is_whole and maybe.due.multiply is not None:
+                maybe.due = Due(multiply=maybe.due.multiply * coefficient)
+            else:
+                torch._foreach_mul_(gradients_of(chosen), coefficient)
+        for owner, record in zip(owners, records, strict=True):
+            self._hand_out(owner, record)
+        self._measured(Measure(parameters, total, None, max_norm, norm_type=norm_type))
+        return total
+
+    def _fits_one_pass(
+        self,
+        owners: Sequence[Optimizer],
+        steppers: Sequence[Stepper],
+        parameters: Sequence[Tensor],
+    ) -> bool:
+        """They are just those of whole optimizers, none of them looked at yet, none shared."""
+        window = self.scaler.window
+        if self.scaler.sharded or window.opened_by is None:
+            return False
+        if any(window.record(owner).stage is not OptState.READY for owner in owners):
+            return False
+        mine = [id(p) for owner in owners for p in parameters_of(owner) if p.grad is not None]
+        asked = list(map(id, parameters))
+        low = any(stepper.keeps_scaled for stepper in steppers)
+        dtypes = frozenset({torch.float32}) | (LOW_PRECISION if low else frozenset())
+        return (
+            (mine == asked or (len(mine) == len(asked) and set(mine) == set(asked)))
+            and len(set(asked)) == len(asked)
+            and not self._unscaled_elsewhere(owners)
+            and (
+                is_power_of_two(self._window_scale())
+                or all(stepper.keeps_scaled for stepper in steppers)
+            )
+            and is_uniform(gradients_of(parameters), dtypes)
+        )
+
+    def _clip_in_one_pass(
+        self,
+        owners: Sequence[Optimizer],
+        records: Sequence[OptimizerRecord],
+        steppers: Sequence[Stepper],
+        parameters: Sequence[Tensor],
+        max_norm: float,
+    ) -> Tensor | None:
+        """One read for norm and check, one product for unscale and clip. None: not possible."""
+        scale, grads = self._window_scale(), gradients_of(parameters)
+        device = grads[0].device
+        inv_scale = torch.full((), reciprocal(scale), device=device)
+        norms = scaled_norms(grads, inv_scale, self.recorder.keeps)
+        if norms.total is None and not norms.overflowed:
+            return None
+        for owner, record in zip(owners, records, strict=True):
+            self._put_check(owner, record, parameters, norms)
+        if norms.total is None:
+            return torch.full((), float("inf"), device=device)
+        ids = list(map(id, parameters))
+        self._measured(Measure(parameters, norms.host_total, norms.each, max_norm, ids))
+        coefficient = clip_coefficient(norms.total, max_norm)
+        product = coefficient / scale
+        for owner, record, stepper in zip(owners, records, steppers, strict=True):
+            if stepper.keeps_scaled:
+                record.due = Due(multiply=product)
+            elif stepper.divides:
+                record.due = Due(divide=scale / coefficient)
+            else:
+                stepper.multiply(product)
+            self._hand_out(owner, record)
+        return norms.total
+
+    def _unscale_strays(self, owners: Sequence[Optimizer], parameters: Sequence[Tensor]) -> bool:
+        """Unscale, once a window, gradients that no optimizer here owns; True: not finite."""
+        owned = {id(p) for owner in owners for p in parameters_of(owner)}
+        strays = [p for p in parameters if id(p) not in owned]
+        window = self.scaler.window
+        for p in strays if window.opened_by is not None else ():
+            known = window.strays.get(id(p))
+            if known is None and p.grad is not None:
+                p.grad.div_(self._window_scale())
+                window.strays[id(p)] = p, None
+            elif known is not None and known[1] is not None and known[1].is_changed:
+                _raise_mixed("a parameter that no optimizer here owns")
+            else:
+                window.strays[id(p)] = p, None
+        return any(nonfinite(grad) for grad in gradients_of(strays))
+
+    # The verdict.
+
+    def owners(self, parameters: Iterable[Tensor]) -> list[Optimizer]:
+        """The optimizers that hold any of ``parameters``, in the order they came."""
+        wanted = set(map(id, parameters))
+        managed = self.scaler.managed
+        return [o for o in managed if not wanted.isdisjoint(map(id, parameters_of(o)))]
+
+    def _record(self, optimizer: Optimizer) -> OptimizerRecord:
+        """What is known of the optimizer in this window.
+
+        Raises:
+            OrderError: no loss was scaled; it has stepped; scaled gradients were added to
+                unscaled ones.
+        """
+        window = self.scaler.window
+        if window.opened_by is None:
+            raise OrderError(
+                "there are gradients to unscale, but no loss was scaled since the last step. "
+                "Call accelerator.backward(loss) instead of loss.backward()."
+            )
+        record = window.record(optimizer)
+        if record.stage is OptState.STEPPED:
+            raise OrderError(
+                f"{type(optimizer).__name__} has already stepped in this window. Clip before "
+                "optimizer.step(), and call accelerator.backward(loss) before the next step."
+            )
+        if record.rescaled is not None and record.rescaled.is_changed:
+            _raise_mixed(type(optimizer).__name__)
+        record.rescaled = None  # what is written to them from here on is not that backward's
+        if record.handed_out is not None and record.handed_out.is_changed:
+            raise OrderError(
+                f"the gradients of {type(optimizer).__name__} were changed after they were "
+                "clipped, while they still are scaled: they are float16, or fold_unscale leaves "
+                "unscaling to the kernel, so the change would be scaled too. Change them before "
+                "clip_grad_norm_, or load the model in float32, without fold_unscale; zero the "
+                "gradients to go on."
+            )
+        return record
+
+    def _check(self, optimizer: Optimizer) -> OptimizerRecord:
+        """Check, unless somebody did in this window; unscale, or leave that as due."""
+        record = self._record(optimizer)
+        if record.stage is OptState.READY:
+            self._look(optimizer, record)
+        if record.verdict is None:
+            self._settle(optimizer, record, record.found_inf)
+        return record
+
+    def _look(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
+        stepper, window = stepper_of(optimizer), self.scaler.window
+        if is_sharded(parameters_of(optimizer)):
+            reduce_partial_gradients(parameters_of(optimizer))
+        if stepper.defers_unscale and self._check_only(optimizer, record, stepper):
             return
-        notes = [self._check(owner) for owner in owners]
-        if not any(note.found_inf for note in notes):
-            for owner, note in zip(owners, notes, strict=True):
-                clip_scaled_value(owner, note, set(map(id, parameters)), float(clip_value))
+        if stepper.keeps_scaled:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__}: its float16 gradients are sharded, sparse or on "
+                "several devices; load the model in float32."
+            )
+        done = self._unscaled_elsewhere([optimizer])
+        held = [(p, p.grad) for p in done]
+        for p in done:
+            p.grad = None
+        try:
+            with self.scaler.inside(window if window.closed else None):
+                self.scaler.unscale_(optimizer)
+        finally:
+            for p, grad in held:
+                p.grad = grad
+        for p in done:
+            grad = p.grad
+            assert grad is not None
+            flag = torch.full((), float(nonfinite(grad)), device=grad.device)
+            flags = record["found_inf_per_device"]
+            flags[grad.device] = torch.maximum(flags.get(grad.device, flag), flag)
+
+    def _unscaled_elsewhere(self, optimizers: Sequence[Optimizer]) -> list[Tensor]:
+        """Parameters whose gradients were unscaled for another optimizer, or for none."""
+        window = self.scaler.window
+        done = set(window.strays)
+        for other in self.scaler.managed:
+            record = window.known(other) if other not in optimizers else None
+            if record is not None and record.stage is not OptState.READY and not record.due:
+                done.update(map(id, parameters_of(other)))
+        if not done:
+            return []
+        mine = [p for optimizer in optimizers for p in parameters_of(optimizer)]
+        return [p for p in mine if id(p) in done and p.grad is not None]
+
+    def _check_only(self, optimizer: Optimizer, record: OptimizerRecord, stepper: Stepper) -> bool:
+        """Check without unscaling, which stays due; False: not possible with these gradients."""
+        params = [p for p in parameters_of(optimizer) if p.grad is not None]
+        grads, scale, low = gradients_of(params), self._window_scale(), stepper.keeps_scaled
+        dtypes = frozenset({torch.float32}) | (LOW_PRECISION if low else frozenset())
+        exact = is_power_of_two(scale) or low
+        if not exact or not is_uniform(grads, dtypes) or self._unscaled_elsewhere([optimizer]):
+            return False
+        inv_scale = torch.full((), reciprocal(scale), device=grads[0].device)
+        norms = scaled_norms(grads, inv_scale, self.recorder.keeps)
+        self._put_check(optimizer, record, params, norms)
+        if norms.total is not None:
+            self._measured(Measure(params, norms.host_total, norms.each))
+        record.due = Due(divide=1.0 / inv_scale) if stepper.divides else Due(multiply=inv_scale)
+        return True
+
+    def _put_check(
+        self,
+        optimizer: Optimizer,
+        record: OptimizerRecord,
+        params: Sequence[Tensor],
+        norms: Norms,
+    ) -> None:
+        """Note what was found where ``GradScaler`` looks for it too."""
+        found, device = bool(norms.overflowed), params[0].device
+        record.stage = OptState.UNSCALED
+        record["found_inf_per_device"] = {device: torch.full((), float(found), device=device)}
+        record.overflowed = [params[i] for i in norms.overflowed]
+        self._settle(optimizer, record, found)
+
+    def _settle(self, optimizer: Optimizer, record: OptimizerRecord, found: bool) -> None:
+        lost = isinf(reciprocal(self._window_scale()))  # no gradient survived such a scale
+        sharded = self._is_sharded(optimizer)
+        record.verdict = agree_on_overflow(found or lost, self.device, sharded)
+
+    def _do_due(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
+        """Do in place what is due, because somebody wants to see unscaled gradients.
+
+        Raises:
+            UnsupportedError: they are float16 or bfloat16.
+        """
+        stepper = stepper_of(optimizer)
+        if stepper.keeps_scaled:
+            raise UnsupportedError(
+                "unscale_gradients: some gradients are float16 or bfloat16; unscaled, they would "
+                "lose what is small, so they are unscaled in float32 within the step. Use "
+                "clip_grad_norm_ or clip_grad_value_, which know this, or load the model in "
+                "float32. A hook before the step (register_step_pre_hook) sees gradients too."
+            )
+        if record.due.multiply is not None:
+            stepper.multiply(record.due.multiply)
+        elif record.due.divide is not None:
+            torch._foreach_div_(gradients_of(parameters_of(optimizer)), record.due.divide)
+        record.due, record.handed_out = Due(), None
+
+    def _hand_out(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
+        """The caller is about to have the gradients back."""
+        due = bool(record.due)
+        record.handed_out = Snapshot.of(parameters_of(optimizer)) if due else None
+
+    def _window_scale(self) -> float:
+        before = self.scaler.window.before
+        return self.scaler.get_scale() if before is None else before.scale
+
+    def _is_sharded(self, optimizer: Optimizer) -> bool:
+        return self.scaler.sharded or is_sharded(parameters_of(optimizer))
+
+    def _has_gradients(self, optimizer: Optimizer) -> bool:
+        # A rank whose shard is empty still takes part in what the others decide.
+        params = parameters_of(optimizer)
+        return self._is_sharded(optimizer) or any(p.grad is not None for p in params)
+
+    # The step.
 
     def step(self, optimizer: Optimizer) -> bool:
         """Finish the window for ``optimizer``: check, update the scale, then step or skip.
@@ -175,101 +496,90 @@ class Boundary(Checks):
                 scaled gradients added to unscaled ones.
             OverflowStreakError: too many skips in a row.
         """
-        start = time.perf_counter()
-        if not self.scaler.is_enabled():
+        start, optimizer = time.perf_counter(), stepped(optimizer)
+        scaler = self.scaler
+        scaler.manage(optimizer)
+        if not scaler.is_enabled():
             self._step_unscaled(optimizer)
             self.recorder.end_step(start)
             return True
         if not self._has_gradients(optimizer):
             self._pass(optimizer)
             return True
-        if self.scaler.window.opened_by is None:
+        if scaler.window.opened_by is None:
             self._step_without_window(optimizer)
             return True
-        note = self._check(optimizer)
-        if note.found_inf and not note.overflowed:
-            note.overflowed = first_nonfinite(optimizer)
-        self._close_window(optimizer, note)
+        record, stepper = self._check(optimizer), stepper_of(optimizer)
+        if record.found_inf:
+            record.overflowed = record.overflowed or first_nonfinite(optimizer)
+        elif record.due and self._is_seen(stepper):
+            self._do_due(optimizer, record)
+        self._close(optimizer, record, stepper)
         self.recorder.end_step(start)
         try:
-            self.scaler.end_streak()
+            scaler.end_streak()
         except OverflowStreakError as error:
             self.recorder.flush(f"{type(error).__name__}: {error}")
             raise
-        return not note.found_inf
+        return not record.found_inf
+
+    def _is_seen(self, stepper: Stepper) -> bool:
+        """Somebody is to see unscaled gradients, in a hook or after the step."""
+        if stepper.has_pre_hooks:
+            return True
+        return not (stepper.takes_gradients or stepper.keeps_scaled or stepper.divides)
 
     def _pass(self, optimizer: Optimizer) -> None:
         """A window without a gradient for it: those that a step took before are of the past."""
-        stepper, window = stepper_of(optimizer), self.scaler.window
-        is_new = window.opened_by is not None and id(optimizer) not in window.states
-        if stepper is not None and is_new:
-            stepper.zero_taken(set_to_none=True)
+        window = self.scaler.window
+        if window.opened_by is not None and window.known(optimizer) is None:
+            stepper_of(optimizer).zero_taken(set_to_none=True)
 
-    def _close_window(self, optimizer: Optimizer, note: Note) -> None:
+    def _close(self, optimizer: Optimizer, record: OptimizerRecord, stepper: Stepper) -> None:
         """Update the scale, then the parameters or not, and put it on record."""
-        scaler, window, timing = self.scaler, self.scaler.window, None
-        stepper = stepper_of(optimizer)
-        if stepper is not None:
-            stepper.wait("optimizer.step")
+        scaler, window = self.scaler, self.scaler.window
+        found_inf, timing = record.found_inf, None
+        stepper.wait("optimizer.step")
         with Undivided():  # the scale and the parameters move on together
-            scaler.close_window(note.found_inf)
-            window.states[id(optimizer)]["stage"] = OptState.STEPPED
-            self.recorder.before_update(optimizer, window.index, note.found_inf)
-            if not note.found_inf:
-                timing = self._apply(optimizer, note.due)
-            elif stepper is not None:
+            scaler.close_window(found_inf)
+            record.stage = OptState.STEPPED
+            self.recorder.before_update(optimizer, window, found_inf)
+            if found_inf:
                 stepper.skip()
-        note.names = scaler.culprits.names(note.overflowed, optimizer)
-        note.overflowed = ()  # not to keep a model alive that is dropped now
-        scaler.culprits.count(note.names)
-        if note.found_inf:
-            scaler.culprits.look(optimizer, scaler.read_state().consecutive_skips - 1)
-            scaler.culprits.tell_broken_statistics()
-        names = dict.fromkeys(name for each in self._notes.values() for name in each.names)
+            else:
+                timing = self._apply(stepper, record.due)
+                record.due = Due()
+        culprits = scaler.culprits
+        record.names = culprits.names(record.overflowed, optimizer)
+        record.let_go()  # a model may be dropped now
+        culprits.count(record.names)
+        if found_inf:
+            culprits.look(optimizer, scaler.read_state().consecutive_skips - 1)
+            culprits.tell_broken_statistics()
+        names = dict.fromkeys(name for each in window.states.values() for name in each.names)
         scale = self._window_scale()
-        self.recorder.add(optimizer, window.index, scale, window.found_inf, names, timing)
+        self.recorder.add(optimizer, window, scale, window.found_inf, names, timing)
 
     def _step_unscaled(self, optimizer: Optimizer) -> None:
         """Where nothing is scaled: step, and where somebody reads it, put it on record."""
-        if not self.recorder.keeps:
-            with Undivided():
-                self._apply(optimizer, Due())
-            return
-        if id(optimizer) in self._ended:
-            self._next_unscaled()
-        self._ended.add(id(optimizer))
-        self.recorder.before_update(optimizer, self._index, False)
+        scaler = self.scaler
+        window = scaler.open_window() if scaler.window.opened_by is None else scaler.window
+        if window.record(optimizer).stage is OptState.STEPPED:
+            scaler.abandon_window()
+            window = scaler.open_window()
         with Undivided():
-            timing = self._apply(optimizer, Due())
-        found = self.recorder.saw_nonfinite()
-        self.recorder.add(optimizer, self._index, 1.0, found, (), timing)
+            window.record(optimizer).stage = OptState.STEPPED
+            scaler.close_window(False)
+            self.recorder.before_update(optimizer, window, False)
+            timing = self._apply(stepper_of(optimizer), Due())
+        found = not window.measures.are_finite
+        self.recorder.add(optimizer, window, 1.0, found, (), timing)
 
-    def _next_unscaled(self) -> None:
-        self._index += 1
-        self._ended.clear()
-        self.recorder.forget()
-
-    def before_backward(self, optimizers: Iterable[Optimizer]) -> None:
-        """Call before each backward; see :meth:`Checks.forget_zeroed`."""
-        if self._ended and not self.scaler.is_enabled():
-            self._next_unscaled()
-        self.forget_zeroed(optimizers)
-
-    def _apply(self, optimizer: Optimizer, due: Due) -> Timing | None:
+    def _apply(self, stepper: Stepper, due: Due) -> Timing | None:
         """Step; returns when that runs, None where nothing was handed over."""
-        stepper, start = stepper_of(optimizer), time.perf_counter()
-        before = getattr(stepper or optimizer, "timing", None)
-        if stepper is not None:
-            stepper.step(due)
-        elif takes_grad_scale(optimizer):
-            plan = self._plans.get(optimizer)
-            self._plans[optimizer] = step_fused(optimizer, plan, due.divide)
-        else:
-            optimizer.step()
-        after = getattr(stepper or optimizer, "timing", None)  # an AsyncOptimizer's too
-        if stepper is None and not isinstance(after, Timing):
-            return Timing(start, time.perf_counter() - start, finished=True, inline=True)
-        return None if after is before else after
+        before = stepper.timing
+        stepper.step(due)
+        return None if stepper.timing is before else stepper.timing
 
     def _step_without_window(self, optimizer: Optimizer) -> None:
         """Nothing was scaled since the last step: only zero gradients are right as they are.
@@ -281,69 +591,45 @@ class Boundary(Checks):
                 f"{type(optimizer).__name__}.step(): there are gradients, but no loss was scaled "
                 "since the last step. Call accelerator.backward(loss) instead of loss.backward()."
             )
-        self._apply(optimizer, Due())
-
-    def _fit_for_one_pass(
-        self, owners: Sequence[Optimizer], parameters: Sequence[Tensor]
-    ) -> list[int] | None:
-        """Their ``id``, if they are just those of whole optimizers, none of them unscaled yet."""
-        if self.sharded or any(self._stage(owner) is not OptState.READY for owner in owners):
-            return None
-        mine = [id(p) for owner in owners for p in parameters_of(owner) if p.grad is not None]
-        asked = list(map(id, parameters))
-        fits = (
-            (mine == asked or (len(mine) == len(asked) and set(mine) == set(asked)))
-            and (is_power_of_two(self._window_scale()) or all(map(is_low, owners)))
-            and is_uniform(gradients_of(parameters), dtypes_of(owners))
-        )
-        return asked if fits else None
-
-    def _clip_in_one_pass(
-        self,
-        owners: Sequence[Optimizer],
-        notes: Sequence[Note],
-        parameters: Sequence[Tensor],
-        max_norm: float,
-        ids: list[int],
-    ) -> Tensor | None:
-        """One read for norm and check, one product for unscale and clip. None: not possible."""
-        scale, grads = self._window_scale(), gradients_of(parameters)
-        device = grads[0].device
-        inv_scale = torch.full((), reciprocal(scale), device=device)
-        norms = scaled_norms(grads, inv_scale, self.recorder.keeps)
-        found = norms.total is None
-        if found and not norms.overflowed:
-            return None
-        for owner, note in zip(owners, notes, strict=True):
-            self._put_check(owner, note, parameters, norms)
-        if norms.total is None:
-            return torch.full((), float("inf"), device=device)
-        self.recorder.measured(Measure(parameters, norms.host_total, norms.each, max_norm, ids))
-        coefficient = clip_coefficient(norms.total, max_norm)
-        folded = self.fold_unscale and all(map(takes_grad_scale, owners))
-        for owner, note in zip(owners, notes, strict=True):
-            if folded:
-                note.due = Due(divide=scale / coefficient)
-            elif stepper_of(owner) is not None:
-                note.due = Due(multiply=coefficient / scale)
-        if not folded:
-            rest = [o for o in owners if stepper_of(o) is None]
-            own = grads if len(rest) == len(owners) else _gradients(rest)
-            if own:
-                torch._foreach_mul_(own, coefficient / scale)
-        return norms.total
-
-    def _unscale_strays(self, owners: Sequence[Optimizer], parameters: Sequence[Tensor]) -> bool:
-        """Unscale, once a window, gradients that no optimizer here owns; True: not finite."""
-        owned = {id(p) for owner in owners for p in parameters_of(owner)}
-        strays = [p for p in parameters if id(p) not in owned]
-        window = self._enter_window()
-        for p in strays if window.opened_by is not None else ():
-            if id(p) not in self._strays and p.grad is not None:
-                self._strays.add(id(p))
-                p.grad.div_(self._window_scale())
-        return any(nonfinite(grad) for grad in gradients_of(strays))
+        stepper_of(optimizer).step()
 
 
-def _gradients(optimizers: Iterable[Optimizer]) -> list[Tensor]:
-    return [grad for o in optimizers for grad in gradients_of(parameters_of(o))]
+def _raise_mixed(whose: str) -> None:
+    raise OrderError(
+        f"a backward added scaled gradients to the unscaled ones of {whose}: they were unscaled "
+        "or clipped before the last micro-batch. Accumulate under `with "
+        "accelerator.accumulate(model):`, or clip only after the last backward; then zero the "
+        "gradients and go on."
+    )
+
+
+def _total_norm(parameters: Sequence[Tensor], norm_type: float) -> Tensor:
+    """The norm of all gradient elements together, float32, shape ()."""
+    grads = gradients_of(parameters)
+    if all(grad.dtype not in LOW_PRECISION for grad in grads):
+        total: Tensor = torch.nn.utils.get_total_norm(grads, norm_type)
+        return total
+    norms = [torch.linalg.vector_norm(grad, norm_type, dtype=torch.float32) for grad in grads]
+    total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return total
+
+
+def _clip_any(parameters: Sequence[Any], max_norm: float, norm_type: float) -> Tensor:
+    """``torch.nn.utils.clip_grad_norm_``, of plain parameters and DTensors of several meshes."""
+    meshes: dict[Any, list[Any]] = {}
+    for p in parameters:
+        if p.grad is not None:
+            meshes.setdefault(getattr(p.grad, "device_mesh", None), []).append(p)
+    if len(meshes) <= 1:
+        return whole(torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type))
+    norms = [
+        whole(torch.nn.utils.get_total_norm(gradients_of(group), norm_type))
+        for group in meshes.values()
+    ]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    coefficient = clip_coefficient(total, max_norm)
+    for group in meshes.values():
+        for grad in gradients_of(group):
+            local: Tensor = grad.to_local() if hasattr(grad, "to_local") else grad
+            local.mul_(coefficient.to(local.device))
+    return total

@@ -113,6 +113,10 @@ class ScalerConfig:
     fold_unscale: bool = field(default=False, metadata={"allowed": "true or false"})
     """Let the fused kernel unscale and clip: faster, but ``.grad`` stays scaled until the step,
     and results may differ by one rounding while clipping is active."""
+    sharded: bool = field(default=False, metadata={"allowed": "true or false"})
+    """Ranks hold different gradients in a way that the parameters do not show (expert or tensor
+    parallelism by hand), so they agree on each verdict: one all-reduce a window. DTensors and FSDP
+    are seen without it."""
     telemetry: str | None = field(
         default=None, metadata={"allowed": "the path of a file to append to, or none"}
     )
@@ -342,6 +346,7 @@ _CHECKS: dict[str, Any] = {
     "offload": lambda v: v in ("none", "cpu"),
     "optimizer_threads": lambda v: v == "auto" or is_count(v),
     "fold_unscale": lambda v: isinstance(v, bool),
+    "sharded": lambda v: isinstance(v, bool),
     "telemetry": lambda v: v is None or is_path(v),
     "underflow_interval": is_count,
     "find_overflow": lambda v: isinstance(v, bool),

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
 
-__all__ = ["ATTRIBUTE", "Due", "Stepper", "Timing", "stepper_of"]
-
-ATTRIBUTE = "_accel_scaler_stepper"
-"""Where an optimizer keeps the one that steps for it."""
+__all__ = ["Due", "Timing"]
 
 
 @dataclass(slots=True)
@@ -26,6 +22,16 @@ class Due:
     divide: Tensor | None = None
     """The same, left to torch's fused kernel (its ``grad_scale``)."""
 
+    @property
+    def factor(self) -> Tensor | float:
+        """What the gradients are still to be multiplied by."""
+        if self.multiply is not None:
+            return self.multiply
+        return 1.0 if self.divide is None else 1.0 / self.divide
+
+    def __bool__(self) -> bool:
+        return self.multiply is not None or self.divide is not None
+
 
 @dataclass(slots=True)
 class Timing:
@@ -39,34 +45,3 @@ class Timing:
     """On the training thread, which so waits for all of it."""
     waits: list[tuple[float, float, Any]] = field(default_factory=list)
     """``(start, length, where)``: the parameter whose use waited, or what else did."""
-
-
-class Stepper(Protocol):
-    """Updates parameters in an optimizer's place, perhaps later and on another thread."""
-
-    timing: Timing | None
-    """Of the last update handed over."""
-
-    @property
-    def low_precision(self) -> bool:
-        """Some gradients are float16 or bfloat16, so they may not be unscaled in place."""
-
-    def step(self, due: Due) -> None:
-        """Take the gradients, do what is ``due``, update."""
-
-    def skip(self) -> None:
-        """A boundary without an update: its gradients overflowed."""
-
-    def wait(self, where: str) -> bool:
-        """Wait until the update in hand, if any, is over; False if it failed (finish tells how)."""
-
-    def synchronize(self) -> None:
-        """Finish what is in hand and publish it."""
-
-    def zero_taken(self, set_to_none: bool) -> None:
-        """Zeros for the gradients that the last step took, unless they are to be None."""
-
-
-def stepper_of(optimizer: Optimizer) -> Stepper | None:
-    """What steps in the place of ``optimizer``, if anything does."""
-    return cast("Stepper | None", optimizer.__dict__.get(ATTRIBUTE))

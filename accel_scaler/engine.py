@@ -18,9 +18,10 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 
+from .agreement import reduce_partial_gradients
 from .config import OrderError, StepError
 from .culprits import Culprits
-from .due import ATTRIBUTE, Due
+from .due import Due
 from .flight import Flight
 from .gradients import LOW_PRECISION, parameters_of
 from .intake import Intake
@@ -28,13 +29,14 @@ from .interrupts import Undivided
 from .pending import any_pending, settle_pending
 from .shadow import Part, Shadow
 from .slots import local
+from .stepper import Stepper, async_stepper_of, register, unregister
 from .transfer import Lane
 from .worker import Task, Worker
 
 __all__ = ["Engine"]
 
 
-class Engine(Flight):
+class Engine(Flight, Stepper):
     """Steps for ``optimizer``. Every method is the training thread's, except where said.
 
     Args:
@@ -57,7 +59,7 @@ class Engine(Flight):
         worker: Worker,
         culprits: Culprits | None = None,
     ) -> None:
-        if ATTRIBUTE in optimizer.__dict__:
+        if async_stepper_of(optimizer) is not None:
             raise OrderError(
                 f"this {type(optimizer).__name__} is stepped by an AsyncOptimizer or an attached "
                 "accelerator already; close() or detach() that one first."
@@ -70,17 +72,35 @@ class Engine(Flight):
         self.shadow = Shadow(optimizer, self.lane, offload=offload, masters=mode == "delayed")
         self.steps = 0
         """Updates handed over since the start."""
+        self.was_skipped = False
+        """The last boundary was one without an update."""
         self._taken: list[Tensor] = []
         ref = weakref.ref(self)
         self.intake = Intake(self.lane, offload, lambda: (e := ref()) is not None and e.is_idle)
-        optimizer.__dict__[ATTRIBUTE] = self
+        register(self)
 
     @property
-    def low_precision(self) -> bool:
+    def keeps_scaled(self) -> bool:
         """Some parameters are float16, or bfloat16 with masters: their gradients stay scaled."""
         if not self.shadow.slots:
             self.refresh()
         return self.shadow.has_rounded
+
+    @property
+    def defers_unscale(self) -> bool:
+        """One product, here or on the optimizer thread, unscales and clips."""
+        return True
+
+    @property
+    def takes_gradients(self) -> bool:
+        """In ``overlap`` and ``delayed``."""
+        return self.mode != "sync"
+
+    def multiply(self, factor: Tensor) -> None:
+        """Gradients that are on their way to the host already are multiplied there."""
+        sent = self.intake.unchanged()
+        super().multiply(factor)
+        self.intake.multiplied(sent, factor)
 
     def refresh(self) -> None:
         """Take over what was changed from outside: groups, parameters, their values."""
@@ -121,8 +141,11 @@ class Engine(Flight):
             StepError: the step before failed, or the optimizer thread is gone.
             UnsupportedError: sparse gradients with offload; nothing was taken.
         """
+        self.was_skipped = False
         self._run_hooks("pre")
         self._finish_for_boundary()
+        if self.shadow.is_sharded:
+            reduce_partial_gradients(self.shadow.params)
         grads = [p.grad for p in self.shadow.params]
         if any(grad is not None for grad in grads):
             with Undivided():
@@ -141,6 +164,7 @@ class Engine(Flight):
 
     def skip(self) -> None:
         """A boundary without an update; ``delayed`` publishes the one before all the same."""
+        self.was_skipped = True
         self.intake.forget()
         self._taken = []
         if self.mode == "delayed":
@@ -170,8 +194,7 @@ class Engine(Flight):
             due = _on_host(due)
         if self.mode != "sync":
             grads = self.intake.own(grads)
-        untouched = due.multiply is not None or due.divide is not None
-        grads, copies = self.intake.copy_down(grads, untouched)
+        grads, copies = self.intake.copy_down(grads)
         ready = self.lane.mark(home=True)
         work = partial(self._work, grads, copies, due, ready, publish_first, stale, fn)
         self._lead = parts * publish_first
@@ -240,7 +263,7 @@ class Engine(Flight):
         An entry ``master`` holds where it rounds to the model's present parameter.
         """
         shadow = self.shadow
-        if shadow.masters or self.low_precision:
+        if shadow.masters or self.keeps_scaled:
             masters = {k: v.get(master) for k, v in state_dict["state"].items()}
             rest = {
                 k: {name: t for name, t in v.items() if name != master}
@@ -259,7 +282,7 @@ class Engine(Flight):
         finally:
             self._release()
             self.intake.close()
-            self.optimizer.__dict__.pop(ATTRIBUTE, None)
+            unregister(self.optimizer)
             state = self.optimizer.state
             for p in [p for p, entry in state.items() if isinstance(p, Tensor) and not entry]:
                 del state[p]
@@ -334,8 +357,12 @@ class Engine(Flight):
         if copies:
             for place, copied in enumerate(copies):
                 if copied is not None:
-                    self.lane.wait_on_host(copied[0])
-                    grads[place] = part.slots[place].host_grad
+                    mark, factors = copied
+                    self.lane.wait_on_host(mark)
+                    grads[place] = host = part.slots[place].host_grad
+                    for factor in factors:  # what the training thread did to the gradient since
+                        assert host is not None
+                        host.mul_(factor)
         brought = [
             g.float() if g is not None and slot.is_master and g.dtype in LOW_PRECISION else g
             for slot, g in zip(part.slots, grads, strict=True)

@@ -67,7 +67,7 @@ class Fences:
         optimizer = engine.optimizer
         if not engine.shadow.slots:
             return  # nothing was ever stepped or loaded; asked for state it would begin now
-        if not (engine.shadow.masters or engine.low_precision):
+        if not (engine.shadow.masters or engine.keeps_scaled):
             return
         saved = optimizer.state_dict()
         state = {
@@ -128,7 +128,7 @@ class Fences:
         # torch casts to the parameter's dtype and device, which is not where state lives here.
         return (
             {**state_dict, "state": {}}
-            if engine.shadow.masters or engine.low_precision
+            if engine.shadow.masters or engine.keeps_scaled
             else state_dict
         )
 

@@ -31,6 +31,7 @@ __all__ = [
     "reciprocal",
     "run_on_one_thread",
     "scaled_norms",
+    "unscale_in_place",
 ]
 
 _dtype_of, _layout_of = attrgetter("dtype"), attrgetter("layout")
@@ -247,6 +248,47 @@ def _values(grad: Tensor) -> Tensor:
 def has_nonfinite_gradient(param: Tensor) -> bool:
     """:func:`nonfinite` of its ``.grad``; False without one."""
     return param.grad is not None and nonfinite(param.grad)
+
+
+@torch.no_grad()
+def unscale_in_place(
+    parameters: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor
+) -> dict[torch.device, Tensor]:
+    """Multiply every gradient by ``inv_scale`` and look for inf and NaN, as torch's scaler does.
+
+    Args:
+        inv_scale, found_inf: float32, shape (); copied to each device that gradients are on.
+
+    Returns a flag for each device: above 0 where some element was not finite. Does not
+    synchronise. The gradients' versions say that they were written to, which torch's kernel
+    does not. bfloat16, which that kernel does not take on every device, goes without it.
+    """
+    groups: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}
+    for p in parameters:
+        grad = p.grad
+        if grad is None:
+            continue
+        if grad.is_sparse:
+            if grad.dtype is torch.float16:
+                # What several backwards added to one row overflows only when it is added up.
+                p.grad = grad = grad.coalesce()
+            grad = grad._values()
+        key = (grad.device, grad.dtype, hasattr(grad, "placements"))
+        groups.setdefault(key, []).append(grad)
+    flags: dict[torch.device, Tensor] = {}
+    for (device, dtype, is_dtensor), grads in groups.items():
+        flag = flags.setdefault(device, found_inf.to(device, copy=True, non_blocking=True))
+        inv = inv_scale.to(device, non_blocking=True)
+        if dtype is torch.bfloat16 and not is_dtensor:
+            present = [grad for grad in grads if grad.numel()]
+            if present:
+                largest = torch.stack(list(torch._foreach_norm(present, math.inf)))
+                flag.copy_(torch.maximum(flag, (~torch.isfinite(largest)).any().float()))
+                torch._foreach_mul_(present, inv)
+            continue
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, inv)
+        torch.autograd.graph.increment_version(grads)
+    return flags
 
 
 def clip_coefficient(total_norm: Tensor, max_norm: float) -> Tensor:

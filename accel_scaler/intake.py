@@ -16,11 +16,13 @@ from .transfer import Lane
 
 __all__ = ["Copied", "Intake"]
 
-Copied = tuple[Tensor, int, Any]
-"""A gradient, its version when it was sent to the host, and the mark of the copy's end."""
+Copied = tuple[Tensor, int, Any, tuple[Tensor, ...]]
+"""A gradient, its version when it was sent to the host, the mark of the copy's end, and what it was
+multiplied by since."""
 
-Arrival = tuple[Any]
-"""The mark of the copy's end, alone: the gradient's memory on the device is free by then."""
+Arrival = tuple[Any, tuple[Tensor, ...]]
+"""The mark of the copy's end and the factors, alone: the gradient's memory on the device is free by
+then. The factors are on the host."""
 
 
 class Intake:
@@ -62,8 +64,14 @@ class Intake:
             self._handles.append(param.register_post_accumulate_grad_hook(send))
 
     def _may_send(self) -> bool:
-        # Under DDP a gradient is final only after the all-reduce, later in the backward.
-        return self.is_last_backward() and self._is_free() and not _has_ranks()
+        # Under DDP a gradient is final only after the all-reduce, later in the backward. From one
+        # place of the host's memory to another nothing is gained by an early copy.
+        return (
+            self.lane.copies_beside
+            and self.is_last_backward()
+            and self._is_free()
+            and not _has_ranks()
+        )
 
     def close(self) -> None:
         """Stop watching."""
@@ -82,14 +90,27 @@ class Intake:
         for slot in self._slots if self.offload else ():
             slot.copied = None
 
+    def unchanged(self) -> list[Slot]:
+        """Those whose gradient is on its way to the host as it is now; it may be written to."""
+        if not self.offload:
+            return []
+        sent = [slot for slot in self._slots if _is_sent(slot, slot.param.grad)]
+        if sent:
+            self.lane.follow_copies()  # or they would read what is about to be written
+        return sent
+
+    def multiplied(self, sent: Sequence[Slot], factor: Tensor) -> None:
+        """The gradients of ``sent`` have been multiplied by ``factor`` (float32, shape ())."""
+        factor = factor.cpu() if sent else factor
+        for slot in sent:
+            assert slot.copied is not None
+            grad, _, mark, factors = slot.copied
+            slot.copied = grad, grad._version, mark, (*factors, factor)
+
     def copy_down(
-        self, grads: list[Tensor | None], untouched: bool
+        self, grads: list[Tensor | None]
     ) -> tuple[list[Tensor | None], list[Arrival | None]]:
         """Send to the host what the backward has not sent already, or has changed since.
-
-        Args:
-            untouched: gradients are as the backward left them, or their version says otherwise.
-                torch's ``unscale_`` writes to them without saying so.
 
         Returns the gradients that stay, and for each slot the mark of its copy; no marks without
         offload.
@@ -101,18 +122,20 @@ class Intake:
             if grad is None or slot.host_grad is None:
                 copies.append(None)
                 continue
-            sent = slot.copied
-            if not (untouched and sent and sent[0] is grad and sent[1] == grad._version):
+            if _is_sent(slot, grad):
+                assert slot.copied is not None
+                sent = slot.copied
+            else:
                 sent = self._send(slot, grad)
                 if _is_part(grad):
                     self.lane.follow(sent[2])  # the next backward writes to the same memory
             slot.copied = None
-            copies.append((sent[2],))
+            copies.append(sent[2:])
         return [g if c is None else None for g, c in zip(grads, copies, strict=True)], copies
 
     def _send(self, slot: Slot, grad: Tensor) -> Copied:
         assert slot.host_grad is not None
-        return grad, grad._version, self.lane.down(grad, slot.host_grad)
+        return grad, grad._version, self.lane.down(grad, slot.host_grad), ()
 
     def forbid_sparse(
         self, grads: Sequence[Tensor | None], names: Callable[[Sequence[Tensor]], str]
@@ -125,6 +148,11 @@ class Intake:
                     "step_mode 'delayed') do not take. Use Embedding(sparse=False), or step_mode "
                     "'sync' or 'overlap' without offload."
                 )
+
+
+def _is_sent(slot: Slot, grad: Tensor | None) -> bool:
+    sent = slot.copied
+    return sent is not None and sent[0] is grad and sent[1] == sent[0]._version
 
 
 def _is_part(grad: Tensor) -> bool:

@@ -21,6 +21,7 @@ __all__ = ["ScalerMemory"]
 
 _TRANSIENT = (
     *("_window", "_last", "_live", "_mirror", "_local", "_lock", "_jobs", "_known", "_leaves"),
+    "_managed",
 )
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
@@ -36,6 +37,8 @@ class ScalerMemory(torch.amp.GradScaler):
     _hysteresis: int = 1
     _consecutive_skips: int = 0
     _was_loaded: bool = False
+    sharded: bool = False
+    """Ranks hold different gradients, whatever the parameters say, so they agree on a verdict."""
 
     def _make_transient(self) -> None:
         """What belongs to this process and is not pickled."""
@@ -47,6 +50,8 @@ class ScalerMemory(torch.amp.GradScaler):
         self._lock = threading.RLock()
         self._jobs: weakref.WeakSet[Job[Any]] = weakref.WeakSet()
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """Optimizers whose gradients :meth:`get_overflow_flag` looks at."""
+        self._managed: list[weakref.ref[Optimizer]] = []
         self._leaves: list[weakref.ref[Tensor]] = []
 
     @property
@@ -77,6 +82,7 @@ class ScalerMemory(torch.amp.GradScaler):
     def _next_window(self) -> None:
         """Leave the window; a step still due on another thread finds it in ``_last``."""
         if self._window.opened_by is not None:
+            self._window.let_go()
             self._last = self._window
         self.culprits.next_window()
         self._window = Window(self._window.index + int(self._window.opened_by is not None))

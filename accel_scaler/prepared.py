@@ -10,13 +10,14 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch.optim import Optimizer
 
-from .async_optimizer import AsyncOptimizer, make_engine
+from .async_optimizer import make_engine
 from .boundary import Boundary
 from .config import ScalerConfig, UnsupportedError
-from .due import stepper_of
 from .fences import Fences
 from .shadow import refuse_unsteppable
+from .stepper import async_stepper_of, stepper_of
 from .takeover import has_fp16
+from .windows import stepped
 
 __all__ = ["ScaledOptimizer", "adopt", "become", "forbid_unsuitable", "inner_of"]
 
@@ -31,6 +32,12 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     _boundary: Boundary | None = None
     _fences: Fences | None = None
 
+    @property
+    def stepped_optimizer(self) -> Optimizer:
+        """The torch optimizer in it, under whose name a window knows it."""
+        (inner,) = inner_of(self)
+        return inner
+
     def __getstate__(self) -> dict[str, Any]:
         self.synchronize()
         state: dict[str, Any] = super().__getstate__()
@@ -44,16 +51,13 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
         Saving, loading and evaluating do this by themselves.
         """
-        stepper = stepper_of(self.optimizer)
-        if stepper is not None:
-            stepper.synchronize()
+        stepper_of(self).synchronize()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """As Accelerate's; ``set_to_none=False`` leaves zeros also where a step took gradients."""
         super().zero_grad(set_to_none)
-        stepper = stepper_of(self.optimizer)
-        if stepper is not None and self.gradient_state.sync_gradients:
-            stepper.zero_taken(set_to_none is not False)
+        if self.gradient_state.sync_gradients:
+            stepper_of(self).zero_taken(set_to_none is not False)
 
     def train(self) -> None:
         """As Accelerate's (schedule-free optimizers), with finished parameters."""
@@ -78,13 +82,13 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
                 "optimizer.step(closure): a closure would run backward again inside the step, "
                 "with another scale. Call step() without one, or train without fp16."
             )
-        stepped = False
+        has_stepped = False
         if self._fences is not None:
             self._fences.watch(self._models())
         try:
-            stepped = self._boundary.step(self.optimizer)
+            has_stepped = self._boundary.step(self)
         finally:
-            self._is_overflow = not stepped
+            self._is_overflow = not has_stepped
 
 
 def adopt(accelerator: Any, optimizer: Any) -> None:
@@ -98,8 +102,7 @@ def adopt(accelerator: Any, optimizer: Any) -> None:
     if fences is not None:
         optimizer._fences, optimizer._models = fences, ModelsOf(accelerator)
     boundary.adopted.add(optimizer)
-    for inner in inner_of(optimizer):
-        boundary.scaler.know(inner)
+    boundary.add(optimizer, accelerator._scaler_config.fold_unscale)
 
 
 def _give_engine(accelerator: Any, optimizer: Any) -> Fences | None:
@@ -117,7 +120,7 @@ def _give_engine(accelerator: Any, optimizer: Any) -> Fences | None:
 
 def _needs_engine(inner: Optimizer, config: ScalerConfig) -> bool:
     plain = config.step_mode == "sync" and config.offload == "none" and not has_fp16(inner)
-    return not (plain or isinstance(inner, AsyncOptimizer) or stepper_of(inner) is not None)
+    return not (plain or async_stepper_of(inner) is not None)
 
 
 class ModelsOf:
@@ -163,5 +166,5 @@ def inner_of(optimizers: Any) -> list[Optimizer]:
     for optimizer in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
         while isinstance(optimizer, AcceleratedOptimizer):
             optimizer = optimizer.optimizer
-        found.append(optimizer)
+        found.append(stepped(optimizer))
     return found

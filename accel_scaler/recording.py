@@ -22,14 +22,15 @@ from .due import Timing
 from .finder import OverflowFinder
 from .gradients import count_nonfinite, gradients_of, parameters_of
 from .journal import Journal
-from .measures import Measure, Measures
+from .measures import Measures
 from .nametable import NameTable
 from .scaler import GradScaler
 from .telemetry import History, Record
 from .timeline import Timeline
 from .version import __version__
+from .windows import Window
 
-__all__ = ["Measure", "Recorder", "make_recorder"]
+__all__ = ["Recorder", "make_recorder"]
 
 logger = logging.getLogger("accel_scaler")
 
@@ -63,7 +64,6 @@ class Recorder:
         self.history = History()
         self.timeline = None if journal is None else Timeline()
         self.underflow_interval = underflow_interval
-        self._measures = Measures()
         self._table = NameTable(scaler.culprits)
         self._pending = Backlog(journal, self._table)
         self._counted: tuple[tuple[int, ...], Tensor] | None = None
@@ -107,35 +107,24 @@ class Recorder:
         if self.finder is not None:
             self.finder.note_loss(loss)
 
-    def measured(self, measure: Measure) -> None:
-        """Note norms of this window."""
-        self._measures.add(measure)
-
-    def saw_nonfinite(self) -> bool:
-        """Whether a norm of this window is inf or NaN."""
-        return not self._measures.are_finite
-
-    def forget(self, parameters: Iterable[Tensor] | None = None) -> None:
-        """What was measured (of ``parameters``) and not put on record was given up."""
-        self._measures.forget(parameters)
-
-    def before_update(self, optimizer: Optimizer, index: int, found_inf: bool) -> None:
+    def before_update(self, optimizer: Optimizer, window: Window, found_inf: bool) -> None:
         """Look at what the update will take away; the check has just waited for the device."""
-        self._measures.fetch()
+        window.measures.fetch()
         self._read_underflow()
-        if self.keeps and not found_inf and index % self.underflow_interval == 0:
+        if self.keeps and not found_inf and window.index % self.underflow_interval == 0:
             self._count_underflow(optimizer)
 
     def add(
         self,
         optimizer: Optimizer,
-        index: int,
+        window: Window,
         scale: float,
         found_inf: bool,
         overflowed: Iterable[str] = (),
         timing: Timing | None = None,
     ) -> None:
         """Put the window, or what one more optimizer did in it, on record."""
+        index, measures = window.index, window.measures
         if self._open is None or self._open.record.index != index:
             self._close_window()
             before = None
@@ -146,14 +135,14 @@ class Recorder:
             scale=scale,
             next_scale=self.scaler.get_scale(),
             skipped=found_inf and self.scaler.is_enabled(),
-            grad_norm=self._measures.total,
+            grad_norm=measures.total,
             overflowed=tuple(overflowed),
             found_inf=found_inf,
             growth_tracker=self.scaler._get_growth_tracker(),
             lr=(before.lr if before else ()) + tuple(map(_lr, optimizer.param_groups)),
             time=time.perf_counter() - self._start,
-            **self._clip(found_inf),
-            **self._details(optimizer, index, found_inf, before),
+            **_clip(measures, found_inf),
+            **self._details(optimizer, window, found_inf, before),
         )
         self._open = self._open if before is not None and self._open else OpenRecord(record)
         self._open.record = record
@@ -171,12 +160,8 @@ class Recorder:
         if self.finder is not None:
             self.finder.end_window()
 
-    def _clip(self, found_inf: bool) -> dict[str, Any]:
-        max_norm, coefficient = self._measures.clip
-        return {"max_norm": max_norm, "clip_coefficient": None if found_inf else coefficient}
-
     def _details(
-        self, optimizer: Optimizer, index: int, found_inf: bool, before: Record | None
+        self, optimizer: Optimizer, window: Window, found_inf: bool, before: Record | None
     ) -> dict[str, Any]:
         """What is known of single parameters and modules, as far as somebody asked for it."""
         details: dict[str, Any] = {}
@@ -184,7 +169,7 @@ class Recorder:
             details = {"nonfinite": before.nonfinite, "loss_nonfinite": before.loss_nonfinite}
             details["first"] = before.first
         if found_inf and self.finder is not None and details.get("first") is None:
-            details["first"] = self._find(index)
+            details["first"] = self._find(window.index)
         if not self.keeps:
             return details
         if found_inf:
@@ -195,7 +180,7 @@ class Recorder:
             offenders |= {n: c for n, c in zip(numbers, counts, strict=True) if c}
             details["nonfinite"] = tuple(offenders.items())
             details["loss_nonfinite"] = self.scaler.culprits.bad_losses()
-        found = [(m.parameters, m.ids, m.each) for m in self._measures]
+        found = [(m.parameters, m.ids, m.each) for m in window.measures]
         details["norms"] = self._table.place_norms(found, optimizer)
         if not self._table.names:  # nothing was measured, but waits want names
             self._table.numbers_of(parameters_of(optimizer), optimizer)
@@ -264,7 +249,7 @@ class Recorder:
         """Write what is known of the last window now. ``error``: what ends the run."""
         self._read_underflow()
         self._close_window()
-        self._measures.forget()
+        self.scaler.window.measures.forget()
         self._pending.error = error or self._pending.error
         self._pending.drain(everything=True)
 
@@ -276,6 +261,11 @@ class Recorder:
             self.timeline.close()
         if self.finder is not None:
             self.finder.close()
+
+
+def _clip(measures: Measures, found_inf: bool) -> dict[str, Any]:
+    max_norm, coefficient = measures.clip
+    return {"max_norm": max_norm, "clip_coefficient": None if found_inf else coefficient}
 
 
 def _lr(group: dict[str, Any]) -> float | None:

@@ -12,12 +12,20 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
+from .agreement import agree_on_overflow, is_sharded
 from .config import ConfigError, ScalerConfig, UnsupportedError, is_number, is_positive
 from .culprits import Culprits
 from .fused import call_fused
-from .gradients import has_nonfinite_gradient, leaves_of, match_layout, parameters_of
+from .gradients import (
+    has_nonfinite_gradient,
+    leaves_of,
+    match_layout,
+    parameters_of,
+    unscale_in_place,
+)
 from .rule import Rule, ScaleState
 from .threads import ThreadedScaler
+from .windows import Snapshot, Window, stepped
 
 __all__ = ["GradScaler"]
 
@@ -93,7 +101,7 @@ class GradScaler(ThreadedScaler):
         Does not synchronise.
         """
         if self._enabled and self._bound is None:
-            self.open_window()
+            self._notice_changes(self.open_window())
             self.culprits.note_losses(_tensors(outputs))
         scaled = super().scale(outputs)
         if self._enabled and not self._known:
@@ -116,15 +124,18 @@ class GradScaler(ThreadedScaler):
             return
         with self._lock, self.inside(self._due_window()):
             self._forbid_stranger(optimizer)
+            self._check_scale_growth_tracker("unscale_")
+            self.record_of(optimizer)
             super().unscale_(optimizer)
-            self._known.add(optimizer)
+            self._known.add(stepped(optimizer))
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
+        params = parameters_of(optimizer)
         if not allow_fp16:
-            _forbid_fp16(parameters_of(optimizer))
-        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+            _forbid_fp16(params)
+        return unscale_in_place(params, inv_scale, found_inf)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscale (unless done), then ``optimizer.step(*args, **kwargs)`` if all is finite.
@@ -142,12 +153,14 @@ class GradScaler(ThreadedScaler):
             return result
         with self._lock:
             self._forbid_stranger(optimizer)
-            self._known.add(optimizer)
+            self._known.add(stepped(optimizer))
             window = self._due_window()
         fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         outer, self._local.stepping = getattr(self._local, "stepping", None), optimizer
         try:
             with self.inside(window):
+                if stepped(optimizer) is not optimizer:
+                    self.record_of(optimizer)
                 if not fused or "grad_scaler" in inspect.signature(optimizer.step).parameters:
                     return super().step(optimizer, *args, **kwargs)
                 return self._step_fused(optimizer, *args, **kwargs)
@@ -163,10 +176,14 @@ class GradScaler(ThreadedScaler):
 
         Call it again for each further optimizer of the window: the update starts over from
         where the window began, with all verdicts so far, so that a window updates the scale
-        once. :meth:`unscale_` keeps dividing by the window's own scale. Does not synchronise.
+        once. :meth:`unscale_` keeps dividing by the window's own scale. Where scaling is
+        disabled the window closes, with scale 1. Does not synchronise.
         """
         with self._lock:
             window = self._window
+            if not self._enabled:
+                window.before = ScaleState(1.0, 0)
+                return
             if window.before is None:
                 window.before = self.read_state()
                 window.scale = None if self._live is None else self._live.clone()
@@ -174,9 +191,46 @@ class GradScaler(ThreadedScaler):
             window.found_inf = window.found_inf or found_inf
             self.write_state(self.rule.advance(window.before, window.found_inf))
 
-    def know(self, optimizer: Optimizer) -> None:
-        """Look at this optimizer's gradients in :meth:`get_overflow_flag` (held weakly)."""
+    def manage(self, optimizer: Optimizer) -> None:
+        """A boundary steps this optimizer (held weakly): see :meth:`_notice_changes`."""
         self._known.add(optimizer)
+        if all(ref() is not optimizer for ref in self._managed):
+            self._managed.append(weakref.ref(optimizer))
+
+    def release(self, *optimizers: Optimizer) -> None:
+        """No boundary steps these any more."""
+        gone = set(map(id, optimizers))
+        self._managed = [ref for ref in self._managed if id(ref()) not in gone]
+
+    @property
+    def managed(self) -> list[Optimizer]:
+        """Optimizers that a boundary steps, in the order they came: the same on every rank."""
+        return [optimizer for ref in self._managed if (optimizer := ref()) is not None]
+
+    def _notice_changes(self, window: Window) -> None:
+        """Before another loss is scaled: which gradients of the window are unscaled already?
+
+        Where they are gone or zero (a batch thrown away after a look at its norm) their owner
+        starts over: what comes next is scaled, and not checked yet. The others are remembered,
+        for a backward must not add scaled gradients to them. In a plain loop, which no boundary
+        steps, that is left to the caller, as torch does.
+        """
+        if window.closed:
+            return
+        for optimizer in self.managed:
+            record = window.known(optimizer)
+            if record is None or record.stage is not OptState.UNSCALED:
+                continue
+            params = parameters_of(optimizer)
+            record.rescaled = Snapshot.of(params)
+            kept = not record.rescaled.is_zero
+            if not agree_on_overflow(kept, params[0].device, self.sharded or is_sharded(params)):
+                window.forget(optimizer)
+        for key, (p, _) in list(window.strays.items()):
+            now = Snapshot.of([p])
+            window.strays[key] = p, now
+            if now.is_zero:
+                del window.strays[key]
 
     def end_streak(self) -> None:
         """Raise ``OverflowStreakError`` if the run of skips is over its limit."""
@@ -215,7 +269,7 @@ class GradScaler(ThreadedScaler):
     ) -> float | None:
         if any(v.item() for v in optimizer_state["found_inf_per_device"].values()):
             self.culprits.note(optimizer, self._consecutive_skips)
-            skip = getattr(optimizer, "_skip_step", None)  # an AsyncOptimizer wants to know
+            skip = getattr(optimizer, "skip_step", None)  # an AsyncOptimizer wants to know
             if skip is not None:
                 skip()
             return None
@@ -365,7 +419,7 @@ class GradScaler(ThreadedScaler):
                 if has_nonfinite_gradient(target):
                     return True
                 continue
-            state = self._per_optimizer_states.get(id(target))
+            state = self.known_window.known(target)
             if state and state["found_inf_per_device"]:
                 if any(bool(f) for f in state["found_inf_per_device"].values()):
                     return True

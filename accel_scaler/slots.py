@@ -48,8 +48,8 @@ class Slot:
         self.twin = nn.Parameter(self.target, requires_grad=param.requires_grad)
         self.host_grad: Tensor | None = None
         self.staging: Tensor | None = None
-        self.copied: tuple[Tensor, int, Any] | None = None
-        """Gradient, its version, and the mark of its copy in ``host_grad``."""
+        self.copied: tuple[Tensor, int, Any, tuple[Tensor, ...]] | None = None
+        """Gradient, its version, the mark of its copy in ``host_grad``, and factors still due."""
         self.loaded: Tensor | None = None
         """A master from a state dict, until the next step: the model may be loaded after it."""
 

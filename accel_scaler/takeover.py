@@ -27,6 +27,7 @@ _SCALED_ELSEWHERE = {
 
 _OF_THE_STEP = (
     *("step_mode", "delay_warmup_steps", "offload", "optimizer_threads", "fold_unscale"),
+    "sharded",
     *("telemetry", "underflow_interval", "find_overflow"),
 )
 """Settings that are not the scaler's."""

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from .config import ConfigError, OrderError
 from .memory import ScalerMemory
-from .windows import Job, Window
+from .windows import Job, OptimizerRecord, Window, stepped
 
 __all__ = ["ThreadedScaler"]
 
@@ -39,6 +39,15 @@ class ThreadedScaler(ScalerMemory):
     def window(self) -> Window:
         """The open window, or the last one until :meth:`scale` opens the next."""
         return self._window
+
+    @property
+    def known_window(self) -> Window:
+        """The window that calls on this thread mean."""
+        return self._bound or self._window
+
+    def record_of(self, optimizer: Optimizer) -> OptimizerRecord:
+        """What is known of ``optimizer`` in the window that calls on this thread mean."""
+        return self.known_window.record(optimizer)
 
     @contextmanager
     def inside(self, window: Window | None) -> Iterator[None]:
@@ -84,9 +93,9 @@ class ThreadedScaler(ScalerMemory):
             if window.closed or window.opened_by is None:
                 raise OrderError("bind: no window is open; call scale() and backward first.")
             for optimizer in optimizers:
-                if not window.states[id(optimizer)]["found_inf_per_device"]:
+                if not window.record(optimizer)["found_inf_per_device"]:
                     self._check_inf_per_device(optimizer)
-                self._known.add(optimizer)
+                self._known.add(stepped(optimizer))
             window.scale, window.sealed = scale.clone(), True
             job = Job(fn, window, self._local)
             self._jobs.add(job)
@@ -95,7 +104,7 @@ class ThreadedScaler(ScalerMemory):
     def _forbid_stranger(self, optimizer: Optimizer) -> None:
         """Inside a job, only optimizers whose gradients were checked before the hand-over."""
         bound = self._bound
-        if bound is not None and bound.sealed and id(optimizer) not in bound.states:
+        if bound is not None and bound.sealed and bound.known(optimizer) is None:
             raise OrderError(
                 f"{type(optimizer).__name__} was not given to GradScaler.bind() with this job; "
                 "name every optimizer that the job unscales or steps."

@@ -1,20 +1,25 @@
-"""Accumulation windows, and the jobs that carry one to another thread."""
+"""Accumulation windows: all that is known of one, and the jobs that carry one to another thread."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
-from torch.amp.grad_scaler import _refresh_per_optimizer_state
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.optim import Optimizer
 
 from .config import OrderError
+from .due import Due
+from .gradients import nonzero, parameters_of
+from .measures import Measures
 from .rule import ScaleState
 
-__all__ = ["WAIT_LIMIT_S", "Job", "Window"]
+__all__ = ["WAIT_LIMIT_S", "Job", "OptimizerRecord", "Snapshot", "Window", "stepped"]
 
 T = TypeVar("T")
 
@@ -22,14 +27,95 @@ WAIT_LIMIT_S = 600.0
 """Longest wait for a job on another thread, in seconds."""
 
 
-class Window:
-    """What belongs to one accumulation window: its scale, and each optimizer's progress in it.
+def stepped(optimizer: Any) -> Any:
+    """The torch optimizer behind this package's faces of it, under whose name it is on record."""
+    while (inner := getattr(optimizer, "stepped_optimizer", None)) is not None:
+        optimizer = inner
+    return optimizer
 
-    It opens with the first ``scale()`` after a step. ``states`` has torch's form: a dict with
-    ``stage`` and ``found_inf_per_device`` for each ``id(optimizer)``.
+
+@dataclass(slots=True, frozen=True)
+class Snapshot:
+    """Which gradients there were, and their versions: what has changed since is told."""
+
+    entries: Sequence[tuple[Tensor, Tensor | None, int]]
+
+    @classmethod
+    def of(cls, parameters: Iterable[Tensor]) -> Snapshot:
+        """As they are now."""
+        return cls([(p, g := p.grad, 0 if g is None else g._version) for p in parameters])
+
+    @property
+    def is_zero(self) -> bool:
+        """Every gradient is gone or zero. Synchronises with the device."""
+        return not any(nonzero(grad) for _, grad, _ in self.entries if grad is not None)
+
+    @property
+    def is_changed(self) -> bool:
+        """Any gradient is another tensor, or was written to, since."""
+        return any(
+            p.grad is not grad or (grad is not None and grad._version != version)
+            for p, grad, version in self.entries
+        )
+
+
+class OptimizerRecord(dict[str, Any]):
+    """All that is known of one optimizer in one window, whichever call put it there.
+
+    Its two items are torch's: ``stage``, and ``found_inf_per_device`` of the last check.
     """
 
-    __slots__ = ("before", "found_inf", "index", "opened_by", "scale", "sealed", "states")
+    __slots__ = ("due", "handed_out", "names", "overflowed", "rescaled", "verdict")
+
+    def __init__(self) -> None:
+        super().__init__(_refresh_per_optimizer_state())
+        self.verdict: bool | None = None
+        """Whether the window overflowed for this optimizer, on any rank; None: not agreed yet."""
+        self.due = Due()
+        """Left for the update to do: the gradients are still scaled, not clipped."""
+        self.handed_out: Snapshot | None = None
+        """Gradients as they were when their owner saw them with something still due."""
+        self.rescaled: Snapshot | None = None
+        """Gradients that were unscaled when another loss was scaled."""
+        self.overflowed: Sequence[Tensor] = ()
+        self.names: Sequence[str] = ()
+        """Names of ``overflowed``, once it has been put on record."""
+
+    @property
+    def stage(self) -> OptState:
+        """How far this optimizer has come in the window."""
+        stage: OptState = self["stage"]
+        return stage
+
+    @stage.setter
+    def stage(self, stage: OptState) -> None:
+        self["stage"] = stage
+
+    def let_go(self) -> None:
+        """Keep no parameter and no gradient alive."""
+        self.handed_out = self.rescaled = None
+        self.overflowed = ()
+
+    @property
+    def found_inf(self) -> bool:
+        """The verdict; before the ranks have agreed, that of this one. May synchronise."""
+        if self.verdict is not None:
+            return self.verdict
+        return any(bool(flag) for flag in self["found_inf_per_device"].values())
+
+
+class Window:
+    """One accumulation window: its scale, and each optimizer's progress in it.
+
+    It opens with the first ``scale()`` after a step, and is all that anybody knows of it: each
+    entry point reads and writes this object, and the next window is a new one. Where nothing is
+    scaled its scale is 1.
+    """
+
+    __slots__ = (
+        *("before", "found_inf", "index", "measures", "opened_by", "scale", "sealed", "states"),
+        "strays",
+    )
 
     def __init__(self, index: int = 0) -> None:
         self.index = index
@@ -37,7 +123,13 @@ class Window:
         """Thread that called ``scale()`` first; None: no gradient was scaled yet."""
         self.scale: Tensor | None = None
         """The window's own scale once it may outlive the scaler's current one."""
-        self.states: defaultdict[int, dict[str, Any]] = defaultdict(_refresh_per_optimizer_state)
+        self.states: defaultdict[int, OptimizerRecord] = defaultdict(OptimizerRecord)
+        """Under the ``id`` of each optimizer, and of each face of it that was used."""
+        self.strays: dict[int, tuple[Tensor, Snapshot | None]] = {}
+        """Parameters that no optimizer here owns, under their ``id``, whose gradients were
+        unscaled; and the gradients as they were when another loss was scaled after that."""
+        self.measures = Measures()
+        """Norms that were taken of its gradients."""
         self.before: ScaleState | None = None
         """Set when the boundary has updated the scale: where the update started from."""
         self.found_inf = False
@@ -48,6 +140,31 @@ class Window:
     def closed(self) -> bool:
         """An optimizer has stepped; only further optimizers may still step in it."""
         return self.before is not None
+
+    def record(self, optimizer: Optimizer) -> OptimizerRecord:
+        """What is known of ``optimizer``, the same under each of its faces; made if it is new."""
+        found = self.states[id(stepped(optimizer))]
+        self.states[id(optimizer)] = found
+        return found
+
+    def known(self, optimizer: Optimizer) -> OptimizerRecord | None:
+        """:meth:`record` if there is one."""
+        return self.states.get(id(stepped(optimizer)))
+
+    def let_go(self) -> None:
+        """It is over: keep no parameter and no gradient alive."""
+        self.measures = Measures()
+        self.strays.clear()
+        for record in self.states.values():
+            record.let_go()
+
+    def forget(self, optimizer: Optimizer) -> None:
+        """Its gradients were given up: it starts over."""
+        gone = self.known(optimizer)
+        self.states = defaultdict(
+            OptimizerRecord, {key: r for key, r in self.states.items() if r is not gone}
+        )
+        self.measures.forget(parameters_of(optimizer))
 
 
 class Job(Generic[T]):

@@ -23,7 +23,7 @@ from accel_scaler import (
     attach,
     detach,
 )
-from accel_scaler.due import stepper_of
+from accel_scaler.stepper import async_stepper_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -132,7 +132,7 @@ def test_one_optimizer_is_wrapped_once_at_a_time(second: Callable[[Any], Any]) -
         give(w)
         optimizer.step()
     assert torch.equal(w, torch.full((4,), 0.5))
-    assert stepper_of(inner) is None
+    assert async_stepper_of(inner) is None
     with second(inner) as again:
         give(w)
         again.step()

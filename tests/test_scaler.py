@@ -380,7 +380,7 @@ def test_the_overflow_flag_is_about_the_open_window() -> None:
     assert scaler.get_overflow_flag(second) is True
     scaler.unscale_(optimizer)
     assert scaler.get_overflow_flag() is False, "only known optimizers, once there is one"
-    scaler.know(second)
+    scaler.manage(second)
     assert scaler.get_overflow_flag() is True
 
 

@@ -35,13 +35,14 @@ def reads(clip: bool, telemetry: str | None) -> list[int]:
     recorder = make_recorder(scaler, ScalerConfig(telemetry=telemetry), {"rank": 0, "ranks": 1})
     recorder.watch(model, model)
     boundary = Boundary(scaler, torch.device("cpu"), recorder=recorder)
+    boundary.add(optimizer)
     counts = []
     for _ in range(6):
-        boundary.before_backward([optimizer])
+        boundary.before_backward()
         scaler.scale(model(torch.randn(16, 8)).pow(2).mean()).backward()
         with Reads() as seen:
             if clip:
-                boundary.clip_norm([optimizer], list(model.parameters()), 0.5)
+                boundary.clip_norm(list(model.parameters()), 0.5)
             boundary.step(optimizer)
         counts.append(seen.count)
         optimizer.zero_grad()

@@ -77,10 +77,11 @@ def boundary_loop(kind: str) -> dict[str, Any]:
     model = sharded()
     optimizer = optimizer_of(kind, model)
     scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-    boundary = Boundary(scaler, CPU, sharded=True)
+    boundary = Boundary(scaler, CPU)
+    boundary.add(optimizer)
     result: dict[str, Any] = {"moved": [], "scales": []}
     for step in range(STEPS):
-        boundary.before_backward([optimizer])
+        boundary.before_backward()
         backward(model, scaler, step)
         result["moved"].append(boundary.step(optimizer))
         optimizer.zero_grad()

@@ -20,8 +20,8 @@ from children import in_child, many, seeded
 from fault_run import MODES, Run, same
 
 import accel_scaler
-from accel_scaler.due import stepper_of
 from accel_scaler.shadow import Shadow
+from accel_scaler.stepper import async_stepper_of
 from accel_scaler.worker import Task
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -114,7 +114,7 @@ def test_an_interrupt_while_the_training_thread_waits_for_the_other_is_handled_a
         gate, late = threading.Event(), []
         step_part, wait = Shadow.step_part, Task.wait
         run = Run(mode).train(WINDOW)
-        stepper = stepper_of(run.optimizer.optimizer)
+        stepper = async_stepper_of(run.optimizer.optimizer)
         assert stepper is not None
         stepper.wait("the test")  # synchronize() would publish, and change what delayed computes
 

@@ -1,0 +1,659 @@
+"""One record of a window: whoever unscales, clips or drops, the step goes by what was found.
+
+Each run has plain torch, or stock Accelerate, beside it. SGD shows a wrong scale at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from support import mlp, weights
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from accel_scaler import AsyncOptimizer, GradScaler, OrderError, ScalerConfig, attach, detach
+from accel_scaler.config import UnsupportedError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+INF = float("inf")
+SCALE = 1024.0
+MODES = ["sync", "overlap", "delayed"]
+WAYS = [(mode, offload) for mode in MODES for offload in ("none", "cpu")]
+NAMES = [f"{mode}-{offload}" for mode, offload in WAYS]
+ways = pytest.mark.parametrize(("mode", "offload"), WAYS, ids=NAMES)
+
+
+def loss_of(model: nn.Module, step: int, factor: float = 1.0) -> Tensor:
+    torch.manual_seed(step)
+    loss: Tensor = model(torch.randn(4, 8)).float().square().mean() * factor
+    return loss
+
+
+class Loop:
+    """A model with its scaler and optimizer, by hand or under Accelerate."""
+
+    def __init__(self, face: str, mode: str, offload: str, **settings: Any) -> None:
+        self.model: Any = mlp()
+        self.inner = SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.accelerator: Any = None
+        if face == "accelerate":
+            config = ScalerConfig(
+                init_scale=SCALE, step_mode=mode, offload=offload, optimizer_threads=1, **settings
+            )
+            plain = Accelerator(cpu=True, mixed_precision="fp16")
+            self.accelerator = attach(plain, config)
+            self.accelerator.native_amp = False  # the numbers of float32: only scaling is meant
+            self.model, self.optimizer = self.accelerator.prepare(self.model, self.inner)
+            self.scaler = self.accelerator.scaler
+        else:
+            self.scaler = GradScaler("cpu", init_scale=SCALE)
+            self.optimizer = AsyncOptimizer(
+                self.inner,
+                self.model,
+                scaler=self.scaler,
+                mode=mode,
+                offload=offload,
+                optimizer_threads=1,
+                **settings,
+            )
+
+    @property
+    def parameters(self) -> list[Any]:
+        return [p for group in self.inner.param_groups for p in group["params"]]
+
+    def backward(self, step: int, factor: float = 1.0, by_hand: bool = False) -> None:
+        loss = loss_of(self.model, step, factor)
+        if self.accelerator is None or by_hand:
+            self.scaler.scale(loss).backward()
+        else:
+            self.accelerator.backward(loss)
+
+    def clip(self, max_norm: float) -> float:
+        if self.accelerator is None:
+            return float(self.optimizer.clip_grad_norm_(max_norm))
+        return float(self.accelerator.clip_grad_norm_(self.parameters, max_norm))
+
+    def close(self) -> None:
+        if self.accelerator is None:
+            self.optimizer.close()
+        else:
+            detach(self.accelerator)
+
+
+@contextmanager
+def loop(face: str, mode: str, offload: str = "none", **settings: Any) -> Iterator[Loop]:
+    made = Loop(face, mode, offload, **settings)
+    try:
+        yield made
+        made.optimizer.synchronize()
+    finally:
+        made.scaler.abandon_window()
+        made.close()
+
+
+class Plain:
+    """The same by hand, with torch's scaler."""
+
+    def __init__(self) -> None:
+        self.model = mlp()
+        self.inner = SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+
+    def window(self, step: int, max_norm: float | None = None, factor: float = 1.0) -> None:
+        self.scaler.scale(loss_of(self.model, step, factor)).backward()
+        if max_norm is not None:
+            self.scaler.unscale_(self.inner)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+        self.scaler.step(self.inner)
+        self.scaler.update()
+        self.inner.zero_grad()
+
+
+faces = pytest.mark.parametrize("face", ["accelerate", "by hand"])
+
+
+# (1) The caller unscales, the boundary steps.
+
+
+@faces
+@ways
+@pytest.mark.parametrize("whom", ["wrapped", "face"])
+@pytest.mark.parametrize("overflow", [False, True])
+def test_unscaled_by_hand(face: str, mode: str, offload: str, whom: str, overflow: bool) -> None:
+    """``scaler.unscale_`` of either, then the step: its verdict counts, nothing is unscaled twice.
+
+    Before, an overflow was applied, and every parameter NaN.
+    """
+    reference = Plain()
+    for step in range(3):
+        reference.window(step, factor=INF if overflow and step == 1 else 1.0)
+    with loop(face, mode, offload, delay_warmup_steps=99) as ours:
+        skips = []
+        for step in range(3):
+            ours.backward(step, INF if overflow and step == 1 else 1.0)
+            ours.scaler.unscale_(ours.inner if whom == "wrapped" else ours.optimizer)
+            ours.optimizer.step()
+            skips.append(ours.optimizer.step_was_skipped)
+            ours.optimizer.zero_grad()
+        ours.optimizer.synchronize()
+        assert torch.equal(weights(ours.model), weights(reference.model))
+        assert skips == [False, overflow, False]
+        assert ours.scaler.get_scale() == reference.scaler.get_scale()
+
+
+@faces
+@ways
+def test_unscaled_and_clipped_by_hand(face: str, mode: str, offload: str) -> None:
+    reference = Plain()
+    with loop(face, mode, offload, delay_warmup_steps=99) as ours:
+        for step in range(4):
+            reference.window(step, 0.25)
+            ours.backward(step)
+            ours.scaler.unscale_(ours.optimizer)
+            torch.nn.utils.clip_grad_norm_(ours.parameters, 0.25)
+            ours.optimizer.step()
+            ours.optimizer.zero_grad()
+        ours.optimizer.synchronize()
+        assert torch.equal(weights(ours.model), weights(reference.model))
+
+
+@ways
+def test_clipped_by_the_optimizer_stepped_by_the_scaler(mode: str, offload: str) -> None:
+    """What the clip left to the update goes along with ``scaler.step`` too."""
+    reference = Plain()
+    with loop("by hand", mode, offload, delay_warmup_steps=99) as ours:
+        for step in range(4):
+            reference.window(step, 0.25)
+            ours.backward(step)
+            ours.clip(0.25)
+            ours.scaler.step(ours.optimizer)
+            ours.scaler.update()
+            ours.optimizer.zero_grad()
+        ours.optimizer.synchronize()
+        assert torch.equal(weights(ours.model), weights(reference.model))
+
+
+# (2) A batch is dropped after a look at its norm.
+
+
+@faces
+@ways
+@pytest.mark.parametrize("by_hand", [False, True], ids=["accelerator.backward", "scaler.scale"])
+@pytest.mark.parametrize("to_none", [False, True])
+@pytest.mark.parametrize("dropped", [1.0, 1e4, INF])
+def test_a_batch_dropped_after_a_look_at_its_norm(
+    face: str, mode: str, offload: str, by_hand: bool, to_none: bool, dropped: float
+) -> None:
+    """Clip, zero, next backward: before, that moved 1,705 times too far, or applied NaN."""
+    reference = Plain()
+    with loop(face, mode, offload, delay_warmup_steps=99) as ours:
+        for step in range(4):
+            if step == 2:
+                ours.backward(17, dropped, by_hand)
+                norm = ours.clip(0.25)
+                assert (norm == INF) == (dropped == INF)
+                ours.inner.zero_grad(set_to_none=to_none)
+            reference.window(step, 0.25)
+            ours.backward(step, by_hand=by_hand)
+            ours.clip(0.25)
+            ours.optimizer.step()
+            assert ours.optimizer.step_was_skipped is False
+            ours.optimizer.zero_grad()
+        ours.optimizer.synchronize()
+        assert torch.equal(weights(ours.model), weights(reference.model))
+        assert ours.scaler.get_scale() == SCALE
+
+
+@faces
+@ways
+def test_half_a_batch_is_dropped(face: str, mode: str, offload: str) -> None:
+    """One gradient given up, the others kept: the next backward mixes, whichever it reaches."""
+    with loop(face, mode, offload) as ours:
+        before = weights(ours.model)
+        ours.backward(0)
+        ours.clip(0.25)
+        last = ours.parameters[-1]
+        last.grad = None
+        ours.scaler.scale(last.sum()).backward()  # reaches only what was dropped
+        with pytest.raises(OrderError, match="added scaled gradients"):
+            ours.optimizer.step()
+        ours.optimizer.zero_grad()
+        assert torch.equal(weights(ours.model), before)
+        reference = Plain()
+        reference.window(1)
+        ours.backward(1)
+        ours.optimizer.step()
+        ours.optimizer.synchronize()
+        assert torch.equal(weights(ours.model), weights(reference.model))
+
+
+# (3) A clip before the last micro-batch.
+
+
+@ways
+@pytest.mark.parametrize("later", [1.0, INF])
+def test_a_clip_before_the_last_micro_batch_is_refused(
+    mode: str, offload: str, later: float
+) -> None:
+    """Without Accelerate nobody knows which one is the last. An overflow was applied before."""
+    with loop("by hand", mode, offload) as ours:
+        before = weights(ours.model)
+        ours.backward(0)
+        ours.clip(0.25)
+        ours.backward(1, later)
+        with pytest.raises(OrderError, match="added scaled gradients"):
+            ours.optimizer.step()
+        with pytest.raises(OrderError, match="added scaled gradients"):
+            ours.clip(0.25)
+        assert torch.equal(weights(ours.model), before)
+        ours.optimizer.zero_grad()
+        reference = Plain()
+        reference.window(2, 0.25)
+        ours.backward(2)
+        ours.clip(0.25)
+        ours.optimizer.step()
+        ours.optimizer.synchronize()
+        assert torch.equal(weights(ours.model), weights(reference.model))
+
+
+# (4) and (5) Several optimizers, several faces, one scaler.
+
+
+def pair() -> tuple[list[nn.Module], list[SGD]]:
+    models: list[nn.Module] = [mlp(), mlp(8)]
+    return models, [SGD(m.parameters(), lr=0.1, momentum=0.9) for m in models]
+
+
+def plain_pair(steps: int, max_norm: float) -> list[Tensor]:
+    models, optimizers = pair()
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    for step in range(steps):
+        scaler.scale(loss_of(models[0], step) + loss_of(models[1], step)).backward()
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
+        params = [p for m in models for p in m.parameters()]
+        torch.nn.utils.clip_grad_norm_(params, max_norm)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    return [weights(m) for m in models]
+
+
+@ways
+@pytest.mark.parametrize("clipping", [0, 1])
+def test_one_clips_the_parameters_of_both(mode: str, offload: str, clipping: int) -> None:
+    """Before, the other one's were unscaled twice."""
+    expected = plain_pair(4, 0.25)
+    models, inner = pair()
+    scaler = GradScaler("cpu", init_scale=SCALE)
+    with ExitStack() as stack:
+        both = [
+            stack.enter_context(
+                AsyncOptimizer(
+                    o,
+                    m,
+                    scaler=scaler,
+                    mode=mode,
+                    offload=offload,
+                    delay_warmup_steps=99,
+                    optimizer_threads=1,
+                )
+            )
+            for o, m in zip(inner, models, strict=True)
+        ]
+        for step in range(4):
+            scaler.scale(loss_of(models[0], step) + loss_of(models[1], step)).backward()
+            params = [p for m in models for p in m.parameters()]
+            both[clipping].clip_grad_norm_(0.25, parameters=params)
+            for optimizer in both:
+                optimizer.step()
+            for optimizer in both:
+                optimizer.zero_grad()
+        for optimizer in both:
+            optimizer.synchronize()
+        for model, reference in zip(models, expected, strict=True):
+            assert torch.equal(weights(model), reference)
+        assert scaler.get_scale() == SCALE
+        assert both[0].history.boundaries == 4
+
+
+@ways
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("clip", ["accelerator", "optimizer", "both", "nobody"])
+def test_an_async_optimizer_with_the_accelerators_scaler(
+    mode: str, offload: str, prepared: bool, clip: str
+) -> None:
+    """Prepared, or clipped by the accelerator: before, it was unscaled twice."""
+    reference = Plain()
+    accelerator: Any = attach(
+        Accelerator(cpu=True, mixed_precision="fp16"), ScalerConfig(init_scale=SCALE)
+    )
+    accelerator.native_amp = False
+    model = mlp()
+    inner = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    ours = AsyncOptimizer(
+        inner,
+        model,
+        scaler=accelerator.scaler,
+        mode=mode,
+        offload=offload,
+        delay_warmup_steps=99,
+        optimizer_threads=1,
+    )
+    with ours:
+        model = accelerator.prepare(model)
+        stepping: Any = accelerator.prepare(ours) if prepared else ours
+        for step in range(4):
+            reference.window(step, None if clip == "nobody" else 0.25)
+            accelerator.backward(loss_of(model, step))
+            if clip in ("accelerator", "both"):
+                accelerator.clip_grad_norm_(model.parameters(), 0.25)
+            if clip in ("optimizer", "both"):
+                ours.clip_grad_norm_(0.25)
+            stepping.step()
+            assert stepping.step_was_skipped is False
+            stepping.zero_grad()
+        accelerator.backward(loss_of(model, 9, INF))
+        stepping.step()
+        assert stepping.step_was_skipped is True
+        stepping.zero_grad()
+        ours.synchronize()
+        if clip == "both":  # what a second clip of already clipped gradients rounds
+            torch.testing.assert_close(weights(model), weights(reference.model))
+        else:
+            assert torch.equal(weights(model), weights(reference.model))
+        assert accelerator.scaler.get_scale() == SCALE / 2
+
+
+# (7a) and (9) What others see of the gradients.
+
+
+@faces
+@ways
+@pytest.mark.parametrize("max_norm", [0.25, 1e6], ids=["clips", "does not clip"])
+def test_after_a_clip_gradients_are_what_torch_leaves(
+    face: str, mode: str, offload: str, max_norm: float
+) -> None:
+    """A callback that logs them read 34,550 for 0.05."""
+    reference = Plain()
+    with loop(face, mode, offload, delay_warmup_steps=99) as ours:
+        for step in range(3):
+            reference.scaler.scale(loss_of(reference.model, step)).backward()
+            reference.scaler.unscale_(reference.inner)
+            expected = torch.nn.utils.clip_grad_norm_(reference.model.parameters(), max_norm)
+            ours.backward(step)
+            assert ours.clip(max_norm) == float(expected)
+            for p, q in zip(ours.parameters, reference.model.parameters(), strict=True):
+                assert torch.equal(p.grad, q.grad)
+            reference.scaler.step(reference.inner)
+            reference.scaler.update()
+            reference.inner.zero_grad()
+            ours.optimizer.step()
+            ours.optimizer.zero_grad()
+        ours.optimizer.synchronize()
+        assert torch.equal(weights(ours.model), weights(reference.model))
+
+
+EDITS: dict[str, Callable[[Tensor], Any]] = {
+    "in place": lambda p: p.grad.add_(p.detach(), alpha=0.01),  # type: ignore[union-attr]
+    "through .data": lambda p: p.grad.data.add_(p.detach(), alpha=0.01),  # type: ignore[union-attr]
+    "replaced": lambda p: setattr(p, "grad", p.grad + 0.01 * p.detach()),  # type: ignore[operator]
+}
+
+
+@faces
+@ways
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("clipped", [True, False])
+def test_an_edit_before_the_step_counts(
+    face: str, mode: str, offload: str, edit: str, clipped: bool
+) -> None:
+    """Between clip and step, or between backward and step: then of scaled gradients, as in torch.
+
+    With offload they may have been sent by then.
+    """
+    reference = Plain()
+    with loop(face, mode, offload, delay_warmup_steps=99) as ours:
+        for step in range(3):
+            reference.scaler.scale(loss_of(reference.model, step)).backward()
+            if clipped:
+                reference.scaler.unscale_(reference.inner)
+                torch.nn.utils.clip_grad_norm_(reference.model.parameters(), 0.25)
+            for p in reference.model.parameters():
+                EDITS[edit](p)
+            reference.scaler.step(reference.inner)
+            reference.scaler.update()
+            reference.inner.zero_grad()
+            ours.backward(step)
+            if clipped:
+                ours.clip(0.25)
+            for p in ours.parameters:
+                EDITS[edit](p)
+            ours.optimizer.step()
+            ours.optimizer.zero_grad()
+        ours.optimizer.synchronize()
+        assert torch.equal(weights(ours.model), weights(reference.model))
+
+
+@faces
+@ways
+def test_a_second_clip_clips_what_the_first_left(face: str, mode: str, offload: str) -> None:
+    """Before, the update vanished."""
+    reference = Plain()
+    with loop(face, mode, offload, delay_warmup_steps=99) as ours:
+        for step in range(3):
+            reference.scaler.scale(loss_of(reference.model, step)).backward()
+            reference.scaler.unscale_(reference.inner)
+            ours.backward(step)
+            for limit in (0.5, 0.25):
+                norm = torch.nn.utils.clip_grad_norm_(reference.model.parameters(), limit)
+                assert ours.clip(limit) == float(norm)
+            reference.scaler.step(reference.inner)
+            reference.scaler.update()
+            reference.inner.zero_grad()
+            ours.optimizer.step()
+            ours.optimizer.zero_grad()
+        ours.optimizer.synchronize()
+        assert torch.equal(weights(ours.model), weights(reference.model))
+
+
+@faces
+@ways
+@pytest.mark.parametrize("clipped", [True, False])
+def test_a_hook_before_the_step_sees_unscaled_gradients(
+    face: str, mode: str, offload: str, clipped: bool
+) -> None:
+    """And what it changes is stepped."""
+    seen: dict[str, list[Tensor]] = {"ours": [], "torch": []}
+
+    def hook_of(name: str) -> Callable[..., None]:
+        def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    seen[name].append(p.grad.clone())
+                    p.grad.mul_(0.5)
+
+        return hook
+
+    reference = Plain()
+    handle = reference.inner.register_step_pre_hook(hook_of("torch"))
+    with loop(face, mode, offload, delay_warmup_steps=99) as ours:
+        ours.inner.register_step_pre_hook(hook_of("ours"))
+        for step in range(3):
+            reference.window(step, 0.25 if clipped else None)
+            ours.backward(step)
+            if clipped:
+                ours.clip(0.25)
+            ours.optimizer.step()
+            ours.optimizer.zero_grad()
+        ours.optimizer.synchronize()
+        assert torch.equal(weights(ours.model), weights(reference.model))
+    assert len(seen["ours"]) == len(seen["torch"]) > 0
+    assert all(map(torch.equal, seen["ours"], seen["torch"]))
+    handle.remove()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_edit_of_float16_gradients_after_a_clip_is_refused(mode: Any) -> None:
+    """They stay scaled until the step, which unscales them in float32."""
+    model = mlp().half()
+    scaler = GradScaler("cpu", init_scale=SCALE)
+    inner = SGD(model.parameters(), lr=0.1)
+    with AsyncOptimizer(inner, model, scaler=scaler, mode=mode, optimizer_threads=1) as ours:
+
+        def backward() -> None:
+            scaler.scale(model(torch.ones(2, 8, dtype=torch.float16)).float().mean()).backward()
+
+        before = weights(model)
+        backward()
+        ours.clip_grad_norm_(0.01)
+        next(model.parameters()).grad.mul_(2)  # type: ignore[union-attr]
+        with pytest.raises(OrderError, match="changed after they were clipped"):
+            ours.step()
+        assert torch.equal(weights(model), before)
+        ours.zero_grad()
+        backward()
+        ours.clip_grad_norm_(0.01)
+        ours.step()
+        ours.synchronize()
+        assert not torch.equal(weights(model), before)
+
+
+@pytest.mark.parametrize("mode", ["overlap", "delayed"])
+def test_a_hook_that_would_see_scaled_float16_gradients_is_refused(mode: Any) -> None:
+    model = mlp().half()
+    scaler = GradScaler("cpu", init_scale=SCALE)
+    inner = SGD(model.parameters(), lr=0.1)
+    with AsyncOptimizer(inner, model, scaler=scaler, mode=mode, optimizer_threads=1) as ours:
+        before = weights(model)
+        handle = inner.register_step_pre_hook(lambda *_: None)
+        scaler.scale(model(torch.ones(2, 8, dtype=torch.float16)).float().mean()).backward()
+        with pytest.raises(UnsupportedError, match="register_step_pre_hook"):
+            ours.step()
+        assert torch.equal(weights(model), before)
+        handle.remove()
+        ours.step()
+        ours.synchronize()
+        assert not torch.equal(weights(model), before)
+
+
+# (8) bfloat16
+
+
+@pytest.mark.parametrize("face", ["GradScaler", "accelerate"])
+@pytest.mark.parametrize("value", [1.0, INF, -INF, float("nan")])
+def test_bfloat16_is_unscaled_without_torchs_kernel(
+    face: str, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CUDA that kernel has no bfloat16, here it has: the numbers are compared with it."""
+    kernel = torch._amp_foreach_non_finite_check_and_unscale_
+
+    def no_bfloat16(grads: list[Tensor], *rest: Any) -> None:
+        assert all(grad.dtype is not torch.bfloat16 for grad in grads)
+        kernel(grads, *rest)
+
+    def run(scaler: Any, step: Callable[[Any], Any]) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(3)
+        p = nn.Parameter(torch.randn(33, dtype=torch.bfloat16))
+        q = nn.Parameter(torch.randn(5))
+        inner = SGD([p, q], lr=0.125)
+        loss = (p.float() * torch.randn(33)).sum() + q.sum()
+        scaler.scale(loss).backward()
+        assert p.grad is not None
+        p.grad[3] *= value
+        step(inner)
+        return p.detach().clone(), q.detach().clone()
+
+    stock = torch.amp.GradScaler("cpu", init_scale=3000.0)
+
+    def torchs(inner: Any) -> None:
+        stock.step(inner)
+        stock.update()
+
+    expected = run(stock, torchs)
+    monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", no_bfloat16)
+    if face == "GradScaler":
+        ours: Any = GradScaler("cpu", init_scale=3000.0)
+
+        def step(inner: Any) -> None:
+            ours.step(inner)
+            ours.update()
+    else:
+        accelerator: Any = attach(
+            Accelerator(cpu=True, mixed_precision="fp16"), ScalerConfig(init_scale=3000.0)
+        )
+        ours = accelerator.scaler
+
+        def step(inner: Any) -> None:
+            accelerator.prepare(inner).step()
+
+    found = run(ours, step)
+    assert all(map(torch.equal, found, expected))
+    assert ours.get_scale() == stock.get_scale()
+
+
+# (18) A parameter that two optimizers share, in sync.
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("value", [1.0, INF])
+def test_two_optimizers_share_a_parameter(clip: bool, value: float) -> None:
+    """Its gradient is unscaled once; each steps it. Torch by hand would unscale it twice."""
+
+    def make() -> tuple[list[nn.Parameter], list[SGD]]:
+        params = [nn.Parameter(torch.full((3,), float(i + 1))) for i in range(3)]
+        return params, [SGD(params[:2], lr=0.125), SGD(params[1:], lr=0.25)]
+
+    params, optimizers = make()
+    (params[0] * 2.0 + params[1] * 3.0 * value + params[2]).sum().backward()
+    if clip:
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+    if value == 1.0:
+        for optimizer in optimizers:
+            optimizer.step()
+    accelerator: Any = attach(
+        Accelerator(cpu=True, mixed_precision="fp16"), ScalerConfig(init_scale=SCALE)
+    )
+    mine, inner = make()
+    prepared = [accelerator.prepare(o) for o in inner]
+    accelerator.backward((mine[0] * 2.0 + mine[1] * 3.0 * value + mine[2]).sum())
+    if clip:
+        accelerator.clip_grad_norm_(mine, 1.0)
+    for each in prepared:
+        each.step()
+    assert [each.step_was_skipped for each in prepared] == [value != 1.0] * 2
+    assert all(map(torch.equal, mine, params))
+
+
+# A window where nothing is scaled.
+
+
+def test_where_nothing_is_scaled_there_are_windows_too(tmp_path: Any) -> None:
+    """At scale 1, numbered as the steps are, with what was measured in each."""
+    path = tmp_path / "run.jsonl"
+    accelerator: Any = Accelerator(cpu=True)
+    with pytest.warns(UserWarning, match="only telemetry"):
+        attach(accelerator, ScalerConfig(telemetry=str(path)))
+    model = mlp()
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+    for step in range(3):
+        accelerator.backward(loss_of(model, step))
+        if step == 1:
+            accelerator.clip_grad_norm_(model.parameters(), 0.25)
+        optimizer.step()
+        optimizer.step()  # as stock: it steps again on the same gradients
+        optimizer.zero_grad()
+    records = accelerator.scaler_history.records
+    assert [record.index for record in records] == list(range(6))
+    assert [record.scale for record in records] == [1.0] * 6
+    norms = [record.grad_norm is not None for record in records]
+    assert norms == [False, False, True, False, False, False]
+    detach(accelerator)

@@ -42,6 +42,10 @@ class Optimizer:
         self.grad: list[float] | None = None
         self.bad = False
         """Its gradients overflowed, or a clip of several has said so."""
+        self.nonfinite = False
+        """They do hold an inf or a NaN."""
+        self.unscaled = False
+        """Somebody has looked at its gradients in this window; a check takes their norm once."""
         self.skipped = False
         self.position = 0
         self.steps = 0
@@ -68,9 +72,14 @@ class Optimizer:
         if not stale:
             self.publish()
 
+    def double_momentum(self) -> None:
+        self.publish()
+        if self.momentum is not None:
+            self.momentum = [m * 2.0 for m in self.momentum]
+
     def zero(self, to_none: bool) -> None:
         self.grad = None if to_none or self.grad is None else [0.0] * 3
-        self.bad = False
+        self.bad = self.nonfinite = False
 
 
 @dataclass
@@ -107,7 +116,17 @@ class Model:
     def new_window(self) -> None:
         self.phase, self.stepped, self.found = "new", set[int](), False
         self.norms: dict[tuple[int, ...], float] = {}
+        self.clipped: set[tuple[int, ...]] = set()
         self.before = (self.scale, self.good, self.bad_run)
+        for own in self.optimizers:
+            own.unscaled = False
+
+    def start_over(self, i: int) -> None:
+        """Its gradients were given up after a look at them: nothing that was seen counts."""
+        own = self.optimizers[i]
+        own.bad = own.unscaled = False
+        self.norms = {ids: norm for ids, norm in self.norms.items() if i not in ids}
+        self.clipped &= set(self.norms)
 
     def micro_batch(self, is_last: bool) -> bool:
         """Whether this micro-batch ends its window."""
@@ -122,6 +141,9 @@ class Model:
         if self.phase == "closed":
             self.new_window()
         self.phase = "open"
+        for i, own in enumerate(self.optimizers):
+            if own.unscaled and not own.nonfinite and not any(own.grad or ()):
+                self.start_over(i)
         rows = list(rows)
         for i in used:
             values = [row[i] for row in rows]
@@ -130,12 +152,15 @@ class Model:
                 g + total * d for g, d in zip(own.grad or [0.0] * 3, DIRECTION, strict=True)
             ]
             for factor in (1.0, *(12.0 * v for v in values), 12.0 * total):
-                own.bad = own.bad or not abs(self.scale * factor) < TOO_LARGE  # NaN too
+                if not abs(self.scale * factor) < TOO_LARGE:  # NaN too
+                    own.bad = own.nonfinite = True
 
     def clip(self, which: Sequence[int], limit: float) -> float:
         """``clip_grad_norm_`` of these optimizers' parameters; the norm before."""
         some = [i for i in which if self.optimizers[i].grad is not None]
         chosen = [self.optimizers[i] for i in some]
+        for own in chosen:
+            own.unscaled = True
         if any(own.bad for own in chosen):
             for own in chosen:
                 own.bad = True
@@ -147,15 +172,26 @@ class Model:
         for own in chosen:
             own.grad = [f32(g * factor) for g in own.grad or ()]
         if some:
-            self.norms[tuple(some)] = norm
+            self.note(tuple(some), norm)
         return norm
+
+    def note(self, some: tuple[int, ...], norm: float) -> None:
+        """On record is the norm before the first clip."""
+        for ids in list(self.norms):
+            if set(ids).isdisjoint(some):
+                continue
+            if ids in self.clipped and set(some) <= set(ids):
+                return
+            del self.norms[ids]
+        self.norms[some] = norm
+        self.clipped.add(some)
 
     def measure(self, i: int) -> None:
         """A check that takes a norm along: of what is stepped by an engine."""
         own = self.optimizers[i]
         engine = self.mode != "sync" or self.offload != "none"
         known = any(i in ids for ids in self.norms)
-        if engine and not (known or own.bad or own.grad is None):
+        if engine and not (known or own.bad or own.unscaled or own.grad is None):
             self.norms[(i,)] = f32(math.sqrt(own.norm_squared()))
 
     def step(self, i: int) -> None:

@@ -61,8 +61,17 @@ class Micro(Short):
     end: str = ""
     """At a boundary: ``clip each``, ``clip all``, ``clip first``, ``unscale``."""
     limit: float = 16.0
+    plain: bool = False
+    """``scaler.scale(loss).backward()`` instead of ``accelerator.backward(loss)``."""
+    by_hand: str = ""
+    """At a boundary, first of all: ``scaler.unscale_`` of the ``wrapped`` optimizers, or of the
+    ``prepared`` ones."""
+    drop: str = ""
+    """At a boundary, after the end: the gradients of ``all``, or of ``one``, are given up and made
+    again, and the end is done again."""
     after: str = ""
-    """``save``, ``save by hand``, ``evaluate``, ``synchronize``, ``state_dict``, ``stop``."""
+    """``save``, ``save by hand``, ``evaluate``, ``synchronize``, ``state_dict``, ``stop``;
+    ``replace state``, of the optimizers: another tensor, twice the old one."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -121,6 +130,7 @@ Op = Epoch | Switch | Detach | Save | Restore
 
 ENDS = ("", "", "clip each", "clip each", "clip all", "clip first", "unscale")
 AFTER = ("", "", "", "", "save", "save by hand", "evaluate", "synchronize", "state_dict", "stop")
+AFTER = (*AFTER, "replace state")
 LIMITS = (2.0, 16.0, 0.7, 1e6)
 VALUES = (0.0, 1.0, 1.0, -1.0, 2.0, 3.0, -4.0, 4.0, 5.0, -6.0, 8.0)
 MODES = ("sync", "overlap", "delayed")
@@ -156,6 +166,9 @@ def draw_micro(r: random.Random) -> Micro:
         peek=r.random() < 0.15,
         end=r.choice(ENDS),
         limit=r.choice(LIMITS),
+        plain=r.random() < 0.2,
+        by_hand=r.choice(("", "", "", "", "wrapped", "prepared")),
+        drop=r.choice(("", "", "", "", "", "all", "one")),
         after=r.choice(AFTER),
     )
 

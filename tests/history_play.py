@@ -85,6 +85,8 @@ class Player:
             self.world.check_weights()
         elif name == "state_dict":
             self.world.compare_state_dicts()
+        elif name == "replace state":
+            self.world.replace_state()
         if name:
             self.seen[name] += 1
 

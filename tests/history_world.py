@@ -187,17 +187,19 @@ class World:
         """Optimizers in use: stock scales more than one wrongly."""
         return range(self.setup.optimizers if self.model.attached else 1)
 
-    def backward(self, batch: Tensor, used: Sequence[int]) -> None:
+    def backward(self, batch: Tensor, used: Sequence[int], plain: bool = False) -> None:
         """A backward for each model."""
         for net in self.nets:
             own = [i for i in used if i in net.columns]
-            if own:
+            if own and plain and self.model.attached:
+                self.accelerator.scaler.scale(net(batch, own)).backward()
+            elif own:
                 # The sum over micro-batches, not their mean: whole numbers stay whole.
                 self.accelerator.backward(net(batch, own) * self.setup.accumulation)
 
-    def in_threads(self, batch: Tensor, used: Sequence[int]) -> None:
+    def in_threads(self, batch: Tensor, used: Sequence[int], plain: bool) -> None:
         """Each row in a thread of its own."""
-        started = [Caught(self.backward, row[None], used) for row in batch]
+        started = [Caught(self.backward, row[None], used, plain) for row in batch]
         for thread in started:
             thread.finish()
 
@@ -212,11 +214,11 @@ class World:
             rows = [tuple(row) for row in batch.tolist()]
             shown = [[f16(w) for w in own.shown] for own in model.optimizers]
             if micro.threads:
-                self.in_threads(batch, used)
+                self.in_threads(batch, used, micro.plain)
                 for row in rows if used else ():
                     model.backward([row], used)
             else:
-                self.backward(batch, used)
+                self.backward(batch, used, micro.plain)
                 if used:
                     model.backward(rows, used)
             for i in used:
@@ -226,7 +228,10 @@ class World:
             self.check_gradients(model.scale if model.phase == "open" else 1.0)
             if micro.peek:
                 Caught(self.peek).finish()
-            happened = self.boundary(micro, op.to_none) if ends else self.between(micro)
+            if ends:
+                happened = self.boundary(micro, op.to_none, batch, used)
+            else:
+                happened = self.between(micro)
         self.check_state()
         return [*happened, *self.note(batch, micro, op, used)]
 
@@ -242,6 +247,7 @@ class World:
                 "in another thread": op.thread,
                 "iterable": op.iterable,
                 "short batch": 0 < len(batch) < op.batch,
+                "scaled by hand": micro.plain and used and self.model.attached,
                 "one model idle": 0 < len(used) < len(self.numbers),
             }.items()
             if true
@@ -269,11 +275,15 @@ class World:
             self.optimizers[i].zero_grad()
         return ["off the boundary"]
 
-    def boundary(self, micro: Micro, to_none: bool) -> list[str]:
+    def boundary(
+        self, micro: Micro, to_none: bool, batch: Tensor, used: Sequence[int]
+    ) -> list[str]:
         model, happened = self.model, ["boundary"]
         happened += [micro.end or "no clip"] if model.attached else ["boundary in stock"]
         if model.phase == "open":
+            happened += self.unscale_by_hand(micro)
             self.clip(micro)
+            happened += self.drop(micro, to_none, batch, used)
         before = len(model.windows)
         for i in self.numbers:
             refused = expected = False
@@ -303,17 +313,65 @@ class World:
     def parameters(self, which: Sequence[int]) -> list[Tensor]:
         return [p for i in which for p in self.parts[i].parameters()]
 
-    def clip(self, micro: Micro) -> None:
-        model, numbers = self.model, list(self.numbers)
+    def unscale_by_hand(self, micro: Micro) -> list[str]:
+        model, happened = self.model, []
+        for i in self.numbers if micro.by_hand and model.attached else ():
+            if model.optimizers[i].grad is not None:
+                chosen = self.optimizers[i]
+                chosen = chosen.optimizer if micro.by_hand == "wrapped" else chosen
+                self.accelerator.scaler.unscale_(chosen)
+                model.optimizers[i].unscaled = True
+                happened = [f"unscaled by hand, {micro.by_hand}"]
+        if happened:
+            self.check_gradients(1.0)
+        return happened
+
+    def drop(self, micro: Micro, to_none: bool, batch: Tensor, used: Sequence[int]) -> list[str]:
+        """Give up what the last backward left, and make it again."""
+        model = self.model
+        some = list(used) if micro.drop == "all" else list(used)[:1]
+        if not (micro.drop and some and model.attached):
+            return []
+        if micro.drop == "all":
+            some = list(self.numbers)
+        for i in some:
+            self.optimizers[i].optimizer.zero_grad(set_to_none=to_none)
+            model.optimizers[i].zero(to_none)
+        again = [i for i in used if i in some]
+        self.backward(batch, again, micro.plain)
+        model.backward([tuple(row) for row in batch.tolist()], again)
+        for i in again:
+            self.parts[i].seen.clear()
+        self.clip(micro, some)  # the others' are not whole numbers any more
+        return [f"dropped {micro.drop}", f"dropped after {micro.end or 'no clip'}"]
+
+    def replace_state(self) -> None:
+        """Another tensor in the optimizer's state, as who averages optimizers does."""
+        for i in self.numbers if self.setup.momentum else ():
+            if self.model.attached:
+                self.optimizers[i].synchronize()
+            for p in self.parts[i].parameters():
+                entry = self.optimizers[i].state.get(p, {})
+                if entry.get("momentum_buffer") is not None:
+                    entry["momentum_buffer"] = entry["momentum_buffer"] * 2.0
+            self.model.optimizers[i].double_momentum()
+
+    def clip(self, micro: Micro, only: Sequence[int] | None = None) -> None:
+        model, numbers = self.model, list(self.numbers if only is None else only)
         if micro.end == "unscale":
             for i in numbers:
                 if model.optimizers[i].grad is not None:
                     self.accelerator.unscale_gradients(self.optimizers[i])
                     model.measure(i)
+                    model.optimizers[i].unscaled = True
             self.check_gradients(1.0)
             return
-        sets = {"clip each": [[i] for i in numbers], "clip all": [numbers], "clip first": [[0]]}
-        for which in sets.get(micro.end, []):
+        sets = {
+            "clip each": [[i] for i in numbers],
+            "clip all": [numbers],
+            "clip first": [[0][: numbers[0] == 0]],
+        }
+        for which in filter(None, sets.get(micro.end, [])):
             grads = [model.optimizers[i].grad for i in which]
             if not model.attached and None in grads:
                 continue

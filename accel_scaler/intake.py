@@ -128,6 +128,8 @@ class Intake:
 
 
 def _is_part(grad: Tensor) -> bool:
+    if grad.layout is not torch.strided:  # DDP reduces each of these by itself, into its own memory
+        return False
     # A bucket of one parameter is as large as the gradient that views it.
     return grad._is_view() or grad.untyped_storage().nbytes() > grad.nbytes
 

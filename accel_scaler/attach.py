@@ -16,15 +16,16 @@ from typing import Any, TypeVar, cast
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, recursively_apply
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .async_optimizer import threads_of
+from .async_optimizer import AsyncOptimizer, threads_of
 from .autocast import add_autocast, remove_autocast
 from .boundary import Boundary
 from .checkpoints import loading, saving
 from .config import ConfigError, OrderError, ScalerConfig, StepError, UnsupportedError
+from .due import stepper_of
 from .prepared import ScaledOptimizer, adopt, become, forbid_unsuitable, inner_of
 from .recording import make_recorder
 from .takeover import facts_of, forbid_other_scalers, make_scaler
@@ -158,6 +159,27 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
             return
         parameters = [p for p in parameters if p.grad is not None]
         self._boundary.clip_value(inner_of(self._optimizers), parameters, clip_value)
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """As Accelerate's; of a parameter (``LocalSGD`` averages them) the newest values."""
+        self._finish_steps_of(tensor)
+        return super().reduce(tensor, *args, **kwargs)
+
+    def gather(self, tensor: Any) -> Any:
+        """As Accelerate's; of a parameter the newest values."""
+        self._finish_steps_of(tensor)
+        return super().gather(tensor)
+
+    def _finish_steps_of(self, tensor: Any) -> None:
+        """``p.data`` does not wait for what is still to be written to its memory."""
+        if self._boundary is None:
+            return
+        found: list[Tensor] = []
+        recursively_apply(found.append, tensor)
+        for inner in inner_of(self._optimizers):
+            stepper = stepper_of(inner.optimizer if isinstance(inner, AsyncOptimizer) else inner)
+            if stepper is not None:
+                stepper.synchronize_memory(found)
 
     def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """As Accelerate's; adds ``scaler/...`` values, of the last window, to what is logged."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -62,6 +63,9 @@ class Stepper(Protocol):
 
     def synchronize(self) -> None:
         """Finish what is in hand and publish it."""
+
+    def synchronize_memory(self, tensors: Iterable[Tensor]) -> None:
+        """The same, where any of ``tensors`` shares a parameter's memory."""
 
     def zero_taken(self, set_to_none: bool) -> None:
         """Zeros for the gradients that the last step took, unless they are to be None."""

@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -28,7 +29,8 @@ def no_leaks() -> Iterator[None]:
     threads = set(threading.enumerate())
     environment, interval = dict(os.environ), sys.getswitchinterval()
     yield
-    for _ in range(50):
+    end = time.monotonic() + 5
+    while time.monotonic() < end:
         left = [t for t in set(threading.enumerate()) - threads if "accel_scaler" in t.name]
         if not left:
             break

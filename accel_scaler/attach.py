@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, recursively_apply
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -158,6 +158,25 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
             return
         parameters = [p for p in parameters if p.grad is not None]
         self._boundary.clip_value(parameters, clip_value)
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """As Accelerate's; of a parameter (``LocalSGD`` averages them) the newest values."""
+        self._finish_steps_of(tensor)
+        return super().reduce(tensor, *args, **kwargs)
+
+    def gather(self, tensor: Any) -> Any:
+        """As Accelerate's; of a parameter the newest values."""
+        self._finish_steps_of(tensor)
+        return super().gather(tensor)
+
+    def _finish_steps_of(self, tensor: Any) -> None:
+        """``p.data`` does not wait for what is still to be written to its memory."""
+        if self._boundary is None:
+            return
+        found: list[Tensor] = []
+        recursively_apply(found.append, tensor)
+        for inner in inner_of(self._optimizers):
+            stepper_of(inner).synchronize_memory(found)
 
     def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """As Accelerate's; adds ``scaler/...`` values, of the last window, to what is logged."""

@@ -8,7 +8,7 @@ while the model keeps the parameters before; they are published at the next boun
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -256,6 +256,16 @@ class Engine(Flight, Stepper):
             self.unpublished = False
             torch.autograd.graph.increment_version(self.shadow.params)
             self._versions = [p._version for p in self.shadow.params]
+
+    def synchronize_memory(self, tensors: Iterable[Tensor]) -> None:
+        """:meth:`synchronize`, where any of ``tensors`` shares a parameter's memory."""
+        if self._task is None and not self.unpublished:
+            return
+        held = [local(t) for t in tensors]
+        asked = {t.untyped_storage().data_ptr() for t in held if t.layout is torch.strided}
+        mine = (slot.target.untyped_storage().data_ptr() for slot in self.shadow.slots)
+        if not asked.isdisjoint(mine):
+            self.synchronize()
 
     def load(self, state_dict: dict[str, Any], master: str) -> None:
         """After the optimizer has loaded ``state_dict``: where masters are, their state too.

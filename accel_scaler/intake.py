@@ -156,6 +156,8 @@ def _is_sent(slot: Slot, grad: Tensor | None) -> bool:
 
 
 def _is_part(grad: Tensor) -> bool:
+    if grad.layout is not torch.strided:  # DDP reduces each of these by itself, into its own memory
+        return False
     # A bucket of one parameter is as large as the gradient that views it.
     return grad._is_view() or grad.untyped_storage().nbytes() > grad.nbytes
 

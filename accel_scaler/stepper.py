@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -71,6 +72,9 @@ class Stepper(ABC):
 
     def synchronize(self) -> None:  # noqa: B027
         """Finish what is in hand and publish it."""
+
+    def synchronize_memory(self, tensors: Iterable[Tensor]) -> None:  # noqa: B027
+        """:meth:`synchronize`, where any of ``tensors`` shares a parameter's memory."""
 
     def zero_taken(self, set_to_none: bool) -> None:  # noqa: B027
         """Zeros for the gradients that the last step took, unless they are to be None."""

@@ -33,7 +33,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
-from accel_scaler import GradScaler, ScalerConfig, attach
+from accel_scaler import GradScaler, ScalerConfig, attach, detach
 
 SCALE = 2.0**16
 ELEMENTS = 100
@@ -209,8 +209,11 @@ def print_sizes(turns: int) -> None:
             )
 
 
-def long_run(variant: str, folder: Path) -> Callable[[int], None]:
-    """One window of a small model, forward to ``zero_grad``; its number is the argument."""
+def long_run(variant: str, folder: Path) -> tuple[Callable[[int], None], Callable[[], object]]:
+    """One window of a small model, forward to ``zero_grad``, whose argument is its number.
+
+    And what ends the run: the optimizer thread, the file.
+    """
     torch.manual_seed(0)
     inner = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
     model: Any = inner
@@ -228,7 +231,7 @@ def long_run(variant: str, folder: Path) -> Callable[[int], None]:
             scaler.update()
             optimizer.zero_grad()
 
-        return window
+        return window, lambda: None
     accelerator = fresh_accelerator(config_of(variant, folder, growth_interval=30))
     model, optimizer = accelerator.prepare(inner, optimizer)
 
@@ -239,7 +242,7 @@ def long_run(variant: str, folder: Path) -> Callable[[int], None]:
             optimizer.step()
             optimizer.zero_grad()
 
-    return attached_window
+    return attached_window, lambda: detach(accelerator)
 
 
 def print_long(variants: Sequence[str], windows: int) -> None:
@@ -250,7 +253,7 @@ def print_long(variants: Sequence[str], windows: int) -> None:
     )
     for variant in variants:
         with tempfile.TemporaryDirectory() as folder:
-            window, peer = long_run(variant, Path(folder)), long_run("stock", Path(folder))
+            (window, close), (peer, _) = (long_run(v, Path(folder)) for v in (variant, "stock"))
             medians, peers, memory = [], [], []
             for each in range(SLICES):
                 own: list[float] = []
@@ -264,7 +267,8 @@ def print_long(variants: Sequence[str], windows: int) -> None:
                 medians.append(statistics.median(own))
                 peers.append(statistics.median(stock))
                 memory.append(process.memory_info().rss / 1e6)
-            del window, peer, run
+            close()
+            del window, peer, run, close
             gc.collect()
         us = "".join(f"{value * 1e6:>7.0f}" for value in medians)
         mb = "".join(f"{value:>7.1f}" for value in memory)

@@ -293,6 +293,80 @@ def test_the_hook_needs_nothing_but_the_standard_library() -> None:
         assert all(name.split(".")[0] in sys.stdlib_module_names for name in names)
 
 
+OTHER_HOOK = """
+import sys
+
+class Other:
+    'Does what ours does: asks everybody for the spec, and follows the loader.'
+    changed = []
+
+    def find_spec(self, name, path=None, target=None):
+        if name not in NAMES:
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(name, path, target)
+            if spec is not None:
+                execute = spec.loader.exec_module
+                def exec_module(module):
+                    RESTORE
+                    execute(module)
+                    self.changed.append(name)
+                spec.loader.exec_module = exec_module
+                return spec
+
+class Guarded(Other):
+    'As importlib.util.find_spec is used by some: it takes itself out meanwhile.'
+    def find_spec(self, name, path=None, target=None):
+        place = sys.meta_path.index(self)
+        sys.meta_path.remove(self)
+        try:
+            return super().find_spec(name, path, target)
+        finally:
+            sys.meta_path.insert(place, self)
+"""
+
+
+@pytest.mark.parametrize("restore", ["del spec.loader.exec_module", "pass"])
+@pytest.mark.parametrize("kind", ["Other", "Guarded"])
+@pytest.mark.parametrize("place", ["in front", "behind"])
+def test_a_hook_beside_that_asks_everybody_too(
+    place: str, kind: str, restore: str, tmp_path: Path
+) -> None:
+    """Each changes the class, once, whoever is asked first."""
+    for name in ("accelerate", "transformers"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("")
+    (tmp_path / "accelerate" / "accelerator.py").write_text("class Accelerator: pass")
+    (tmp_path / "transformers" / "trainer.py").write_text("class Trainer: pass")
+    names = ("accelerate.accelerator", "transformers.trainer")
+    code = (
+        OTHER_HOOK.replace("NAMES", repr(names)).replace("RESTORE", restore)
+        + f"""
+import sitecustomize
+assert {STARTUP!r} == sitecustomize.HERE
+own = sys.meta_path.index(next(f for f in sys.meta_path if type(f) is sitecustomize.Finder))
+sys.meta_path.insert(own + {place == "behind"}, {kind}())
+import importlib.util
+seen = []
+change = sitecustomize.change
+def counted(module, name):
+    seen.append(name)
+    change(module, name)
+sitecustomize.change = counted
+assert importlib.util.find_spec(NAMES[0]).origin.startswith({str(tmp_path)!r})
+import accelerate.accelerator, transformers.trainer
+print(seen, Other.changed)
+""".replace("NAMES", repr(names))
+    )
+    path = os.pathsep.join([STARTUP, str(tmp_path)])
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
+        env=os.environ | {"PYTHONPATH": path},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip() == f"{list(names)} {list(names)}"
+
+
 # --- the environment ----------------------------------------------------------------------------
 
 

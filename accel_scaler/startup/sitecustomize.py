@@ -13,6 +13,7 @@ standard library. Not reached: ``python -I``, ``-E`` and ``-S``, which ignore PY
 
 from __future__ import annotations
 
+import _thread
 import os
 import sys
 from importlib.machinery import PathFinder
@@ -33,12 +34,27 @@ CLASSES = {
 class Finder:
     """Finds the modules of ``CLASSES`` where they are, and follows their execution."""
 
+    def __init__(self) -> None:
+        self._asking: set[tuple[int, str]] = set()
+        """Thread and module: another hook may ask everybody too, and so ask this one again."""
+
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name not in CLASSES:
+        key = _thread.get_ident(), name
+        if name not in CLASSES or key in self._asking:
             return None
-        for finder in sys.meta_path:
+        self._asking.add(key)
+        try:
+            return self._ask(name, path, target)
+        finally:
+            self._asking.discard(key)
+
+    def _ask(self, name: str, path: Any, target: Any) -> Any:
+        finders: list[Any] = list(sys.meta_path)
+        if self in finders:  # those in front have been asked, or are asking now
+            del finders[: finders.index(self) + 1]
+        for finder in finders:
             find = getattr(finder, "find_spec", None)
-            spec = None if finder is self or find is None else find(name, path, target)
+            spec = None if find is None else find(name, path, target)
             if spec is not None and spec.loader is not None:
                 follow(spec.loader, name)
                 return spec
@@ -46,11 +62,16 @@ class Finder:
 
 
 def follow(loader: Any, name: str) -> None:
-    """Let ``loader`` change the class once it has executed the module; it is itself afterwards."""
+    """Let ``loader`` change the class once it has executed the module; it is as before then."""
     execute = loader.exec_module
+    before = vars(loader).get("exec_module")
 
     def exec_module(module: Any) -> None:
-        del loader.exec_module
+        if vars(loader).get("exec_module") is exec_module:  # nobody follows it after us
+            if before is None:
+                del loader.exec_module
+            else:
+                loader.exec_module = before
         execute(module)
         change(module, name)
 

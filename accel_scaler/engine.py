@@ -18,7 +18,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 
-from .config import OrderError, StepError
+from .config import OrderError, StepError, UnsupportedError
 from .culprits import Culprits
 from .due import ATTRIBUTE, Due
 from .flight import Flight
@@ -67,7 +67,13 @@ class Engine(Flight):
         self.delay_warmup_steps = delay_warmup_steps
         self.culprits = culprits or Culprits(None)
         self.lane = Lane(device)
-        self.shadow = Shadow(optimizer, self.lane, offload=offload, masters=mode == "delayed")
+        self.shadow = Shadow(
+            optimizer,
+            self.lane,
+            offload=offload,
+            masters=mode == "delayed",
+            inline=mode == "sync" and not offload,
+        )
         self.steps = 0
         """Updates handed over since the start."""
         self._taken: list[Tensor] = []
@@ -159,9 +165,8 @@ class Engine(Flight):
             grads = [None if g is None else local(g) for g in found]
         if shadow.has_masters:
             self.intake.forbid_sparse(grads, self._names)
+        stays = shadow.prepare(grads, submitted=fn is not None)
         shadow.forget_loaded()
-        shadow.link_state(grads)
-        shadow.freeze_settings()
         stale = self.mode == "delayed" and self.steps >= self.delay_warmup_steps
         publish_first = self.unpublished
         parts = len(shadow.parts)
@@ -176,7 +181,7 @@ class Engine(Flight):
         work = partial(self._work, grads, copies, due, ready, publish_first, stale, fn)
         self._lead = parts * publish_first
         task = Task(work, count + self._lead)
-        inline = self.mode == "sync" and not self.offload and fn is None
+        inline = fn is None and (stays or (self.mode == "sync" and not self.offload))
         if self.mode != "sync":
             self._taken = shadow.params
             if any(grad is None for grad in found):
@@ -241,13 +246,18 @@ class Engine(Flight):
         """
         shadow = self.shadow
         if shadow.masters or self.low_precision:
-            masters = {k: v.get(master) for k, v in state_dict["state"].items()}
+            entries = {k: v for k, v in state_dict["state"].items() if isinstance(v, dict)}
+            masters = {k: v.get(master) for k, v in entries.items()}
             rest = {
-                k: {name: t for name, t in v.items() if name != master}
-                for k, v in state_dict["state"].items()
+                **state_dict["state"],
+                **{k: {n: t for n, t in v.items() if n != master} for k, v in entries.items()},
             }
             shadow.load_state({**state_dict, "state": rest}, masters)
-        counts = [entry["step"] for entry in state_dict["state"].values() if "step" in entry]
+        counts = [
+            entry["step"]
+            for entry in state_dict["state"].values()
+            if isinstance(entry, dict) and "step" in entry
+        ]
         if counts:  # a warm-up goes on where it was
             self.steps = int(max(map(float, counts)))
         self.refresh()
@@ -358,7 +368,8 @@ class Engine(Flight):
                     part.slots, self._bring(part, grads[mine], copies[mine], None), strict=True
                 ):
                     slot.twin.grad = grad
-            fn()
+            with self.shadow.surroundings.around():
+                fn()
         finally:
             for slot in slots:
                 slot.twin.grad = None
@@ -374,11 +385,21 @@ class Engine(Flight):
                 p.grad = torch.zeros_like(p)
 
     def _run_hooks(self, when: str) -> None:
-        """The optimizer's own and the global step hooks, on the training thread."""
-        everywhere = getattr(optimizer_module, f"_global_optimizer_{when}_hooks", {})
-        own = getattr(self.optimizer, f"_optimizer_step_{when}_hooks", {})
-        for hook in [*everywhere.values(), *own.values()]:
-            hook(self.optimizer, (), {})
+        """The optimizer's own and the global step hooks, on the training thread, as torch does.
+
+        Raises:
+            UnsupportedError: one of them changes the arguments of a step that has none.
+        """
+        everywhere = getattr(optimizer_module, f"_global_optimizer_{when}_hooks", {}).values()
+        own = getattr(self.optimizer, f"_optimizer_step_{when}_hooks", {}).values()
+        arguments: Any = (self.optimizer,), {}
+        for hook in [*everywhere, *own] if when == "pre" else [*own, *everywhere]:
+            result = hook(self.optimizer, *arguments)
+            if when == "pre" and result is not None and result != arguments:
+                raise UnsupportedError(
+                    f"a step pre-hook of {type(self.optimizer).__name__} returned {result!r}, new "
+                    "arguments for step(), which is called without any here. Return None."
+                )
 
     def know(self, model: Module) -> None:
         """Take parameters' names for error messages."""

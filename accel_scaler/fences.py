@@ -70,12 +70,14 @@ class Fences:
         if not (engine.shadow.masters or engine.low_precision):
             return
         saved = optimizer.state_dict()
-        state = {
-            index: {key: value for key, value in entry.items() if key != MASTER}
-            for index, entry in saved["state"].items()
-        }
+        state: dict[Any, Any] = {}
+        for index, entry in saved["state"].items():
+            if isinstance(entry, dict):
+                entry = {key: value for key, value in entry.items() if key != MASTER}
+            if entry or not isinstance(index, int):
+                state[index] = entry
         self._remove()
-        optimizer.load_state_dict({**saved, "state": {k: v for k, v in state.items() if v}})
+        optimizer.load_state_dict({**saved, "state": state})
 
     def _remove(self) -> None:
         for handle in self._handles:

@@ -48,6 +48,8 @@ ORDER = [
     "pending",
     "transfer",
     "slots",
+    "attributes",
+    "surroundings",
     "steppable",
     "small",
     "shadow",

@@ -25,7 +25,7 @@ from .autocast import add_autocast, remove_autocast
 from .boundary import Boundary
 from .checkpoints import loading, saving
 from .config import ConfigError, OrderError, ScalerConfig, StepError, UnsupportedError
-from .prepared import ScaledOptimizer, adopt, become, forbid_unsuitable, inner_of
+from .prepared import ScaledOptimizer, adopt, become, forbid_sharing, forbid_unsuitable, inner_of
 from .recording import make_recorder
 from .takeover import facts_of, forbid_other_scalers, make_scaler
 from .telemetry import History
@@ -345,6 +345,7 @@ def _set_up(accelerator: ScaledAccelerator, config: ScalerConfig | None) -> bool
     scaler = make_scaler(accelerator, config, stock)
     for optimizer in accelerator._optimizers:
         forbid_unsuitable(optimizer, config)
+    forbid_sharing(accelerator._optimizers, config)
     boundary = Boundary(
         scaler,
         accelerator.device,

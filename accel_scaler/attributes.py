@@ -250,10 +250,8 @@ class _Space:
 
     def __init__(self, live: dict[str, Any], twin: dict[str, Any], but: Container[str]) -> None:
         self.live, self.twin, self.but = live, twin, but
-        self.own: dict[str, Any] = {}
-        """The user's values."""
         self.before: dict[str, Any] = {}
-        """Copies of them that the step does not have."""
+        """Other copies, which the step does not have."""
 
 
 class Settings:
@@ -271,38 +269,42 @@ class Settings:
             del twin[key]
         for key, value in live.items():
             if key not in but:
-                space.own[key] = value
                 twin[key] = _copy(value, self._given)
                 space.before[key] = _copy(value, self._before)
         self._spaces.append(space)
 
     def collect(self) -> None:
-        """Give the user what the step has changed, except where he has changed it meanwhile."""
+        """Give the user what the step has changed, except where they have changed it meanwhile."""
         back = {id(given): own for own, given in self._given.values()}
         spaces, self._spaces = self._spaces, []
-        # All are looked at before the first is written: two names may mean one value.
-        changed = [
-            (space, key)
-            for space in spaces
-            for key in dict.fromkeys((*space.own, *space.twin))
-            if key not in space.but
-            and not _same(space.twin.get(key, _MISSING), space.before.get(key, _MISSING))
-            and self._is_as_it_was(space, key)
-        ]
-        seen: set[int] = set()
-        for space, key in changed:
-            if key in space.twin:
-                space.live[key] = _give_back(space.twin[key], back, seen)
-            else:
-                del space.live[key]
+        for space in spaces:
+            keys = [
+                key for key in dict.fromkeys((*space.before, *space.twin)) if key not in space.but
+            ]
+            _merge(space.live, space.twin, space.before, keys, back)
         self._given, self._before = {}, {}
 
-    @staticmethod
-    def _is_as_it_was(space: _Space, key: str) -> bool:
-        now = space.live.get(key, _MISSING)
-        if now is not space.own.get(key, _MISSING):
-            return False
-        return now is _MISSING or _same(now, space.before[key])
+
+def _merge(live: Any, twin: Any, before: Any, keys: Iterable[Any], back: dict[int, Any]) -> None:
+    """For each of ``keys`` write to ``live`` what differs in ``twin`` only."""
+    for key in keys:
+        mine, made, old = _get(live, key), _get(twin, key), _get(before, key)
+        if _same(made, old):
+            continue
+        if _same(mine, old):
+            if made is _MISSING:
+                del live[key]
+            else:
+                live[key] = _give_back(made, back, set())
+        elif type(mine) is type(made) is type(old) and back.get(id(made)) is mine:
+            if isinstance(mine, dict):
+                _merge(mine, made, old, list(dict.fromkeys((*old, *made))), back)
+            elif isinstance(mine, list) and len(mine) == len(made) == len(old):
+                _merge(mine, made, old, range(len(mine)), back)
+
+
+def _get(container: Any, key: Any) -> Any:
+    return container.get(key, _MISSING) if isinstance(container, dict) else container[key]
 
 
 def _give_back(value: Any, back: dict[int, Any], seen: set[int]) -> Any:

@@ -7,9 +7,12 @@ while the model keeps the parameters before; they are published at the next boun
 
 from __future__ import annotations
 
+import gc
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -31,7 +34,10 @@ from .slots import local
 from .transfer import Lane
 from .worker import Task, Worker
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "refuse_sharing"]
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+"""Those that step an optimizer."""
 
 
 class Engine(Flight):
@@ -63,6 +69,7 @@ class Engine(Flight):
                 "accelerator already; close() or detach() that one first."
             )
         super().__init__()
+        refuse_sharing([(optimizer, mode)])
         self.optimizer, self.mode, self.offload, self.worker = optimizer, mode, offload, worker
         self.delay_warmup_steps = delay_warmup_steps
         self.culprits = culprits or Culprits(None)
@@ -77,9 +84,13 @@ class Engine(Flight):
         self.steps = 0
         """Updates handed over since the start."""
         self._taken: list[Tensor] = []
+        self._shared: frozenset[int] = frozenset()
+        """``id`` of parameters that another optimizer steps too: it needs their gradients."""
         ref = weakref.ref(self)
         self.intake = Intake(self.lane, offload, lambda: (e := ref()) is not None and e.is_idle)
         optimizer.__dict__[ATTRIBUTE] = self
+        _engines.add(self)
+        _find_shared()
 
     @property
     def low_precision(self) -> bool:
@@ -95,7 +106,10 @@ class Engine(Flight):
         if any_pending():
             settle_pending(parameters_of(self.optimizer))  # of another optimizer's step
         before, slots = self.shadow.params, self.shadow.slots
-        if self.shadow.follow():
+        if not self.shadow.is_current():
+            refuse_sharing([(self.optimizer, self.mode)])
+            self.shadow.follow()
+            _find_shared()
             self._learning = self.mode != "sync" and self.shadow.splittable
             self._follow_order(before)
             self.intake.watch(self.shadow.ordered)
@@ -154,6 +168,9 @@ class Engine(Flight):
 
     def _finish_for_boundary(self) -> None:
         self.finish("optimizer.step")
+        if self._shared:
+            for other in [e for e in _engines if e is not self and e._shared & self._shared]:
+                other.finish("optimizer.step")
         self.refresh()
 
     def _hand_over(
@@ -175,6 +192,11 @@ class Engine(Flight):
             due = _on_host(due)
         if self.mode != "sync":
             grads = self.intake.own(grads)
+            if self._shared:
+                grads = [
+                    g.clone() if g is not None and id(p) in self._shared else g
+                    for p, g in zip(shadow.params, grads, strict=True)
+                ]
         untouched = due.multiply is not None or due.divide is not None
         grads, copies = self.intake.copy_down(grads, untouched)
         ready = self.lane.mark(home=True)
@@ -184,9 +206,11 @@ class Engine(Flight):
         inline = fn is None and (stays or (self.mode == "sync" and not self.offload))
         if self.mode != "sync":
             self._taken = shadow.params
-            if any(grad is None for grad in found):
+            if self._shared or any(grad is None for grad in found):
                 self._taken = [
-                    p for p, g in zip(shadow.params, found, strict=True) if g is not None
+                    p
+                    for p, g in zip(shadow.params, found, strict=True)
+                    if g is not None and id(p) not in self._shared
                 ]
             for p in self._taken:
                 p.grad = None
@@ -270,6 +294,8 @@ class Engine(Flight):
             self._release()
             self.intake.close()
             self.optimizer.__dict__.pop(ATTRIBUTE, None)
+            _engines.discard(self)
+            _find_shared()
             state = self.optimizer.state
             for p in [p for p, entry in state.items() if isinstance(p, Tensor) and not entry]:
                 del state[p]
@@ -404,6 +430,54 @@ class Engine(Flight):
     def know(self, model: Module) -> None:
         """Take parameters' names for error messages."""
         self.culprits.know(model)
+
+
+def _find_shared() -> None:
+    """Tell every engine which of its parameters others step, too."""
+    for attempt in (1, 2):
+        engines = list(_engines)
+        held = [set(map(id, parameters_of(engine.optimizer))) for engine in engines]
+        counts = Counter(chain.from_iterable(held))
+        for engine, own in zip(engines, held, strict=True):
+            engine._shared = frozenset(i for i in own if counts[i] > 1)
+        if attempt == 2 or not any(engine._shared for engine in engines):
+            return
+        del engine, engines
+        gc.collect()  # an optimizer that nobody has any more steps nothing
+
+
+def refuse_sharing(wanted: Sequence[tuple[Optimizer, str]]) -> None:
+    """Raise ``UnsupportedError`` where two optimizers would have a master each for a parameter.
+
+    Args:
+        wanted: optimizers to be stepped, and the mode of each; those that are already count too.
+    """
+    said = _sharing(wanted)
+    if said is not None:
+        gc.collect()  # as above
+        said = _sharing(wanted)
+    if said is not None:
+        raise UnsupportedError(said)
+
+
+def _sharing(wanted: Sequence[tuple[Optimizer, str]]) -> str | None:
+    asked = {id(optimizer) for optimizer, _ in wanted}
+    present = [(e.optimizer, e.mode) for e in list(_engines) if id(e.optimizer) not in asked]
+    for place, (one, mode) in enumerate(wanted):
+        own = set(map(id, parameters_of(one)))
+        for other, its_mode in [*present, *wanted[:place]]:
+            common = [p for p in parameters_of(other) if id(p) in own and p.requires_grad]
+            rounded = any(p.dtype is torch.float16 for p in common)
+            if common and (rounded or "delayed" in (mode, its_mode)):
+                why = "the parameters are float16" if rounded else "step_mode='delayed'"
+                return (
+                    f"{type(one).__name__} shares {len(common)} parameters with a "
+                    f"{type(other).__name__} that is stepped as well. Each would step float32 "
+                    f"masters of its own ({why}) and not see the other's update. Use step_mode="
+                    "'overlap' or 'sync' with float32 parameters, close() or detach() the other "
+                    "one first, or put the parameters in one optimizer."
+                )
+    return None
 
 
 def _on_host(due: Due) -> Due:

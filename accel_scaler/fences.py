@@ -154,7 +154,7 @@ class Fences:
             if model in self._models or model in self._others:
                 continue
             mine = {id(slot.param) for slot in self._slots}
-            if mine.isdisjoint(map(id, model.parameters())):
+            if mine.isdisjoint(map(id, Module.parameters(model))):
                 self._others.add(model)
                 continue
             self._models.add(model)
@@ -165,7 +165,7 @@ class Fences:
     def _watch(self, model: Module, engine: Engine, mine: set[int]) -> None:
         module: Any
         for module in model.modules():
-            if any(id(p) in mine for p in module.parameters(recurse=False)):
+            if any(id(p) in mine for p in Module.parameters(module, recurse=False)):
                 self._handles += [
                     module.register_state_dict_pre_hook(self._synchronize),
                     module.register_load_state_dict_pre_hook(self._synchronize),
@@ -209,7 +209,7 @@ class Fences:
     def _before_owner(self, module: Module, _: Any) -> None:
         engine = self._engine()
         if engine is not None:
-            engine.settle(module.parameters(recurse=False))
+            engine.settle(Module.parameters(module, recurse=False))
 
     def _before_forward(self, module: Module, _: Any) -> None:
         engine = self._engine()
@@ -286,7 +286,7 @@ def _is_transformed() -> bool:
 
 def _own_parameters(module: Module) -> Iterator[Tensor]:
     """The parameters that FSDP2 gathers together with this module."""
-    yield from module.parameters(recurse=False)
+    yield from Module.parameters(module, recurse=False)
     for child in module.children():
         if not _is_fsdp2(child):
             yield from _own_parameters(child)

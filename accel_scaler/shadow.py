@@ -136,13 +136,21 @@ class Shadow:
         self._values: list[Any] = []
         """What the entries held when they were last brought to where they are stepped."""
 
+    def is_current(self) -> bool:
+        """Whether there is nothing for :meth:`follow` to do."""
+        params = parameters_of(self.optimizer)
+        return (
+            self.twin is not None
+            and len(params) == len(self._known)
+            and all(map(is_, params, self._known))
+            and _places(params, self._may_need_masters) == self._places
+        )
+
     def follow(self) -> bool:
         """Take over new groups and moved or resized parameters; True if there were any."""
-        params = parameters_of(self.optimizer)
-        same = len(params) == len(self._known) and all(map(is_, params, self._known))
-        places = _places(params, self._may_need_masters)
-        if same and places == self._places and self.twin is not None:
+        if self.is_current():
             return False
+        params = parameters_of(self.optimizer)
         self._refuse_unsteppable()
         refuse_unshardable(self.optimizer)
         slots = make_slots(
@@ -288,8 +296,7 @@ class Shadow:
         for group, own in groups:
             given.give(group, own, ("params",))
         for slot in self.slots:
-            if slot.param.__dict__ or slot.twin.__dict__:
-                given.give(slot.param.__dict__, slot.twin.__dict__)
+            given.give(slot.param.__dict__, slot.twin.__dict__)
 
     def collect_settings(self) -> None:
         """Give the optimizer what its own step has changed, in its groups and elsewhere."""

@@ -135,12 +135,16 @@ class _Look:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._seen: set[int] = set()
+        self._open: set[int] = set()
+        """Containers that are being looked through."""
         self._memory: dict[int, int] = {}
         """Storage -> ``id`` of the attribute that has it; 0: a parameter or its state."""
         self._is_ready = False
 
     def at(self, value: Any) -> str | None:
         """What is wrong with ``value``, to follow its name; None: it can be copied."""
+        if id(value) in self._open:
+            return "contains itself"
         if isinstance(value, _VALUES) or id(value) in self._seen:
             return None
         self._seen.add(id(value))
@@ -152,9 +156,11 @@ class _Look:
                 return "finds a tensor by its identity, which a copy has not"
             factory = getattr(value, "default_factory", None)
             items = [*value.values(), *value] if isinstance(value, dict) else value
+            self._open.add(id(value))
             for item in (factory, *items):
                 if (what := self.at(item)) is not None:
                     return what
+            self._open.discard(id(value))
             return None
         if self._is_code(value):
             return None

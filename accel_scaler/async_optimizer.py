@@ -275,6 +275,32 @@ class AsyncOptimizer(Optimizer):
         """As torch's; the parameters take part from the next step on."""
         self.optimizer.add_param_group(param_group)
 
+    # torch keeps hooks on the instance, in what Optimizer.__init__ makes; here the wrapped one's.
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        """On the wrapped optimizer, which the hook is given; runs on the training thread."""
+        return self.optimizer.register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        """On the wrapped optimizer; runs when the step is handed over, on the training thread."""
+        return self.optimizer.register_step_post_hook(hook)
+
+    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """On the wrapped optimizer."""
+        return self.optimizer.register_state_dict_pre_hook(hook, prepend)
+
+    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """On the wrapped optimizer."""
+        return self.optimizer.register_state_dict_post_hook(hook, prepend)
+
+    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """On the wrapped optimizer."""
+        return self.optimizer.register_load_state_dict_pre_hook(hook, prepend)
+
+    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """On the wrapped optimizer."""
+        return self.optimizer.register_load_state_dict_post_hook(hook, prepend)
+
     def train(self) -> None:
         """For optimizers that have two sets of weights (schedule-free); after a fence."""
         self._switch("train")

@@ -25,7 +25,7 @@ from .autocast import add_autocast, remove_autocast
 from .boundary import Boundary
 from .checkpoints import loading, saving
 from .config import ConfigError, OrderError, ScalerConfig, StepError, UnsupportedError
-from .prepared import ScaledOptimizer, adopt, become, forbid_unsuitable, inner_of
+from .prepared import ScaledOptimizer, adopt, become, forbid_sharing, forbid_unsuitable, inner_of
 from .recording import make_recorder
 from .stepper import stepper_of
 from .takeover import facts_of, forbid_other_scalers, make_scaler
@@ -368,6 +368,7 @@ def _set_up(accelerator: ScaledAccelerator, config: ScalerConfig | None) -> bool
     scaler.sharded = config.sharded or accelerator.distributed_type == DistributedType.FSDP
     for optimizer in accelerator._optimizers:
         forbid_unsuitable(optimizer, config)
+    forbid_sharing(accelerator._optimizers, config)
     boundary = Boundary(
         scaler,
         accelerator.device,

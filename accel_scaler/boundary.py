@@ -302,6 +302,7 @@ class Boundary:
                 record.due = Due(divide=scale / coefficient)
             else:
                 stepper.multiply(product)
+                record.unscaled = True
             self._hand_out(owner, record)
         return norms.total
 
@@ -404,7 +405,7 @@ class Boundary:
         done = set(window.strays)
         for other in self.scaler.managed:
             record = window.known(other) if other not in optimizers else None
-            if record is not None and record.stage is not OptState.READY and not record.due:
+            if record is not None and record.unscaled:
                 done.update(map(id, parameters_of(other)))
         if not done:
             return []
@@ -464,7 +465,7 @@ class Boundary:
             stepper.multiply(record.due.multiply)
         elif record.due.divide is not None:
             torch._foreach_div_(gradients_of(parameters_of(optimizer)), record.due.divide)
-        record.due, record.handed_out = Due(), None
+        record.due, record.handed_out, record.unscaled = Due(), None, True
 
     def _hand_out(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
         """The caller is about to have the gradients back."""

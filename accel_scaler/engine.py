@@ -7,9 +7,12 @@ while the model keeps the parameters before; they are published at the next boun
 
 from __future__ import annotations
 
+import gc
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 
 from .agreement import reduce_partial_gradients
-from .config import OrderError, StepError
+from .config import OrderError, StepError, UnsupportedError
 from .culprits import Culprits
 from .due import Due
 from .flight import Flight
@@ -33,7 +36,10 @@ from .stepper import Stepper, async_stepper_of, register, unregister
 from .transfer import Lane
 from .worker import Task, Worker
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "refuse_sharing"]
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+"""Those that step an optimizer."""
 
 
 class Engine(Flight, Stepper):
@@ -65,19 +71,30 @@ class Engine(Flight, Stepper):
                 "accelerator already; close() or detach() that one first."
             )
         super().__init__()
+        refuse_sharing([(optimizer, mode)])
         self.optimizer, self.mode, self.offload, self.worker = optimizer, mode, offload, worker
         self.delay_warmup_steps = delay_warmup_steps
         self.culprits = culprits or Culprits(None)
         self.lane = Lane(device)
-        self.shadow = Shadow(optimizer, self.lane, offload=offload, masters=mode == "delayed")
+        self.shadow = Shadow(
+            optimizer,
+            self.lane,
+            offload=offload,
+            masters=mode == "delayed",
+            inline=mode == "sync" and not offload,
+        )
         self.steps = 0
         """Updates handed over since the start."""
         self.was_skipped = False
         """The last boundary was one without an update."""
         self._taken: list[Tensor] = []
+        self._shared: frozenset[int] = frozenset()
+        """``id`` of parameters that another optimizer steps too: it needs their gradients."""
         ref = weakref.ref(self)
         self.intake = Intake(self.lane, offload, lambda: (e := ref()) is not None and e.is_idle)
         register(self)
+        _engines.add(self)
+        _find_shared()
 
     @property
     def keeps_scaled(self) -> bool:
@@ -109,7 +126,10 @@ class Engine(Flight, Stepper):
         if any_pending():
             settle_pending(parameters_of(self.optimizer))  # of another optimizer's step
         before, slots = self.shadow.params, self.shadow.slots
-        if self.shadow.follow():
+        if not self.shadow.is_current():
+            refuse_sharing([(self.optimizer, self.mode)])
+            self.shadow.follow()
+            _find_shared()
             self._learning = self.mode != "sync" and self.shadow.splittable
             self._follow_order(before)
             self.intake.watch(self.shadow.ordered)
@@ -172,6 +192,9 @@ class Engine(Flight, Stepper):
 
     def _finish_for_boundary(self) -> None:
         self.finish("optimizer.step")
+        if self._shared:
+            for other in [e for e in _engines if e is not self and e._shared & self._shared]:
+                other.finish("optimizer.step")
         self.refresh()
 
     def _hand_over(
@@ -183,9 +206,8 @@ class Engine(Flight, Stepper):
             grads = [None if g is None else local(g) for g in found]
         if shadow.has_masters:
             self.intake.forbid_sparse(grads, self._names)
+        stays = shadow.prepare(grads, submitted=fn is not None)
         shadow.forget_loaded()
-        shadow.link_state(grads)
-        shadow.freeze_settings()
         stale = self.mode == "delayed" and self.steps >= self.delay_warmup_steps
         publish_first = self.unpublished
         parts = len(shadow.parts)
@@ -194,17 +216,24 @@ class Engine(Flight, Stepper):
             due = _on_host(due)
         if self.mode != "sync":
             grads = self.intake.own(grads)
+            if self._shared:
+                grads = [
+                    g.clone() if g is not None and id(p) in self._shared else g
+                    for p, g in zip(shadow.params, grads, strict=True)
+                ]
         grads, copies = self.intake.copy_down(grads)
         ready = self.lane.mark(home=True)
         work = partial(self._work, grads, copies, due, ready, publish_first, stale, fn)
         self._lead = parts * publish_first
         task = Task(work, count + self._lead)
-        inline = self.mode == "sync" and not self.offload and fn is None
+        inline = fn is None and (stays or (self.mode == "sync" and not self.offload))
         if self.mode != "sync":
             self._taken = shadow.params
-            if any(grad is None for grad in found):
+            if self._shared or any(grad is None for grad in found):
                 self._taken = [
-                    p for p, g in zip(shadow.params, found, strict=True) if g is not None
+                    p
+                    for p, g in zip(shadow.params, found, strict=True)
+                    if g is not None and id(p) not in self._shared
                 ]
             for p in self._taken:
                 p.grad = None
@@ -274,13 +303,18 @@ class Engine(Flight, Stepper):
         """
         shadow = self.shadow
         if shadow.masters or self.keeps_scaled:
-            masters = {k: v.get(master) for k, v in state_dict["state"].items()}
+            entries = {k: v for k, v in state_dict["state"].items() if isinstance(v, dict)}
+            masters = {k: v.get(master) for k, v in entries.items()}
             rest = {
-                k: {name: t for name, t in v.items() if name != master}
-                for k, v in state_dict["state"].items()
+                **state_dict["state"],
+                **{k: {n: t for n, t in v.items() if n != master} for k, v in entries.items()},
             }
             shadow.load_state({**state_dict, "state": rest}, masters)
-        counts = [entry["step"] for entry in state_dict["state"].values() if "step" in entry]
+        counts = [
+            entry["step"]
+            for entry in state_dict["state"].values()
+            if isinstance(entry, dict) and "step" in entry
+        ]
         if counts:  # a warm-up goes on where it was
             self.steps = int(max(map(float, counts)))
         self.refresh()
@@ -293,6 +327,8 @@ class Engine(Flight, Stepper):
             self._release()
             self.intake.close()
             unregister(self.optimizer)
+            _engines.discard(self)
+            _find_shared()
             state = self.optimizer.state
             for p in [p for p, entry in state.items() if isinstance(p, Tensor) and not entry]:
                 del state[p]
@@ -395,7 +431,8 @@ class Engine(Flight, Stepper):
                     part.slots, self._bring(part, grads[mine], copies[mine], None), strict=True
                 ):
                     slot.twin.grad = grad
-            fn()
+            with self.shadow.surroundings.around():
+                fn()
         finally:
             for slot in slots:
                 slot.twin.grad = None
@@ -411,15 +448,73 @@ class Engine(Flight, Stepper):
                 p.grad = torch.zeros_like(p)
 
     def _run_hooks(self, when: str) -> None:
-        """The optimizer's own and the global step hooks, on the training thread."""
-        everywhere = getattr(optimizer_module, f"_global_optimizer_{when}_hooks", {})
-        own = getattr(self.optimizer, f"_optimizer_step_{when}_hooks", {})
-        for hook in [*everywhere.values(), *own.values()]:
-            hook(self.optimizer, (), {})
+        """The optimizer's own and the global step hooks, on the training thread, as torch does.
+
+        Raises:
+            UnsupportedError: one of them changes the arguments of a step that has none.
+        """
+        everywhere = getattr(optimizer_module, f"_global_optimizer_{when}_hooks", {}).values()
+        own = getattr(self.optimizer, f"_optimizer_step_{when}_hooks", {}).values()
+        arguments: Any = (self.optimizer,), {}
+        for hook in [*everywhere, *own] if when == "pre" else [*own, *everywhere]:
+            result = hook(self.optimizer, *arguments)
+            if when == "pre" and result is not None and result != arguments:
+                raise UnsupportedError(
+                    f"a step pre-hook of {type(self.optimizer).__name__} returned {result!r}, new "
+                    "arguments for step(), which is called without any here. Return None."
+                )
 
     def know(self, model: Module) -> None:
         """Take parameters' names for error messages."""
         self.culprits.know(model)
+
+
+def _find_shared() -> None:
+    """Tell every engine which of its parameters others step, too."""
+    for attempt in (1, 2):
+        engines = list(_engines)
+        held = [set(map(id, parameters_of(engine.optimizer))) for engine in engines]
+        counts = Counter(chain.from_iterable(held))
+        for engine, own in zip(engines, held, strict=True):
+            engine._shared = frozenset(i for i in own if counts[i] > 1)
+        if attempt == 2 or not any(engine._shared for engine in engines):
+            return
+        del engine, engines
+        gc.collect()  # an optimizer that nobody has any more steps nothing
+
+
+def refuse_sharing(wanted: Sequence[tuple[Optimizer, str]]) -> None:
+    """Raise ``UnsupportedError`` where two optimizers would have a master each for a parameter.
+
+    Args:
+        wanted: optimizers to be stepped, and the mode of each; those that are already count too.
+    """
+    said = _sharing(wanted)
+    if said is not None:
+        gc.collect()  # as above
+        said = _sharing(wanted)
+    if said is not None:
+        raise UnsupportedError(said)
+
+
+def _sharing(wanted: Sequence[tuple[Optimizer, str]]) -> str | None:
+    asked = {id(optimizer) for optimizer, _ in wanted}
+    present = [(e.optimizer, e.mode) for e in list(_engines) if id(e.optimizer) not in asked]
+    for place, (one, mode) in enumerate(wanted):
+        own = set(map(id, parameters_of(one)))
+        for other, its_mode in [*present, *wanted[:place]]:
+            common = [p for p in parameters_of(other) if id(p) in own and p.requires_grad]
+            rounded = any(p.dtype is torch.float16 for p in common)
+            if common and (rounded or "delayed" in (mode, its_mode)):
+                why = "the parameters are float16" if rounded else "step_mode='delayed'"
+                return (
+                    f"{type(one).__name__} shares {len(common)} parameters with a "
+                    f"{type(other).__name__} that is stepped as well. Each would step float32 "
+                    f"masters of its own ({why}) and not see the other's update. Use step_mode="
+                    "'overlap' or 'sync' with float32 parameters, close() or detach() the other "
+                    "one first, or put the parameters in one optimizer."
+                )
+    return None
 
 
 def _on_host(due: Due) -> Due:

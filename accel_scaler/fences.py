@@ -70,12 +70,14 @@ class Fences:
         if not (engine.shadow.masters or engine.keeps_scaled):
             return
         saved = optimizer.state_dict()
-        state = {
-            index: {key: value for key, value in entry.items() if key != MASTER}
-            for index, entry in saved["state"].items()
-        }
+        state: dict[Any, Any] = {}
+        for index, entry in saved["state"].items():
+            if isinstance(entry, dict):
+                entry = {key: value for key, value in entry.items() if key != MASTER}
+            if entry or not isinstance(index, int):
+                state[index] = entry
         self._remove()
-        optimizer.load_state_dict({**saved, "state": {k: v for k, v in state.items() if v}})
+        optimizer.load_state_dict({**saved, "state": state})
 
     def _remove(self) -> None:
         for handle in self._handles:
@@ -152,7 +154,7 @@ class Fences:
             if model in self._models or model in self._others:
                 continue
             mine = {id(slot.param) for slot in self._slots}
-            if mine.isdisjoint(map(id, model.parameters())):
+            if mine.isdisjoint(map(id, Module.parameters(model))):
                 self._others.add(model)
                 continue
             self._models.add(model)
@@ -163,7 +165,7 @@ class Fences:
     def _watch(self, model: Module, engine: Engine, mine: set[int]) -> None:
         module: Any
         for module in model.modules():
-            if any(id(p) in mine for p in module.parameters(recurse=False)):
+            if any(id(p) in mine for p in Module.parameters(module, recurse=False)):
                 self._handles += [
                     module.register_state_dict_pre_hook(self._synchronize),
                     module.register_load_state_dict_pre_hook(self._synchronize),
@@ -207,7 +209,7 @@ class Fences:
     def _before_owner(self, module: Module, _: Any) -> None:
         engine = self._engine()
         if engine is not None:
-            engine.settle(module.parameters(recurse=False))
+            engine.settle(Module.parameters(module, recurse=False))
 
     def _before_forward(self, module: Module, _: Any) -> None:
         engine = self._engine()
@@ -284,7 +286,7 @@ def _is_transformed() -> bool:
 
 def _own_parameters(module: Module) -> Iterator[Tensor]:
     """The parameters that FSDP2 gathers together with this module."""
-    yield from module.parameters(recurse=False)
+    yield from Module.parameters(module, recurse=False)
     for child in module.children():
         if not _is_fsdp2(child):
             yield from _own_parameters(child)

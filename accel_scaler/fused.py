@@ -119,11 +119,21 @@ class AdamGroup:
             and bool(group["amsgrad"]) == self.amsgrad
             and len(self.params) == len(self.known)
             and all(map(is_, self.params, self.known))
-            and all(
+            and self._has_same_state()
+        )
+
+    def still_fits(self, group: dict[str, Any]) -> bool:
+        """Whether the settings still ask for the kernel, and nobody has exchanged any state."""
+        return is_plain(group) and bool(group["amsgrad"]) == self.amsgrad and self._has_same_state()
+
+    def _has_same_state(self) -> bool:
+        try:
+            return all(
                 all(map(is_, map(itemgetter(key), self.states), tensors))
                 for key, tensors in self.lists.items()
             )
-        )
+        except KeyError:
+            return False
 
 
 class FusedAdam:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from functools import wraps
 from typing import Any, cast
 
@@ -13,13 +14,21 @@ from torch.optim import Optimizer
 from .async_optimizer import make_engine
 from .boundary import Boundary
 from .config import ScalerConfig, UnsupportedError
+from .engine import refuse_sharing
 from .fences import Fences
 from .shadow import refuse_unsteppable
 from .stepper import async_stepper_of, stepper_of
 from .takeover import has_fp16
 from .windows import stepped
 
-__all__ = ["ScaledOptimizer", "adopt", "become", "forbid_unsuitable", "inner_of"]
+__all__ = [
+    "ScaledOptimizer",
+    "adopt",
+    "become",
+    "forbid_sharing",
+    "forbid_unsuitable",
+    "inner_of",
+]
 
 
 class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
@@ -94,6 +103,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 def adopt(accelerator: Any, optimizer: Any) -> None:
     """Make a prepared optimizer step through the accelerator's boundary."""
     forbid_unsuitable(optimizer, accelerator._scaler_config)
+    forbid_sharing([optimizer], accelerator._scaler_config)
     boundary: Boundary = accelerator._boundary
     fences = _give_engine(accelerator, optimizer)
     become(optimizer, ScaledOptimizer)
@@ -157,7 +167,18 @@ def forbid_unsuitable(optimizer: Any, config: ScalerConfig) -> None:
         )
     inner = inner_of(optimizer)[0]
     if _needs_engine(inner, config):
-        refuse_unsteppable(inner)
+        offload = config.offload != "none"
+        refuse_unsteppable(
+            inner,
+            masters=offload or config.step_mode == "delayed" or has_fp16(inner),
+            inline=config.step_mode == "sync" and not offload,
+        )
+
+
+def forbid_sharing(optimizers: Iterable[Any], config: ScalerConfig) -> None:
+    """Raise ``UnsupportedError``, before anything is changed, for two that may not share."""
+    inner = [inner_of(optimizer)[0] for optimizer in optimizers]
+    refuse_sharing([(each, config.step_mode) for each in inner if _needs_engine(each, config)])
 
 
 def inner_of(optimizers: Any) -> list[Optimizer]:

@@ -125,8 +125,9 @@ class GradScaler(ThreadedScaler):
         with self._lock, self.inside(self._due_window()):
             self._forbid_stranger(optimizer)
             self._check_scale_growth_tracker("unscale_")
-            self.record_of(optimizer)
+            record = self.record_of(optimizer)
             super().unscale_(optimizer)
+            record.unscaled = True
             self._known.add(stepped(optimizer))
 
     def _unscale_grads_(

@@ -6,8 +6,10 @@ same class, the same state entries, and hyperparameters copied when a step is ha
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import cache
 from itertools import chain, pairwise
 from operator import attrgetter, is_
 from typing import Any
@@ -16,20 +18,34 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .attributes import (
+    Settings,
+    attributes_of_every_optimizer,
+    find_parameters,
+    find_unlike,
+    frozen,
+)
+from .config import UnsupportedError
 from .fused import AdamGroup, is_plain, nothing_found
 from .gradients import is_uniform, match_layout, parameters_of
 from .slots import Slot, local, make_slots
 from .small import SmallSteps
 from .steppable import (
-    attributes_of_every_optimizer,
     is_splittable,
+    known_class,
     raw_step,
+    refuse_replaced,
+    refuse_unlike,
     refuse_unshardable,
     refuse_unsteppable,
 )
+from .stepper import ATTRIBUTE
+from .surroundings import Surroundings, Watch
 from .transfer import Lane
 
 __all__ = ["Part", "Shadow", "refuse_unsteppable"]
+
+logger = logging.getLogger("accel_scaler")
 
 PARTS = 32
 """About how many parts a step has: each costs some Python, and a forward waits for whole ones."""
@@ -54,17 +70,40 @@ class Part:
 class Shadow:
     """Slots, parts and the twin of one optimizer. Main thread only, except where said.
 
+    torch's optimizers are stepped part by part. Another one is stepped whole: its first step by
+    itself, on the training thread, which shows whether it draws random numbers or communicates;
+    from then on its copy, on the worker. Where the copy may differ it goes on by itself.
+
     Args:
         offload: state and masters live in host memory.
         masters: every trainable parameter has a float32 master, not just float16 ones.
+        inline: steps run on the training thread.
     """
 
-    def __init__(self, optimizer: Optimizer, lane: Lane, *, offload: bool, masters: bool) -> None:
-        refuse_unsteppable(optimizer)
-        refuse_unshardable(optimizer)
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        lane: Lane,
+        *,
+        offload: bool,
+        masters: bool,
+        inline: bool = False,
+    ) -> None:
         self.optimizer, self.lane = optimizer, lane
-        self.offload, self.masters = offload, masters or offload
+        self.offload, self.masters, self.inline = offload, masters or offload, inline
+        self._refuse_unsteppable()
+        refuse_unshardable(optimizer)
         self.splittable = is_splittable(optimizer)
+        self.surroundings = Surroundings(lane.device)
+        """Of the thread that has handed the last step over."""
+        self.why_inline: str | None = None
+        """Why the steps stay on the training thread, if they do."""
+        self._steps_itself = False
+        """The step in hand is the optimizer's own, not its copy's."""
+        self._is_watched = False
+        """Its first step is done."""
+        self._given: Settings | None = None
+        self._linked: dict[Any, Any] = {}
         self.raw_step = raw_step(type(optimizer))
         self.slots: list[Slot] = []
         self.ordered: list[Slot] = []
@@ -92,15 +131,27 @@ class Shadow:
         self._may_need_masters = False
         self._state: Any = None
         self._entries: list[Any] = []
-        self._settings: list[dict[str, Any]] = []
+        self._mine: list[dict[str, Any]] = []
+        """Of these, the parameters' own."""
+        self._values: list[Any] = []
+        """What the entries held when they were last brought to where they are stepped."""
+
+    def is_current(self) -> bool:
+        """Whether there is nothing for :meth:`follow` to do."""
+        params = parameters_of(self.optimizer)
+        return (
+            self.twin is not None
+            and len(params) == len(self._known)
+            and all(map(is_, params, self._known))
+            and _places(params, self._may_need_masters) == self._places
+        )
 
     def follow(self) -> bool:
         """Take over new groups and moved or resized parameters; True if there were any."""
-        params = parameters_of(self.optimizer)
-        same = len(params) == len(self._known) and all(map(is_, params, self._known))
-        places = _places(params, self._may_need_masters)
-        if same and places == self._places and self.twin is not None:
+        if self.is_current():
             return False
+        params = parameters_of(self.optimizer)
+        self._refuse_unsteppable()
         refuse_unshardable(self.optimizer)
         slots = make_slots(
             self.optimizer,
@@ -125,15 +176,22 @@ class Shadow:
         self._order.sort(key=lambda i: rank.get(id(self.slots[i].param), last))
         self._split()
 
+    def _refuse_unsteppable(self) -> None:
+        masters = self.masters or any(
+            p.requires_grad and p.dtype is torch.float16 for p in parameters_of(self.optimizer)
+        )
+        refuse_unsteppable(self.optimizer, masters=masters, inline=self.inline)
+
     def _make_twin(self) -> None:
-        twin: Any = object.__new__(type(self.optimizer))
-        hidden = ("step", "param_groups", "state")
+        cls: Any = known_class(type(self.optimizer)) if self.splittable else type(self.optimizer)
+        if not self.splittable and find_unlike(self.optimizer) is not None:
+            cls = Optimizer  # it only holds the groups; another's __del__ would run at its end
+        twin: Any = object.__new__(cls)
+        hidden = ("step", "param_groups", "state", ATTRIBUTE)
         twin.__dict__.update({k: v for k, v in vars(self.optimizer).items() if k not in hidden})
         for key in list(vars(twin)):
-            if key.endswith("_hooks"):
+            if key.endswith("_hooks") and key in attributes_of_every_optimizer():
                 twin.__dict__[key] = type(vars(twin)[key])()
-            elif key.startswith("_accel_scaler"):
-                del twin.__dict__[key]
         twin.state = defaultdict(dict)
         twin.param_groups = [{"params": []} for _ in self.optimizer.param_groups]
         for slot in self.slots:
@@ -167,41 +225,117 @@ class Shadow:
         self.has_masters = any(slot.is_master for slot in ordered)
         self.is_sharded = any(hasattr(slot.param, "to_local") for slot in ordered)
 
+    def prepare(self, grads: Sequence[Tensor | None], submitted: bool = False) -> bool:
+        """Get ready for a step with ``grads``, as the optimizer is now.
+
+        Args:
+            submitted: a function of the user's steps, on the optimizer thread.
+
+        Returns whether the step has to run on the training thread.
+
+        Raises:
+            UnsupportedError: it may not be stepped so; nothing was changed.
+        """
+        refuse_replaced(self.optimizer)
+        if self.splittable:
+            if not is_splittable(self.optimizer):
+                raise UnsupportedError(
+                    f"{type(self.optimizer).__name__}: a method that its step uses was replaced "
+                    "on this instance while a copy of it was stepped. Replace it before, or in a "
+                    "subclass."
+                )
+        elif submitted or self.has_masters or not (self.inline or self.why_inline):
+            self._look_for_differences(submitted)
+        inline = not (self.splittable or submitted) and (
+            self.inline or self.why_inline is not None or not self._is_watched
+        )
+        self._steps_itself = inline and not self.has_masters
+        self.surroundings = Surroundings(self.lane.device)
+        self.link_state(grads)
+        self.freeze_settings()
+        return inline
+
+    def _look_for_differences(self, submitted: bool) -> None:
+        why = find_unlike(self.optimizer)
+        if why is None and (where := find_parameters(self.optimizer)) is not None:
+            why = f"{where} holds parameters or another optimizer"
+        if self.has_masters:
+            refuse_unlike(self.optimizer, why)
+        elif why is not None and not submitted:
+            self.stay_inline(why)
+        if submitted and (why := why or self.why_inline) is not None:
+            raise UnsupportedError(
+                f"submit(): {type(self.optimizer).__name__} cannot be stepped on the optimizer "
+                f"thread: {why}. Call optimizer.step() instead, which steps it on this one."
+            )
+
+    def stay_inline(self, why: str) -> None:
+        """Every step from now on runs on the training thread, which is said once."""
+        if self.why_inline is None and not self.inline:
+            logger.warning(
+                "%s is stepped on the training thread, so nothing of it is hidden behind forward "
+                "and backward: %s",
+                type(self.optimizer).__name__,
+                why,
+            )
+        self.why_inline = self.why_inline or why
+
     def freeze_settings(self) -> None:
         """Copy every hyperparameter as it stands now: a scheduler moves it a line later."""
-        for group, own in zip(self.optimizer.param_groups, self.twin.param_groups, strict=True):
-            for key in own.keys() - group.keys():
-                del own[key]
-            own.update({k: _copy(v) for k, v in group.items() if k != "params"})
-        if not self.splittable:
-            self._settings = [dict(own) for own in self.twin.param_groups]
+        groups = zip(self.optimizer.param_groups, self.twin.param_groups, strict=True)
+        if self.splittable:
+            for group, own in groups:
+                for key in own.keys() - group.keys():
+                    del own[key]
+                own.update({k: frozen(v) for k, v in group.items() if k != "params"})
+            return
+        if self._steps_itself:
+            return
+        self._given = given = Settings()
+        given.give(vars(self.optimizer), vars(self.twin), _of_torch())
+        for group, own in groups:
+            given.give(group, own, ("params",))
+        for slot in self.slots:
+            given.give(slot.param.__dict__, slot.twin.__dict__)
 
     def collect_settings(self) -> None:
-        """Give the optimizer what its own step has changed in its groups and attributes."""
-        if self.splittable:
-            return
-        groups = zip(self.optimizer.param_groups, self.twin.param_groups, strict=False)
-        for (group, own), before in zip(groups, self._settings, strict=False):
-            for key, value in own.items():
-                if key != "params" and value is not before.get(key):
-                    group[key] = value
-        for key, value in vars(self.twin).items():
-            if key not in attributes_of_every_optimizer() and not key.endswith("_hooks"):
-                self.optimizer.__dict__[key] = value
+        """Give the optimizer what its own step has changed, in its groups and elsewhere."""
+        given, self._given = self._given, None
+        if given is not None:
+            given.collect()
+            self._collect_state()
+
+    def _collect_state(self) -> None:
+        """Entries that the step has made, replaced or taken away."""
+        state, own = self.optimizer.state, {id(slot.twin): slot.param for slot in self.slots}
+        linked, twin_state = self._linked, self.twin.state
+        for key in [key for key in linked if key not in twin_state]:
+            if state.get(own.get(id(key), key)) is linked[key]:
+                del state[own.get(id(key), key)]
+        for key, entry in twin_state.items():
+            before, name = linked.get(key), own.get(id(key), key)
+            if entry is not before and state.get(name) is before:
+                state[name] = entry
+        self._linked = {}
 
     def link_state(self, grads: Sequence[Tensor | None]) -> None:
         """Share the optimizer's state entries, also those that somebody has put there since."""
+        if not self.splittable:
+            self._link_whole()
+            return
         state = self.optimizer.state
         if (
             state is self._state
             and len(state) == len(self._entries)
             and all(map(is_, state.values(), self._entries))
-            and (len(state) >= len(self.slots) or self._has_all(grads))
+            and (len(self._mine) == len(self.slots) or self._has_all(grads))
         ):
+            self._follow_values()
             return
         twin_state: Any = defaultdict(dict)
         twin_state.update({k: v for k, v in state.items() if not isinstance(k, Tensor)})
         present = {id(p) for p, g in zip(self.params, grads, strict=True) if g is not None}
+        self._mine = []
         for slot in self.slots:
             entry = state.get(slot.param)
             if entry is None and id(slot.param) in present:
@@ -209,9 +343,44 @@ class Shadow:
             if entry is not None:
                 settle_entry(slot, entry)
                 twin_state[slot.twin] = entry
+                self._mine.append(entry)
         self.twin.state = twin_state
         self._state, self._entries = state, list(state.values())
+        self._values = []
         self._epoch += 1
+
+    def _link_whole(self) -> None:
+        """No entry is made where there is none: a step may ask whether a parameter has one."""
+        if self._steps_itself:
+            return
+        state, slots = self.optimizer.state, {id(slot.param): slot for slot in self.slots}
+        twin_state: Any = state.copy()
+        twin_state.clear()
+        for key, entry in state.items():
+            slot = slots.get(id(key))
+            if slot is not None and isinstance(entry, dict):
+                settle_entry(slot, entry)
+            twin_state[key if slot is None else slot.twin] = entry
+        self.twin.state, self._linked = twin_state, dict(twin_state)
+
+    def _follow_values(self) -> None:
+        """The entries are the same ones; what they hold may have been exchanged."""
+        if self.has_masters or self.is_sharded:
+            values = [v for entry in self._mine for v in entry.values()]
+            known = self._values
+            if len(values) != len(known) or not all(map(is_, values, known)):
+                for slot in self.slots:
+                    settle_entry(slot, self.twin.state.get(slot.twin, {}))
+                self._values = [v for entry in self._mine for v in entry.values()]
+        groups = self.optimizer.param_groups
+        plans: list[tuple[int, AdamGroup]] = []
+        if self._small is not None and self._small_epoch == self._epoch:
+            plans += self._small.groups.items()
+        for part in self.parts:
+            if part.plans is not None and part.epoch == self._epoch:
+                plans += part.plans.items()
+        if not all(plan.still_fits(groups[number]) for number, plan in plans):
+            self._epoch += 1
 
     def load_state(self, state_dict: dict[str, Any], masters: dict[int, Any]) -> None:
         """Load state onto the stepped parameters and share it; the optimizer has the groups."""
@@ -302,6 +471,9 @@ class Shadow:
         self, part: Part, grads: list[Tensor | None], grad_scale: Tensor | None
     ) -> None:
         """The optimizer's own step on the part; what it was before, if that fails half-way."""
+        if not self.splittable:
+            self._step_whole(part, grads, grad_scale)
+            return
         twins = [slot.twin for slot in part.slots]
         before = [
             twin.detach().clone() for twin, g in zip(twins, grads, strict=True) if g is not None
@@ -311,12 +483,10 @@ class Shadow:
             {**whole[number], "params": [twins[place] for place in places]}
             for number, places in part.groups.items()
         ]
-        if not self.splittable:
-            self.twin.param_groups = whole
         try:
             for twin, grad in zip(twins, grads, strict=True):
                 twin.grad = grad
-            self.call_step(twins, grad_scale)
+            self.call_step(twins, grad_scale, self.twin)
         except BaseException:
             stepped = [twin for twin, g in zip(twins, grads, strict=True) if g is not None]
             for twin, old in zip(stepped, before, strict=True):
@@ -327,17 +497,67 @@ class Shadow:
             for twin in twins:
                 twin.grad = None
 
-    def call_step(self, twins: Sequence[Tensor], grad_scale: Tensor | None) -> Any:
-        """On the worker: the class's step on the twin."""
-        if not getattr(self.twin, "_step_supports_amp_scaling", False):
-            return self.raw_step(self.twin)
-        if twins and twins[0].device.type == "cpu":
-            match_layout(twins)
-        self.twin.grad_scale, self.twin.found_inf = grad_scale, nothing_found(self.twin)
+    def _step_whole(
+        self, part: Part, grads: list[Tensor | None], grad_scale: Tensor | None
+    ) -> None:
+        """All of it in one step, which as in torch leaves what it has done where it fails."""
+        itself = self._steps_itself
+        params = [slot.param if itself else slot.twin for slot in part.slots]
+        lent = [p for p, grad in zip(params, grads, strict=True) if p.grad is not grad]
         try:
-            return self.raw_step(self.twin)
+            for p, grad in zip(params, grads, strict=True):
+                p.grad = grad
+            self.call_step(params, grad_scale, self.optimizer if itself else self.twin)
         finally:
-            del self.twin.grad_scale, self.twin.found_inf
+            for p in lent:
+                p.grad = None
+
+    def call_step(
+        self, params: Sequence[Tensor], grad_scale: Tensor | None, stepped: Any = None
+    ) -> Any:
+        """The class's step on ``stepped``, or for a user's function on the twin.
+
+        Args:
+            params: have the gradients.
+        """
+        forbid = self._is_watched or stepped is None
+        stepped = self.twin if stepped is None else stepped
+        if not getattr(stepped, "_step_supports_amp_scaling", False):
+            return self._run_step(stepped, forbid)
+        if params and params[0].device.type == "cpu":
+            match_layout(params)
+        stepped.grad_scale, stepped.found_inf = grad_scale, nothing_found(stepped)
+        try:
+            return self._run_step(stepped, forbid)
+        finally:
+            del stepped.grad_scale, stepped.found_inf
+
+    def _run_step(self, stepped: Any, forbid: bool) -> Any:
+        with self.surroundings.around_step():
+            if self.splittable or self.inline or self.why_inline is not None:
+                return self.raw_step(stepped)
+            watch = Watch(_LATER if forbid else None)
+            try:
+                with watch:
+                    result = self.raw_step(stepped)
+            finally:
+                if watch.seen is not None:
+                    self.stay_inline(f"it {watch.seen}, in the order of the training thread")
+            self._is_watched = self._is_watched or not forbid
+            return result
+
+
+_LATER = (
+    "It ran on the optimizer thread, where its place among the training thread's operations is "
+    "lost. Load the last checkpoint: later steps run on the training thread. Or use "
+    "step_mode='sync' without offload."
+)
+
+
+@cache
+def _of_torch() -> frozenset[str]:
+    """Attributes that are not copied as values."""
+    return (attributes_of_every_optimizer() - {"defaults"}) | {ATTRIBUTE}
 
 
 def settle_entry(slot: Slot, entry: dict[str, Any]) -> None:
@@ -361,7 +581,3 @@ def _places(params: list[Tensor], masters: bool) -> object:
         list(map(Tensor.numel, held)),
         masters and list(map(_is_trained, params)),
     )
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value

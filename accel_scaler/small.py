@@ -38,13 +38,13 @@ class SmallSteps:
         self._sizes = list(map(Tensor.numel, self._views))
         first = self._views[0]
         self._flat = first.as_strided((sum(self._sizes),), (1,), first.storage_offset())
-        self._groups: dict[int, AdamGroup] = {}
+        self.groups: dict[int, AdamGroup] = {}
         self._parts: list[list[tuple[int, AdamGroup, list[Tensor]]]] = [[] for _ in ends]
         for number in sorted({slot.group for slot in slots}):
             mine = [i for i, slot in enumerate(slots) if slot.group == number]
             params = [slots[i].twin for i in mine]
             group = AdamGroup(twin, {**twin.param_groups[number], "params": params})
-            self._groups[number] = group
+            self.groups[number] = group
             for part, (a, b) in zip(self._parts, pairwise([0, *ends]), strict=True):
                 places = [place for place, i in enumerate(mine) if a <= i < b]
                 if places:
@@ -69,7 +69,7 @@ class SmallSteps:
         torch._foreach_copy_(self._views, grads)
         if due.multiply is not None:
             self._flat.mul_(due.multiply)
-        for group in self._groups.values():
+        for group in self.groups.values():
             group.counts.add_(1)
         return True
 

@@ -17,7 +17,15 @@ from .fused import FusedAdam, step_fused
 from .gradients import gradients_of, parameters_of
 from .windows import stepped
 
-__all__ = ["InlineStepper", "Stepper", "async_stepper_of", "register", "stepper_of", "unregister"]
+__all__ = [
+    "ATTRIBUTE",
+    "InlineStepper",
+    "Stepper",
+    "async_stepper_of",
+    "register",
+    "stepper_of",
+    "unregister",
+]
 
 
 class Stepper(ABC):
@@ -111,7 +119,7 @@ def takes_grad_scale(optimizer: Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-_ATTRIBUTE = "_accel_scaler_stepper"
+ATTRIBUTE = "_accel_scaler_stepper"
 """Where an optimizer keeps an asynchronous one: it holds the optimizer, so a table would keep
 both for ever."""
 
@@ -129,15 +137,15 @@ def stepper_of(optimizer: Optimizer) -> Stepper:
 
 def async_stepper_of(optimizer: Optimizer) -> Stepper | None:
     """What was registered to step ``optimizer``; None: it is stepped inline."""
-    found: Stepper | None = stepped(optimizer).__dict__.get(_ATTRIBUTE)
+    found: Stepper | None = stepped(optimizer).__dict__.get(ATTRIBUTE)
     return found
 
 
 def register(stepper: Stepper) -> None:
     """``stepper`` steps its optimizer from now on."""
-    stepper.optimizer.__dict__[_ATTRIBUTE] = stepper
+    stepper.optimizer.__dict__[ATTRIBUTE] = stepper
 
 
 def unregister(optimizer: Optimizer) -> None:
     """The optimizer is stepped inline again."""
-    optimizer.__dict__.pop(_ATTRIBUTE, None)
+    optimizer.__dict__.pop(ATTRIBUTE, None)

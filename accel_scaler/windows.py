@@ -65,7 +65,7 @@ class OptimizerRecord(dict[str, Any]):
     Its two items are torch's: ``stage``, and ``found_inf_per_device`` of the last check.
     """
 
-    __slots__ = ("due", "handed_out", "names", "overflowed", "rescaled", "verdict")
+    __slots__ = ("due", "handed_out", "names", "overflowed", "rescaled", "unscaled", "verdict")
 
     def __init__(self) -> None:
         super().__init__(_refresh_per_optimizer_state())
@@ -73,6 +73,8 @@ class OptimizerRecord(dict[str, Any]):
         """Whether the window overflowed for this optimizer, on any rank; None: not agreed yet."""
         self.due = Due()
         """Left for the update to do: the gradients are still scaled, not clipped."""
+        self.unscaled = False
+        """Its gradients were unscaled in place."""
         self.handed_out: Snapshot | None = None
         """Gradients as they were when their owner saw them with something still due."""
         self.rescaled: Snapshot | None = None

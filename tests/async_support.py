@@ -95,6 +95,10 @@ def lazy() -> Iterator[Gate]:
         return wait(self, parts, limit_s)
 
     def executing(self: Task) -> None:
+        if self not in gate.order:  # on the training thread, which does not wait for itself
+            with gate.changed:
+                gate.order.append(self)
+            gate.want(self, self.parts)
         gate.running = self
         execute(self)
         with gate.changed:

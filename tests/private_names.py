@@ -75,6 +75,14 @@ def fsdp_state() -> Any:
     return FSDPState()
 
 
+def flattened() -> Any:
+    """A parameter of FSDP1."""
+    from torch.distributed.fsdp._common_utils import _set_fsdp_flattened
+
+    _set_fsdp_flattened(p := nn.Parameter(torch.zeros(1)))
+    return p
+
+
 def launch_parser() -> Any:
     """The parser of `accelerate launch`."""
     from accelerate.commands.launch import launch_command_parser
@@ -120,6 +128,9 @@ TORCH = [
     ("torch", "_debug_has_internal_overlap", "refuses twins that overlap, in small.py"),
     ("torch", "_C", "is where the next rows stand"),
     ("torch._C", "DisableTorchFunctionSubclass", "reads a waiting tensor, in pending.py"),
+    ("torch._C", "_push_on_torch_dispatch_stack", "watches a step, in surroundings.py"),
+    ("torch._C", "_pop_torch_dispatch_stack", "the same"),
+    ("torch.ops", "_c10d_functional", "knows collectives, in surroundings.py"),
     ("torch._C", "_functorch", "asks for an outer transform, in fences.py and finder.py"),
     ("torch._C._functorch", "peek_interpreter_stack", "the same"),
     ("torch._C", "_is_tracing", "stays out of a trace, in finder.py"),
@@ -187,6 +198,7 @@ PRIVATE = [
         "_states_to_forward_prefetch",
         "knows what a forward gathers early, in fences.py",
     ),
+    Private("torch", flattened, "_fsdp_flattened", "refuses FSDP1, in steppable.py"),
     Private("accelerate", accelerator, "_optimizers", "lists what was prepared, in attach.py"),
     Private("accelerate", accelerator, "_models", "lists what was prepared, in attach.py"),
     Private("accelerate", prepared, "_original_forward", "sets autocast anew, in autocast.py"),

@@ -484,8 +484,11 @@ from accel_scaler import AsyncOptimizer, StepError
 from accel_scaler.shadow import Shadow
 
 class Failing(torch.optim.SGD):
+    # Unknown to torch, so its first step is the training thread's; the second one fails.
     def step(self, closure=None):
-        raise ValueError("the last step")
+        if "k" in self.param_groups[0]:
+            raise ValueError("the last step")
+        self.param_groups[0]["k"] = 1
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 code = None
@@ -581,8 +584,9 @@ def test_the_interpreter_exits_right_after_a_step_and_the_step_is_finished(
 
 LOST = """
 optimizer = AsyncOptimizer(Failing([w], lr=1.0), model)
-w.grad = torch.ones(3)
-optimizer.step()
+for _ in range(2):
+    w.grad = torch.ones(3)
+    optimizer.step()
 """
 TOLD = """
 try:
@@ -682,7 +686,7 @@ def test_an_exception_in_the_loop_leaves_finished_parameters_and_is_not_replaced
 def test_an_exception_in_the_loop_and_one_in_the_step_are_both_told(late: None) -> None:
     model = network()
     with pytest.raises(StepError) as caught:
-        break_off(AsyncOptimizer(Failing(model.parameters()), model), model, range(1))
+        break_off(AsyncOptimizer(Failing(model.parameters()), model), model, range(2))
     assert isinstance(caught.value.__cause__, RuntimeError)
     context: BaseException | None = caught.value
     while context is not None and not isinstance(context, ZeroDivisionError):
@@ -692,4 +696,6 @@ def test_an_exception_in_the_loop_and_one_in_the_step_are_both_told(late: None) 
 
 class Failing(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        raise RuntimeError("always")
+        if "k" in self.param_groups[0]:
+            raise RuntimeError("always, but for the first step")
+        self.param_groups[0]["k"] = 1

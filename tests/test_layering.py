@@ -46,6 +46,8 @@ ORDER = [
     "pending",
     "transfer",
     "slots",
+    "attributes",
+    "surroundings",
     "steppable",
     "small",
     "shadow",

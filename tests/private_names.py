@@ -75,6 +75,11 @@ def fsdp_state() -> Any:
     return FSDPState()
 
 
+def compiled() -> Any:
+    """A function given to torch.compile."""
+    return torch.compile(lambda x: x)
+
+
 def launch_parser() -> Any:
     """The parser of `accelerate launch`."""
     from accelerate.commands.launch import launch_command_parser
@@ -120,10 +125,14 @@ TORCH = [
     ("torch", "_debug_has_internal_overlap", "refuses twins that overlap, in small.py"),
     ("torch", "_C", "is where the next rows stand"),
     ("torch._C", "DisableTorchFunctionSubclass", "reads a waiting tensor, in pending.py"),
-    ("torch._C", "_functorch", "asks for an outer transform, in fences.py and finder.py"),
+    ("torch._C", "_functorch", "asks for an outer transform, in finder.py"),
     ("torch._C._functorch", "peek_interpreter_stack", "the same"),
     ("torch._C", "_is_tracing", "stays out of a trace, in finder.py"),
-    ("torch._C", "_current_graph_task_id", "tells whether a backward runs, in finder.py"),
+    ("torch._C", "_current_graph_task_id", "tells of a backward, in fences.py and finder.py"),
+    ("torch.Tensor", "_make_subclass", "makes a parameter of a pending one, in pending.py"),
+    ("torch", "_guards", "is where the next row stands"),
+    ("torch._guards", "CompileContext", "tells whether a compiler traces, in pending.py"),
+    ("torch.nn.Module", "_call_impl", "tells what runs inside a forward, in fences.py"),
     ("torch", "_dynamo", "knows compiled modules, in fences.py and finder.py"),
     ("torch._dynamo", "OptimizedModule", "the same"),
     ("torch", "_subclasses", "leaves fake tensors alone, in ranges.py"),
@@ -186,6 +195,9 @@ PRIVATE = [
         fsdp_state,
         "_states_to_forward_prefetch",
         "knows what a forward gathers early, in fences.py",
+    ),
+    Private(
+        "torch", compiled, "_torchdynamo_orig_callable", "knows a compiled forward, in fences.py"
     ),
     Private("accelerate", accelerator, "_optimizers", "lists what was prepared, in attach.py"),
     Private("accelerate", accelerator, "_models", "lists what was prepared, in attach.py"),

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -273,7 +274,7 @@ def leaves_of(outputs: Iterable[Tensor]) -> list[Tensor]:
     seen: set[object] = set()
     stack = [output.grad_fn for output in outputs if output.grad_fn is not None]
     while stack:
-        node = stack.pop()
+        node: Any = stack.pop()
         if node in seen:
             continue
         seen.add(node)

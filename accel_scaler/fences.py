@@ -263,6 +263,10 @@ class _Hook:
         self._engine = engine
 
     def __reduce__(self) -> Any:
+        # The module is copied or pickled, its layers after its hooks.
+        engine = self._engine()
+        if engine is not None:
+            engine.synchronize()
         return inert()
 
     def find(self) -> Engine | None:

@@ -147,6 +147,11 @@ class PendingParameter(nn.Parameter, metaclass=_PendingMeta):
         _settle(self)
         return self.as_subclass(cls)
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """As torch's, which does not ask ``__torch_function__``."""
+        _settle(self)
+        return self.set_(*args, **kwargs)
+
     def __deepcopy__(self, memo: Any) -> Any:
         _settle(self)
         return copy.deepcopy(self, memo)

@@ -102,9 +102,13 @@ class AsyncOptimizer(Optimizer):
         device = parameters_of(self.optimizer)[0].device
         culprits = self.scaler.culprits if self.scaler else None
         self._engine = make_engine(self.optimizer, config, self._worker, device, culprits)
-        self._engine.refresh()
         self._fences = Fences(self._engine)
-        self._fences.watch(self._models())
+        try:
+            self._engine.refresh()
+            self._fences.watch(self._models())
+        except BaseException:
+            self._fences.close()
+            raise
         self._boundary: Boundary | None = None
         if self.scaler is not None:
             # One for all optimizers of a scaler, an attached accelerator's too.

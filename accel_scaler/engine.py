@@ -8,11 +8,12 @@ while the model keeps the parameters before; they are published at the next boun
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, compress
 from typing import Any
 
 import torch
@@ -90,6 +91,8 @@ class Engine(Flight, Stepper):
         self._taken: list[Tensor] = []
         self._shared: frozenset[int] = frozenset()
         """``id`` of parameters that another optimizer steps too: it needs their gradients."""
+        self._newer: list[Tensor] = []
+        """Parameters of which a newer value waits to be published."""
         ref = weakref.ref(self)
         self.intake = Intake(self.lane, offload, lambda: (e := ref()) is not None and e.is_idle)
         register(self)
@@ -125,18 +128,22 @@ class Engine(Flight, Stepper):
             raise StepError(self._broken)
         if any_pending():
             settle_pending(parameters_of(self.optimizer))  # of another optimizer's step
-        before, slots = self.shadow.params, self.shadow.slots
-        if not self.shadow.is_current():
-            refuse_sharing([(self.optimizer, self.mode)])
-            self.shadow.follow()
-            _find_shared()
-            self._learning = self.mode != "sync" and self.shadow.splittable
-            self._follow_order(before)
-            self.intake.watch(self.shadow.ordered)
-            if self.unpublished:
-                self.keep_newer(slots)
-        if self._versions:
-            self._follow_edits()
+        # Masters made in an evaluation are stepped outside of it.
+        with self.lock, torch.inference_mode(False):
+            if self._task is not None:
+                return  # of the thread that trains, which has asked for itself
+            before, slots = self.shadow.params, self.shadow.slots
+            if not self.shadow.is_current():
+                refuse_sharing([(self.optimizer, self.mode)])
+                self.shadow.follow()
+                _find_shared()
+                self._learning = self.mode != "sync" and self.shadow.splittable
+                self._follow_order(before)
+                self.intake.watch(self.shadow.ordered)
+                if self.unpublished:
+                    self.keep_newer(slots)
+            if self._versions:
+                self._follow_edits()
 
     def _follow_edits(self) -> None:
         params, slots = self.shadow.params, self.shadow.ordered
@@ -161,6 +168,7 @@ class Engine(Flight, Stepper):
             StepError: the step before failed, or the optimizer thread is gone.
             UnsupportedError: sparse gradients with offload; nothing was taken.
         """
+        self.claim()
         self.was_skipped = False
         self._run_hooks("pre")
         self._finish_for_boundary()
@@ -168,7 +176,7 @@ class Engine(Flight, Stepper):
             reduce_partial_gradients(self.shadow.params)
         grads = [p.grad for p in self.shadow.params]
         if any(grad is not None for grad in grads):
-            with Undivided():
+            with Undivided(), self.lock:
                 self._hand_over(grads, due or Due(), None)
         self._run_hooks("post")
 
@@ -177,13 +185,15 @@ class Engine(Flight, Stepper):
 
         ``prepare`` returns it, once the step before is finished.
         """
+        self.claim()
         self._finish_for_boundary()
         fn = prepare()
-        with Undivided():
+        with Undivided(), self.lock:
             self._hand_over([p.grad for p in self.shadow.params], Due(), fn)
 
     def skip(self) -> None:
         """A boundary without an update; ``delayed`` publishes the one before all the same."""
+        self.claim()
         self.was_skipped = True
         self.intake.forget()
         self._taken = []
@@ -237,7 +247,11 @@ class Engine(Flight, Stepper):
                 ]
             for p in self._taken:
                 p.grad = None
-        torch.autograd.graph.increment_version(shadow.params)
+        # Not what stays as it is: another branch's backward may still need it.
+        stepped = [fn is not None or grad is not None for grad in found]
+        written = compress(shadow.params, () if stale else stepped)
+        torch.autograd.graph.increment_version([*(self._newer if publish_first else ()), *written])
+        self._newer = list(compress(shadow.params, stepped)) if stale else []
         if shadow.has_masters:
             self._versions = [p._version for p in shadow.params]
         self._task, self._marks, self._of_user = task, [], fn is not None
@@ -262,11 +276,15 @@ class Engine(Flight, Stepper):
             return
         seen_by_next_forward = publish_first or not self.unpublished
         if self.mode != "sync" and seen_by_next_forward:
-            self.hold_parameters(whole)
+            self.hold_parameters(task, whole)
         self.worker.submit(task)
-        held = self.waits_at_root or self._hold is not None
+        held = self._hold is not None or (self.waits_at_root and not self.waits_at_step)
         if self.mode == "sync" or (seen_by_next_forward and not held):
-            self.finish("optimizer.step")  # nobody would see the parameters used
+            # Nobody would see the parameters used.
+            if self.unpublished:
+                self._await(self._lead, "optimizer.step")
+            else:
+                self.finish("optimizer.step")
 
     def synchronize(self) -> None:
         """Finish the step in hand and publish it, so that the model and the state are the newest.
@@ -275,16 +293,30 @@ class Engine(Flight, Stepper):
 
         Raises:
             StepError: see :meth:`finish`.
+            OrderError: in ``delayed`` another thread trains, beneath which the model would change.
         """
         self.finish()
-        if self.unpublished:
-            self._follow_edits()
-            with torch.no_grad():
-                for slot in self.shadow.slots:
-                    slot.publish(self.lane)
-            self.unpublished = False
-            torch.autograd.graph.increment_version(self.shadow.params)
-            self._versions = [p._version for p in self.shadow.params]
+        if self.unpublished and not self.is_trained_here:
+            raise OrderError(
+                "step_mode='delayed': a newer value waits to be published, and this thread "
+                f"({threading.current_thread().name}) is not the one that trains "
+                f"({self._trainer.name}): its forward and backward would see two values. Call "
+                "optimizer.synchronize() on the thread that trains, then read here; or use "
+                "step_mode='overlap'."
+            )
+        self._publish_newest()
+
+    def _publish_newest(self) -> None:
+        with self.lock, torch.inference_mode(False):
+            if self.unpublished and self._task is None:
+                self._follow_edits()
+                with torch.no_grad():
+                    for slot in self.shadow.slots:
+                        slot.publish(self.lane)
+                self.unpublished = False
+                torch.autograd.graph.increment_version(self._newer)
+                self._newer = []
+                self._versions = [p._version for p in self.shadow.params]
 
     def synchronize_memory(self, tensors: Iterable[Tensor]) -> None:
         """:meth:`synchronize`, where any of ``tensors`` shares a parameter's memory."""
@@ -302,14 +334,15 @@ class Engine(Flight, Stepper):
         An entry ``master`` holds where it rounds to the model's present parameter.
         """
         shadow = self.shadow
-        if shadow.masters or self.keeps_scaled:
-            entries = {k: v for k, v in state_dict["state"].items() if isinstance(v, dict)}
-            masters = {k: v.get(master) for k, v in entries.items()}
-            rest = {
-                **state_dict["state"],
-                **{k: {n: t for n, t in v.items() if n != master} for k, v in entries.items()},
-            }
-            shadow.load_state({**state_dict, "state": rest}, masters)
+        with torch.inference_mode(False):
+            if shadow.masters or self.keeps_scaled:
+                entries = {k: v for k, v in state_dict["state"].items() if isinstance(v, dict)}
+                masters = {k: v.get(master) for k, v in entries.items()}
+                rest = {
+                    **state_dict["state"],
+                    **{k: {n: t for n, t in v.items() if n != master} for k, v in entries.items()},
+                }
+                shadow.load_state({**state_dict, "state": rest}, masters)
         counts = [
             entry["step"]
             for entry in state_dict["state"].values()
@@ -321,6 +354,7 @@ class Engine(Flight, Stepper):
 
     def close(self) -> None:
         """Synchronise, give the optimizer back, remove what was put on parameters."""
+        self.claim()
         try:
             self.synchronize()
         finally:

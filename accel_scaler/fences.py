@@ -5,6 +5,7 @@ Hooks of torch's own on one optimizer and on models; removed by ``close``.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
@@ -15,7 +16,10 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from .config import UnsupportedError
 from .engine import Engine
+from .gradients import parameters_of
+from .hooks import inert
 from .slots import Slot
 
 __all__ = ["Fences"]
@@ -31,9 +35,15 @@ class Fences:
         self._engine = weakref.ref(engine)
         self._handles: list[Any] = []
         self._models: weakref.WeakSet[Module] = weakref.WeakSet()
+        """Those that hold some of the optimizer's parameters, as of ``_ids``."""
         self._others: weakref.WeakSet[Module] = weakref.WeakSet()
-        """Models without any of the optimizer's parameters, as of ``_slots``."""
-        self._slots: list[Slot] = []
+        """Those that hold none."""
+        self._ids: list[int] = []
+        """``id`` of each of the optimizer's parameters."""
+        self._modules: weakref.WeakSet[Module] = weakref.WeakSet()
+        """All that have hooks."""
+        self._roots: weakref.WeakSet[Module] = weakref.WeakSet()
+        """Those of them that wait for the whole model, if it cannot be waited for in pieces."""
         self._compiled: list[tuple[weakref.ref[Module], Any, Any]] = []
         self._loading: Any = None
         optimizer = engine.optimizer
@@ -43,10 +53,6 @@ class Fences:
             optimizer.register_load_state_dict_pre_hook(self._before_loading),
             optimizer.register_load_state_dict_post_hook(self._after_loading),
         ]
-
-    def __reduce__(self) -> Any:
-        # A model is copied and pickled along with its hooks; no engine steps the copy.
-        return _of_nobody, (type(self), "_engine")
 
     def close(self) -> None:
         """Finish the engine's step, remove every hook, leave the optimizer as torch has it.
@@ -110,7 +116,7 @@ class Fences:
                 if slot is None:
                     continue
                 if entry:
-                    entry = {key: _export(slot, value) for key, value in entry.items()}
+                    entry = {key: _export(slot, value) for key, value in list(entry.items())}
                 if slot.is_rounded and (engine.steps or slot.loaded is not None):
                     entry = {**(entry or {}), MASTER: _export(slot, slot.twin.data)}
                 if entry:
@@ -142,58 +148,108 @@ class Fences:
     # On models.
 
     def watch(self, models: Iterable[Module]) -> None:
-        """Put hooks on models that hold some of the optimizer's parameters; once each."""
+        """Put hooks on models that hold some of the optimizer's parameters; once each.
+
+        Raises:
+            UnsupportedError: a model whose reads cannot be seen where they would have to be.
+        """
         engine = self._engine()
         if engine is None:
             return
         if not engine.shadow.slots:
             engine.refresh()  # an accelerator's, before its first step
-        if self._slots is not engine.shadow.slots:
-            self._slots, self._others = engine.shadow.slots, weakref.WeakSet()
+        ids = list(map(id, parameters_of(engine.optimizer)))
+        if ids != self._ids:
+            self._ids = ids
+            self._models, self._others = weakref.WeakSet(), weakref.WeakSet()
         for model in models:
             if model in self._models or model in self._others:
                 continue
-            mine = {id(slot.param) for slot in self._slots}
+            mine = set(ids)
             if mine.isdisjoint(map(id, Module.parameters(model))):
                 self._others.add(model)
                 continue
-            self._models.add(model)
-            engine.know(model)
             self._watch(model, engine, mine)
+            engine.know(model)
+            self._models.add(model)
         self._watch_compiled(engine)
 
     def _watch(self, model: Module, engine: Engine, mine: set[int]) -> None:
-        module: Any
-        for module in model.modules():
-            if any(id(p) in mine for p in Module.parameters(module, recurse=False)):
-                self._handles += [
-                    module.register_state_dict_pre_hook(self._synchronize),
-                    module.register_load_state_dict_pre_hook(self._synchronize),
-                ]
-                if not type(module).__module__.startswith("torch.nn."):
-                    # Its forward may hand a parameter to code that torch does not see.
-                    self._handles.append(
-                        module.register_forward_pre_hook(self._before_owner, prepend=True)
-                    )
-        for root in _roots(model):
-            # A sharded one waits before each gather; asked for here, since the hook may be traced.
-            hook = self._before_evaluation if _is_fsdp2(root) else self._before_forward
-            self._handles.append(root.register_forward_pre_hook(hook, prepend=True))
-        sharded = [module for module in model.modules() if _is_fsdp2(module)]
-        if sharded or isinstance(model, torch.nn.DataParallel):
-            engine.waits_at_root = True  # their reads of parameters cannot be seen
-        for module in sharded:
-            self._handles.append(
-                module.register_forward_pre_hook(_BeforeGather(self._engine), prepend=True)
+        """All of its hooks, or none."""
+        scripted = [
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, torch.jit.ScriptModule)
+            and not mine.isdisjoint(map(id, module.parameters()))
+        ]
+        if scripted and engine.mode == "delayed":
+            raise UnsupportedError(
+                f"step_mode='delayed': {scripted[0] or type(model).__name__!r} is a ScriptModule; "
+                "it takes no hooks, so what reads it alone would get parameters that are one step "
+                "old. Use step_mode 'overlap' or 'sync', or leave it unscripted while it trains."
             )
+        handles: list[Any] = []
+        seen: list[Module] = []
+        try:
+            for module in model.modules():
+                if module not in self._modules and not isinstance(module, torch.jit.ScriptModule):
+                    seen.append(module)
+                    self._hook(module, engine, handles)
+            for root in _roots(model):
+                if root not in self._roots and not isinstance(root, torch.jit.ScriptModule):
+                    self._hook_root(root, handles)
+        except BaseException:
+            for handle in handles:
+                handle.remove()
+            raise
+        self._handles += handles
+        self._modules.update(seen)
+        self._roots.update(_roots(model))
+        if scripted:
+            engine.waits_at_step = True
+        if isinstance(model, torch.nn.DataParallel) or any(map(_is_fsdp2, model.modules())):
+            engine.waits_at_root = True  # their reads of parameters cannot be seen
+
+    def _hook(self, module: Any, engine: Engine, handles: list[Any]) -> None:
+        ref = self._engine
+        if next(Module.parameters(module, recurse=False), None) is not None:
+            handles.append(module.register_state_dict_pre_hook(_Synchronize(ref)))
+            handles.append(module.register_load_state_dict_pre_hook(_Synchronize(ref)))
+        if _is_fsdp2(module):
+            handles.append(module.register_forward_pre_hook(_BeforeGather(ref), prepend=True))
+        elif engine.mode == "delayed":
+            hook = _BeforeInnerForward(ref, weakref.ref(self))
+            handles.append(module.register_forward_pre_hook(hook, prepend=True))
+
+    def _hook_root(self, root: Module, handles: list[Any]) -> None:
+        # A sharded one waits before each gather; asked for here, since the hook may be traced.
+        hook = _BeforeEvaluation if _is_fsdp2(root) else _BeforeForward
+        handles.append(root.register_forward_pre_hook(hook(self._engine), prepend=True))
+
+    def is_called_by_watched(self) -> bool:
+        """Whether the caller, a hook, runs inside the forward of a module that has hooks too."""
+        frame = inspect.currentframe()
+        calls = 0
+        while frame is not None:
+            if frame.f_code is _CALL or frame.f_code.co_name == "forward":
+                module = frame.f_locals.get("self")
+                if isinstance(module, Module) and module in self._modules:
+                    calls += 1
+                    if calls > 1:
+                        return True
+            frame = frame.f_back
+        return False
 
     def _watch_compiled(self, engine: Engine) -> None:
         """Compiled code checks the class of its parameters: its forward waits for all first."""
         for model in list(self._models):
             for module in model.modules():
-                own = module._compiled_call_impl
-                if isinstance(module, (torch.jit.ScriptModule, torch._dynamo.OptimizedModule)):
+                if _is_compiled(module):
                     engine.waits_at_root = True
+                    if module not in self._roots:
+                        self._roots.add(module)
+                        self._hook_root(module, self._handles)
+                own = module._compiled_call_impl
                 if own is None or any(own is wrapper for _, _, wrapper in self._compiled):
                     continue
                 engine.waits_at_root = True
@@ -201,40 +257,91 @@ class Fences:
                 module._compiled_call_impl = wrapper
                 self._compiled.append((weakref.ref(module), own, wrapper))
 
-    def _synchronize(self, *_: Any) -> None:
+
+class _Hook:
+    """On a module. Knows the engine weakly, and compiled code does not know it."""
+
+    def __init__(self, engine: weakref.ref[Engine]) -> None:
+        self._engine = engine
+
+    def __reduce__(self) -> Any:
+        # The module is copied or pickled, its layers after its hooks.
         engine = self._engine()
         if engine is not None:
             engine.synchronize()
+        return inert()
 
-    def _before_owner(self, module: Module, _: Any) -> None:
-        engine = self._engine()
+    def find(self) -> Engine | None:
+        """The engine; None when it is gone, or while a compiler traces.
+
+        Traced to nothing, a hook does not break the graph of a compiled model.
+        """
+        return None if torch.compiler.is_compiling() else self._engine()
+
+
+class _Synchronize(_Hook):
+    """Before a state dict is made or loaded."""
+
+    def __call__(self, *_: Any) -> None:
+        engine = self.find()
         if engine is not None:
-            engine.settle(Module.parameters(module, recurse=False))
+            engine.synchronize()
 
-    def _before_forward(self, module: Module, _: Any) -> None:
-        engine = self._engine()
+
+class _BeforeForward(_Hook):
+    """Of a whole model, or of something compiled in it."""
+
+    def __call__(self, module: Module, _: Any) -> None:
+        engine = self.find()
         if engine is None:
             return
-        if not torch.is_grad_enabled() or not module.training:
+        if _is_evaluated(module):
             engine.synchronize()  # an evaluation sees the newest parameters
-        elif engine.waits_at_root or _is_transformed():
+        elif engine.waits_at_root:
             engine.finish_model()
 
-    def _before_evaluation(self, module: Module, _: Any) -> None:
-        engine = self._engine()
-        if engine is not None and (not torch.is_grad_enabled() or not module.training):
+
+class _BeforeEvaluation(_Hook):
+    """Of a whole model that waits elsewhere."""
+
+    def __call__(self, module: Module, _: Any) -> None:
+        engine = self.find()
+        if engine is not None and _is_evaluated(module):
             engine.synchronize()
 
 
-def _nobody() -> None:
-    return None
+class _BeforeInnerForward(_Hook):
+    """Of any module, in ``delayed``: it may be evaluated alone."""
+
+    def __init__(self, engine: weakref.ref[Engine], fences: weakref.ref[Fences]) -> None:
+        super().__init__(engine)
+        self._fences = fences
+
+    def __call__(self, module: Module, _: Any) -> None:
+        engine = self.find()
+        if engine is None or not engine.unpublished or not _is_evaluated(module):
+            return
+        fences = self._fences()
+        # A frozen layer in the midst of a training forward is no evaluation.
+        if fences is not None and not fences.is_called_by_watched():
+            engine.synchronize()
 
 
-def _of_nobody(cls: type[Any], reference: str) -> Any:
-    """A copy of something with hooks on a model, that waits for nothing."""
-    made = object.__new__(cls)
-    setattr(made, reference, _nobody)
-    return made
+def _is_evaluated(module: Module) -> bool:
+    """Whether this forward is one of an evaluation, and not a backward's that computes it anew."""
+    evaluated = not (torch.is_grad_enabled() and module.training)
+    return evaluated and torch._C._current_graph_task_id() == -1
+
+
+def _is_compiled(module: Module) -> bool:
+    """Whether the call of this module runs hooks, and then compiled code."""
+    if isinstance(module, torch._dynamo.OptimizedModule):
+        return True
+    own = module.__dict__.get("forward")
+    return own is not None and hasattr(own, "_torchdynamo_orig_callable")
+
+
+_CALL = Module._call_impl.__code__
 
 
 class _WaitFirst:
@@ -246,18 +353,14 @@ class _WaitFirst:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         engine = self._engine()
         if engine is not None:
+            if not torch.is_grad_enabled():
+                engine.synchronize()
             engine.finish_model()
         return self._call(*args, **kwargs)
 
 
-class _BeforeGather:
+class _BeforeGather(_Hook):
     """Before FSDP2 gathers a group's parameters: wait for their updates."""
-
-    def __init__(self, engine: weakref.ref[Engine]) -> None:
-        self._engine = engine
-
-    def __reduce__(self) -> Any:
-        return _of_nobody, (type(self), "_engine")
 
     def __call__(self, module: Module, _: Any) -> None:
         engine = self._engine()
@@ -279,11 +382,6 @@ def _is_fsdp2(module: Module) -> bool:
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
-def _is_transformed() -> bool:
-    """Inside ``torch.func.grad``, ``vmap`` or the like, which wrap parameters unseen."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
 def _own_parameters(module: Module) -> Iterator[Tensor]:
     """The parameters that FSDP2 gathers together with this module."""
     yield from Module.parameters(module, recurse=False)
@@ -295,7 +393,7 @@ def _own_parameters(module: Module) -> Iterator[Tensor]:
 def _roots(model: Module) -> list[Module]:
     """The model and what DDP and the like wrap; not what is compiled, whose hooks are traced."""
     found = [model]
-    while isinstance(inner := getattr(found[-1], "module", None), Module):
+    while isinstance(inner := getattr(found[-1], "module", None), Module) and inner not in found:
         found.append(inner)
     return found
 

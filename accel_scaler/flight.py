@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +16,9 @@ from .config import OrderError, StepError
 from .culprits import MOST_NAMES, Culprits, listed
 from .due import Timing
 from .intake import Intake
-from .pending import Hold, any_pending, can_be_held, settle_pending
+from .pending import Hold, can_be_held
 from .shadow import Shadow
-from .slots import Slot, local
+from .slots import Slot, local, place_of
 from .transfer import Lane
 from .worker import Task
 
@@ -30,7 +32,11 @@ MOST_WAITS = 128
 
 
 class Flight:
-    """The part of :class:`accel_scaler.engine.Engine` that waits for the optimizer thread."""
+    """The part of :class:`accel_scaler.engine.Engine` that waits for the optimizer thread.
+
+    Any thread may wait. ``lock`` guards what a wait leaves behind; nobody waits for a task under
+    it that another thread has handed over.
+    """
 
     optimizer: Optimizer
     shadow: Shadow
@@ -39,12 +45,16 @@ class Flight:
     culprits: Culprits
 
     def __init__(self) -> None:
+        self.lock = threading.RLock()
+        """Reentrant: a signal handler may look while its thread has it."""
         self.timing: Timing | None = None
         """When the last update handed over ran, and who waited for it."""
         self.unpublished = False
         """Masters are newer than the model (``delayed``)."""
         self.waits_at_root = False
         """A compiled or sharded model: its forward waits, not each use of a parameter."""
+        self.waits_at_step = False
+        """Something reads parameters that no hook can be put before: the step itself waits."""
         self._task: Task | None = None
         self._lead = 0
         """Parts of the task in hand that only publish what the step before computed."""
@@ -57,37 +67,56 @@ class Flight:
         self._versions: list[int] = []
         self._learning = False
         self._broken: str | None = None
+        self._trainer = threading.current_thread()
+        """The thread that trains, as far as is known."""
+
+    def claim(self) -> None:
+        """This thread trains from here on: it steps, loads or closes, and is told of failures."""
+        self._trainer = threading.current_thread()
+
+    @property
+    def is_trained_here(self) -> bool:
+        """Whether this thread is the one that trains, or that one is gone."""
+        trainer = self._trainer
+        return trainer is threading.current_thread() or not trainer.is_alive()
 
     @property
     def is_idle(self) -> bool:
         """No step is in hand, or it is done."""
         return self._task is None or self._task.finished
 
-    def hold_parameters(self, whole: bool) -> None:
+    def hold_parameters(self, task: Task, whole: bool) -> None:
         shadow = self.shadow
-        if self.waits_at_root or not can_be_held(shadow.params):
+        if self.waits_at_root or self.waits_at_step or not can_be_held(shadow.params):
             return
         ends, part_of = shadow.ends, shadow.part_of
         if whole:
             ends, part_of = [len(shadow.params)], dict.fromkeys(part_of, 1)
-        self._hold = Hold(shadow.params, ends, part_of, self._await, one_by_one=self._learning)
+        # Of this task: a reader on another thread may come back when the next one is in hand.
+        wait = partial(self._await_part, task, self._marks)
+        self._hold = Hold(shadow.params, ends, part_of, wait, one_by_one=self._learning)
 
-    def _await(self, parts: int, where: str | None = None) -> int:
+    def _await(self, parts: int, where: str) -> None:
+        """Wait for a part of the step in hand, if any; the device waits too."""
+        task, marks = self._task, self._marks
+        if task is not None:
+            self._await_part(task, marks, parts, where)
+
+    def _await_part(
+        self, task: Task, marks: list[Any], parts: int, where: str | None = None
+    ) -> int:
         """On whatever thread uses a parameter: wait for its part; the device waits too."""
-        task = self._task
-        if task is None:
-            self._follow(self._marks[-1:])
-            return len(self.shadow.parts)
         # Where a compiled model meets this line dynamo breaks its graph, once; not further down.
         start = time.perf_counter()
         is_due = not (task.finished or task.done >= parts)
         ok = task.wait(parts)
         if is_due:
-            seen = () if self._hold is None else self._hold.seen
+            hold = self._hold
+            seen = () if hold is None else hold.seen
             _note_wait(task, start, where or (seen[-1] if seen else "forward"))
         if not ok:
-            self.finish()
-        self._follow(self._marks[parts - 1 : parts])
+            self._finish(task, "forward")
+        self._follow(marks[parts - 1 : parts])
         # Later parts are enqueued perhaps, but the device has not been told to wait for them.
         return task.done if self.lane.is_host else parts
 
@@ -108,15 +137,18 @@ class Flight:
             StepError: it will never be over.
         """
         task = self._task
-        if task is None:
-            return True
+        return True if task is None else self._wait(task, where)
+
+    def _wait(self, task: Task, where: str) -> bool:
         start, is_due = time.perf_counter(), not task.finished
         try:
             ok = task.wait()
         except StepError as error:
-            self._broken = str(error)
-            self._task = None
-            self._release()
+            with self.lock:
+                if self._task is task:
+                    self._broken = str(error)
+                    self._task = None
+                    self._release(learn=False)
             raise
         if is_due:
             _note_wait(task, start, where)
@@ -126,27 +158,45 @@ class Flight:
         """Wait for the step in hand, if any. In ``delayed`` the model is as it was.
 
         Raises:
-            StepError: it failed; says which parameters were updated. Once: the next call works.
+            StepError: it failed; says which parameters were updated. Once on the thread that
+                trains: the next call works. Other threads are told until that one is.
         """
         task = self._task
-        if task is None:
-            return
-        ok = self.wait(where)
-        self._task = None
-        # Kernels that ran on one thread have made the worker's number the default of new threads.
-        torch.set_num_threads(torch.get_num_threads())
-        self._follow(self._marks[-1:])
-        self._release()
-        self.shadow.collect_settings()
-        if not ok:
-            self._raise_failure(task)
+        if task is not None:
+            self._finish(task, where)
 
-    def _release(self) -> None:
+    def _finish(self, task: Task, where: str) -> None:
+        ok = self._wait(task, where)
+        failure: StepError | None = None
+        with self.lock:
+            if self._task is task:
+                self._follow(self._marks[-1:])
+                failure = None if ok else self._failure_of(task)
+                self._release(learn=ok)
+                if ok or self.is_trained_here:
+                    self._task = None
+                    self.shadow.collect_settings()
+                if self.is_trained_here:
+                    # Kernels that ran on one thread have made the worker's number the default of
+                    # new threads.
+                    torch.set_num_threads(torch.get_num_threads())
+        if failure is not None:
+            raise failure from task.error
+        if not ok:
+            # The thread that trains was told while this one waited.
+            raise StepError(
+                f"{type(self.optimizer).__name__} failed on the optimizer thread "
+                f"({type(task.error).__name__}: {task.error})."
+            ) from task.error
+
+    def _release(self, learn: bool = True) -> None:
         hold, self._hold = self._hold, None
         if hold is None:
             return
         hold.release()
-        if self._learning:
+        # Compiled code checks the class of its parameters before any of ours runs.
+        self.waits_at_step |= hold.was_traced
+        if self._learning and learn:
             self._learning = False
             before = self.shadow.params
             self.shadow.reorder(hold.seen)
@@ -161,14 +211,14 @@ class Flight:
         else:
             self._versions = []
 
-    def _raise_failure(self, task: Task) -> None:
+    def _failure_of(self, task: Task) -> StepError:
         error = task.error
         if self._of_user:
-            raise StepError(
+            return StepError(
                 f"the function given to submit() failed on the optimizer thread "
                 f"({type(error).__name__}: {error}). What it had stepped by then stays stepped; "
                 "its gradients are gone. The next call works."
-            ) from error
+            )
         updated = max(task.done - self._lead, 0)
         params = self.shadow.params
         if not self.shadow.splittable and not updated:
@@ -179,17 +229,12 @@ class Flight:
                 "step are gone; the next step works with new ones."
             ) from error
         end = self.shadow.parts[updated - 1].end if updated else 0
-        raise StepError(
+        return StepError(
             f"{type(self.optimizer).__name__} failed on the optimizer thread "
             f"({type(error).__name__}: {error}). Updated: {self._names(params[:end])}. As before "
             f"the step: {self._names(params[end:])}; optimizer state may have moved for the next "
             "of these. The gradients of this step are gone; the next step works with new ones."
-        ) from error
-
-    def settle(self, params: Iterable[Tensor]) -> None:
-        """Wait for those of ``params`` that are pending."""
-        if any_pending():
-            settle_pending(params)
+        )
 
     def settle_parts(self, params: Iterable[Tensor]) -> None:
         """Wait for parameters that cannot be held (shards), part by part."""
@@ -223,15 +268,15 @@ class Flight:
         for slot in before:
             if slot.is_master and now.get(id(slot.param)) is not slot:
                 held = local(slot.param.detach())
-                if (held.data_ptr(), held.shape) == (slot.target.data_ptr(), slot.target.shape):
+                if place_of(held) == place_of(slot.target):
                     slot.publish(self.lane)
                 else:
                     moved.append(slot.param)
         if moved:
             raise OrderError(
-                f"{self._names(moved)} moved or changed size while a newer value was waiting to be "
-                "published (step_mode='delayed'). The newer value is lost, the change stays. Call "
-                "optimizer.synchronize() before changing parameters."
+                f"{self._names(moved)} moved or changed shape while a newer value was waiting to "
+                "be published (step_mode='delayed'). The newer value is lost, the change stays. "
+                "Call optimizer.synchronize() before changing parameters."
             )
 
     def export_masters(self) -> list[Tensor | None]:
@@ -246,9 +291,10 @@ class Flight:
 
     def forgive(self) -> None:
         """State is about to be replaced: a lost step no longer matters."""
+        self.claim()
         if self._broken is not None:
             self._broken, self._task = None, None
-            self._release()
+            self._release(learn=False)
 
     def _names(self, params: Sequence[Tensor]) -> str:
         names = self.culprits.names(params[:MOST_NAMES], self.optimizer)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,6 +48,9 @@ SMALL = 1 << 12
 
 PIECE = 1 << 20
 """Elements that are counted at a time."""
+
+ACCUMULATES = "torch::autograd::AccumulateGrad"
+"""Name of the node of a graph that adds to a leaf's gradient."""
 
 SMALLEST_NORMAL = 2.0**-126
 """Of float32; its reciprocal is the last power of two that can be had."""
@@ -312,12 +316,11 @@ def leaves_of(outputs: Iterable[Tensor]) -> list[Tensor]:
     seen: set[object] = set()
     stack = [output.grad_fn for output in outputs if output.grad_fn is not None]
     while stack:
-        node = stack.pop()
+        node: Any = stack.pop()
         if node in seen:
             continue
         seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            leaves.append(leaf)
+        if node.name() == ACCUMULATES:  # an autograd.Function may have a `variable` of its own
+            leaves.append(node.variable)
         stack.extend(after for after, _ in node.next_functions if after is not None)
     return leaves

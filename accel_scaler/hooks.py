@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +12,16 @@ from torch import Tensor, nn
 
 from .traces import Call
 
-__all__ = ["AtInput", "AtParameter", "AtTensor", "Enter", "Leave", "edge_of", "hook_inputs"]
+__all__ = [
+    "AtInput",
+    "AtParameter",
+    "AtTensor",
+    "Enter",
+    "Leave",
+    "edge_of",
+    "hook_inputs",
+    "inert",
+]
 
 MOST_NODES = 64
 """Nodes of one module's graph that are searched for the edge to its input."""
@@ -20,22 +30,21 @@ Edge = tuple[Any, int]
 """``(node, number)``: where the gradient of one tensor goes."""
 
 
-def _nothing(*_: Any) -> None:
-    """In the place of a hook, on a copied model."""
+def inert() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """What ``__reduce__`` of a hook returns: a function that takes anything and does nothing.
 
-
-def _make_nothing() -> Callable[..., None]:
-    return _nothing
+    A model is copied and pickled along with its hooks; nobody listens to the copy, and who loads
+    it may not have this package.
+    """
+    return getattr, (nullcontext(), "__exit__")
 
 
 class _Hook:
-    """A model is copied and pickled along with its hooks; nobody listens to the copy."""
-
     def __init__(self, finder: Any, *about: Any) -> None:
         self._finder, self._about = weakref.ref(finder), about
 
     def __reduce__(self) -> Any:
-        return _make_nothing, ()
+        return inert()
 
     def find(self) -> Any:
         """The finder; None when it is gone, or while a compiler traces.

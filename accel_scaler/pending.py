@@ -4,15 +4,23 @@ While its update is due, a parameter's class is :class:`PendingParameter`; torch
 operation on it to ``__torch_function__``, which waits, gives the class back, and goes on. So a
 tied weight, a parameter used outside its module, an edit in place or a copy are all right,
 and a parameter that is ready costs nothing.
+
+Not all of torch asks ``__torch_function__``: ``torch.tensor(p)``, scripted functions, collectives
+and ``torch.func`` do not. But each asks whether what it was given is a tensor, so the class does
+not say so by itself: see :class:`PendingParameter`.
+
+Any thread may use a parameter, also while the one that trains hands over the next step. ``_lock``
+guards which hold has which parameter, and every change of a class; nobody waits under it.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +32,11 @@ __all__ = ["Hold", "PendingParameter", "any_pending", "can_be_held", "settle_pen
 _holds: weakref.WeakSet[Hold] = weakref.WeakSet()
 """Weak: an optimizer that nobody uses any more must not keep its model."""
 
-_lock = threading.Lock()
+_lock = threading.RLock()
+"""Reentrant: a signal handler or a finalizer may use a parameter while its thread has it."""
+
+_CLASS: Any = object.__dict__["__class__"]
+"""Reads and sets the real class, whatever the class says of itself."""
 
 _ATTRIBUTES = (
     *("grad", "shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "_version"),
@@ -64,8 +76,58 @@ def _passive() -> frozenset[Any]:
 _PASSIVE = _passive()
 
 
-class PendingParameter(nn.Parameter):
-    """An ``nn.Parameter`` whose update may still be running on the optimizer thread."""
+class _Settled(nn.Parameter):
+    """What a pending parameter, once it is settled, says that it was. Made, it is a parameter."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return nn.Parameter(*args, **kwargs)
+
+
+class _PendingMeta(type(nn.Parameter)):  # type: ignore[misc]
+    """Of a class that has the memory layout of a tensor but does not count as one by itself."""
+
+    is_made = False
+
+    def mro(cls) -> list[type]:
+        order: list[type] = super().mro()
+        return [c for c in order if c not in (Tensor, nn.Parameter)] if cls.is_made else order
+
+
+def _wait_for_dict(self: Any) -> Any:
+    _settle(self)
+    return self.__dict__
+
+
+def _tensor_names() -> dict[str, Any]:
+    """All that a parameter has, for a class that has ``Tensor`` not among its bases."""
+    found = {**vars(Tensor), **vars(nn.Parameter), "__dict__": property(_wait_for_dict)}
+    for name in ("__weakref__", "__doc__", "__module__"):
+        found.pop(name, None)
+    return found
+
+
+class PendingParameter(nn.Parameter, metaclass=_PendingMeta):
+    """An ``nn.Parameter`` whose update may still be running on the optimizer thread.
+
+    To C code and to ``isinstance`` it is a tensor only because its ``__class__`` says so, which is
+    asked for where the bases of its type do not settle the question. So whoever takes it for a
+    tensor, seen by ``__torch_function__`` or not, waits there.
+    """
+
+    for _name, _value in _tensor_names().items():
+        locals()[_name] = _value
+    del _name, _value
+
+    @property
+    def __class__(self) -> Any:
+        _settle(self)
+        # Not the real class: that is what the question began with, and the answer would be no.
+        return _Settled
+
+    @__class__.setter
+    def __class__(self, cls: Any) -> None:
+        _settle(self)
+        _CLASS.__set__(self, cls)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -76,7 +138,19 @@ class PendingParameter(nn.Parameter):
                 return func(*args, **kwargs)
         for p in _pending_in((args, kwargs)):
             _settle(p)
+        if func is Tensor.detach and _is_made_parameter(args[0]):
+            return Tensor._make_subclass(nn.Parameter, args[0].detach())
         return func(*args, **kwargs)
+
+    def as_subclass(self, cls: Any) -> Any:
+        """As torch's, which does not ask ``__torch_function__``."""
+        _settle(self)
+        return self.as_subclass(cls)
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """As torch's, which does not ask ``__torch_function__``."""
+        _settle(self)
+        return self.set_(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
         _settle(self)
@@ -87,10 +161,24 @@ class PendingParameter(nn.Parameter):
         return self.__reduce_ex__(proto)
 
 
+PendingParameter.is_made = True
+PendingParameter.__bases__ = PendingParameter.__bases__  # asks for the order of bases anew
+
+
+def _is_made_parameter(p: Tensor) -> bool:
+    """Whether ``nn.Parameter(p)`` asks: it compares the class of what it gets with that of p."""
+    frame = inspect.currentframe()
+    for _ in range(2):
+        frame = frame and frame.f_back
+    return frame is not None and frame.f_code is _NEW and frame.f_locals.get("data") is p
+
+
+_NEW = nn.Parameter.__new__.__code__
+
+
 def _pending_in(value: Any) -> Iterator[PendingParameter]:
-    if isinstance(value, Tensor):
-        if type(value) is PendingParameter:
-            yield value
+    if type(value) is PendingParameter:
+        yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _pending_in(item)
@@ -100,15 +188,19 @@ def _pending_in(value: Any) -> Iterator[PendingParameter]:
 
 
 def _settle(p: Any) -> None:
-    for hold in list(_holds):
-        if id(p) in hold.part_of:
+    """Wait until no update of ``p`` is due. Any thread."""
+    while type(p) is PendingParameter:
+        with _lock:
+            hold = next((h for h in _holds if h.holds(p)), None)
+            if hold is None:  # it has gone with its optimizer: nothing is due
+                _restore(p)
+        if hold is not None:
             hold.settle(p)
-    _restore(p)  # where its hold is gone, nothing is due
 
 
 def _restore(p: Any) -> None:
     if type(p) is PendingParameter:
-        cast(Any, p).__class__ = nn.Parameter
+        _CLASS.__set__(p, nn.Parameter)
 
 
 def settle_pending(params: Iterable[Tensor]) -> None:
@@ -131,6 +223,9 @@ def can_be_held(params: Iterable[Tensor]) -> bool:
 class Hold:
     """Parameters that wait for the parts of one task.
 
+    Several may hold a parameter: of two optimizers, or of an earlier step that a slow reader on
+    another thread still settles. Its class comes back with the last of them.
+
     Args:
         params: in the order of their parts.
         ends: for each part, how many of ``params`` are ready when it is done.
@@ -150,25 +245,38 @@ class Hold:
     ) -> None:
         self.params, self.ends, self.part_of, self._wait = params, ends, part_of, wait
         self._one_by_one = one_by_one
-        self._released = 0
-        """Parameters given their class back."""
+        self._left = set(part_of)
+        """``id`` of those not released yet."""
+        self._passed = 0
+        """So many of ``params`` are released, from the first on."""
+        self._thread = threading.get_ident()
+        self.was_traced = False
+        """A compiler has met one of the parameters while it was pending."""
         self.seen: list[Tensor] = []
-        """Parameters in the order in which they were first used."""
+        """Parameters in the order in which the thread that trains first used them."""
         with _lock:
             _holds.add(self)
-        for p in params:
-            p.__class__ = PendingParameter
+            for p in params:
+                _CLASS.__set__(p, PendingParameter)
+
+    def holds(self, p: Tensor) -> bool:
+        """Whether ``p`` waits for this task. Under the lock."""
+        return id(p) in self._left
 
     def settle(self, p: Tensor) -> None:
         """Wait for ``p``, and give every parameter that is ready its class back."""
-        self.seen.append(p)
+        if threading.get_ident() == self._thread:
+            self.seen.append(p)
+        if torch._guards.CompileContext.try_get() is not None:
+            self.was_traced = True
         try:
             done = self._wait(self.part_of[id(p)])
         except StepError:
             self.release()
             raise
         if self._one_by_one:
-            _restore(p)
+            with _lock:
+                self._give_back([p])
         else:
             self.release(done)
 
@@ -176,9 +284,16 @@ class Hold:
         """Give the parameters of the first ``parts`` (default: all) their class back."""
         ready = len(self.ends) if parts is None else min(parts, len(self.ends))
         end = self.ends[ready - 1] if ready else 0
-        for p in self.params[self._released : end]:
-            p.__class__ = nn.Parameter
-        self._released = max(self._released, end)
-        if self._released == len(self.params):
-            with _lock:
-                _holds.discard(self)
+        with _lock:
+            self._give_back(self.params[self._passed : end])
+            self._passed = max(self._passed, end)
+
+    def _give_back(self, params: Iterable[Tensor]) -> None:
+        left, others = self._left, [h for h in _holds if h is not self]
+        for p in params:
+            if id(p) in left:
+                left.remove(id(p))
+                if not any(h.holds(p) for h in others):
+                    _restore(p)
+        if not left:
+            _holds.discard(self)

@@ -52,7 +52,7 @@ PARTS = 32
 SMALLEST_PART, LARGEST_PART = 1 << 19, 1 << 22
 """Elements in a part, unless one parameter alone has more."""
 
-_is_trained = attrgetter("requires_grad")
+_dtype_of, _is_trained = attrgetter("dtype"), attrgetter("requires_grad")
 
 
 class Part:
@@ -573,11 +573,13 @@ def settle_entry(slot: Slot, entry: dict[str, Any]) -> None:
 
 
 def _places(params: list[Tensor], masters: bool) -> object:
-    """Where each is, how large, and with masters whether it is trained, for then it needs one."""
+    """Where each is, its shape, and with masters whether it is trained, for then it needs one."""
     sharded = bool(params) and hasattr(params[0], "to_local")
     held = [local(p.detach()) for p in params] if sharded else params
     return (
         list(map(Tensor.data_ptr, held)),
-        list(map(Tensor.numel, held)),
+        list(map(Tensor.size, held)),
+        list(map(Tensor.stride, held)),
+        list(map(_dtype_of, held)),
         masters and list(map(_is_trained, params)),
     )

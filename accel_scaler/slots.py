@@ -13,7 +13,7 @@ from .config import UnsupportedError
 from .gradients import LOW_PRECISION
 from .transfer import Lane
 
-__all__ = ["Slot", "local", "make_slots", "needs_master"]
+__all__ = ["Slot", "local", "make_slots", "needs_master", "place_of"]
 
 
 def local(t: Any) -> Tensor:
@@ -95,7 +95,11 @@ def make_slots(
             slot = Slot(p, number)
             before = old.get(id(p))
             wanted = needs_master(p, masters)
-            if before is not None and _same_place(before, slot) and before.is_master == wanted:
+            if (
+                before is not None
+                and place_of(before.target) == place_of(slot.target)
+                and before.is_master == wanted
+            ):
                 before.group = number
                 slot = before
             elif wanted:
@@ -105,13 +109,9 @@ def make_slots(
     return slots
 
 
-def _same_place(a: Slot, b: Slot) -> bool:
-    return (
-        a.target.data_ptr() == b.target.data_ptr()
-        and a.target.shape == b.target.shape
-        and a.target.stride() == b.target.stride()
-        and a.target.dtype == b.target.dtype
-    )
+def place_of(t: Tensor) -> object:
+    """Which view of which memory: one that is equal reads and writes the same elements."""
+    return t.data_ptr(), t.shape, t.stride(), t.dtype
 
 
 @torch.no_grad()

@@ -6,11 +6,13 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.nn import Module
 
+from .hooks import inert
 from .telemetry import Span
 
 __all__ = ["MOST_SPANS", "Timeline"]
@@ -68,14 +70,16 @@ class Timeline:
 
 
 class _ForwardWatch:
-    """Hooks on one model, which may be copied and pickled with them."""
+    """Hooks on one model."""
 
     def __init__(self, timeline: Any) -> None:
         self._timeline = timeline
         self._start: float | None = None
 
     def __reduce__(self) -> Any:
-        return _ForwardWatch, (_nobody,)
+        make, given = inert()
+        nothing = make(*given)
+        return SimpleNamespace, (), {"before": nothing, "after": nothing}
 
     def before(self, module: Module, _: Any) -> None:
         self._start = time.perf_counter() if torch.is_grad_enabled() else None
@@ -85,7 +89,3 @@ class _ForwardWatch:
         if timeline is not None and self._start is not None and torch.is_grad_enabled():
             timeline.add("forward", self._start)
         self._start = None
-
-
-def _nobody() -> None:
-    return None

@@ -83,6 +83,11 @@ def flattened() -> Any:
     return p
 
 
+def compiled() -> Any:
+    """A function given to torch.compile."""
+    return torch.compile(lambda x: x)
+
+
 def launch_parser() -> Any:
     """The parser of `accelerate launch`."""
     from accelerate.commands.launch import launch_command_parser
@@ -131,10 +136,14 @@ TORCH = [
     ("torch._C", "_push_on_torch_dispatch_stack", "watches a step, in surroundings.py"),
     ("torch._C", "_pop_torch_dispatch_stack", "the same"),
     ("torch.ops", "_c10d_functional", "knows collectives, in surroundings.py"),
-    ("torch._C", "_functorch", "asks for an outer transform, in fences.py and finder.py"),
+    ("torch._C", "_functorch", "asks for an outer transform, in finder.py"),
     ("torch._C._functorch", "peek_interpreter_stack", "the same"),
     ("torch._C", "_is_tracing", "stays out of a trace, in finder.py"),
-    ("torch._C", "_current_graph_task_id", "tells whether a backward runs, in finder.py"),
+    ("torch._C", "_current_graph_task_id", "tells of a backward, in fences.py and finder.py"),
+    ("torch.Tensor", "_make_subclass", "makes a parameter of a pending one, in pending.py"),
+    ("torch", "_guards", "is where the next row stands"),
+    ("torch._guards", "CompileContext", "tells whether a compiler traces, in pending.py"),
+    ("torch.nn.Module", "_call_impl", "tells what runs inside a forward, in fences.py"),
     ("torch", "_dynamo", "knows compiled modules, in fences.py and finder.py"),
     ("torch._dynamo", "OptimizedModule", "the same"),
     ("torch", "_subclasses", "leaves fake tensors alone, in ranges.py"),
@@ -199,6 +208,9 @@ PRIVATE = [
         "knows what a forward gathers early, in fences.py",
     ),
     Private("torch", flattened, "_fsdp_flattened", "refuses FSDP1, in steppable.py"),
+    Private(
+        "torch", compiled, "_torchdynamo_orig_callable", "knows a compiled forward, in fences.py"
+    ),
     Private("accelerate", accelerator, "_optimizers", "lists what was prepared, in attach.py"),
     Private("accelerate", accelerator, "_models", "lists what was prepared, in attach.py"),
     Private("accelerate", prepared, "_original_forward", "sets autocast anew, in autocast.py"),

@@ -472,7 +472,7 @@ def test_a_step_that_never_ends_is_given_up_with_a_reason(
     optimizer.close()
 
 
-def test_several_threads_that_use_a_failing_step_all_end_and_one_is_told() -> None:
+def test_threads_that_use_a_failing_step_all_end_and_the_one_that_trains_is_told_too() -> None:
     model = Four()
     optimizer = AsyncOptimizer(Fragile(model.parameters()), model)
     hand_over_first(model, optimizer)
@@ -493,7 +493,8 @@ def test_several_threads_that_use_a_failing_step_all_end_and_one_is_told() -> No
         thread.join(LIMIT_S)
     assert not any(thread.is_alive() for thread in threads)
     assert told
-    optimizer.close()
+    with pytest.raises(StepError, match="Updated"):
+        optimizer.close()
 
 
 def test_after_an_overflow_streak_error_the_optimizer_still_works() -> None:

@@ -1,0 +1,404 @@
+"""A second thread that only reads changes no number of the training and stops nothing.
+
+The readers read without end while another thread trains. What they see is a race with the update,
+as in torch; the training thread must end, bit for bit, where a plain torch run ends.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from async_support import lazy, one_part_each
+from torch import Tensor, nn
+
+from accel_scaler import AsyncOptimizer, OrderError, StepError
+from accel_scaler import pending as pending_module
+from accel_scaler.pending import Hold, PendingParameter
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LIMIT_S = 60.0
+STEPS = 40
+
+
+class Net(nn.Module):
+    """A tied weight, a parameter of its own, and one that is used in every other step only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.c.weight = self.a.weight
+        self.gain, self.seldom = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+        self.odd = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.c(torch.tanh(self.b(torch.tanh(self.a(x)) * self.gain)))
+        return x * self.seldom if self.odd else x
+
+
+def network() -> Net:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return Net()
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def train(model: Net, optimizer: Any, steps: int = STEPS) -> list[float]:
+    losses = []
+    for step in range(steps):
+        model.odd = bool(step % 2)
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+        loss = model(x).square().sum()
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+Result = tuple[list[float], list[Tensor], list[Any]]
+
+
+def plain() -> Result:
+    model = network()
+    optimizer = adam(model)
+    losses = train(model, optimizer)
+    return losses, [p.detach() for p in model.parameters()], state_of(model, optimizer)
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [optimizer.state[p] for p in model.parameters()]
+
+
+def is_same(ours: Any, theirs: Any) -> bool:
+    if isinstance(theirs, Tensor):
+        return torch.equal(ours, theirs)
+    if isinstance(theirs, dict):
+        return ours.keys() == theirs.keys() and all(is_same(ours[k], theirs[k]) for k in theirs)
+    if isinstance(theirs, (list, tuple)):
+        return len(ours) == len(theirs) and all(map(is_same, ours, theirs))
+    return bool(ours == theirs)
+
+
+def evaluates(model: Net, optimizer: AsyncOptimizer) -> None:
+    with torch.no_grad():
+        model(torch.ones(1, 4))
+
+
+def unseen(p: Tensor) -> Tensor:
+    """Read without ``__torch_function__``."""
+    return torch.Tensor(p)
+
+
+READERS: dict[str, Callable[[Net, Any], Any]] = {
+    "state_dict": lambda model, _: {k: v.clone() for k, v in model.state_dict().items()},
+    "an evaluation": evaluates,
+    "a norm": lambda model, _: torch.stack([p.detach().norm() for p in model.parameters()]).sum(),
+    "one parameter": lambda model, _: model.b.weight.detach().sum().item(),
+    "synchronize": lambda _, optimizer: optimizer.synchronize(),
+    "the optimizer's state_dict": lambda _, optimizer: optimizer.state_dict(),
+    "unseen": lambda model, _: unseen(model.gain),
+}
+
+
+class Readers:
+    """Threads that read until they are told to stop; an error is kept."""
+
+    def __init__(self, reads: list[Callable[[], Any]]) -> None:
+        self.errors: list[BaseException] = []
+        self.counts = [0] * len(reads)
+        self._stop = threading.Event()
+        self._begin = threading.Barrier(len(reads) + 1)
+        self.threads = [
+            threading.Thread(target=self._read, args=(place, read))
+            for place, read in enumerate(reads)
+        ]
+
+    def _read(self, place: int, read: Callable[[], Any]) -> None:
+        self._begin.wait(LIMIT_S)
+        while not self._stop.is_set():
+            try:
+                read()
+            except BaseException as error:
+                self.errors.append(error)
+                return
+            self.counts[place] += 1
+
+    def __enter__(self) -> Readers:
+        for thread in self.threads:
+            thread.start()
+        self._begin.wait(LIMIT_S)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self.threads:
+            thread.join(LIMIT_S)
+        assert not any(thread.is_alive() for thread in self.threads)
+
+
+@contextmanager
+def switching_often() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+def train_beside(reads: list[Callable[[Net, Any], Any]], **options: Any) -> Result:
+    model = network()
+    inner = adam(model)
+    with (
+        one_part_each(),
+        AsyncOptimizer(inner, model, **options) as optimizer,
+    ):
+        train_first = [lambda read=read: read(model, optimizer) for read in reads]
+        with switching_often(), Readers(train_first) as readers:
+            losses = train(model, optimizer)
+        assert readers.errors == []
+        assert all(readers.counts)
+        optimizer.synchronize()
+        assert not list(pending_module._holds)
+        assert {type(p) for p in model.parameters()} == {nn.Parameter}
+    return losses, [p.detach() for p in model.parameters()], state_of(model, inner)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_reader_beside_the_training_changes_no_bit_of_it(name: str) -> None:
+    assert is_same(train_beside([READERS[name]] * 2), plain())
+
+
+@pytest.mark.parametrize("options", [{"mode": "overlap"}, {"mode": "sync", "offload": "cpu"}])
+def test_all_readers_at_once_change_no_bit(options: dict[str, Any]) -> None:
+    assert is_same(train_beside(list(READERS.values()), **options), plain())
+
+
+class Source:
+    """A hold whose waits end when somebody says so."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        self.inside, self.go, self.waits = threading.Semaphore(0), threading.Event(), 0
+        self.hold = Hold(
+            params,
+            list(range(1, len(params) + 1)),
+            {id(p): place for place, p in enumerate(params, 1)},
+            self.wait,
+        )
+
+    def wait(self, parts: int) -> int:
+        self.inside.release()
+        assert self.go.wait(LIMIT_S)
+        self.waits += 1
+        return parts
+
+
+def test_a_slow_reader_of_an_earlier_step_leaves_the_later_one_its_parameters() -> None:
+    params = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    first = Source(params)
+    reader = threading.Thread(target=lambda: params[1].sum())
+    reader.start()
+    assert first.inside.acquire(timeout=LIMIT_S)
+    first.hold.release()  # the thread that trains has finished the step
+    second = Source(params)
+    first.go.set()
+    assert second.inside.acquire(timeout=LIMIT_S), "the reader went on to a value of no step"
+    assert [type(p) for p in params] == [PendingParameter] * 2
+    second.go.set()
+    reader.join(LIMIT_S)
+    assert second.waits == 1
+    assert [type(p) for p in params] == [nn.Parameter] * 2
+
+
+def test_the_class_comes_back_with_the_last_of_two_holds() -> None:
+    (p,) = params = [nn.Parameter(torch.ones(2))]
+    first, second = Source(params), Source(params)
+    first.hold.release()
+    assert type(p) is PendingParameter
+    second.hold.release()
+    assert type(p) is nn.Parameter
+
+
+def test_holds_that_come_and_go_disturb_nobody_who_settles() -> None:
+    """The registry changes while others walk it."""
+    stop, errors = threading.Event(), list[BaseException]()
+
+    def come_and_go() -> None:
+        mine = [nn.Parameter(torch.ones(1)) for _ in range(4)]
+        while not stop.is_set():
+            try:
+                hold = Hold(mine, [4], dict.fromkeys(map(id, mine), 1), lambda parts: parts)
+                mine[2].sum()
+                hold.release()
+            except BaseException as error:
+                errors.append(error)
+                return
+
+    threads = [threading.Thread(target=come_and_go) for _ in range(4)]
+    with switching_often():
+        for thread in threads:
+            thread.start()
+        try:
+            for _ in range(2000):
+                p = nn.Parameter(torch.ones(1))
+                kept = Hold([p], [1], {id(p): 1}, lambda parts: parts)
+                p.sum()
+                assert type(p) is nn.Parameter
+                del kept
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join(LIMIT_S)
+    assert errors == []
+
+
+class Failing(torch.optim.SGD):
+    fails = True
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        if Failing.fails:
+            raise RuntimeError("no")
+        return super().step(closure)
+
+
+def test_a_failure_that_a_reader_meets_is_told_to_the_thread_that_trains_too() -> None:
+    Failing.fails = True
+    model = network()
+    with AsyncOptimizer(Failing(model.parameters(), lr=1.0), model) as optimizer:
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        with Readers([lambda: model.state_dict()] * 2) as readers:
+            for thread in readers.threads:
+                thread.join(LIMIT_S)
+        assert [type(error) for error in readers.errors] == [StepError] * 2
+        with pytest.raises(StepError, match="Updated: none"):
+            optimizer.step()
+        Failing.fails = False
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        optimizer.synchronize()
+
+
+def test_a_thread_that_trained_and_is_gone_leaves_its_failure_to_who_asks_next() -> None:
+    Failing.fails = True
+    model = network()
+    with AsyncOptimizer(Failing(model.parameters(), lr=1.0), model) as optimizer:
+
+        def step() -> None:
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+
+        thread = threading.Thread(target=step)
+        thread.start()
+        thread.join(LIMIT_S)
+        with pytest.raises(StepError, match="no"):
+            optimizer.synchronize()
+        optimizer.synchronize()
+
+
+def delayed() -> tuple[Net, AsyncOptimizer]:
+    model = network()
+    return model, AsyncOptimizer(adam(model), model, mode="delayed")
+
+
+def test_in_delayed_another_thread_is_refused_what_would_change_the_model() -> None:
+    """Publishing changes it, beneath a forward or a backward that runs meanwhile."""
+    seldom = ("a norm", "one parameter", "unseen")
+    alone, optimizer = delayed()
+    with optimizer:
+        reference = train(alone, optimizer)
+    for name in READERS:
+        model, optimizer = delayed()
+        with optimizer:
+            train(model, optimizer, 1)
+            with Readers([lambda: READERS[name](model, optimizer)]) as readers:  # noqa: B023
+                for _ in range(0 if name in seldom else 1):
+                    readers.threads[0].join(LIMIT_S)
+        refused = [] if name in seldom else [OrderError]
+        assert list(map(type, readers.errors)) == refused, name
+    model, optimizer = delayed()
+    with optimizer:
+        first = lambda: [READERS[name](model, optimizer) for name in seldom]  # noqa: E731
+        with switching_often(), Readers([first] * 2) as readers:
+            losses = train(model, optimizer)
+        assert readers.errors == []
+    assert losses == reference
+    assert is_same(
+        [p.detach() for p in model.parameters()], [p.detach() for p in alone.parameters()]
+    )
+
+
+def test_in_delayed_another_thread_may_look_once_the_one_that_trained_is_gone_or_synchronized() -> (
+    None
+):
+    for gone in (False, True):
+        model, optimizer = delayed()
+        alone, same = delayed()
+        with optimizer, same:
+            train(alone, same, 3)
+            expected = {k: v.clone() for k, v in alone.state_dict().items()}
+            if gone:
+                thread = threading.Thread(target=train, args=(model, optimizer, 3))
+                thread.start()
+                thread.join(LIMIT_S)
+                seen = model.state_dict()
+            else:
+                train(model, optimizer, 3)
+                optimizer.synchronize()
+                found: list[Any] = []
+                thread = threading.Thread(target=lambda: found.append(model.state_dict()))  # noqa: B023
+                thread.start()
+                thread.join(LIMIT_S)
+                (seen,) = found
+            assert is_same(dict(seen), expected)
+
+
+def test_the_optimizer_may_be_closed_from_another_thread() -> None:
+    model, optimizer = delayed()
+    alone, same = delayed()
+    train(alone, same, 3)
+    same.close()
+    train(model, optimizer, 3)
+    thread = threading.Thread(target=optimizer.close)
+    thread.start()
+    thread.join(LIMIT_S)
+    assert is_same(
+        [p.detach() for p in model.parameters()], [p.detach() for p in alone.parameters()]
+    )
+
+
+def test_many_threads_finish_one_step_and_none_of_the_next_is_lost() -> None:
+    model, reference = network(), network()
+    plain_optimizer = adam(reference)
+    train(reference, plain_optimizer, 30)
+    with lazy(), AsyncOptimizer(adam(model), model) as optimizer:
+        for step in range(30):
+            model.odd = bool(step % 2)
+            x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+            model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            begin = threading.Barrier(4)
+
+            def look() -> None:
+                begin.wait(LIMIT_S)  # noqa: B023
+                optimizer.synchronize()
+
+            threads = [threading.Thread(target=look) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(LIMIT_S)
+            assert {type(p) for p in model.parameters()} == {nn.Parameter}
+    ours = [p.detach() for p in model.parameters()]
+    assert is_same(ours, [p.detach() for p in reference.parameters()])

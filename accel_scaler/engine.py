@@ -120,7 +120,10 @@ class Engine(Flight, Stepper):
         """Gradients that are on their way to the host already are multiplied there."""
         sent = self.intake.unchanged()
         super().multiply(factor)
-        self.intake.multiplied(sent, factor)
+        if sent:
+            on_host = _on_host(Due(multiply=factor)).multiply
+            assert on_host is not None
+            self.intake.multiplied(sent, on_host)
 
     def refresh(self) -> None:
         """Take over what was changed from outside: groups, parameters, their values."""

@@ -100,8 +100,8 @@ class Intake:
         return sent
 
     def multiplied(self, sent: Sequence[Slot], factor: Tensor) -> None:
-        """The gradients of ``sent`` have been multiplied by ``factor`` (float32, shape ())."""
-        factor = factor.cpu() if sent else factor
+        """The gradients of ``sent`` have been multiplied by ``factor``: float32, shape (), here
+        on the host."""
         for slot in sent:
             assert slot.copied is not None
             grad, _, mark, factors = slot.copied

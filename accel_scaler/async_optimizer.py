@@ -42,7 +42,8 @@ class AsyncOptimizer(Optimizer):
 
     With ``scaler``, :meth:`step` is the whole boundary. Without, it only updates, so
     ``scaler.step(optimizer); scaler.update()`` work as with any optimizer, and so does training
-    without scaling. ``step`` takes the gradients: ``.grad`` is None after it (not in ``sync``).
+    without scaling. ``step`` takes the gradients: ``.grad`` is None after it (not in ``sync``, nor
+    where another optimizer steps the parameter too).
 
     ``param_groups`` and ``state`` are the wrapped optimizer's: an LR scheduler may be given
     either. A step works with the values of its moment. Saving, loading and evaluating (a forward
@@ -50,7 +51,9 @@ class AsyncOptimizer(Optimizer):
     :meth:`synchronize`. Close it, or use it as a context manager.
 
     Args:
-        optimizer: any torch optimizer whose ``step`` needs no closure.
+        optimizer: any torch optimizer whose ``step`` needs no closure. One that torch does not
+            ship takes its first step on the training thread, and all of them where that step draws
+            random numbers, communicates, or goes by what cannot be copied; a warning says so.
         model: the module that holds its parameters. Needed where a forward cannot be watched
             parameter by parameter (compiled, FSDP2), and for evaluation in ``delayed``.
         scaler: scales the loss; its windows end with :meth:`step`.

@@ -91,6 +91,8 @@ class Engine(Flight, Stepper):
         self._taken: list[Tensor] = []
         self._shared: frozenset[int] = frozenset()
         """``id`` of parameters that another optimizer steps too: it needs their gradients."""
+        self._held = 0
+        """Parameters when that was last looked for."""
         self._newer: list[Tensor] = []
         """Parameters of which a newer value waits to be published."""
         ref = weakref.ref(self)
@@ -205,8 +207,10 @@ class Engine(Flight, Stepper):
 
     def _finish_for_boundary(self) -> None:
         self.finish("optimizer.step")
+        if any(e._held != _count(e.optimizer) for e in list(_engines)):
+            _find_shared()  # add_param_group, perhaps another optimizer's
         if self._shared:
-            for other in [e for e in _engines if e is not self and e._shared & self._shared]:
+            for other in [e for e in list(_engines) if e is not self and e._shared & self._shared]:
                 other.finish("optimizer.step")
         self.refresh()
 
@@ -506,6 +510,10 @@ class Engine(Flight, Stepper):
         self.culprits.know(model)
 
 
+def _count(optimizer: Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
+
+
 def _find_shared() -> None:
     """Tell every engine which of its parameters others step, too."""
     for attempt in (1, 2):
@@ -514,6 +522,7 @@ def _find_shared() -> None:
         counts = Counter(chain.from_iterable(held))
         for engine, own in zip(engines, held, strict=True):
             engine._shared = frozenset(i for i in own if counts[i] > 1)
+            engine._held = _count(engine.optimizer)
         if attempt == 2 or not any(engine._shared for engine in engines):
             return
         del engine, engines

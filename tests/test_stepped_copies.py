@@ -673,6 +673,26 @@ def test_two_optimizers_that_share_parameters_both_step(scaled: bool, offload: s
     assert_same(got, reference)
 
 
+def test_an_optimizer_that_comes_to_share_a_parameter_gets_its_gradient_and_gives_it_back() -> None:
+    model = net()
+    params = list(model.parameters())
+    with (
+        AsyncOptimizer(torch.optim.SGD(params, lr=LR), model) as first,
+        AsyncOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=LR)) as second,
+    ):
+        second.add_param_group({"params": params[1:2]})
+        loss_of(model, 0).backward()
+        before, grad = params[1].detach().clone(), params[1].grad
+        assert grad is not None
+        first.step()
+        assert [p.grad is None for p in params] == [True, False, True, True]
+        second.step()
+        assert torch.equal(params[1], before.sub(grad, alpha=LR).sub(grad, alpha=LR))
+        second.close()
+        first.step()
+        assert all(p.grad is None for p in params)
+
+
 def test_two_optimizers_that_share_parameters_both_step_under_an_accelerator() -> None:
     model = net()
     params = list(model.parameters())

@@ -283,8 +283,9 @@ class OverflowFinder:
     def _entries(self, value: Any, call: Call, consumes: bool) -> list[Entry]:
         entries = []
         for path, tensor in tensors_in(value):
-            if isinstance(tensor, nn.Parameter):
-                continue  # its update may be due; its gradient is watched by itself
+            # A parameter whose update is due is no Tensor by its type alone, and isinstance waits.
+            if not issubclass(type(tensor), Tensor) or isinstance(tensor, nn.Parameter):
+                continue  # its gradient is watched by itself
             seen = self._look(tensor)
             if seen.range is None:
                 continue

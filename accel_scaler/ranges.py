@@ -121,7 +121,7 @@ def _values(tensor: Any) -> Tensor | None:
 
 def tensors_in(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
     """``(path, tensor)`` for every tensor in tuples, lists, mappings and dataclasses."""
-    if isinstance(value, Tensor):
+    if issubclass(type(value), torch._C.TensorBase):  # isinstance would wait for a pending one
         yield path, value
         return
     items: Iterable[tuple[Any, Any]] = ()

@@ -6,7 +6,6 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -58,8 +57,8 @@ class Timeline:
         self._watched.add(model)
         watch = _ForwardWatch(weakref.ref(self))
         self._handles += [
-            model.register_forward_pre_hook(watch.before, prepend=True),
-            model.register_forward_hook(watch.after),
+            model.register_forward_pre_hook(_Before(watch), prepend=True),
+            model.register_forward_hook(_After(watch)),
         ]
 
     def close(self) -> None:
@@ -70,22 +69,31 @@ class Timeline:
 
 
 class _ForwardWatch:
-    """Hooks on one model."""
+    """What the two hooks on one model know together."""
 
     def __init__(self, timeline: Any) -> None:
-        self._timeline = timeline
-        self._start: float | None = None
+        self.timeline = timeline
+        self.start: float | None = None
+
+
+class _Hook:
+    """On one model, which may be copied and pickled with it."""
+
+    def __init__(self, watch: _ForwardWatch) -> None:
+        self._watch = watch
 
     def __reduce__(self) -> Any:
-        make, given = inert()
-        nothing = make(*given)
-        return SimpleNamespace, (), {"before": nothing, "after": nothing}
+        return inert()
 
-    def before(self, module: Module, _: Any) -> None:
-        self._start = time.perf_counter() if torch.is_grad_enabled() else None
 
-    def after(self, module: Module, _: Any, __: Any) -> None:
-        timeline = self._timeline()
-        if timeline is not None and self._start is not None and torch.is_grad_enabled():
-            timeline.add("forward", self._start)
-        self._start = None
+class _Before(_Hook):
+    def __call__(self, module: Module, _: Any) -> None:
+        self._watch.start = time.perf_counter() if torch.is_grad_enabled() else None
+
+
+class _After(_Hook):
+    def __call__(self, module: Module, _: Any, __: Any) -> None:
+        watch = self._watch
+        timeline, start, watch.start = watch.timeline(), watch.start, None
+        if timeline is not None and start is not None and torch.is_grad_enabled():
+            timeline.add("forward", start)

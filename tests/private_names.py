@@ -58,6 +58,11 @@ def fused_adam() -> Any:
     return torch.optim.Adam([nn.Parameter(torch.zeros(1))], fused=True)
 
 
+def operator() -> Any:
+    """torch.ops.aten.mm.default."""
+    return torch.ops.aten.mm.default
+
+
 def accelerator() -> Any:
     """accelerate.Accelerator, made."""
     return Accelerator(cpu=True)
@@ -124,6 +129,20 @@ TORCH = [
     ("torch._C._functorch", "peek_interpreter_stack", "the same"),
     ("torch._C", "_is_tracing", "stays out of a trace, in finder.py"),
     ("torch._C", "_current_graph_task_id", "tells whether a backward runs, in finder.py"),
+    ("torch", "_ops", "knows an operator by its class, in products.py"),
+    (
+        "torch._C",
+        "_dispatch_has_kernel_for_dispatch_key",
+        "tells whether autocast casts an operator, in products.py",
+    ),
+    ("torch.ops.aten", "_addmm_activation", "computes it in float32, in products.py"),
+    (
+        "torch.ops.aten",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "computes it in float32, in products.py",
+    ),
+    ("torch.ops.aten", "_native_multi_head_attention", "looks into it, in products.py"),
+    ("torch.ops.aten", "_transformer_encoder_layer_fwd", "looks into it, in products.py"),
     ("torch", "_dynamo", "knows compiled modules, in fences.py and finder.py"),
     ("torch._dynamo", "OptimizedModule", "the same"),
     ("torch", "_subclasses", "leaves fake tensors alone, in ranges.py"),
@@ -187,6 +206,7 @@ PRIVATE = [
         "_states_to_forward_prefetch",
         "knows what a forward gathers early, in fences.py",
     ),
+    Private("torch", operator, "_op_dk", "calls the kernel below a mode, in products.py"),
     Private("accelerate", accelerator, "_optimizers", "lists what was prepared, in attach.py"),
     Private("accelerate", accelerator, "_models", "lists what was prepared, in attach.py"),
     Private("accelerate", prepared, "_original_forward", "sets autocast anew, in autocast.py"),

@@ -9,8 +9,8 @@ import torch
 from accelerate.utils import convert_outputs_to_fp32, is_compiled_module
 from accelerate.utils.modeling import get_mixed_precision_context_manager
 
+from . import products
 from .config import UnsupportedError
-from .products import has_float16_kernels, with_float16_products
 
 __all__ = ["add_autocast", "add_products", "remove_autocast", "remove_products"]
 
@@ -59,15 +59,15 @@ def remove_autocast(accelerator: Any, model: torch.nn.Module) -> None:
 
 
 def add_products(accelerator: Any, model: torch.nn.Module) -> None:
-    """Around the prepared model's forward, autocast and all: :func:`float16_products`.
+    """Around the prepared model's forward, autocast and all: :func:`products.float16_products`.
 
     Does nothing off the CPU, or where the processor has kernels for them.
     """
-    if accelerator.device.type != "cpu" or has_float16_kernels():
+    if accelerator.device.type != "cpu" or products.has_float16_kernels():
         return
     holder: Any = accelerator.unwrap_model(model)
     plain = getattr(holder.forward, "__func__", None)
-    wrapped: Any = with_float16_products(plain or holder.forward)
+    wrapped: Any = products.with_float16_products(plain or holder.forward)
     wrapped._accel_scaler_products = wrapped  # itself: whoever wraps it copies its attributes
     holder.forward = wrapped if plain is None else MethodType(wrapped, holder)
 
@@ -78,6 +78,7 @@ def remove_products(accelerator: Any, model: torch.nn.Module) -> None:
     forward: Any = holder.forward
     bound = hasattr(forward, "__func__")
     plain: Any = forward.__func__ if bound else forward
-    if getattr(plain, "_accel_scaler_products", None) is plain:
-        inner = plain.__wrapped__
+    mark: Any = getattr(plain, "_accel_scaler_products", None)
+    if mark is plain:
+        inner = mark.__wrapped__
         holder.forward = MethodType(inner, holder) if bound else inner

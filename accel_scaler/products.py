@@ -84,7 +84,7 @@ class _Float32Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(t.__torch_dispatch__ is not Tensor.__torch_dispatch__ for t in types):
+        if types and any(t.__torch_dispatch__ is not Tensor.__torch_dispatch__ for t in types):
             return NotImplemented  # a class that dispatches by itself: what it holds comes by later
         kwargs = kwargs or {}
         kernel = _kernels().get(func)
@@ -99,15 +99,14 @@ class _Float32Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def inside(self, func: Any) -> Iterator[None]:
-        """For the products that ``func`` is made of: this mode, and autocast where it was on.
+        """For the products that ``func`` is made of: this mode, and all as where it was called.
 
-        torch has it off wherever a mode dispatches, and in operators that autocast has cast.
+        torch has autocast and conjugate views off where a mode dispatches; within an operator that
+        autocast casts it stays off.
         """
-        autocast = False
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "AutocastCPU"):
-            with enable_reentrant_dispatch():
-                autocast = torch.is_autocast_enabled("cpu")
-        with torch.autocast("cpu") if autocast else nullcontext(), self:
+        cast = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "AutocastCPU")
+        no_autocast = torch.autocast("cpu", enabled=False) if cast else nullcontext()
+        with enable_reentrant_dispatch(), no_autocast, self:
             yield
 
 
@@ -178,11 +177,14 @@ def _around(mode: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _are_float16(args: Any) -> bool:
-    """Every operand is, on the CPU; a mixture is for torch to refuse."""
-    tensors = [a for a in args if isinstance(a, Tensor) and a.is_floating_point()]
-    return bool(tensors) and all(
-        t.dtype is torch.float16 and t.device.type == "cpu" for t in tensors
-    )
+    """Every operand is, dense and on the CPU; a mixture is for torch to refuse."""
+    found = False
+    for a in args:
+        if isinstance(a, Tensor) and a.is_floating_point():
+            if a.dtype is not torch.float16 or not a.is_cpu or a.layout is not torch.strided:
+                return False
+            found = True
+    return found
 
 
 def _widen(value: Any) -> Any:

@@ -32,7 +32,6 @@ INF = float("inf")
 def slow_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a processor without float16 instructions, whatever this one has."""
     monkeypatch.setattr(products, "has_float16_kernels", lambda: False)
-    monkeypatch.setattr("accel_scaler.autocast.has_float16_kernels", lambda: False)
 
 
 class Watch(TorchDispatchMode):
@@ -561,7 +560,6 @@ def test_training_reaches_no_float16_kernel_and_is_the_same(
         ours = train(attached(), mlp())
     assert not watch.seen
     monkeypatch.setattr(products, "has_float16_kernels", lambda: True)
-    monkeypatch.setattr("accel_scaler.autocast.has_float16_kernels", lambda: True)
     with Watch() as watch:
         torchs = train(attached(), mlp())
     assert "addmm" in watch.seen

@@ -14,7 +14,11 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: train test test-gpu test-oldest test-newest check-dist lint types report clean
-.PHONY: soak bench bench-overlap bench-telemetry bench-load bench-convergence bench-gpu
+.PHONY: soak bench bench-cpu bench-overlap bench-telemetry bench-load bench-convergence bench-gpu
+
+# Passive: threads that wait for each other sleep. By default they spin, and where other processes
+# want the cores a thread that spins keeps the one it waits for from running.
+train bench-cpu: export OMP_WAIT_POLICY ?= passive
 
 train: $(STAMP)
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu_fp16.yaml recipes/finetune_classifier.py
@@ -69,6 +73,9 @@ soak: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/boundary.py
+
+bench-cpu: $(STAMP)
+	$(BIN)/python benchmarks/cpu_fp16.py $(ARGS)
 
 bench-overlap: $(STAMP)
 	$(BIN)/python benchmarks/overlap.py $(ARGS)

@@ -1,4 +1,4 @@
-"""float16 autocast on a model that was prepared without it, and the way back."""
+"""float16 autocast on a model that was prepared without it, its products, and the way back."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 from accelerate.utils import convert_outputs_to_fp32, is_compiled_module
 from accelerate.utils.modeling import get_mixed_precision_context_manager
 
+from . import products
 from .config import UnsupportedError
 
-__all__ = ["add_autocast", "remove_autocast"]
+__all__ = ["add_autocast", "add_products", "remove_autocast", "remove_products"]
 
 
 def add_autocast(accelerator: Any, models: list[torch.nn.Module]) -> None:
@@ -40,6 +41,7 @@ def add_autocast(accelerator: Any, models: list[torch.nn.Module]) -> None:
         else:
             wrapped = MethodType(context(plain), inner)
             inner.forward = MethodType(convert_outputs_to_fp32(wrapped.__func__), inner)
+        add_products(accelerator, model)
 
 
 def remove_autocast(accelerator: Any, model: torch.nn.Module) -> None:
@@ -54,3 +56,29 @@ def remove_autocast(accelerator: Any, model: torch.nn.Module) -> None:
         del holder.__dict__["forward"]
     else:
         holder.forward = original
+
+
+def add_products(accelerator: Any, model: torch.nn.Module) -> None:
+    """Around the prepared model's forward, autocast and all: :func:`products.float16_products`.
+
+    Does nothing off the CPU, or where the processor has kernels for them.
+    """
+    if accelerator.device.type != "cpu" or products.has_float16_kernels():
+        return
+    holder: Any = accelerator.unwrap_model(model)
+    plain = getattr(holder.forward, "__func__", None)
+    wrapped: Any = products.with_float16_products(plain or holder.forward)
+    wrapped._accel_scaler_products = wrapped  # itself: whoever wraps it copies its attributes
+    holder.forward = wrapped if plain is None else MethodType(wrapped, holder)
+
+
+def remove_products(accelerator: Any, model: torch.nn.Module) -> None:
+    """Give the model back the forward that :func:`add_products` found."""
+    holder: Any = accelerator.unwrap_model(model)
+    forward: Any = holder.forward
+    bound = hasattr(forward, "__func__")
+    plain: Any = forward.__func__ if bound else forward
+    mark: Any = getattr(plain, "_accel_scaler_products", None)
+    if mark is plain:
+        inner = mark.__wrapped__
+        holder.forward = MethodType(inner, holder) if bound else inner

@@ -231,7 +231,9 @@ def _others(found: Survey) -> Iterator[Hazard]:
     if _fp16_cpu(found) and found.attached and found.devices.cpu_fp16 is False:
         yield Hazard(
             "slow-fp16",
-            "this processor has no fp16 instructions: fp16 is many times slower than fp32 here",
+            "this processor has no fp16 instructions: products in fp16 are computed in fp32 and "
+            "rounded, slower than fp32; a backward that is not accelerator.backward(loss) is many "
+            "times slower",
         )
     if config.telemetry is not None and found.settings.attach:
         trouble = telemetry_trouble(config.telemetry)

@@ -58,6 +58,11 @@ def fused_adam() -> Any:
     return torch.optim.Adam([nn.Parameter(torch.zeros(1))], fused=True)
 
 
+def operator() -> Any:
+    """torch.ops.aten.mm.default."""
+    return torch.ops.aten.mm.default
+
+
 def accelerator() -> Any:
     """accelerate.Accelerator, made."""
     return Accelerator(cpu=True)
@@ -109,11 +114,11 @@ TORCH_SCALER = [
     ("_lazy_init_scale_growth_tracker", "extends it, in memory.py"),
     ("_check_scale_growth_tracker", "asks for the scale through it, in scaler.py and threads.py"),
     ("_check_inf_per_device", "looks for overflow through it, in scaler.py and threads.py"),
-    ("_unscale_grads_", "extends it for tied and repeated gradients, in scaler.py"),
+    ("_unscale_grads_", "does it without the kernel where that has no bfloat16, in scaler.py"),
 ]
 
 TENSOR = [
-    ("_version", "sees edits made in place, in mixing.py, memory.py, intake.py and others"),
+    ("_version", "sees edits made in place, in windows.py, memory.py, intake.py and others"),
     ("_is_view", "tells a gradient that owns its memory, in intake.py"),
     ("_indices", "keeps a sparse gradient's parts for a stream, in transfer.py"),
     ("_values", "reads a sparse gradient's values, in transfer.py and ranges.py"),
@@ -123,9 +128,14 @@ TENSOR = [
 
 TORCH = [
     ("torch", "_amp_update_scale_", "updates the scale by torch's own kernel, in scaler.py"),
+    (
+        "torch",
+        "_amp_foreach_non_finite_check_and_unscale_",
+        "unscales and checks by torch's own kernel, in gradients.py",
+    ),
     ("torch", "_foreach_norm", "takes the norms, in boundary.py and gradients.py"),
     ("torch", "_foreach_mul_", "unscales and clips, in boundary.py and engine.py"),
-    ("torch", "_foreach_div_", "divides gradients of late optimizers, in notes.py"),
+    ("torch", "_foreach_div_", "divides gradients of late optimizers, in boundary.py"),
     ("torch", "_foreach_copy_", "copies lists of small tensors, in small.py"),
     ("torch", "_fused_adam_", "steps Adam with the kernel's own unscaling, in fused.py"),
     ("torch", "_fused_adamw_", "steps AdamW with the kernel's own unscaling, in fused.py"),
@@ -144,6 +154,20 @@ TORCH = [
     ("torch", "_guards", "is where the next row stands"),
     ("torch._guards", "CompileContext", "tells whether a compiler traces, in pending.py"),
     ("torch.nn.Module", "_call_impl", "tells what runs inside a forward, in fences.py"),
+    ("torch", "_ops", "knows an operator by its class, in products.py"),
+    (
+        "torch._C",
+        "_dispatch_has_kernel_for_dispatch_key",
+        "tells whether autocast casts an operator, in products.py",
+    ),
+    ("torch.ops.aten", "_addmm_activation", "computes it in float32, in products.py"),
+    (
+        "torch.ops.aten",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "computes it in float32, in products.py",
+    ),
+    ("torch.ops.aten", "_native_multi_head_attention", "looks into it, in products.py"),
+    ("torch.ops.aten", "_transformer_encoder_layer_fwd", "looks into it, in products.py"),
     ("torch", "_dynamo", "knows compiled modules, in fences.py and finder.py"),
     ("torch._dynamo", "OptimizedModule", "the same"),
     ("torch", "_subclasses", "leaves fake tensors alone, in ranges.py"),
@@ -199,7 +223,7 @@ PRIVATE = [
         "torch",
         fused_adam,
         "_step_supports_amp_scaling",
-        "gives fused kernels scale and found_inf, in notes.py, scaler.py and shadow.py",
+        "gives fused kernels scale and found_inf, in stepper.py, scaler.py and shadow.py",
     ),
     Private(
         "torch",
@@ -211,6 +235,7 @@ PRIVATE = [
     Private(
         "torch", compiled, "_torchdynamo_orig_callable", "knows a compiled forward, in fences.py"
     ),
+    Private("torch", operator, "_op_dk", "calls the kernel below a mode, in products.py"),
     Private("accelerate", accelerator, "_optimizers", "lists what was prepared, in attach.py"),
     Private("accelerate", accelerator, "_models", "lists what was prepared, in attach.py"),
     Private("accelerate", prepared, "_original_forward", "sets autocast anew, in autocast.py"),

@@ -8,6 +8,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from accel_scaler import products
+
 LR = 0.125
 
 
@@ -21,6 +23,11 @@ def stock_fp16_on_cpu(accelerator: Any) -> Any:
     accelerator.native_amp = True
     accelerator.scaler = torch.amp.GradScaler("cpu", **kwargs)
     return accelerator
+
+
+def use_torchs_products() -> None:
+    """In a script that is compared with torch: what conftest.py does for every test."""
+    products.has_float16_kernels = lambda: True
 
 
 def stock(**kwargs: Any) -> Any:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import GradScalerKwargs
-from support import stock, weights
+from support import stock, use_torchs_products, weights
 from torch import Tensor, nn
 
 from accel_scaler import ConfigError, GradScaler, ScalerConfig, attach
@@ -259,4 +259,5 @@ def test_loading_after_training_started_equals_loading_into_a_fresh_run(tmp_path
 
 
 if __name__ == "__main__":
+    use_torchs_products()
     resume(Path(sys.argv[1]))

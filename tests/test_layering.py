@@ -58,6 +58,7 @@ ORDER = [
     "async_optimizer",
     "takeover",
     "prepared",
+    "products",
     "autocast",
     "attach",
     "trainer",

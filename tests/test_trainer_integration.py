@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from support import weights
+from support import use_torchs_products, weights
 from trainer_support import (
     CONFIG,
     SKIPPED,
@@ -282,4 +282,5 @@ def test_resuming_in_a_new_process_equals_going_on(tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    use_torchs_products()
     resume(Path(sys.argv[1]), sys.argv[2], first=40)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, GradScalerKwargs
-from support import stock
+from support import stock, use_torchs_products
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -212,6 +212,7 @@ def fail(how: str) -> None:
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
+    use_torchs_products()
     results: dict[str, Any] = {}
     accelerator = Accelerator(cpu=True, mixed_precision="fp16")
     assert accelerator.num_processes == 2, "launched as lone processes, not as two ranks"

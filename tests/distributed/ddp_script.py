@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from accelerate import Accelerator
 from accelerate.utils import GradScalerKwargs
-from support import mlp, stock, weights
+from support import mlp, stock, use_torchs_products, weights
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -94,6 +94,7 @@ def plain() -> Any:
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
+    use_torchs_products()
     results = {}
     for kind in ("sgd", "adamw"):
         results[f"stock {kind}"] = train(stock(**settings()), kind)

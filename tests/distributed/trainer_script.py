@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import torch.distributed as dist
-from support import weights
+from support import use_torchs_products, weights
 from test_trainer_integration import CONFIG, as_stock, logs, make, train
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,6 +20,7 @@ from accel_scaler import attach
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
+    use_torchs_products()
     rank = int(os.environ["RANK"])
     # The first micro-batch of step 1, on rank 1 only.
     overflows = (4,) if rank == 1 else ()

@@ -1,0 +1,195 @@
+"""float16 products on a processor without float16 instructions: in float32, rounded once.
+
+There torch has no kernel for the products that float16 autocast casts on a CPU, and falls back to
+one slow thread. Within :func:`float16_products` they are computed as tensor cores do: operands as
+they are in float16, the product in float32, the result rounded to float16, where what is beyond
+65504 becomes inf. That happens below autograd and autocast: graph, casts, their cache and what is
+saved for the backward stay torch's. So what is called outside of it (a backward by hand, another
+thread) is right all the same, at torch's speed.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.overrides import enable_reentrant_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["float16_products", "has_float16_kernels", "with_float16_products"]
+
+# As they arrive below autograd: linear, matmul, einsum and the layers of torch.nn end in these.
+PRODUCTS = (
+    *("mm", "addmm", "_addmm_activation", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot"),
+    *("convolution", "convolution_backward", "conv_tbc"),
+    *("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"),
+)
+ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+# Kernels made of products that nobody sees who sees the kernel alone.
+MADE_OF_PRODUCTS = ("_native_multi_head_attention", "_transformer_encoder_layer_fwd")
+
+_this_thread = threading.local()
+
+
+def has_float16_kernels() -> bool:
+    """Whether torch has kernels for float16 products on this processor."""
+    asks = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None)
+    return asks is None or bool(asks())
+
+
+@contextmanager
+def float16_products() -> Iterator[None]:
+    """This thread's float16 products on the CPU: in float32, rounded to float16.
+
+    Does nothing where the processor has kernels for them, or inside another one.
+    """
+    if getattr(_this_thread, "inside", False) or has_float16_kernels():
+        yield
+        return
+    _this_thread.inside = True
+    try:
+        with _Float32Kernels():  # type: ignore[no-untyped-call]
+            yield
+    finally:
+        _this_thread.inside = False
+
+
+def with_float16_products(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, called within :func:`float16_products`."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # a mode is no part of a graph
+            return function(*args, **kwargs)
+        with float16_products():
+            return function(*args, **kwargs)
+
+    return call
+
+
+class _Float32Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compile as without it; the products that compiled code calls are seen when it runs."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if types and any(t.__torch_dispatch__ is not Tensor.__torch_dispatch__ for t in types):
+            return NotImplemented  # a class that dispatches by itself: what it holds comes by later
+        kwargs = kwargs or {}
+        kernel = _kernels().get(func)
+        if kernel is not None:
+            return kernel(self, func, args, kwargs)
+        if torch.is_inference_mode_enabled() and isinstance(func, OpOverload):
+            with self.inside(func):  # without autograd composite operators arrive whole
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return func(*args, **kwargs)
+
+    @contextmanager
+    def inside(self, func: Any) -> Iterator[None]:
+        """For the products that ``func`` is made of: this mode, and all as where it was called.
+
+        torch has autocast and conjugate views off where a mode dispatches; within an operator that
+        autocast casts it stays off.
+        """
+        cast = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "AutocastCPU")
+        no_autocast = torch.autocast("cpu", enabled=False) if cast else nullcontext()
+        with enable_reentrant_dispatch(), no_autocast, self:
+            yield
+
+
+Kernel = Callable[[_Float32Kernels, Any, Any, dict[str, Any]], Any]
+
+
+@functools.cache
+def _kernels() -> dict[Any, Kernel]:
+    """What is called in the place of which operator."""
+    found: dict[Any, Kernel] = {}
+
+    def add(name: str, overload: str, kernel: Kernel) -> None:
+        operator = getattr(getattr(torch.ops.aten, name, None), overload, None)
+        if operator is not None:  # no release has all of them
+            found[operator] = kernel
+
+    for name in PRODUCTS:
+        add(name, "default", _product)
+        add(name, "out", _into)
+        add(f"{name}_", "default", _in_place)
+    add(ATTENTION, "default", _attention)
+    add(f"{ATTENTION}_backward", "default", _attention_backward)
+    for name in MADE_OF_PRODUCTS:
+        add(name, "default", _around)
+    return found
+
+
+def _product(mode: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if not _are_float16(args):
+        return func(*args, **kwargs)
+    results = func(*map(_widen, args), **kwargs)
+    return _narrow(results) if isinstance(results, Tensor) else tuple(map(_narrow, results))
+
+
+def _into(mode: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    out = kwargs.get("out")
+    if not _are_float16(args) or not isinstance(out, Tensor) or out.dtype is not torch.float16:
+        return func(*args, **kwargs)
+    wide = torch.empty_like(out, dtype=torch.float32)
+    func(*map(_widen, args), **{**kwargs, "out": wide})  # resizes it, with torch's own warning
+    return out.resize_(wide.shape).copy_(wide)
+
+
+def _in_place(mode: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if not _are_float16(args):
+        return func(*args, **kwargs)
+    wide = func(*map(_widen, args), **kwargs)
+    return args[0].copy_(wide)
+
+
+def _attention(mode: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if not _are_float16(args):
+        return func(*args, **kwargs)
+    out, logsumexp = func(*map(_widen, args), **{k: _widen(v) for k, v in kwargs.items()})
+    return _narrow(out), logsumexp
+
+
+def _attention_backward(mode: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if not _are_float16(args[:5]):  # the sixth is the logsumexp, in float32
+        return func(*args, **kwargs)
+    results = func(*map(_widen, args), **{k: _widen(v) for k, v in kwargs.items()})
+    return tuple(map(_narrow, results))
+
+
+def _around(mode: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    with mode.inside(func):
+        return func._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
+
+
+def _are_float16(args: Any) -> bool:
+    """Every operand is, dense and on the CPU; a mixture is for torch to refuse."""
+    found = False
+    for a in args:
+        if isinstance(a, Tensor) and a.is_floating_point():
+            if a.dtype is not torch.float16 or not a.is_cpu or a.layout is not torch.strided:
+                return False
+            found = True
+    return found
+
+
+def _widen(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype is torch.float16 else value
+
+
+def _narrow(value: Any) -> Any:
+    return value.half() if isinstance(value, Tensor) and value.dtype is torch.float32 else value

@@ -1,0 +1,698 @@
+"""float16 products in float32, rounded once, beside torch's own float16 kernels."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.utils import TorchDynamoPlugin
+from support import mlp, stock_fp16_on_cpu
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from accel_scaler import ScalerConfig, attach, detach, products
+from accel_scaler.products import float16_products
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+HALF = torch.float16
+TORCH_HAS_KERNELS = products.has_float16_kernels()
+INF = float("inf")
+
+
+@pytest.fixture(autouse=True)
+def slow_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a processor without float16 instructions, whatever this one has."""
+    monkeypatch.setattr(products, "has_float16_kernels", lambda: False)
+
+
+class Watch(TorchDispatchMode):
+    """Names of the products that reach torch's float16 kernels, when entered first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+        self.casts = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::").rstrip("_")
+        first = next((a for a in args if isinstance(a, Tensor)), None)
+        if first is not None and first.dtype is HALF:
+            named = (*products.PRODUCTS, products.ATTENTION, f"{products.ATTENTION}_backward")
+            self.seen += [name] if name in named else []
+        self.casts += name == "_to_copy" and (kwargs or {}).get("dtype") is HALF
+        return func(*args, **(kwargs or {}))
+
+
+def own() -> Any:
+    """torch's own kernels: nothing is done."""
+    return warnings.catch_warnings()
+
+
+Run = tuple[Tensor, list[Tensor | None]]
+
+
+def run(
+    function: Callable[..., Tensor], inputs: list[Tensor], around: Callable[[], Any] = own
+) -> Run:
+    """Output and gradients of a float16 autocast run, its forward and backward ``around``."""
+    leaves = [x.detach().clone(memory_format=torch.preserve_format) for x in inputs]
+    for leaf, x in zip(leaves, inputs, strict=True):
+        leaf.requires_grad_(x.requires_grad)
+    with around(), torch.autocast("cpu", dtype=HALF):
+        out = function(*leaves)
+    if out.requires_grad:
+        with around():
+            out.backward(whole(*out.shape, seed=9).to(out.dtype))
+    return out.detach(), [leaf.grad for leaf in leaves]
+
+
+def whole(*shape: int, seed: int = 0, grad: bool = False) -> Tensor:
+    """Small whole numbers: whatever the order of a sum, float32 has it exactly."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-8, 9, shape, generator=generator).float().requires_grad_(grad)
+
+
+def normal(*shape: int, seed: int = 0, grad: bool = False) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).requires_grad_(grad)
+
+
+def attend(**kwargs: Any) -> Callable[..., Tensor]:
+    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **kwargs)
+
+
+# name: the function, the shapes of its inputs
+CASES: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
+    "linear": (F.linear, [(3, 5, 8), (4, 8), (4,)]),
+    "linear of one": (F.linear, [(8,), (4, 8), (4,)]),
+    "linear without bias": (F.linear, [(3, 8), (4, 8)]),
+    "linear, transposed": (
+        lambda x, w, b: F.linear(x.transpose(0, 1), w, b),
+        [(5, 3, 8), (4, 8), (4,)],
+    ),
+    "linear, every other": (lambda x, w: F.linear(x[..., ::2], w), [(3, 16), (4, 8)]),
+    "linear, expanded": (
+        lambda x, w: F.linear(x.expand(3, 5, 8), w),
+        [(1, 1, 8), (4, 8)],
+    ),
+    "linear, empty": (F.linear, [(0, 8), (4, 8), (4,)]),
+    "matmul": (torch.matmul, [(5, 8), (8, 4)]),
+    "matmul, batches broadcast": (torch.matmul, [(2, 1, 5, 8), (3, 8, 4)]),
+    "matmul, a matrix over batches": (torch.matmul, [(2, 3, 5, 8), (8, 4)]),
+    "matmul, vector": (torch.matmul, [(5, 8), (8,)]),
+    "matmul, vectors": (torch.matmul, [(8,), (8,)]),
+    "matmul, one vector": (torch.matmul, [(8,), (3, 8, 4)]),
+    "operator": (lambda a, b: a @ b.mT, [(5, 8), (4, 8)]),
+    "mm": (torch.mm, [(5, 8), (8, 4)]),
+    "bmm": (torch.bmm, [(2, 5, 8), (2, 8, 4)]),
+    "addmm": (
+        lambda c, a, b: torch.addmm(c, a, b, beta=2, alpha=0.5),
+        [(4,), (5, 8), (8, 4)],
+    ),
+    "baddbmm": (
+        lambda c, a, b: torch.baddbmm(c, a, b, beta=0.5, alpha=2),
+        [(2, 5, 4), (2, 5, 8), (2, 8, 4)],
+    ),
+    "addbmm": (torch.addbmm, [(5, 4), (2, 5, 8), (2, 8, 4)]),
+    "einsum": (
+        lambda a, b: torch.einsum("bij,kj->bik", a, b),
+        [(2, 5, 8), (4, 8)],
+    ),
+    "conv1d": (F.conv1d, [(2, 3, 9), (4, 3, 3), (4,)]),
+    "conv2d": (F.conv2d, [(2, 4, 9, 9), (6, 4, 3, 3), (6,)]),
+    "conv2d, same": (lambda x, w: F.conv2d(x, w, padding="same"), [(2, 4, 9, 9), (6, 4, 3, 3)]),
+    "conv2d, groups": (
+        lambda x, w: F.conv2d(x, w, stride=2, padding=1, groups=2),
+        [(2, 4, 9, 9), (6, 2, 3, 3)],
+    ),
+    "conv2d, depthwise": (lambda x, w: F.conv2d(x, w, groups=4), [(2, 4, 9, 9), (4, 1, 3, 3)]),
+    "conv2d, channels last": (
+        lambda x, w: F.conv2d(x.to(memory_format=torch.channels_last), w),
+        [(2, 4, 9, 9), (6, 4, 3, 3)],
+    ),
+    "conv3d": (F.conv3d, [(1, 2, 5, 5, 5), (3, 2, 2, 2, 2), (3,)]),
+    "conv_transpose1d": (F.conv_transpose1d, [(2, 3, 9), (3, 4, 3), (4,)]),
+    "conv_transpose2d": (
+        lambda x, w: F.conv_transpose2d(x, w, stride=2, output_padding=1),
+        [(2, 3, 5, 5), (3, 4, 3, 3)],
+    ),
+    "conv_transpose3d": (F.conv_transpose3d, [(1, 2, 4, 4, 4), (2, 3, 2, 2, 2)]),
+    "conv_tbc": (torch.conv_tbc, [(6, 2, 3), (3, 3, 4), (4,)]),
+}
+ATTENTION: dict[str, Callable[..., Tensor]] = {
+    "attention": attend(),
+    "attention, causal": attend(is_causal=True),
+    "attention, scaled": attend(scale=0.5),
+    "attention, boolean mask": attend(attn_mask=torch.ones(6, 6).tril().bool()),
+    "attention, added mask": attend(attn_mask=whole(2, 1, 6, 6, seed=5)),
+}
+BY_NAME = pytest.mark.parametrize("case", CASES)
+
+
+def assert_same(ours: Run, torchs: Run) -> None:
+    """Bit for bit, shapes, dtypes and strides too."""
+    for a, b in zip((ours[0], *ours[1]), (torchs[0], *torchs[1]), strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+            assert torch.equal(a, b)
+
+
+def assert_a_rounding_apart(ours: Run, torchs: Run, exact: Run) -> None:
+    """A float16 spacing of the larger; of the tensor's largest, scaled, where terms cancel.
+
+    Where torch itself is further from the exact result than that, ours is nearer.
+    """
+    three = [(run[0], *run[1]) for run in (ours, torchs, exact)]
+    for a, b, e in zip(*three, strict=True):
+        assert a is not None
+        assert b is not None
+        assert e is not None
+        if a.numel():
+            assert (a.dtype, a.shape) == (b.dtype, b.shape)
+            a, b, small = a.double(), b.double(), 2**-14 * e.abs().max()
+            near = (a - b).abs() <= 2**-10 * torch.maximum(a.abs(), b.abs()).clamp(min=small)
+            half_a_spacing = 1.01 * 2**-11 * e.abs().clamp(min=small)
+            better = (a - e).abs() <= (b - e).abs().clamp(min=half_a_spacing)
+            assert (near | better).all()
+            if TORCH_HAS_KERNELS and b.ndim > 1:
+                assert near.float().mean() > 0.9
+
+
+def exact(function: Callable[..., Tensor], inputs: list[Tensor]) -> Run:
+    """In float64, of the float16 operands."""
+    leaves = [x.detach().half().double().requires_grad_() for x in inputs]
+    out = function(*leaves)
+    out.backward(whole(*out.shape, seed=9).double())
+    return out.detach(), [leaf.grad for leaf in leaves]
+
+
+@BY_NAME
+def test_whole_numbers_are_those_of_torch_bit_for_bit(case: str) -> None:
+    function, shapes = CASES[case]
+    inputs = [whole(*shape, seed=i, grad=True) for i, shape in enumerate(shapes)]
+    watch = Watch()
+    with watch:
+        ours = run(function, inputs, float16_products)
+    assert not watch.seen, "a float16 kernel was called"
+    assert_same(ours, run(function, inputs))
+
+
+@BY_NAME
+def test_random_numbers_are_a_rounding_apart(case: str) -> None:
+    function, shapes = CASES[case]
+    inputs = [normal(*shape, seed=i, grad=True) for i, shape in enumerate(shapes)]
+    ours, torchs = run(function, inputs, float16_products), run(function, inputs)
+    assert_a_rounding_apart(ours, torchs, exact(function, inputs))
+
+
+@BY_NAME
+def test_float16_inputs(case: str) -> None:
+    function, shapes = CASES[case]
+    inputs = [whole(*shape, seed=i).half().requires_grad_() for i, shape in enumerate(shapes)]
+    assert_same(run(function, inputs, float16_products), run(function, inputs))
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+@pytest.mark.parametrize("case", ["linear", "bmm", "conv2d", "matmul, batches broadcast"])
+def test_an_input_without_gradient(case: str, frozen: int) -> None:
+    function, shapes = CASES[case]
+    inputs = [whole(*shape, seed=i, grad=i != frozen) for i, shape in enumerate(shapes)]
+    ours = run(function, inputs, float16_products)
+    assert ours[1][frozen] is None
+    assert_same(ours, run(function, inputs))
+
+
+@BY_NAME
+def test_inference_mode(case: str) -> None:
+    """Composite operators are not decomposed before a mode sees them there."""
+    function, shapes = CASES[case]
+    inputs = [whole(*shape, seed=i) for i, shape in enumerate(shapes)]
+    watch = Watch()
+    with torch.inference_mode():
+        with watch:
+            ours = run(function, inputs, float16_products)
+        torchs = run(function, inputs)
+    assert not set(watch.seen) & {"mm", "addmm", "bmm", "convolution"}
+    assert_same(ours, torchs)
+
+
+@pytest.mark.parametrize("case", ATTENTION)
+def test_attention(case: str) -> None:
+    """torch also rounds the weights of the values to float16: 2 spacings, of the largest value."""
+    inputs = [normal(2, 2, 6, 8, seed=i, grad=True) for i in range(3)]
+    watch = Watch()
+    with watch:
+        ours = run(ATTENTION[case], inputs, float16_products)
+    assert not watch.seen
+    torchs = run(ATTENTION[case], inputs)
+    for a, b in zip((ours[0], *ours[1]), (torchs[0], *torchs[1]), strict=True):
+        assert a is not None
+        assert b is not None
+        assert (a.dtype, a.stride()) == (b.dtype, b.stride())
+        assert float((a - b).abs().max() / b.abs().max()) <= 2 * 2**-10
+
+
+@pytest.mark.parametrize("case", ["linear", "addbmm", "conv2d", "conv_tbc", *ATTENTION])
+def test_nearer_to_the_exact_result_than_a_rounding(case: str) -> None:
+    """float64 on the float16 operands, rounded once."""
+    function, shapes = CASES.get(case) or (ATTENTION[case], [(2, 2, 6, 8)] * 3)
+    inputs = [normal(*shape, seed=i) for i, shape in enumerate(shapes)]
+    if "added mask" in case:
+        function = attend(attn_mask=whole(2, 1, 6, 6, seed=5).double())
+    exact = function(*(x.half().double() for x in inputs))
+    if "added mask" in case:
+        function = ATTENTION[case]
+    ours = run(function, inputs, float16_products)[0].double()
+    assert float(((ours - exact).abs() / exact.abs().clamp(min=2**-14)).max()) <= 2**-11 * 1.01
+
+
+def test_beyond_float16_is_inf_forward_and_backward() -> None:
+    """A float32 product of the same operands is finite."""
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        return a @ b
+
+    a = torch.tensor([[300.0, 1.0], [-300.0, 1.0]], requires_grad=True)
+    b = torch.tensor([[300.0, 0.5], [0.0, 0.5]], requires_grad=True)
+    out, grads = run(product, [a, b], float16_products)
+    assert out[:, 0].tolist() == [INF, -INF]
+    assert out[:, 1].isfinite().all()
+    large = torch.tensor([[40000.0]], requires_grad=True)
+    (overflows,) = run(lambda x: x @ x.new_full((1, 1), 1e4), [large], float16_products)[1]
+    assert overflows is not None
+    assert overflows.isfinite().all()
+    assert_same((out, grads), run(product, [a, b]))
+    # In the backward the gradient, 9, times the other operand, 20,000, is the product.
+    x, w = torch.ones(1, 1, requires_grad=True), torch.full((1, 1), 20000.0)
+    with float16_products(), torch.autocast("cpu", dtype=HALF):
+        y = F.linear(x, w)
+    with float16_products():
+        y.backward(torch.tensor([[9.0]], dtype=HALF))
+    assert x.grad is not None
+    assert x.grad.item() == INF
+
+
+def test_operands_are_rounded_to_float16_first() -> None:
+    """1 + 2**-12 is 1 in float16."""
+    a = torch.full((1, 4096), 1 + 2**-12)
+    out, _ = run(torch.mm, [a, torch.ones(4096, 1)], float16_products)
+    assert out.item() == 4096.0
+
+
+def test_a_cast_weight_is_cached_by_torch() -> None:
+    """One cast of a weight used twice, and its two gradients are added in float16, as in torch."""
+    w, x = whole(8, 8, seed=1, grad=True), whole(2, 8).half()
+    watch = Watch()
+    with watch, float16_products(), torch.autocast("cpu", dtype=HALF):
+        F.linear(F.linear(x, w), w)
+    assert watch.casts == 1
+
+
+def test_double_backward() -> None:
+    def penalty(x: Tensor, w: Tensor) -> Tensor:
+        y = F.linear(torch.tanh(F.linear(x, w)), w)
+        (slope,) = torch.autograd.grad(y.float().sum(), x, create_graph=True)
+        return slope.float().square().sum()
+
+    inputs = [normal(3, 4, grad=True), normal(4, 4, seed=1, grad=True)]
+    ours = run(penalty, inputs, float16_products)
+    torchs = run(penalty, inputs)
+    for a, b in zip((ours[0], *ours[1]), (torchs[0], *torchs[1]), strict=True):
+        assert a is not None
+        assert b is not None
+        assert float((a - b).abs().max() / b.abs().max()) <= 4 * 2**-10
+
+
+def test_in_place_and_out() -> None:
+    a, b = whole(5, 8).half(), whole(8, 4, seed=1).half()
+    plain = whole(5, 4, seed=2).half()
+    expected = torch.addmm(plain, a, b)
+    with float16_products():
+        changed = plain.clone()
+        assert changed.addmm_(a, b) is changed
+        into = torch.empty(0, dtype=HALF)
+        assert torch.mm(a, b, out=into) is into
+        assert torch.equal(torch.mm(a, b.float().half(), out=torch.empty(5, 4, dtype=HALF)), into)
+    assert torch.equal(changed, expected)
+    assert torch.equal(into, torch.mm(a, b))
+
+
+def test_what_torch_refuses_is_refused() -> None:
+    a, b = torch.ones(2, 2, dtype=HALF), torch.ones(2, 2)
+    for around in (own, float16_products):
+        with around(), pytest.raises(RuntimeError, match="same dtype"):
+            torch.mm(a, b)
+        with around(), pytest.raises(RuntimeError, match="cannot be multiplied"):
+            torch.mm(a, torch.ones(3, 2, dtype=HALF))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_other_dtypes_are_left_alone(dtype: torch.dtype) -> None:
+    a, b = normal(16, 64).to(dtype), normal(64, 16, seed=1).to(dtype)
+    expected = a @ b
+    with (
+        float16_products(),
+        torch.autocast("cpu", dtype=HALF),
+        torch.autocast("cpu", enabled=False),
+    ):
+        assert torch.equal(a @ b, expected)
+    with float16_products(), torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = a @ b
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(a @ b, inside)
+
+
+class Layers(nn.Module):
+    """One of torch's layers that call products of their own."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        made: dict[str, Callable[[], nn.Module]] = {
+            "MultiheadAttention": lambda: nn.MultiheadAttention(8, 2, batch_first=True),
+            "TransformerEncoderLayer": lambda: nn.TransformerEncoderLayer(
+                8, 2, 16, dropout=0.0, batch_first=True
+            ),
+            "GRU": lambda: nn.GRU(8, 8, batch_first=True),
+            "Bilinear": lambda: nn.Bilinear(8, 8, 8),
+        }
+        self.layer = made[kind]()
+        self.twice = {"MultiheadAttention": 3, "Bilinear": 2}.get(kind, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.layer(*[x] * self.twice)
+        return out[0] if isinstance(out, tuple) else out
+
+
+LAYERS = ["MultiheadAttention", "TransformerEncoderLayer", "GRU", "Bilinear"]
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_layers_of_torch(kind: str, train: bool) -> None:
+    """Also in their fast paths, which are single kernels in eval mode without gradients."""
+    layer = Layers(kind).train(train)
+    x = normal(2, 5, 8, grad=train)
+    watch = Watch()
+    with torch.set_grad_enabled(train):
+        with watch:
+            ours = run(layer, [x], float16_products)
+        torchs = run(layer, [x])
+    assert not watch.seen
+    for a, b in zip((ours[0], *ours[1]), (torchs[0], *torchs[1]), strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            assert a.dtype == b.dtype
+            assert float((a - b).abs().max() / b.abs().max()) <= 6 * 2**-10
+
+
+def test_lstm() -> None:
+    """torch itself has no such kernel on a processor without float16 instructions, and raises."""
+    layer, x = nn.LSTM(8, 8), normal(3, 2, 8, grad=True)
+    expected, _ = layer(x)
+    with float16_products(), torch.autocast("cpu", dtype=HALF):
+        out, _ = layer(x)
+    with float16_products():
+        out.float().sum().backward()
+    assert x.grad is not None
+    ours, x.grad = x.grad, None
+    expected.sum().backward()
+    assert float((out - expected).detach().abs().max()) < 0.01
+    assert float((ours - x.grad).abs().max()) < 0.01
+
+
+# --- where it is on, and where not ----------------------------------------------------------------
+
+
+def depth() -> int:
+    return torch._C._len_torch_dispatch_stack()
+
+
+def test_a_processor_with_the_kernels_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "has_float16_kernels", lambda: True)
+    with float16_products():
+        assert depth() == 0
+
+
+def test_nested_raising_and_another_thread() -> None:
+    seen: list[int] = []
+    with float16_products():
+        with float16_products():
+            assert depth() == 1
+        assert depth() == 1
+        thread = threading.Thread(target=lambda: seen.append(depth()))
+        thread.start()
+        thread.join()
+    assert seen == [0]
+
+    def fail() -> None:
+        with float16_products():
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert depth() == 0
+    with float16_products():
+        assert depth() == 1
+
+
+def test_two_threads_at_once() -> None:
+    """Each has its own, entered and left in any order."""
+    first, second = threading.Event(), threading.Event()
+    a = whole(4, 4).half()
+    expected, results = a @ a, []
+
+    def other() -> None:
+        with float16_products():
+            first.set()
+            second.wait(10)
+            results.append(a @ a)
+
+    thread = threading.Thread(target=other)
+    with float16_products():
+        thread.start()
+        assert first.wait(10)
+    second.set()
+    thread.join()
+    assert torch.equal(results[0], expected)
+    assert depth() == 0
+
+
+class Wrapped(Tensor):
+    """Holds a tensor and dispatches by itself, as shards and quantized weights do."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Any:
+        made = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*(a.inner if isinstance(a, cls) else a for a in args), **(kwargs or {}))
+
+
+def test_a_class_that_dispatches_by_itself() -> None:
+    a, watch = whole(4, 4).half(), Watch()
+    with watch, float16_products():
+        product = torch.mm(Wrapped(a), a)
+    assert torch.equal(product, a @ a)
+    assert not watch.seen
+
+
+def test_function_transforms() -> None:
+    w, x = normal(4, 4), normal(3, 4, seed=1)
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        return F.linear(x, w).float().sum()
+
+    def each() -> Tensor:
+        with torch.autocast("cpu", dtype=HALF):
+            return torch.func.vmap(torch.func.grad(loss), (None, 0))(w, x)
+
+    with float16_products():
+        ours = each()
+    assert torch.equal(ours, each())
+
+
+# --- under Accelerate -----------------------------------------------------------------------------
+
+
+def attached(**kwargs: Any) -> Any:
+    """An attached fp16 accelerator on the CPU whose scale never moves."""
+    config = ScalerConfig(init_scale=1024.0, growth_interval=10**6)
+    return attach(Accelerator(cpu=True, mixed_precision="fp16", **kwargs), config)
+
+
+def train(accelerator: Any, model: nn.Module, steps: int = 3) -> Tensor:
+    """Parameters after some steps of SGD."""
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(steps):
+        loss = model(normal(4, 8, seed=step)).square().mean()
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([p.detach().flatten().float() for p in model.parameters()])
+
+
+@pytest.fixture
+def watch() -> Iterator[Watch]:
+    with Watch() as mode:
+        yield mode
+
+
+def test_training_reaches_no_float16_kernel_and_is_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Watch() as watch:
+        ours = train(attached(), mlp())
+    assert not watch.seen
+    monkeypatch.setattr(products, "has_float16_kernels", lambda: True)
+    with Watch() as watch:
+        torchs = train(attached(), mlp())
+    assert "addmm" in watch.seen
+    assert float((ours - torchs).abs().max()) < 1e-4
+
+
+def test_attached_after_prepare(watch: Watch) -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    model = accelerator.prepare(mlp())
+    attach(accelerator)
+    accelerator.backward(model(torch.ones(2, 8)).sum())
+    assert not watch.seen
+
+
+def test_the_block_autocast(watch: Watch) -> None:
+    accelerator, w = attached(), whole(8, 8, grad=True)
+    with accelerator.autocast():
+        loss = F.linear(whole(2, 8), w).sum()
+    accelerator.backward(loss)
+    assert not watch.seen
+    assert depth() == 1
+    accelerator.scaler.abandon_window()
+    detach(accelerator)
+    with accelerator.autocast():
+        assert depth() == 1, "only the watching one"
+
+
+def test_detach_gives_the_forward_back() -> None:
+    accelerator = attached()
+    model = accelerator.prepare(mlp())
+    assert model(torch.ones(2, 8)).dtype is torch.float32
+    detach(accelerator)
+    assert not {"forward", "_original_forward"} & model.__dict__.keys()
+
+
+def test_detach_from_autocast_that_is_not_ours() -> None:
+    """Switched on by hand before: it stays, the products go."""
+    accelerator = stock_fp16_on_cpu(Accelerator(cpu=True, mixed_precision="fp16"))
+    model = attach(accelerator).prepare(mlp())
+    with Watch() as watch:
+        model(torch.ones(2, 8))
+    assert not watch.seen
+    detach(accelerator)
+    with Watch() as watch:
+        assert model(torch.ones(2, 8)).dtype is torch.float32
+    assert "addmm" in watch.seen
+
+
+def test_a_forward_set_on_the_instance() -> None:
+    model: Any = mlp()
+    plain = model.forward
+    model.forward = lambda x: plain(x) + 1
+    ours = model.forward
+    accelerator = attached()
+    prepared = accelerator.prepare(model)
+    with Watch() as watch:
+        prepared(torch.ones(2, 8))
+    assert not watch.seen
+    detach(accelerator)
+    assert model.forward is ours
+
+
+def test_a_copy_and_an_unwrapped_model() -> None:
+    accelerator = attached()
+    model = accelerator.prepare(mlp())
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    with Watch() as watch:
+        assert twin(torch.ones(2, 8)).abs().sum() > 0, "bound to the copy"
+    assert not watch.seen
+    bare = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    with Watch() as watch:
+        assert bare(torch.ones(2, 8)).dtype is torch.float32
+    assert not watch.seen
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.first, self.rest = nn.Linear(8, 8), mlp()
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.reentrant is None:
+            return self.rest(x)
+        return checkpoint(self.rest, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant: bool, by_hand: bool) -> None:
+    """Computed again in the backward; by hand, at torch's speed and to a rounding the same."""
+    gradients = []
+    for kind in (None, reentrant):
+        torch.manual_seed(3)
+        accelerator = attached()
+        model = accelerator.prepare(Checkpointed(kind))
+        loss = model(whole(4, 8)).square().mean()
+        with Watch() as watch:
+            if by_hand and kind is not None:
+                accelerator.scaler.scale(loss).backward()
+            else:
+                accelerator.backward(loss)
+        assert bool(watch.seen) == (by_hand and kind is not None)
+        gradients.append([p.grad for p in model.parameters()])
+    for a, b in zip(*gradients, strict=True):
+        assert a is not None
+        assert b is not None
+        if by_hand:
+            assert float((a - b).abs().max() / b.abs().max()) <= 4 * 2**-10
+        else:
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_compiled(before: bool, watch: Watch) -> None:
+    """By Accelerate, and by the user before prepare."""
+    model: Any = mlp()
+    if before:
+        accelerator = attached()
+        model = torch.compile(model, backend="aot_eager")
+    else:
+        accelerator = attached(dynamo_plugin=TorchDynamoPlugin(backend="aot_eager"))
+    expected = train(attached(), mlp())
+    assert torch.equal(train(accelerator, model), expected)
+    assert not watch.seen
+
+
+def test_float16_parameters(watch: Watch) -> None:
+    """They train through float32 masters; their products need no cast."""
+    trained = train(attached(), mlp().half())
+    assert not watch.seen
+    assert float((trained - train(attached(), mlp())).abs().max()) < 5e-3

@@ -223,12 +223,12 @@ class Flight:
         params = self.shadow.params
         if not self.shadow.splittable and not updated:
             where = "training" if task.timing.inline else "optimizer"
-            raise StepError(
+            return StepError(
                 f"{type(self.optimizer).__name__} failed on the {where} thread "
                 f"({type(error).__name__}: {error}). It is stepped whole, as torch does it: what "
                 f"it had updated by then of {self._names(params)}, and of its state, stays "
                 "updated. The gradients of this step are gone; the next step works with new ones."
-            ) from error
+            )
         end = self.shadow.parts[updated - 1].end if updated else 0
         return StepError(
             f"{type(self.optimizer).__name__} failed on the optimizer thread "

@@ -494,7 +494,7 @@ def test_threads_that_use_a_failing_step_all_end_and_the_one_that_trains_is_told
         thread.join(LIMIT_S)
     assert not any(thread.is_alive() for thread in threads)
     assert told
-    with pytest.raises(StepError, match="Updated"):
+    with pytest.raises(StepError, match="stays updated"):
         optimizer.close()
 
 

@@ -144,6 +144,17 @@ def growth(window: Callable[[int], None], first: int, end: int) -> float:
     return (after - before) / (end - PERIOD - SETTLED)
 
 
+def leak(window: Callable[[int], None], first: int, end: int) -> float:
+    """The least :func:`growth` of three: a leak rises each time, what waits have left does not."""
+    found = growth(window, first, end)
+    for again in (1, 2):
+        if found < LEAK:
+            break
+        shift = again * (end - SETTLED)
+        found = min(found, growth(lambda n, s=shift: window(n + s), SETTLED, end))  # type: ignore[misc]
+    return found
+
+
 @pytest.mark.parametrize("variant", ["plain", "sync", "overlap+file", "delayed"])
 def test_a_long_run_is_at_its_end_what_it_was_at_its_beginning(
     variant: str,
@@ -159,8 +170,8 @@ def test_a_long_run_is_at_its_end_what_it_was_at_its_beginning(
         for number in range(2 * PERIOD):
             window(number)
         early = look(window, 2 * PERIOD)
-        assert growth(window, 2 * PERIOD + 13, end) < LEAK, "memory grows"
-        late = look(window, end)
+        assert leak(window, 2 * PERIOD + 13, end) < LEAK, "memory grows"
+        late = look(window, 3 * end)
     finally:
         close()
     assert late["objects"] <= early["objects"] + 16, "objects of the package pile up"
@@ -183,7 +194,7 @@ KEPT: dict[str, Callable[[int], object]] = {
 @pytest.mark.parametrize("what", KEPT)
 def test_a_leak_would_be_seen(what: str) -> None:
     kept: list[object] = []
-    assert growth(lambda number: kept.append(KEPT[what](number)), 0, WINDOWS - PERIOD) > LEAK
+    assert leak(lambda number: kept.append(KEPT[what](number)), 0, WINDOWS - PERIOD) > LEAK
 
 
 def test_what_python_keeps_for_itself_is_no_leak() -> None:

@@ -294,7 +294,7 @@ class Boundary:
         ids = list(map(id, parameters))
         self._measured(Measure(parameters, norms.host_total, norms.each, max_norm, ids))
         coefficient = clip_coefficient(norms.total, max_norm)
-        product = coefficient / scale
+        product, window = coefficient / scale, self.scaler.window
         for owner, record, stepper in zip(owners, records, steppers, strict=True):
             if stepper.keeps_scaled:
                 record.due = Due(multiply=product)
@@ -302,7 +302,7 @@ class Boundary:
                 record.due = Due(divide=scale / coefficient)
             else:
                 stepper.multiply(product)
-                record.unscaled = True
+                window.unscaled.update(map(id, parameters_of(owner)))
             self._hand_out(owner, record)
         return norms.total
 
@@ -400,13 +400,10 @@ class Boundary:
             flags[grad.device] = torch.maximum(flags.get(grad.device, flag), flag)
 
     def _unscaled_elsewhere(self, optimizers: Sequence[Optimizer]) -> list[Tensor]:
-        """Parameters whose gradients were unscaled for another optimizer, or for none."""
+        """Parameters of optimizers that nobody has looked at, whose gradients were unscaled for
+        another optimizer, or for none."""
         window = self.scaler.window
-        done = set(window.strays)
-        for other in self.scaler.managed:
-            record = window.known(other) if other not in optimizers else None
-            if record is not None and record.unscaled:
-                done.update(map(id, parameters_of(other)))
+        done = window.unscaled.union(window.strays)
         if not done:
             return []
         mine = [p for optimizer in optimizers for p in parameters_of(optimizer)]
@@ -465,7 +462,8 @@ class Boundary:
             stepper.multiply(record.due.multiply)
         elif record.due.divide is not None:
             torch._foreach_div_(gradients_of(parameters_of(optimizer)), record.due.divide)
-        record.due, record.handed_out, record.unscaled = Due(), None, True
+        record.due, record.handed_out = Due(), None
+        self.scaler.window.unscaled.update(map(id, parameters_of(optimizer)))
 
     def _hand_out(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
         """The caller is about to have the gradients back."""

@@ -51,7 +51,8 @@ class ScalerMemory(torch.amp.GradScaler):
         self._jobs: weakref.WeakSet[Job[Any]] = weakref.WeakSet()
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """Optimizers whose gradients :meth:`get_overflow_flag` looks at."""
-        self._managed: list[weakref.ref[Optimizer]] = []
+        self._managed: dict[int, weakref.ref[Optimizer]] = {}
+        """Optimizers that a boundary steps, under their ``id``, in the order they came."""
         self._leaves: list[weakref.ref[Tensor]] = []
 
     @property

@@ -125,9 +125,10 @@ class GradScaler(ThreadedScaler):
         with self._lock, self.inside(self._due_window()):
             self._forbid_stranger(optimizer)
             self._check_scale_growth_tracker("unscale_")
-            record = self.record_of(optimizer)
+            self.record_of(optimizer)
             super().unscale_(optimizer)
-            record.unscaled = True
+            if self._managed:
+                self.known_window.unscaled.update(map(id, parameters_of(optimizer)))
             self._known.add(stepped(optimizer))
 
     def _unscale_grads_(
@@ -195,18 +196,21 @@ class GradScaler(ThreadedScaler):
     def manage(self, optimizer: Optimizer) -> None:
         """A boundary steps this optimizer (held weakly): see :meth:`_notice_changes`."""
         self._known.add(optimizer)
-        if all(ref() is not optimizer for ref in self._managed):
-            self._managed.append(weakref.ref(optimizer))
+        known = self._managed.get(id(optimizer))
+        if known is None or known() is not optimizer:
+            self._managed.pop(id(optimizer), None)  # of one that is gone: it comes last now
+            self._managed[id(optimizer)] = weakref.ref(optimizer)
 
     def release(self, *optimizers: Optimizer) -> None:
         """No boundary steps these any more."""
-        gone = set(map(id, optimizers))
-        self._managed = [ref for ref in self._managed if id(ref()) not in gone]
+        for optimizer in optimizers:
+            self._managed.pop(id(optimizer), None)
 
     @property
     def managed(self) -> list[Optimizer]:
         """Optimizers that a boundary steps, in the order they came: the same on every rank."""
-        return [optimizer for ref in self._managed if (optimizer := ref()) is not None]
+        refs = list(self._managed.values())
+        return [optimizer for ref in refs if (optimizer := ref()) is not None]
 
     def _notice_changes(self, window: Window) -> None:
         """Before another loss is scaled: which gradients of the window are unscaled already?

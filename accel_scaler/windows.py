@@ -65,7 +65,7 @@ class OptimizerRecord(dict[str, Any]):
     Its two items are torch's: ``stage``, and ``found_inf_per_device`` of the last check.
     """
 
-    __slots__ = ("due", "handed_out", "names", "overflowed", "rescaled", "unscaled", "verdict")
+    __slots__ = ("due", "handed_out", "names", "overflowed", "rescaled", "verdict")
 
     def __init__(self) -> None:
         super().__init__(_refresh_per_optimizer_state())
@@ -73,8 +73,6 @@ class OptimizerRecord(dict[str, Any]):
         """Whether the window overflowed for this optimizer, on any rank; None: not agreed yet."""
         self.due = Due()
         """Left for the update to do: the gradients are still scaled, not clipped."""
-        self.unscaled = False
-        """Its gradients were unscaled in place."""
         self.handed_out: Snapshot | None = None
         """Gradients as they were when their owner saw them with something still due."""
         self.rescaled: Snapshot | None = None
@@ -116,7 +114,7 @@ class Window:
 
     __slots__ = (
         *("before", "found_inf", "index", "measures", "opened_by", "scale", "sealed", "states"),
-        "strays",
+        *("strays", "unscaled"),
     )
 
     def __init__(self, index: int = 0) -> None:
@@ -130,6 +128,8 @@ class Window:
         self.strays: dict[int, tuple[Tensor, Snapshot | None]] = {}
         """Parameters that no optimizer here owns, under their ``id``, whose gradients were
         unscaled; and the gradients as they were when another loss was scaled after that."""
+        self.unscaled: set[int] = set()
+        """``id`` of parameters whose gradients a boundary has unscaled in place."""
         self.measures = Measures()
         """Norms that were taken of its gradients."""
         self.before: ScaleState | None = None
@@ -157,6 +157,7 @@ class Window:
         """It is over: keep no parameter and no gradient alive."""
         self.measures = Measures()
         self.strays.clear()
+        self.unscaled.clear()
         for record in self.states.values():
             record.let_go()
 
@@ -166,7 +167,9 @@ class Window:
         self.states = defaultdict(
             OptimizerRecord, {key: r for key, r in self.states.items() if r is not gone}
         )
-        self.measures.forget(parameters_of(optimizer))
+        params = parameters_of(optimizer)
+        self.measures.forget(params)
+        self.unscaled.difference_update(map(id, params))
 
 
 class Job(Generic[T]):

@@ -84,6 +84,8 @@ class Epoch(Short):
     """Of unknown length."""
     thread: bool = False
     """The training thread is another one than the main thread."""
+    reader: bool = False
+    """One more thread reads parameters, state dicts and the scaler's state all along."""
     to_none: bool = True
     script: tuple[Micro, ...] = ()
     """For micro-batches beyond it: ``Micro()``."""
@@ -189,6 +191,7 @@ def draw_epoch(r: random.Random) -> Epoch:
         batch=batch,
         iterable=r.random() < 0.4,
         thread=r.random() < 0.15,
+        reader=r.random() < 0.15,
         to_none=r.random() < 0.7,
         script=tuple(draw_micro(r) for _ in range(count)),
     )
@@ -269,7 +272,8 @@ def _simpler(op: Op) -> Any:
             if getattr(op.script[n], spec.name) != spec.default:
                 plain = replace(op.script[n], **{spec.name: spec.default})
                 yield replace(op, script=(*op.script[:n], plain, *op.script[n + 1 :]))
-    for name, value in (("batch", 1), ("iterable", False), ("thread", False), ("to_none", True)):
+    for name, value in (("batch", 1), ("iterable", False), ("thread", False), ("reader", False),
+                        ("to_none", True)):  # fmt: skip
         if getattr(op, name) != value:
             yield replace(op, **{name: value})
 

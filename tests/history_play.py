@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -39,10 +40,11 @@ class Player:
     def play(self, op: Op) -> None:
         self.seen[type(op).__name__] += 1
         if isinstance(op, Epoch):
-            if op.thread:
-                Caught(self.epoch, op).finish()
-            else:
-                self.epoch(op)
+            with self.reader(op):
+                if op.thread:
+                    Caught(self.epoch, op).finish()
+                else:
+                    self.epoch(op)
             self.world.check_records()
         elif isinstance(op, Save):
             self.save(op.by_hand)
@@ -56,6 +58,21 @@ class Player:
             self.world.switch("stock")
             self.seen["detached"] += 1
         self.world.check_state()
+
+    @contextmanager
+    def reader(self, op: Epoch) -> Iterator[None]:
+        """Somebody reads beside the epoch, as long as it is ours that trains."""
+        if not (op.reader and self.model.attached):
+            yield
+            return
+        stop = threading.Event()
+        reading = Caught(self.world.read, stop)
+        try:
+            yield
+        finally:
+            stop.set()
+        reading.finish()
+        self.seen["read beside"] += 1
 
     def epoch(self, op: Epoch) -> None:
         stream = op.iterable and op.rows  # Accelerate refuses an empty one
@@ -77,6 +94,8 @@ class Player:
                 self.seen["epoch ended inside a window"] += self.model.phase == "open"
 
     def after(self, name: str) -> None:
+        if not self.world.may_publish():
+            return
         if name.startswith("save"):
             self.save(name == "save by hand")
         elif name == "evaluate":

@@ -104,6 +104,8 @@ class World:
     def __init__(self, setup: Setup, model: Model, folder: Path) -> None:
         reset()
         self.setup, self.model, self.folder = setup, model, folder
+        self.trainer = threading.current_thread()
+        """Where the last step was."""
         handlers: list[Any] = []
         if setup.stock == "kwargs":
             handlers = [
@@ -134,6 +136,12 @@ class World:
         self.nets = list(prepared[: len(nets)])
         self.optimizers = list(prepared[len(nets) : len(nets) + len(inner)])
         self.schedules = list(prepared[len(nets) + len(inner) :])
+
+    def may_publish(self) -> bool:
+        """In ``delayed`` only the thread that trains may, or any once that one is gone."""
+        waits = any(own.shown is not own.w for own in self.model.optimizers)
+        here = self.trainer is threading.current_thread() or not self.trainer.is_alive()
+        return here or not waits
 
     def attach(self) -> None:
         setup, model = self.setup, self.model
@@ -261,6 +269,24 @@ class World:
             found = len(self.accelerator.scaler_history.records)
             same("records, in a thread", found, len(self.model.windows) - self.since)
 
+    def read(self, stop: threading.Event) -> None:
+        """On a thread of its own: what a monitor does beside the training."""
+        scaler = self.accelerator.scaler
+        while not stop.wait(0.0005):
+            for part in self.parts:
+                for p in part.parameters():
+                    assert math.isfinite(float(p.detach().norm()))
+            assert scaler.get_scale() > 0
+            assert scaler.state_dict()["scale"] > 0
+            self.accelerator.scaler_history.summary()
+            try:
+                for net in self.nets:
+                    net.state_dict()
+                for optimizer in self.optimizers:
+                    optimizer.synchronize()
+            except OrderError:  # would publish beneath a forward
+                assert self.model.mode == "delayed"
+
     def between(self, micro: Micro) -> list[str]:
         """Off the boundary the script calls the same things."""
         if micro.end.startswith("clip") and self.model.attached and self.model.phase == "open":
@@ -284,7 +310,7 @@ class World:
             happened += self.unscale_by_hand(micro)
             self.clip(micro)
             happened += self.drop(micro, to_none, batch, used)
-        before = len(model.windows)
+        before, self.trainer = len(model.windows), threading.current_thread()
         for i in self.numbers:
             refused = expected = False
             try:

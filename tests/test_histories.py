@@ -46,7 +46,7 @@ EVENTS = (
     *("inf or nan in the data", "iterable", "a last, partial window", "stop"),
     *("epoch ended inside a window", "saved inside a window", "saved with an update held back"),
     *("save", "save by hand", "evaluate", "synchronize", "state_dict", "records in a file"),
-    *("scaled by hand", "unscaled by hand, wrapped", "unscaled by hand, prepared"),
+    *("read beside", "scaled by hand", "unscaled by hand, wrapped", "unscaled by hand, prepared"),
     *("dropped all", "dropped one", "dropped after no clip", "dropped after clip each"),
     *("dropped after clip all", "dropped after unscale", "replace state"),
     *("restored", "restored, fresh", "detached", "boundary in stock", "attached again"),

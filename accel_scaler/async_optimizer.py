@@ -14,7 +14,7 @@ from .agreement import whole
 from .boundary import Boundary, boundary_of
 from .config import ConfigError, OrderError, ScalerConfig
 from .culprits import Culprits
-from .due import Timing
+from .due import Due, Timing
 from .engine import Engine
 from .fences import Fences
 from .gradients import parameters_of
@@ -256,7 +256,10 @@ class AsyncOptimizer(Optimizer):
         if scaler is None or not scaler.is_enabled():
             self._engine.submit(lambda: fn)
         else:
-            self._engine.submit(lambda: scaler.bind(fn, self))
+            # What a clip has left to be done is done where the job finds its gradients.
+            record = scaler.record_of(self)
+            self._engine.submit(lambda: scaler.bind(fn, self), record.due)
+            record.due = Due()
 
     def synchronize(self) -> None:
         """Wait for the step in hand and publish it: parameters and state are the newest then.

@@ -103,7 +103,8 @@ class Boundary:
                 "clip_grad_norm_ before the last micro-batch of an accumulation window clips "
                 "nothing and returns the norm so far; the last micro-batch clips. (Said once.)"
             )
-        return whole(_total_norm(parameters, norm_type)) / self._window_scale()
+        total = whole(_total_norm(parameters, norm_type))
+        return total if norm_type == 0 else total / self._window_scale()  # 0: a count
 
     def unscale(self, optimizers: Iterable[Optimizer]) -> bool:
         """Unscale and check each optimizer that has gradients; once a window, later calls pass.
@@ -117,6 +118,7 @@ class Boundary:
             record = self._check(optimizer)
             if not record.found_inf:
                 self._do_due(optimizer, record)
+                self._hand_out([optimizer], [record], ())
             found = found or record.found_inf
         return found
 
@@ -150,40 +152,51 @@ class Boundary:
         strays_bad = self._unscale_strays(owners, parameters)
         if any(map(self._is_sharded, owners)):
             strays_bad = agree_on_overflow(strays_bad, self.device, True)
-        for owner in owners:
+        for owner, record, stepper in zip(owners, records, steppers, strict=True):
             self._check(owner)
+            # At once: the next owner may have some of the same gradients.
+            if record.due and not (record.found_inf or stepper.keeps_scaled or stepper.divides):
+                self._do_due(owner, record)
         if any(record.found_inf for record in records) or strays_bad:
             for record in records:
                 record.verdict = True
-            return torch.full((), float("inf"), device=self.device)
-        for owner, record, stepper in zip(owners, records, steppers, strict=True):
-            if record.due and not (stepper.keeps_scaled or stepper.divides):
-                self._do_due(owner, record)
-        if any(record.due for record in records):
-            return self._clip_scaled(owners, records, parameters, max_norm, norm_type)
-        return self._clip_unscaled(parameters, max_norm, norm_type)
+            total = torch.full((), float("inf"), device=self.device)
+        elif any(record.due for record in records):
+            total = self._clip_scaled(owners, records, parameters, max_norm, norm_type)
+        else:
+            total = self._clip_unscaled(parameters, max_norm, norm_type)
+        self._hand_out(owners, records, parameters)
+        return total
 
     def clip_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
         """Unscale what owns ``parameters``, clip each element to ``[-clip_value, clip_value]``."""
-        owners = self.owners(parameters)
-        keeping = [owner for owner in owners if stepper_of(owner).keeps_scaled]
-        if self.unscale(owner for owner in owners if owner not in keeping):
+        if not self.scaler.is_enabled():
+            if parameters:
+                torch.nn.utils.clip_grad_value_(parameters, clip_value)
             return
-        kept = [p for owner in keeping for p in parameters_of(owner)]
-        rest = [p for p in parameters if id(p) not in set(map(id, kept))]
-        if rest and not (self.scaler.is_enabled() and self._unscale_strays(owners, rest)):
-            torch.nn.utils.clip_grad_value_(rest, clip_value)
-        asked = set(map(id, parameters))
-        for owner in keeping:
-            record = self._check(owner)
-            if record.found_inf:
-                continue
-            limit = float(clip_value) / float(record.due.factor)
-            for p in parameters_of(owner):
-                if p.grad is not None and id(p) in asked:
-                    most = min(limit, torch.finfo(p.grad.dtype).max)
-                    p.grad.clamp_(-most, most)
-            self._hand_out(owner, record)
+        owners = self.owners(parameters)
+        self._unscale_strays(owners, parameters)
+        asked = {id(p): p for p in parameters if p.grad is not None}
+        records = []
+        for owner in owners:
+            record, stepper = self._check(owner), stepper_of(owner)
+            records.append(record)
+            chosen = [p for p in parameters_of(owner) if id(p) in asked]
+            if record.found_inf:  # as they were found; the others are clipped and step
+                for p in chosen:
+                    del asked[id(p)]
+            elif stepper.keeps_scaled:
+                limit = float(clip_value) / float(record.due.factor)
+                for p in chosen:
+                    grad = asked.pop(id(p)).grad
+                    assert grad is not None
+                    most = min(limit, torch.finfo(grad.dtype).max)
+                    grad.clamp_(-most, most)
+            elif record.due:
+                self._do_due(owner, record)
+        if asked:
+            torch.nn.utils.clip_grad_value_(asked.values(), clip_value)
+        self._hand_out(owners, records, parameters)
 
     def _clip_unscaled(
         self, parameters: Sequence[Tensor], max_norm: float, norm_type: float
@@ -227,7 +240,8 @@ class Boundary:
             own = [p for p in parameters_of(owner) if p.grad is not None]
             chosen = [p for p in own if id(p) in asked]
             asked.difference_update(map(id, chosen))
-            norms.append(_total_norm(chosen, norm_type) * record.due.factor)
+            if chosen:
+                norms.append(_total_norm(chosen, norm_type) * record.due.factor)
             mine.append((record, chosen, len(chosen) == len(own)))
         strays = [p for p in parameters if id(p) in asked]
         if strays:
@@ -238,10 +252,8 @@ class Boundary:
         for maybe, chosen, is_whole in mine:
             if maybe is not None and is_whole and maybe.due.multiply is not None:
                 maybe.due = Due(multiply=maybe.due.multiply * coefficient)
-            else:
+            elif chosen:
                 torch._foreach_mul_(gradients_of(chosen), coefficient)
-        for owner, record in zip(owners, records, strict=True):
-            self._hand_out(owner, record)
         self._measured(Measure(parameters, total, None, max_norm, norm_type=norm_type))
         return total
 
@@ -303,7 +315,7 @@ class Boundary:
             else:
                 stepper.multiply(product)
                 window.unscaled.update(map(id, parameters_of(owner)))
-            self._hand_out(owner, record)
+        self._hand_out(owners, records, parameters)
         return norms.total
 
     def _unscale_strays(self, owners: Sequence[Optimizer], parameters: Sequence[Tensor]) -> bool:
@@ -313,12 +325,10 @@ class Boundary:
         window = self.scaler.window
         for p in strays if window.opened_by is not None else ():
             known = window.strays.get(id(p))
-            if known is None and p.grad is not None:
-                p.grad.div_(self._window_scale())
-                window.strays[id(p)] = p, None
-            elif known is not None and known[1] is not None and known[1].is_changed:
+            if known is not None and known[1] is not None and known[1].is_changed:
                 _raise_mixed("a parameter that no optimizer here owns")
-            else:
+            if known is None and p.grad is not None and id(p) not in window.unscaled:
+                p.grad.div_(self._window_scale())
                 window.strays[id(p)] = p, None
         return any(nonfinite(grad) for grad in gradients_of(strays))
 
@@ -349,9 +359,22 @@ class Boundary:
                 f"{type(optimizer).__name__} has already stepped in this window. Clip before "
                 "optimizer.step(), and call accelerator.backward(loss) before the next step."
             )
+        if record.leftover:
+            raise OrderError(
+                f"{type(optimizer).__name__} sat out the window before with gradients in it, "
+                f"which {record.leftover}; the present ones were added to them. Step every "
+                "optimizer that has gradients, or zero them before the next backward."
+            )
         if record.rescaled is not None and record.rescaled.is_changed:
             _raise_mixed(type(optimizer).__name__)
-        record.rescaled = None  # what is written to them from here on is not that backward's
+        count = len(parameters_of(optimizer))
+        if record.stage is OptState.UNSCALED and record.count not in (None, count):
+            raise OrderError(
+                f"{type(optimizer).__name__} had {record.count} parameters when its gradients were "
+                f"unscaled or clipped, and has {count} now: the new ones' are scaled, and were not "
+                "checked. Add parameters before that, or after the step; zero the gradients to go "
+                "on."
+            )
         if record.handed_out is not None and record.handed_out.is_changed:
             raise OrderError(
                 f"the gradients of {type(optimizer).__name__} were changed after they were "
@@ -372,42 +395,30 @@ class Boundary:
         return record
 
     def _look(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
-        stepper, window = stepper_of(optimizer), self.scaler.window
+        stepper = stepper_of(optimizer)
         if is_sharded(parameters_of(optimizer)):
             reduce_partial_gradients(parameters_of(optimizer))
         if stepper.defers_unscale and self._check_only(optimizer, record, stepper):
             return
+        if stepper.keeps_scaled and self._unscaled_elsewhere([optimizer]):
+            raise OrderError(
+                f"{type(optimizer).__name__}: some of its gradients are unscaled already (clipped "
+                "before it had their parameters, or for another optimizer), and float16 ones stay "
+                "scaled until the step. Make the optimizer before the backward; zero the gradients "
+                "to go on."
+            )
         if stepper.keeps_scaled:
             raise UnsupportedError(
                 f"{type(optimizer).__name__}: its float16 gradients are sharded, sparse or on "
                 "several devices; load the model in float32."
             )
-        done = self._unscaled_elsewhere([optimizer])
-        held = [(p, p.grad) for p in done]
-        for p in done:
-            p.grad = None
-        try:
-            with self.scaler.inside(window if window.closed else None):
-                self.scaler.unscale_(optimizer)
-        finally:
-            for p, grad in held:
-                p.grad = grad
-        for p in done:
-            grad = p.grad
-            assert grad is not None
-            flag = torch.full((), float(nonfinite(grad)), device=grad.device)
-            flags = record["found_inf_per_device"]
-            flags[grad.device] = torch.maximum(flags.get(grad.device, flag), flag)
+        self.scaler.unscale_(optimizer)
 
     def _unscaled_elsewhere(self, optimizers: Sequence[Optimizer]) -> list[Tensor]:
         """Parameters of optimizers that nobody has looked at, whose gradients were unscaled for
         another optimizer, or for none."""
-        window = self.scaler.window
-        done = window.unscaled.union(window.strays)
-        if not done:
-            return []
-        mine = [p for optimizer in optimizers for p in parameters_of(optimizer)]
-        return [p for p in mine if id(p) in done and p.grad is not None]
+        mine = (p for optimizer in optimizers for p in parameters_of(optimizer))
+        return self.scaler.window.unscaled_among(mine)
 
     def _check_only(self, optimizer: Optimizer, record: OptimizerRecord, stepper: Stepper) -> bool:
         """Check without unscaling, which stays due; False: not possible with these gradients."""
@@ -434,7 +445,7 @@ class Boundary:
     ) -> None:
         """Note what was found where ``GradScaler`` looks for it too."""
         found, device = bool(norms.overflowed), params[0].device
-        record.stage = OptState.UNSCALED
+        record.stage, record.count = OptState.UNSCALED, len(parameters_of(optimizer))
         record["found_inf_per_device"] = {device: torch.full((), float(found), device=device)}
         record.overflowed = [params[i] for i in norms.overflowed]
         self._settle(optimizer, record, found)
@@ -465,10 +476,23 @@ class Boundary:
         record.due, record.handed_out = Due(), None
         self.scaler.window.unscaled.update(map(id, parameters_of(optimizer)))
 
-    def _hand_out(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
-        """The caller is about to have the gradients back."""
-        due = bool(record.due)
-        record.handed_out = Snapshot.of(parameters_of(optimizer)) if due else None
+    def _hand_out(
+        self,
+        owners: Sequence[Optimizer],
+        records: Sequence[OptimizerRecord],
+        parameters: Sequence[Tensor],
+    ) -> None:
+        """The caller is about to have the gradients back: what changes them now is not ours."""
+        for owner, record in zip(owners, records, strict=True):
+            now = None
+            if record.due or record.rescaled is not None:
+                now = Snapshot.of(parameters_of(owner))
+            record.handed_out = now if record.due else None
+            record.rescaled = None if record.rescaled is None else now
+        strays = self.scaler.window.strays
+        for p in parameters if strays else ():
+            if id(p) in strays and strays[id(p)][1] is not None:
+                strays[id(p)] = p, Snapshot.of([p])
 
     def _window_scale(self) -> float:
         before = self.scaler.window.before

@@ -185,16 +185,16 @@ class Engine(Flight, Stepper):
                 self._hand_over(grads, due or Due(), None)
         self._run_hooks("post")
 
-    def submit(self, prepare: Callable[[], Callable[[], object]]) -> None:
+    def submit(self, prepare: Callable[[], Callable[[], object]], due: Due | None = None) -> None:
         """Run a function on the optimizer thread, with the gradients as they are now.
 
-        ``prepare`` returns it, once the step before is finished.
+        ``prepare`` returns it, once the step before is finished. What is ``due`` is done first.
         """
         self.claim()
         self._finish_for_boundary()
         fn = prepare()
         with Undivided(), self.lock:
-            self._hand_over([p.grad for p in self.shadow.params], Due(), fn)
+            self._hand_over([p.grad for p in self.shadow.params], due or Due(), fn)
 
     def skip(self) -> None:
         """A boundary without an update; ``delayed`` publishes the one before all the same."""
@@ -401,7 +401,7 @@ class Engine(Flight, Stepper):
                 if fn is None:
                     self._update(grads, copies, due, stale, task)
                     return
-                self._run(fn, grads, copies)
+                self._run(fn, grads, copies, due)
                 for part in [] if stale else self.shadow.parts:
                     self._publish(part)
                 self._done(task)
@@ -463,13 +463,20 @@ class Engine(Flight, Stepper):
         for slot in part.slots if self.shadow.has_masters else ():
             slot.publish(self.lane)
 
-    def _run(self, fn: Callable[[], object], grads: list[Tensor | None], copies: list[Any]) -> None:
+    def _run(
+        self,
+        fn: Callable[[], object],
+        grads: list[Tensor | None],
+        copies: list[Any],
+        due: Due,
+    ) -> None:
         slots = self.shadow.ordered
+        multiply = due.multiply if due.divide is None else 1.0 / due.divide
         try:
             for part in self.shadow.parts:
                 mine = slice(part.start, part.end)
                 for slot, grad in zip(
-                    part.slots, self._bring(part, grads[mine], copies[mine], None), strict=True
+                    part.slots, self._bring(part, grads[mine], copies[mine], multiply), strict=True
                 ):
                     slot.twin.grad = grad
             with self.shadow.surroundings.around():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -13,7 +14,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from .agreement import agree_on_overflow, is_sharded
-from .config import ConfigError, ScalerConfig, UnsupportedError, is_number, is_positive
+from .config import ConfigError, OrderError, ScalerConfig, UnsupportedError, is_number, is_positive
 from .culprits import Culprits
 from .fused import call_fused
 from .gradients import (
@@ -25,7 +26,7 @@ from .gradients import (
 )
 from .rule import Rule, ScaleState
 from .threads import ThreadedScaler
-from .windows import Snapshot, Window, stepped
+from .windows import OptimizerRecord, Snapshot, Window, stepped
 
 __all__ = ["GradScaler"]
 
@@ -125,10 +126,16 @@ class GradScaler(ThreadedScaler):
         with self._lock, self.inside(self._due_window()):
             self._forbid_stranger(optimizer)
             self._check_scale_growth_tracker("unscale_")
-            self.record_of(optimizer)
-            super().unscale_(optimizer)
+            window, record = self.known_window, self.record_of(optimizer)
+            params = parameters_of(optimizer)
+            done = window.unscaled_among(params) if record.stage is OptState.READY else []
+            with _put_aside(done):
+                super().unscale_(optimizer)
+            for p in done:
+                _add_check(record, p)
+            record.count = len(params)
             if self._managed:
-                self.known_window.unscaled.update(map(id, parameters_of(optimizer)))
+                window.unscaled.update(map(id, params))
             self._known.add(stepped(optimizer))
 
     def _unscale_grads_(
@@ -161,13 +168,37 @@ class GradScaler(ThreadedScaler):
         outer, self._local.stepping = getattr(self._local, "stepping", None), optimizer
         try:
             with self.inside(window):
-                if stepped(optimizer) is not optimizer:
-                    self.record_of(optimizer)
+                self._before_step(optimizer)
                 if not fused or "grad_scaler" in inspect.signature(optimizer.step).parameters:
                     return super().step(optimizer, *args, **kwargs)
                 return self._step_fused(optimizer, *args, **kwargs)
         finally:
             self._local.stepping = outer
+            self._after_step(optimizer)
+
+    def _before_step(self, optimizer: Optimizer) -> None:
+        window = self.known_window
+        if stepped(optimizer) is not optimizer:
+            window.record(optimizer)
+            return
+        record = window.known(optimizer)
+        if record is not None and record.due:
+            raise OrderError(
+                f"scaler.step({type(optimizer).__name__}): its gradients, clipped, still are "
+                "scaled, which only the step of the AsyncOptimizer, or of the prepared optimizer, "
+                "around it knows. Call that one's step()."
+            )
+        is_ready = record is None or record.stage is OptState.READY
+        if is_ready and window.unscaled_among(parameters_of(optimizer)):
+            self.unscale_(optimizer)
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        """In a window that another optimizer has closed already its verdict counts, too."""
+        window = self._window
+        if self._bound is None and window.closed:
+            record = window.known(optimizer)
+            if record is not None and record.found_inf and not window.found_inf:
+                self.close_window(True)
 
     def is_stepping(self, optimizer: Optimizer) -> bool:
         """Whether this thread is inside :meth:`step` of this optimizer: its verdict is taken."""
@@ -189,6 +220,8 @@ class GradScaler(ThreadedScaler):
             if window.before is None:
                 window.before = self.read_state()
                 window.scale = None if self._live is None else self._live.clone()
+            # Of others too, that somebody has unscaled or stepped by hand.
+            found_inf = found_inf or any(each.found_inf for each in window.states.values())
             self.culprits.saw(window.before.scale, found_inf and not window.found_inf)
             window.found_inf = window.found_inf or found_inf
             self.write_state(self.rule.advance(window.before, window.found_inf))
@@ -212,6 +245,21 @@ class GradScaler(ThreadedScaler):
         refs = list(self._managed.values())
         return [optimizer for ref in refs if (optimizer := ref()) is not None]
 
+    def _notice_leftovers(self, before: Window) -> None:
+        if not self._enabled or before.before is None:
+            return
+        scale, now = before.before.scale, self.read_state().scale
+        for optimizer in self.managed:
+            record = before.known(optimizer)
+            if record is not None and record.stage is OptState.STEPPED:
+                continue
+            is_unscaled = record is not None and record.stage is OptState.UNSCALED
+            if not is_unscaled and scale == now:
+                continue  # goes on accumulating
+            if not Snapshot.of(parameters_of(optimizer)).is_zero:
+                why = "are unscaled" if is_unscaled else f"were scaled by {scale:g}, now {now:g}"
+                self._window.record(optimizer).leftover = why
+
     def _notice_changes(self, window: Window) -> None:
         """Before another loss is scaled: which gradients of the window are unscaled already?
 
@@ -224,7 +272,11 @@ class GradScaler(ThreadedScaler):
             return
         for optimizer in self.managed:
             record = window.known(optimizer)
-            if record is None or record.stage is not OptState.UNSCALED:
+            if record is None:
+                continue
+            if record.leftover and Snapshot.of(parameters_of(optimizer)).is_zero:
+                record.leftover = ""
+            if record.stage is not OptState.UNSCALED:
                 continue
             params = parameters_of(optimizer)
             record.rescaled = Snapshot.of(params)
@@ -309,7 +361,10 @@ class GradScaler(ThreadedScaler):
             self._forbid_other_thread("update")
             scale, tracker = self._check_scale_growth_tracker("update")
             if self._window.closed:
+                # Its boundary has updated the scale, once for all of its optimizers.
                 self._next_window()
+                if new_scale is None:
+                    return
             # A step still due on another thread divides by what this window was scaled with.
             self._window.scale = scale.clone()
             if new_scale is not None:
@@ -435,6 +490,27 @@ class GradScaler(ThreadedScaler):
 
     def _seen(self) -> list[Tensor]:
         return [leaf for ref in self._leaves if (leaf := ref()) is not None]
+
+
+@contextmanager
+def _put_aside(params: Iterable[Tensor]) -> Iterator[None]:
+    """Without their gradients, for a while."""
+    held = [(p, p.grad) for p in params]
+    for p, _ in held:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, grad in held:
+            p.grad = grad
+
+
+def _add_check(record: OptimizerRecord, p: Tensor) -> None:
+    """Look at a gradient that is unscaled already. Synchronises."""
+    assert p.grad is not None
+    flags = record["found_inf_per_device"]
+    flag = torch.full((), float(has_nonfinite_gradient(p)), device=p.grad.device)
+    flags[p.grad.device] = torch.maximum(flags.get(p.grad.device, flag), flag)
 
 
 def _tensors(outputs: Any) -> list[Tensor]:

@@ -25,10 +25,16 @@ class ThreadedScaler(ScalerMemory):
         """The open window; a new one if the last one was stepped."""
         with self._lock:
             if self._window.closed:
+                before = self._window
                 self._next_window()
+                self._notice_leftovers(before)
             if self._window.opened_by is None:
                 self._window.opened_by = threading.get_ident()
             return self._window
+
+    def _notice_leftovers(self, before: Window) -> None:
+        """Gradients of a window that ended without their optimizer's step (checked where some are
+        left): unscaled ones, or of another scale, must not be added to."""
 
     def abandon_window(self) -> None:
         """Give up the open window, if any: the next :meth:`scale` opens another."""
@@ -64,6 +70,8 @@ class ThreadedScaler(ScalerMemory):
         Between windows another thread still works on the last one, whose gradients it holds.
         """
         last = self._last
+        if self._bound is None and self._window.closed and self._enabled:
+            return self._window  # its own scale, not the next one's
         if self._bound is not None or self._window.opened_by is not None or last is None:
             return self._bound
         return None if last.opened_by == threading.get_ident() else last

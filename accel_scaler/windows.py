@@ -65,12 +65,18 @@ class OptimizerRecord(dict[str, Any]):
     Its two items are torch's: ``stage``, and ``found_inf_per_device`` of the last check.
     """
 
-    __slots__ = ("due", "handed_out", "names", "overflowed", "rescaled", "verdict")
+    __slots__ = (
+        *("count", "due", "handed_out", "leftover", "names", "overflowed", "rescaled", "verdict"),
+    )
 
     def __init__(self) -> None:
         super().__init__(_refresh_per_optimizer_state())
         self.verdict: bool | None = None
         """Whether the window overflowed for this optimizer, on any rank; None: not agreed yet."""
+        self.count: int | None = None
+        """How many parameters it had when it was unscaled or checked."""
+        self.leftover = ""
+        """What is wrong with gradients that it brings from the window before."""
         self.due = Due()
         """Left for the update to do: the gradients are still scaled, not clipped."""
         self.handed_out: Snapshot | None = None
@@ -152,6 +158,16 @@ class Window:
     def known(self, optimizer: Optimizer) -> OptimizerRecord | None:
         """:meth:`record` if there is one."""
         return self.states.get(id(stepped(optimizer)))
+
+    def unscaled_among(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Those whose gradients are unscaled already: for another optimizer, or for none."""
+        if not (self.unscaled or self.strays):
+            return []
+        return [
+            p
+            for p in parameters
+            if (id(p) in self.unscaled or id(p) in self.strays) and p.grad is not None
+        ]
 
     def let_go(self) -> None:
         """It is over: keep no parameter and no gradient alive."""

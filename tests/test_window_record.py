@@ -657,3 +657,266 @@ def test_where_nothing_is_scaled_there_are_windows_too(tmp_path: Any) -> None:
     norms = [record.grad_norm is not None for record in records]
     assert norms == [False, False, True, False, False, False]
     detach(accelerator)
+
+
+# What an opponent found.
+
+
+def several(
+    face: str, mode: str, count: int = 2, **settings: Any
+) -> tuple[Any, list[nn.Parameter], list[SGD], list[Any], Callable[[Any], Any]]:
+    """One parameter each: scaler, parameters, torch's optimizers, ours, and a way to clip."""
+    params = [nn.Parameter(torch.full((3,), float(i + 1))) for i in range(count)]
+    inner = [SGD([p], lr=0.125, momentum=0.5) for p in params]
+    if face == "accelerate":
+        accelerator: Any = attach(
+            Accelerator(cpu=True, mixed_precision="fp16"),
+            ScalerConfig(init_scale=SCALE, step_mode=mode, optimizer_threads=1, **settings),  # type: ignore[arg-type]
+        )
+        ours = [accelerator.prepare(o) for o in inner]
+        return accelerator.scaler, params, inner, ours, accelerator
+    scaler = GradScaler("cpu", init_scale=SCALE)
+    ours = [
+        AsyncOptimizer(o, scaler=scaler, mode=mode, optimizer_threads=1, **settings) for o in inner
+    ]
+    return scaler, params, inner, ours, ours[0]
+
+
+def close_all(face: str, scaler: Any, ours: list[Any], clipper: Any) -> None:
+    scaler.abandon_window()
+    if face == "accelerate":
+        detach(clipper)
+    else:
+        for each in ours:
+            each.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("bad", ["owned", "of nobody"])
+def test_a_value_clip_beside_an_overflow_clips_the_others(mode: str, bad: str) -> None:
+    """They stepped with unclipped gradients."""
+    accelerator: Any = attach(
+        Accelerator(cpu=True, mixed_precision="fp16"),
+        ScalerConfig(init_scale=SCALE, step_mode=mode, optimizer_threads=1),  # type: ignore[arg-type]
+    )
+    one, two = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    first = accelerator.prepare(SGD([one], lr=0.125)) if bad == "owned" else None
+    second = accelerator.prepare(SGD([two], lr=0.125))
+    accelerator.backward((one * INF).sum() + (two * 10.0).sum())
+    accelerator.clip_grad_value_([one, two], 1.0)
+    for optimizer in filter(None, (first, second)):
+        optimizer.step()
+    second.synchronize()
+    detach(accelerator)
+    assert (one.tolist(), two.tolist()) == ([1.0, 1.0], [0.875, 0.875])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("how", ["unscale_", "step"])
+@pytest.mark.parametrize("first", ["overflows", "lets the scale grow"])
+def test_by_hand_after_another_has_stepped(mode: str, how: str, first: str) -> None:
+    """The window's scale holds for all of it (F3), whoever unscales."""
+    grows = first != "overflows"
+    scaler, params, inner, ours, clipper = several(
+        "accelerate", mode, growth_interval=1 if grows else 2000
+    )
+    clipper.backward(params[0].sum() * (1.0 if grows else INF) + params[1].sum())
+    ours[0].step()
+    assert scaler.get_scale() == (SCALE * 2 if grows else SCALE / 2)
+    if how == "unscale_":
+        scaler.unscale_(inner[1])
+        ours[1].step()
+        ours[1].synchronize()
+    else:
+        scaler.step(inner[1])
+    if how == "step" or mode != "delayed":
+        assert params[1].tolist() == [1.875] * 3
+    assert scaler.get_scale() == (SCALE * 2 if grows else SCALE / 2)
+    close_all("accelerate", scaler, ours, clipper)
+    assert params[1].tolist() == [1.875] * 3
+
+
+@faces
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+@pytest.mark.parametrize(
+    "order", ["clip step own", "clip own step", "clip unscale step own", "unscale clip step own"]
+)
+def test_a_plain_optimizer_beside_ours(face: str, mode: str, order: str) -> None:
+    """Stepped with ``scaler.step``; a clip of its parameters unscales them once."""
+    scaler, params, _, ours, clipper = several(face, mode, 1)
+    other = nn.Parameter(torch.ones(3))
+    plain = SGD([other], lr=0.125)
+    scaler.scale(params[0].sum() + other.sum()).backward()
+    calls = {
+        "unscale": lambda: scaler.unscale_(plain),
+        "step": lambda: scaler.step(plain),
+        "own": ours[0].step,
+        "clip": lambda: (
+            clipper.clip_grad_norm_([*params, other], 1e6)
+            if face == "accelerate"
+            else clipper.clip_grad_norm_(1e6, parameters=[*params, other])
+        ),
+    }
+    for name in order.split():
+        calls[name]()
+    ours[0].synchronize()
+    scaler.update()
+    assert (params[0].tolist(), other.tolist()) == ([0.875] * 3, [0.875] * 3)
+    assert scaler.get_scale() == SCALE
+    close_all(face, scaler, ours, clipper)
+
+
+@faces
+@pytest.mark.parametrize("first", ["plain", "ours"])
+def test_the_overflow_of_a_plain_optimizer_backs_the_scale_off(face: str, first: str) -> None:
+    scaler, params, _, ours, clipper = several(face, "sync", 1)
+    other = nn.Parameter(torch.ones(3))
+    plain = SGD([other], lr=0.125)
+    for halved in (1, 2, 3):
+        scaler.scale(params[0].sum() + other.sum() * INF).backward()
+        if first == "ours":
+            ours[0].step()
+        scaler.step(plain)
+        if first == "plain":
+            ours[0].step()
+        assert scaler.get_scale() == SCALE / 2**halved
+        assert ours[0].step_was_skipped is False
+        ours[0].zero_grad()
+        plain.zero_grad()
+    assert other.tolist() == [1.0] * 3
+    close_all(face, scaler, ours, clipper)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("mode", ["overlap", "delayed"])
+def test_a_submitted_step_after_a_clip(dtype: torch.dtype, mode: Any) -> None:
+    """What the clip left to be done is done before the job sees its gradients."""
+    p = nn.Parameter(torch.ones(2, dtype=dtype))
+    scaler = GradScaler("cpu", init_scale=64.0)
+    inner = SGD([p], lr=0.25)
+    with AsyncOptimizer(inner, scaler=scaler, mode=mode, optimizer_threads=1) as ours:
+        scaler.scale(p.float().sum() * 4).backward()
+        ours.clip_grad_norm_(2**0.5)
+        ours.submit(lambda: scaler.step(ours))
+        scaler.update()
+        ours.synchronize()
+        torch.testing.assert_close(p.float(), torch.full((2,), 0.75), atol=1e-4, rtol=0)
+
+
+def test_gradients_that_stay_scaled_are_not_stepped_around_their_owner() -> None:
+    p = nn.Parameter(torch.ones(2, dtype=torch.float16))
+    scaler = GradScaler("cpu", init_scale=64.0)
+    inner = SGD([p], lr=0.25)
+    with AsyncOptimizer(inner, scaler=scaler, optimizer_threads=1) as ours:
+        scaler.scale(p.float().sum()).backward()
+        ours.clip_grad_norm_(1e6)
+        with pytest.raises(OrderError, match="Call that one's step"):
+            scaler.step(inner)
+        assert p.tolist() == [1.0, 1.0]
+        ours.step()
+        ours.synchronize()
+        assert p.tolist() == [0.75, 0.75]
+
+
+@faces
+@pytest.mark.parametrize("mode", MODES)
+def test_a_backward_of_a_loss_scaled_before_the_clip(face: str, mode: str) -> None:
+    """Scaled, clipped again, and only then its backward: mixed, so refused."""
+    with loop(face, mode, "none") as ours:
+        before = weights(ours.model)
+        ours.backward(0)
+        ours.clip(0.25)
+        late = ours.scaler.scale(loss_of(ours.model, 1))
+        ours.clip(0.25)
+        late.backward()
+        with pytest.raises(OrderError, match="added scaled gradients"):
+            ours.optimizer.step()
+        ours.optimizer.zero_grad()
+        assert torch.equal(weights(ours.model), before)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_parameters_added_after_a_clip_are_refused(mode: Any, dtype: torch.dtype) -> None:
+    """Their gradients are scaled, or clipped as nobody's, and were not checked."""
+    old, new = (nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(2))
+    scaler = GradScaler("cpu", init_scale=SCALE)
+    inner = SGD([old], lr=0.25)
+    with AsyncOptimizer(inner, scaler=scaler, mode=mode, optimizer_threads=1) as ours:
+        scaler.scale((old.float() + new.float()).sum()).backward()
+        ours.clip_grad_norm_(1e6, parameters=[old, new])
+        ours.add_param_group({"params": [new]})
+        with pytest.raises(OrderError, match="had 1 parameters"):
+            ours.step()
+        ours.synchronize()
+        assert (old.tolist(), new.tolist()) == ([1.0] * 3, [1.0] * 3)
+        ours.zero_grad()
+        scaler.scale((old.float() + new.float()).sum()).backward()
+        ours.step()
+        ours.synchronize()
+        assert (old.tolist(), new.tolist()) == ([0.75] * 3, [0.75] * 3)
+
+
+@faces
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+@pytest.mark.parametrize("why", ["clipped", "another scale", "nothing"])
+def test_a_window_that_an_optimizer_sat_out(face: str, mode: str, why: str) -> None:
+    """Its gradients accumulate on, unless they are unscaled by now, or of another scale."""
+    scaler, params, _, ours, clipper = several(face, mode)
+    factor = INF if why == "another scale" else 1.0
+    scaler.scale(params[0].sum() * factor + params[1].sum()).backward()
+    if why == "clipped":
+        if face == "accelerate":
+            clipper.clip_grad_norm_(params, 1e6)
+        else:
+            clipper.clip_grad_norm_(1e6, parameters=params)
+    ours[0].step()
+    ours[0].zero_grad()
+    scaler.scale(params[0].sum() + params[1].sum()).backward()
+    ours[0].step()
+    if why == "nothing":
+        ours[1].step()
+        ours[1].synchronize()
+        assert params[1].tolist() == [1.75] * 3
+    else:
+        with pytest.raises(OrderError, match="sat out the window before"):
+            ours[1].step()
+        ours[1].zero_grad()
+        scaler.abandon_window()
+        ours[1].synchronize()
+        assert params[1].tolist() == [2.0] * 3
+        scaler.scale(params[1].sum()).backward()
+        ours[1].step()
+        ours[1].synchronize()
+        assert params[1].tolist() == [1.875] * 3
+    close_all(face, scaler, ours, clipper)
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+@pytest.mark.parametrize("which", ["each", "all", "first", "value"])
+@pytest.mark.parametrize("fold", [False, True])
+def test_a_clip_of_a_shared_parameter(mode: str, which: str, fold: bool) -> None:
+    """It was unscaled once for each owner."""
+    accelerator: Any = attach(
+        Accelerator(cpu=True, mixed_precision="fp16"),
+        ScalerConfig(init_scale=SCALE, step_mode=mode, fold_unscale=fold, optimizer_threads=1),  # type: ignore[arg-type]
+    )
+    a, b, c = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    inner = [SGD([p, c], lr=0.125, momentum=0.5, fused=fold) for p in (a, b)]
+    ours = [accelerator.prepare(o) for o in inner]
+    accelerator.backward((a + b + c).sum())
+    if which == "value":
+        accelerator.clip_grad_value_([a, b, c], 1e6)
+    else:
+        sets = {"each": [[a, c], [b, c]], "all": [[a, b, c]], "first": [[a, c]]}[which]
+        for params in sets:
+            accelerator.clip_grad_norm_(params, 1e6)
+    for each in ours:
+        each.step()
+    for each in ours:
+        each.synchronize()
+    for optimizer, p in zip(inner, (a, b), strict=True):
+        assert optimizer.state[p]["momentum_buffer"].tolist() == [1.0, 1.0]
+        assert optimizer.state[c]["momentum_buffer"].tolist() == [1.0, 1.0]
+    assert (a.tolist(), c.tolist()) == ([0.875] * 2, [0.75] * 2)
+    detach(accelerator)

@@ -141,6 +141,18 @@ def hand_sharded(said: bool) -> dict[str, Any]:
         return {"skipped": optimizer.step_was_skipped, "scale": scaler.get_scale()}
 
 
+def beside_a_plain_one(mesh: DeviceMesh) -> dict[str, Any]:
+    """A plain parameter overflows on one rank; that others are DTensors tells that it may."""
+    model, plain = Net(mesh), nn.Parameter(torch.ones(3))
+    scaler = GradScaler("cpu", init_scale=SCALE)
+    inner = torch.optim.SGD([*model.parameters(), plain], lr=0.125)
+    with AsyncOptimizer(inner, model, scaler=scaler, mode="sync") as optimizer:
+        factor = float("inf") if dist.get_rank() == 1 else 1.0
+        scaler.scale(model(batch(0)) + (plain * factor).sum()).backward()
+        optimizer.step()
+        return {"skipped": optimizer.step_was_skipped, "scale": scaler.get_scale()}
+
+
 def main(folder: str) -> None:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -152,6 +164,7 @@ def main(folder: str) -> None:
                 name = f"{mode} {offload} {clip} {attached}"
                 results[name] = shared_out(mesh, mode, offload, clip, attached)
     results["said"], results["not said"] = hand_sharded(True), hand_sharded(False)
+    results["beside"] = beside_a_plain_one(mesh)
     torch.save(results, Path(folder) / f"rank{dist.get_rank()}.pt")
     dist.destroy_process_group()
 

@@ -35,6 +35,12 @@ def test_two_ranks_train_as_one_process_does(
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
+def test_an_overflow_beside_shards_is_one_for_all(results: list[dict[str, Any]], rank: int) -> None:
+    """In a parameter that is no DTensor, on rank 1 alone."""
+    assert results[rank]["beside"] == {"skipped": True, "scale": SCALE / 2}
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
 def test_who_shards_by_himself_says_so(results: list[dict[str, Any]], rank: int) -> None:
     """Nothing in plain tensors shows it; ``sharded=True`` makes the ranks agree."""
     assert results[rank]["said"] == {"skipped": True, "scale": SCALE / 2}

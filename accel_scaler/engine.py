@@ -111,7 +111,7 @@ class Engine(Flight, Stepper):
         """Some parameters are float16, or bfloat16 with masters: their gradients stay scaled."""
         if not self.shadow.slots:
             self.refresh()
-        return self.shadow.has_rounded
+        return self.shadow.has_rounded or self.shadow.rounds_now()
 
     @property
     def defers_unscale(self) -> bool:
@@ -348,6 +348,8 @@ class Engine(Flight, Stepper):
         shadow = self.shadow
         with torch.inference_mode(False):
             if shadow.masters or self.keeps_scaled:
+                if not shadow.is_current():
+                    self.refresh()
                 entries = {k: v for k, v in state_dict["state"].items() if isinstance(v, dict)}
                 masters = {k: v.get(master) for k, v in entries.items()}
                 rest = {

@@ -89,6 +89,11 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         ):
             adopt(accelerator, self)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As Accelerate's; the masters in it are taken where parameters need them by now."""
+        self.follow_parameters()
+        super().load_state_dict(state_dict)
+
     def step(self, closure: Any = None) -> None:
         """At a boundary: check, update the scale, step or skip. Elsewhere: nothing."""
         as_stock = closure is not None and self.scaler is None  # nothing scaled, not recorded

@@ -11,7 +11,8 @@ import gc
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain, compress
 from operator import attrgetter, itemgetter
@@ -317,6 +318,17 @@ class Engine(Flight, Stepper):
                 "step_mode='overlap'."
             )
         self._publish_newest()
+
+    @contextmanager
+    def still(self) -> Iterator[None]:
+        """:meth:`synchronize`, and no step of another thread begins until the end: it would add to
+        dictionaries that are being read."""
+        while True:
+            self.synchronize()
+            with self.lock:
+                if self._task is None and not self.unpublished:
+                    yield
+                    return
 
     def _publish_newest(self) -> None:
         with self.lock, torch.inference_mode(False):

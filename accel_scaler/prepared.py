@@ -89,6 +89,12 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         ):
             adopt(accelerator, self)
 
+    def state_dict(self) -> dict[str, Any]:
+        """As Accelerate's, after :meth:`synchronize`; on any thread."""
+        with stepper_of(self).still():
+            state: dict[str, Any] = super().state_dict()
+        return state
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As Accelerate's; the masters in it are taken where parameters need them by now."""
         self.follow_parameters()

@@ -416,11 +416,14 @@ def test_many_threads_finish_one_step_and_none_of_the_next_is_lost() -> None:
 def test_state_that_a_step_is_adding_to_is_read_before_it_or_after_it() -> None:
     for _ in range(12):
         params = nn.ParameterList([nn.Parameter(torch.ones(2)) for _ in range(40)])
-        with AsyncOptimizer(torch.optim.AdamW(params), params) as optimizer:
-            with switching_often(), Readers([optimizer.state_dict] * 2) as readers:
-                for count in range(5, 41, 5):
-                    for p in list(params)[:count]:
-                        p.grad = torch.ones(2)
-                    optimizer.step()
+        with (
+            AsyncOptimizer(torch.optim.AdamW(params), params) as optimizer,
+            switching_often(),
+            Readers([optimizer.state_dict] * 2) as readers,
+        ):
+            for count in range(5, 41, 5):
+                for p in list(params)[:count]:
+                    p.grad = torch.ones(2)
+                optimizer.step()
         assert readers.errors == []
         assert len(optimizer.state_dict()["state"]) == 40

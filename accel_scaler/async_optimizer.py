@@ -275,7 +275,8 @@ class AsyncOptimizer(Optimizer):
 
         float16 parameters (bfloat16 with offload) add their float32 ``master`` to their entries.
         """
-        return self.optimizer.state_dict()
+        with self._engine.still():
+            return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what this class or the wrapped one's ``state_dict`` gave."""

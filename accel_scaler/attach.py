@@ -105,6 +105,9 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         if self._boundary is None:
             super().backward(loss, **kwargs)
             return
+        for optimizer in self._optimizers:
+            if isinstance(optimizer, ScaledOptimizer):
+                optimizer.follow_parameters()  # before anything looks at the gradients
         recorder = self._boundary.recorder
         self._boundary.before_backward()
         recorder.before_backward(loss)

@@ -11,9 +11,11 @@ import gc
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain, compress
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -39,8 +41,14 @@ from .worker import Task, Worker
 
 __all__ = ["Engine", "refuse_sharing"]
 
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+_engines: list[weakref.ref[Engine]] = []
 """Those that step an optimizer."""
+
+_sizes: list[int] = []
+"""The lengths of all their groups when shared parameters were last looked for."""
+
+_deref: Callable[[weakref.ref[Engine]], Engine | None] = weakref.ref.__call__
+_groups_of, _params_of = attrgetter("optimizer.param_groups"), itemgetter("params")
 
 
 class Engine(Flight, Stepper):
@@ -91,14 +99,12 @@ class Engine(Flight, Stepper):
         self._taken: list[Tensor] = []
         self._shared: frozenset[int] = frozenset()
         """``id`` of parameters that another optimizer steps too: it needs their gradients."""
-        self._held = 0
-        """Parameters when that was last looked for."""
         self._newer: list[Tensor] = []
         """Parameters of which a newer value waits to be published."""
         ref = weakref.ref(self)
         self.intake = Intake(self.lane, offload, lambda: (e := ref()) is not None and e.is_idle)
         register(self)
-        _engines.add(self)
+        _engines.append(ref)
         _find_shared()
 
     @property
@@ -106,7 +112,7 @@ class Engine(Flight, Stepper):
         """Some parameters are float16, or bfloat16 with masters: their gradients stay scaled."""
         if not self.shadow.slots:
             self.refresh()
-        return self.shadow.has_rounded
+        return self.shadow.has_rounded or self.shadow.rounds_now()
 
     @property
     def defers_unscale(self) -> bool:
@@ -207,10 +213,10 @@ class Engine(Flight, Stepper):
 
     def _finish_for_boundary(self) -> None:
         self.finish("optimizer.step")
-        if any(e._held != _count(e.optimizer) for e in list(_engines)):
+        if _sizes_now() != _sizes:
             _find_shared()  # add_param_group, perhaps another optimizer's
         if self._shared:
-            for other in [e for e in list(_engines) if e is not self and e._shared & self._shared]:
+            for other in [e for e in _present() if e is not self and e._shared & self._shared]:
                 other.finish("optimizer.step")
         self.refresh()
 
@@ -313,6 +319,17 @@ class Engine(Flight, Stepper):
             )
         self._publish_newest()
 
+    @contextmanager
+    def still(self) -> Iterator[None]:
+        """:meth:`synchronize`, and no step of another thread begins until the end: it would add to
+        dictionaries that are being read."""
+        while True:
+            self.synchronize()
+            with self.lock:
+                if self._task is None and not self.unpublished:
+                    yield
+                    return
+
     def _publish_newest(self) -> None:
         with self.lock, torch.inference_mode(False):
             if self.unpublished and self._task is None:
@@ -343,6 +360,8 @@ class Engine(Flight, Stepper):
         shadow = self.shadow
         with torch.inference_mode(False):
             if shadow.masters or self.keeps_scaled:
+                if not shadow.is_current():
+                    self.refresh()
                 entries = {k: v for k, v in state_dict["state"].items() if isinstance(v, dict)}
                 masters = {k: v.get(master) for k, v in entries.items()}
                 rest = {
@@ -368,7 +387,7 @@ class Engine(Flight, Stepper):
             self._release()
             self.intake.close()
             unregister(self.optimizer)
-            _engines.discard(self)
+            _engines[:] = [ref for ref in _engines if ref() is not self]
             _find_shared()
             state = self.optimizer.state
             for p in [p for p, entry in state.items() if isinstance(p, Tensor) and not entry]:
@@ -517,19 +536,26 @@ class Engine(Flight, Stepper):
         self.culprits.know(model)
 
 
-def _count(optimizer: Optimizer) -> int:
-    return sum(len(group["params"]) for group in optimizer.param_groups)
+def _present() -> list[Engine]:
+    return list(filter(None, map(_deref, _engines)))
+
+
+def _sizes_now() -> list[int]:
+    """Each step of each engine looks at all, so nothing here is a call of Python's."""
+    groups = chain.from_iterable(map(_groups_of, filter(None, map(_deref, _engines))))
+    return list(map(len, map(_params_of, groups)))
 
 
 def _find_shared() -> None:
     """Tell every engine which of its parameters others step, too."""
     for attempt in (1, 2):
-        engines = list(_engines)
+        _engines[:] = [ref for ref in _engines if ref() is not None]
+        _sizes[:] = _sizes_now()
+        engines = _present()
         held = [set(map(id, parameters_of(engine.optimizer))) for engine in engines]
         counts = Counter(chain.from_iterable(held))
         for engine, own in zip(engines, held, strict=True):
             engine._shared = frozenset(i for i in own if counts[i] > 1)
-            engine._held = _count(engine.optimizer)
         if attempt == 2 or not any(engine._shared for engine in engines):
             return
         del engine, engines
@@ -552,7 +578,7 @@ def refuse_sharing(wanted: Sequence[tuple[Optimizer, str]]) -> None:
 
 def _sharing(wanted: Sequence[tuple[Optimizer, str]]) -> str | None:
     asked = {id(optimizer) for optimizer, _ in wanted}
-    present = [(e.optimizer, e.mode) for e in list(_engines) if id(e.optimizer) not in asked]
+    present = [(e.optimizer, e.mode) for e in _present() if id(e.optimizer) not in asked]
     for place, (one, mode) in enumerate(wanted):
         own = set(map(id, parameters_of(one)))
         for other, its_mode in [*present, *wanted[:place]]:

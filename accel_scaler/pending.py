@@ -20,6 +20,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,9 @@ __all__ = ["Hold", "PendingParameter", "any_pending", "can_be_held", "settle_pen
 
 _holds: weakref.WeakSet[Hold] = weakref.WeakSet()
 """Weak: an optimizer that nobody uses any more must not keep its model."""
+
+_holders: dict[int, tuple[weakref.ref[Hold], ...]] = {}
+"""``id(parameter)`` -> those that hold it, so that no hold has to be asked that does not."""
 
 _lock = threading.RLock()
 """Reentrant: a signal handler or a finalizer may use a parameter while its thread has it."""
@@ -191,11 +195,30 @@ def _settle(p: Any) -> None:
     """Wait until no update of ``p`` is due. Any thread."""
     while type(p) is PendingParameter:
         with _lock:
-            hold = next((h for h in _holds if h.holds(p)), None)
+            hold = next(_holding(p), None)
             if hold is None:  # it has gone with its optimizer: nothing is due
                 _restore(p)
         if hold is not None:
             hold.settle(p)
+
+
+def _holding(p: Any) -> Iterator[Hold]:
+    """The holds for which ``p`` waits. Under the lock."""
+    for ref in _holders.get(id(p), ()):
+        hold = ref()
+        if hold is not None and hold.holds(p):
+            yield hold
+
+
+def _forget(left: set[int], ref: weakref.ref[Hold]) -> None:
+    """A hold has gone with its optimizer: its parameters may be gone, and their ids new."""
+    with _lock:
+        for key in left:
+            rest = tuple(each for each in _holders.get(key, ()) if each is not ref)
+            if rest:
+                _holders[key] = rest
+            else:
+                _holders.pop(key, None)
 
 
 def _restore(p: Any) -> None:
@@ -254,9 +277,12 @@ class Hold:
         """A compiler has met one of the parameters while it was pending."""
         self.seen: list[Tensor] = []
         """Parameters in the order in which the thread that trains first used them."""
+        self._ref = mine = weakref.ref(self, partial(_forget, self._left))
         with _lock:
             _holds.add(self)
             for p in params:
+                others = _holders.get(id(p))
+                _holders[id(p)] = (mine,) if others is None else (*others, mine)
                 _CLASS.__set__(p, PendingParameter)
 
     def holds(self, p: Tensor) -> bool:
@@ -289,11 +315,17 @@ class Hold:
             self._passed = max(self._passed, end)
 
     def _give_back(self, params: Iterable[Tensor]) -> None:
-        left, others = self._left, [h for h in _holds if h is not self]
+        left, alone = self._left, (self._ref,)
         for p in params:
-            if id(p) in left:
-                left.remove(id(p))
-                if not any(h.holds(p) for h in others):
-                    _restore(p)
+            key = id(p)
+            if key not in left:
+                continue
+            left.remove(key)
+            others = () if _holders.get(key) == alone else tuple(h._ref for h in _holding(p))
+            if others:
+                _holders[key] = others
+            else:
+                _holders.pop(key, None)
+                _restore(p)
         if not left:
             _holds.discard(self)

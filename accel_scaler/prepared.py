@@ -40,6 +40,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     _boundary: Boundary | None = None
     _fences: Fences | None = None
+    _models: ModelsOf | None = None
 
     @property
     def stepped_optimizer(self) -> Optimizer:
@@ -80,6 +81,25 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             self.synchronize()
         super().eval()
 
+    def follow_parameters(self) -> None:
+        """Step through masters from now on, where a float16 parameter is trained that was not."""
+        accelerator = None if self._models is None else self._models.accelerator
+        if accelerator is not None and _needs_engine(
+            self.stepped_optimizer, accelerator._scaler_config
+        ):
+            adopt(accelerator, self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As Accelerate's, after :meth:`synchronize`; on any thread."""
+        with stepper_of(self).still():
+            state: dict[str, Any] = super().state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As Accelerate's; the masters in it are taken where parameters need them by now."""
+        self.follow_parameters()
+        super().load_state_dict(state_dict)
+
     def step(self, closure: Any = None) -> None:
         """At a boundary: check, update the scale, step or skip. Elsewhere: nothing."""
         as_stock = closure is not None and self.scaler is None  # nothing scaled, not recorded
@@ -92,7 +112,8 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
                 "with another scale. Call step() without one, or train without fp16."
             )
         has_stepped = False
-        if self._fences is not None:
+        self.follow_parameters()
+        if self._fences is not None and self._models is not None:
             self._fences.watch(self._models())
         try:
             has_stepped = self._boundary.step(self)
@@ -109,8 +130,9 @@ def adopt(accelerator: Any, optimizer: Any) -> None:
     become(optimizer, ScaledOptimizer)
     optimizer.scaler = accelerator.scaler
     optimizer._boundary = boundary
+    optimizer._models = ModelsOf(accelerator)
     if fences is not None:
-        optimizer._fences, optimizer._models = fences, ModelsOf(accelerator)
+        optimizer._fences = fences
     boundary.adopted.add(optimizer)
     boundary.add(optimizer, accelerator._scaler_config.fold_unscale)
 
@@ -129,8 +151,9 @@ def _give_engine(accelerator: Any, optimizer: Any) -> Fences | None:
 
 
 def _needs_engine(inner: Optimizer, config: ScalerConfig) -> bool:
-    plain = config.step_mode == "sync" and config.offload == "none" and not has_fp16(inner)
-    return not (plain or async_stepper_of(inner) is not None)
+    if async_stepper_of(inner) is not None:
+        return False
+    return config.step_mode != "sync" or config.offload != "none" or has_fp16(inner)
 
 
 class ModelsOf:
@@ -139,8 +162,13 @@ class ModelsOf:
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = weakref.ref(accelerator)
 
+    @property
+    def accelerator(self) -> Any:
+        """None: it is gone."""
+        return self._accelerator()
+
     def __call__(self) -> list[torch.nn.Module]:
-        accelerator = self._accelerator()
+        accelerator = self.accelerator
         return [] if accelerator is None else list(accelerator._models)
 
 

@@ -27,7 +27,7 @@ from .attributes import (
 )
 from .config import UnsupportedError
 from .fused import AdamGroup, is_plain, nothing_found
-from .gradients import is_uniform, match_layout, parameters_of
+from .gradients import LOW_PRECISION, is_uniform, match_layout, parameters_of
 from .slots import Slot, local, make_slots
 from .small import SmallSteps
 from .steppable import (
@@ -145,6 +145,12 @@ class Shadow:
             and all(map(is_, params, self._known))
             and _places(params, self._may_need_masters) == self._places
         )
+
+    def rounds_now(self) -> bool:
+        """What ``has_rounded`` will be once :meth:`follow` has looked: one may be unfrozen."""
+        trained = filter(_is_trained, parameters_of(self.optimizer))
+        low = LOW_PRECISION if self.masters else {torch.float16}
+        return not low.isdisjoint(map(_dtype_of, trained))
 
     def follow(self) -> bool:
         """Take over new groups and moved or resized parameters; True if there were any."""

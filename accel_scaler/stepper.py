@@ -6,6 +6,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -80,6 +81,10 @@ class Stepper(ABC):
 
     def synchronize(self) -> None:  # noqa: B027
         """Finish what is in hand and publish it."""
+
+    def still(self) -> AbstractContextManager[None]:
+        """:meth:`synchronize`, and no step of another thread begins until the end."""
+        return nullcontext()
 
     def synchronize_memory(self, tensors: Iterable[Tensor]) -> None:  # noqa: B027
         """:meth:`synchronize`, where any of ``tensors`` shares a parameter's memory."""

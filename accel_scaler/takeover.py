@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -71,7 +72,9 @@ def make_scaler(accelerator: Any, config: ScalerConfig, stock: Any) -> GradScale
 
 def has_fp16(optimizer: Optimizer) -> bool:
     """Whether some trainable parameter is float16: it is updated through a float32 master."""
-    return any(p.requires_grad and p.dtype is torch.float16 for p in parameters_of(optimizer))
+    # Asked at every backward, so in no loop of Python's.
+    trained = filter(attrgetter("requires_grad"), parameters_of(optimizer))
+    return torch.float16 in map(attrgetter("dtype"), trained)
 
 
 def facts_of(accelerator: Accelerator) -> dict[str, Any]:

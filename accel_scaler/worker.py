@@ -147,18 +147,19 @@ class _ShortInterval:
         self._lock, self._pid = threading.Lock(), os.getpid()
         self._tasks: Counter[int] = Counter()
         """How many tasks are due, for each queue."""
-        self._before = 0.0
+        self._before = self._ours = 0.0
 
     def begin(self, owner: object) -> None:
         """A task is on its way: its thread would wait for the lock even to start it."""
         if self._pid != os.getpid():  # a fork may have copied the lock locked
             if self._tasks:
-                sys.setswitchinterval(self._before)
+                self._put_back()
             self.__init__()  # type: ignore[misc]
         with self._lock:
             if not self._tasks:
                 self._before = sys.getswitchinterval()
                 sys.setswitchinterval(min(self._before, SWITCH_INTERVAL_S))
+                self._ours = sys.getswitchinterval()
             self._tasks[id(owner)] += 1
 
     def end(self, owner: object, everything: bool = False) -> None:
@@ -172,7 +173,11 @@ class _ShortInterval:
             if everything or not self._tasks[id(owner)]:
                 del self._tasks[id(owner)]
             if not self._tasks:
-                sys.setswitchinterval(self._before)
+                self._put_back()
+
+    def _put_back(self) -> None:
+        if sys.getswitchinterval() == self._ours:  # else somebody has set another since
+            sys.setswitchinterval(self._before)
 
 
 _short_interval = _ShortInterval()

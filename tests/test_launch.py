@@ -167,7 +167,7 @@ def test_every_field_travels_from_each_source_to_the_ranks(started: Started, nam
         "enabled": False, "min_scale": 2.0, "max_scale": 2.0**17, "hysteresis": 4,
         "max_consecutive_skips": 6, "step_mode": "delayed", "delay_warmup_steps": 8,
         "offload": "cpu", "optimizer_threads": 3, "fold_unscale": True, "telemetry": "a b.jsonl",
-        "underflow_interval": 7, "find_overflow": True,
+        "underflow_interval": 7, "find_overflow": True, "sharded": True,
     }[name]  # fmt: skip
     expected = ScalerConfig(**{name: value})
     flag = [f"--{name}", str(value)] if not isinstance(value, bool) else [f"--no_{name}"]

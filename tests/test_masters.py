@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,7 @@ from accel_scaler import (
     detach,
 )
 from accel_scaler import shadow as shadow_module
+from accel_scaler.stepper import async_stepper_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -423,3 +425,107 @@ def test_an_edit_of_a_parameter_reaches_its_master(mode: str) -> None:
         optimizer.step()
         master = optimizer.state_dict()["state"][0]["master"]
     assert master.tolist() == [1.0 - 2 * 2.0**-13, 3.0 - 2.0**-13]
+
+
+def of_two(w: Tensor, b: Tensor, step: int) -> Tensor:
+    return ((w + 0.125 * step) * b.float()).square().sum()
+
+
+UNFROZEN = range(3, 8)
+"""Steps at which the float16 parameter is trained."""
+
+
+def unfrozen_by_hand(steps: int) -> list[list[Tensor]]:
+    """Float32 beside float16 that is trained for a while, in a plain loop with a master."""
+    w, b = nn.Parameter(torch.linspace(0.5, 1.0, 4)), nn.Parameter(torch.ones(4, dtype=HALF))
+    master = nn.Parameter(b.detach().float())
+    optimizer, seen = torch.optim.SGD([w, master], lr=1e-3, momentum=0.9), []
+    for step in range(steps):
+        b.requires_grad_(step in UNFROZEN)
+        (of_two(w, b, step) * INIT_SCALE).backward()
+        assert w.grad is not None
+        w.grad /= INIT_SCALE
+        master.grad = None if b.grad is None else b.grad.float() / INIT_SCALE
+        optimizer.step()
+        b.data.copy_(master.data)
+        w.grad = b.grad = None
+        seen.append([w.detach().clone(), b.detach().clone()])
+    return seen
+
+
+@pytest.mark.parametrize("clips", [False, True], ids=["step", "clip"])
+@pytest.mark.parametrize("late", [False, True], ids=["there", "added later"])
+@pytest.mark.parametrize(("mode", "offload"), WAYS)
+def test_a_float16_parameter_unfrozen_later_trains_as_the_reference(
+    mode: str, offload: str, late: bool, clips: bool
+) -> None:
+    accelerator = attached(mode, offload, delay_warmup_steps=100, max_scale=INIT_SCALE)
+    w, b = nn.Parameter(torch.linspace(0.5, 1.0, 4)), nn.Parameter(torch.ones(4, dtype=HALF))
+    b.requires_grad_(False)
+    optimizer = accelerator.prepare(torch.optim.SGD([w] if late else [w, b], lr=1e-3, momentum=0.9))
+    seen = []
+    for step in range(10):
+        if late and step == UNFROZEN.start:
+            optimizer.optimizer.add_param_group({"params": [b]})
+        b.requires_grad_(step in UNFROZEN)
+        accelerator.backward(of_two(w, b, step))
+        if clips:
+            accelerator.clip_grad_norm_([w, b], 1e6)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not optimizer.step_was_skipped
+        optimizer.synchronize()
+        seen.append([w.detach().clone(), b.detach().clone()])
+    detach(accelerator)
+    for ours, plain in zip(seen, unfrozen_by_hand(10), strict=True):
+        assert all(map(torch.equal, ours, plain))
+    assert not torch.equal(seen[-1][1], torch.ones(4, dtype=HALF))
+
+
+def test_a_frozen_float16_base_costs_no_engine_until_it_is_trained() -> None:
+    accelerator = attached()
+    w, b = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4, dtype=HALF))
+    optimizer = accelerator.prepare(torch.optim.SGD([w, b.requires_grad_(False)], lr=1e-3))
+    for trained in (False, True):
+        b.requires_grad_(trained)
+        accelerator.backward(of_two(w, b, 0))
+        optimizer.step()
+        optimizer.zero_grad()
+        assert (async_stepper_of(optimizer.optimizer) is not None) is trained
+    pickle.loads(pickle.dumps(optimizer))
+    detach(accelerator)
+    assert async_stepper_of(optimizer.optimizer) is None
+    assert not {"_models", "_fences", "_boundary"} & set(vars(optimizer))
+
+
+def test_masters_are_loaded_for_a_parameter_that_is_unfrozen_by_then() -> None:
+    def begin(trained: bool) -> Any:
+        accelerator = attached(max_scale=INIT_SCALE)
+        w, b = nn.Parameter(torch.linspace(0.5, 1.0, 4)), nn.Parameter(torch.ones(4, dtype=HALF))
+        b.requires_grad_(trained)
+        optimizer = accelerator.prepare(torch.optim.SGD([w, b], lr=1e-3, momentum=0.9))
+        return accelerator, w, b, optimizer
+
+    def train(accelerator: Any, w: Tensor, b: Tensor, optimizer: Any, steps: range) -> None:
+        for step in steps:
+            accelerator.backward(of_two(w, b, step))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    first = accelerator, w, b, optimizer = begin(True)
+    train(*first, range(3))
+    saved = pickle.loads(pickle.dumps((optimizer.state_dict(), w.detach(), b.detach())))
+    train(*first, range(3, 6))
+    second = _, w2, b2, other = begin(False)
+    b2.requires_grad_(True)
+    with torch.no_grad():
+        w2.copy_(saved[1])
+        b2.copy_(saved[2])
+    other.load_state_dict(saved[0])
+    train(*second, range(3, 6))
+    assert torch.equal(w2, w)
+    assert torch.equal(b2, b)
+    masters = [each.state_dict()["state"][1]["master"] for each in (optimizer, other)]
+    assert torch.equal(*masters)
+    for each in (accelerator, second[0]):
+        detach(each)

@@ -31,6 +31,7 @@ def nothing_stays_held() -> Iterator[None]:
     for hold in held:
         hold.release()
     assert not held
+    assert not pending_module._holders
 
 
 class Source:
@@ -446,3 +447,16 @@ def test_a_deepcopied_model_keeps_its_ties() -> None:
     copied = copy.deepcopy(model)
     assert copied["a"].weight is copied["b"].weight
     assert torch.equal(copied["a"].weight, torch.full((2, 3), AFTER))
+
+
+def test_a_hold_that_has_gone_holds_nothing_and_leaves_no_number_behind() -> None:
+    params = [nn.Parameter(torch.ones(1)) for _ in range(3)]
+    kept = Hold(params[:1], [1], {id(params[0]): 1}, lambda parts: parts)
+    gone = Hold(params, [3], dict.fromkeys(map(id, params), 1), lambda parts: parts)
+    assert set(pending_module._holders) == set(map(id, params))
+    del gone
+    gc.collect()
+    assert list(pending_module._holders) == [id(params[0])]  # the others' may be given anew
+    assert [float(p) for p in params] == [1.0] * 3
+    assert {type(p) for p in params} == {nn.Parameter}
+    kept.release()

@@ -32,7 +32,7 @@ from accel_scaler import (
     attach,
     detach,
 )
-from accel_scaler.due import stepper_of
+from accel_scaler.stepper import async_stepper_of
 from accel_scaler.surroundings import Watch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -166,7 +166,7 @@ def test_parameters_kept_elsewhere_are_refused_and_nothing_is_left(kept: str, mo
     with pytest.raises(UnsupportedError, match=r"Own keeps parameters.*'kept'.*Use step_mode"):
         AsyncOptimizer(optimizer, mode=mode)
     assert vars(optimizer) == before
-    assert stepper_of(optimizer) is None
+    assert async_stepper_of(optimizer) is None
 
 
 class FromDict(Own):
@@ -400,7 +400,7 @@ def test_what_a_copy_would_share_is_kept_from_it(kept: str, words: Callable[[], 
             UnsupportedError, match=r"Own cannot be copied: .*'kept'.*Use step_mode"
         ):
             AsyncOptimizer(optimizer, **kwargs)
-        assert stepper_of(optimizer) is None
+        assert async_stepper_of(optimizer) is None
     half = net().half()
     with pytest.raises(UnsupportedError, match="float16 parameters"):
         AsyncOptimizer(make(half.parameters()), half, mode="sync")
@@ -581,12 +581,12 @@ def adam(params: Any, **kwargs: Any) -> Any:
 
 def exchange(step: int, optimizer: Any, model: nn.Module) -> None:
     if step in (1, 3):
-        if (stepper := stepper_of(optimizer)) is not None:
+        if (stepper := async_stepper_of(optimizer)) is not None:
             stepper.synchronize()
         p = list(model.parameters())[step]
         optimizer.state[p]["exp_avg"] = torch.full_like(p, 0.25)
     if step == 2:
-        if (stepper := stepper_of(optimizer)) is not None:
+        if (stepper := async_stepper_of(optimizer)) is not None:
             stepper.synchronize()
         for p in model.parameters():
             optimizer.state[p] = {k: v.clone() for k, v in optimizer.state[p].items()}
@@ -608,7 +608,7 @@ def test_state_tensors_that_were_replaced_are_stepped_and_saved(
 def halve_state(step: int, optimizer: Any, model: nn.Module) -> None:
     """As somebody does who restores moments in another precision."""
     if step == 1:
-        if (stepper := stepper_of(optimizer)) is not None:
+        if (stepper := async_stepper_of(optimizer)) is not None:
             stepper.synchronize()
         for p in model.parameters():
             optimizer.state[p]["exp_avg"] = optimizer.state[p]["exp_avg"].half().to(torch.float32)
@@ -620,7 +620,7 @@ def test_replaced_state_is_taken_to_where_the_masters_are() -> None:
 
     def as_half(step: int, optimizer: Any, model: nn.Module) -> None:
         halve_state(step, optimizer, model)
-        if step == 1 and stepper_of(optimizer) is not None:
+        if step == 1 and async_stepper_of(optimizer) is not None:
             for p in model.parameters():
                 optimizer.state[p]["exp_avg"] = optimizer.state[p]["exp_avg"].half()
 
@@ -731,7 +731,7 @@ def test_two_masters_of_one_parameter_are_refused(kind: str) -> None:
     with AsyncOptimizer(torch.optim.SGD(params, lr=LR), model, mode=mode):
         with pytest.raises(UnsupportedError, match="SGD shares 1 parameters with a SGD"):
             AsyncOptimizer(other, model, mode=mode)
-        assert stepper_of(other) is None
+        assert async_stepper_of(other) is None
     AsyncOptimizer(other, model, mode=mode).close()  # the first is closed
     # One that nobody has any more counts no longer.
     AsyncOptimizer(torch.optim.SGD(params, lr=LR), model, mode=mode)
@@ -744,7 +744,7 @@ def test_two_masters_of_one_parameter_are_refused(kind: str) -> None:
         attach(accelerator, ScalerConfig(step_mode=mode))  # type: ignore[arg-type]
     assert vars(accelerator) == before
     assert type(accelerator) is Accelerator
-    assert all(stepper_of(optimizer) is None for optimizer in optimizers)
+    assert all(async_stepper_of(optimizer) is None for optimizer in optimizers)
 
 
 # (23) Random numbers, autocast, default device, gradient mode.

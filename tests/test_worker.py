@@ -471,6 +471,21 @@ def test_a_user_with_a_shorter_switch_interval_keeps_it(worker: Worker) -> None:
         sys.setswitchinterval(before)
 
 
+def test_an_interval_that_somebody_sets_while_a_task_is_due_stays(worker: Worker) -> None:
+    before, gate = sys.getswitchinterval(), threading.Event()
+    try:
+        task = Task(waiting_for(gate), 0)
+        worker.submit(task)
+        sys.setswitchinterval(0.003)
+        own = sys.getswitchinterval()
+        gate.set()
+        worker.stop(LIMIT_S)
+        assert task.finished
+        assert sys.getswitchinterval() == own
+    finally:
+        sys.setswitchinterval(before)
+
+
 def test_the_thread_has_its_own_number_of_threads_and_nobody_else_gets_it() -> None:
     own = torch.get_num_threads()
     try:

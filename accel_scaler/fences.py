@@ -297,7 +297,9 @@ class _BeforeForward(_Hook):
             return
         if _is_evaluated(module):
             engine.synchronize()  # an evaluation sees the newest parameters
-        elif engine.waits_at_root:
+            return
+        engine.claim_if_gone()
+        if engine.waits_at_root:
             engine.finish_model()
 
 

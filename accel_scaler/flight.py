@@ -74,6 +74,11 @@ class Flight:
         """This thread trains from here on: it steps, loads or closes, and is told of failures."""
         self._trainer = threading.current_thread()
 
+    def claim_if_gone(self) -> None:
+        """The same in a training forward, where the thread that trained before has ended."""
+        if not self._trainer.is_alive():
+            self.claim()
+
     @property
     def is_trained_here(self) -> bool:
         """Whether this thread is the one that trains, or that one is gone."""

@@ -65,6 +65,8 @@ class Player:
         if not (op.reader and self.model.attached):
             yield
             return
+        if not self.world.trainer.is_alive():
+            self.world.check_weights()  # or the reader might be the one that publishes
         stop = threading.Event()
         reading = Caught(self.world.read, stop)
         try:

@@ -106,7 +106,14 @@ class ScalerMemory(torch.amp.GradScaler):
         return self._live is not None or self._was_loaded
 
     def read_state(self) -> ScaleState:
-        """Scale and counters on the host. Synchronises only if the device has newer ones."""
+        """Scale and counters on the host. Synchronises only if the device has newer ones.
+
+        On any thread: what one has read is not kept beside what another writes meanwhile.
+        """
+        with self._lock:
+            return self._read_state()
+
+    def _read_state(self) -> ScaleState:
         live, tracker, mirror = self._live, self._growth_tracker, self._mirror
         if live is None or tracker is None:
             return ScaleState(self._init_scale, self._init_growth_tracker, self._consecutive_skips)
@@ -124,6 +131,10 @@ class ScalerMemory(torch.amp.GradScaler):
 
     def write_state(self, state: ScaleState) -> None:
         """Set scale and counters. Does not synchronise."""
+        with self._lock:
+            self._write_state(state)
+
+    def _write_state(self, state: ScaleState) -> None:
         self._consecutive_skips = state.consecutive_skips
         live, tracker = self._live, self._growth_tracker
         if live is None or tracker is None:

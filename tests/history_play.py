@@ -40,11 +40,10 @@ class Player:
     def play(self, op: Op) -> None:
         self.seen[type(op).__name__] += 1
         if isinstance(op, Epoch):
-            with self.reader(op):
-                if op.thread:
-                    Caught(self.epoch, op).finish()
-                else:
-                    self.epoch(op)
+            if op.thread:
+                Caught(self.read_epoch, op).finish()
+            else:
+                self.read_epoch(op)
             self.world.check_records()
         elif isinstance(op, Save):
             self.save(op.by_hand)
@@ -59,13 +58,18 @@ class Player:
             self.seen["detached"] += 1
         self.world.check_state()
 
+    def read_epoch(self, op: Epoch) -> None:
+        """The reader ends before the thread that trains: after that it might publish."""
+        with self.reader(op):
+            self.epoch(op)
+
     @contextmanager
     def reader(self, op: Epoch) -> Iterator[None]:
         """Somebody reads beside the epoch, as long as it is ours that trains."""
         if not (op.reader and self.model.attached):
             yield
             return
-        if not self.world.trainer.is_alive():
+        if not all(trainer.is_alive() for trainer in self.world.trainers):
             self.world.check_weights()  # or the reader might be the one that publishes
         stop = threading.Event()
         reading = Caught(self.world.read, stop)

@@ -104,8 +104,8 @@ class World:
     def __init__(self, setup: Setup, model: Model, folder: Path) -> None:
         reset()
         self.setup, self.model, self.folder = setup, model, folder
-        self.trainer = threading.current_thread()
-        """Where the last step was."""
+        self.trainers = [threading.current_thread()] * setup.optimizers
+        """Where the last step of each optimizer was."""
         handlers: list[Any] = []
         if setup.stock == "kwargs":
             handlers = [
@@ -139,9 +139,10 @@ class World:
 
     def may_publish(self) -> bool:
         """In ``delayed`` only the thread that trains may, or any once that one is gone."""
-        waits = any(own.shown is not own.w for own in self.model.optimizers)
-        here = self.trainer is threading.current_thread() or not self.trainer.is_alive()
-        return here or not waits
+        return all(
+            own.shown is own.w or trainer is threading.current_thread() or not trainer.is_alive()
+            for own, trainer in zip(self.model.optimizers, self.trainers, strict=True)
+        )
 
     def attach(self) -> None:
         setup, model = self.setup, self.model
@@ -310,7 +311,7 @@ class World:
             happened += self.unscale_by_hand(micro)
             self.clip(micro)
             happened += self.drop(micro, to_none, batch, used)
-        before, self.trainer = len(model.windows), threading.current_thread()
+        before = len(model.windows)
         for i in self.numbers:
             refused = expected = False
             try:
@@ -322,6 +323,8 @@ class World:
             except OrderError:
                 refused = True
             same(f"whether step {i} is refused", refused, expected)
+            if not refused and model.optimizers[i].grad is not None:
+                self.trainers[i] = threading.current_thread()
             skipped = model.optimizers[i].skipped
             same(f"step_was_skipped of {i}", self.optimizers[i].step_was_skipped, skipped)
             self.schedules[i].step()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from accel_scaler import ConfigError, GradScaler, OrderError, UnsupportedError
+from accel_scaler import memory as scaler_memory
 
 T = TypeVar("T")
 LIMIT_S = 60.0
@@ -472,3 +473,30 @@ def test_importing_and_building_starts_no_thread() -> None:
     before = threading.active_count()
     GradScaler("cpu")
     assert threading.active_count() == before
+
+
+def test_a_reader_keeps_no_scale_that_is_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has read the old scale when the boundary writes the new one: that one stands.
+
+    What it then kept beside the new version was the scale of the next window.
+    """
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.ones(()))
+    inside, go_on = threading.Event(), threading.Event()
+    original = scaler_memory.ScaleState
+
+    def slow(*args: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            inside.set()
+            go_on.wait(0.5)  # nobody comes where a lock keeps the writer out
+        return original(*args)
+
+    scaler._live.add_(0.0)  # type: ignore[union-attr]  # what is known of it is out of date
+    monkeypatch.setattr(scaler_memory, "ScaleState", slow)
+    reader = threading.Thread(target=scaler.get_scale)
+    reader.start()
+    assert inside.wait(10)
+    scaler.write_state(original(512.0, 0))
+    go_on.set()
+    reader.join(10)
+    assert scaler.get_scale() == 512.0

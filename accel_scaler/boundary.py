@@ -272,7 +272,6 @@ class Boundary:
         mine = [id(p) for owner in owners for p in parameters_of(owner) if p.grad is not None]
         asked = list(map(id, parameters))
         low = any(stepper.keeps_scaled for stepper in steppers)
-        dtypes = frozenset({torch.float32}) | (LOW_PRECISION if low else frozenset())
         return (
             (mine == asked or (len(mine) == len(asked) and set(mine) == set(asked)))
             and len(set(asked)) == len(asked)
@@ -281,7 +280,7 @@ class Boundary:
                 is_power_of_two(self._window_scale())
                 or all(stepper.keeps_scaled for stepper in steppers)
             )
-            and is_uniform(gradients_of(parameters), dtypes)
+            and is_uniform(gradients_of(parameters), _dtypes(low))
         )
 
     def _clip_in_one_pass(
@@ -424,9 +423,12 @@ class Boundary:
         """Check without unscaling, which stays due; False: not possible with these gradients."""
         params = [p for p in parameters_of(optimizer) if p.grad is not None]
         grads, scale, low = gradients_of(params), self._window_scale(), stepper.keeps_scaled
-        dtypes = frozenset({torch.float32}) | (LOW_PRECISION if low else frozenset())
         exact = is_power_of_two(scale) or low
-        if not exact or not is_uniform(grads, dtypes) or self._unscaled_elsewhere([optimizer]):
+        if (
+            not exact
+            or not is_uniform(grads, _dtypes(low))
+            or self._unscaled_elsewhere([optimizer])
+        ):
             return False
         inv_scale = torch.full((), reciprocal(scale), device=grads[0].device)
         norms = scaled_norms(grads, inv_scale, self.recorder.keeps)
@@ -615,6 +617,11 @@ class Boundary:
                 "since the last step. Call accelerator.backward(loss) instead of loss.backward()."
             )
         stepper_of(optimizer).step()
+
+
+def _dtypes(low: bool) -> frozenset[torch.dtype]:
+    """Of gradients that one pass takes; ``low``: those that stay scaled too."""
+    return frozenset({torch.float32}) | (LOW_PRECISION if low else frozenset())
 
 
 def _raise_mixed(whose: str) -> None:

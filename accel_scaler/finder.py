@@ -21,6 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .blame import First, search
 from .culprits import listed
+from .devices import is_capturing
 from .hooks import AtParameter, AtTensor, Enter, Leave, edge_of, hook_inputs
 from .ranges import Range, Ranges, shown, tensors_in
 from .traces import MOST, Call, Entry, Listener, Loss, Own, Pass, Place, Share, Window
@@ -329,11 +330,10 @@ def _hook_on(tensor: Any, hook: Callable[[Any], None]) -> Any:
 
 def _is_blind() -> bool:
     """Where tensors have no values to look at, or a range would become part of a program."""
-    cuda: Any = torch.cuda
     return (
         torch._C._is_tracing()
         or torch._C._functorch.peek_interpreter_stack() is not None
-        or (cuda.is_initialized() and cuda.is_current_stream_capturing())
+        or is_capturing()
     )
 
 

@@ -123,7 +123,7 @@ class Flight:
             self._finish(task, "forward")
         self._follow(marks[parts - 1 : parts])
         # Later parts are enqueued perhaps, but the device has not been told to wait for them.
-        return task.done if self.lane.is_host else parts
+        return parts if self.lane.copies_beside else task.done
 
     def _follow(self, marks: Sequence[Any]) -> None:
         """What this thread enqueues from here on comes after ``marks`` (one at most)."""

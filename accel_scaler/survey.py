@@ -22,6 +22,7 @@ from accelerate.utils import patch_environment
 from accelerate.utils.environment import str_to_bool
 
 from .config import ConfigError
+from .devices import JOINS_BY_ITSELF
 from .settings import Settings
 from .version import __version__
 from .worker import default_threads
@@ -30,8 +31,6 @@ __all__ = ["Devices", "Job", "Survey", "Threads", "survey"]
 
 PACKAGES = ("torch", "accelerate", "transformers", "trl", "peft")
 
-# Backends that join the ranks of torchrun by themselves; others wait for ACCELERATE_USE_CPU.
-_JOINS = ("cuda", "xpu", "npu", "mlu", "hpu", "musa", "sdaa", "neuron")
 
 
 @dataclass(frozen=True)
@@ -182,7 +181,7 @@ def _job(args: argparse.Namespace, devices: Devices, environ: Mapping[str, str])
         hosts=hosts,
         processes=processes,
         processes_here=max(processes // hosts, 1),
-        joined=processes == 1 or wants_cpu or device in _JOINS,
+        joined=processes == 1 or wants_cpu or device in JOINS_BY_ITSELF,
     )
 
 

@@ -1,7 +1,7 @@
 """Copies between a device and host memory, and the stream that updates run on.
 
-The only file that knows streams, events and pinned memory. On a CPU nothing is asynchronous:
-marks are None, and copies go from one host buffer to another.
+The only file that orders streams, by events, and knows pinned memory. On a CPU, and where one queue
+keeps the order, nothing runs beside anything: marks are None, and copies are waited for.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .devices import streams_of
+
 __all__ = ["Lane"]
 
 
@@ -23,48 +25,41 @@ class Lane:
     """
 
     def __init__(self, device: torch.device) -> None:
-        module: Any = None if device.type in ("cpu", "mps") else torch.get_device_module(device)
-        if module is not None and device.index is None:
-            # Another thread's current device is its own.
-            device = torch.device(device.type, module.current_device())
-        self.device, self._api = device, module
+        self._streams = streams = streams_of(device)
+        """None: on a CPU, and where one queue keeps the order."""
+        self.device = device if streams is None else streams.device
         self._home: Any = None
         """The stream that the training thread handed the last step over from."""
-        with self._here():
-            self._work: Any = None if module is None else module.Stream()
-            self._down: Any = None if module is None else module.Stream()
-
-    @contextmanager
-    def _here(self) -> Iterator[None]:
-        if self._api is None:
-            yield
-            return
-        with self._api.device(self.device):
-            yield
+        self._work: Any = None if streams is None else streams.new()
+        self._down: Any = None if streams is None else streams.new()
 
     def mark(self, home: bool = False) -> Any:
         """A point in the present stream of this thread; None on a CPU.
 
         ``home``: this is the stream that trains, which follows every mark that anybody follows.
         """
-        if self._api is None:
+        if self._streams is None:
             return None
-        with self._here():
-            if home:
-                self._home = self._api.current_stream()
-            event = self._api.Event()
+        stream = self._streams.current()
+        if home:
+            self._home = stream
+        return self._mark(stream)
+
+    def _mark(self, stream: Any) -> Any:
+        assert self._streams is not None
+        with self._streams.on(stream):
+            event = self._streams.event()
             event.record()
             return event
 
     def follow(self, mark: Any) -> None:
         """What this thread, or the training thread, enqueues from here on comes after ``mark``."""
-        if mark is None:
+        if mark is None or self._streams is None:
             return
-        with self._here():
-            stream = self._api.current_stream()
-            stream.wait_event(mark)
-            if self._home is not None and self._home != stream:
-                self._home.wait_event(mark)
+        stream = self._streams.current()
+        for each in (stream,) if self._home in (None, stream) else (stream, self._home):
+            with self._streams.on(each):
+                mark.wait()
 
     def wait_on_host(self, mark: Any) -> None:
         """Block this thread until the device has come to ``mark``."""
@@ -74,16 +69,16 @@ class Lane:
     @contextmanager
     def beside(self, after: Any) -> Iterator[None]:
         """Enqueue on the side stream, after the mark ``after``."""
-        if self._api is None:
+        if self._streams is None:
             yield
             return
-        with self._here(), self._api.stream(self._work):
-            self._work.wait_event(after)
+        with self._streams.on(self._work):
+            after.wait()
             yield
 
     def keep(self, tensors: Iterable[Tensor | None]) -> None:
         """Their memory is not given to others before the side stream is done with them."""
-        for tensor in tensors if self._api is not None else ():
+        for tensor in tensors if self._streams is not None else ():
             if tensor is None or tensor.device.type != self.device.type:
                 continue
             if tensor.layout is torch.strided:
@@ -95,64 +90,90 @@ class Lane:
     def host_like(
         self, tensors: Sequence[Tensor], dtype: torch.dtype | None = None
     ) -> list[Tensor]:
-        """Host tensors of the same shapes and strides, in one buffer for each dtype.
+        """Host tensors of the same shapes and strides, in few buffers for each dtype.
 
-        Pinned where the device is not the CPU. Uninitialised.
+        Pinned where copies run beside the host; elsewhere one after the other in one buffer.
+        Uninitialised.
         """
         dtypes = [dtype or t.dtype for t in tensors]
         lengths = [_storage_length(t) for t in tensors]
-        buffers: dict[torch.dtype, Tensor] = {}
+        views: list[Tensor] = list(tensors)
         for kind in dict.fromkeys(dtypes):
-            total = sum(n for n, d in zip(lengths, dtypes, strict=True) if d is kind)
-            with self._here():
-                buffers[kind] = torch.empty(total, dtype=kind, pin_memory=self._api is not None)
-        used = dict.fromkeys(buffers, 0)
-        views = []
-        for t, length, kind in zip(tensors, lengths, dtypes, strict=True):
-            start = used[kind]
-            used[kind] += length
-            views.append(buffers[kind].as_strided(t.shape, t.stride(), start))
+            mine = [i for i, d in enumerate(dtypes) if d is kind]
+            for pack in packs([lengths[i] for i in mine]) if self.copies_beside else [range(len(mine))]:
+                chosen, start = [mine[i] for i in pack], 0
+                buffer = self._host_memory(sum(lengths[i] for i in chosen), kind)
+                for i in chosen:
+                    t = tensors[i]
+                    views[i] = buffer.as_strided(t.shape, t.stride(), start)
+                    start += lengths[i]
         return views
+
+    def _host_memory(self, length: int, dtype: torch.dtype) -> Tensor:
+        if self._streams is None:
+            return torch.empty(length, dtype=dtype, device="cpu")
+        with self._streams.on(self._streams.current()):  # or another device would make it its own
+            return torch.empty(length, dtype=dtype, device="cpu", pin_memory=True)
 
     def down(self, source: Tensor, host: Tensor) -> Any:
         """Copy to the host behind this thread's stream; returns the mark of its end."""
-        if self._api is None:
+        if self._streams is None:
             host.copy_(source)
             return None
-        with self._here():
-            self._down.wait_stream(self._api.current_stream())
-            with self._api.stream(self._down):
-                host.copy_(source, non_blocking=True)
-                source.record_stream(self._down)
-                event = self._api.Event()
-                event.record()
-                return event
+        self._down.wait_stream(self._streams.current())
+        with self._streams.on(self._down):
+            host.copy_(source, non_blocking=True)
+            source.record_stream(self._down)
+            return self._mark(self._down)
 
     def up(self, host: Tensor, target: Tensor, staging: Tensor | None = None) -> None:
         """Copy to the device, inside :meth:`beside`. ``staging``: pinned, of the target's dtype."""
         if staging is not None:
             host = staging.copy_(host)
-        target.copy_(host, non_blocking=self._api is not None)
+        target.copy_(host, non_blocking=self._streams is not None)
 
     @property
     def is_host(self) -> bool:
         """Whether the device's memory is the host's."""
-        return self._api is None
+        return self._streams is None and self.device.type == "cpu"
 
     def follow_copies(self) -> None:
         """What this thread enqueues from here on comes after every copy to the host so far."""
-        if self._api is not None:
-            with self._here():
-                self._api.current_stream().wait_stream(self._down)
+        if self._streams is not None:
+            self._streams.current().wait_stream(self._down)
 
     @property
     def copies_beside(self) -> bool:
         """Whether a copy to the host runs while this thread goes on."""
-        return not self.is_host
+        return self._streams is not None
 
     def reaches(self, tensor: Tensor) -> bool:
         """Whether copies of ``tensor`` run on this lane's streams."""
         return self.is_host or tensor.device == self.device
+
+
+def packs(lengths: Sequence[int]) -> list[list[int]]:
+    """Which of them share a buffer, where the size of a buffer is rounded up to a power of two.
+
+    torch's allocator of pinned memory does that, so one buffer for all could take twice what it
+    holds. Here a buffer is the largest power of two that all that is left fills, or what holds the
+    largest one; it is filled from the largest one down. So the rounding adds less than the largest
+    of them, and for each buffer the smallest; there are at most log2(all / smallest) buffers.
+    """
+    left = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    found = []
+    while left:
+        total, largest = sum(lengths[i] for i in left), lengths[left[0]]
+        room = max(1 << total.bit_length() >> 1, 1 << max(largest - 1, 0).bit_length())
+        pack = []
+        for i in left:
+            if lengths[i] <= room:
+                pack.append(i)
+                room -= lengths[i]
+        found.append(pack)
+        taken = set(pack)
+        left = [i for i in left if i not in taken]
+    return found
 
 
 def _storage_length(t: Tensor) -> int:

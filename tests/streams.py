@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,14 +63,17 @@ class Event:
         self.clock: Clock = {}
 
     def record(self) -> None:
-        self.clock = dict(self.device.current_stream().clock)
+        self.clock = dict(self.device.current().clock)
+
+    def wait(self) -> None:
+        self.device.current().wait_event(self)
 
     def synchronize(self) -> None:
         join(self.device.host_clock(), self.clock)
 
 
 class PaperDevice:
-    """What ``torch.cuda`` is to :class:`accel_scaler.transfer.Lane`.
+    """What ``Streams`` of a real device is to :class:`accel_scaler.transfer.Lane`.
 
     Args:
         host_worker: tensors made from nothing on a thread other than the first are the host's.
@@ -92,27 +95,21 @@ class PaperDevice:
         self.kept: list[Tensor] = []
         """The host's memory, so that what torch makes unseen never lies where that was."""
 
-    # The part of torch.cuda.
+    # As Streams.
 
-    def Stream(self) -> Stream:  # noqa: N802
+    def new(self) -> Stream:
         self.count += 1
         return Stream(self, f"side {self.count}")
 
-    def Event(self) -> Event:  # noqa: N802
+    def event(self) -> Event:
         return Event(self)
 
-    def device(self, _: object) -> Any:
-        return nullcontext()
-
-    def current_device(self) -> int:
-        return 0
-
-    def current_stream(self) -> Stream:
+    def current(self) -> Stream:
         stack = getattr(self.local, "streams", None)
         return stack[-1] if stack else self.home
 
     @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
+    def on(self, stream: Stream) -> Iterator[None]:
         self.local.streams = [*getattr(self.local, "streams", []), stream]
         try:
             with self.watch():
@@ -203,7 +200,7 @@ class PaperDevice:
         on_host = self.host_worker and threading.get_ident() != self.main
         if given:
             on_host = all(given)
-        host, stream = self.host_clock(), self.current_stream()
+        host, stream = self.host_clock(), self.current()
         mixed = any(given) and not on_host and what != "copy_"
         if mixed:  # stands for a copy to the host, which is waited for
             join(host, stream.clock)

@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "accel_scaler"
 ORDER = [
     "version",
     "config",
+    "devices",
     "telemetry",
     "journal",
     "rule",

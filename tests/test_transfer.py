@@ -39,9 +39,9 @@ def paper(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], PaperDevice]:
 
         class PaperLane(Lane):
             def __init__(self, _: torch.device) -> None:
-                self.device, self._api = torch.device("cpu"), device
+                self.device, self._streams = torch.device("cpu"), device
                 self._home: Any = None
-                self._work, self._down = device.Stream(), device.Stream()
+                self._work, self._down = device.new(), device.new()
 
         empty = torch.empty
 
@@ -303,7 +303,7 @@ def test_a_fence_on_another_stream_leaves_the_training_stream_in_order(
     zero_grad = AsyncOptimizer.zero_grad
 
     def fence_elsewhere(self: AsyncOptimizer, *args: Any) -> None:
-        with device.stream(Stream(device, "evaluation")):
+        with device.on(Stream(device, "evaluation")):
             synchronize(self)
         zero_grad(self, *args)
 

@@ -1,4 +1,4 @@
-"""What only a CUDA device can show: its kernels' numbers, and how often a step synchronises."""
+"""What only a device can show: its kernels' numbers, and how often a step synchronises."""
 
 from __future__ import annotations
 
@@ -11,17 +11,13 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerators import DEVICE, KIND, module, synchronize
 from support import mlp, weights
 from torch import Tensor, nn
 
 from accel_scaler import GradScaler, ScaledAccelerator, ScalerConfig, attach
 from accel_scaler.boundary import Boundary
 from accel_scaler.recording import make_recorder
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
 STEPS = 8
 OVERFLOW = 3
@@ -39,17 +35,17 @@ def optimizer_of(kind: str, model: nn.Module) -> Any:
 def loss_of(model: nn.Module, step: int, overflow: int | None = OVERFLOW) -> Tensor:
     """A float16 autocast loss on this step's own rows; inf in step ``overflow``."""
     seeded = torch.Generator().manual_seed(step)
-    x = torch.randn(16, 8, generator=seeded).cuda()
-    y = torch.randn(16, 1, generator=seeded).cuda()
-    with torch.autocast("cuda", dtype=torch.float16):
+    x = torch.randn(16, 8, generator=seeded).to(DEVICE)
+    y = torch.randn(16, 1, generator=seeded).to(DEVICE)
+    with torch.autocast(KIND, dtype=torch.float16):
         loss = nn.functional.mse_loss(model(x), y)
     return loss * float("inf") if step == overflow else loss
 
 
 def reference(kind: str) -> tuple[Tensor, list[float], list[float]]:
     """torch's loop: unscale_, clip_grad_norm_, step, update."""
-    model = mlp(64).cuda()
-    optimizer, scaler = optimizer_of(kind, model), torch.amp.GradScaler("cuda", **SETTINGS)
+    model = mlp(64).to(DEVICE)
+    optimizer, scaler = optimizer_of(kind, model), torch.amp.GradScaler(KIND, **SETTINGS)
     scales, norms = [], []
     for step in range(STEPS):
         scaler.scale(loss_of(model, step)).backward()
@@ -64,9 +60,9 @@ def reference(kind: str) -> tuple[Tensor, list[float], list[float]]:
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw", "fused adamw", "fused sgd"])
 def test_the_boundary_equals_torch_bit_for_bit(kind: str) -> None:
-    model = mlp(64).cuda()
-    optimizer, scaler = optimizer_of(kind, model), GradScaler("cuda", **SETTINGS)
-    boundary = Boundary(scaler, torch.device("cuda"))
+    model = mlp(64).to(DEVICE)
+    optimizer, scaler = optimizer_of(kind, model), GradScaler(KIND, **SETTINGS)
+    boundary = Boundary(scaler, torch.device(DEVICE))
     boundary.add(optimizer)
     scales, norms, stepped = [], [], []
     for step in range(STEPS):
@@ -89,8 +85,8 @@ def test_the_boundary_equals_torch_bit_for_bit(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_overflow_skips_one_step_and_moves_nothing(kind: str) -> None:
     """In a plain loop; the skip of a fused optimizer is its kernel's, on the device."""
-    model = mlp(64).cuda()
-    optimizer, scaler = optimizer_of(kind, model), GradScaler("cuda", **SETTINGS)
+    model = mlp(64).to(DEVICE)
+    optimizer, scaler = optimizer_of(kind, model), GradScaler(KIND, **SETTINGS)
     moved, scales = [], []
     for step in range(STEPS):
         before = weights(model)
@@ -107,12 +103,12 @@ def test_an_overflow_skips_one_step_and_moves_nothing(kind: str) -> None:
 
 @contextmanager
 def sync_debug(mode: str) -> Iterator[None]:
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode(mode)
+    synchronize()
+    module().set_sync_debug_mode(mode)
     try:
         yield
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        module().set_sync_debug_mode("default")
 
 
 def synchronisations(work: Callable[[], object]) -> int:
@@ -125,7 +121,7 @@ def synchronisations(work: Callable[[], object]) -> int:
 
 
 def test_the_counter_of_synchronisations_counts() -> None:
-    value = torch.ones((), device="cuda")
+    value = torch.ones((), device=DEVICE)
     assert synchronisations(lambda: float(value)) == 1
     assert synchronisations(lambda: [float(value), bool(value)]) == 2
     assert synchronisations(lambda: value + 1) == 0
@@ -134,8 +130,8 @@ def test_the_counter_of_synchronisations_counts() -> None:
 @pytest.mark.parametrize("kind", ["fused adamw", "fused sgd"])
 def test_a_plain_fused_step_does_not_synchronise(kind: str) -> None:
     """Once the optimizer has state, as with torch's own scaler; an overflow changes nothing."""
-    model = mlp(64).cuda()
-    optimizer, scaler = optimizer_of(kind, model), GradScaler("cuda", **SETTINGS)
+    model = mlp(64).to(DEVICE)
+    optimizer, scaler = optimizer_of(kind, model), GradScaler(KIND, **SETTINGS)
     for step in range(STEPS):
         scaled = scaler.scale(loss_of(model, step))
         scaled.backward()
@@ -158,12 +154,12 @@ def test_a_boundary_synchronises_once(
     kind: str, clip: bool, fold: bool, telemetry: bool, tmp_path: Path
 ) -> None:
     """Unscale, check, clip, update and step together, in every finite window after the first."""
-    model = mlp(64).cuda()
-    optimizer, scaler = optimizer_of(kind, model), GradScaler("cuda", **SETTINGS)
+    model = mlp(64).to(DEVICE)
+    optimizer, scaler = optimizer_of(kind, model), GradScaler(KIND, **SETTINGS)
     config = ScalerConfig(telemetry=str(tmp_path / "run.jsonl") if telemetry else None)
     recorder = make_recorder(scaler, config, {"rank": 0, "ranks": 1})
     recorder.watch(model, model)
-    boundary = Boundary(scaler, torch.device("cuda"), recorder=recorder)
+    boundary = Boundary(scaler, torch.device(DEVICE), recorder=recorder)
     boundary.add(optimizer, fold)
     parameters = list(model.parameters())
 
@@ -187,11 +183,11 @@ def test_a_boundary_synchronises_once(
 
 def test_a_fused_sgd_whose_first_step_overflows_starts_clean() -> None:
     """torch keeps a momentum buffer that was never written; fault F9."""
-    fused, plain = mlp(64).cuda(), mlp(64).cuda()
+    fused, plain = mlp(64).to(DEVICE), mlp(64).to(DEVICE)
     for model, kind in ((fused, "fused sgd"), (plain, "sgd")):
-        optimizer, scaler = optimizer_of(kind, model), GradScaler("cuda", **SETTINGS)
+        optimizer, scaler = optimizer_of(kind, model), GradScaler(KIND, **SETTINGS)
         # What a fresh allocation finds in memory that was used before.
-        litter = [torch.full((64 * 8,), float("nan"), device="cuda") for _ in range(64)]
+        litter = [torch.full((64 * 8,), float("nan"), device=DEVICE) for _ in range(64)]
         del litter
         for step in range(4):
             scaler.scale(loss_of(model, step, overflow=0)).backward()
@@ -201,12 +197,12 @@ def test_a_fused_sgd_whose_first_step_overflows_starts_clean() -> None:
             if step == 0:
                 assert not any(state for state in optimizer.state.values())
     torch.testing.assert_close(weights(fused), weights(plain), rtol=1e-5, atol=1e-6)
-    assert not torch.equal(weights(fused), weights(mlp(64).cuda()))
+    assert not torch.equal(weights(fused), weights(mlp(64).to(DEVICE)))
 
 
 def through_accelerate(accelerator: Any, kind: str) -> tuple[Tensor, list[bool], list[float]]:
     layers = mlp(64)
-    optimizer = optimizer_of(kind, layers.cuda())
+    optimizer = optimizer_of(kind, layers.to(DEVICE))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     model, optimizer, schedule = accelerator.prepare(layers, optimizer, schedule)
     skipped, rates = [], []
@@ -223,8 +219,8 @@ def through_accelerate(accelerator: Any, kind: str) -> tuple[Tensor, list[bool],
 
 def fp16() -> Any:
     accelerator = Accelerator(mixed_precision="fp16")
-    assert accelerator.device.type == "cuda"
-    accelerator.scaler = torch.amp.GradScaler("cuda", **SETTINGS)
+    assert accelerator.device.type == KIND
+    accelerator.scaler = torch.amp.GradScaler(KIND, **SETTINGS)
     return accelerator
 
 

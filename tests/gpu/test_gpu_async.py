@@ -1,11 +1,10 @@
-"""The asynchronous step on a CUDA device: numbers, the order of streams, memory.
+"""The asynchronous step on a device: numbers, the order of streams, memory.
 
-``torch.cuda._sleep`` keeps one stream busy, so that a wait that is missing shows in the numbers.
+``sleep`` keeps one stream busy, so that a wait that is missing shows in the numbers.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -13,26 +12,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from accelerators import DEVICE, KIND, current_stream, event, is_simulated, module, on, sleep, synchronize
 from support import mlp, weights
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from accel_scaler import AsyncOptimizer, GradScaler
 from accel_scaler import shadow as shadow_module
+from accel_scaler.devices import Streams
 from accel_scaler.shadow import Shadow
 from accel_scaler.transfer import Lane
 
-DEVICE = "cuda"
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 STEPS, ACCUMULATION, OVERFLOW = 24, 2, 7
 SCALE = 1024.0
-LONG = 50_000_000
-"""Cycles: some 30 ms, far longer than any step of these models."""
-
 Prepare = Callable[[AsyncOptimizer, int], None]
 
 
@@ -64,7 +56,7 @@ def batch_of(step: int, micro: int, half: bool = False) -> tuple[Tensor, Tensor]
 
 def loss_of(model: Any, step: int, micro: int, half: bool) -> Tensor:
     x, y = batch_of(step, micro, half)
-    with nullcontext() if half else torch.autocast(DEVICE, dtype=torch.float16):
+    with nullcontext() if half else torch.autocast(KIND, dtype=torch.float16):
         loss: Tensor = nn.functional.mse_loss(model(x).float(), y.float()) / ACCUMULATION
     return loss * float("inf") if step == OVERFLOW else loss
 
@@ -86,7 +78,7 @@ def train(
     model = model.to(DEVICE, torch.float16 if half else torch.float32)
     inner = make(model.parameters())
     schedule = torch.optim.lr_scheduler.LambdaLR(inner, lambda n: 1 / (1 + 0.1 * n))
-    scaler = GradScaler(DEVICE, init_scale=SCALE, growth_interval=5)
+    scaler = GradScaler(KIND, init_scale=SCALE, growth_interval=5)
     skipped, rates = [], []
     with AsyncOptimizer(inner, model, scaler=scaler, mode=mode, offload=offload) as optimizer:
         for step in range(steps):
@@ -128,21 +120,21 @@ def busy_update(optimizer: AsyncOptimizer, step: int) -> None:
     """The update starts late: whoever does not wait for it reads old parameters."""
     lane = optimizer._engine.lane
     if lane._work is not None:
-        with torch.cuda.stream(lane._work):
-            torch.cuda._sleep(LONG)
+        with on(lane._work):
+            sleep()
 
 
 def busy_copies(optimizer: AsyncOptimizer, step: int) -> None:
     """Gradients travel late: a host that does not wait reads what was there before."""
     lane = optimizer._engine.lane
     if lane._down is not None:
-        with torch.cuda.stream(lane._down):
-            torch.cuda._sleep(LONG)
+        with on(lane._down):
+            sleep()
 
 
 def busy_backward(optimizer: AsyncOptimizer, step: int) -> None:
     """Gradients are written late: an update that does not wait reads memory of before."""
-    torch.cuda._sleep(LONG)
+    sleep()
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS)
@@ -158,7 +150,7 @@ def test_overlap_equals_torch(make: Any) -> None:
     model = mlp(64).to(DEVICE)
     optimizer = make(model.parameters())
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + 0.1 * n))
-    scaler = torch.amp.GradScaler(DEVICE, init_scale=SCALE, growth_interval=5)
+    scaler = torch.amp.GradScaler(KIND, init_scale=SCALE, growth_interval=5)
     for step in range(STEPS):
         for micro in range(ACCUMULATION):
             scaler.scale(loss_of(model, step, micro, False)).backward()
@@ -285,19 +277,19 @@ def test_a_fence_sees_finished_parameters(mode: str, offload: str) -> None:
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 def test_training_on_another_stream(offload: str) -> None:
     expected = train("sync", offload)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    side = torch.Stream(DEVICE)
+    side.wait_stream(current_stream())
+    with on(side):
         assert_same(train("overlap", offload, before_step=busy_update), expected)
-    torch.cuda.current_stream().wait_stream(side)
+    current_stream().wait_stream(side)
 
 
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 def test_an_evaluation_on_another_stream_leaves_training_in_order(offload: str) -> None:
-    side = torch.cuda.Stream()
+    side = torch.Stream(DEVICE)
 
     def look(optimizer: AsyncOptimizer, step: int) -> None:
-        with torch.cuda.stream(side):
+        with on(side):
             optimizer.synchronize()
 
     expected = train("sync", offload)
@@ -331,13 +323,15 @@ def one_part_each(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def timed_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    timed = functools.partial(torch.cuda.Event, enable_timing=True)
-    monkeypatch.setattr(torch.cuda, "Event", timed)
+    def timed(self: Streams) -> torch.Event:
+        return torch.Event(self.device, enable_timing=True)
+
+    monkeypatch.setattr(Streams, "event", timed)
 
 
 def order(first: Any, second: Any) -> float:
     """Positive where ``first`` came before ``second`` on the device."""
-    torch.cuda.synchronize()
+    synchronize()
     elapsed: float = first.elapsed_time(second)
     return elapsed
 
@@ -349,7 +343,7 @@ class SlowBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        torch.cuda._sleep(LONG)
+        sleep()
         return grad.clone()
 
 
@@ -368,12 +362,11 @@ class Halves(nn.Module):
 @pytest.mark.usefixtures("timed_events")
 def test_gradients_travel_while_the_backward_runs() -> None:
     model = Halves().to(DEVICE)
-    scaler = GradScaler(DEVICE, init_scale=SCALE)
+    scaler = GradScaler(KIND, init_scale=SCALE)
     with AsyncOptimizer(sgd(model.parameters()), model, scaler=scaler, offload="cpu") as optimizer:
         for _ in range(3):
             scaler.scale(model(torch.ones(4, 64, device=DEVICE)).sum()).backward()
-            ended = torch.cuda.Event()
-            ended.record()
+            ended = event(timed=True)
             slots = {id(slot.param): slot for slot in optimizer._engine.shadow.slots}
             copies = [slots[id(p)].copied for p in model.second.parameters()]
             last = [slots[id(p)].copied for p in model.first.parameters()]
@@ -393,10 +386,10 @@ def test_the_forward_starts_while_later_parts_are_updated(
 
     def slowly(self: Shadow, *args: Any) -> None:
         step_part(self, *args)
-        torch.cuda._sleep(LONG)
+        sleep()
 
     model = mlp(64).to(DEVICE)
-    scaler = GradScaler(DEVICE, init_scale=SCALE)
+    scaler = GradScaler(KIND, init_scale=SCALE)
     with AsyncOptimizer(
         sgd(model.parameters()), model, scaler=scaler, offload=offload
     ) as optimizer:
@@ -404,8 +397,7 @@ def test_the_forward_starts_while_later_parts_are_updated(
         for step in range(4):
             x, _ = batch_of(step, 0)
             entered = model[0](x)
-            begun = torch.cuda.Event()
-            begun.record()
+            begun = event(timed=True)
             marks = optimizer._engine._marks
             scaler.scale(model[2](model[1](entered)).sum()).backward()
             if step > 1:  # the order of use is known by then
@@ -426,12 +418,12 @@ def peak_of(mode: str, offload: str, half: bool) -> int:
         warm = nn.Linear(64, 64).to(DEVICE, dtype)
         warm(torch.ones(8, 64, device=DEVICE, dtype=dtype)).sum().backward()
     del warm
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    synchronize()
+    module().empty_cache()
+    before = module().memory_allocated()
+    module().reset_peak_memory_stats()
     model = wide().to(DEVICE, torch.float16 if half else torch.float32)
-    scaler = GradScaler(DEVICE, init_scale=1.0)
+    scaler = GradScaler(KIND, init_scale=1.0)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     with AsyncOptimizer(inner, model, scaler=scaler, mode=mode, offload=offload) as optimizer:
         for _ in range(5):
@@ -439,7 +431,7 @@ def peak_of(mode: str, offload: str, half: bool) -> int:
             scaler.scale(model(x).float().mean()).backward()
             optimizer.step()
             optimizer.zero_grad()
-    peak = torch.cuda.max_memory_allocated() - before
+    peak = module().max_memory_allocated() - before
     del inner, optimizer, model
     return peak
 
@@ -458,16 +450,16 @@ def test_gradients_on_their_way_down_do_not_stay() -> None:
     """Once they have arrived, their memory is free, though the update may still run."""
     model = wide().to(DEVICE)
     size = sum(p.numel() for p in model.parameters()) * 4
-    scaler = GradScaler(DEVICE, init_scale=1.0)
+    scaler = GradScaler(KIND, init_scale=1.0)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     with AsyncOptimizer(inner, model, scaler=scaler, offload="cpu") as optimizer:
         for _ in range(3):
             scaler.scale(model(torch.ones(8, 1024, device=DEVICE)).mean()).backward()
-            full = torch.cuda.memory_allocated()
+            full = module().memory_allocated()
             optimizer.step()
-            torch.cuda.synchronize()
+            synchronize()
             torch.empty(1, device=DEVICE)  # the allocator looks for what has become free
-            assert torch.cuda.memory_allocated() < full - size * 0.9
+            assert module().memory_allocated() < full - size * 0.9
 
 
 @pytest.mark.parametrize("offload", ["none", "cpu"])

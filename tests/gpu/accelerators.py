@@ -1,0 +1,89 @@
+"""The device under test, and what the tests of this folder ask of it, whichever it is.
+
+``ACCEL_SCALER_TEST_DEVICE`` names it (``cuda:1``, ``xpu``); else it is the accelerator that torch
+finds. Streams and events are torch's own, not those of a backend.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+NAME = "ACCEL_SCALER_TEST_DEVICE"
+
+
+def _found() -> torch.device | None:
+    named = os.environ.get(NAME)
+    if named:
+        return torch.device(named)
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+
+_device = _found()
+MISSING = f"no accelerator: torch finds none, and {NAME} is not set" if _device is None else ""
+DEVICE = str(_device or "cpu")
+"""For ``.to(DEVICE)`` in helpers; nothing runs where there is none."""
+KIND = torch.device(DEVICE).type
+
+LONG = 50_000_000
+"""Cycles: some 30 ms, far longer than any step of the models here."""
+
+
+def module() -> Any:
+    """``torch.cuda``, ``torch.xpu``, ..."""
+    return torch.get_device_module(KIND)
+
+
+def has(name: str) -> bool:
+    """Whether the backend's module has it."""
+    return not MISSING and hasattr(module(), name)
+
+
+def has_streams() -> bool:
+    """Whether one stream can run beside another."""
+    return not MISSING and torch.Stream(DEVICE) != torch.Stream(DEVICE)
+
+
+def is_simulated() -> bool:
+    """A backend outside of torch: numbers are the CPU's, and much is missing."""
+    return KIND == torch._C._get_privateuse1_backend_name()
+
+
+def current_stream() -> torch.Stream:
+    return torch.accelerator.current_stream(DEVICE)
+
+
+@contextmanager
+def on(stream: torch.Stream) -> Iterator[None]:
+    """What this thread enqueues runs on ``stream``."""
+    before = current_stream()
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+
+
+def sleep(cycles: int = LONG) -> None:
+    """Keep the present stream busy."""
+    if has("_sleep"):
+        module()._sleep(cycles)
+        return
+    wide = torch.ones(1024, 1024, device=DEVICE)
+    for _ in range(cycles // 500_000):
+        wide = wide @ wide / 1024.0
+
+
+def event(timed: bool = False) -> torch.Event:
+    """Recorded on the present stream."""
+    made = torch.Event(DEVICE, enable_timing=timed)
+    made.record(current_stream())
+    return made
+
+
+def synchronize() -> None:
+    torch.accelerator.synchronize(DEVICE)

@@ -49,6 +49,8 @@ class Intake:
         for number, slot in enumerate(slots if self.offload else ()):
             if slot.host_grad is None or not (slot.param.is_leaf and slot.param.requires_grad):
                 continue
+            if hasattr(slot.param, "to_local"):
+                continue  # its gradient is a DTensor, made anew wherever it is asked for its shard
 
             # Not the slot itself: it holds the parameter, which holds its hooks where the garbage
             # collector does not look.

@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import gc
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -120,6 +122,15 @@ def follow(stream: Any, other: Any) -> None:
 def busy(where: str) -> None:
     if where != CPU:
         sleep(SHORT)
+
+
+def until_gone(engine: Any) -> None:
+    """Collect until it is: the optimizer thread keeps it until all is enqueued."""
+    end = time.monotonic() + 10
+    while engine() is not None:
+        assert time.monotonic() < end, "something keeps the engine"
+        time.sleep(0.03)
+        gc.collect()
 
 
 # Resuming, and what a step is given.
@@ -278,16 +289,17 @@ def dropped(where: str, mode: str, offload: str, make: Make, collected: bool) ->
                 busy(where)  # the update starts late
             optimizer.step()
             optimizer.zero_grad()
+        engine = weakref.ref(optimizer._engine)
         del optimizer
         if trial % 2:  # the model goes as well, and others get its memory
             del model
             if collected:
-                gc.collect()
+                until_gone(engine)
             kept = [torch.full((n,), 7.0, device=where) for n in (1, 64, 512, 4096) * 20]
             found.append(torch.cat(kept).cpu())
         else:
             if collected:
-                gc.collect()
+                until_gone(engine)
             x, _ = batch_of(0, where)
             with torch.no_grad():
                 found.append(model(x).cpu())
@@ -304,6 +316,58 @@ def test_a_dropped_optimizer_writes_where_it_may(
 ) -> None:
     mine = dropped(DEVICE, mode, offload, make, collected)
     assert_same(mine, dropped(CPU, mode, offload, make, collected))
+
+
+def dropped_beside_compiled(where: str) -> list[Tensor]:
+    """A model whose forward waits as a whole goes on without its optimizer."""
+    found: list[Tensor] = []
+    for trial in range(3):
+        model = deep(where)
+        model.compile(backend="eager")
+        optimizer = AsyncOptimizer(sgd(model.parameters()), model, mode="overlap")
+        for step in range(3):
+            backward(model, step + trial, where)
+            if step == 2:
+                busy(where)
+            optimizer.step()
+            optimizer.zero_grad()
+        engine = weakref.ref(optimizer._engine)
+        del optimizer
+        until_gone(engine)
+        x, _ = batch_of(0, where)
+        found.append(model(x).detach().cpu())
+    return found
+
+
+def test_a_compiled_model_outlives_its_dropped_optimizer() -> None:
+    assert_same(dropped_beside_compiled(DEVICE), dropped_beside_compiled(CPU))
+
+
+def succeeded(where: str) -> list[Tensor]:
+    """Another optimizer takes over parameters that one which is gone still updates."""
+    model = deep(where)
+    found: list[Tensor] = []
+    for trial in range(3):
+        optimizer = AsyncOptimizer(sgd(model.parameters()), model, mode="overlap")
+        backward(model, trial, where)
+        backward(model, trial + 1, where)
+        busy(where)
+        optimizer.step()
+        optimizer.zero_grad()
+        engine = weakref.ref(optimizer._engine)
+        del optimizer
+        until_gone(engine)
+        with AsyncOptimizer(adamw(model.parameters()), model, mode="delayed") as optimizer:
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)  # no forward in between
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(weights(model).cpu())
+    return found
+
+
+def test_another_optimizer_takes_over_from_a_dropped_one() -> None:
+    assert_same(succeeded(DEVICE), succeeded(CPU))
 
 
 # Streams of the user's own.

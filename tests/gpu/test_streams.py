@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerators import DEVICE, current_stream, on, sleep, synchronize
+from accelerate.utils import GradScalerKwargs
+from accelerators import DEVICE, KIND, current_stream, on, sleep, synchronize
 from support import weights
 from torch import Tensor, nn
 
@@ -165,33 +166,57 @@ def test_a_resumed_run_goes_on_as_on_a_cpu(mode: str, offload: str, make: Make) 
     assert_same(resumed(DEVICE, mode, offload, make), resumed(CPU, mode, offload, make))
 
 
-def resumed_by_accelerate(where: str, mode: str, folder: Path) -> list[Tensor]:
+@pytest.fixture
+def scaled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of devices that it does not know Accelerate asks whether CUDA is there."""
+
+    def made(distributed_type: Any = None, **kwargs: Any) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler(KIND, **kwargs)
+
+    monkeypatch.setattr("accelerate.accelerator.get_grad_scaler", made)
+
+
+def resumed_by_accelerate(mode: str | None, folder: Path) -> list[Tensor]:
+    """As :func:`resumed`, on the device; stock Accelerate without ``mode``."""
     found: list[Tensor] = []
     for first in (0, 3):
-        accelerator = Accelerator(cpu=where == CPU)
-        if where != CPU and accelerator.device.type != torch.device(where).type:
+        handler = GradScalerKwargs(init_scale=128.0)  # no step is skipped
+        accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[handler])
+        if accelerator.device.type != KIND:
             pytest.skip(f"Accelerate takes {accelerator.device}")
-        attach(accelerator, ScalerConfig(step_mode=mode))
-        layers = deep(CPU)
+        if mode is not None:
+            attach(accelerator, ScalerConfig(step_mode=mode))
+        layers = deep(DEVICE)  # before the optimizer: where it is, some devices make it anew
         model, optimizer = accelerator.prepare(layers, fused_adamw(layers.parameters()))
         if first:
             accelerator.load_state(str(folder))
+        assert accelerator.scaler.is_enabled()
         for step in range(first, first + 3):
-            x, y = batch_of(step, str(accelerator.device))
-            accelerator.backward(nn.functional.mse_loss(model(x), y))
+            x, y = batch_of(step, DEVICE)
+            accelerator.backward(nn.functional.mse_loss(model(x).float(), y))
             optimizer.step()
             optimizer.zero_grad()
-            litter(str(accelerator.device))
+            litter(DEVICE)
         accelerator.save_state(str(folder))
         found += [weights(model).cpu(), *state_of(optimizer)]
-        detach(accelerator)
+        if mode is not None:
+            detach(accelerator)
     return found
 
 
-@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
-def test_load_state_of_accelerate_goes_on_as_on_a_cpu(mode: str, tmp_path: Path) -> None:
-    mine = resumed_by_accelerate(DEVICE, mode, tmp_path / "device")
-    assert_same(mine, resumed_by_accelerate(CPU, mode, tmp_path / "cpu"))
+@pytest.mark.usefixtures("scaled")
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_load_state_of_accelerate_goes_on_as_in_stock(mode: str, tmp_path: Path) -> None:
+    mine = resumed_by_accelerate(mode, tmp_path / "mine")
+    assert_same(mine, resumed_by_accelerate(None, tmp_path / "stock"))
+
+
+@pytest.mark.usefixtures("scaled")
+def test_load_state_of_accelerate_keeps_the_counts_of_steps(tmp_path: Path) -> None:
+    found = resumed_by_accelerate("delayed", tmp_path)
+    counts = [float(t) for t in found if t.ndim == 0]
+    assert counts == [3.0] * (len(counts) // 2) + [6.0] * (len(counts) // 2)
+    assert all(bool(t.isfinite().all()) for t in found)
 
 
 def with_exchanged_state(where: str, mode: str) -> list[Tensor]:

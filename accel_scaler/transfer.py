@@ -100,7 +100,9 @@ class Lane:
         views: list[Tensor] = list(tensors)
         for kind in dict.fromkeys(dtypes):
             mine = [i for i, d in enumerate(dtypes) if d is kind]
-            for pack in packs([lengths[i] for i in mine]) if self.copies_beside else [range(len(mine))]:
+            for pack in (
+                packs([lengths[i] for i in mine]) if self.copies_beside else [range(len(mine))]
+            ):
                 chosen, start = [mine[i] for i in pack], 0
                 buffer = self._host_memory(sum(lengths[i] for i in chosen), kind)
                 for i in chosen:

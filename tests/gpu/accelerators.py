@@ -50,7 +50,7 @@ def has_streams() -> bool:
 
 def is_simulated() -> bool:
     """A backend outside of torch: numbers are the CPU's, and much is missing."""
-    return KIND == torch._C._get_privateuse1_backend_name()
+    return torch._C._get_privateuse1_backend_name() == KIND
 
 
 def current_stream() -> torch.Stream:

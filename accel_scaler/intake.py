@@ -56,6 +56,8 @@ class Intake:
                 intake, grad = ref(), p.grad
                 if intake is None or grad is None or grad.layout is not torch.strided:
                     return  # the step refuses sparse ones, with the reason
+                if hasattr(grad, "to_local"):
+                    return  # the step takes this rank's shard
                 if intake._may_send():
                     slot = intake._slots[number]
                     slot.copied = intake._send(slot, grad)

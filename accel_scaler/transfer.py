@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .devices import streams_of
 
-__all__ = ["Lane"]
+__all__ = ["Lane", "packs"]
 
 
 class Lane:
@@ -148,10 +148,6 @@ class Lane:
     def copies_beside(self) -> bool:
         """Whether a copy to the host runs while this thread goes on."""
         return self._streams is not None
-
-    def reaches(self, tensor: Tensor) -> bool:
-        """Whether copies of ``tensor`` run on this lane's streams."""
-        return self.is_host or tensor.device == self.device
 
 
 def packs(lengths: Sequence[int]) -> list[list[int]]:

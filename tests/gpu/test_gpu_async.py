@@ -19,6 +19,7 @@ from accelerators import (
     event,
     module,
     on,
+    one_rank,
     sleep,
     synchronize,
 )
@@ -478,17 +479,6 @@ def test_gradients_on_their_way_down_do_not_stay() -> None:
             synchronize()
             torch.empty(1, device=DEVICE)  # the allocator looks for what has become free
             assert module().memory_allocated() < full - size * 0.9
-
-
-def one_rank() -> None:
-    """A group of this process alone; where torch has no backend for the device, one that copies."""
-    backend = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}.get(KIND)
-    if backend is not None:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        return
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
 
 
 @pytest.mark.parametrize("offload", ["none", "cpu"])

@@ -33,6 +33,7 @@ __all__ = [
     "find_unlike",
     "frozen",
     "own_attributes",
+    "tensors_in",
 ]
 
 _VALUES: tuple[type, ...] = (
@@ -201,6 +202,18 @@ def _storage(t: Tensor) -> int:
         return t.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):  # a kind of tensor without memory of its own
         return -id(t)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All that ``value`` holds, in containers of containers, too."""
+    left, seen = [value], set()
+    while left:
+        item = left.pop()
+        if isinstance(item, Tensor):
+            yield item
+        elif isinstance(item, _CONTAINERS) and id(item) not in seen:
+            seen.add(id(item))
+            left += item.values() if isinstance(item, dict) else item
 
 
 def frozen(value: Any) -> Any:

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain, compress
 from operator import attrgetter, itemgetter
@@ -308,13 +308,13 @@ class Engine(Flight, Stepper):
     def synchronize(self) -> None:
         """Finish the step in hand and publish it, so that the model and the state are the newest.
 
-        Blocks; on a GPU later work on the present stream comes after the update.
+        Blocks until the device has done the update, so that it is seen on every stream.
 
         Raises:
             StepError: see :meth:`finish`.
             OrderError: in ``delayed`` another thread trains, beneath which the model would change.
         """
-        self.finish()
+        self.finish(everywhere=True)
         if self.unpublished and not self.is_trained_here:
             raise OrderError(
                 "step_mode='delayed': a newer value waits to be published, and this thread "
@@ -324,6 +324,7 @@ class Engine(Flight, Stepper):
                 "step_mode='overlap'."
             )
         self._publish_newest()
+        self.lane.follow_last(on_host=True)
 
     @contextmanager
     def still(self) -> Iterator[None]:
@@ -340,7 +341,7 @@ class Engine(Flight, Stepper):
         with self.lock, torch.inference_mode(False):
             if self.unpublished and self._task is None:
                 self._follow_edits()
-                with torch.no_grad():
+                with torch.no_grad(), self.lane.between():
                     for slot in self.shadow.slots:
                         slot.publish(self.lane)
                 self.unpublished = False
@@ -414,8 +415,8 @@ class Engine(Flight, Stepper):
         fn: Callable[[], object] | None,
         task: Task,
     ) -> None:
-        with self.lane.beside(ready):
-            self.lane.keep([*grads, due.multiply, due.divide])
+        # What the training thread steps itself is in order on its own stream.
+        with nullcontext() if task.timing.inline else self._beside(grads, due, ready):
             try:
                 for part in self.shadow.parts if publish_first else ():
                     self._publish(part)
@@ -433,6 +434,17 @@ class Engine(Flight, Stepper):
             finally:
                 if task.done < task.parts:  # a part has failed, perhaps after its first kernels
                     self._marks.append(self.lane.mark())
+
+    @contextmanager
+    def _beside(self, grads: list[Tensor | None], due: Due, ready: Any) -> Iterator[None]:
+        """On the side stream; all memory that is used there stays until it is done."""
+        with self.lane.beside(ready):
+            self.lane.keep([*grads, due.multiply, due.divide])
+            self.shadow.keep()
+            try:
+                yield
+            finally:
+                self.shadow.keep()
 
     def _update(
         self,

@@ -20,7 +20,7 @@ from .intake import Intake
 from .pending import Hold, can_be_held
 from .shadow import Shadow
 from .slots import Slot, local, place_of
-from .transfer import Lane
+from .transfer import Lane, Marks
 from .worker import Task
 
 __all__ = ["Flight"]
@@ -101,7 +101,8 @@ class Flight:
             ends, part_of = [len(shadow.params)], dict.fromkeys(part_of, 1)
         # Of this task: a reader on another thread may come back when the next one is in hand.
         wait = partial(self._await_part, task, self._marks)
-        self._hold = Hold(shadow.params, ends, part_of, wait, one_by_one=self._learning)
+        order = Marks(self.lane, self._marks) if self.lane.copies_beside else None
+        self._hold = Hold(shadow.params, ends, part_of, wait, self._learning, order)
 
     def _await(self, parts: int, where: str) -> None:
         """Wait for a part of the step in hand, if any; the device waits too."""
@@ -163,8 +164,10 @@ class Flight:
             _note_wait(task, start, where)
         return ok
 
-    def finish(self, where: str = "synchronize") -> None:
+    def finish(self, where: str = "synchronize", everywhere: bool = False) -> None:
         """Wait for the step in hand, if any. In ``delayed`` the model is as it was.
+
+        ``everywhere``: for the device as well, and so on whatever stream it is looked at.
 
         Raises:
             StepError: it failed; says which parameters were updated. Once on the thread that
@@ -172,12 +175,14 @@ class Flight:
         """
         task = self._task
         if task is not None:
-            self._finish(task, where)
+            self._finish(task, where, everywhere)
 
-    def _finish(self, task: Task, where: str) -> None:
+    def _finish(self, task: Task, where: str, everywhere: bool = False) -> None:
         if self.lane.copies_beside:
             refuse_capture(where)
         ok = self._wait(task, where)
+        if everywhere:
+            self.lane.follow_last(on_host=True)
         failure: StepError | None = None
         with self.lock:
             if self._task is task:
@@ -264,7 +269,10 @@ class Flight:
     def finish_model(self) -> None:
         """Wait until the model is what the next forward shall see, all of it."""
         task = self._task
-        if task is None or (self.unpublished and not self._lead):
+        if task is None:
+            self.lane.follow_last()  # who waited for it may have been on another stream
+            return
+        if self.unpublished and not self._lead:
             return
         if self.unpublished:
             self._await(self._lead, "forward")

@@ -49,6 +49,8 @@ class Intake:
         for number, slot in enumerate(slots if self.offload else ()):
             if slot.host_grad is None or not (slot.param.is_leaf and slot.param.requires_grad):
                 continue
+            if hasattr(slot.param, "to_local"):
+                continue  # its gradient is a DTensor, made anew wherever it is asked for its shard
 
             # Not the slot itself: it holds the parameter, which holds its hooks where the garbage
             # collector does not look.
@@ -56,8 +58,6 @@ class Intake:
                 intake, grad = ref(), p.grad
                 if intake is None or grad is None or grad.layout is not torch.strided:
                     return  # the step refuses sparse ones, with the reason
-                if hasattr(grad, "to_local"):
-                    return  # the step takes this rank's shard
                 if intake._may_send():
                     slot = intake._slots[number]
                     slot.copied = intake._send(slot, grad)

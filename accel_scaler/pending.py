@@ -3,7 +3,8 @@
 While its update is due, a parameter's class is :class:`PendingParameter`; torch then hands every
 operation on it to ``__torch_function__``, which waits, gives the class back, and goes on. So a
 tied weight, a parameter used outside its module, an edit in place or a copy are all right,
-and a parameter that is ready costs nothing.
+and a parameter that is ready costs nothing. On a device an operation waits on its own stream, and
+others may be used later: until the device is past the update, the class is lent for the operation.
 
 Not all of torch asks ``__torch_function__``: ``torch.tensor(p)``, scripted functions, collectives
 and ``torch.func`` do not. But each asks whether what it was given is a tensor, so the class does
@@ -21,7 +22,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,9 @@ _holds: weakref.WeakSet[Hold] = weakref.WeakSet()
 
 _holders: dict[int, tuple[weakref.ref[Hold], ...]] = {}
 """``id(parameter)`` -> those that hold it, so that no hold has to be asked that does not."""
+
+_orphans: dict[int, Order] = {}
+"""``id(parameter)`` -> what puts its uses after an update of an optimizer that is gone."""
 
 _lock = threading.RLock()
 """Reentrant: a signal handler or a finalizer may use a parameter while its thread has it."""
@@ -140,11 +144,16 @@ class PendingParameter(nn.Parameter, metaclass=_PendingMeta):
         if func in _PASSIVE:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        for p in _pending_in((args, kwargs)):
-            _settle(p)
         if func is Tensor.detach and _is_made_parameter(args[0]):
+            _settle(args[0])
             return Tensor._make_subclass(nn.Parameter, args[0].detach())
-        return func(*args, **kwargs)
+        lent = list(_pending_in((args, kwargs)))
+        try:
+            for p in lent:
+                _settle(p, everywhere=False)
+            return func(*args, **kwargs)
+        finally:
+            _take_back(lent)
 
     def as_subclass(self, cls: Any) -> Any:
         """As torch's, which does not ask ``__torch_function__``."""
@@ -191,15 +200,35 @@ def _pending_in(value: Any) -> Iterator[PendingParameter]:
             yield from _pending_in(item)
 
 
-def _settle(p: Any) -> None:
-    """Wait until no update of ``p`` is due. Any thread."""
+def _settle(p: Any, everywhere: bool = True) -> None:
+    """Wait until no update of ``p`` is due. Any thread.
+
+    ``everywhere``: on whatever stream. Else on the present one, and ``p`` is to be taken back.
+    """
+    asked: list[Hold] = []
     while type(p) is PendingParameter:
+        order = None
         with _lock:
-            hold = next(_holding(p), None)
-            if hold is None:  # it has gone with its optimizer: nothing is due
+            hold = next((each for each in _holding(p) if each not in asked), None)
+            if hold is None:
+                order = _orphans.get(id(p))
                 _restore(p)
         if hold is not None:
-            hold.settle(p)
+            asked.append(hold)
+            hold.settle(p, everywhere)
+        elif order is not None:
+            order.follow()
+            if order.is_past(wait=everywhere):
+                _orphans.pop(id(p), None)
+
+
+def _take_back(params: Iterable[Any]) -> None:
+    """Those of ``params`` that are due on other streams are pending again."""
+    with _lock:
+        for p in params:
+            is_due = next(_holding(p), None) is not None or id(p) in _orphans
+            if is_due and type(p) is nn.Parameter:
+                _CLASS.__set__(p, PendingParameter)
 
 
 def _holding(p: Any) -> Iterator[Hold]:
@@ -210,10 +239,15 @@ def _holding(p: Any) -> Iterator[Hold]:
             yield hold
 
 
-def _forget(left: set[int], ref: weakref.ref[Hold]) -> None:
-    """A hold has gone with its optimizer: its parameters may be gone, and their ids new."""
+def _forget(left: set[int], order: Order | None, ref: weakref.ref[Hold]) -> None:
+    """A hold has gone with its optimizer: its parameters may be gone, and their ids new.
+
+    The garbage collector runs this, on any thread, so it asks nothing of the device.
+    """
     with _lock:
         for key in left:
+            if order is not None:
+                _orphans[key] = order
             rest = tuple(each for each in _holders.get(key, ()) if each is not ref)
             if rest:
                 _holders[key] = rest
@@ -235,12 +269,22 @@ def settle_pending(params: Iterable[Tensor]) -> None:
 
 def any_pending() -> bool:
     """Whether any parameter in this process may be pending."""
-    return bool(_holds)
+    return bool(_holds or _orphans)
 
 
 def can_be_held(params: Iterable[Tensor]) -> bool:
     """Whether uses can be seen: plain parameters, no subclass with a life of its own."""
     return set(map(type, params)) <= {nn.Parameter, PendingParameter}
+
+
+class Order(Protocol):
+    """The parts of one task as the device does them, after it was given all of them."""
+
+    def follow(self) -> None:
+        """What this thread enqueues from here on comes after all parts."""
+
+    def is_past(self, parts: int | None = None, *, wait: bool = False) -> bool:
+        """Whether the device has done the first ``parts`` (default: all); ``wait`` until it has."""
 
 
 class Hold:
@@ -256,6 +300,8 @@ class Hold:
         wait: called with a number of parts, on the thread that uses a parameter; returns how many
             are done (at least that many), or raises ``StepError``.
         one_by_one: keep the others pending even if they are ready, to see the order of use.
+        order: where what ``wait`` has waited for is ordered on the present stream only. None: it is
+            done.
     """
 
     def __init__(
@@ -265,9 +311,10 @@ class Hold:
         part_of: dict[int, int],
         wait: Callable[[int], int],
         one_by_one: bool = False,
+        order: Order | None = None,
     ) -> None:
         self.params, self.ends, self.part_of, self._wait = params, ends, part_of, wait
-        self._one_by_one = one_by_one
+        self._one_by_one, self._order = one_by_one, order
         self._left = set(part_of)
         """``id`` of those not released yet."""
         self._passed = 0
@@ -277,8 +324,11 @@ class Hold:
         """A compiler has met one of the parameters while it was pending."""
         self.seen: list[Tensor] = []
         """Parameters in the order in which the thread that trains first used them."""
-        self._ref = mine = weakref.ref(self, partial(_forget, self._left))
+        self._ref = mine = weakref.ref(self, partial(_forget, self._left, order))
         with _lock:
+            done = [order for order in set(_orphans.values()) if order.is_past()]
+            for key in [key for key, each in _orphans.items() if each in done]:
+                del _orphans[key]
             _holds.add(self)
             for p in params:
                 others = _holders.get(id(p))
@@ -289,17 +339,23 @@ class Hold:
         """Whether ``p`` waits for this task. Under the lock."""
         return id(p) in self._left
 
-    def settle(self, p: Tensor) -> None:
-        """Wait for ``p``, and give every parameter that is ready its class back."""
+    def settle(self, p: Tensor, everywhere: bool = True) -> None:
+        """Wait for ``p``, and give every parameter that is ready its class back.
+
+        ``everywhere``: on whatever stream it is going to be used.
+        """
         if threading.get_ident() == self._thread:
             self.seen.append(p)
         if torch._guards.CompileContext.try_get() is not None:
             self.was_traced = True
         try:
-            done = self._wait(self.part_of[id(p)])
+            part = self.part_of[id(p)]
+            done = self._wait(part)
         except StepError:
             self.release()
             raise
+        if self._order is not None and not self._order.is_past(part, wait=everywhere):
+            return
         if self._one_by_one:
             with _lock:
                 self._give_back([p])

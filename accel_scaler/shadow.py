@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from itertools import chain, pairwise
@@ -25,6 +25,7 @@ from .attributes import (
     find_parameters,
     find_unlike,
     frozen,
+    tensors_in,
 )
 from .config import UnsupportedError
 from .fused import AdamGroup, is_plain, nothing_found
@@ -137,6 +138,8 @@ class Shadow:
         """Of these, the parameters' own."""
         self._values: list[Any] = []
         """What the entries held when they were last brought to where they are stepped."""
+        self._kept: tuple[Any, list[Any]] = None, []
+        """The training stream, and what the entries held, when their memory was last kept."""
 
     def is_current(self) -> bool:
         """Whether there is nothing for :meth:`follow` to do."""
@@ -392,6 +395,24 @@ class Shadow:
         if not all(plan.still_fits(groups[number]) for number, plan in plans):
             self._epoch += 1
 
+    def keep(self) -> None:
+        """On the worker: the memory of what is stepped is not given to others before both streams
+        are done with it, whichever it came from. Called before a step, and once it is enqueued.
+        """
+        lane = self.lane
+        if not lane.copies_beside:
+            return
+        given: list[Any] = [slot.twin.__dict__ for slot in self.slots] if self._given else []
+        if not self.splittable:
+            lane.keep(tensors_in([vars(self.twin), given]), at_home=True)
+            return
+        lane.keep(t for group in self.twin.param_groups for t in _settings_of(group))
+        values = [v for entry in self._mine for v in entry.values()]
+        home, known = self._kept
+        if home != lane.home or len(values) != len(known) or not all(map(is_, values, known)):
+            lane.keep(tensors_in(values), at_home=True)
+            self._kept = lane.home, values
+
     def load_state(self, state_dict: dict[str, Any], masters: dict[int, Any]) -> None:
         """Load state onto the stepped parameters and share it; the optimizer has the groups."""
         own = self.twin.param_groups
@@ -573,6 +594,10 @@ _LATER = (
 def _of_torch() -> frozenset[str]:
     """Attributes that are not copied as values."""
     return (attributes_of_every_optimizer() - {"defaults"}) | {ATTRIBUTE}
+
+
+def _settings_of(group: dict[str, Any]) -> Iterator[Tensor]:
+    return tensors_in([value for key, value in group.items() if key != "params"])
 
 
 def settle_entry(slot: Slot, entry: dict[str, Any]) -> None:

@@ -63,6 +63,11 @@ class Slot:
         """The model holds less than the master."""
         return self.is_master and self.target.dtype in LOW_PRECISION
 
+    @property
+    def memory(self) -> tuple[Tensor, Tensor]:
+        """What a step writes."""
+        return self.target, self.twin.data
+
     @torch.no_grad()
     def refresh(self, master: Tensor | None = None) -> None:
         """Take over what was written to the parameter: a master stays where it rounds to it."""
@@ -88,7 +93,8 @@ def make_slots(
     ``known`` ones whose parameter is where it was are kept, with their masters.
     """
     old = {id(slot.param): slot for slot in known}
-    slots, fresh = [], []
+    slots: list[Slot] = []
+    fresh: list[Slot] = []
     for number, group in enumerate(optimizer.param_groups):
         for p in group["params"]:
             slot = Slot(p, number)
@@ -105,6 +111,8 @@ def make_slots(
                 fresh.append(slot)
             slots.append(slot)
     _give_masters(fresh, lane, offload, old)
+    # A model may go with its optimizer while the device still has an update of it to do.
+    lane.keep(t for slot in slots if old.get(id(slot.param)) is not slot for t in slot.memory)
     return slots
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .devices import streams_of
 
-__all__ = ["Lane", "packs"]
+__all__ = ["Lane", "Marks", "packs"]
 
 
 class Lane:
@@ -30,6 +30,8 @@ class Lane:
         self.device = device if streams is None else streams.device
         self._home: Any = None
         """The stream that the training thread handed the last step over from."""
+        self._last: Any = None
+        """The mark of the last work on the side stream that somebody may not have followed yet."""
         self._work: Any = None if streams is None else streams.new()
         self._down: Any = None if streams is None else streams.new()
 
@@ -66,6 +68,26 @@ class Lane:
         if mark is not None:
             mark.synchronize()
 
+    def is_past(self, mark: Any) -> bool:
+        """Whether the device is known to have come to ``mark``: then all streams are after it."""
+        return mark is None or bool(mark.query())
+
+    def follow_last(self, on_host: bool = False) -> None:
+        """As :meth:`follow`, for all that the side stream was given, unless it is done.
+
+        ``on_host``: so does this thread itself, and with it every stream there is.
+        """
+        mark = self._last
+        if mark is None:
+            return
+        if on_host:
+            self.wait_on_host(mark)
+        elif not self.is_past(mark):
+            self.follow(mark)
+            return
+        if self._last is mark:
+            self._last = None
+
     @contextmanager
     def beside(self, after: Any) -> Iterator[None]:
         """Enqueue on the side stream, after the mark ``after``."""
@@ -74,18 +96,44 @@ class Lane:
             return
         with self._streams.on(self._work):
             after.wait()
-            yield
+            try:
+                yield
+            finally:
+                self._last = self._mark(self._work)
 
-    def keep(self, tensors: Iterable[Tensor | None]) -> None:
-        """Their memory is not given to others before the side stream is done with them."""
-        for tensor in tensors if self._streams is not None else ():
-            if tensor is None or tensor.device.type != self.device.type:
-                continue
-            if tensor.layout is torch.strided:
-                tensor.record_stream(self._work)
-            elif tensor.layout is torch.sparse_coo:
-                tensor._indices().record_stream(self._work)
-                tensor._values().record_stream(self._work)
+    @contextmanager
+    def between(self) -> Iterator[None]:
+        """Enqueue on the side stream, after what this thread and the training stream have so far;
+        what they enqueue from here on comes after it."""
+        if self._streams is None:
+            yield
+            return
+        if self._home is not None:
+            self._work.wait_stream(self._home)
+        try:
+            with self.beside(self.mark()):
+                yield
+        finally:
+            self.follow_last()
+
+    def keep(self, tensors: Iterable[Tensor | None], at_home: bool = False) -> None:
+        """Their memory is not given to others before the side stream is done with them.
+
+        ``at_home``: nor before the training stream is, if it was taken on the side stream.
+        """
+        if self._streams is None:
+            return
+        streams = [self._work, self._home] if at_home and self._home is not None else [self._work]
+        for tensor in tensors:
+            if tensor is not None and tensor.device.type == self.device.type:
+                for held in _held(tensor):
+                    for stream in streams:
+                        held.record_stream(stream)
+
+    @property
+    def home(self) -> Any:
+        """The stream that trains, as far as is known."""
+        return self._home
 
     def host_like(
         self, tensors: Sequence[Tensor], dtype: torch.dtype | None = None
@@ -150,6 +198,27 @@ class Lane:
         return self._streams is not None
 
 
+class Marks:
+    """Where on the device each part of one step ends; knows no optimizer."""
+
+    def __init__(self, lane: Lane, ends: list[Any]) -> None:
+        self._lane, self._ends = lane, ends
+
+    def follow(self) -> None:
+        """What this thread, or the training thread, enqueues from here on comes after all parts."""
+        for mark in self._ends[-1:]:
+            self._lane.follow(mark)
+
+    def is_past(self, parts: int | None = None, *, wait: bool = False) -> bool:
+        """Whether the device has done the first ``parts`` (default: all); ``wait`` until it has."""
+        for mark in self._ends[-1:] if parts is None else self._ends[parts - 1 : parts]:
+            if wait:
+                self._lane.wait_on_host(mark)
+            elif not self._lane.is_past(mark):
+                return False
+        return True
+
+
 def packs(lengths: Sequence[int]) -> list[list[int]]:
     """Which of them share a buffer, where the size of a buffer is rounded up to a power of two.
 
@@ -172,6 +241,17 @@ def packs(lengths: Sequence[int]) -> list[list[int]]:
         taken = set(pack)
         left = [i for i in left if i not in taken]
     return found
+
+
+def _held(t: Any) -> Iterator[Tensor]:
+    """The tensors whose memory is that of ``t``: of a sparse one, of a shard, of a wrapper."""
+    if hasattr(t, "__tensor_flatten__"):
+        for name in t.__tensor_flatten__()[0]:
+            yield from _held(getattr(t, name))
+    elif t.layout is torch.sparse_coo:
+        yield from (t._indices(), t._values())
+    elif t.layout is torch.strided:
+        yield t
 
 
 def _storage_length(t: Tensor) -> int:

@@ -71,6 +71,11 @@ class Event:
     def synchronize(self) -> None:
         join(self.device.host_clock(), self.clock)
 
+    def query(self) -> bool:
+        """Only what the host has waited for is known to be done."""
+        host = self.device.host_clock()
+        return all(host.get(agent, 0) >= time for agent, time in self.clock.items())
+
 
 class PaperDevice:
     """What ``Streams`` of a real device is to :class:`accel_scaler.transfer.Lane`.

@@ -22,7 +22,6 @@ MODES += [("delayed", "none"), ("delayed", "cpu")]
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "fused adamw": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, foreach=False),
 }
 Seen = tuple[Tensor, list[Any], list[Tensor]]
 

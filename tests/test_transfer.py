@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from streams import PaperDevice, Race, Stream
+from streams import Event, PaperDevice, Race, Stream
 from support import mlp, weights
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from accel_scaler import AsyncOptimizer, GradScaler, UnsupportedError, devices
 from accel_scaler import engine as engine_module
@@ -27,7 +30,7 @@ from accel_scaler.engine import Engine
 from accel_scaler.flight import Flight
 from accel_scaler.shadow import Shadow
 from accel_scaler.stepper import async_stepper_of
-from accel_scaler.transfer import Lane, packs
+from accel_scaler.transfer import Lane, Marks, packs
 from accel_scaler.worker import Task, Worker
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,6 +49,7 @@ def paper(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], PaperDevice]:
             def __init__(self, _: torch.device) -> None:
                 self.device, self._streams = torch.device("cpu"), device
                 self._home: Any = None
+                self._last: Any = None
                 self._work, self._down = device.new(), device.new()
 
         empty = torch.empty
@@ -209,8 +213,9 @@ def test_no_two_accesses_race(
     assert torch.equal(train(device, mode, offload, half, optimizer, fence), expected)
     used = set(device.operations)
     assert "home" in used
-    # The update, or with offload the way up; then also the way down.
-    assert {"side 1", "side 2"} & used == ({"side 1", "side 2"} if offload else {"side 1"})
+    # The update, or with offload the way up; then also the way down. Else ``sync`` needs neither.
+    sides = {"side 1", "side 2"} if offload else {"side 1"} if mode != "sync" else set()
+    assert {"side 1", "side 2"} & used == sides
     if offload:
         assert any(name.startswith("host") for name in used)
 
@@ -229,6 +234,18 @@ def _release_what_is_only_enqueued(patch: pytest.MonkeyPatch) -> None:
         return task.done
 
     patch.setattr(Flight, "_await_part", careless)
+    patch.setattr(Marks, "is_past", lambda *_, **__: True)
+
+
+def _start_at_once(patch: pytest.MonkeyPatch) -> None:
+    """The side stream waits for nothing."""
+    wait = Event.wait
+
+    def but_there(self: Event) -> None:
+        if self.device.current().name != "side 1":
+            wait(self)
+
+    patch.setattr(Event, "wait", but_there)
 
 
 def _trust_what_was_sent_up(patch: pytest.MonkeyPatch) -> None:
@@ -259,8 +276,8 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], tuple[Any, ...]]] 
         ("overlap", False, False),
     ),
     "the update does not wait for the backward": (
-        without_wait(Stream, "wait_event", lambda self, event: None),
-        ("sync", False, True),
+        _start_at_once,
+        ("overlap", False, True),
     ),
     "the way down does not wait for the backward": (
         without_wait(Stream, "wait_stream", lambda self, other: None),
@@ -276,7 +293,7 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], tuple[Any, ...]]] 
         ("delayed", True, False),
     ),
     "gradients go back to the allocator at once": (
-        without_wait(Lane, "keep", lambda self, tensors: None),
+        without_wait(Lane, "keep", lambda self, tensors, **_: None),
         ("delayed", False, True),
     ),
 }
@@ -348,10 +365,40 @@ def test_memory_of_sparse_gradients_is_kept_too(paper: Any) -> None:
     model = nn.Linear(2, 2)
     with AsyncOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model) as optimizer:
         lane = optimizer._engine.lane
+        device.recorded.clear()
         sparse = torch.eye(3).to_sparse()
         elsewhere = torch.ones(3, device="meta")
         lane.keep([None, sparse, elsewhere, torch.ones(2)])
     assert [name for *_, name in device.recorded] == ["side 1"] * 3
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
+def test_one_rank_of_fsdp2_sends_its_gradients_to_the_host(paper: Any, mode: str) -> None:
+    """They are DTensors, the host's buffers are not."""
+
+    def run() -> Tensor:
+        model: Any = mlp()
+        mesh = init_device_mesh("cpu", (1,))
+        for layer in (model[0], model[2], model):
+            fully_shard(layer, mesh=mesh)
+        scaler = GradScaler("cpu", init_scale=1024.0)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        with AsyncOptimizer(inner, model, scaler=scaler, mode=mode, offload="cpu") as optimizer:
+            for step in range(STEPS):
+                scaler.scale(model(torch.full((2, 8), 0.1 * step)).square().mean()).backward()
+                optimizer.clip_grad_norm_(0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+        return torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()])
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        expected = run()
+        paper(True)
+        assert torch.equal(run(), expected)
+        assert not torch.equal(expected, weights(mlp()))
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

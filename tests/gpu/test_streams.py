@@ -1,0 +1,529 @@
+"""Several streams on one device: whoever plain torch keeps in order is in order here too.
+
+Each run is compared bit for bit with the same program on the CPU, where nothing is asynchronous. A
+simulated device looks itself for accesses that nothing orders; on others delays make them show.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerators import DEVICE, current_stream, on, sleep, synchronize
+from support import weights
+from torch import Tensor, nn
+
+from accel_scaler import AsyncOptimizer, ScalerConfig, attach, detach
+from accel_scaler import shadow as shadow_module
+
+pytestmark = pytest.mark.usefixtures("side_streams")
+
+STEPS = 6
+CPU = "cpu"
+SHORT = 5_000_000
+"""Cycles: some 3 ms."""
+
+Make = Callable[[Any], Any]
+
+
+def sgd(params: Any) -> Any:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def adamw(params: Any) -> Any:
+    return torch.optim.AdamW(params, lr=0.01)
+
+
+def fused_adam(params: Any) -> Any:
+    return torch.optim.Adam(params, lr=0.01, fused=True)
+
+
+def fused_adamw(params: Any) -> Any:
+    return torch.optim.AdamW(params, lr=0.01, fused=True)
+
+
+def deep(where: str) -> Any:
+    """Enough layers for several of them to be due at once."""
+    torch.manual_seed(0)
+    inner = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.ReLU())]
+    return nn.Sequential(nn.Linear(8, 64), *inner, nn.Linear(64, 1)).to(where)
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part for each parameter, so that some are due while others are not."""
+    monkeypatch.setattr(shadow_module, "SMALLEST_PART", 1)
+
+
+def batch_of(step: int, where: str) -> tuple[Tensor, Tensor]:
+    seeded = torch.Generator().manual_seed(step)
+    x, y = torch.randn(16, 8, generator=seeded), torch.randn(16, 1, generator=seeded)
+    return x.to(where), y.to(where)
+
+
+def backward(model: Any, step: int, where: str) -> None:
+    x, y = batch_of(step, where)
+    nn.functional.mse_loss(model(x), y).backward()
+
+
+def litter(where: str) -> None:
+    """Take memory of small sizes and of the parameters', write to it, give it back."""
+    kept = [torch.full((n,), 7.0, device=where) for n in (1, 4, 64, 512, 4096) for _ in range(4)]
+    del kept
+
+
+def state_of(optimizer: Any) -> list[Tensor]:
+    return [
+        t.cpu().clone()
+        for entry in optimizer.state_dict()["state"].values()
+        for t in entry.values()
+        if torch.is_tensor(t)
+    ]
+
+
+def assert_same(mine: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(mine) == len(expected)
+    for place, (a, b) in enumerate(zip(mine, expected, strict=True)):
+        assert torch.equal(a, b), f"{place}: {a.flatten()[:4]}, expected {b.flatten()[:4]}"
+    assert all(bool(t.isfinite().all()) for t in expected)
+
+
+def streams_of(where: str, count: int) -> list[Any]:
+    """``count`` side streams, and the present one; None on a CPU."""
+    if where == CPU:
+        return [None] * (count + 1)
+    return [*(torch.Stream(where) for _ in range(count)), current_stream()]
+
+
+@contextmanager
+def beside(stream: Any, after: Any = None) -> Iterator[None]:
+    """Enqueue on ``stream``, after all that ``after`` has by now."""
+    if stream is not None and after is not None:
+        stream.wait_stream(after)
+    with nullcontext() if stream is None else on(stream):
+        yield
+
+
+def follow(stream: Any, other: Any) -> None:
+    if stream is not None:
+        stream.wait_stream(other)
+
+
+def busy(where: str) -> None:
+    if where != CPU:
+        sleep(SHORT)
+
+
+# Resuming, and what a step is given.
+
+
+def resumed(where: str, mode: str, offload: str, make: Make) -> list[Tensor]:
+    """Weights and state after three steps, a resume by a new optimizer, and three more."""
+    model = deep(where)
+    found: list[Tensor] = []
+    saved: Any = None
+    for first in (0, 3):
+        inner = make(model.parameters())
+        with AsyncOptimizer(inner, model, mode=mode, offload=offload) as optimizer:
+            if saved is not None:
+                optimizer.load_state_dict(saved)
+                saved = None
+            for step in range(first, first + 3):
+                backward(model, step, where)
+                optimizer.step()
+                optimizer.zero_grad()
+                litter(where)
+            optimizer.synchronize()
+            saved = copy.deepcopy(optimizer.state_dict())
+            found += state_of(optimizer)
+    return [weights(model).cpu(), *found]
+
+
+@pytest.mark.parametrize("make", [fused_adam, fused_adamw, adamw, sgd])
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
+def test_a_resumed_run_goes_on_as_on_a_cpu(mode: str, offload: str, make: Make) -> None:
+    assert_same(resumed(DEVICE, mode, offload, make), resumed(CPU, mode, offload, make))
+
+
+def resumed_by_accelerate(where: str, mode: str, folder: Path) -> list[Tensor]:
+    found: list[Tensor] = []
+    for first in (0, 3):
+        accelerator = Accelerator(cpu=where == CPU)
+        if where != CPU and accelerator.device.type != torch.device(where).type:
+            pytest.skip(f"Accelerate takes {accelerator.device}")
+        attach(accelerator, ScalerConfig(step_mode=mode))
+        layers = deep(CPU)
+        model, optimizer = accelerator.prepare(layers, fused_adamw(layers.parameters()))
+        if first:
+            accelerator.load_state(str(folder))
+        for step in range(first, first + 3):
+            x, y = batch_of(step, str(accelerator.device))
+            accelerator.backward(nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            litter(str(accelerator.device))
+        accelerator.save_state(str(folder))
+        found += [weights(model).cpu(), *state_of(optimizer)]
+        detach(accelerator)
+    return found
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
+def test_load_state_of_accelerate_goes_on_as_on_a_cpu(mode: str, tmp_path: Path) -> None:
+    mine = resumed_by_accelerate(DEVICE, mode, tmp_path / "device")
+    assert_same(mine, resumed_by_accelerate(CPU, mode, tmp_path / "cpu"))
+
+
+def with_exchanged_state(where: str, mode: str) -> list[Tensor]:
+    """Somebody puts new tensors in the state, as a library that resets it does."""
+    model = deep(where)
+    with AsyncOptimizer(adamw(model.parameters()), model, mode=mode) as optimizer:
+        for step in range(STEPS):
+            backward(model, step, where)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 2:
+                optimizer.synchronize()
+                for entry in optimizer.state.values():
+                    entry["exp_avg"] = entry["exp_avg"] * 0.5
+                    entry["step"] = torch.full_like(entry["step"], 9.0)
+            litter(where)
+        return [weights(model).cpu(), *state_of(optimizer)]
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
+def test_state_that_was_exchanged_is_stepped_as_on_a_cpu(mode: str) -> None:
+    assert_same(with_exchanged_state(DEVICE, mode), with_exchanged_state(CPU, mode))
+
+
+class Averaging(torch.optim.Optimizer):
+    """Not torch's; replaces its state, keeps tensors in containers and in its groups."""
+
+    def __init__(self, params: Any, lr: Tensor) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    past = self.state[p].get("past", [torch.zeros_like(p)])
+                    self.state[p]["past"] = [0.5 * past[0] + p.grad]
+                    p.sub_(group["lr"] * self.state[p]["past"][0])
+
+
+def with_own_optimizer(where: str, mode: str) -> list[Tensor]:
+    model = deep(where)
+    inner = Averaging(model.parameters(), torch.tensor(0.1, device=where))
+    with AsyncOptimizer(inner, model, mode=mode) as optimizer:
+        for step in range(STEPS):
+            backward(model, step, where)
+            optimizer.step()
+            optimizer.zero_grad()
+            inner.param_groups[0]["lr"] = inner.param_groups[0]["lr"] * 0.9
+            litter(where)
+        optimizer.synchronize()
+        past = [entry["past"][0].cpu() for entry in inner.state.values()]
+        return [weights(model).cpu(), *past]
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_tensors_of_another_optimizer_are_kept_until_the_device_is_done(mode: str) -> None:
+    assert_same(with_own_optimizer(DEVICE, mode), with_own_optimizer(CPU, mode))
+
+
+def with_a_rate_on_the_device(mode: str | None) -> list[Tensor]:
+    model = deep(DEVICE)
+    rate = torch.tensor(0.01, device=DEVICE)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=rate, capturable=True)
+    if mode is not None:
+        optimizer = AsyncOptimizer(optimizer, model, mode=mode)
+    for step in range(STEPS):
+        backward(model, step, DEVICE)
+        optimizer.step()
+        optimizer.zero_grad()
+        rate.mul_(0.5)
+        litter(DEVICE)
+    if mode is not None:
+        optimizer.close()
+    return [weights(model).cpu()]
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_a_learning_rate_on_the_device_is_that_of_its_step(mode: str) -> None:
+    assert_same(with_a_rate_on_the_device(mode), with_a_rate_on_the_device(None))
+
+
+# An optimizer that is dropped without close().
+
+
+def dropped(where: str, mode: str, offload: str, make: Make, collected: bool) -> list[Tensor]:
+    """Several searches in a function: each leaves its model, and takes the next one's memory."""
+    found: list[Tensor] = []
+    for trial in range(4):
+        model = deep(where)
+        optimizer = AsyncOptimizer(make(model.parameters()), model, mode=mode, offload=offload)
+        for step in range(3):
+            backward(model, step + trial, where)
+            if step == 2:
+                busy(where)  # the update starts late
+            optimizer.step()
+            optimizer.zero_grad()
+        del optimizer
+        if trial % 2:  # the model goes as well, and others get its memory
+            del model
+            if collected:
+                gc.collect()
+            kept = [torch.full((n,), 7.0, device=where) for n in (1, 64, 512, 4096) * 20]
+            found.append(torch.cat(kept).cpu())
+        else:
+            if collected:
+                gc.collect()
+            x, _ = batch_of(0, where)
+            with torch.no_grad():
+                found.append(model(x).cpu())
+            found.append(weights(model).cpu())
+    return found
+
+
+@pytest.mark.parametrize("collected", [True, False], ids=["collected", "left"])
+@pytest.mark.parametrize("make", [fused_adamw, sgd])
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_a_dropped_optimizer_writes_where_it_may(
+    mode: str, offload: str, make: Make, collected: bool
+) -> None:
+    mine = dropped(DEVICE, mode, offload, make, collected)
+    assert_same(mine, dropped(CPU, mode, offload, make, collected))
+
+
+# Streams of the user's own.
+
+
+def evaluated_on_two(where: str, mode: str, offload: str, grad: bool) -> list[Tensor]:
+    """Both evaluations are ordered after the step, neither after the other."""
+    model = deep(where)
+    one, two, home = streams_of(where, 2)
+    found: list[Tensor] = []
+    with AsyncOptimizer(sgd(model.parameters()), model, mode=mode, offload=offload) as optimizer:
+        for step in range(STEPS):
+            backward(model, step, where)
+            busy(where)
+            optimizer.step()
+            optimizer.zero_grad()
+            follow(one, home)
+            follow(two, home)
+            for stream in (one, two):
+                with beside(stream), torch.set_grad_enabled(grad):
+                    x, _ = batch_of(0, where)
+                    found.append(model(x).detach().clone())
+            for stream in (one, two):
+                follow(home, stream)
+        if where != CPU:
+            synchronize()
+        return [weights(model).cpu(), *(t.cpu() for t in found)]
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no grad", "grad"])
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("mode", ["overlap", "delayed"])
+def test_evaluation_on_two_streams(mode: str, offload: str, grad: bool) -> None:
+    mine = evaluated_on_two(DEVICE, mode, offload, grad)
+    assert_same(mine, evaluated_on_two(CPU, mode, offload, grad))
+
+
+def averaged(where: str, offload: str, when: str) -> list[Tensor]:
+    """An EMA on a stream that follows the training stream as it was right after the step."""
+    model = deep(where)
+    side, other, home = streams_of(where, 2)
+    average = [p.detach().clone() for p in model.parameters()]
+    another = [p.detach().clone() for p in model.parameters()]
+    inner = sgd(model.parameters())
+    with AsyncOptimizer(inner, model, mode="overlap", offload=offload) as optimizer:
+        backward(model, 0, where)
+        for step in range(STEPS):
+            busy(where)
+            optimizer.step()
+            optimizer.zero_grad()
+            follow(side, home)
+            follow(other, home)
+            if when == "after a use at home":
+                backward(model, step + 1, where)
+            if when == "after a synchronize elsewhere":
+                with beside(other):
+                    optimizer.synchronize()
+            for stream, own in ((side, average), (other, another)):
+                with beside(stream), torch.no_grad():
+                    for mean, p in zip(own, model.parameters(), strict=True):
+                        mean.lerp_(p.detach() if step % 2 else p, 0.25)
+            follow(home, side)
+            follow(home, other)
+            if when != "after a use at home":
+                backward(model, step + 1, where)
+        if where != CPU:
+            synchronize()
+    return [weights(model).cpu(), *(t.cpu() for t in (*average, *another))]
+
+
+@pytest.mark.parametrize(
+    "when", ["before any use", "after a use at home", "after a synchronize elsewhere"]
+)
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_averages_on_streams_beside_the_training(offload: str, when: str) -> None:
+    assert_same(averaged(DEVICE, offload, when), averaged(CPU, offload, when))
+
+
+def read_by_a_thread(where: str) -> list[Tensor]:
+    """Another thread reads on its own stream; the training stream has used all before."""
+    model = deep(where)
+    side, home = streams_of(where, 1)
+    found: list[Tensor] = []
+
+    def read() -> None:
+        with beside(side), torch.no_grad():
+            found.extend(p.clone() for p in model.parameters())
+
+    with AsyncOptimizer(sgd(model.parameters()), model, mode="overlap") as optimizer:
+        backward(model, 0, where)
+        for step in range(STEPS):
+            busy(where)
+            optimizer.step()
+            optimizer.zero_grad()
+            follow(side, home)
+            backward(model, step + 1, where)
+            reader = threading.Thread(target=read)
+            reader.start()
+            reader.join()
+            follow(home, side)
+        if where != CPU:
+            synchronize()
+    return [t.cpu() for t in found]
+
+
+def test_a_thread_with_a_stream_of_its_own() -> None:
+    assert_same(read_by_a_thread(DEVICE), read_by_a_thread(CPU))
+
+
+def compiled(where: str) -> list[Tensor]:
+    """A model whose forward waits as a whole, used on two streams."""
+    model = deep(where)
+    model.compile(backend="eager")
+    side, home = streams_of(where, 1)
+    found: list[Tensor] = []
+    with AsyncOptimizer(sgd(model.parameters()), model, mode="overlap") as optimizer:
+        backward(model, 0, where)
+        for step in range(STEPS):
+            busy(where)
+            optimizer.step()
+            optimizer.zero_grad()
+            follow(side, home)
+            backward(model, step + 1, where)
+            with beside(side):
+                x, _ = batch_of(0, where)
+                found.append(model(x).detach().clone())
+            follow(home, side)
+        if where != CPU:
+            synchronize()
+    return [weights(model).cpu(), *(t.cpu() for t in found)]
+
+
+def test_a_compiled_model_on_two_streams() -> None:
+    assert_same(compiled(DEVICE), compiled(CPU))
+
+
+# synchronize() on another stream.
+
+
+def published_elsewhere(where: str, offload: str, how: str) -> list[Tensor]:
+    """``delayed``: the newest values come while the training stream still has a backward to do."""
+    model = deep(where)
+    side, home = streams_of(where, 1)
+    found: list[Tensor] = []
+    inner = sgd(model.parameters())
+    with AsyncOptimizer(inner, model, mode="delayed", offload=offload) as optimizer:
+        for step in range(STEPS):
+            follow(side, home)
+            busy(where)
+            backward(model, step, where)
+            with beside(side), torch.no_grad():
+                if how == "evaluation":
+                    x, _ = batch_of(0, where)
+                    found.append(model(x).clone())
+                elif how == "state_dict":
+                    found += [t.clone() for t in model.state_dict().values()]
+                else:
+                    optimizer.synchronize()
+                    busy(where)
+            x, _ = batch_of(step, where)
+            found.append(model(x).detach().clone())  # at home, in order by itself
+            follow(home, side)
+            optimizer.step()
+            optimizer.zero_grad()
+        if where != CPU:
+            synchronize()
+    return [weights(model).cpu(), *(t.cpu() for t in found)]
+
+
+@pytest.mark.parametrize("how", ["evaluation", "state_dict", "synchronize"])
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_delayed_publishes_in_the_order_of_the_training_stream(offload: str, how: str) -> None:
+    mine = published_elsewhere(DEVICE, offload, how)
+    assert_same(mine, published_elsewhere(CPU, offload, how))
+
+
+def edited_elsewhere(where: str) -> list[Tensor]:
+    """A parameter with a master is written on another stream, where the state is then saved."""
+    model = deep(where)
+    side, home = streams_of(where, 1)
+    with AsyncOptimizer(sgd(model.parameters()), model, mode="delayed") as optimizer:
+        for step in range(STEPS):
+            backward(model, step, where)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 2:
+                optimizer.synchronize()
+                with beside(side, home), torch.no_grad():
+                    busy(where)
+                    model[0].weight.mul_(0.5)
+                    optimizer.state_dict()  # the masters learn of it
+                follow(home, side)
+    return [weights(model).cpu()]
+
+
+def test_masters_that_learn_of_an_edit_elsewhere() -> None:
+    assert_same(edited_elsewhere(DEVICE), edited_elsewhere(CPU))
+
+
+def saved_elsewhere(where: str, mode: str) -> list[Tensor]:
+    """The optimizer's state is read on a stream that followed before the state was there."""
+    model = deep(where)
+    side, home = streams_of(where, 1)
+    found: list[Tensor] = []
+    with AsyncOptimizer(sgd(model.parameters()), model, mode=mode) as optimizer:
+        for step in range(STEPS):
+            backward(model, step, where)
+            busy(where)
+            optimizer.step()
+            optimizer.zero_grad()
+            follow(side, home)
+            with beside(side):
+                entries = optimizer.state_dict()["state"].values()
+                found += [entry["momentum_buffer"].clone() for entry in entries]
+            follow(home, side)
+        if where != CPU:
+            synchronize()
+    return [t.cpu() for t in found]
+
+
+@pytest.mark.parametrize("mode", ["overlap", "delayed"])
+def test_state_that_is_saved_on_another_stream(mode: str) -> None:
+    assert_same(saved_elsewhere(DEVICE, mode), saved_elsewhere(CPU, mode))

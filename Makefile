@@ -8,12 +8,16 @@ CONSTRAINTS ?= constraints.txt
 TORCH := $(or $(shell grep '^torch==' $(CONSTRAINTS)),torch)
 WORKERS ?= 2
 MINUTES ?= 60
+SIMDEV ?=
+SIMULATED := out/simulated
+# Of random settings beside the CPU.
+RANDOM_MINUTES ?= 5
 THREADED := gradients fused boundary small memory_cost
 
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: train test test-gpu test-oldest test-newest check-dist lint types report clean
+.PHONY: train test test-gpu test-simulated test-oldest test-newest check-dist lint types report clean
 .PHONY: soak bench bench-cpu bench-overlap bench-telemetry bench-load bench-convergence bench-gpu
 
 # Passive: threads that wait for each other sleep. By default they spin, and where other processes
@@ -33,6 +37,25 @@ endif
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+# SIMDEV names the folder of a simulated accelerator that reports races: the same tests on it, each
+# failing on a race, with light delays and with slow side streams; then random settings beside the
+# CPU, bit for bit.
+SIMULATE = PYTHONPATH=$(SIMULATED) OMP_NUM_THREADS=1 SIM_NAME=npu ACCELERATE_TORCH_DEVICE=npu:0
+
+test-simulated: $(SIMULATED)/.built
+	$(SIMULATE) SIM_DELAY=0.1,300,0.1,300 $(BIN)/python -m pytest -p simdev.pytest_plugin \
+		-n $(WORKERS) --dist load tests/gpu $(ARGS)
+	$(SIMULATE) SIM_DELAY=0.02,200,0.5,3000 $(BIN)/python -m pytest -p simdev.pytest_plugin \
+		-n $(WORKERS) --dist load tests/gpu $(ARGS)
+	$(SIMULATE) $(BIN)/python -c "import simdev, runpy; \
+		runpy.run_path('tests/gpu/random_settings.py', run_name='__main__')" \
+		--minutes $(RANDOM_MINUTES)
+
+$(SIMULATED)/.built: $(STAMP) $(if $(SIMDEV),$(wildcard $(SIMDEV)/*.* $(SIMDEV)/*/*.py))
+	@test -n "$(SIMDEV)" || { echo "make test-simulated SIMDEV=folder"; exit 1; }
+	bash $(SIMDEV)/build.sh $(BIN)/python $(SIMULATED)
+	touch $@
 
 # The oldest releases that pyproject.toml allows, and the newest that the index has. Where it has
 # no CPU build of that torch, this fetches gigabytes of CUDA packages.

@@ -53,7 +53,10 @@ _MISSING: Any = object()
 @cache
 def attributes_of_every_optimizer() -> frozenset[str]:
     """What torch itself puts on an instance. Not at import: the first optimizer loads dynamo."""
-    return frozenset(vars(torch.optim.SGD([torch.zeros(1)]))) | {"step", "param_groups"}
+    return frozenset(vars(torch.optim.SGD([torch.zeros(1, device="cpu")]))) | {
+        "step",
+        "param_groups",
+    }
 
 
 def own_attributes(optimizer: Optimizer) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from .agreement import agree_on_overflow, is_sharded, reduce_partial_gradients, whole
 from .config import OrderError, OverflowStreakError, UnsupportedError
 from .culprits import first_nonfinite
+from .devices import refuse_capture
 from .due import Due, Timing
 from .gradients import (
     LOW_PRECISION,
@@ -139,7 +140,7 @@ class Boundary:
         sharded = self.scaler.sharded
         parameters = [p for p in parameters if p.grad is not None or sharded]
         if not parameters:
-            return torch.tensor(0.0)
+            return torch.tensor(0.0, device=self.device)
         if not self.scaler.is_enabled():
             return self._clip_unscaled(parameters, max_norm, norm_type)
         owners = self.owners(parameters)
@@ -520,7 +521,10 @@ class Boundary:
             OrderError: a second step in one window; gradients that no ``scale()`` produced;
                 scaled gradients added to unscaled ones.
             OverflowStreakError: too many skips in a row.
+            UnsupportedError: a graph is being captured.
         """
+        if self.device.type != "cpu":
+            refuse_capture("optimizer.step()")
         start, optimizer = time.perf_counter(), stepped(optimizer)
         scaler = self.scaler
         scaler.manage(optimizer)

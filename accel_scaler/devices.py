@@ -15,7 +15,7 @@ import torch
 
 from .config import UnsupportedError
 
-__all__ = ["JOINS_BY_ITSELF", "Streams", "is_capturing", "streams_of"]
+__all__ = ["JOINS_BY_ITSELF", "Streams", "is_capturing", "refuse_capture", "streams_of"]
 
 JOINS_BY_ITSELF = ("cuda", "xpu", "npu", "mlu", "hpu", "musa", "sdaa", "neuron")
 """Under Accelerate these join the ranks of torchrun; others wait for ``ACCELERATE_USE_CPU``."""
@@ -62,6 +62,20 @@ def is_capturing() -> bool:
     return asks is not None and bool(module.is_initialized() and asks())
 
 
+def refuse_capture(call: str) -> None:
+    """Raise ``UnsupportedError`` where a graph is being captured on this thread's stream.
+
+    A graph holds operations of one thread that nobody waits for. A step waits for the device, to
+    know of an overflow; and while a graph is captured no other thread may ask a device for memory.
+    """
+    if is_capturing():
+        raise UnsupportedError(
+            f"{call}: a graph is being captured on this stream. A step that is checked, or done by "
+            "another thread, cannot be part of it. Call optimizer.synchronize() before the "
+            "capture, capture forward and backward alone, and step outside of it."
+        )
+
+
 class Streams:
     """Of one device. Several threads may use it; a present stream is each thread's own.
 
@@ -100,5 +114,5 @@ class Streams:
         and waits on the present one.
         """
         if self.device.type == "cuda":  # torch.Event leaves ``blocking`` out, and the host spins
-            return torch.cuda.Event(blocking=True)
+            return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         return torch.Event(self.device, blocking=True)

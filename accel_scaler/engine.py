@@ -27,6 +27,7 @@ from torch.optim import optimizer as optimizer_module
 from .agreement import reduce_partial_gradients
 from .config import OrderError, StepError, UnsupportedError
 from .culprits import Culprits
+from .devices import refuse_capture
 from .due import Due
 from .flight import Flight
 from .gradients import LOW_PRECISION, parameters_of
@@ -177,8 +178,11 @@ class Engine(Flight, Stepper):
 
         Raises:
             StepError: the step before failed, or the optimizer thread is gone.
-            UnsupportedError: sparse gradients with offload; nothing was taken.
+            UnsupportedError: sparse gradients with offload, or a graph is being captured; nothing
+                was taken.
         """
+        if self.lane.copies_beside:
+            refuse_capture("optimizer.step()")
         self.claim()
         self.was_skipped = False
         self._run_hooks("pre")
@@ -196,6 +200,8 @@ class Engine(Flight, Stepper):
 
         ``prepare`` returns it, once the step before is finished. What is ``due`` is done first.
         """
+        if self.lane.copies_beside:
+            refuse_capture("submit()")
         self.claim()
         self._finish_for_boundary()
         fn = prepare()

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from .config import OrderError, StepError
 from .culprits import MOST_NAMES, Culprits, listed
+from .devices import refuse_capture
 from .due import Timing
 from .intake import Intake
 from .pending import Hold, can_be_held
@@ -39,6 +40,7 @@ class Flight:
     """
 
     optimizer: Optimizer
+    steps: int
     shadow: Shadow
     lane: Lane
     intake: Intake
@@ -113,6 +115,8 @@ class Flight:
     ) -> int:
         """On whatever thread uses a parameter: wait for its part; the device waits too."""
         # Where a compiled model meets this line dynamo breaks its graph, once; not further down.
+        if self.lane.copies_beside:
+            refuse_capture(where or "a parameter whose update is due")
         start = time.perf_counter()
         is_due = not (task.finished or task.done >= parts)
         ok = task.wait(parts)
@@ -174,6 +178,8 @@ class Flight:
             self._finish(task, where, everywhere)
 
     def _finish(self, task: Task, where: str, everywhere: bool = False) -> None:
+        if self.lane.copies_beside:
+            refuse_capture(where)
         ok = self._wait(task, where)
         if everywhere:
             self.lane.follow_last(on_host=True)
@@ -225,23 +231,24 @@ class Flight:
         error = task.error
         if self._of_user:
             return StepError(
-                f"the function given to submit() failed on the optimizer thread "
-                f"({type(error).__name__}: {error}). What it had stepped by then stays stepped; "
-                "its gradients are gone. The next call works."
+                f"the function given to submit(), step {self.steps}, failed on the optimizer "
+                f"thread ({type(error).__name__}: {error}). What it had stepped by then stays "
+                "stepped; its gradients are gone. The next call works."
             )
+        name = f"step {self.steps} of {type(self.optimizer).__name__}"  # skipped ones not counted
         updated = max(task.done - self._lead, 0)
         params = self.shadow.params
         if not self.shadow.splittable and not updated:
             where = "training" if task.timing.inline else "optimizer"
             return StepError(
-                f"{type(self.optimizer).__name__} failed on the {where} thread "
+                f"{name} failed on the {where} thread "
                 f"({type(error).__name__}: {error}). It is stepped whole, as torch does it: what "
                 f"it had updated by then of {self._names(params)}, and of its state, stays "
                 "updated. The gradients of this step are gone; the next step works with new ones."
             )
         end = self.shadow.parts[updated - 1].end if updated else 0
         return StepError(
-            f"{type(self.optimizer).__name__} failed on the optimizer thread "
+            f"{name} failed on the optimizer thread "
             f"({type(error).__name__}: {error}). Updated: {self._names(params[:end])}. As before "
             f"the step: {self._names(params[end:])}; optimizer state may have moved for the next "
             "of these. The gradients of this step are gone; the next step works with new ones."

@@ -29,7 +29,7 @@ class AdamGroup:
         self.states = [optimizer.state[p] for p in self.known]
         # One buffer, so that one addition counts the step for all; each entry is a view.
         steps = [state["step"] for state in self.states]
-        self.counts = torch.stack(steps) if steps else torch.zeros(0)
+        self.counts = torch.stack(steps) if steps else torch.zeros(0, device="cpu")
         for state, count in zip(self.states, self.counts.unbind(), strict=True):
             state["step"] = count
         self.strides = list(map(Tensor.stride, self.known))
@@ -246,7 +246,7 @@ def nothing_found(optimizer: Optimizer) -> Tensor | None:
     if type(optimizer).__module__.startswith("torch.optim."):
         return None
     params = parameters_of(optimizer)
-    return torch.zeros((), dtype=torch.float32, device=params[0].device if params else None)
+    return torch.zeros((), dtype=torch.float32, device=params[0].device if params else "cpu")
 
 
 def call_fused(

@@ -80,19 +80,20 @@ def _fp16_cpu(found: Survey) -> bool:
 
 def kernel_applies_found_inf_2() -> bool:
     """F8, asked of this torch: does its fused CPU kernel step although ``found_inf`` is 2?"""
-    param = _sgd(torch.ones(2, 2), grad_scale=torch.tensor(1.0), found_inf=torch.tensor(2.0))
+    one, two = torch.tensor(1.0, device="cpu"), torch.tensor(2.0, device="cpu")
+    param = _sgd(torch.ones(2, 2, device="cpu"), grad_scale=one, found_inf=two)
     return bool((param != 1).any())
 
 
 def kernel_ignores_strides() -> bool:
     """F10, asked of this torch: does a transposed gradient step its parameter wrongly?"""
-    grad = torch.arange(4.0).view(2, 2).t()
+    grad = torch.arange(4.0, device="cpu").view(2, 2).t()
     return not torch.equal(_sgd(grad), _sgd(grad.contiguous()))
 
 
 def _sgd(grad: torch.Tensor, **scaling: torch.Tensor) -> torch.Tensor:
     """Ones, shape (2, 2), after one step; without an optimizer, whose first costs seconds."""
-    param = torch.ones(2, 2)
+    param = torch.ones(2, 2, device="cpu")
     settings: dict[str, Any] = {"weight_decay": 0.0, "momentum": 0.0, "lr": 1.0, "dampening": 0.0}
     settings |= {"nesterov": False, "maximize": False, "is_first_step": False, **scaling}
     torch._fused_sgd_([param], [grad], [], **settings)

@@ -16,7 +16,7 @@ from .boundary import Boundary
 from .config import ScalerConfig, UnsupportedError
 from .engine import refuse_sharing
 from .fences import Fences
-from .shadow import refuse_unsteppable
+from .shadow import refuse_spread, refuse_unsteppable
 from .stepper import async_stepper_of, stepper_of
 from .takeover import has_fp16
 from .windows import stepped
@@ -196,11 +196,14 @@ def forbid_unsuitable(optimizer: Any, config: ScalerConfig) -> None:
     inner = inner_of(optimizer)[0]
     if _needs_engine(inner, config):
         offload = config.offload != "none"
+        inline = config.step_mode == "sync" and not offload
         refuse_unsteppable(
             inner,
             masters=offload or config.step_mode == "delayed" or has_fp16(inner),
-            inline=config.step_mode == "sync" and not offload,
+            inline=inline,
         )
+        if not inline:
+            refuse_spread(inner)
 
 
 def forbid_sharing(optimizers: Iterable[Any], config: ScalerConfig) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from itertools import chain, pairwise
 from operator import attrgetter, is_
@@ -36,6 +37,7 @@ from .steppable import (
     known_class,
     raw_step,
     refuse_replaced,
+    refuse_spread,
     refuse_unlike,
     refuse_unshardable,
     refuse_unsteppable,
@@ -44,7 +46,7 @@ from .stepper import ATTRIBUTE
 from .surroundings import Surroundings, Watch
 from .transfer import Lane
 
-__all__ = ["Part", "Shadow", "refuse_unsteppable"]
+__all__ = ["Part", "Shadow", "refuse_spread", "refuse_unsteppable"]
 
 logger = logging.getLogger("accel_scaler")
 
@@ -162,6 +164,8 @@ class Shadow:
         params = parameters_of(self.optimizer)
         self._refuse_unsteppable()
         refuse_unshardable(self.optimizer)
+        if not self.inline:
+            refuse_spread(self.optimizer, self.lane.device)
         slots = make_slots(
             self.optimizer,
             self.lane,
@@ -559,8 +563,13 @@ class Shadow:
         finally:
             del stepped.grad_scale, stepped.found_inf
 
+    def _beside_masters(self) -> AbstractContextManager[Any]:
+        """What the step makes without naming a device lies where the masters are."""
+        elsewhere = self.offload and torch.get_default_device().type != "cpu"
+        return torch.device("cpu") if elsewhere else nullcontext()
+
     def _run_step(self, stepped: Any, forbid: bool) -> Any:
-        with self.surroundings.around_step():
+        with self.surroundings.around_step(), self._beside_masters():
             if self.splittable or self.inline or self.why_inline is not None:
                 return self.raw_step(stepped)
             watch = Watch(_LATER if forbid else None)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .config import UnsupportedError
 from .gradients import LOW_PRECISION
 from .transfer import Lane
 
@@ -125,12 +124,6 @@ def place_of(t: Tensor) -> object:
 @torch.no_grad()
 def _give_masters(slots: Sequence[Slot], lane: Lane, offload: bool, old: dict[int, Slot]) -> None:
     targets = [slot.target for slot in slots]
-    if offload and not all(map(lane.reaches, targets)):
-        where = ", ".join(sorted({str(t.device) for t in targets}))
-        raise UnsupportedError(
-            f"offload='cpu': the optimizer's parameters are on {where}; expected all of them on "
-            f"{lane.device}. Use one optimizer for each device, or offload='none'."
-        )
     if not offload:
         for slot in slots:
             slot.give_master(torch.empty_like(slot.target, dtype=torch.float32))

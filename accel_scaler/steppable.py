@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from .attributes import attributes_of_every_optimizer, find_parameters, find_unlike
@@ -17,6 +18,7 @@ __all__ = [
     "known_class",
     "raw_step",
     "refuse_replaced",
+    "refuse_spread",
     "refuse_unlike",
     "refuse_unshardable",
     "refuse_unsteppable",
@@ -156,6 +158,25 @@ def refuse_unsteppable(
         )
     if masters and not is_splittable(optimizer):
         refuse_unlike(optimizer, find_unlike(optimizer))
+
+
+def refuse_spread(optimizer: Optimizer, device: torch.device | None = None) -> None:
+    """Raise ``UnsupportedError`` where parameters are on several devices, or not on ``device``:
+    the optimizer thread puts its work in order with one device's streams."""
+    places = {p.device for p in parameters_of(optimizer)}
+    names = ", ".join(sorted(map(str, places)))
+    if len(places) > 1 or (device is not None and not all(is_on(p, device) for p in places)):
+        here = "one device" if device is None else str(device)
+        raise UnsupportedError(
+            f"{type(optimizer).__name__}: its parameters are on {names}; expected all of them on "
+            f"{here}. Use one optimizer for each device, made once the model is where it trains, "
+            "or step_mode='sync' without offload."
+        )
+
+
+def is_on(place: torch.device, device: torch.device) -> bool:
+    """Whether they are the same; one may leave the number out."""
+    return place.type == device.type and (None in (place.index, device.index) or place == device)
 
 
 def refuse_unlike(optimizer: Optimizer, why: str | None) -> None:

@@ -32,7 +32,6 @@ __all__ = ["Devices", "Job", "Survey", "Threads", "survey"]
 PACKAGES = ("torch", "accelerate", "transformers", "trl", "peft")
 
 
-
 @dataclass(frozen=True)
 class Devices:
     """What there is to train on."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .devices import streams_of
 
-__all__ = ["Lane", "Marks"]
+__all__ = ["Lane", "Marks", "packs"]
 
 
 class Lane:
@@ -148,7 +148,9 @@ class Lane:
         views: list[Tensor] = list(tensors)
         for kind in dict.fromkeys(dtypes):
             mine = [i for i, d in enumerate(dtypes) if d is kind]
-            for pack in packs([lengths[i] for i in mine]) if self.copies_beside else [range(len(mine))]:
+            for pack in (
+                packs([lengths[i] for i in mine]) if self.copies_beside else [range(len(mine))]
+            ):
                 chosen, start = [mine[i] for i in pack], 0
                 buffer = self._host_memory(sum(lengths[i] for i in chosen), kind)
                 for i in chosen:
@@ -194,10 +196,6 @@ class Lane:
     def copies_beside(self) -> bool:
         """Whether a copy to the host runs while this thread goes on."""
         return self._streams is not None
-
-    def reaches(self, tensor: Tensor) -> bool:
-        """Whether copies of ``tensor`` run on this lane's streams."""
-        return self.is_host or tensor.device == self.device
 
 
 class Marks:

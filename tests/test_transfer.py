@@ -5,6 +5,7 @@ Each run also equals a plain loop, bit for bit; each wait that is taken away is 
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,20 +13,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from streams import Event, PaperDevice, Race, Stream
 from support import mlp, weights
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from accel_scaler import AsyncOptimizer, GradScaler, UnsupportedError
+from accel_scaler import AsyncOptimizer, GradScaler, UnsupportedError, devices
 from accel_scaler import engine as engine_module
 from accel_scaler import shadow as shadow_module
+from accel_scaler.boundary import Boundary
 from accel_scaler.config import StepError
 from accel_scaler.engine import Engine
 from accel_scaler.flight import Flight
 from accel_scaler.shadow import Shadow
-from accel_scaler.transfer import Lane, Marks
+from accel_scaler.stepper import async_stepper_of
+from accel_scaler.transfer import Lane, Marks, packs
 from accel_scaler.worker import Task, Worker
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -396,14 +401,116 @@ def test_one_rank_of_fsdp2_sends_its_gradients_to_the_host(paper: Any, mode: str
         dist.destroy_process_group()
 
 
-def test_offload_refuses_parameters_on_another_device(
+@pytest.mark.parametrize(
+    ("mode", "offload"), [("overlap", "none"), ("delayed", "none"), ("sync", "cpu")]
+)
+def test_parameters_on_several_devices_are_refused(mode: str, offload: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UnsupportedError, match=r"parameters are on cpu, meta; expected"):
+        AsyncOptimizer(inner, model, mode=mode, offload=offload)
+    assert not vars(inner).keys() & {"_opt_called"}
+    assert async_stepper_of(inner) is None
+
+
+def test_a_parameter_on_another_device_is_refused_when_it_comes() -> None:
+    model = nn.Linear(2, 2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = AsyncOptimizer(inner, model)
+    model(torch.ones(2)).sum().backward()
+    before = weights(model)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, device="meta"))]})
+    with pytest.raises(UnsupportedError, match="parameters are on cpu, meta; expected"):
+        optimizer.step()
+    assert torch.equal(weights(model), before)
+    assert all(p.grad is not None for p in model.parameters())
+    del inner.param_groups[1]
+    optimizer.step()
+    optimizer.close()
+    assert not torch.equal(weights(model), before)
+
+
+def test_a_graph_that_is_being_captured_refuses_a_step(
     paper: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paper(True)
-    monkeypatch.setattr(Lane, "reaches", lambda self, tensor: False)
+    paper(False)
     model = mlp()
-    with pytest.raises(UnsupportedError, match="parameters are on cpu"):
-        AsyncOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, offload="cpu")
+    with AsyncOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model) as optimizer:
+        model(torch.ones(2, 8)).sum().backward()
+        grads = [p.grad for p in model.parameters()]
+        before = weights(model)
+        with monkeypatch.context() as patch:
+            patch.setattr(devices, "is_capturing", lambda: True)
+            with pytest.raises(UnsupportedError, match=r"optimizer.step\(\): a graph is being"):
+                optimizer.step()
+            with pytest.raises(UnsupportedError, match=r"submit\(\): a graph is being"):
+                optimizer.submit(optimizer.step)
+        assert all(map(operator.is_, grads, [p.grad for p in model.parameters()]))
+        assert torch.equal(weights(model), before)
+        optimizer.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(devices, "is_capturing", lambda: True)
+            with pytest.raises(UnsupportedError, match=r"synchronize\(\) before the capture"):
+                model(torch.ones(2, 8))
+        optimizer.synchronize()
+        assert not torch.equal(weights(model), before)
+
+
+def test_a_boundary_is_refused_in_a_graph_that_is_being_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+    boundary = Boundary(scaler, torch.device("meta"))
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    boundary.add(optimizer)
+    scaler.scale(model(torch.ones(2, 8)).sum()).backward()
+    with monkeypatch.context() as patch:
+        patch.setattr(devices, "is_capturing", lambda: True)
+        with pytest.raises(UnsupportedError, match="a graph is being captured"):
+            boundary.step(optimizer)
+    assert scaler.get_scale() == 1024.0
+    assert boundary.step(optimizer)
+    assert scaler.get_scale() == 2048.0
+
+
+@given(st.lists(st.integers(0, 1 << 20), max_size=40))
+def test_few_buffers_hold_what_is_pinned_without_much_rounding(lengths: list[int]) -> None:
+    """torch rounds each up to a power of two; one for all could be twice as large as needed."""
+    found = packs(lengths)
+    assert sorted(i for pack in found for i in pack) == list(range(len(lengths)))
+    sums = [sum(lengths[i] for i in pack) for pack in found]
+    sizes = [1 << (n - 1).bit_length() for n in sums if n]
+    some = sorted(filter(None, lengths))
+    if some:
+        assert len(found) <= 2 + (sum(some) // some[0]).bit_length()
+        assert sum(sizes) - sum(lengths) < some[-1] + sum(
+            min(lengths[i] for i in pack) for pack in found
+        )
+
+
+def test_pinned_memory_is_in_several_buffers(paper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    paper(True)
+    made: list[int] = []
+    empty = torch.empty
+
+    def counted(*size: Any, **kwargs: Any) -> Tensor:
+        assert str(kwargs["device"]) == "cpu"
+        assert kwargs["pin_memory"]
+        made.append(size[0])
+        return empty(*size, **kwargs)
+
+    model = nn.Sequential(*[nn.Linear(31, 33, bias=False) for _ in range(9)])
+    optimizer = AsyncOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    with optimizer:
+        lane = optimizer._engine.lane
+        monkeypatch.setattr(torch, "empty", counted)
+        views = lane.host_like([p.detach() for p in model.parameters()])
+    assert made == [8 * 1023, 1023]
+    assert [v.shape for v in views] == [p.shape for p in model.parameters()]
+    for number, view in enumerate(views):
+        view.fill_(number)
+    assert all(bool((view == number).all()) for number, view in enumerate(views))
 
 
 @pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, GradScaler])

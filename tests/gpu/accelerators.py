@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 NAME = "ACCEL_SCALER_TEST_DEVICE"
 
@@ -50,7 +51,7 @@ def has_streams() -> bool:
 
 def is_simulated() -> bool:
     """A backend outside of torch: numbers are the CPU's, and much is missing."""
-    return KIND == torch._C._get_privateuse1_backend_name()
+    return torch._C._get_privateuse1_backend_name() == KIND
 
 
 def current_stream() -> torch.Stream:
@@ -87,3 +88,14 @@ def event(timed: bool = False) -> torch.Event:
 
 def synchronize() -> None:
     torch.accelerator.synchronize(DEVICE)
+
+
+def one_rank() -> None:
+    """A group of this process alone; where torch has no backend for the device, one that copies."""
+    backend = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}.get(KIND)
+    if backend is not None:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)

@@ -24,8 +24,8 @@ from two_ranks import CLIP, OVERFLOW, SCALER, WINDOWS, batch, net, schedule_of, 
 from accel_scaler import ScalerConfig, attach, detach
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs two CUDA devices"),
+    pytest.mark.usefixtures("real_device"),
+    pytest.mark.skipif(torch.accelerator.device_count() < RANKS, reason="needs two devices"),
 ]
 
 SAME = ("overlap none", "sync cpu", "overlap cpu")

@@ -1,0 +1,331 @@
+"""Runs on the device beside the same on a CPU: ``submit``, the default device, shards, failures.
+
+On a simulated device numbers are the CPU's, bit for bit; elsewhere within rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerators import DEVICE, KIND, is_simulated, one_rank
+from support import mlp
+from torch import Tensor, nn
+
+from accel_scaler import AsyncOptimizer, GradScaler, StepError, UnsupportedError, devices
+from accel_scaler import shadow as shadow_module
+from accel_scaler.shadow import Shadow
+
+MODES = ["sync", "overlap", "delayed"]
+STEPS, OVERFLOW = 8, 4
+Make = Callable[[Any], Any]
+
+
+def sgd(params: Any) -> Any:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def adamw(params: Any) -> Any:
+    return torch.optim.AdamW(params, lr=0.01)
+
+
+def fused_adamw(params: Any) -> Any:
+    return torch.optim.AdamW(params, lr=0.01, fused=True)
+
+
+@pytest.fixture(autouse=True)
+def one_part_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shadow_module, "SMALLEST_PART", 1)
+
+
+def batch(step: int, where: str, half: bool = False) -> Tensor:
+    x = torch.randn(16, 8, device="cpu", generator=torch.Generator().manual_seed(step))
+    return x.to(where, torch.float16 if half else torch.float32)
+
+
+def state_of(optimizer: Any) -> list[Tensor]:
+    entries = optimizer.state_dict()["state"].values()
+    return [v.clone() for entry in entries for v in entry.values() if isinstance(v, Tensor)]
+
+
+def assert_same(mine: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(mine) == len(expected) > 0
+    for a, b in zip(mine, expected, strict=True):
+        if is_simulated():
+            assert torch.equal(a.cpu(), b.cpu())
+        else:
+            torch.testing.assert_close(a.cpu(), b.cpu(), rtol=1e-3, atol=1e-4)
+
+
+# submit
+
+
+def submitted(
+    where: str, mode: str, offload: str, make: Make, half: bool, scaled: bool, clipped: bool
+) -> list[Tensor]:
+    """The user's step function on the optimizer thread, with the scaler's own calls in it."""
+    model = mlp(64).to(where, torch.float16 if half else torch.float32)
+    kind = torch.device(where).type
+    scaler = GradScaler(kind, init_scale=1024.0, growth_interval=2) if scaled else None
+    seen: list[Tensor] = []
+    with AsyncOptimizer(
+        make(model.parameters()), model, scaler=scaler, mode=mode, offload=offload
+    ) as optimizer:
+
+        def job() -> None:
+            if scaler is None:
+                optimizer.step()
+                return
+            scaler.unscale_(optimizer)
+            if clipped:
+                params = [p for group in optimizer.param_groups for p in group["params"]]
+                nn.utils.clip_grad_norm_(params, 0.1)
+            scaler.step(optimizer)
+
+        for step in range(STEPS):
+            loss = model(batch(step, where, half)).float().square().mean()
+            seen.append(loss.detach())
+            if scaler is None:
+                loss.backward()
+            else:
+                scaler.scale(loss * float("inf") if step == OVERFLOW else loss).backward()
+            optimizer.submit(job)
+            if scaler is not None:
+                scaler.update()
+                seen.append(torch.tensor(scaler.get_scale()))
+            optimizer.zero_grad()
+        seen += state_of(optimizer)
+    return [*seen, *(p.detach() for p in model.parameters())]
+
+
+@pytest.mark.parametrize(
+    ("scaled", "clipped"), [(False, False), (True, False), (True, True)],
+    ids=["unscaled", "scaled", "clipped"],
+)  # fmt: skip
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "float16"])
+@pytest.mark.parametrize("make", [sgd, adamw, fused_adamw])
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("mode", MODES)
+def test_submit(
+    mode: str, offload: str, make: Make, half: bool, scaled: bool, clipped: bool
+) -> None:
+    how = mode, offload, make, half, scaled, clipped
+    assert_same(submitted(DEVICE, *how), submitted("cpu", *how))
+
+
+# The default device
+
+
+def by_default(where: str, mode: str, offload: str, make: Make, set_for_good: bool) -> list[Tensor]:
+    """Everything under a default device, as notebooks set it."""
+    model = mlp(64).to(where)
+    if set_for_good:
+        torch.set_default_device(where)
+    try:
+        with nullcontext() if set_for_good else torch.device(where):
+            scaler = GradScaler(torch.device(where).type, init_scale=1024.0, growth_interval=2)
+            optimizer = AsyncOptimizer(
+                make(model.parameters()), model, scaler=scaler, mode=mode, offload=offload
+            )
+            norms = []
+            with optimizer:
+                for step in range(STEPS):
+                    loss = model(batch(step, where)).square().mean()
+                    scaler.scale(loss * float("inf") if step == OVERFLOW else loss).backward()
+                    norm = optimizer.clip_grad_norm_(0.1)
+                    norms += [] if step == OVERFLOW else [norm]
+                    optimizer.step()
+                    optimizer.zero_grad()
+                state = state_of(optimizer)
+    finally:
+        torch.set_default_device(None)
+    return [*norms, *state, *(p.detach() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("set_for_good", [False, True], ids=["with", "set_default_device"])
+@pytest.mark.parametrize("make", [sgd, adamw, fused_adamw])
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_default_device(mode: str, offload: str, make: Make, set_for_good: bool) -> None:
+    how = mode, offload, make, set_for_good
+    assert_same(by_default(DEVICE, *how), by_default("cpu", *how))
+
+
+# Shards
+
+
+def sharded(where: str, mode: str, offload: str, make: Make) -> list[Tensor]:
+    """FSDP2 on one rank."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model: Any = mlp(64).to(where)
+    mesh = init_device_mesh(torch.device(where).type, (1,))
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh)
+    scaler = GradScaler(torch.device(where).type, init_scale=1024.0, growth_interval=2)
+    inner = make(model.parameters())
+    losses = []
+    with AsyncOptimizer(
+        inner, model, scaler=scaler, mode=mode, offload=offload, sharded=True
+    ) as optimizer:
+        for step in range(STEPS):
+            loss = model(batch(step, where)).square().mean()
+            losses.append(loss.detach())
+            scaler.scale(loss * float("inf") if step == OVERFLOW else loss).backward()
+            optimizer.clip_grad_norm_(0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    whole = [p.detach().full_tensor() for p in model.parameters()]
+    return [t.cpu() for t in [*losses, *whole]]
+
+
+@pytest.fixture
+def group() -> Any:
+    one_rank()
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("make", [sgd, fused_adamw])
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("mode", MODES)
+def test_shards_of_one_rank(mode: str, offload: str, make: Make) -> None:
+    how = mode, offload, make
+    assert_same(sharded(DEVICE, *how), sharded("cpu", *how))
+
+
+# What cannot be right
+
+
+@pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two devices")
+@pytest.mark.parametrize(
+    ("mode", "offload"), [("overlap", "none"), ("delayed", "none"), ("sync", "cpu")]
+)
+def test_parameters_on_two_devices_are_refused(mode: str, offload: str) -> None:
+    params = [nn.Parameter(torch.ones(3, device=f"{KIND}:{n}")) for n in (0, 1)]
+    before = [p.detach().clone() for p in params]
+    with pytest.raises(UnsupportedError, match=f"on {KIND}:0, {KIND}:1; expected all of them on"):
+        AsyncOptimizer(sgd(params), mode=mode, offload=offload)
+    assert all(map(torch.equal, params, before))
+
+
+@pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two devices")
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_model_on_another_than_the_present_device(mode: str, offload: str) -> None:
+    """``cuda:1`` while ``cuda:0`` is the current one, as a process that uses two has it."""
+
+    def run(where: str) -> list[Tensor]:
+        model = mlp(64).to(where)
+        scaler = GradScaler(torch.device(where).type, init_scale=1024.0)
+        inner = sgd(model.parameters())
+        with AsyncOptimizer(inner, model, scaler=scaler, mode=mode, offload=offload) as optimizer:
+            for step in range(STEPS):
+                scaler.scale(model(batch(step, where)).square().mean()).backward()
+                optimizer.clip_grad_norm_(0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+        return [p.detach().cpu() for p in model.parameters()]
+
+    before = torch.accelerator.current_stream()
+    assert_same(run(f"{KIND}:1"), run("cpu"))
+    assert torch.accelerator.current_stream() == before
+
+
+@pytest.mark.usefixtures("side_streams")
+def test_a_capture_in_progress_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mlp(64).to(DEVICE)
+    scaler = GradScaler(KIND, init_scale=1024.0, growth_interval=1)
+    with AsyncOptimizer(sgd(model.parameters()), model, scaler=scaler) as optimizer:
+        scaler.scale(model(batch(0, DEVICE)).square().mean()).backward()
+        with monkeypatch.context() as patch:
+            patch.setattr(devices, "is_capturing", lambda: True)
+            with pytest.raises(UnsupportedError, match="a graph is being captured"):
+                optimizer.step()
+        assert scaler.get_scale() == 1024.0
+        optimizer.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(devices, "is_capturing", lambda: True)
+            with pytest.raises(UnsupportedError, match="a graph is being captured"):
+                model(batch(1, DEVICE))
+        assert scaler.get_scale() == 2048.0
+
+
+@pytest.mark.skipif(KIND != "cuda", reason="the one backend with graphs that capture a stream")
+def test_a_real_capture_is_refused() -> None:
+    model = mlp(64).to(DEVICE)
+    with AsyncOptimizer(sgd(model.parameters()), model) as optimizer:
+        for _ in range(2):
+            model(batch(0, DEVICE)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        x = batch(0, DEVICE)
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            model(x).square().mean().backward()
+            with pytest.raises(UnsupportedError, match="a graph is being captured"):
+                optimizer.step()
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_a_failure_on_the_device_says_which_step(
+    monkeypatch: pytest.MonkeyPatch, offload: str
+) -> None:
+    step_part = Shadow.step_part
+    model = mlp(64).to(DEVICE)
+    scaler = GradScaler(KIND, init_scale=1024.0)
+    with AsyncOptimizer(
+        sgd(model.parameters()), model, scaler=scaler, offload=offload
+    ) as optimizer:
+        for step in range(3):
+            loss = model(batch(step, DEVICE)).square().mean()
+            scaler.scale(loss * float("inf") if step == 1 else loss).backward()
+            if step == 2:
+
+                def full(*args: Any) -> None:
+                    raise torch.OutOfMemoryError("no memory left")
+
+                monkeypatch.setattr(Shadow, "step_part", full)
+            optimizer.step()
+            optimizer.zero_grad()
+        with pytest.raises(StepError, match=r"step 2 of SGD failed .*OutOfMemoryError: no memory"):
+            optimizer.synchronize()
+        monkeypatch.setattr(Shadow, "step_part", step_part)
+        scaler.scale(model(batch(3, DEVICE)).square().mean()).backward()
+        optimizer.step()
+
+
+@pytest.mark.usefixtures("side_streams")
+def test_streams_need_nothing_but_torchs_own_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend's module may have no Stream and no Event."""
+
+    def refused(*_: Any, **__: Any) -> Any:
+        raise AssertionError("asked of the backend's module")
+
+    module = torch.get_device_module(KIND)
+    for name in ("Stream", "current_stream", "stream", "set_stream", "device", "current_device"):
+        monkeypatch.setattr(module, name, refused, raising=False)
+    if KIND != "cuda":  # whose own class lets the host sleep while it waits
+        monkeypatch.setattr(module, "Event", refused, raising=False)
+    streams = devices.streams_of(torch.device(DEVICE))
+    assert streams is not None
+    side, home = streams.new(), streams.current()
+    assert side != home
+    with streams.on(side):
+        assert streams.current() == side
+        x = torch.ones(3, device=DEVICE) + 1
+        done = streams.event()
+        done.record()
+    assert streams.current() == home
+    done.wait()
+    done.synchronize()
+    assert x.tolist() == [2.0, 2.0, 2.0]

@@ -1,0 +1,134 @@
+"""A default device that is not the model's changes nothing: every allocation names its own."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from support import mlp, weights
+from torch import Tensor, nn
+
+from accel_scaler import AsyncOptimizer, GradScaler, ScalerConfig, attach
+from accel_scaler.hazards import kernel_applies_found_inf_2, kernel_ignores_strides
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MODES = [("sync", "none"), ("sync", "cpu"), ("overlap", "none"), ("overlap", "cpu")]
+MODES += [("delayed", "none"), ("delayed", "cpu")]
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "fused adamw": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+}
+Seen = tuple[Tensor, list[Any], list[Tensor]]
+
+
+def tensors_of(optimizer: Any) -> list[Tensor]:
+    state = optimizer.state_dict()["state"]
+    return [v for entry in state.values() for v in entry.values() if isinstance(v, Tensor)]
+
+
+def train(default: str | None, mode: str, offload: str, kind: str, half: bool) -> Seen:
+    model = mlp().to(torch.float16 if half else torch.float32)
+    batches = [torch.randn(4, 8, generator=torch.Generator().manual_seed(n)) for n in range(6)]
+    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    seen: list[Any] = []
+    with torch.device(default) if default else nullcontext():
+        inner = OPTIMIZERS[kind](model.parameters())
+        with AsyncOptimizer(inner, model, scaler=scaler, mode=mode, offload=offload) as optimizer:
+            for step, x in enumerate(batches):
+                loss = model(x.to(torch.float16 if half else torch.float32)).float().square().mean()
+                loss = loss * float("inf") if step == 3 else loss
+                scaler.scale(loss).backward()
+                if step % 2:
+                    norm = optimizer.clip_grad_norm_(0.1)
+                    seen += [] if step == 3 else [float(norm)]
+                optimizer.step()
+                optimizer.zero_grad()
+                seen += [scaler.get_scale(), optimizer.step_was_skipped]
+                if step == 4:
+                    optimizer.load_state_dict(optimizer.state_dict())
+                    scaler.load_state_dict(scaler.state_dict())
+            state = [t.clone() for t in tensors_of(optimizer)]
+    return weights(model), seen, state
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "float16"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(("mode", "offload"), MODES)
+def test_training_under_a_default_device_is_as_without(
+    mode: str, offload: str, kind: str, half: bool
+) -> None:
+    mine = train("meta", mode, offload, kind, half)
+    expected = train(None, mode, offload, kind, half)
+    assert torch.equal(mine[0], expected[0])
+    assert mine[1] == expected[1]
+    assert all(map(torch.equal, mine[2], expected[2]))
+    assert {t.device.type for t in mine[2]} == {"cpu"}
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_state_that_names_no_device_lies_beside_the_masters(offload: str) -> None:
+    """torch makes Adamax's count of steps on the default device; with offload that is the host."""
+    model = mlp()
+    with torch.device("meta"):
+        inner = torch.optim.Adamax(model.parameters(), lr=0.01, foreach=False)
+        optimizer = AsyncOptimizer(inner, model, mode="overlap", offload=offload)
+        model(torch.ones(2, 8, device="cpu")).sum().backward()
+        optimizer.step()
+        if offload == "cpu":
+            optimizer.close()
+            assert {entry["step"].device.type for entry in inner.state.values()} == {"cpu"}
+        else:  # as in torch
+            with pytest.raises(Exception, match="meta"):
+                optimizer.close()
+
+
+def test_an_attached_run_with_telemetry_is_as_without(tmp_path: Path) -> None:
+    def run(default: str | None, path: Path) -> tuple[Tensor, list[Any]]:
+        accelerator: Any = Accelerator(cpu=True, mixed_precision="fp16")
+        attach(accelerator, ScalerConfig(step_mode="overlap", telemetry=str(path)))
+        layers = mlp()
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+        with torch.device(default) if default else nullcontext():
+            params = layers[0].weight, layers[2].weight  # the names are not in this order alone
+            inner = [torch.optim.SGD([p], lr=0.1) for p in params]
+            model, *optimizers = accelerator.prepare(layers, *inner)
+            for step in range(4):
+                loss = model(x).float().square().mean()
+                accelerator.backward(loss * float("inf") if step == 2 else loss)
+                for p, optimizer in zip(
+                    (layers[0].weight, layers[2].weight), optimizers, strict=True
+                ):
+                    accelerator.clip_grad_norm_([p], 0.1)
+                    optimizer.step()
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                layers[0].bias.grad = layers[2].bias.grad = None
+            records = accelerator.scaler_history.records
+            seen = [(r.scale, r.skipped, r.grad_norm) for r in records]
+            accelerator.end_training()
+        return weights(layers), seen
+
+    mine, expected = run("meta", tmp_path / "a"), run(None, tmp_path / "b")
+    assert torch.equal(mine[0], expected[0])
+    assert repr(mine[1]) == repr(expected[1])
+    norms = [(tmp_path / name).read_text().count('"norms":') for name in ("a", "b")]
+    assert norms[0] == norms[1] > 0
+
+
+def test_what_doctor_asks_of_the_kernels_is_asked_on_the_cpu() -> None:
+    expected = kernel_applies_found_inf_2(), kernel_ignores_strides()
+    with torch.device("meta"):
+        assert (kernel_applies_found_inf_2(), kernel_ignores_strides()) == expected
+
+
+def test_the_norm_of_no_gradients_is_a_number() -> None:
+    model = nn.Linear(2, 2)
+    scaler = GradScaler("cpu")
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.device("meta"), AsyncOptimizer(inner, model, scaler=scaler) as optimizer:
+        assert float(optimizer.clip_grad_norm_(1.0)) == 0.0

@@ -139,17 +139,6 @@ class Lane:
         """Whether the device's memory is the host's."""
         return self._api is None
 
-    def follow_copies(self) -> None:
-        """What this thread enqueues from here on comes after every copy to the host so far."""
-        if self._api is not None:
-            with self._here():
-                self._api.current_stream().wait_stream(self._down)
-
-    @property
-    def copies_beside(self) -> bool:
-        """Whether a copy to the host runs while this thread goes on."""
-        return not self.is_host
-
     def reaches(self, tensor: Tensor) -> bool:
         """Whether copies of ``tensor`` run on this lane's streams."""
         return self.is_host or tensor.device == self.device

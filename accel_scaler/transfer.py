@@ -187,11 +187,6 @@ class Lane:
         """Whether the device's memory is the host's."""
         return self._streams is None and self.device.type == "cpu"
 
-    def follow_copies(self) -> None:
-        """What this thread enqueues from here on comes after every copy to the host so far."""
-        if self._streams is not None:
-            self._streams.current().wait_stream(self._down)
-
     @property
     def copies_beside(self) -> bool:
         """Whether a copy to the host runs while this thread goes on."""

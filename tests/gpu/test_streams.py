@@ -24,7 +24,7 @@ from accelerators import DEVICE, KIND, current_stream, on, sleep, synchronize
 from support import weights
 from torch import Tensor, nn
 
-from accel_scaler import AsyncOptimizer, ScalerConfig, attach, detach
+from accel_scaler import AsyncOptimizer, GradScaler, ScalerConfig, attach, detach
 from accel_scaler import shadow as shadow_module
 
 pytestmark = pytest.mark.usefixtures("side_streams")
@@ -469,6 +469,43 @@ def averaged(where: str, offload: str, when: str) -> list[Tensor]:
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 def test_averages_on_streams_beside_the_training(offload: str, when: str) -> None:
     assert_same(averaged(DEVICE, offload, when), averaged(CPU, offload, when))
+
+
+def gradients_read(where: str, mode: str, offload: str) -> list[Tensor]:
+    """After the step gradients are looked at on three streams, then added to or zeroed."""
+    model = deep(where)
+    one, two, home = streams_of(where, 2)
+    found: list[Tensor] = []
+    scaler = GradScaler(torch.device(where).type, init_scale=1024.0)
+    optimizer = AsyncOptimizer(
+        sgd(model.parameters()), model, scaler=scaler, mode=mode, offload=offload
+    )
+    with optimizer:
+        for step in range(STEPS):
+            x, y = batch_of(step, where)
+            scaler.scale(nn.functional.mse_loss(model(x), y)).backward()
+            busy(where)
+            optimizer.step()
+            follow(one, home)
+            follow(two, home)
+            for stream in (home, two, one):
+                with beside(stream):
+                    found += [p.grad.abs() for p in model.parameters()]
+            follow(home, one)
+            follow(home, two)
+            if step % 3 == 0:
+                optimizer.zero_grad(set_to_none=False)
+            elif step % 3 == 1:
+                optimizer.zero_grad()
+        if where != CPU:
+            synchronize()
+    return [weights(model).cpu(), *(t.cpu() for t in found)]
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("mode", ["overlap", "delayed"])
+def test_gradients_that_are_read_on_several_streams(mode: str, offload: str) -> None:
+    assert_same(gradients_read(DEVICE, mode, offload), gradients_read(CPU, mode, offload))
 
 
 def read_by_a_thread(where: str) -> list[Tensor]:

@@ -137,7 +137,7 @@ class Engine(Flight, Stepper):
         if any_pending():
             settle_pending(parameters_of(self.optimizer))  # of another optimizer's step
         # Masters made in an evaluation are stepped outside of it.
-        with self.lock, torch.inference_mode(False):
+        with self.lock, torch.inference_mode(False), self.lane.as_at_home():
             if self._task is not None:
                 return  # of the thread that trains, which has asked for itself
             before, slots = self.shadow.params, self.shadow.slots
@@ -366,6 +366,7 @@ class Engine(Flight, Stepper):
             OrderError: in ``delayed`` another thread trains, beneath which the model would change.
         """
         self.finish(everywhere=True)
+        self.lane.follow_last(on_host=True)  # what was finished on one stream alone
         if self.unpublished and not self.is_trained_here:
             raise OrderError(
                 "step_mode='delayed': a newer value waits to be published, and this thread "
@@ -375,7 +376,6 @@ class Engine(Flight, Stepper):
                 "step_mode='overlap'."
             )
         self._publish_newest()
-        self.lane.follow_last(on_host=True)
 
     @contextmanager
     def still(self) -> Iterator[None]:
@@ -391,10 +391,14 @@ class Engine(Flight, Stepper):
     def _publish_newest(self) -> None:
         with self.lock, torch.inference_mode(False):
             if self.unpublished and self._task is None:
-                self._follow_edits()
-                with torch.no_grad(), self.lane.between():
+                # Readers on other streams are in order before the next step, which this is not.
+                self.lane.wait_for_all()
+                with torch.no_grad(), self.lane.as_at_home():
+                    self._follow_edits()
                     for slot in self.shadow.slots:
                         slot.publish(self.lane)
+                    end = self.lane.mark()
+                self.lane.wait_on_host(end)
                 self.unpublished = False
                 torch.autograd.graph.increment_version(self._newer)
                 self._newer = []
@@ -416,7 +420,7 @@ class Engine(Flight, Stepper):
         An entry ``master`` holds where it rounds to the model's present parameter.
         """
         shadow = self.shadow
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), self.lane.as_at_home():
             if shadow.masters or self.keeps_scaled:
                 if not shadow.is_current():
                     self.refresh()

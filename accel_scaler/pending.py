@@ -390,7 +390,7 @@ class Hold:
         if threading.get_ident() == self._thread:
             self.seen.append(p)
         if torch._guards.CompileContext.try_get() is not None:
-            self.was_traced = True
+            self.was_traced = everywhere = True
         try:
             part = self.part_of[id(p)]
             done = self._wait(part)

@@ -50,6 +50,7 @@ def paper(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], PaperDevice]:
                 self.device, self._streams = torch.device("cpu"), device
                 self._home: Any = None
                 self._last: Any = None
+                self._known: Any = None
                 self._work, self._down = device.new(), device.new()
 
         empty = torch.empty

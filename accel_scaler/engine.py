@@ -393,12 +393,11 @@ class Engine(Flight, Stepper):
             if self.unpublished and self._task is None:
                 # Readers on other streams are in order before the next step, which this is not.
                 self.lane.wait_for_all()
-                with torch.no_grad(), self.lane.as_at_home():
-                    self._follow_edits()
+                self._follow_edits()
+                with torch.no_grad():
                     for slot in self.shadow.slots:
                         slot.publish(self.lane)
-                    end = self.lane.mark()
-                self.lane.wait_on_host(end)
+                self.lane.wait_on_host(self.lane.mark())
                 self.unpublished = False
                 torch.autograd.graph.increment_version(self._newer)
                 self._newer = []
@@ -472,6 +471,8 @@ class Engine(Flight, Stepper):
         task: Task,
     ) -> None:
         # What the training thread steps itself is in order on its own stream.
+        if task.timing.inline and self.shadow.is_sharded:
+            self.lane.keep(grads, at_home=True)  # FSDP2 took them on a stream of its own
         with nullcontext() if task.timing.inline else self._beside(grads, due, ready):
             try:
                 for part in self.shadow.parts if publish_first else ():

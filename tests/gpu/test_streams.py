@@ -610,10 +610,10 @@ def test_an_average_beside_an_evaluation_while_an_update_is_delayed() -> None:
 
 
 def compiled(where: str) -> list[Tensor]:
-    """A model whose forward waits as a whole, used on two streams."""
+    """A model whose forward waits as a whole, used and read on other streams."""
     model = deep(where)
     model.compile(backend="eager")
-    side, home = streams_of(where, 1)
+    side, other, home = streams_of(where, 2)
     found: list[Tensor] = []
     with AsyncOptimizer(sgd(model.parameters()), model, mode="overlap") as optimizer:
         backward(model, 0, where)
@@ -625,7 +625,13 @@ def compiled(where: str) -> list[Tensor]:
             backward(model, step + 1, where)
             with beside(side):
                 x, _ = batch_of(0, where)
-                found.append(model(x).detach().clone())
+                if step % 2:
+                    found.append(model(x).detach().clone())
+            if step % 2 == 0:
+                with beside(other):
+                    optimizer.synchronize()
+                with beside(side):  # which nobody waits for that is compiled
+                    found += [p.detach().clone() for p in model.parameters()]
             follow(home, side)
         if where != CPU:
             synchronize()
@@ -676,10 +682,10 @@ def test_delayed_publishes_in_the_order_of_the_training_stream(offload: str, how
     assert_same(mine, published_elsewhere(CPU, offload, how))
 
 
-def edited_elsewhere(where: str) -> list[Tensor]:
-    """A parameter with a master is written on another stream, where the state is then saved."""
+def saved_after_an_edit(where: str) -> list[Tensor]:
+    """Masters learn of an edit where the state is saved: on a stream that nobody follows."""
     model = deep(where)
-    side, home = streams_of(where, 1)
+    side, _ = streams_of(where, 1)
     with AsyncOptimizer(sgd(model.parameters()), model, mode="delayed") as optimizer:
         for step in range(STEPS):
             backward(model, step, where)
@@ -687,16 +693,17 @@ def edited_elsewhere(where: str) -> list[Tensor]:
             optimizer.zero_grad()
             if step == 2:
                 optimizer.synchronize()
-                with beside(side, home), torch.no_grad():
-                    busy(where)
+                busy(where)
+                with torch.no_grad():
                     model[0].weight.mul_(0.5)
-                    optimizer.state_dict()  # the masters learn of it
-                follow(home, side)
+                with beside(side):
+                    busy(where)
+                    optimizer.state_dict()
     return [weights(model).cpu()]
 
 
-def test_masters_that_learn_of_an_edit_elsewhere() -> None:
-    assert_same(edited_elsewhere(DEVICE), edited_elsewhere(CPU))
+def test_masters_learn_of_an_edit_in_the_order_of_the_training_stream() -> None:
+    assert_same(saved_after_an_edit(DEVICE), saved_after_an_edit(CPU))
 
 
 def saved_elsewhere(where: str, mode: str) -> list[Tensor]:

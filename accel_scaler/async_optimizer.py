@@ -267,6 +267,9 @@ class AsyncOptimizer(Optimizer):
     def synchronize(self) -> None:
         """Wait for the step in hand and publish it: parameters and state are the newest then.
 
+        Waits for the device as well, so that they are on every stream; in ``delayed`` for all that
+        it has to do, where something is to be published.
+
         Raises:
             StepError: it failed.
         """

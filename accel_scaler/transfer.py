@@ -2,6 +2,46 @@
 
 The only file that orders streams, by events, and knows pinned memory. On a CPU, and where one queue
 keeps the order, nothing runs beside anything: marks are None, and copies are waited for.
+
+*Home* is the stream that the training thread hands steps over from, *side* the one that updates run
+on, *down* the one of copies to the host. ``ready`` is home's mark at the hand-over; side begins
+after it, and each part of a step ends with a mark of its own.
+
+Model's parameters
+    Side writes them (``delayed``: those of the step before), home and the user's streams read them.
+    Written after ``ready``, and so after what home followed by then. A use waits for the mark of
+    its part, on its own stream and on home; until the device is past that mark the class stays
+    pending (:mod:`accel_scaler.pending`), so each other stream waits as well. ``synchronize()``
+    waits on the host, and publishes when no stream has anything left to do. Recorded on side.
+Masters on the device
+    Side writes and reads them; the training thread refreshes them from the model in home's order
+    (``as_at_home``), with no step in hand. Recorded on side.
+Gradients
+    Backward's streams write them, home then multiplies, side reads and unscales them. After
+    ``ready``. Whoever uses one meanwhile waits as for a parameter. The task has them until it has
+    enqueued its work; recorded on side, and on down if they are sent.
+Optimizer state, loaded or made by a step; step counts
+    Side writes and reads it; home reads it after ``synchronize()``. Memory of home's or of side's
+    pool, as it came: recorded on both, before a step and after it.
+Hyperparameters that are tensors, factors that unscale and clip
+    Home writes copies of them at the hand-over, side reads them after ``ready``. Recorded on side.
+What a step needs for itself
+    Side alone, of side's pool.
+A step on the training thread (``sync`` without offload)
+    Home alone, as torch does it. FSDP2's gradients come from a stream of its own: recorded on home.
+Gradients on the host, pinned
+    Down writes them after home; the optimizer thread waits for each copy's mark, then reads. Sent
+    once the step before is done.
+Masters and state on the host
+    The optimizer thread alone, while a step is in hand. The copy up reads masters on side: the
+    thread waits for the last mark before it writes them again.
+Staging, pinned
+    The optimizer thread writes it, side's copy up reads it; waited for likewise. A slot has it;
+    torch keeps pinned memory that is dropped until its copies are done.
+
+An optimizer that is dropped leaves all of that to the marks: the task has what it still enqueues,
+recorded memory stays until the device is past, and the model's parameters, hooks and gradients
+know the marks without the optimizer.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from math import isinf
 from typing import Any
 
@@ -374,6 +375,10 @@ class Boundary:
                 "checked. Add parameters before that, or after the step; zero the gradients to go "
                 "on."
             )
+        self._forbid_edits(optimizer, record)
+        return record
+
+    def _forbid_edits(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
         if record.handed_out is not None and record.handed_out.is_changed:
             raise OrderError(
                 f"the gradients of {type(optimizer).__name__} were changed after they were "
@@ -382,7 +387,24 @@ class Boundary:
                 "clip_grad_norm_, or load the model in float32, without fold_unscale; zero the "
                 "gradients to go on."
             )
-        return record
+
+    @contextmanager
+    def due_of(self, optimizer: Optimizer) -> Iterator[Due]:
+        """What is left to be done to the gradients, for a caller who steps with it in the block.
+
+        Raises:
+            OrderError: they were changed since they were clipped.
+        """
+        optimizer = stepped(optimizer)
+        record = self.scaler.record_of(optimizer)
+        self._forbid_edits(optimizer, record)
+        record.take_back()
+        try:
+            yield record.due
+        except BaseException:  # it is still to be done
+            self._hand_out([optimizer], [record], ())
+            raise
+        record.due = Due()
 
     def _check(self, optimizer: Optimizer) -> OptimizerRecord:
         """Check, unless somebody did in this window; unscale, or leave that as due."""
@@ -471,11 +493,12 @@ class Boundary:
                 "clip_grad_norm_ or clip_grad_value_, which know this, or load the model in "
                 "float32. A hook before the step (register_step_pre_hook) sees gradients too."
             )
+        record.take_back()
         if record.due.multiply is not None:
             stepper.multiply(record.due.multiply)
         elif record.due.divide is not None:
             torch._foreach_div_(gradients_of(parameters_of(optimizer)), record.due.divide)
-        record.due, record.handed_out = Due(), None
+        record.due = Due()
         self.scaler.window.unscaled.update(map(id, parameters_of(optimizer)))
 
     def _hand_out(
@@ -486,11 +509,11 @@ class Boundary:
     ) -> None:
         """The caller is about to have the gradients back: what changes them now is not ours."""
         for owner, record in zip(owners, records, strict=True):
-            now = None
-            if record.due or record.rescaled is not None:
-                now = Snapshot.of(parameters_of(owner))
-            record.handed_out = now if record.due else None
-            record.rescaled = None if record.rescaled is None else now
+            record.take_back()
+            if record.due:
+                record.handed_out = Snapshot.with_contents(parameters_of(owner))
+            if record.rescaled is not None:
+                record.rescaled = Snapshot.of(parameters_of(owner))
         strays = self.scaler.window.strays
         for p in parameters if strays else ():
             if id(p) in strays and strays[id(p)][1] is not None:
@@ -572,6 +595,7 @@ class Boundary:
             if found_inf:
                 stepper.skip()
             else:
+                record.take_back()
                 timing = self._apply(stepper, record.due)
                 record.due = Due()
         culprits = scaler.culprits

@@ -18,6 +18,7 @@ from torch.optim import SGD
 
 from accel_scaler import AsyncOptimizer, GradScaler, OrderError, ScalerConfig, attach, detach
 from accel_scaler.config import UnsupportedError
+from accel_scaler.windows import Snapshot
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -525,6 +526,100 @@ def test_an_edit_of_float16_gradients_after_a_clip_is_refused(mode: Any) -> None
         ours.step()
         ours.synchronize()
         assert not torch.equal(weights(model), before)
+
+
+def _neg(grad: Tensor) -> None:
+    grad.data.neg_()  # keeps every norm
+
+
+def _write_numpy(grad: Tensor) -> None:
+    grad.numpy()[...] += 0.5
+
+
+UNSEEN: dict[str, Callable[[Tensor], Any]] = {
+    ".data": lambda grad: grad.data.add_(0.125),
+    "a row of .data": lambda grad: grad.data[:1].fill_(3.0),
+    ".data, turned round": _neg,
+    ".detach()": lambda grad: grad.detach().add_(1.0),
+    ".numpy()": _write_numpy,
+    "an edge of .data": lambda grad: grad.data.view(-1)[-1:].sub_(1.0),
+}
+
+
+@pytest.mark.parametrize("edit", UNSEEN)
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+@pytest.mark.parametrize("then", ["step", "clip", "scaler.step", "submit"])
+@pytest.mark.parametrize("kind", ["float16", "fold", "fold, numpy's memory"])
+def test_an_unseen_edit_of_what_stays_scaled_is_refused(
+    edit: str, mode: str, then: str, kind: str
+) -> None:
+    """No version counter shows it; the update would scale it too."""
+    model: Any = mlp().half() if kind == "float16" else mlp()
+    dtype = next(model.parameters()).dtype
+    scaler = GradScaler("cpu", init_scale=SCALE)
+    inner: Any = SGD(model.parameters(), lr=0.1, momentum=0.9, fused=kind != "float16")
+    fold = kind != "float16"
+    with AsyncOptimizer(
+        inner, model, scaler=scaler, mode=mode, fold_unscale=fold, optimizer_threads=1
+    ) as ours:
+
+        def backward() -> None:
+            scaler.scale(model(torch.ones(2, 8, dtype=dtype)).float().mean()).backward()
+            for p in model.parameters():
+                if kind == "fold, numpy's memory":
+                    p.grad = torch.from_numpy(p.grad.numpy().copy())
+
+        def go_on() -> None:
+            if then == "scaler.step":
+                scaler.step(ours)
+                scaler.update()
+            elif then == "submit":
+                ours.submit(ours.step)
+                scaler.update()
+            else:
+                if then == "clip":
+                    ours.clip_grad_norm_(0.005)
+                ours.step()
+            ours.synchronize()
+
+        before, weight = weights(model), model[0].weight
+        for read in (lambda p: p.grad.numpy().sum(), lambda p: p.grad.data.tolist()):
+            backward()
+            ours.clip_grad_norm_(0.01)
+            for p in model.parameters():
+                read(p)  # nobody writes
+            go_on()
+            ours.zero_grad()
+        trained = weights(model)
+        assert not torch.equal(trained, before)
+        backward()
+        ours.clip_grad_norm_(0.01)
+        UNSEEN[edit](weight.grad)
+        with pytest.raises(OrderError, match="changed after they were clipped"):
+            go_on()
+        assert torch.equal(weights(model), trained)
+        ours.zero_grad()
+        scaler.abandon_window()
+        backward()
+        ours.clip_grad_norm_(0.01)
+        go_on()
+        assert not torch.equal(weights(model), trained)
+
+
+def test_what_stays_scaled_is_not_copied_unless_somebody_writes_to_it() -> None:
+    """And once it may be written to it is the memory that it was."""
+    grads = [torch.arange(5.0), torch.arange(4, dtype=torch.float16)]
+    params = [nn.Parameter(torch.zeros_like(g)) for g in grads]
+    for p, g in zip(params, grads, strict=True):
+        p.grad = g
+    before = [g.untyped_storage()._cdata for g in grads]
+    snapshot = Snapshot.with_contents(params)
+    assert not snapshot.is_changed
+    assert all(map(torch._C._is_cow_tensor, grads))
+    snapshot.end()
+    assert not any(map(torch._C._is_cow_tensor, grads))
+    assert [g.untyped_storage()._cdata for g in grads] == before
+    assert grads[0].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
 @pytest.mark.parametrize("mode", ["overlap", "delayed"])

@@ -361,9 +361,9 @@ class Boundary:
             )
         if record.leftover:
             raise OrderError(
-                f"{type(optimizer).__name__} sat out the window before with gradients in it, "
-                f"which {record.leftover}; the present ones were added to them. Step every "
-                "optimizer that has gradients, or zero them before the next backward."
+                f"{type(optimizer).__name__} {record.leftover}; the present ones were added to "
+                "them. Step every optimizer that has gradients, or zero them before the next "
+                "backward; now zero them to go on."
             )
         if record.rescaled is not None and record.rescaled.is_changed:
             _raise_mixed(type(optimizer).__name__)

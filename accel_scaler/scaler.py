@@ -227,12 +227,19 @@ class GradScaler(ThreadedScaler):
             self.write_state(self.rule.advance(window.before, window.found_inf))
 
     def manage(self, optimizer: Optimizer) -> None:
-        """A boundary steps this optimizer (held weakly): see :meth:`_notice_changes`."""
+        """A boundary steps this optimizer (held weakly): see :meth:`_notice_changes`.
+
+        Where gradients are there already, and no loss was scaled, synchronises with the device.
+        """
         self._known.add(optimizer)
         known = self._managed.get(id(optimizer))
         if known is None or known() is not optimizer:
             self._managed.pop(id(optimizer), None)  # of one that is gone: it comes last now
             self._managed[id(optimizer)] = weakref.ref(optimizer)
+            if self._window.opened_by is None:  # else they may be of the window
+                self._note_leftover(
+                    optimizer, "had gradients before it was given to this scaler, not scaled by it"
+                )
 
     def release(self, *optimizers: Optimizer) -> None:
         """No boundary steps these any more."""
@@ -245,6 +252,20 @@ class GradScaler(ThreadedScaler):
         refs = list(self._managed.values())
         return [optimizer for ref in refs if (optimizer := ref()) is not None]
 
+    def abandon_window(self) -> None:
+        """Give up the open window, if any: the next :meth:`scale` opens another.
+
+        Gradients that it leaves must be zeroed before that. Synchronises where there are any.
+        """
+        super().abandon_window()
+        for optimizer in self.managed:
+            self._note_leftover(optimizer, "has gradients of a window that was given up")
+
+    def _note_leftover(self, optimizer: Optimizer, why: str) -> None:
+        """Gradients that the next window's must not be added to, unless they are zeroed first."""
+        if self._enabled and not Snapshot.of(parameters_of(optimizer)).is_zero:
+            self._window.record(optimizer).leftover = why
+
     def _notice_leftovers(self, before: Window) -> None:
         if not self._enabled or before.before is None:
             return
@@ -254,11 +275,14 @@ class GradScaler(ThreadedScaler):
             if record is not None and record.stage is OptState.STEPPED:
                 continue
             is_unscaled = record is not None and record.stage is OptState.UNSCALED
-            if not is_unscaled and scale == now:
+            if record is not None and record.leftover:
+                why = record.leftover
+            elif is_unscaled or scale != now:
+                how = "unscaled" if is_unscaled else f"scaled by {scale:g}, now {now:g}"
+                why = f"sat out the window before with gradients in it, which are {how}"
+            else:
                 continue  # goes on accumulating
-            if not Snapshot.of(parameters_of(optimizer)).is_zero:
-                why = "are unscaled" if is_unscaled else f"were scaled by {scale:g}, now {now:g}"
-                self._window.record(optimizer).leftover = why
+            self._note_leftover(optimizer, why)
 
     def _notice_changes(self, window: Window) -> None:
         """Before another loss is scaled: which gradients of the window are unscaled already?

@@ -103,7 +103,7 @@ class OptimizerRecord(dict[str, Any]):
         self.count: int | None = None
         """How many parameters it had when it was unscaled or checked."""
         self.leftover = ""
-        """What is wrong with gradients that it brings from the window before."""
+        """What is wrong with gradients that it brings from before the window."""
         self.due = Due()
         """Left for the update to do: the gradients are still scaled, not clipped."""
         self.handed_out: Snapshot | None = None

@@ -385,17 +385,18 @@ class Diary(Own):
         self.rows[0][0] = self.count
 
 
-NOTES: dict[str, Callable[[Any], object]] = {
-    "list": lambda o: o.log.append("mine"),
-    "deque": lambda o: o.last.append("mine"),
-    "set": lambda o: o.seen.update({"mine"}) or o.seen.discard("begin"),
-    "list in a dict": lambda o: o.at["steps"].append("mine"),
-    "dict": lambda o: o.at.update(mine=1),
-    "new list in a dict": lambda o: o.at.setdefault(f"new {o.count}", []).append("mine"),
-    "front of a list": lambda o: o.log.pop(0),
-    "another row": lambda o: o.rows[1].__setitem__(1, 5),
-    "same row": lambda o: o.rows[0].__setitem__(1, 5),
-    "replaced": lambda o: setattr(o, "log", ["mine"]),
+NOTES: dict[str, Callable[[Any, int], object]] = {
+    "list": lambda o, step: o.log.append("mine"),
+    "deque": lambda o, step: o.last.append("mine"),
+    "set": lambda o, step: o.seen.update({step}) or o.seen.discard("begin"),
+    "list in a dict": lambda o, step: o.at["steps"].append("mine"),
+    "dict": lambda o, step: o.at.update({step: 1}),
+    # It knows the name of the step's.
+    "new list in a dict": lambda o, step: o.at.setdefault(f"new {step + 1}", []).append("mine"),
+    "front of a list": lambda o, step: o.log.pop(0),
+    "another row": lambda o, step: o.rows[1].__setitem__(1, step),
+    "same row": lambda o, step: o.rows[0].__setitem__(1, step),
+    "replaced": lambda o, step: setattr(o, "log", ["mine"]),
 }
 
 
@@ -409,10 +410,7 @@ def test_what_the_user_adds_while_a_step_adds_too_is_all_there(note: str) -> Non
             loss_of(model, step).backward()
             optimizer.step()
             model.zero_grad()
-            if note == "new list in a dict":  # it knows the step's name
-                inner.at.setdefault(f"new {step + 1}", []).append("mine")
-            else:
-                NOTES[note](inner)
+            NOTES[note](inner, step)
         if optimizer is not inner:
             optimizer.synchronize()
         assert (inner.log is log) == (note != "replaced")

@@ -49,6 +49,9 @@ __all__ = ["Boundary", "boundary_of"]
 
 logger = logging.getLogger("accel_scaler")
 
+PATIENCE = 10
+"""Windows after whose end an optimizer that never had a gradient is told of."""
+
 _boundaries: weakref.WeakKeyDictionary[GradScaler, weakref.ref[Boundary]] = (
     weakref.WeakKeyDictionary()
 )
@@ -77,6 +80,10 @@ class Boundary:
         self.adopted: weakref.WeakSet[Any] = weakref.WeakSet()
         """The wrappers that step through this boundary."""
         self._told = False
+        self._idle: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
+        """Of optimizers that had no gradient yet: the windows in which they were to step."""
+        self._busy: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """Optimizers that have had gradients, or of which it was told that they have none."""
         _boundaries[scaler] = weakref.ref(self)
 
     @property
@@ -557,6 +564,7 @@ class Boundary:
         if scaler.window.opened_by is None:
             self._step_without_window(optimizer)
             return True
+        self._busy.add(optimizer)
         record, stepper = self._check(optimizer), stepper_of(optimizer)
         if record.found_inf:
             record.overflowed = record.overflowed or first_nonfinite(optimizer)
@@ -582,6 +590,36 @@ class Boundary:
         window = self.scaler.window
         if window.opened_by is not None and window.known(optimizer) is None:
             stepper_of(optimizer).zero_taken(set_to_none=True)
+        if window.opened_by is not None and optimizer not in self._busy:
+            self._count_idle(optimizer, window.index)
+
+    def _count_idle(self, optimizer: Optimizer, index: int) -> None:
+        """Once it has had ``PATIENCE`` windows and never a gradient: say so, once.
+
+        Torch's scaler raises in the first. Here an optimizer may wait for its turn (GANs,
+        adapters), and one that has had gradients may be without for as long as it likes.
+        """
+        windows = self._idle.setdefault(optimizer, set())
+        windows.add(index)
+        if len(windows) < PATIENCE:
+            return
+        self._busy.add(optimizer)
+        del self._idle[optimizer]
+        params = parameters_of(optimizer)
+        frozen = sum(not p.requires_grad for p in params)
+        logger.warning(
+            "%s was to step in %d windows and has never had a gradient: nothing of it trains "
+            '(torch\'s GradScaler raises "No inf checks were recorded for this optimizer"). Its '
+            "first of %d parameters is %s; %d of them are frozen. Make it from the parameters of "
+            "the model that computes the loss, after that was wrapped or moved; unfreeze them; or "
+            "leave out its step() until they train. One that waits for its turn is in order. "
+            "(Said once.)",
+            type(optimizer).__name__,
+            PATIENCE,
+            len(params),
+            next(iter(self.scaler.culprits.names(params[:1], optimizer)), "not there"),
+            frozen,
+        )
 
     def _close(self, optimizer: Optimizer, record: OptimizerRecord, stepper: Stepper) -> None:
         """Update the scale, then the parameters or not, and put it on record."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -252,12 +253,24 @@ class GradScaler(ThreadedScaler):
         refs = list(self._managed.values())
         return [optimizer for ref in refs if (optimizer := ref()) is not None]
 
+    def open_window(self) -> Window:
+        """The open window; a new one if the last one was stepped."""
+        with self._lock:
+            if self._window.closed:
+                before = self._window
+                self._next_window()
+                self._notice_leftovers(before)
+            if self._window.opened_by is None:
+                self._window.opened_by = threading.get_ident()
+            return self._window
+
     def abandon_window(self) -> None:
         """Give up the open window, if any: the next :meth:`scale` opens another.
 
         Gradients that it leaves must be zeroed before that. Synchronises where there are any.
         """
-        super().abandon_window()
+        with self._lock:
+            self._next_window()
         for optimizer in self.managed:
             self._note_leftover(optimizer, "has gradients of a window that was given up")
 
@@ -267,6 +280,7 @@ class GradScaler(ThreadedScaler):
             self._window.record(optimizer).leftover = why
 
     def _notice_leftovers(self, before: Window) -> None:
+        """Of a window that ended without their optimizer's step (checked where some are left)."""
         if not self._enabled or before.before is None:
             return
         scale, now = before.before.scale, self.read_state().scale

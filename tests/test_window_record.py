@@ -106,14 +106,30 @@ class Plain:
         self.inner = SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
 
-    def window(self, step: int, max_norm: float | None = None, factor: float = 1.0) -> None:
+    def window(
+        self,
+        step: int,
+        *max_norms: float | None,
+        factor: float = 1.0,
+        edit: Callable[[Tensor], Any] | None = None,
+    ) -> list[float]:
+        """One window, clipped by each of ``max_norms``; ``edit`` changes gradients after that.
+
+        Returns what each clip returned; ``grads`` are the gradients just before the step.
+        """
         self.scaler.scale(loss_of(self.model, step, factor)).backward()
-        if max_norm is not None:
+        limits = [limit for limit in max_norms if limit is not None]
+        if limits:
             self.scaler.unscale_(self.inner)
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+        params = list(self.model.parameters())
+        norms = [float(torch.nn.utils.clip_grad_norm_(params, limit)) for limit in limits]
+        for p in params if edit is not None else ():
+            edit(p)  # type: ignore[misc]
+        self.grads = [p.grad.clone() for p in params]
         self.scaler.step(self.inner)
         self.scaler.update()
         self.inner.zero_grad()
+        return norms
 
 
 faces = pytest.mark.parametrize("face", ["accelerate", "by hand"])
@@ -387,16 +403,11 @@ def test_after_a_clip_gradients_are_what_torch_leaves(
     reference = Plain()
     with loop(face, mode, offload, delay_warmup_steps=99) as ours:
         for step in range(3):
-            reference.scaler.scale(loss_of(reference.model, step)).backward()
-            reference.scaler.unscale_(reference.inner)
-            expected = torch.nn.utils.clip_grad_norm_(reference.model.parameters(), max_norm)
+            expected = reference.window(step, max_norm)
             ours.backward(step)
-            assert ours.clip(max_norm) == float(expected)
-            for p, q in zip(ours.parameters, reference.model.parameters(), strict=True):
-                assert torch.equal(p.grad, q.grad)
-            reference.scaler.step(reference.inner)
-            reference.scaler.update()
-            reference.inner.zero_grad()
+            assert [ours.clip(max_norm)] == expected
+            for p, grad in zip(ours.parameters, reference.grads, strict=True):
+                assert torch.equal(p.grad, grad)
             ours.optimizer.step()
             ours.optimizer.zero_grad()
         ours.optimizer.synchronize()
@@ -424,15 +435,7 @@ def test_an_edit_before_the_step_counts(
     reference = Plain()
     with loop(face, mode, offload, delay_warmup_steps=99) as ours:
         for step in range(3):
-            reference.scaler.scale(loss_of(reference.model, step)).backward()
-            if clipped:
-                reference.scaler.unscale_(reference.inner)
-                torch.nn.utils.clip_grad_norm_(reference.model.parameters(), 0.25)
-            for p in reference.model.parameters():
-                EDITS[edit](p)
-            reference.scaler.step(reference.inner)
-            reference.scaler.update()
-            reference.inner.zero_grad()
+            reference.window(step, 0.25 if clipped else None, edit=EDITS[edit])
             ours.backward(step)
             if clipped:
                 ours.clip(0.25)
@@ -451,15 +454,9 @@ def test_a_second_clip_clips_what_the_first_left(face: str, mode: str, offload: 
     reference = Plain()
     with loop(face, mode, offload, delay_warmup_steps=99) as ours:
         for step in range(3):
-            reference.scaler.scale(loss_of(reference.model, step)).backward()
-            reference.scaler.unscale_(reference.inner)
+            expected = reference.window(step, 0.5, 0.25)
             ours.backward(step)
-            for limit in (0.5, 0.25):
-                norm = torch.nn.utils.clip_grad_norm_(reference.model.parameters(), limit)
-                assert ours.clip(limit) == float(norm)
-            reference.scaler.step(reference.inner)
-            reference.scaler.update()
-            reference.inner.zero_grad()
+            assert [ours.clip(0.5), ours.clip(0.25)] == expected
             ours.optimizer.step()
             ours.optimizer.zero_grad()
         ours.optimizer.synchronize()

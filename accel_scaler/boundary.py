@@ -43,7 +43,7 @@ from .recording import Recorder
 from .scaler import GradScaler
 from .stepper import Stepper, stepper_of
 from .telemetry import History
-from .windows import OptimizerRecord, Snapshot, stepped
+from .windows import OptimizerRecord, Snapshot, raise_mixed, stepped
 
 __all__ = ["Boundary", "boundary_of"]
 
@@ -333,7 +333,7 @@ class Boundary:
         for p in strays if window.opened_by is not None else ():
             known = window.strays.get(id(p))
             if known is not None and known[1] is not None and known[1].is_changed:
-                _raise_mixed("a parameter that no optimizer here owns")
+                raise_mixed("a parameter that no optimizer here owns")
             if known is None and p.grad is not None and id(p) not in window.unscaled:
                 p.grad.div_(self._window_scale())
                 window.strays[id(p)] = p, None
@@ -366,14 +366,7 @@ class Boundary:
                 f"{type(optimizer).__name__} has already stepped in this window. Clip before "
                 "optimizer.step(), and call accelerator.backward(loss) before the next step."
             )
-        if record.leftover:
-            raise OrderError(
-                f"{type(optimizer).__name__} {record.leftover}; the present ones were added to "
-                "them. Step every optimizer that has gradients, or zero them before the next "
-                "backward; now zero them to go on."
-            )
-        if record.rescaled is not None and record.rescaled.is_changed:
-            _raise_mixed(type(optimizer).__name__)
+        record.forbid_mixture(type(optimizer).__name__)
         count = len(parameters_of(optimizer))
         if record.stage is OptState.UNSCALED and record.count not in (None, count):
             raise OrderError(
@@ -684,15 +677,6 @@ class Boundary:
 def _dtypes(low: bool) -> frozenset[torch.dtype]:
     """Of gradients that one pass takes; ``low``: those that stay scaled too."""
     return frozenset({torch.float32}) | (LOW_PRECISION if low else frozenset())
-
-
-def _raise_mixed(whose: str) -> None:
-    raise OrderError(
-        f"a backward added scaled gradients to the unscaled ones of {whose}: they were unscaled "
-        "or clipped before the last micro-batch. Accumulate under `with "
-        "accelerator.accumulate(model):`, or clip only after the last backward; then zero the "
-        "gradients and go on."
-    )
 
 
 def _total_norm(parameters: Sequence[Tensor], norm_type: float) -> Tensor:

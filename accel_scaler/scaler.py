@@ -128,6 +128,8 @@ class GradScaler(ThreadedScaler):
             self._forbid_stranger(optimizer)
             self._check_scale_growth_tracker("unscale_")
             window, record = self.known_window, self.record_of(optimizer)
+            if self._bound is None:
+                record.forbid_mixture(type(stepped(optimizer)).__name__)
             params = parameters_of(optimizer)
             done = window.unscaled_among(params) if record.stage is OptState.READY else []
             with _put_aside(done):
@@ -179,10 +181,12 @@ class GradScaler(ThreadedScaler):
 
     def _before_step(self, optimizer: Optimizer) -> None:
         window = self.known_window
+        record = window.known(optimizer)
+        if record is not None and self._bound is None:
+            record.forbid_mixture(type(stepped(optimizer)).__name__)
         if stepped(optimizer) is not optimizer:
             window.record(optimizer)
             return
-        record = window.known(optimizer)
         if record is not None and record.due:
             raise OrderError(
                 f"scaler.step({type(optimizer).__name__}): its gradients, clipped, still are "
@@ -267,12 +271,33 @@ class GradScaler(ThreadedScaler):
     def abandon_window(self) -> None:
         """Give up the open window, if any: the next :meth:`scale` opens another.
 
-        Gradients that it leaves must be zeroed before that. Synchronises where there are any.
+        Gradients that it leaves unscaled have to be zeroed before that.
         """
         with self._lock:
             self._next_window()
-        for optimizer in self.managed:
-            self._note_leftover(optimizer, "has gradients of a window that was given up")
+
+    def _next_window(self) -> None:
+        before = self._window
+        super()._next_window()
+        if not before.closed:  # given up, or ended by hand
+            self._notice_leftovers(before)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this class or of ``torch.amp.GradScaler``. No-op if disabled.
+
+        Raises:
+            ConfigError: a missing entry, one that is no number, or a scale of 0 without
+                ``min_scale`` to raise it; nothing has been changed.
+            RuntimeError: an empty dict (from a disabled scaler).
+        """
+        with self._lock:
+            before = self.read_state().scale
+            super().load_state_dict(state_dict)
+            now = self.read_state().scale
+            if now != before:
+                why = f"has gradients scaled by {before:g}, and a state with {now:g} was loaded"
+                for optimizer in self.managed:
+                    self._note_leftover(optimizer, why)
 
     def _note_leftover(self, optimizer: Optimizer, why: str) -> None:
         """Gradients that the next window's must not be added to, unless they are zeroed first."""
@@ -281,10 +306,15 @@ class GradScaler(ThreadedScaler):
 
     def _notice_leftovers(self, before: Window) -> None:
         """Of a window that ended without their optimizer's step (checked where some are left)."""
-        if not self._enabled or before.before is None:
+        managed = self.managed if self._enabled else []
+        if not managed:
             return
-        scale, now = before.before.scale, self.read_state().scale
-        for optimizer in self.managed:
+        now = self.read_state().scale
+        if before.before is not None:
+            scale = before.before.scale
+        else:
+            scale = now if before.scale is None else float(before.scale)
+        for optimizer in managed:
             record = before.known(optimizer)
             if record is not None and record.stage is OptState.STEPPED:
                 continue

@@ -19,7 +19,7 @@ from .gradients import differ, kept, make_own, nonzero, parameters_of
 from .measures import Measures
 from .rule import ScaleState
 
-__all__ = ["WAIT_LIMIT_S", "Job", "OptimizerRecord", "Snapshot", "Window", "stepped"]
+__all__ = ["WAIT_LIMIT_S", "Job", "OptimizerRecord", "Snapshot", "Window", "raise_mixed", "stepped"]
 
 T = TypeVar("T")
 
@@ -130,6 +130,21 @@ class OptimizerRecord(dict[str, Any]):
         self.rescaled = None
         self.overflowed = ()
 
+    def forbid_mixture(self, name: str) -> None:
+        """Raise ``OrderError`` where the gradients are not all of the window's own scale.
+
+        Args:
+            name: the optimizer's.
+        """
+        if self.leftover:
+            raise OrderError(
+                f"{name} {self.leftover}; the present ones were added to them. Step every "
+                "optimizer that has gradients, or zero them before the next backward; now zero "
+                "them to go on."
+            )
+        if self.rescaled is not None and self.rescaled.is_changed:
+            raise_mixed(name)
+
     def take_back(self) -> None:
         """The gradients that were handed out are to be written to."""
         if self.handed_out is not None:
@@ -142,6 +157,16 @@ class OptimizerRecord(dict[str, Any]):
         if self.verdict is not None:
             return self.verdict
         return any(bool(flag) for flag in self["found_inf_per_device"].values())
+
+
+def raise_mixed(whose: str) -> None:
+    """Raise ``OrderError``: scaled gradients were added to unscaled ones."""
+    raise OrderError(
+        f"a backward added scaled gradients to the unscaled ones of {whose}: they were unscaled "
+        "or clipped before the last micro-batch. Accumulate under `with "
+        "accelerator.accumulate(model):`, or clip only after the last backward; then zero the "
+        "gradients and go on."
+    )
 
 
 class Window:

@@ -1012,3 +1012,67 @@ def test_a_clip_of_a_shared_parameter(mode: str, which: str, fold: bool) -> None
         assert optimizer.state[c]["momentum_buffer"].tolist() == [1.0, 1.0]
     assert (a.tolist(), c.tolist()) == ([0.875] * 2, [0.75] * 2)
     detach(accelerator)
+
+
+ENDS: dict[str, Callable[[GradScaler], None]] = {
+    "abandon_window": lambda scaler: scaler.abandon_window(),
+    "backoff": lambda scaler: scaler.backoff(),
+    "backoff, and a new scale": lambda scaler: (scaler.backoff(), scaler.update(64.0))[0],  # type: ignore[func-returns-value]
+    "update(new_scale)": lambda scaler: scaler.update(64.0),
+    "load_state_dict": lambda scaler: load_scale(scaler),
+    "abandon_window, then load_state_dict": lambda scaler: (
+        scaler.abandon_window(),  # type: ignore[func-returns-value]
+        load_scale(scaler),
+    )[0],
+}
+
+
+def load_scale(scaler: GradScaler) -> None:
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 64.0})
+
+
+@faces
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("clipped", [True, False])
+@pytest.mark.parametrize("then", ["step", "clip", "scaler.step", "scaler.unscale_"])
+def test_a_window_that_ends_half_way_leaves_no_gradients_to_add_to(
+    face: str, mode: str, end: str, clipped: bool, then: str
+) -> None:
+    """They are unscaled, or of another scale than what comes: torch moves 4 or 1,000 times too far
+    without a word. Given up and neither, they go on accumulating."""
+    with loop(face, mode) as ours:
+
+        def go_on() -> None:
+            ours.backward(1)
+            if then == "scaler.step":
+                ours.scaler.step(ours.inner if face == "accelerate" else ours.optimizer)
+                ours.scaler.update()
+            elif then == "scaler.unscale_":
+                ours.scaler.unscale_(ours.inner)
+                ours.optimizer.step()
+            else:
+                if then == "clip":
+                    ours.clip(1e6)
+                ours.optimizer.step()
+            ours.optimizer.synchronize()
+            ours.optimizer.zero_grad()
+
+        before = weights(ours.model)
+        ours.backward(0)
+        if clipped:
+            ours.clip(1e6)
+        ENDS[end](ours.scaler)
+        reference = Plain()
+        if end == "abandon_window" and not clipped:
+            loss_of(reference.model, 0).backward()
+        else:
+            with pytest.raises(OrderError, match="go on"):
+                go_on()
+            assert torch.equal(weights(ours.model), before)
+            ours.optimizer.zero_grad()
+            ours.scaler.abandon_window()
+        go_on()
+        loss_of(reference.model, 1).backward()
+        reference.inner.step()
+        assert torch.allclose(weights(ours.model), weights(reference.model), atol=1e-6)

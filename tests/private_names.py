@@ -133,6 +133,8 @@ TORCH = [
         "_amp_foreach_non_finite_check_and_unscale_",
         "unscales and checks by torch's own kernel, in gradients.py",
     ),
+    ("torch", "_lazy_clone", "keeps what a gradient held, in gradients.py"),
+    ("torch._C", "_is_cow_tensor", "tells whether it was written to since, in gradients.py"),
     ("torch", "_foreach_norm", "takes the norms, in boundary.py and gradients.py"),
     ("torch", "_foreach_mul_", "unscales and clips, in boundary.py and engine.py"),
     ("torch", "_foreach_div_", "divides gradients of late optimizers, in boundary.py"),

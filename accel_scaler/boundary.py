@@ -559,6 +559,7 @@ class Boundary:
             self.recorder.end_step(start)
             return True
         if not self._has_gradients(optimizer):
+            self._pass(optimizer)
             return True
         if scaler.window.opened_by is None:
             self._step_without_window(optimizer)

@@ -55,7 +55,7 @@ _holders: dict[int, tuple[weakref.ref[Hold], ...]] = {}
 _lock = threading.RLock()
 """Reentrant: a signal handler or a finalizer may use a parameter while its thread has it."""
 
-LOAN = "_accel_scaler_loan"
+LOAN = "accel_scaler_loan"
 """Where a gradient that is lent keeps its :class:`Loan`."""
 
 _CLASS: Any = object.__dict__["__class__"]

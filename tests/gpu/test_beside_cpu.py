@@ -191,10 +191,18 @@ def group() -> Any:
     dist.destroy_process_group()
 
 
+SHARDED = [
+    # FSDP2 gives gradients memory of its own stream, and the optimizer's is another, with or
+    # without us: its next reduction waits for that one.
+    pytest.param("sync", "none", marks=pytest.mark.races_allowed),
+    *[("sync", "cpu"), ("overlap", "none"), ("overlap", "cpu")],
+    *[("delayed", "none"), ("delayed", "cpu")],
+]
+
+
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("make", [sgd, fused_adamw])
-@pytest.mark.parametrize("offload", ["none", "cpu"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "offload"), SHARDED)
 def test_shards_of_one_rank(mode: str, offload: str, make: Make) -> None:
     how = mode, offload, make
     assert_same(sharded(DEVICE, *how), sharded("cpu", *how))

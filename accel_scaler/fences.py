@@ -21,6 +21,7 @@ from .engine import Engine
 from .gradients import parameters_of
 from .hooks import inert
 from .slots import Slot
+from .transfer import Lane
 
 __all__ = ["Fences"]
 
@@ -262,7 +263,7 @@ class _Hook:
     """On a module. Knows the engine weakly, and compiled code does not know it."""
 
     def __init__(self, engine: weakref.ref[Engine]) -> None:
-        self._engine = engine
+        self._engine, self._lane = engine, _lane_of(engine)
 
     def __reduce__(self) -> Any:
         # The module is copied or pickled, its layers after its hooks.
@@ -276,7 +277,18 @@ class _Hook:
 
         Traced to nothing, a hook does not break the graph of a compiled model.
         """
-        return None if torch.compiler.is_compiling() else self._engine()
+        if torch.compiler.is_compiling():
+            return None
+        engine = self._engine()
+        if engine is None:
+            self._lane.follow_last()  # its optimizer was dropped with an update on its way
+        return engine
+
+
+def _lane_of(ref: weakref.ref[Engine]) -> Lane:
+    engine = ref()
+    assert engine is not None
+    return engine.lane
 
 
 class _Synchronize(_Hook):
@@ -350,11 +362,13 @@ class _WaitFirst:
     """A compiled call that waits for the optimizer thread before it starts."""
 
     def __init__(self, engine: weakref.ref[Engine], call: Any) -> None:
-        self._engine, self._call = engine, call
+        self._engine, self._lane, self._call = engine, _lane_of(engine), call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         engine = self._engine()
-        if engine is not None:
+        if engine is None:
+            self._lane.follow_last()
+        else:
             if not torch.is_grad_enabled():
                 engine.synchronize()
             engine.finish_model()
@@ -367,6 +381,7 @@ class _BeforeGather(_Hook):
     def __call__(self, module: Module, _: Any) -> None:
         engine = self._engine()
         if engine is None:
+            self._lane.follow_last(on_host=True)
             return
         group: Any = module  # FSDP2 does not say in public what it gathers, and what ahead of time
         state = group._get_fsdp_state()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import queue
@@ -186,8 +187,9 @@ _short_interval = _ShortInterval()
 class Worker:
     """One lasting thread that runs tasks in the order they were submitted.
 
-    It starts with the first task, is a daemon, and is stopped by :meth:`stop`, by the garbage
-    collector, or at exit, after the task in hand.
+    It starts with the first task, is a daemon, and ends after the task in hand: at :meth:`stop`
+    and at exit, which wait for it, or when nobody has the worker any more, which does not: the
+    garbage collector runs on any thread, and holds whatever locks that one has.
 
     Args:
         threads: of its CPU kernels; other threads keep theirs. None: :func:`default_threads`.
@@ -242,9 +244,9 @@ class Worker:
         ready.wait(WAIT_LIMIT_S)
         # What a thread sets becomes the default of threads born later; take that back.
         torch.set_num_threads(own)
-        self._stop = weakref.finalize(
-            self, _stop, self._queue, self._thread, self._failed, EXIT_LIMIT_S
-        )
+        self._stop = weakref.finalize(self, self._queue.put, None)
+        self._stop.atexit = False
+        _stop_at_exit(self._thread, self._queue, self._failed)
 
 
 def _loop(
@@ -262,6 +264,34 @@ def _loop(
         if task.error is not None:
             failed[:] = [*(other for other in failed if not other.is_known), task]
         del task  # its gradients
+    _say_unknown(failed)
+    _running.pop(threading.current_thread(), None)
+
+
+_running: dict[threading.Thread, tuple[queue.SimpleQueue[Task | None], list[Task]]] = {}
+"""Those that the end of the process waits for."""
+
+
+def _stop_at_exit(
+    thread: threading.Thread, tasks: queue.SimpleQueue[Task | None], failed: list[Task]
+) -> None:
+    atexit.unregister(_stop_all)
+    atexit.register(_stop_all)
+    for gone in [each for each in list(_running) if not each.is_alive()]:
+        _running.pop(gone, None)
+    _running[thread] = tasks, failed
+
+
+def _stop_all() -> None:
+    for thread, (tasks, failed) in list(_running.items()):
+        _stop(tasks, thread, failed, EXIT_LIMIT_S)
+
+
+def _say_unknown(failed: list[Task]) -> None:
+    for task in failed:
+        if not task.is_known:  # nobody asks any more
+            task.is_known = True
+            logger.error("the last optimizer step failed", exc_info=task.error)
 
 
 def _stop(
@@ -279,7 +309,4 @@ def _stop(
         logger.error("the optimizer thread did not finish its step within %g s", limit_s)
     else:
         _short_interval.end(tasks, everything=True)
-    for task in failed:
-        if not task.is_known:  # nobody asks any more
-            task.is_known = True
-            logger.error("the last optimizer step failed", exc_info=task.error)
+    _say_unknown(failed)

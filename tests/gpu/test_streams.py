@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import gc
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -17,7 +19,8 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerators import DEVICE, current_stream, on, sleep, synchronize
+from accelerate.utils import GradScalerKwargs
+from accelerators import DEVICE, KIND, current_stream, on, sleep, synchronize
 from support import weights
 from torch import Tensor, nn
 
@@ -122,6 +125,15 @@ def busy(where: str) -> None:
         sleep(SHORT)
 
 
+def until_gone(engine: Any) -> None:
+    """Collect until it is: the optimizer thread keeps it until all is enqueued."""
+    end = time.monotonic() + 10
+    while engine() is not None:
+        assert time.monotonic() < end, "something keeps the engine"
+        time.sleep(0.03)
+        gc.collect()
+
+
 # Resuming, and what a step is given.
 
 
@@ -154,33 +166,57 @@ def test_a_resumed_run_goes_on_as_on_a_cpu(mode: str, offload: str, make: Make) 
     assert_same(resumed(DEVICE, mode, offload, make), resumed(CPU, mode, offload, make))
 
 
-def resumed_by_accelerate(where: str, mode: str, folder: Path) -> list[Tensor]:
+@pytest.fixture
+def scaled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of devices that it does not know Accelerate asks whether CUDA is there."""
+
+    def made(distributed_type: Any = None, **kwargs: Any) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler(KIND, **kwargs)
+
+    monkeypatch.setattr("accelerate.accelerator.get_grad_scaler", made)
+
+
+def resumed_by_accelerate(mode: str | None, folder: Path) -> list[Tensor]:
+    """As :func:`resumed`, on the device; stock Accelerate without ``mode``."""
     found: list[Tensor] = []
     for first in (0, 3):
-        accelerator = Accelerator(cpu=where == CPU)
-        if where != CPU and accelerator.device.type != torch.device(where).type:
+        handler = GradScalerKwargs(init_scale=128.0)  # no step is skipped
+        accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[handler])
+        if accelerator.device.type != KIND:
             pytest.skip(f"Accelerate takes {accelerator.device}")
-        attach(accelerator, ScalerConfig(step_mode=mode))
-        layers = deep(CPU)
+        if mode is not None:
+            attach(accelerator, ScalerConfig(step_mode=mode))
+        layers = deep(DEVICE)  # before the optimizer: where it is, some devices make it anew
         model, optimizer = accelerator.prepare(layers, fused_adamw(layers.parameters()))
         if first:
             accelerator.load_state(str(folder))
+        assert accelerator.scaler.is_enabled()
         for step in range(first, first + 3):
-            x, y = batch_of(step, str(accelerator.device))
-            accelerator.backward(nn.functional.mse_loss(model(x), y))
+            x, y = batch_of(step, DEVICE)
+            accelerator.backward(nn.functional.mse_loss(model(x).float(), y))
             optimizer.step()
             optimizer.zero_grad()
-            litter(str(accelerator.device))
+            litter(DEVICE)
         accelerator.save_state(str(folder))
         found += [weights(model).cpu(), *state_of(optimizer)]
-        detach(accelerator)
+        if mode is not None:
+            detach(accelerator)
     return found
 
 
-@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
-def test_load_state_of_accelerate_goes_on_as_on_a_cpu(mode: str, tmp_path: Path) -> None:
-    mine = resumed_by_accelerate(DEVICE, mode, tmp_path / "device")
-    assert_same(mine, resumed_by_accelerate(CPU, mode, tmp_path / "cpu"))
+@pytest.mark.usefixtures("scaled")
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_load_state_of_accelerate_goes_on_as_in_stock(mode: str, tmp_path: Path) -> None:
+    mine = resumed_by_accelerate(mode, tmp_path / "mine")
+    assert_same(mine, resumed_by_accelerate(None, tmp_path / "stock"))
+
+
+@pytest.mark.usefixtures("scaled")
+def test_load_state_of_accelerate_keeps_the_counts_of_steps(tmp_path: Path) -> None:
+    found = resumed_by_accelerate("delayed", tmp_path)
+    counts = [float(t) for t in found if t.ndim == 0]
+    assert counts == [3.0] * (len(counts) // 2) + [6.0] * (len(counts) // 2)
+    assert all(bool(t.isfinite().all()) for t in found)
 
 
 def with_exchanged_state(where: str, mode: str) -> list[Tensor]:
@@ -278,16 +314,17 @@ def dropped(where: str, mode: str, offload: str, make: Make, collected: bool) ->
                 busy(where)  # the update starts late
             optimizer.step()
             optimizer.zero_grad()
+        engine = weakref.ref(optimizer._engine)
         del optimizer
         if trial % 2:  # the model goes as well, and others get its memory
             del model
             if collected:
-                gc.collect()
+                until_gone(engine)
             kept = [torch.full((n,), 7.0, device=where) for n in (1, 64, 512, 4096) * 20]
             found.append(torch.cat(kept).cpu())
         else:
             if collected:
-                gc.collect()
+                until_gone(engine)
             x, _ = batch_of(0, where)
             with torch.no_grad():
                 found.append(model(x).cpu())
@@ -304,6 +341,58 @@ def test_a_dropped_optimizer_writes_where_it_may(
 ) -> None:
     mine = dropped(DEVICE, mode, offload, make, collected)
     assert_same(mine, dropped(CPU, mode, offload, make, collected))
+
+
+def dropped_beside_compiled(where: str) -> list[Tensor]:
+    """A model whose forward waits as a whole goes on without its optimizer."""
+    found: list[Tensor] = []
+    for trial in range(3):
+        model = deep(where)
+        model.compile(backend="eager")
+        optimizer = AsyncOptimizer(sgd(model.parameters()), model, mode="overlap")
+        for step in range(3):
+            backward(model, step + trial, where)
+            if step == 2:
+                busy(where)
+            optimizer.step()
+            optimizer.zero_grad()
+        engine = weakref.ref(optimizer._engine)
+        del optimizer
+        until_gone(engine)
+        x, _ = batch_of(0, where)
+        found.append(model(x).detach().cpu())
+    return found
+
+
+def test_a_compiled_model_outlives_its_dropped_optimizer() -> None:
+    assert_same(dropped_beside_compiled(DEVICE), dropped_beside_compiled(CPU))
+
+
+def succeeded(where: str) -> list[Tensor]:
+    """Another optimizer takes over parameters that one which is gone still updates."""
+    model = deep(where)
+    found: list[Tensor] = []
+    for trial in range(3):
+        optimizer = AsyncOptimizer(sgd(model.parameters()), model, mode="overlap")
+        backward(model, trial, where)
+        backward(model, trial + 1, where)
+        busy(where)
+        optimizer.step()
+        optimizer.zero_grad()
+        engine = weakref.ref(optimizer._engine)
+        del optimizer
+        until_gone(engine)
+        with AsyncOptimizer(adamw(model.parameters()), model, mode="delayed") as optimizer:
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)  # no forward in between
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(weights(model).cpu())
+    return found
+
+
+def test_another_optimizer_takes_over_from_a_dropped_one() -> None:
+    assert_same(succeeded(DEVICE), succeeded(CPU))
 
 
 # Streams of the user's own.

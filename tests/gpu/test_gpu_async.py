@@ -506,6 +506,8 @@ def test_sharded_parameters_are_gathered_after_their_update(offload: str) -> Non
                 if late is not None:
                     late(optimizer, step)
                 optimizer.step()
+                if mode == "sync":
+                    synchronize()  # see test_beside_cpu.py
                 optimizer.zero_grad()
         return torch.cat([p.detach().full_tensor().flatten().cpu() for p in model.parameters()])
 

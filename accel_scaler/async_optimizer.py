@@ -42,8 +42,9 @@ class AsyncOptimizer(Optimizer):
 
     With ``scaler``, :meth:`step` is the whole boundary. Without, it only updates, so
     ``scaler.step(optimizer); scaler.update()`` work as with any optimizer, and so does training
-    without scaling. ``step`` takes the gradients: ``.grad`` is None after it (not in ``sync``, nor
-    where another optimizer steps the parameter too).
+    without scaling. After ``step`` ``.grad`` is what the plain optimizer leaves there: dropped
+    (``zero_grad``), it costs nothing; looked at, zeroed in place or added to, it waits until the
+    step has read it.
 
     ``param_groups`` and ``state`` are the wrapped optimizer's: an LR scheduler may be given
     either. A step works with the values of its moment. Saving, loading and evaluating (a forward
@@ -104,7 +105,10 @@ class AsyncOptimizer(Optimizer):
         self._worker = Worker(threads_of(config))
         device = parameters_of(self.optimizer)[0].device
         culprits = self.scaler.culprits if self.scaler else None
-        self._engine = make_engine(self.optimizer, config, self._worker, device, culprits)
+        scaled = self.scaler is not None and self.scaler.is_enabled()
+        self._engine = make_engine(
+            self.optimizer, config, self._worker, device, culprits, guards_backward=not scaled
+        )
         self._fences = Fences(self._engine)
         try:
             self._engine.refresh()
@@ -227,13 +231,12 @@ class AsyncOptimizer(Optimizer):
         return self._boundary.clip_norm(chosen, max_norm, norm_type)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; ``set_to_none=False`` leaves zeros also where a step took the gradient."""
+        """As torch's. ``set_to_none=False`` waits for the step that reads the gradients."""
         if self._inside:
             for slot in self._engine.shadow.slots:
                 slot.twin.grad = None
             return
         self.optimizer.zero_grad(set_to_none)
-        self._engine.zero_taken(set_to_none)
 
     def submit(self, fn: Callable[[], object]) -> None:
         """Run ``fn``, a step function, on the optimizer thread, after the steps before it.
@@ -392,6 +395,7 @@ def make_engine(
     worker: Worker,
     device: torch.device,
     culprits: Culprits | None,
+    guards_backward: bool = False,
 ) -> Engine:
     """The engine that steps ``optimizer`` as ``config`` says."""
     return Engine(
@@ -402,6 +406,7 @@ def make_engine(
         delay_warmup_steps=config.delay_warmup_steps,
         worker=worker,
         culprits=culprits,
+        guards_backward=guards_backward,
     )
 
 

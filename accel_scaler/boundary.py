@@ -90,9 +90,14 @@ class Boundary:
         self.scaler.manage(stepped(optimizer))
 
     def before_backward(self) -> None:
-        """Call before each backward. Where nothing is scaled, it is what opens a window."""
+        """Call before each backward. Where nothing is scaled, it is what opens a window.
+
+        May wait for a step that reads gradients which the backward adds to.
+        """
         if not self.scaler.is_enabled():
             self.scaler.open_window()
+            for optimizer in self.scaler.managed:
+                stepper_of(optimizer).settle_gradients()
 
     # Unscale and clip.
 
@@ -156,7 +161,8 @@ class Boundary:
         for owner, record, stepper in zip(owners, records, steppers, strict=True):
             self._check(owner)
             # At once: the next owner may have some of the same gradients.
-            if record.due and not (record.found_inf or stepper.keeps_scaled or stepper.divides):
+            stays = stepper.keeps_scaled or self._divides(stepper)
+            if record.due and not (record.found_inf or stays):
                 self._do_due(owner, record)
         if any(record.found_inf for record in records) or strays_bad:
             for record in records:
@@ -310,7 +316,7 @@ class Boundary:
         for owner, record, stepper in zip(owners, records, steppers, strict=True):
             if stepper.keeps_scaled:
                 record.due = Due(multiply=product)
-            elif stepper.divides:
+            elif self._divides(stepper):
                 record.due = Due(divide=scale / coefficient)
             else:
                 stepper.multiply(product)
@@ -361,9 +367,9 @@ class Boundary:
             )
         if record.leftover:
             raise OrderError(
-                f"{type(optimizer).__name__} sat out the window before with gradients in it, "
-                f"which {record.leftover}; the present ones were added to them. Step every "
-                "optimizer that has gradients, or zero them before the next backward."
+                f"{type(optimizer).__name__} still has gradients of the window before, which "
+                f"{record.leftover}; the present ones were added to them. Step every optimizer "
+                "that has gradients, and zero them before the next backward, after an overflow too."
             )
         if record.rescaled is not None and record.rescaled.is_changed:
             _raise_mixed(type(optimizer).__name__)
@@ -436,7 +442,8 @@ class Boundary:
         self._put_check(optimizer, record, params, norms)
         if norms.total is not None:
             self._measured(Measure(params, norms.host_total, norms.each))
-        record.due = Due(divide=1.0 / inv_scale) if stepper.divides else Due(multiply=inv_scale)
+        divides = self._divides(stepper)
+        record.due = Due(divide=1.0 / inv_scale) if divides else Due(multiply=inv_scale)
         return True
 
     def _put_check(
@@ -533,7 +540,6 @@ class Boundary:
             self.recorder.end_step(start)
             return True
         if not self._has_gradients(optimizer):
-            self._pass(optimizer)
             return True
         if scaler.window.opened_by is None:
             self._step_without_window(optimizer)
@@ -543,6 +549,8 @@ class Boundary:
             record.overflowed = record.overflowed or first_nonfinite(optimizer)
         elif record.due and self._is_seen(stepper):
             self._do_due(optimizer, record)
+        elif record.due and len(scaler.managed) > 1:
+            self._note_unscaled(optimizer, stepper)
         self._close(optimizer, record, stepper)
         self.recorder.end_step(start)
         try:
@@ -553,16 +561,30 @@ class Boundary:
         return not record.found_inf
 
     def _is_seen(self, stepper: Stepper) -> bool:
-        """Somebody is to see unscaled gradients, in a hook or after the step."""
+        """Gradients are to be unscaled before the step, by which nobody else would."""
         if stepper.has_pre_hooks:
             return True
-        return not (stepper.takes_gradients or stepper.keeps_scaled or stepper.divides)
+        return not (stepper.unscales or stepper.keeps_scaled or self._divides(stepper))
 
-    def _pass(self, optimizer: Optimizer) -> None:
-        """A window without a gradient for it: those that a step took before are of the past."""
-        window = self.scaler.window
-        if window.opened_by is not None and window.known(optimizer) is None:
-            stepper_of(optimizer).zero_taken(set_to_none=True)
+    def _divides(self, stepper: Stepper) -> bool:
+        """Unscaling is left to its kernel: no other optimizer here has some of the gradients."""
+        if not stepper.divides:
+            return False
+        mine, managed = stepper.optimizer, self.scaler.managed
+        if len(managed) <= 1:
+            return True
+        own = set(map(id, parameters_of(mine)))
+        others = (p for other in managed if other is not mine for p in parameters_of(other))
+        return own.isdisjoint(map(id, others))
+
+    def _note_unscaled(self, optimizer: Optimizer, stepper: Stepper) -> None:
+        """Its step unscales them where they are: another optimizer that has them is not to."""
+        unscaled = [
+            p
+            for p in parameters_of(optimizer)
+            if p.grad is not None and not (stepper.keeps_scaled and p.grad.dtype in LOW_PRECISION)
+        ]
+        self.scaler.window.unscaled.update(map(id, unscaled))
 
     def _close(self, optimizer: Optimizer, record: OptimizerRecord, stepper: Stepper) -> None:
         """Update the scale, then the parameters or not, and put it on record."""

@@ -96,6 +96,10 @@ class Streams:
         """This thread's, on this device."""
         return torch.accelerator.current_stream(self.device)
 
+    def synchronize(self) -> None:
+        """Wait until all streams have done what they were given."""
+        torch.accelerator.synchronize(self.device)
+
     @contextmanager
     def on(self, stream: torch.Stream) -> Iterator[None]:
         """This thread enqueues on ``stream``, whichever its device and stream were."""

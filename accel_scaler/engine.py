@@ -31,13 +31,13 @@ from .devices import refuse_capture
 from .due import Due
 from .flight import Flight
 from .gradients import LOW_PRECISION, parameters_of
-from .intake import Intake
+from .intake import can_be_lent, forbid_sparse, is_part, send_down
 from .interrupts import Undivided
-from .pending import any_pending, settle_pending
+from .pending import Loan, any_pending, lend, settle_gradients, settle_pending
 from .shadow import Part, Shadow
-from .slots import local
+from .slots import Slot, local
 from .stepper import Stepper, async_stepper_of, register, unregister
-from .transfer import Lane
+from .transfer import Lane, Marks
 from .worker import Task, Worker
 
 __all__ = ["Engine", "refuse_sharing"]
@@ -62,6 +62,7 @@ class Engine(Flight, Stepper):
         delay_warmup_steps: so many first steps of ``delayed`` are not stale.
         worker: the optimizer thread, perhaps shared with other engines.
         culprits: names parameters in errors.
+        guards_backward: no scaled loss tells of a backward, so a hook on each parameter does.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Engine(Flight, Stepper):
         delay_warmup_steps: int = 0,
         worker: Worker,
         culprits: Culprits | None = None,
+        guards_backward: bool = False,
     ) -> None:
         if async_stepper_of(optimizer) is not None:
             raise OrderError(
@@ -97,15 +99,13 @@ class Engine(Flight, Stepper):
         """Updates handed over since the start."""
         self.was_skipped = False
         """The last boundary was one without an update."""
-        self._taken: list[Tensor] = []
+        self._guards_backward = guards_backward
         self._shared: frozenset[int] = frozenset()
         """``id`` of parameters that another optimizer steps too: it needs their gradients."""
         self._newer: list[Tensor] = []
         """Parameters of which a newer value waits to be published."""
-        ref = weakref.ref(self)
-        self.intake = Intake(self.lane, offload, lambda: (e := ref()) is not None and e.is_idle)
         register(self)
-        _engines.append(ref)
+        _engines.append(weakref.ref(self))
         _find_shared()
 
     @property
@@ -121,18 +121,14 @@ class Engine(Flight, Stepper):
         return True
 
     @property
-    def takes_gradients(self) -> bool:
-        """In ``overlap`` and ``delayed``."""
+    def unscales(self) -> bool:
+        """In ``overlap`` and ``delayed``: beside what comes after."""
         return self.mode != "sync"
 
-    def multiply(self, factor: Tensor) -> None:
-        """Gradients that are on their way to the host already are multiplied there."""
-        sent = self.intake.unchanged()
-        super().multiply(factor)
-        if sent:
-            on_host = _on_host(Due(multiply=factor)).multiply
-            assert on_host is not None
-            self.intake.multiplied(sent, on_host)
+    def settle_gradients(self) -> None:
+        """Wait until no step reads ``.grad``. Any thread."""
+        if self.mode != "sync":
+            settle_gradients(self.shadow.params)
 
     def refresh(self) -> None:
         """Take over what was changed from outside: groups, parameters, their values."""
@@ -141,7 +137,7 @@ class Engine(Flight, Stepper):
         if any_pending():
             settle_pending(parameters_of(self.optimizer))  # of another optimizer's step
         # Masters made in an evaluation are stepped outside of it.
-        with self.lock, torch.inference_mode(False):
+        with self.lock, torch.inference_mode(False), self.lane.as_at_home():
             if self._task is not None:
                 return  # of the thread that trains, which has asked for itself
             before, slots = self.shadow.params, self.shadow.slots
@@ -151,7 +147,7 @@ class Engine(Flight, Stepper):
                 _find_shared()
                 self._learning = self.mode != "sync" and self.shadow.splittable
                 self._follow_order(before)
-                self.intake.watch(self.shadow.ordered)
+                _unguard(slots, kept=self.shadow.slots)
                 if self.unpublished:
                     self.keep_newer(slots)
             if self._versions:
@@ -187,6 +183,7 @@ class Engine(Flight, Stepper):
         self.was_skipped = False
         self._run_hooks("pre")
         self._finish_for_boundary()
+        self.settle_gradients()
         if self.shadow.is_sharded:
             reduce_partial_gradients(self.shadow.params)
         grads = [p.grad for p in self.shadow.params]
@@ -196,7 +193,8 @@ class Engine(Flight, Stepper):
         self._run_hooks("post")
 
     def submit(self, prepare: Callable[[], Callable[[], object]], due: Due | None = None) -> None:
-        """Run a function on the optimizer thread, with the gradients as they are now.
+        """Run a function on the optimizer thread, with the gradients as they are now: they are its,
+        so ``.grad`` is None then, except where another optimizer steps the parameter too.
 
         ``prepare`` returns it, once the step before is finished. What is ``due`` is done first.
         """
@@ -204,6 +202,7 @@ class Engine(Flight, Stepper):
             refuse_capture("submit()")
         self.claim()
         self._finish_for_boundary()
+        self.settle_gradients()
         fn = prepare()
         with Undivided(), self.lock:
             self._hand_over([p.grad for p in self.shadow.params], due or Due(), fn)
@@ -212,8 +211,6 @@ class Engine(Flight, Stepper):
         """A boundary without an update; ``delayed`` publishes the one before all the same."""
         self.claim()
         self.was_skipped = True
-        self.intake.forget()
-        self._taken = []
         if self.mode == "delayed":
             self.synchronize()
 
@@ -230,42 +227,44 @@ class Engine(Flight, Stepper):
         self, found: Sequence[Tensor | None], due: Due, fn: Callable[[], object] | None
     ) -> None:
         shadow = self.shadow
-        grads = list(found)
-        if shadow.is_sharded:
-            grads = [None if g is None else local(g) for g in found]
         if shadow.has_masters:
-            self.intake.forbid_sparse(grads, self._names)
-        stays = shadow.prepare(grads, submitted=fn is not None)
+            forbid_sparse(shadow.ordered, found, self._names)
+        stays = shadow.prepare(found, submitted=fn is not None)
         shadow.forget_loaded()
         stale = self.mode == "delayed" and self.steps >= self.delay_warmup_steps
         publish_first = self.unpublished
         parts = len(shadow.parts)
-        count = 1 if fn is not None else parts
-        if self.offload:
-            due = _on_host(due)
-        if self.mode != "sync":
-            grads = self.intake.own(grads)
-            if self._shared:
-                grads = [
-                    g.clone() if g is not None and id(p) in self._shared else g
-                    for p, g in zip(shadow.params, grads, strict=True)
-                ]
-        grads, copies = self.intake.copy_down(grads)
-        ready = self.lane.mark(home=True)
-        work = partial(self._work, grads, copies, due, ready, publish_first, stale, fn)
-        self._lead = parts * publish_first
-        task = Task(work, count + self._lead)
         inline = fn is None and (stays or (self.mode == "sync" and not self.offload))
-        if self.mode != "sync":
-            self._taken = shadow.params
-            if self._shared or any(grad is None for grad in found):
-                self._taken = [
-                    p
-                    for p, g in zip(shadow.params, found, strict=True)
-                    if g is not None and id(p) not in self._shared
-                ]
-            for p in self._taken:
-                p.grad = None
+        if fn is not None and due.divide is not None:
+            due = Due(multiply=1.0 / due.divide)
+        grads = [None if grad is None else local(grad) for grad in found]
+        if fn is not None:
+            grads = self._own(grads)
+        lent: list[Tensor | None] = []
+        marks: list[Any] = []
+        if self.offload:
+            self._unscale_in_place(grads, due)
+            due, marks = _on_host(due), send_down(shadow.ordered, grads, self.lane)
+            self._keep_sent(grads, marks)
+            grads = [
+                slot.host_grad if grad is not None and slot.host_grad is not None else grad
+                for slot, grad in zip(shadow.ordered, grads, strict=True)
+            ]
+        elif fn is None and self.mode != "sync" and not inline:
+            grads, lent = self._lend(grads, due)
+        ready = self.lane.mark(home=True)
+        work = partial(self._work, grads, marks, due, ready, publish_first, stale, fn)
+        self._lead = parts * publish_first
+        task = Task(work, (1 if fn is not None else parts) + self._lead)
+        self._task, self._marks, self._of_user = task, [], fn is not None
+        if fn is not None:
+            for p in shadow.params:
+                if id(p) not in self._shared:
+                    p.grad = None
+        order = self.order_of_parts()
+        for number, part in enumerate(shadow.parts, self._lead + 1) if lent else ():
+            mine = [grad for grad in lent[part.start : part.end] if grad is not None]
+            lend(mine, Loan(self.wait_for(task, self._marks, number), order, number))
         # Not what stays as it is: another branch's backward may still need it.
         stepped = [fn is not None or grad is not None for grad in found]
         written = compress(shadow.params, () if stale else stepped)
@@ -273,7 +272,6 @@ class Engine(Flight, Stepper):
         self._newer = list(compress(shadow.params, stepped)) if stale else []
         if shadow.has_masters:
             self._versions = [p._version for p in shadow.params]
-        self._task, self._marks, self._of_user = task, [], fn is not None
         self.timing = task.timing
         self.steps += 1
         self.unpublished = stale
@@ -283,6 +281,59 @@ class Engine(Flight, Stepper):
         except BaseException as error:  # Ctrl-C, or no thread to be had
             task.abandon(error)
             raise
+
+    def _lend(
+        self, grads: Sequence[Tensor | None], due: Due
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """What the optimizer thread reads, and which of ``grads`` it so shares: those wait."""
+        shares = can_be_lent(grads)
+        lent = [grad if yes else None for grad, yes in zip(grads, shares, strict=True)]
+        copied = [None if yes else grad for grad, yes in zip(grads, shares, strict=True)]
+        taken = [
+            grad if grad is None else grad.data if yes else grad.clone()
+            for grad, yes in zip(grads, shares, strict=True)
+        ]
+        self._unscale_in_place(copied, due)
+        if due.multiply is not None:  # there, which autograd would not see
+            torch.autograd.graph.increment_version(self._unscaled_in_place(lent))
+        for slot in self.shadow.ordered if self._guards_backward else ():
+            if slot.guard is None and slot.param.requires_grad:
+                param: Any = slot.param
+                slot.guard = param.register_hook(partial(_before_adding, weakref.ref(param)))
+        return taken, lent
+
+    def _own(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Those that a function is given, for good: what others write to, or need, is copied."""
+        return [
+            grad.clone() if grad is not None and (is_part(grad) or id(p) in self._shared) else grad
+            for p, grad in zip(self.shadow.params, grads, strict=True)
+        ]
+
+    def _unscale_in_place(self, grads: Sequence[Tensor | None], due: Due) -> None:
+        """What is due, where a copy of ``grads`` is stepped."""
+        mine = self._unscaled_in_place(grads)
+        if mine and due.multiply is not None:
+            torch._foreach_mul_(mine, due.multiply)
+        elif mine and due.divide is not None and not self.offload:
+            torch._foreach_div_(mine, due.divide)
+
+    def _unscaled_in_place(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
+        """All but those, float16 or bfloat16, that are unscaled on their way to a master."""
+        return [
+            grad
+            for slot, grad in zip(self.shadow.ordered, grads, strict=True)
+            if grad is not None and not _goes_to_master(slot, grad)
+        ]
+
+    def _keep_sent(self, grads: Sequence[Tensor | None], marks: Sequence[Any]) -> None:
+        """Nobody writes to them before their copies have arrived."""
+        for grad, mark in zip(grads, marks, strict=True) if self.mode != "sync" else ():
+            if grad is None or mark is None:
+                continue
+            if can_be_lent([grad])[0]:
+                lend([grad], Loan(partial(self.lane.follow, mark), Marks(self.lane, [mark])))
+            else:
+                self.lane.follow(mark)
 
     def _launch(self, task: Task, inline: bool, publish_first: bool, whole: bool) -> None:
         if inline:
@@ -315,6 +366,7 @@ class Engine(Flight, Stepper):
             OrderError: in ``delayed`` another thread trains, beneath which the model would change.
         """
         self.finish(everywhere=True)
+        self.lane.follow_last(on_host=True)  # what was finished on one stream alone
         if self.unpublished and not self.is_trained_here:
             raise OrderError(
                 "step_mode='delayed': a newer value waits to be published, and this thread "
@@ -324,7 +376,6 @@ class Engine(Flight, Stepper):
                 "step_mode='overlap'."
             )
         self._publish_newest()
-        self.lane.follow_last(on_host=True)
 
     @contextmanager
     def still(self) -> Iterator[None]:
@@ -340,10 +391,14 @@ class Engine(Flight, Stepper):
     def _publish_newest(self) -> None:
         with self.lock, torch.inference_mode(False):
             if self.unpublished and self._task is None:
-                self._follow_edits()
-                with torch.no_grad(), self.lane.between():
+                # Readers on other streams are in order before the next step, which this is not.
+                self.lane.wait_for_all()
+                with torch.no_grad(), self.lane.as_at_home():
+                    self._follow_edits()
                     for slot in self.shadow.slots:
                         slot.publish(self.lane)
+                    end = self.lane.mark()
+                self.lane.wait_on_host(end)
                 self.unpublished = False
                 torch.autograd.graph.increment_version(self._newer)
                 self._newer = []
@@ -365,7 +420,7 @@ class Engine(Flight, Stepper):
         An entry ``master`` holds where it rounds to the model's present parameter.
         """
         shadow = self.shadow
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), self.lane.as_at_home():
             if shadow.masters or self.keeps_scaled:
                 if not shadow.is_current():
                     self.refresh()
@@ -390,9 +445,10 @@ class Engine(Flight, Stepper):
         self.claim()
         try:
             self.synchronize()
+            self.settle_gradients()
         finally:
             self._release()
-            self.intake.close()
+            _unguard(self.shadow.slots)
             unregister(self.optimizer)
             _engines[:] = [ref for ref in _engines if ref() is not self]
             _find_shared()
@@ -407,7 +463,7 @@ class Engine(Flight, Stepper):
     def _work(
         self,
         grads: list[Tensor | None],
-        copies: list[Any],
+        sent: list[Any],
         due: Due,
         ready: Any,
         publish_first: bool,
@@ -425,9 +481,9 @@ class Engine(Flight, Stepper):
                     # Masters are overwritten from here on; what was sent up has to be there.
                     self.lane.wait_on_host(self._marks[-1] if self._marks else ready)
                 if fn is None:
-                    self._update(grads, copies, due, stale, task)
+                    self._update(grads, sent, due, stale, task)
                     return
-                self._run(fn, grads, copies, due)
+                self._run(fn, grads, sent, due)
                 for part in [] if stale else self.shadow.parts:
                     self._publish(part)
                 self._done(task)
@@ -447,23 +503,18 @@ class Engine(Flight, Stepper):
                 self.shadow.keep()
 
     def _update(
-        self,
-        grads: list[Tensor | None],
-        copies: list[Any],
-        due: Due,
-        stale: bool,
-        task: Task,
+        self, grads: list[Tensor | None], sent: list[Any], due: Due, stale: bool, task: Task
     ) -> None:
-        complete: Any = grads if not copies and all(grad is not None for grad in grads) else None
+        complete: Any = grads if not sent and all(grad is not None for grad in grads) else None
         small = None if complete is None else self.shadow.small_steps()
         if small is not None and small.begin(complete, due):
-            for number in range(len(self.shadow.parts)):
-                small.step(number, due)
+            for number, part in enumerate(self.shadow.parts):
+                small.step(number, complete[part.start : part.end], due)
                 self._done(task)
             return
         for part in self.shadow.parts:
             mine = slice(part.start, part.end)
-            final = self._bring(part, grads[mine], copies[mine], due.multiply)
+            final = self._bring(part, grads[mine], sent[mine], due.multiply)
             grads[mine] = [None] * len(final)
             self.shadow.step_part(part, final, due.divide)
             if not stale:
@@ -475,25 +526,22 @@ class Engine(Flight, Stepper):
         task.advance()
 
     def _bring(
-        self, part: Part, grads: list[Tensor | None], copies: list[Any], multiply: Tensor | None
+        self, part: Part, grads: list[Tensor | None], sent: list[Any], multiply: Tensor | None
     ) -> list[Tensor | None]:
-        """Gradients where the part is stepped, float32 for masters, times ``multiply``."""
-        if copies:
-            for place, copied in enumerate(copies):
-                if copied is not None:
-                    mark, factors = copied
-                    self.lane.wait_on_host(mark)
-                    grads[place] = host = part.slots[place].host_grad
-                    for factor in factors:  # what the training thread did to the gradient since
-                        assert host is not None
-                        host.mul_(factor)
-        brought = [
-            g.float() if g is not None and slot.is_master and g.dtype in LOW_PRECISION else g
-            for slot, g in zip(part.slots, grads, strict=True)
-        ]
-        present = [g for g in brought if g is not None]
-        if multiply is not None and present:
-            torch._foreach_mul_(present, multiply)
+        """Gradients as the part is stepped with, float32 for masters, times ``multiply``."""
+        for mark in sent:
+            self.lane.wait_on_host(mark)
+        brought: list[Tensor | None] = []
+        scaled: list[Tensor] = []
+        for slot, grad in zip(part.slots, grads, strict=True):
+            if grad is not None:
+                rounded = _goes_to_master(slot, grad)
+                grad = grad.float() if rounded else grad
+                if rounded or not self.offload:  # there it was unscaled before it was sent
+                    scaled.append(grad)
+            brought.append(grad)
+        if multiply is not None and scaled:
+            torch._foreach_mul_(scaled, multiply)
         return brought
 
     def _publish(self, part: Part) -> None:
@@ -501,19 +549,16 @@ class Engine(Flight, Stepper):
             slot.publish(self.lane)
 
     def _run(
-        self,
-        fn: Callable[[], object],
-        grads: list[Tensor | None],
-        copies: list[Any],
-        due: Due,
+        self, fn: Callable[[], object], grads: list[Tensor | None], sent: list[Any], due: Due
     ) -> None:
         slots = self.shadow.ordered
-        multiply = due.multiply if due.divide is None else 1.0 / due.divide
         try:
             for part in self.shadow.parts:
                 mine = slice(part.start, part.end)
                 for slot, grad in zip(
-                    part.slots, self._bring(part, grads[mine], copies[mine], multiply), strict=True
+                    part.slots,
+                    self._bring(part, grads[mine], sent[mine], due.multiply),
+                    strict=True,
                 ):
                     slot.twin.grad = grad
             with self.shadow.surroundings.around():
@@ -521,16 +566,6 @@ class Engine(Flight, Stepper):
         finally:
             for slot in slots:
                 slot.twin.grad = None
-
-    def zero_taken(self, set_to_none: bool) -> None:
-        """What the first ``zero_grad`` after a step means for the gradients that it has taken.
-
-        A later one finds ``.grad`` as somebody else has left it.
-        """
-        taken, self._taken = self._taken, []
-        for p in () if set_to_none else taken:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
 
     def _run_hooks(self, when: str) -> None:
         """The optimizer's own and the global step hooks, on the training thread, as torch does.
@@ -612,6 +647,25 @@ def _sharing(wanted: Sequence[tuple[Optimizer, str]]) -> str | None:
                     "one first, or put the parameters in one optimizer."
                 )
     return None
+
+
+def _goes_to_master(slot: Slot, grad: Tensor) -> bool:
+    return slot.is_master and grad.dtype in LOW_PRECISION
+
+
+def _before_adding(ref: weakref.ref[Tensor], _: Tensor) -> None:
+    """A backward is about to add to the gradient of a parameter."""
+    p = ref()
+    if p is not None:
+        settle_gradients([p])
+
+
+def _unguard(slots: Iterable[Slot], kept: Iterable[Slot] = ()) -> None:
+    staying = set(map(id, kept))
+    for slot in slots:
+        if slot.guard is not None and id(slot) not in staying:
+            slot.guard.remove()
+            slot.guard = None
 
 
 def _on_host(due: Due) -> Due:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,8 +17,7 @@ from .config import OrderError, StepError
 from .culprits import MOST_NAMES, Culprits, listed
 from .devices import refuse_capture
 from .due import Timing
-from .intake import Intake
-from .pending import Hold, can_be_held
+from .pending import Hold, can_be_held, is_lent
 from .shadow import Shadow
 from .slots import Slot, local, place_of
 from .transfer import Lane, Marks
@@ -43,7 +43,6 @@ class Flight:
     steps: int
     shadow: Shadow
     lane: Lane
-    intake: Intake
     culprits: Culprits
 
     def __init__(self) -> None:
@@ -101,8 +100,11 @@ class Flight:
             ends, part_of = [len(shadow.params)], dict.fromkeys(part_of, 1)
         # Of this task: a reader on another thread may come back when the next one is in hand.
         wait = partial(self._await_part, task, self._marks)
-        order = Marks(self.lane, self._marks) if self.lane.copies_beside else None
-        self._hold = Hold(shadow.params, ends, part_of, wait, self._learning, order)
+        self._hold = Hold(shadow.params, ends, part_of, wait, self._learning, self.order_of_parts())
+
+    def order_of_parts(self) -> Marks | None:
+        """Of the step in hand, as the device does them; None where the host does."""
+        return Marks(self.lane, self._marks) if self.lane.copies_beside else None
 
     def _await(self, parts: int, where: str) -> None:
         """Wait for a part of the step in hand, if any; the device waits too."""
@@ -129,6 +131,31 @@ class Flight:
         self._follow(marks[parts - 1 : parts])
         # Later parts are enqueued perhaps, but the device has not been told to wait for them.
         return parts if self.lane.copies_beside else task.done
+
+    def wait_for(self, task: Task, marks: list[Any], parts: int) -> Callable[[], object]:
+        """What waits for parts of ``task`` whoever keeps it, without keeping this engine."""
+        ref, lane = weakref.ref(self), self.lane
+
+        def wait() -> None:
+            flight = ref()
+            if flight is not None:
+                flight._await_part(task, marks, parts, "gradient")
+                return
+            if not task.wait(parts):
+                raise StepError(
+                    "a gradient was used that was lost with its step, which failed on the "
+                    f"optimizer thread ({type(task.error).__name__}: {task.error})."
+                ) from task.error
+            for mark in marks[parts - 1 : parts]:
+                lane.follow(mark)
+
+        return wait
+
+    def drop_lost(self) -> None:
+        """Gradients of a step that failed are gone: ``.grad`` is None."""
+        for p in self.shadow.params:
+            if is_lent(p.grad):
+                p.grad = None
 
     def _follow(self, marks: Sequence[Any]) -> None:
         """What this thread enqueues from here on comes after ``marks`` (one at most)."""
@@ -159,6 +186,7 @@ class Flight:
                     self._broken = str(error)
                     self._task = None
                     self._release(learn=False)
+                    self.drop_lost()
             raise
         if is_due:
             _note_wait(task, start, where)
@@ -192,6 +220,8 @@ class Flight:
                 if ok or self.is_trained_here:
                     self._task = None
                     self.shadow.collect_settings()
+                    if not ok:
+                        self.drop_lost()
                 if self.is_trained_here:
                     # Kernels that ran on one thread have made the worker's number the default of
                     # new threads.
@@ -216,7 +246,6 @@ class Flight:
             self._learning = False
             before = self.shadow.params
             self.shadow.reorder(hold.seen)
-            self.intake.watch(self.shadow.ordered)
             self._follow_order(before)
 
     def _follow_order(self, before: Sequence[Tensor]) -> None:
@@ -316,6 +345,7 @@ class Flight:
         if self._broken is not None:
             self._broken, self._task = None, None
             self._release(learn=False)
+            self.drop_lost()
 
     def _names(self, params: Sequence[Tensor]) -> str:
         names = self.culprits.names(params[:MOST_NAMES], self.optimizer)

@@ -1,4 +1,4 @@
-"""Parameters whose update is still running: the first use of one, wherever it is, waits.
+"""Parameters whose update is still running, and gradients that it reads: the first use waits.
 
 While its update is due, a parameter's class is :class:`PendingParameter`; torch then hands every
 operation on it to ``__torch_function__``, which waits, gives the class back, and goes on. So a
@@ -9,6 +9,11 @@ others may be used later: until the device is past the update, the class is lent
 Not all of torch asks ``__torch_function__``: ``torch.tensor(p)``, scripted functions, collectives
 and ``torch.func`` do not. But each asks whether what it was given is a tensor, so the class does
 not say so by itself: see :class:`PendingParameter`.
+
+``.grad`` stays what it was, of class :class:`PendingGradient` until its part of the step is done:
+dropped, it costs no wait; looked at, zeroed in place or added to, it waits as a parameter does.
+autograd adds to it without asking, so what starts a backward waits: see
+:meth:`accel_scaler.stepper.Stepper.settle_gradients`.
 
 Any thread may use a parameter, also while the one that trains hands over the next step. ``_lock``
 guards which hold has which parameter, and every change of a class; nobody waits under it.
@@ -29,7 +34,18 @@ from torch import Tensor, nn
 
 from .config import StepError
 
-__all__ = ["Hold", "PendingParameter", "any_pending", "can_be_held", "settle_pending"]
+__all__ = [
+    "Hold",
+    "Loan",
+    "PendingGradient",
+    "PendingParameter",
+    "any_pending",
+    "can_be_held",
+    "is_lent",
+    "lend",
+    "settle_gradients",
+    "settle_pending",
+]
 
 _holds: weakref.WeakSet[Hold] = weakref.WeakSet()
 """Weak: an optimizer that nobody uses any more must not keep its model."""
@@ -42,6 +58,9 @@ _orphans: dict[int, Order] = {}
 
 _lock = threading.RLock()
 """Reentrant: a signal handler or a finalizer may use a parameter while its thread has it."""
+
+LOAN = "_accel_scaler_loan"
+"""Where a gradient that is lent keeps its :class:`Loan`."""
 
 _CLASS: Any = object.__dict__["__class__"]
 """Reads and sets the real class, whatever the class says of itself."""
@@ -91,6 +110,13 @@ class _Settled(nn.Parameter):
         return nn.Parameter(*args, **kwargs)
 
 
+class _SettledGradient(Tensor):
+    """The same of a gradient. Made, it is a tensor."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return Tensor(*args, **kwargs)
+
+
 class _PendingMeta(type(nn.Parameter)):  # type: ignore[misc]
     """Of a class that has the memory layout of a tensor but does not count as one by itself."""
 
@@ -106,12 +132,67 @@ def _wait_for_dict(self: Any) -> Any:
     return self.__dict__
 
 
-def _tensor_names() -> dict[str, Any]:
-    """All that a parameter has, for a class that has ``Tensor`` not among its bases."""
-    found = {**vars(Tensor), **vars(nn.Parameter), "__dict__": property(_wait_for_dict)}
+def _names_of(classes: Sequence[type], settled: type) -> dict[str, Any]:
+    """All that these have, for a class that has ``Tensor`` not among its bases."""
+
+    def class_of(self: Any) -> Any:
+        _settle(self)
+        # Not the real class: that is what the question began with, and the answer would be no.
+        return settled
+
+    found: dict[str, Any] = {}
+    for cls in classes:
+        found.update(vars(cls))
     for name in ("__weakref__", "__doc__", "__module__"):
         found.pop(name, None)
-    return found
+    found["__dict__"] = property(_wait_for_dict)
+    found["__class__"] = property(class_of, _set_class)
+    return {**found, **_WAITING}
+
+
+def _set_class(self: Any, cls: Any) -> None:
+    _settle(self)
+    _CLASS.__set__(self, cls)
+
+
+def _torch_function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """Wait for the operands that are pending, then do ``func``."""
+    kwargs = kwargs or {}
+    if func in _PASSIVE:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    if func is Tensor.detach and type(args[0]) is PendingParameter and _is_made_parameter(args[0]):
+        _settle(args[0])
+        return Tensor._make_subclass(nn.Parameter, args[0].detach())
+    lent = list(_pending_in((args, kwargs)))
+    try:
+        for t in lent:
+            _settle(t, everywhere=False)
+        return func(*args, **kwargs)
+    finally:
+        _take_back(lent)
+
+
+def _waiting(name: str) -> Any:
+    """Of what does not ask ``__torch_function__``, or copies the class along."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _settle(self)
+        return getattr(self, name)(*args, **kwargs)
+
+    return method
+
+
+def _deepcopy(self: Any, memo: Any) -> Any:
+    _settle(self)
+    return copy.deepcopy(self, memo)
+
+
+_WAITING = {
+    "__torch_function__": classmethod(_torch_function),
+    "__deepcopy__": _deepcopy,
+    **{name: _waiting(name) for name in ("as_subclass", "set_", "__reduce_ex__")},
+}
 
 
 class PendingParameter(nn.Parameter, metaclass=_PendingMeta):
@@ -122,60 +203,19 @@ class PendingParameter(nn.Parameter, metaclass=_PendingMeta):
     tensor, seen by ``__torch_function__`` or not, waits there.
     """
 
-    for _name, _value in _tensor_names().items():
-        locals()[_name] = _value
-    del _name, _value
-
-    @property
-    def __class__(self) -> Any:
-        _settle(self)
-        # Not the real class: that is what the question began with, and the answer would be no.
-        return _Settled
-
-    @__class__.setter
-    def __class__(self, cls: Any) -> None:
-        _settle(self)
-        _CLASS.__set__(self, cls)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Wait for the operands that are pending, then do ``func``."""
-        kwargs = kwargs or {}
-        if func in _PASSIVE:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        if func is Tensor.detach and _is_made_parameter(args[0]):
-            _settle(args[0])
-            return Tensor._make_subclass(nn.Parameter, args[0].detach())
-        lent = list(_pending_in((args, kwargs)))
-        try:
-            for p in lent:
-                _settle(p, everywhere=False)
-            return func(*args, **kwargs)
-        finally:
-            _take_back(lent)
-
-    def as_subclass(self, cls: Any) -> Any:
-        """As torch's, which does not ask ``__torch_function__``."""
-        _settle(self)
-        return self.as_subclass(cls)
-
-    def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """As torch's, which does not ask ``__torch_function__``."""
-        _settle(self)
-        return self.set_(*args, **kwargs)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        _settle(self)
-        return copy.deepcopy(self, memo)
-
-    def __reduce_ex__(self, proto: Any) -> Any:
-        _settle(self)
-        return self.__reduce_ex__(proto)
+    locals().update(_names_of([Tensor, nn.Parameter], _Settled))
 
 
-PendingParameter.is_made = True
-PendingParameter.__bases__ = PendingParameter.__bases__  # asks for the order of bases anew
+class PendingGradient(Tensor, metaclass=_PendingMeta):
+    """A gradient that the optimizer thread may still be reading; otherwise the same."""
+
+    locals().update(_names_of([Tensor], _SettledGradient))
+
+
+_PENDING: Any = (PendingParameter, PendingGradient)
+for _class in _PENDING:
+    _class.is_made = True
+    _class.__bases__ = _class.__bases__  # asks for the order of bases anew
 
 
 def _is_made_parameter(p: Tensor) -> bool:
@@ -189,8 +229,8 @@ def _is_made_parameter(p: Tensor) -> bool:
 _NEW = nn.Parameter.__new__.__code__
 
 
-def _pending_in(value: Any) -> Iterator[PendingParameter]:
-    if type(value) is PendingParameter:
+def _pending_in(value: Any) -> Iterator[Any]:
+    if type(value) in _PENDING:
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
@@ -201,10 +241,12 @@ def _pending_in(value: Any) -> Iterator[PendingParameter]:
 
 
 def _settle(p: Any, everywhere: bool = True) -> None:
-    """Wait until no update of ``p`` is due. Any thread.
+    """Wait until no update of ``p`` is due, or reads it. Any thread.
 
     ``everywhere``: on whatever stream. Else on the present one, and ``p`` is to be taken back.
     """
+    if type(p) is PendingGradient:
+        _settle_gradient(p, everywhere)
     asked: list[Hold] = []
     while type(p) is PendingParameter:
         order = None
@@ -222,13 +264,14 @@ def _settle(p: Any, everywhere: bool = True) -> None:
                 _orphans.pop(id(p), None)
 
 
-def _take_back(params: Iterable[Any]) -> None:
-    """Those of ``params`` that are due on other streams are pending again."""
+def _take_back(tensors: Iterable[Any]) -> None:
+    """Those of ``tensors`` that are due on other streams are pending again."""
     with _lock:
-        for p in params:
-            is_due = next(_holding(p), None) is not None or id(p) in _orphans
-            if is_due and type(p) is nn.Parameter:
-                _CLASS.__set__(p, PendingParameter)
+        for t in tensors:
+            if type(t) is Tensor and hasattr(t, LOAN):
+                _CLASS.__set__(t, PendingGradient)
+            elif type(t) is nn.Parameter and (id(t) in _orphans or any(_holding(t))):
+                _CLASS.__set__(t, PendingParameter)
 
 
 def _holding(p: Any) -> Iterator[Hold]:
@@ -347,7 +390,7 @@ class Hold:
         if threading.get_ident() == self._thread:
             self.seen.append(p)
         if torch._guards.CompileContext.try_get() is not None:
-            self.was_traced = True
+            self.was_traced = everywhere = True
         try:
             part = self.part_of[id(p)]
             done = self._wait(part)
@@ -385,3 +428,61 @@ class Hold:
                 _restore(p)
         if not left:
             _holds.discard(self)
+
+
+class Loan:
+    """Gradients that the optimizer thread reads until a part of its task is done.
+
+    Kept by each of them, so that nothing keeps a gradient that its owner has dropped.
+
+    Args:
+        wait: called on the thread that uses one; raises ``StepError`` where the step was lost.
+        order, part: where what ``wait`` has waited for is ordered on the present stream only.
+    """
+
+    __slots__ = ("order", "part", "wait")
+
+    def __init__(
+        self, wait: Callable[[], object], order: Order | None = None, part: int = 1
+    ) -> None:
+        self.wait, self.order, self.part = wait, order, part
+
+
+def lend(gradients: Iterable[Any], loan: Loan) -> None:
+    """``gradients``, plain tensors, wait for ``loan`` from now on; read them through others."""
+    with _lock:
+        for grad in gradients:
+            setattr(grad, LOAN, loan)
+            _CLASS.__set__(grad, PendingGradient)
+
+
+def is_lent(grad: Any) -> bool:
+    """Whether the optimizer thread may be reading ``grad``, or has lost it."""
+    return type(grad) is PendingGradient
+
+
+def settle_gradients(params: Iterable[Tensor]) -> None:
+    """Wait until nobody reads ``.grad`` of ``params``; the present stream may write to it then.
+
+    Raises:
+        StepError: the step that had one of them failed.
+    """
+    for p in params:
+        grad: Any = p.grad
+        if type(grad) is PendingGradient:
+            _settle_gradient(grad, everywhere=None)
+
+
+def _settle_gradient(grad: Any, everywhere: bool | None) -> None:
+    """See :func:`_settle`. None: on the present stream, which is to write to it."""
+    loan = getattr(grad, LOAN, None)
+    is_over = True
+    if loan is not None:  # else another thread has just settled it
+        loan.wait()
+        if loan.order is not None and everywhere is not None:
+            is_over = loan.order.is_past(loan.part, wait=everywhere)
+    with _lock:
+        if is_lent(grad) and getattr(grad, LOAN) is loan:
+            if is_over:
+                delattr(grad, LOAN)
+            _CLASS.__set__(grad, Tensor)

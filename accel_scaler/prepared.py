@@ -63,12 +63,6 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         """
         stepper_of(self).synchronize()
 
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """As Accelerate's; ``set_to_none=False`` leaves zeros also where a step took gradients."""
-        super().zero_grad(set_to_none)
-        if self.gradient_state.sync_gradients:
-            stepper_of(self).zero_taken(set_to_none is not False)
-
     def train(self) -> None:
         """As Accelerate's (schedule-free optimizers), with finished parameters."""
         if hasattr(self.optimizer, "train"):  # the Trainer calls this before every forward
@@ -145,8 +139,6 @@ def _give_engine(accelerator: Any, optimizer: Any) -> Fences | None:
     boundary = accelerator._boundary
     culprits = boundary.scaler.culprits
     engine = make_engine(inner, config, accelerator._worker, accelerator.device, culprits)
-    gradient_state = accelerator.gradient_state
-    engine.intake.is_last_backward = lambda: gradient_state.sync_gradients
     return Fences(engine)
 
 

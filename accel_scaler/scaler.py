@@ -6,6 +6,7 @@ import inspect
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -25,6 +26,7 @@ from .gradients import (
     unscale_in_place,
 )
 from .rule import Rule, ScaleState
+from .stepper import Stepper, async_stepper_of
 from .threads import ThreadedScaler
 from .windows import OptimizerRecord, Snapshot, Window, stepped
 
@@ -105,11 +107,24 @@ class GradScaler(ThreadedScaler):
             self._notice_changes(self.open_window())
             self.culprits.note_losses(_tensors(outputs))
         scaled = super().scale(outputs)
+        if self._enabled and self._bound is None:
+            self._wait_before_backward(scaled)
         if self._enabled and not self._known:
             # Until an optimizer is seen, only the graph tells whose gradients to check.
             leaves = {id(t): t for t in self._seen() + leaves_of(_tensors(scaled))}
             self._leaves = [weakref.ref(leaf) for leaf in leaves.values()]
         return scaled
+
+    def _wait_before_backward(self, scaled: Any) -> None:
+        """A backward adds to gradients that a step may still be reading, and asks nobody."""
+        found = filter(None, map(async_stepper_of, self.managed))
+        waiting = [weakref.ref(stepper) for stepper in found if stepper.unscales]
+        if waiting and not isinstance(scaled, (Tensor, list, tuple)):
+            _settle_gradients(waiting)  # scaled one by one, later
+        tensor: Any
+        for tensor in _tensors(scaled) if waiting else ():
+            if tensor.requires_grad:
+                tensor.register_hook(partial(_settle_gradients, waiting))
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's gradients in place by the scale of their window.
@@ -250,14 +265,20 @@ class GradScaler(ThreadedScaler):
             return
         scale, now = before.before.scale, self.read_state().scale
         for optimizer in self.managed:
-            record = before.known(optimizer)
+            record, params = before.known(optimizer), parameters_of(optimizer)
             if record is not None and record.stage is OptState.STEPPED:
-                continue
-            is_unscaled = record is not None and record.stage is OptState.UNSCALED
-            if not is_unscaled and scale == now:
+                if not record.found_inf:
+                    continue
+                # torch has unscaled those of an overflow; here some stay as they were found.
+                params = [p for p in params if id(p) not in before.unscaled]
+                why = f"overflowed, and still are scaled, by {scale:g}"
+            elif record is not None and record.stage is OptState.UNSCALED:
+                why = "it sat out, and are unscaled"
+            elif scale == now:
                 continue  # goes on accumulating
-            if not Snapshot.of(parameters_of(optimizer)).is_zero:
-                why = "are unscaled" if is_unscaled else f"were scaled by {scale:g}, now {now:g}"
+            else:
+                why = f"it sat out, and were scaled by {scale:g}, now {now:g}"
+            if not Snapshot.of(params).is_zero:
                 self._window.record(optimizer).leftover = why
 
     def _notice_changes(self, window: Window) -> None:
@@ -520,6 +541,13 @@ def _tensors(outputs: Any) -> list[Tensor]:
     if isinstance(outputs, (list, tuple)):
         return [tensor for item in outputs for tensor in _tensors(item)]
     return []
+
+
+def _settle_gradients(waiting: Iterable[weakref.ref[Stepper]], _: Tensor | None = None) -> None:
+    for ref in waiting:
+        stepper = ref()
+        if stepper is not None:
+            stepper.settle_gradients()
 
 
 def _forbid_fp16(params: Iterable[Tensor]) -> None:

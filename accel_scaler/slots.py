@@ -34,7 +34,7 @@ class Slot:
     """One parameter of the model and what is stepped in its place."""
 
     __slots__ = (
-        *("copied", "group", "host_grad", "is_master", "loaded", "param", "staging", "target"),
+        *("group", "guard", "host_grad", "is_master", "loaded", "param", "staging", "target"),
         "twin",
     )
 
@@ -47,8 +47,8 @@ class Slot:
         self.twin = nn.Parameter(self.target, requires_grad=param.requires_grad)
         self.host_grad: Tensor | None = None
         self.staging: Tensor | None = None
-        self.copied: tuple[Tensor, int, Any, tuple[Tensor, ...]] | None = None
-        """Gradient, its version, the mark of its copy in ``host_grad``, and factors still due."""
+        self.guard: Any = None
+        """The handle of a hook that is asked before a backward adds to the gradient."""
         self.loaded: Tensor | None = None
         """A master from a state dict, until the next step: the model may be loaded after it."""
 

@@ -2,7 +2,7 @@
 
 Each call into torch gives the interpreter's lock away and has to get it back; while the training
 thread runs Python that takes longer than a small tensor's update. Gradients are gathered in one
-buffer, one product unscales all of them, one addition counts the steps, and each part is one
+buffer, one call unscales all of them, one addition counts the steps, and each part is one
 call of the kernel. The numbers are those of the other way, bit for bit.
 """
 
@@ -36,8 +36,7 @@ class SmallSteps:
         self._twin = twin
         self._views = lane.host_like([slot.twin.detach() for slot in slots])
         self._sizes = list(map(Tensor.numel, self._views))
-        first = self._views[0]
-        self._flat = first.as_strided((sum(self._sizes),), (1,), first.storage_offset())
+        self._starts = [0, *ends]
         self.groups: dict[int, AdamGroup] = {}
         self._parts: list[list[tuple[int, AdamGroup, list[Tensor]]]] = [[] for _ in ends]
         for number in sorted({slot.group for slot in slots}):
@@ -45,7 +44,7 @@ class SmallSteps:
             params = [slots[i].twin for i in mine]
             group = AdamGroup(twin, {**twin.param_groups[number], "params": params})
             self.groups[number] = group
-            for part, (a, b) in zip(self._parts, pairwise([0, *ends]), strict=True):
+            for part, (a, b) in zip(self._parts, pairwise(self._starts), strict=True):
                 places = [place for place, i in enumerate(mine) if a <= i < b]
                 if places:
                     views = [self._views[mine[place]] for place in places]
@@ -66,14 +65,16 @@ class SmallSteps:
         """Take all gradients, unscale them, count the step; False: a size is not right."""
         if list(map(Tensor.numel, grads)) != self._sizes:
             return False
-        torch._foreach_copy_(self._views, grads)
         if due.multiply is not None:
-            self._flat.mul_(due.multiply)
+            torch._foreach_mul_(grads, due.multiply)  # where ``.grad`` is
+        torch._foreach_copy_(self._views, grads)
         for group in self.groups.values():
             group.counts.add_(1)
         return True
 
-    def step(self, part: int, due: Due) -> None:
-        """Update one part."""
-        for number, group, grads in self._parts[part]:
-            group.update(self._twin.param_groups[number], grads, due.divide)
+    def step(self, part: int, grads: list[Tensor], due: Due) -> None:
+        """Update one part; ``grads`` are its gradients."""
+        for number, group, views in self._parts[part]:
+            group.update(self._twin.param_groups[number], views, due.divide)
+        if due.divide is not None:  # as the kernel leaves them where it is given them
+            torch._foreach_copy_(grads, self._views[self._starts[part] : self._starts[part + 1]])

@@ -49,8 +49,8 @@ class Stepper(ABC):
         return False
 
     @property
-    def takes_gradients(self) -> bool:
-        """After a step ``.grad`` is None, so nobody sees what was left there."""
+    def unscales(self) -> bool:
+        """A product that is due is left to its step, which does it where ``.grad`` is, too."""
         return False
 
     @property
@@ -89,8 +89,8 @@ class Stepper(ABC):
     def synchronize_memory(self, tensors: Iterable[Tensor]) -> None:  # noqa: B027
         """:meth:`synchronize`, where any of ``tensors`` shares a parameter's memory."""
 
-    def zero_taken(self, set_to_none: bool) -> None:  # noqa: B027
-        """Zeros for the gradients that the last step took, unless they are to be None."""
+    def settle_gradients(self) -> None:  # noqa: B027
+        """Wait until no step reads ``.grad``: a backward is about to add to it."""
 
 
 class InlineStepper(Stepper):

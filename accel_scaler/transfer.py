@@ -31,7 +31,9 @@ class Lane:
         self._home: Any = None
         """The stream that the training thread handed the last step over from."""
         self._last: Any = None
-        """The mark of the last work on the side stream that somebody may not have followed yet."""
+        """The mark of the last work on the side stream."""
+        self._known: Any = None
+        """A mark that the device is known to be past."""
         self._work: Any = None if streams is None else streams.new()
         self._down: Any = None if streams is None else streams.new()
 
@@ -78,15 +80,19 @@ class Lane:
         ``on_host``: so does this thread itself, and with it every stream there is.
         """
         mark = self._last
-        if mark is None:
-            return
+        if mark is self._known:
+            return  # not asked again: a graph may be being captured
         if on_host:
             self.wait_on_host(mark)
         elif not self.is_past(mark):
             self.follow(mark)
             return
-        if self._last is mark:
-            self._last = None
+        self._known = mark
+
+    def wait_for_all(self) -> None:
+        """Block this thread until the device has done all that any stream was given by now."""
+        if self._streams is not None:
+            self._streams.synchronize()
 
     @contextmanager
     def beside(self, after: Any) -> Iterator[None]:
@@ -102,19 +108,17 @@ class Lane:
                 self._last = self._mark(self._work)
 
     @contextmanager
-    def between(self) -> Iterator[None]:
-        """Enqueue on the side stream, after what this thread and the training stream have so far;
-        what they enqueue from here on comes after it."""
-        if self._streams is None:
+    def as_at_home(self) -> Iterator[None]:
+        """What this thread enqueues is in the order of the training stream, whichever its own."""
+        here = None if self._streams is None else self._streams.current()
+        if self._home in (None, here):
             yield
             return
-        if self._home is not None:
-            self._work.wait_stream(self._home)
+        here.wait_stream(self._home)
         try:
-            with self.beside(self.mark()):
-                yield
+            yield
         finally:
-            self.follow_last()
+            self._home.wait_stream(here)
 
     def keep(self, tensors: Iterable[Tensor | None], at_home: bool = False) -> None:
         """Their memory is not given to others before the side stream is done with them.
@@ -186,11 +190,6 @@ class Lane:
     def is_host(self) -> bool:
         """Whether the device's memory is the host's."""
         return self._streams is None and self.device.type == "cpu"
-
-    def follow_copies(self) -> None:
-        """What this thread enqueues from here on comes after every copy to the host so far."""
-        if self._streams is not None:
-            self._streams.current().wait_stream(self._down)
 
     @property
     def copies_beside(self) -> bool:

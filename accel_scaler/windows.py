@@ -173,7 +173,6 @@ class Window:
         """It is over: keep no parameter and no gradient alive."""
         self.measures = Measures()
         self.strays.clear()
-        self.unscaled.clear()
         for record in self.states.values():
             record.let_go()
 

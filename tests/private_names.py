@@ -118,7 +118,7 @@ TORCH_SCALER = [
 ]
 
 TENSOR = [
-    ("_version", "sees edits made in place, in windows.py, memory.py, intake.py and others"),
+    ("_version", "sees edits made in place, in windows.py, memory.py, engine.py and others"),
     ("_is_view", "tells a gradient that owns its memory, in intake.py"),
     ("_indices", "keeps a sparse gradient's parts for a stream, in transfer.py"),
     ("_values", "reads a sparse gradient's values, in transfer.py and ranges.py"),

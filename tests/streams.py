@@ -88,7 +88,7 @@ class PaperDevice:
         self.host_worker = host_worker
         self.main = threading.get_ident()
         self.home = Stream(self, "home")
-        self.count = 0
+        self.made: list[Stream] = []
         self.hosts: dict[int, Clock] = {}
         self.local = threading.local()
         self.lock = threading.RLock()
@@ -103,8 +103,8 @@ class PaperDevice:
     # As Streams.
 
     def new(self) -> Stream:
-        self.count += 1
-        return Stream(self, f"side {self.count}")
+        self.made.append(Stream(self, f"side {len(self.made) + 1}"))
+        return self.made[-1]
 
     def event(self) -> Event:
         return Event(self)
@@ -112,6 +112,10 @@ class PaperDevice:
     def current(self) -> Stream:
         stack = getattr(self.local, "streams", None)
         return stack[-1] if stack else self.home
+
+    def synchronize(self) -> None:
+        for clock in [self.home.clock, *(stream.clock for stream in self.made)]:
+            join(self.host_clock(), clock)
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:

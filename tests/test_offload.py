@@ -271,10 +271,6 @@ class Watched(Lane):
         super().__init__(device)
         self.down_calls = []
 
-    @property
-    def copies_beside(self) -> bool:
-        return True
-
     def down(self, source: Tensor, host: Tensor) -> Any:
         self.down_calls.append(float(source.flatten()[0]))
         return super().down(source, host)
@@ -287,18 +283,25 @@ def one_weight(mode: str = "overlap", **settings: Any) -> tuple[nn.Parameter, As
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_backward_sends_gradients_ahead_and_no_step_sends_them_again(
-    mode: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("scale", [None, 4.0])
+def test_a_gradient_travels_once_a_step(
+    scale: float | None, clips: bool, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """When it is final; each of the backwards sent it, and so did a clip."""
     monkeypatch.setattr("accel_scaler.engine.Lane", Watched)
-    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler = None if scale is None else GradScaler("cpu", init_scale=scale)
     w, optimizer = one_weight(mode, scaler=scaler)
     with optimizer:
         lane: Any = optimizer._engine.lane
-        scaler.scale((w * 2.0).sum()).backward()
-        assert lane.down_calls == [8.0]
+        for _ in range(2):
+            loss = w.sum()
+            (loss if scaler is None else scaler.scale(loss)).backward()
+        if clips:
+            optimizer.clip_grad_norm_(10.0)
+        assert lane.down_calls == []
         optimizer.step()
-        assert lane.down_calls == [8.0]
+        assert lane.down_calls == [2.0]
         optimizer.synchronize()
         assert w.item() == 0.75
 
@@ -307,6 +310,8 @@ EDITS: dict[str, Callable[[Any], object]] = {
     "mul_": lambda w: w.grad.mul_(3.0),
     "foreach": lambda w: torch._foreach_mul_([w.grad], 3.0),
     "item": lambda w: w.grad.__setitem__(0, 6.0),
+    "data": lambda w: w.grad.data.mul_(3.0),
+    "numpy": lambda w: w.grad.numpy().__imul__(3.0),
     "another tensor": lambda w: setattr(w, "grad", torch.full((1,), 6.0)),
     "clip_grad_norm_": lambda w: torch.nn.utils.clip_grad_norm_([w], 6.0),
 }
@@ -315,7 +320,6 @@ EDITS: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("how", EDITS)
 def test_an_edit_between_backward_and_step_counts(how: str, mode: str) -> None:
-    """Also where the step takes what the backward has sent (a scaler of scale 1)."""
     for scaler in (None, GradScaler("cpu", init_scale=1.0)):
         w, optimizer = one_weight(mode, scaler=scaler)
         with optimizer:
@@ -329,7 +333,6 @@ def test_an_edit_between_backward_and_step_counts(how: str, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_accumulated_gradients_arrive_whole(mode: str) -> None:
-    """Four backwards, each of which sends what there is so far."""
     scaler = GradScaler("cpu", init_scale=4.0)
     w, optimizer = one_weight(mode, scaler=scaler)
     with optimizer:
@@ -343,7 +346,7 @@ def test_accumulated_gradients_arrive_whole(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_under_an_accelerator_only_the_last_backward_sends(
+def test_under_an_accelerator_a_gradient_travels_once_a_window(
     mode: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("accel_scaler.engine.Lane", Watched)
@@ -362,8 +365,7 @@ def test_under_an_accelerator_only_the_last_backward_sends(
     optimizer.synchronize()
     assert net.weight.item() == 0.5
     lane: Any = optimizer.optimizer._accel_scaler_stepper.lane
-    # Nothing is sent ahead before the first step; then as the backward leaves it, so scaled.
-    assert (len(lane.down_calls), lane.down_calls[-1]) == (2, 8.0)
+    assert lane.down_calls == [2.0, 2.0]
     detach(accelerator)
 
 

@@ -515,6 +515,7 @@ def test_what_a_step_changes_in_its_groups_comes_back_into_the_same_objects() ->
         for step in range(5):
             loss_of(model, step).backward()
             optimizer.step()
+            optimizer.zero_grad()
         optimizer.synchronize()
         assert_equal(Seen(model, inner), plain(moving))
         assert inner.param_groups[0]["lr"] is lr
@@ -673,7 +674,7 @@ def test_two_optimizers_that_share_parameters_both_step(scaled: bool, offload: s
     assert_same(got, reference)
 
 
-def test_an_optimizer_that_comes_to_share_a_parameter_gets_its_gradient_and_gives_it_back() -> None:
+def test_an_optimizer_that_comes_to_share_a_parameter_gets_its_gradient() -> None:
     model = net()
     params = list(model.parameters())
     with (
@@ -685,12 +686,11 @@ def test_an_optimizer_that_comes_to_share_a_parameter_gets_its_gradient_and_give
         before, grad = params[1].detach().clone(), params[1].grad
         assert grad is not None
         first.step()
-        assert [p.grad is None for p in params] == [True, False, True, True]
         second.step()
         assert torch.equal(params[1], before.sub(grad, alpha=LR).sub(grad, alpha=LR))
         second.close()
         first.step()
-        assert all(p.grad is None for p in params)
+        assert torch.equal(params[1], before - LR * grad - LR * grad - LR * grad)
 
 
 def test_two_optimizers_that_share_parameters_both_step_under_an_accelerator() -> None:

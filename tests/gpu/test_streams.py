@@ -24,7 +24,7 @@ from accelerators import DEVICE, KIND, current_stream, on, sleep, synchronize
 from support import weights
 from torch import Tensor, nn
 
-from accel_scaler import AsyncOptimizer, ScalerConfig, attach, detach
+from accel_scaler import AsyncOptimizer, GradScaler, ScalerConfig, attach, detach
 from accel_scaler import shadow as shadow_module
 
 pytestmark = pytest.mark.usefixtures("side_streams")
@@ -257,9 +257,29 @@ class Averaging(torch.optim.Optimizer):
                     p.sub_(group["lr"] * self.state[p]["past"][0])
 
 
-def with_own_optimizer(where: str, mode: str) -> list[Tensor]:
+class Box:
+    """What no copy of an optimizer can take along."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class Boxed(Averaging):
+    """Keeps tensors where nobody sees them, so its steps stay on the training thread."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if not hasattr(self, "boxes"):
+            self.boxes = [Box(torch.zeros_like(p)) for p in self.param_groups[0]["params"]]
+        super().step()
+        for p, box in zip(self.param_groups[0]["params"], self.boxes, strict=True):
+            box.value = 0.5 * box.value + self.state[p]["past"][0]
+            p.sub_(0.01 * box.value)
+
+
+def with_own_optimizer(where: str, mode: str, kind: type[Averaging]) -> list[Tensor]:
     model = deep(where)
-    inner = Averaging(model.parameters(), torch.tensor(0.1, device=where))
+    inner = kind(model.parameters(), torch.tensor(0.1, device=where))
     with AsyncOptimizer(inner, model, mode=mode) as optimizer:
         for step in range(STEPS):
             backward(model, step, where)
@@ -272,9 +292,12 @@ def with_own_optimizer(where: str, mode: str) -> list[Tensor]:
         return [weights(model).cpu(), *past]
 
 
+@pytest.mark.parametrize("kind", [Averaging, Boxed])
 @pytest.mark.parametrize("mode", ["sync", "overlap"])
-def test_tensors_of_another_optimizer_are_kept_until_the_device_is_done(mode: str) -> None:
-    assert_same(with_own_optimizer(DEVICE, mode), with_own_optimizer(CPU, mode))
+def test_tensors_of_another_optimizer_are_kept_until_the_device_is_done(
+    mode: str, kind: type[Averaging]
+) -> None:
+    assert_same(with_own_optimizer(DEVICE, mode, kind), with_own_optimizer(CPU, mode, kind))
 
 
 def with_a_rate_on_the_device(mode: str | None) -> list[Tensor]:
@@ -395,6 +418,25 @@ def test_another_optimizer_takes_over_from_a_dropped_one() -> None:
     assert_same(succeeded(DEVICE), succeeded(CPU))
 
 
+def test_the_rate_of_a_dropped_optimizer_is_kept_until_the_device_is_done() -> None:
+    for trial in range(4):
+        model = deep(DEVICE)
+        rate = torch.tensor(0.01, device=DEVICE)
+        inner = torch.optim.AdamW(model.parameters(), lr=rate, capturable=True)
+        optimizer = AsyncOptimizer(inner, model, mode="overlap")
+        for step in range(2):
+            backward(model, step + trial, DEVICE)
+            busy(DEVICE)
+            optimizer.step()
+            optimizer.zero_grad()
+        engine = weakref.ref(optimizer._engine)
+        del optimizer, inner, rate
+        until_gone(engine)
+        litter(DEVICE)
+        found = weights(model).cpu()
+        assert bool(found.isfinite().all())
+
+
 # Streams of the user's own.
 
 
@@ -471,6 +513,43 @@ def test_averages_on_streams_beside_the_training(offload: str, when: str) -> Non
     assert_same(averaged(DEVICE, offload, when), averaged(CPU, offload, when))
 
 
+def gradients_read(where: str, mode: str, offload: str) -> list[Tensor]:
+    """After the step gradients are looked at on three streams, then added to or zeroed."""
+    model = deep(where)
+    one, two, home = streams_of(where, 2)
+    found: list[Tensor] = []
+    scaler = GradScaler(torch.device(where).type, init_scale=1024.0)
+    optimizer = AsyncOptimizer(
+        sgd(model.parameters()), model, scaler=scaler, mode=mode, offload=offload
+    )
+    with optimizer:
+        for step in range(STEPS):
+            x, y = batch_of(step, where)
+            scaler.scale(nn.functional.mse_loss(model(x), y)).backward()
+            busy(where)
+            optimizer.step()
+            follow(one, home)
+            follow(two, home)
+            for stream in (home, two, one):
+                with beside(stream):
+                    found += [p.grad.abs() for p in model.parameters()]
+            follow(home, one)
+            follow(home, two)
+            if step % 3 == 0:
+                optimizer.zero_grad(set_to_none=False)
+            elif step % 3 == 1:
+                optimizer.zero_grad()
+        if where != CPU:
+            synchronize()
+    return [weights(model).cpu(), *(t.cpu() for t in found)]
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("mode", ["overlap", "delayed"])
+def test_gradients_that_are_read_on_several_streams(mode: str, offload: str) -> None:
+    assert_same(gradients_read(DEVICE, mode, offload), gradients_read(CPU, mode, offload))
+
+
 def read_by_a_thread(where: str) -> list[Tensor]:
     """Another thread reads on its own stream; the training stream has used all before."""
     model = deep(where)
@@ -500,6 +579,34 @@ def read_by_a_thread(where: str) -> list[Tensor]:
 
 def test_a_thread_with_a_stream_of_its_own() -> None:
     assert_same(read_by_a_thread(DEVICE), read_by_a_thread(CPU))
+
+
+def averaged_while_delayed(where: str) -> list[Tensor]:
+    """The average reads the model before it is published, on a stream that nobody follows yet."""
+    model = deep(where)
+    side, home = streams_of(where, 1)
+    average = [p.detach().clone() for p in model.parameters()]
+    found: list[Tensor] = []
+    with AsyncOptimizer(sgd(model.parameters()), model, mode="delayed") as optimizer:
+        for step in range(STEPS):
+            backward(model, step, where)
+            optimizer.step()
+            optimizer.zero_grad()
+            with beside(side, home), torch.no_grad():
+                busy(where)
+                for mean, p in zip(average, model.parameters(), strict=True):
+                    mean.lerp_(p, 0.25)
+            with torch.no_grad():
+                x, _ = batch_of(0, where)
+                found.append(model(x))
+            follow(home, side)
+        if where != CPU:
+            synchronize()
+    return [weights(model).cpu(), *(t.cpu() for t in (*average, *found))]
+
+
+def test_an_average_beside_an_evaluation_while_an_update_is_delayed() -> None:
+    assert_same(averaged_while_delayed(DEVICE), averaged_while_delayed(CPU))
 
 
 def compiled(where: str) -> list[Tensor]:

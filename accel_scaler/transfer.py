@@ -111,7 +111,7 @@ class Lane:
     def as_at_home(self) -> Iterator[None]:
         """What this thread enqueues is in the order of the training stream, whichever its own."""
         here = None if self._streams is None else self._streams.current()
-        if self._home in (None, here):
+        if here is None or self._home in (None, here):
             yield
             return
         here.wait_stream(self._home)

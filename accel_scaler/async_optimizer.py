@@ -14,7 +14,7 @@ from .agreement import whole
 from .boundary import Boundary, boundary_of
 from .config import ConfigError, OrderError, ScalerConfig
 from .culprits import Culprits
-from .due import Due, Timing
+from .due import Timing
 from .engine import Engine
 from .fences import Fences
 from .gradients import parameters_of
@@ -199,7 +199,8 @@ class AsyncOptimizer(Optimizer):
         if self._boundary is None or scaler is None:
             self._engine.step()
         elif scaler.is_stepping(self):
-            self._engine.step(scaler.record_of(self).due)
+            with self._boundary.due_of(self) as due:
+                self._engine.step(due)
         else:
             self._boundary.step(self)
 
@@ -256,13 +257,12 @@ class AsyncOptimizer(Optimizer):
         self._forbid_inside("submit")
         self._fences.watch(self._models())
         scaler = self.scaler
-        if scaler is None or not scaler.is_enabled():
+        if self._boundary is None or scaler is None or not scaler.is_enabled():
             self._engine.submit(lambda: fn)
         else:
             # What a clip has left to be done is done where the job finds its gradients.
-            record = scaler.record_of(self)
-            self._engine.submit(lambda: scaler.bind(fn, self), record.due)
-            record.due = Due()
+            with self._boundary.due_of(self) as due:
+                self._engine.submit(lambda: scaler.bind(fn, self), due)
 
     def synchronize(self) -> None:
         """Wait for the step in hand and publish it: parameters and state are the newest then.

@@ -295,34 +295,98 @@ class Settings:
                 space.before[key] = _copy(value, self._before)
         self._spaces.append(space)
 
-    def collect(self) -> None:
-        """Give the user what the step has changed, except where they have changed it meanwhile."""
+    def collect(self) -> list[str]:
+        """Give the user what the step has changed, except where they have changed it meanwhile.
+
+        Where both have changed a list, dict or set, both changes stay, the step's before the
+        user's. Returns the keys where that is not possible: the user's alone is there.
+        """
         back = {id(given): own for own, given in self._given.values()}
+        merge = _Merge(back, set(self._given))
         spaces, self._spaces = self._spaces, []
         for space in spaces:
-            keys = [
-                key for key in dict.fromkeys((*space.before, *space.twin)) if key not in space.but
-            ]
-            _merge(space.live, space.twin, space.before, keys, back)
+            for key in dict.fromkeys((*space.before, *space.twin)):
+                if key not in space.but:
+                    merge.item(space.live, space.twin, space.before, key, key)
         self._given, self._before = {}, {}
+        return list(dict.fromkeys(merge.lost))
 
 
-def _merge(live: Any, twin: Any, before: Any, keys: Iterable[Any], back: dict[int, Any]) -> None:
-    """For each of ``keys`` write to ``live`` what differs in ``twin`` only."""
-    for key in keys:
+class _Merge:
+    """What a step has changed, brought to where somebody may have changed something else.
+
+    Args:
+        back: ``id`` of a copy that the step had -> the user's object.
+        given: ``id`` of each of these.
+    """
+
+    def __init__(self, back: dict[int, Any], given: set[int]) -> None:
+        self._back, self._given = back, given
+        self._done: dict[int, Any] = {}
+        self.lost: list[str] = []
+        """Attributes, or keys of groups, that both have changed in ways that exclude each other."""
+
+    def item(self, live: Any, twin: Any, before: Any, key: Any, name: str) -> None:
+        """Write to ``live[key]`` what differs in ``twin[key]``."""
         mine, made, old = _get(live, key), _get(twin, key), _get(before, key)
-        if _same(made, old):
-            continue
+        if _same(made, old) or _same(mine, made):  # or what else refers to it was merged before
+            return
         if _same(mine, old):
             if made is _MISSING:
                 del live[key]
             else:
-                live[key] = _give_back(made, back, set())
-        elif type(mine) is type(made) is type(old) and back.get(id(made)) is mine:
-            if isinstance(mine, dict):
-                _merge(mine, made, old, list(dict.fromkeys((*old, *made))), back)
-            elif isinstance(mine, list) and len(mine) == len(made) == len(old):
-                _merge(mine, made, old, range(len(mine)), back)
+                live[key] = _give_back(made, self._back, set())
+            return
+        if old is _MISSING and type(mine) in _MERGED:
+            old = type(mine)()  # both have made one
+        elif id(mine) not in self._given:
+            return  # theirs, in its place
+        if type(mine) is type(made) is type(old) and type(mine) in _MERGED:
+            self._both(mine, made, old, name)
+
+    def _both(self, mine: Any, made: Any, old: Any, name: str) -> None:
+        """``mine``, in place, with the step's changes of it; once, whoever refers to it."""
+        if id(mine) in self._done:
+            return
+        self._done[id(mine)] = mine
+        if isinstance(mine, dict):
+            for key in dict.fromkeys((*old, *made)):
+                self.item(mine, made, old, key, name)
+            return
+        if isinstance(mine, set):
+            mine -= old - made
+            mine |= made - old
+            return
+        theirs, its, was = list(mine), list(made), list(old)
+        rolls = isinstance(mine, deque) and mine.maxlen is not None
+        step, user = _shifted(its, was), _shifted(theirs, was)
+        if len(theirs) == len(its) == len(was) and not rolls:
+            for place in range(len(was)):
+                self.item(theirs, its, was, place, name)
+        elif step and user:
+            theirs = theirs[step[0] : max(len(was) - user[0], 0)] + step[1] + user[1]
+        elif step and step[0] == 0:
+            theirs += step[1]
+        elif user and user[0] == 0:
+            theirs = its + user[1]
+        else:
+            self.lost.append(name)
+            return
+        joined = [_give_back(item, self._back, set()) for item in theirs]
+        mine.clear()
+        mine.extend(joined)
+
+
+_MERGED = (dict, OrderedDict, defaultdict, set, list, deque)
+
+
+def _shifted(now: list[Any], old: list[Any]) -> tuple[int, list[Any]] | None:
+    """How many were taken from the front of ``old``, and what was put at its end; None: more."""
+    for gone in range(len(old) or 1):
+        rest = old[gone:]
+        if len(now) >= len(rest) and all(map(_same, rest, now)):
+            return gone, now[len(rest) :]
+    return (len(old), []) if not now else None
 
 
 def _get(container: Any, key: Any) -> Any:

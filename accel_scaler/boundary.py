@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from math import isinf
 from typing import Any
 
@@ -43,11 +44,14 @@ from .recording import Recorder
 from .scaler import GradScaler
 from .stepper import Stepper, stepper_of
 from .telemetry import History
-from .windows import OptimizerRecord, Snapshot, stepped
+from .windows import OptimizerRecord, Snapshot, raise_mixed, stepped
 
 __all__ = ["Boundary", "boundary_of"]
 
 logger = logging.getLogger("accel_scaler")
+
+PATIENCE = 10
+"""Windows after whose end an optimizer that never had a gradient is told of."""
 
 _boundaries: weakref.WeakKeyDictionary[GradScaler, weakref.ref[Boundary]] = (
     weakref.WeakKeyDictionary()
@@ -77,6 +81,10 @@ class Boundary:
         self.adopted: weakref.WeakSet[Any] = weakref.WeakSet()
         """The wrappers that step through this boundary."""
         self._told = False
+        self._idle: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
+        """Of optimizers that had no gradient yet: the windows in which they were to step."""
+        self._busy: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """Optimizers that have had gradients, or of which it was told that they have none."""
         _boundaries[scaler] = weakref.ref(self)
 
     @property
@@ -332,7 +340,7 @@ class Boundary:
         for p in strays if window.opened_by is not None else ():
             known = window.strays.get(id(p))
             if known is not None and known[1] is not None and known[1].is_changed:
-                _raise_mixed("a parameter that no optimizer here owns")
+                raise_mixed("a parameter that no optimizer here owns")
             if known is None and p.grad is not None and id(p) not in window.unscaled:
                 p.grad.div_(self._window_scale())
                 window.strays[id(p)] = p, None
@@ -365,14 +373,7 @@ class Boundary:
                 f"{type(optimizer).__name__} has already stepped in this window. Clip before "
                 "optimizer.step(), and call accelerator.backward(loss) before the next step."
             )
-        if record.leftover:
-            raise OrderError(
-                f"{type(optimizer).__name__} still has gradients of the window before, which "
-                f"{record.leftover}; the present ones were added to them. Step every optimizer "
-                "that has gradients, and zero them before the next backward, after an overflow too."
-            )
-        if record.rescaled is not None and record.rescaled.is_changed:
-            _raise_mixed(type(optimizer).__name__)
+        record.forbid_mixture(type(optimizer).__name__)
         count = len(parameters_of(optimizer))
         if record.stage is OptState.UNSCALED and record.count not in (None, count):
             raise OrderError(
@@ -381,6 +382,10 @@ class Boundary:
                 "checked. Add parameters before that, or after the step; zero the gradients to go "
                 "on."
             )
+        self._forbid_edits(optimizer, record)
+        return record
+
+    def _forbid_edits(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
         if record.handed_out is not None and record.handed_out.is_changed:
             raise OrderError(
                 f"the gradients of {type(optimizer).__name__} were changed after they were "
@@ -389,7 +394,24 @@ class Boundary:
                 "clip_grad_norm_, or load the model in float32, without fold_unscale; zero the "
                 "gradients to go on."
             )
-        return record
+
+    @contextmanager
+    def due_of(self, optimizer: Optimizer) -> Iterator[Due]:
+        """What is left to be done to the gradients, for a caller who steps with it in the block.
+
+        Raises:
+            OrderError: they were changed since they were clipped.
+        """
+        optimizer = stepped(optimizer)
+        record = self.scaler.record_of(optimizer)
+        self._forbid_edits(optimizer, record)
+        record.take_back()
+        try:
+            yield record.due
+        except BaseException:  # it is still to be done
+            self._hand_out([optimizer], [record], ())
+            raise
+        record.due = Due()
 
     def _check(self, optimizer: Optimizer) -> OptimizerRecord:
         """Check, unless somebody did in this window; unscale, or leave that as due."""
@@ -479,11 +501,12 @@ class Boundary:
                 "clip_grad_norm_ or clip_grad_value_, which know this, or load the model in "
                 "float32. A hook before the step (register_step_pre_hook) sees gradients too."
             )
+        record.take_back()
         if record.due.multiply is not None:
             stepper.multiply(record.due.multiply)
         elif record.due.divide is not None:
             torch._foreach_div_(gradients_of(parameters_of(optimizer)), record.due.divide)
-        record.due, record.handed_out = Due(), None
+        record.due = Due()
         self.scaler.window.unscaled.update(map(id, parameters_of(optimizer)))
 
     def _hand_out(
@@ -494,11 +517,11 @@ class Boundary:
     ) -> None:
         """The caller is about to have the gradients back: what changes them now is not ours."""
         for owner, record in zip(owners, records, strict=True):
-            now = None
-            if record.due or record.rescaled is not None:
-                now = Snapshot.of(parameters_of(owner))
-            record.handed_out = now if record.due else None
-            record.rescaled = None if record.rescaled is None else now
+            record.take_back()
+            if record.due:
+                record.handed_out = Snapshot.with_contents(parameters_of(owner))
+            if record.rescaled is not None:
+                record.rescaled = Snapshot.of(parameters_of(owner))
         strays = self.scaler.window.strays
         for p in parameters if strays else ():
             if id(p) in strays and strays[id(p)][1] is not None:
@@ -540,10 +563,12 @@ class Boundary:
             self.recorder.end_step(start)
             return True
         if not self._has_gradients(optimizer):
+            self._pass(optimizer)
             return True
         if scaler.window.opened_by is None:
             self._step_without_window(optimizer)
             return True
+        self._busy.add(optimizer)
         record, stepper = self._check(optimizer), stepper_of(optimizer)
         if record.found_inf:
             record.overflowed = record.overflowed or first_nonfinite(optimizer)
@@ -586,6 +611,40 @@ class Boundary:
         ]
         self.scaler.window.unscaled.update(map(id, unscaled))
 
+    def _pass(self, optimizer: Optimizer) -> None:
+        """A window without a gradient for it."""
+        window = self.scaler.window
+        if window.opened_by is not None and optimizer not in self._busy:
+            self._count_idle(optimizer, window.index)
+
+    def _count_idle(self, optimizer: Optimizer, index: int) -> None:
+        """Once it has had ``PATIENCE`` windows and never a gradient: say so, once.
+
+        Torch's scaler raises in the first. Here an optimizer may wait for its turn (GANs,
+        adapters), and one that has had gradients may be without for as long as it likes.
+        """
+        windows = self._idle.setdefault(optimizer, set())
+        windows.add(index)
+        if len(windows) < PATIENCE:
+            return
+        self._busy.add(optimizer)
+        del self._idle[optimizer]
+        params = parameters_of(optimizer)
+        frozen = sum(not p.requires_grad for p in params)
+        logger.warning(
+            "%s was to step in %d windows and has never had a gradient: nothing of it trains "
+            '(torch\'s GradScaler raises "No inf checks were recorded for this optimizer"). Its '
+            "first of %d parameters is %s; %d of them are frozen. Make it from the parameters of "
+            "the model that computes the loss, after that was wrapped or moved; unfreeze them; or "
+            "leave out its step() until they train. One that waits for its turn is in order. "
+            "(Said once.)",
+            type(optimizer).__name__,
+            PATIENCE,
+            len(params),
+            next(iter(self.scaler.culprits.names(params[:1], optimizer)), "not there"),
+            frozen,
+        )
+
     def _close(self, optimizer: Optimizer, record: OptimizerRecord, stepper: Stepper) -> None:
         """Update the scale, then the parameters or not, and put it on record."""
         scaler, window = self.scaler, self.scaler.window
@@ -598,6 +657,7 @@ class Boundary:
             if found_inf:
                 stepper.skip()
             else:
+                record.take_back()
                 timing = self._apply(stepper, record.due)
                 record.due = Due()
         culprits = scaler.culprits
@@ -648,15 +708,6 @@ class Boundary:
 def _dtypes(low: bool) -> frozenset[torch.dtype]:
     """Of gradients that one pass takes; ``low``: those that stay scaled too."""
     return frozenset({torch.float32}) | (LOW_PRECISION if low else frozenset())
-
-
-def _raise_mixed(whose: str) -> None:
-    raise OrderError(
-        f"a backward added scaled gradients to the unscaled ones of {whose}: they were unscaled "
-        "or clipped before the last micro-batch. Accumulate under `with "
-        "accelerator.accumulate(model):`, or clip only after the last backward; then zero the "
-        "gradients and go on."
-    )
 
 
 def _total_norm(parameters: Sequence[Tensor], norm_type: float) -> Tensor:

@@ -335,6 +335,8 @@ class _BeforeInnerForward(_Hook):
         engine = self.find()
         if engine is None or not engine.unpublished or not _is_evaluated(module):
             return
+        if getattr(module, "_is_replica", False):
+            return  # DataParallel's, on a thread of its own: what it replicates was asked for
         fences = self._fences()
         # A frozen layer in the midst of a training forward is no evaluation.
         if fences is not None and not fences.is_called_by_watched():

@@ -212,6 +212,7 @@ class Flight:
         if everywhere:
             self.lane.follow_last(on_host=True)
         failure: StepError | None = None
+        lost: list[str] = []
         with self.lock:
             if self._task is task:
                 self._follow(self._marks[-1:])
@@ -219,7 +220,7 @@ class Flight:
                 self._release(learn=ok)
                 if ok or self.is_trained_here:
                     self._task = None
-                    self.shadow.collect_settings()
+                    lost = self.shadow.collect_settings()
                     if not ok:
                         self.drop_lost()
                 if self.is_trained_here:
@@ -234,6 +235,13 @@ class Flight:
                 f"{type(self.optimizer).__name__} failed on the optimizer thread "
                 f"({type(task.error).__name__}: {task.error})."
             ) from task.error
+        if lost:
+            raise OrderError(
+                f"{', '.join(map(repr, lost))} of {type(self.optimizer).__name__} changed while a "
+                "step that changes it too was in hand, in ways that exclude each other. The step's "
+                "change of it is lost, the other stays; all else is stepped. Call "
+                "optimizer.synchronize() before changing it."
+            )
 
     def _release(self, learn: bool = True) -> None:
         hold, self._hold = self._hold, None

@@ -19,11 +19,14 @@ __all__ = [
     "Norms",
     "clip_coefficient",
     "count_nonfinite",
+    "differ",
     "gradients_of",
     "has_nonfinite_gradient",
     "is_power_of_two",
     "is_uniform",
+    "kept",
     "leaves_of",
+    "make_own",
     "match_layout",
     "nonfinite",
     "nonzero",
@@ -293,6 +296,42 @@ def unscale_in_place(
         torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, inv)
         torch.autograd.graph.increment_version(grads)
     return flags
+
+
+@torch.no_grad()
+def kept(grads: Sequence[Tensor]) -> list[Tensor]:
+    """What ``grads`` hold now, to compare with later: see :func:`differ`.
+
+    On a CPU one is copied when somebody writes to it, if ever (torch's copy on write, which only
+    there every kernel keeps to); elsewhere at once.
+    """
+    if is_uniform(grads, LOW_PRECISION | {torch.float32}) and grads[0].device.type == "cpu":
+        try:
+            return list(map(torch._lazy_clone, grads))
+        except RuntimeError:  # memory that is not torch's own: numpy's, another process's
+            pass
+    return [grad.detach().clone() for grad in grads]
+
+
+@torch.no_grad()
+def differ(grads: Sequence[Tensor], before: Sequence[Tensor]) -> bool:
+    """Whether any gradient holds something else than what :func:`kept` has kept of it.
+
+    Reads those that were copied. Synchronises with the device for these.
+    """
+    # A gradient that still shares the memory of what was kept was not written to.
+    copied = [pair for pair in zip(grads, before, strict=True) if not _is_shared(pair[0])]
+    unlike = [(_values(grad) != _values(was)).any() for grad, was in copied]
+    return bool(unlike) and bool(torch.stack(unlike).any())
+
+
+def make_own(grads: Iterable[Tensor]) -> None:
+    """Ordinary memory again, once what was kept is dropped: a stream may have to be told of it."""
+    for grad in filter(_is_shared, grads):
+        grad.data_ptr()
+
+
+_is_shared = torch._C._is_cow_tensor  # type: ignore[attr-defined]
 
 
 def clip_coefficient(total_norm: Tensor, max_norm: float) -> Tensor:

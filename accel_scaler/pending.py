@@ -59,7 +59,7 @@ _orphans: dict[int, Order] = {}
 _lock = threading.RLock()
 """Reentrant: a signal handler or a finalizer may use a parameter while its thread has it."""
 
-LOAN = "_accel_scaler_loan"
+LOAN = "accel_scaler_loan"
 """Where a gradient that is lent keeps its :class:`Loan`."""
 
 _CLASS: Any = object.__dict__["__class__"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -142,6 +143,8 @@ class GradScaler(ThreadedScaler):
             self._forbid_stranger(optimizer)
             self._check_scale_growth_tracker("unscale_")
             window, record = self.known_window, self.record_of(optimizer)
+            if self._bound is None:
+                record.forbid_mixture(type(stepped(optimizer)).__name__)
             params = parameters_of(optimizer)
             done = window.unscaled_among(params) if record.stage is OptState.READY else []
             with _put_aside(done):
@@ -193,10 +196,12 @@ class GradScaler(ThreadedScaler):
 
     def _before_step(self, optimizer: Optimizer) -> None:
         window = self.known_window
+        record = window.known(optimizer)
+        if record is not None and self._bound is None:
+            record.forbid_mixture(type(stepped(optimizer)).__name__)
         if stepped(optimizer) is not optimizer:
             window.record(optimizer)
             return
-        record = window.known(optimizer)
         if record is not None and record.due:
             raise OrderError(
                 f"scaler.step({type(optimizer).__name__}): its gradients, clipped, still are "
@@ -242,12 +247,18 @@ class GradScaler(ThreadedScaler):
             self.write_state(self.rule.advance(window.before, window.found_inf))
 
     def manage(self, optimizer: Optimizer) -> None:
-        """A boundary steps this optimizer (held weakly): see :meth:`_notice_changes`."""
+        """A boundary steps this optimizer (held weakly): see :meth:`_notice_changes`.
+
+        Where gradients are there already, and no loss was scaled, synchronises with the device.
+        """
         self._known.add(optimizer)
         known = self._managed.get(id(optimizer))
         if known is None or known() is not optimizer:
             self._managed.pop(id(optimizer), None)  # of one that is gone: it comes last now
             self._managed[id(optimizer)] = weakref.ref(optimizer)
+            if self._window.opened_by is None:  # else they may be of the window
+                why = "had gradients before it was given to this scaler, not scaled by it"
+                self._note_leftover(optimizer, parameters_of(optimizer), why)
 
     def release(self, *optimizers: Optimizer) -> None:
         """No boundary steps these any more."""
@@ -260,26 +271,84 @@ class GradScaler(ThreadedScaler):
         refs = list(self._managed.values())
         return [optimizer for ref in refs if (optimizer := ref()) is not None]
 
+    def open_window(self) -> Window:
+        """The open window; a new one if the last one was stepped."""
+        with self._lock:
+            if self._window.closed:
+                before = self._window
+                self._next_window()
+                self._notice_leftovers(before)
+            if self._window.opened_by is None:
+                self._window.opened_by = threading.get_ident()
+            return self._window
+
+    def abandon_window(self) -> None:
+        """Give up the open window, if any: the next :meth:`scale` opens another.
+
+        Gradients that it leaves unscaled have to be zeroed before that.
+        """
+        with self._lock:
+            self._next_window()
+
+    def _next_window(self) -> None:
+        before = self._window
+        super()._next_window()
+        if not before.closed:  # given up, or ended by hand
+            self._notice_leftovers(before)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this class or of ``torch.amp.GradScaler``. No-op if disabled.
+
+        Raises:
+            ConfigError: a missing entry, one that is no number, or a scale of 0 without
+                ``min_scale`` to raise it; nothing has been changed.
+            RuntimeError: an empty dict (from a disabled scaler).
+        """
+        with self._lock:
+            before = self.read_state().scale
+            super().load_state_dict(state_dict)
+            now = self.read_state().scale
+            if now != before:
+                why = f"has gradients scaled by {before:g}, and a state with {now:g} was loaded"
+                for optimizer in self.managed:
+                    self._note_leftover(optimizer, parameters_of(optimizer), why)
+
+    def _note_leftover(self, optimizer: Optimizer, params: Iterable[Tensor], why: str) -> None:
+        """Gradients that the next window's must not be added to, unless they are zeroed first."""
+        if self._enabled and not Snapshot.of(params).is_zero:
+            self._window.record(optimizer).leftover = why
+
     def _notice_leftovers(self, before: Window) -> None:
-        if not self._enabled or before.before is None:
+        """Of a window that ended without their optimizer's step (checked where some are left)."""
+        managed = self.managed if self._enabled else []
+        if not managed:
             return
-        scale, now = before.before.scale, self.read_state().scale
-        for optimizer in self.managed:
+        now = self.read_state().scale
+        if before.before is not None:
+            scale = before.before.scale
+        else:
+            scale = now if before.scale is None else float(before.scale)
+        for optimizer in managed:
             record, params = before.known(optimizer), parameters_of(optimizer)
-            if record is not None and record.stage is OptState.STEPPED:
+            stage = OptState.READY if record is None else record.stage
+            if record is not None and stage is OptState.STEPPED:
                 if not record.found_inf:
                     continue
                 # torch has unscaled those of an overflow; here some stay as they were found.
                 params = [p for p in params if id(p) not in before.unscaled]
-                why = f"overflowed, and still are scaled, by {scale:g}"
-            elif record is not None and record.stage is OptState.UNSCALED:
-                why = "it sat out, and are unscaled"
-            elif scale == now:
-                continue  # goes on accumulating
+                why = f"has gradients that overflowed, and still are scaled, by {scale:g}"
+            elif record is not None and record.leftover:
+                why = record.leftover
+            elif stage is OptState.UNSCALED or scale != now:
+                how = (
+                    "unscaled"
+                    if stage is OptState.UNSCALED
+                    else f"scaled by {scale:g}, now {now:g}"
+                )
+                why = f"sat out the window before with gradients in it, which are {how}"
             else:
-                why = f"it sat out, and were scaled by {scale:g}, now {now:g}"
-            if not Snapshot.of(params).is_zero:
-                self._window.record(optimizer).leftover = why
+                continue  # goes on accumulating
+            self._note_leftover(optimizer, params, why)
 
     def _notice_changes(self, window: Window) -> None:
         """Before another loss is scaled: which gradients of the window are unscaled already?

@@ -311,12 +311,17 @@ class Shadow:
         for slot in self.slots:
             given.give(slot.param.__dict__, slot.twin.__dict__)
 
-    def collect_settings(self) -> None:
-        """Give the optimizer what its own step has changed, in its groups and elsewhere."""
+    def collect_settings(self) -> list[str]:
+        """Give the optimizer what its own step has changed, in its groups and elsewhere.
+
+        Returns the attributes and keys of which a change is lost.
+        """
         given, self._given = self._given, None
-        if given is not None:
-            given.collect()
-            self._collect_state()
+        if given is None:
+            return []
+        lost = given.collect()
+        self._collect_state()
+        return lost
 
     def _collect_state(self) -> None:
         """Entries that the step has made, replaced or taken away."""

@@ -54,7 +54,8 @@ class SmallSteps:
     def suits(slots: Sequence[Slot], lane: Lane) -> bool:
         """Small, dense parameters in host memory that are stepped in place."""
         return lane.is_host and all(
-            not slot.is_master
+            slot.twin.device.type == "cpu"  # not so where a device shares the host's memory
+            and not slot.is_master
             and 0 < slot.twin.numel() <= SMALL
             and slot.twin.layout is torch.strided
             and torch._debug_has_internal_overlap(slot.twin) == 0

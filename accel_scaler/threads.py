@@ -21,26 +21,6 @@ T = TypeVar("T")
 class ThreadedScaler(ScalerMemory):
     """The part of :class:`accel_scaler.GradScaler` that keeps threads and windows apart."""
 
-    def open_window(self) -> Window:
-        """The open window; a new one if the last one was stepped."""
-        with self._lock:
-            if self._window.closed:
-                before = self._window
-                self._next_window()
-                self._notice_leftovers(before)
-            if self._window.opened_by is None:
-                self._window.opened_by = threading.get_ident()
-            return self._window
-
-    def _notice_leftovers(self, before: Window) -> None:
-        """Gradients of a window that ended without their optimizer's step (checked where some are
-        left): unscaled ones, or of another scale, must not be added to."""
-
-    def abandon_window(self) -> None:
-        """Give up the open window, if any: the next :meth:`scale` opens another."""
-        with self._lock:
-            self._next_window()
-
     @property
     def window(self) -> Window:
         """The open window, or the last one until :meth:`scale` opens the next."""

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 
 from .config import OrderError
 from .due import Due
-from .gradients import nonzero, parameters_of
+from .gradients import differ, kept, make_own, nonzero, parameters_of
 from .measures import Measures
 from .rule import ScaleState
 
-__all__ = ["WAIT_LIMIT_S", "Job", "OptimizerRecord", "Snapshot", "Window", "stepped"]
+__all__ = ["WAIT_LIMIT_S", "Job", "OptimizerRecord", "Snapshot", "Window", "raise_mixed", "stepped"]
 
 T = TypeVar("T")
 
@@ -39,11 +39,23 @@ class Snapshot:
     """Which gradients there were, and their versions: what has changed since is told."""
 
     entries: Sequence[tuple[Tensor, Tensor | None, int]]
+    contents: list[Tensor] = field(default_factory=list)
+    """What each held, where an edit that no version shows (``.grad.data``) is to be told too."""
 
     @classmethod
     def of(cls, parameters: Iterable[Tensor]) -> Snapshot:
         """As they are now."""
         return cls([(p, g := p.grad, 0 if g is None else g._version) for p in parameters])
+
+    @classmethod
+    def with_contents(cls, parameters: Iterable[Tensor]) -> Snapshot:
+        """As they are now, to be compared value by value; call :meth:`end` before writing to them.
+
+        On a CPU nothing is copied until somebody writes; elsewhere all is.
+        """
+        found = cls.of(parameters)
+        found.contents.extend(kept(found._grads))
+        return found
 
     @property
     def is_zero(self) -> bool:
@@ -52,11 +64,26 @@ class Snapshot:
 
     @property
     def is_changed(self) -> bool:
-        """Any gradient is another tensor, or was written to, since."""
-        return any(
+        """Any gradient is another tensor, or was written to, since.
+
+        Synchronises with a device other than the CPU where there are contents.
+        """
+        if any(
             p.grad is not grad or (grad is not None and grad._version != version)
             for p, grad, version in self.entries
-        )
+        ):
+            return True
+        return bool(self.contents) and differ(self._grads, self.contents)
+
+    def end(self) -> None:
+        """The gradients may be written to: it is not compared with any more."""
+        if self.contents:
+            self.contents.clear()
+            make_own(self._grads)
+
+    @property
+    def _grads(self) -> list[Tensor]:
+        return [grad for _, grad, _ in self.entries if grad is not None]
 
 
 class OptimizerRecord(dict[str, Any]):
@@ -76,7 +103,7 @@ class OptimizerRecord(dict[str, Any]):
         self.count: int | None = None
         """How many parameters it had when it was unscaled or checked."""
         self.leftover = ""
-        """What is wrong with gradients that it brings from the window before."""
+        """What is wrong with gradients that it brings from before the window."""
         self.due = Due()
         """Left for the update to do: the gradients are still scaled, not clipped."""
         self.handed_out: Snapshot | None = None
@@ -99,8 +126,30 @@ class OptimizerRecord(dict[str, Any]):
 
     def let_go(self) -> None:
         """Keep no parameter and no gradient alive."""
-        self.handed_out = self.rescaled = None
+        self.take_back()
+        self.rescaled = None
         self.overflowed = ()
+
+    def forbid_mixture(self, name: str) -> None:
+        """Raise ``OrderError`` where the gradients are not all of the window's own scale.
+
+        Args:
+            name: the optimizer's.
+        """
+        if self.leftover:
+            raise OrderError(
+                f"{name} {self.leftover}; the present ones were added to them. Step every "
+                "optimizer that has gradients, or zero them before the next backward; now zero "
+                "them to go on."
+            )
+        if self.rescaled is not None and self.rescaled.is_changed:
+            raise_mixed(name)
+
+    def take_back(self) -> None:
+        """The gradients that were handed out are to be written to."""
+        if self.handed_out is not None:
+            self.handed_out.end()
+        self.handed_out = None
 
     @property
     def found_inf(self) -> bool:
@@ -108,6 +157,16 @@ class OptimizerRecord(dict[str, Any]):
         if self.verdict is not None:
             return self.verdict
         return any(bool(flag) for flag in self["found_inf_per_device"].values())
+
+
+def raise_mixed(whose: str) -> None:
+    """Raise ``OrderError``: scaled gradients were added to unscaled ones."""
+    raise OrderError(
+        f"a backward added scaled gradients to the unscaled ones of {whose}: they were unscaled "
+        "or clipped before the last micro-batch. Accumulate under `with "
+        "accelerator.accumulate(model):`, or clip only after the last backward; then zero the "
+        "gradients and go on."
+    )
 
 
 class Window:

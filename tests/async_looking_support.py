@@ -188,7 +188,6 @@ class Looking(Training):
 
     def started_over(self) -> None:
         self.twin.steps = [0 for _ in self.numbers]
-        self.twin.taken = [set() for _ in self.numbers]
         self.schedule()
 
     @rule(stay=st.booleans())
@@ -206,7 +205,6 @@ class Looking(Training):
         else:
             self.ours.close()
             self.ours = other
-            self.twin.taken = [set()]
             self.schedule()
         self.seen["copy"] += 1
 

@@ -163,8 +163,8 @@ class Training(RuleBasedStateMachine):
             self.seen["stepped"] += bool(stepped and grads)
         self.clips = []
         self.zero_grad(zero)
-        if skipped and self.twin.setup.split:
-            self.zero_grad("none")
+        if skipped and (self.twin.setup.split or zero == "nothing"):
+            self.zero_grad("none")  # they are scaled still, and would be refused
 
     def failure(self, number: int, told: str) -> set[Tensor] | None:
         """Wait for the step, which perhaps fails; then what was updated all the same."""

@@ -81,7 +81,6 @@ class Twin:
             for each in groups
         ]
         self.owned = [[p for g in each for p in g["params"]] for each in groups]
-        self.taken: list[set[Tensor]] = [set() for _ in groups]
         self.steps = [0 for _ in groups]
         self.waiting = [False for _ in groups]
         self.scale, self.good = INIT_SCALE, 0
@@ -154,8 +153,6 @@ class Twin:
     ) -> bool:
         """One optimizer's boundary; ``fails``: only these parameters are updated."""
         if all(p.grad is None for p in self.owned[number]):
-            if self.opened and number not in self.stepped:
-                self.taken[number] = set()
             return True
         grads = self.unscaled(number)
         finite = all(bool(g.isfinite().all()) for g in grads.values()) and not self.refused
@@ -169,14 +166,15 @@ class Twin:
                 self.scale, self.good = self.scale * 2.0, 0
             self.stepped.add(number)
         if not finite and not submitted:
-            self.taken[number] = set()
             self.publish(number)
             return False
         self.follow(number)
         self.steps[number] += 1
-        self.taken[number] = set(grads)
-        for p in grads:
-            p.grad = None
+        for p, g in grads.items():
+            if submitted or fails is not None:  # a function's, or lost
+                p.grad = None
+            elif not (self.has_master(p) and p.dtype is torch.float16):
+                p.grad = g.clone()
         if finite:
             for p, g in grads.items():
                 self.masters[p].grad = g if fails is None or p in fails else None
@@ -193,11 +191,8 @@ class Twin:
 
     def zero_grad(self, number: int, to_none: bool) -> None:
         for p in self.owned[number]:
-            if p.grad is None and p in self.taken[number] and not to_none:
-                p.grad = torch.zeros_like(p)
-            elif p.grad is not None:
+            if p.grad is not None:
                 p.grad = None if to_none else torch.zeros_like(p)
-        self.taken[number] = set()
 
     def add_group(self) -> None:
         p = self.net.grow()

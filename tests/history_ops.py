@@ -86,7 +86,9 @@ class Epoch(Short):
     """The training thread is another one than the main thread."""
     reader: bool = False
     """One more thread reads parameters, state dicts and the scaler's state all along."""
-    to_none: bool = True
+    zeroes: str = "none"
+    """How gradients are zeroed: by the optimizer, to ``none`` or ``zeros``; ``model``, to none;
+    ``by hand``, ``data``, ``foreach``: to zeros, past it."""
     script: tuple[Micro, ...] = ()
     """For micro-batches beyond it: ``Micro()``."""
 
@@ -182,6 +184,9 @@ def draw_row(r: random.Random) -> Row:
     return tuple(row)
 
 
+ZEROES = ("model", "by hand", "data", "foreach")
+
+
 def draw_epoch(r: random.Random) -> Epoch:
     rows = tuple(draw_row(r) for _ in range(r.choice((0, 1, 3, 4, 5, 7, 8))))
     batch = r.choice((1, 1, 2, 3))
@@ -192,7 +197,7 @@ def draw_epoch(r: random.Random) -> Epoch:
         iterable=r.random() < 0.4,
         thread=r.random() < 0.15,
         reader=r.random() < 0.15,
-        to_none=r.random() < 0.7,
+        zeroes=r.choice(("none", "none", "zeros", *ZEROES)),
         script=tuple(draw_micro(r) for _ in range(count)),
     )
 
@@ -273,7 +278,7 @@ def _simpler(op: Op) -> Any:
                 plain = replace(op.script[n], **{spec.name: spec.default})
                 yield replace(op, script=(*op.script[:n], plain, *op.script[n + 1 :]))
     for name, value in (("batch", 1), ("iterable", False), ("thread", False), ("reader", False),
-                        ("to_none", True)):  # fmt: skip
+                        ("zeroes", "none")):  # fmt: skip
         if getattr(op, name) != value:
             yield replace(op, **{name: value})
 

@@ -237,10 +237,7 @@ class World:
             self.check_gradients(model.scale if model.phase == "open" else 1.0)
             if micro.peek:
                 Caught(self.peek).finish()
-            if ends:
-                happened = self.boundary(micro, op.to_none, batch, used)
-            else:
-                happened = self.between(micro)
+            happened = self.boundary(micro, op.zeroes, batch, used) if ends else self.between(micro)
         self.check_state()
         return [*happened, *self.note(batch, micro, op, used)]
 
@@ -302,15 +299,13 @@ class World:
             self.optimizers[i].zero_grad()
         return ["off the boundary"]
 
-    def boundary(
-        self, micro: Micro, to_none: bool, batch: Tensor, used: Sequence[int]
-    ) -> list[str]:
+    def boundary(self, micro: Micro, how: str, batch: Tensor, used: Sequence[int]) -> list[str]:
         model, happened = self.model, ["boundary"]
         happened += [micro.end or "no clip"] if model.attached else ["boundary in stock"]
         if model.phase == "open":
             happened += self.unscale_by_hand(micro)
             self.clip(micro)
-            happened += self.drop(micro, to_none, batch, used)
+            happened += self.drop(micro, how, batch, used)
         before = len(model.windows)
         for i in self.numbers:
             refused = expected = False
@@ -331,13 +326,30 @@ class World:
             model.optimizers[i].position += not skipped
             happened += ["refused"] if refused else ["skipped"] if skipped else []
         for i in self.numbers:
-            self.optimizers[i].zero_grad(set_to_none=to_none)
-            model.optimizers[i].zero(to_none)
+            self.zero(i, how, self.optimizers[i])
+        happened += [f"zeroed: {how}"]
         flags = {model.optimizers[i].skipped for i in self.numbers if i in model.stepped}
         happened += ["one of them skipped"] if len(flags) == 2 else []
         happened += ["window"] * (len(model.windows) - before)
         grew = model.windows[before:] and model.windows[-1].next_scale > model.windows[-1].scale
         return [*happened, *(["grew"] if grew else [])]
+
+    def zero(self, number: int, how: str, optimizer: Any) -> None:
+        """Of one model: it matters who does it while a step beside still reads the gradients."""
+        grads = [p.grad for p in self.parts[number].parameters() if p.grad is not None]
+        if how == "model":
+            self.parts[number].zero_grad()
+        elif how == "by hand":
+            for grad in grads:
+                grad.zero_()
+        elif how == "data":
+            for grad in grads:
+                grad.data.zero_()
+        elif how == "foreach" and grads:
+            torch._foreach_zero_(grads)
+        elif how in ("none", "zeros"):
+            optimizer.zero_grad(set_to_none=how == "none")
+        self.model.optimizers[number].zero(to_none=how in ("none", "model"))
 
     def parameters(self, which: Sequence[int]) -> list[Tensor]:
         return [p for i in which for p in self.parts[i].parameters()]
@@ -355,7 +367,7 @@ class World:
             self.check_gradients(1.0)
         return happened
 
-    def drop(self, micro: Micro, to_none: bool, batch: Tensor, used: Sequence[int]) -> list[str]:
+    def drop(self, micro: Micro, how: str, batch: Tensor, used: Sequence[int]) -> list[str]:
         """Give up what the last backward left, and make it again."""
         model = self.model
         some = list(used) if micro.drop == "all" else list(used)[:1]
@@ -364,8 +376,7 @@ class World:
         if micro.drop == "all":
             some = list(self.numbers)
         for i in some:
-            self.optimizers[i].optimizer.zero_grad(set_to_none=to_none)
-            model.optimizers[i].zero(to_none)
+            self.zero(i, how, self.optimizers[i].optimizer)
         again = [i for i in used if i in some]
         self.backward(batch, again, micro.plain)
         model.backward([tuple(row) for row in batch.tolist()], again)

@@ -133,6 +133,8 @@ TORCH = [
         "_amp_foreach_non_finite_check_and_unscale_",
         "unscales and checks by torch's own kernel, in gradients.py",
     ),
+    ("torch", "_lazy_clone", "keeps what a gradient held, in gradients.py"),
+    ("torch._C", "_is_cow_tensor", "tells whether it was written to since, in gradients.py"),
     ("torch", "_foreach_norm", "takes the norms, in boundary.py and gradients.py"),
     ("torch", "_foreach_mul_", "unscales and clips, in boundary.py and engine.py"),
     ("torch", "_foreach_div_", "divides gradients of late optimizers, in boundary.py"),
@@ -209,6 +211,11 @@ TRAINER = [
 ]
 
 
+def replica() -> Any:
+    """What DataParallel runs on each device."""
+    return torch.nn.Linear(1, 1)._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+
+
 PRIVATE = [
     *(Private("torch", scaler, name, need) for name, need in TORCH_SCALER),
     *(Private("torch", "torch.Tensor", name, need) for name, need in TENSOR),
@@ -231,6 +238,7 @@ PRIVATE = [
         "_states_to_forward_prefetch",
         "knows what a forward gathers early, in fences.py",
     ),
+    Private("torch", replica, "_is_replica", "knows DataParallel's copies, in fences.py"),
     Private("torch", flattened, "_fsdp_flattened", "refuses FSDP1, in steppable.py"),
     Private(
         "torch", compiled, "_torchdynamo_orig_callable", "knows a compiled forward, in fences.py"

@@ -243,6 +243,7 @@ def test_a_fence_shows_the_newest_parameters() -> None:
                 (scale(loss) if callable(scale) else loss * scale).backward()
             optimizer.step()
             reference.boundary()
+            optimizer.zero_grad()
             before = [p.detach().clone() for p in model.parameters()]
             assert same(before, [p.detach() for p in reference_model.parameters()])
             newest = [m.detach().clone() for m in reference.masters]
@@ -336,6 +337,7 @@ def test_an_edit_after_synchronize_counts() -> None:
     with AsyncOptimizer(torch.optim.SGD([w], lr=0.125), mode="delayed") as optimizer:
         (w * 1.0).sum().backward()
         optimizer.step()
+        optimizer.zero_grad()
         optimizer.synchronize()
         with torch.no_grad():
             w.fill_(5.0)
@@ -360,6 +362,7 @@ def test_parameters_without_gradients_stay_and_take_no_state() -> None:
                 model[0].bias.grad = None
                 reference_model[0].bias.grad = None
             optimizer.step()
+            optimizer.zero_grad()
             reference.boundary()
         optimizer.synchronize()
     reference.publish()

@@ -636,3 +636,86 @@ def test_new_bounds_hold_for_a_scale_that_training_has_reached(
     accelerator.scaler.scale(torch.ones(()))
     attach(accelerator, config)
     assert accelerator.scaler.get_scale() == scale
+
+
+def _last_micro_batch(accelerator: Any, model: Any) -> None:
+    accelerator.backward(model(torch.ones(4, 8)).float().square().mean())
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
+@pytest.mark.parametrize("call", ["step", "clip", "unscale"])
+@pytest.mark.parametrize("come", ["attach on a CPU", "attach as on a GPU", "prepare"])
+def test_gradients_from_before_attach_are_not_added_to(mode: Any, call: str, come: str) -> None:
+    """Not scaled, or by another scaler: what they were scaled by cannot be known.
+
+    It moved 1,000 times too little, or too far.
+    """
+    config = ScalerConfig(init_scale=1024.0, step_mode=mode, optimizer_threads=1)
+    accelerator = stock() if come == "attach as on a GPU" else cpu()
+    model: Any = mlp()
+    inner = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if come == "prepare":
+        attach(accelerator, config)
+        model = accelerator.prepare(model)
+        model(torch.ones(4, 8)).float().square().mean().backward()  # a look at the gradients, say
+        optimizer = accelerator.prepare(inner)
+    else:
+        model, optimizer = accelerator.prepare(model, inner)
+        _last_micro_batch(accelerator, model)  # of two, half of the window
+        attach(accelerator, config)
+        optimizer = accelerator._optimizers[0]
+    before = weights(model)
+    _last_micro_batch(accelerator, model)
+    with pytest.raises(OrderError, match="had gradients before it was given to this scaler"):
+        {
+            "step": optimizer.step,
+            "clip": lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0),
+            "unscale": accelerator.unscale_gradients,
+        }[call]()
+    assert torch.equal(weights(model), before)
+    optimizer.zero_grad()
+    train(accelerator, model, optimizer)
+    optimizer.synchronize()
+    # Beside it: attached before there was anything.
+    other = attach(stock() if come == "attach as on a GPU" else cpu(), config)
+    right: Any = mlp()
+    right, its = other.prepare(right, SGD(right.parameters(), lr=0.1, momentum=0.9))
+    train(other, right, its)
+    its.synchronize()
+    assert torch.equal(weights(model), weights(right))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_that_are_zeroed_after_attach_are_no_ones(set_to_none: bool) -> None:
+    """As in a loop that zeroes before its backward."""
+    accelerator = stock()
+    model, optimizer = prepared(accelerator)
+    _last_micro_batch(accelerator, model)
+    optimizer.step()
+    attach(accelerator, ScalerConfig())
+    optimizer.zero_grad(set_to_none)
+    before = weights(model)
+    _last_micro_batch(accelerator, model)
+    optimizer.step()
+    assert not torch.equal(weights(model), before)
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_gradients_of_a_window_that_was_given_up_are_not_added_to(mode: Any) -> None:
+    """Clipped ones are unscaled."""
+    accelerator = attach(cpu(), ScalerConfig(step_mode=mode, optimizer_threads=1))
+    model, optimizer = prepared(accelerator)
+    _last_micro_batch(accelerator, model)
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    accelerator.scaler.abandon_window()
+    before = weights(model)
+    for _ in range(2):  # nor in the window after that
+        _last_micro_batch(accelerator, model)
+        with pytest.raises(OrderError, match=r"sat out the window before .* are unscaled"):
+            optimizer.step()
+    assert torch.equal(weights(model), before)
+    optimizer.zero_grad()
+    _last_micro_batch(accelerator, model)
+    optimizer.step()
+    optimizer.synchronize()
+    assert not torch.equal(weights(model), before)

@@ -12,7 +12,15 @@ from support import LR, Linear, set_gradients
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer, SparseAdam
 
-from accel_scaler import OrderError, OverflowStreakError, ScalerConfig, UnsupportedError, attach
+from accel_scaler import (
+    AsyncOptimizer,
+    GradScaler,
+    OrderError,
+    OverflowStreakError,
+    ScalerConfig,
+    UnsupportedError,
+    attach,
+)
 
 INF = float("inf")
 SCALE = 2.0**16
@@ -605,3 +613,64 @@ def test_history_has_the_common_norm() -> None:
         optimizer.step()
     (record,) = a.scaler_history.records
     assert (record.grad_norm, record.skipped, record.overflowed) == (10.0, False, ())
+
+
+def _said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if "never had a gradient" in r.getMessage()]
+
+
+@pytest.mark.parametrize("face", ["accelerate", "async"])
+def test_an_optimizer_that_never_has_a_gradient_is_told_of_once(
+    face: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Torch's scaler raises in the first window; another optimizer trains on."""
+    stock_scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    model, stale = Linear(), nn.Parameter(torch.ones(3))  # of the model as it was before, say
+    stock_scaler.scale(model(1.0)).backward()
+    with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer"):
+        stock_scaler.step(SGD([stale], lr=1.0))
+    model.zero_grad()
+    a: Any = ours() if face == "accelerate" else None
+    scaler = a.scaler if a else GradScaler("cpu", init_scale=SCALE)
+    inner = [SGD(model.parameters(), lr=LR), SGD([stale], lr=LR)]
+    if a:
+        optimizers = [a.prepare(o) for o in inner]
+    else:
+        optimizers = [AsyncOptimizer(o, scaler=scaler, optimizer_threads=1) for o in inner]
+    for step in range(30):
+        scaler.scale(model(1.0)).backward()
+        for optimizer in (*optimizers, optimizers[1]):  # a second call is not a second window
+            optimizer.step()
+            optimizer.zero_grad()
+        assert len(_said(caplog)) == (step >= 9)
+    assert "SGD was to step in 10 windows" in _said(caplog)[0]
+    assert "parameters is" in _said(caplog)[0]
+    for optimizer in optimizers if a is None else ():
+        optimizer.close()
+    assert model.moved == 30.0
+
+
+@pytest.mark.parametrize("first", [1, 9])
+def test_an_optimizer_that_waits_for_its_turn_is_not_told_of(
+    first: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor one that is frozen again after it has trained (GANs, adapters)."""
+    a = ours()
+    ms, optimizers = models(a, 2)
+    for step in range(40):
+        a.backward(ms[0](1.0) + ms[1](1.0) if step == first else ms[0](1.0))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert _said(caplog) == []
+    assert [m.moved for m in ms] == [40.0, 1.0]
+
+
+def test_where_nothing_is_scaled_an_optimizer_without_gradients_is_as_in_torch(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A plain step without gradients is none, without a word."""
+    with AsyncOptimizer(SGD([nn.Parameter(torch.ones(3))], lr=1.0)) as optimizer:
+        for _ in range(30):
+            optimizer.step()
+    assert _said(caplog) == []

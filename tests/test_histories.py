@@ -49,6 +49,8 @@ EVENTS = (
     *("read beside", "scaled by hand", "unscaled by hand, wrapped", "unscaled by hand, prepared"),
     *("dropped all", "dropped one", "dropped after no clip", "dropped after clip each"),
     *("dropped after clip all", "dropped after unscale", "replace state"),
+    *("zeroed: none", "zeroed: zeros", "zeroed: model", "zeroed: by hand", "zeroed: data"),
+    "zeroed: foreach",
     *("restored", "restored, fresh", "detached", "boundary in stock", "attached again"),
     *(f"to {a} from {b}" for a in ("sync", "overlap", "delayed") for b in ("sync", "overlap")),
     *("to sync from delayed", "to overlap from delayed", "to delayed from delayed"),
@@ -102,9 +104,9 @@ FOUND: dict[str, tuple[Setup, list[Op]]] = {
     "zeroed to zeros, restored, zeroed to zeros with nothing in it": (
         Setup(mode="delayed"),
         [
-            Epoch(rows=ROWS[:1], to_none=False, script=(Micro(after="save by hand"),)),
+            Epoch(rows=ROWS[:1], zeroes="zeros", script=(Micro(after="save by hand"),)),
             Restore(),
-            Epoch(rows=ROWS[:2], to_none=False, script=(Micro(used=()), Micro(used=(1,)))),
+            Epoch(rows=ROWS[:2], zeroes="zeros", script=(Micro(used=()), Micro(used=(1,)))),
         ],
     ),
 }
@@ -130,7 +132,7 @@ SPOKEN: dict[str, tuple[Setup, list[Op]]] = {
     ),
     "a window without gradients, and one of zeros, which is refused": (
         Setup(mode="overlap"),
-        [Epoch(rows=ROWS, to_none=False, script=(Micro(), Micro(used=())))],
+        [Epoch(rows=ROWS, zeroes="zeros", script=(Micro(), Micro(used=())))],
     ),
     "saved with an update held back, restored elsewhere": (
         Setup(mode="delayed", offload="cpu"),

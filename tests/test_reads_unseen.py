@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.parallel.replicate
 from accelerate import Accelerator
 from async_support import lazy
 from torch import Tensor, nn
@@ -42,6 +43,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:To copy construct from a tensor"),
 ]
+
+replicate_module: Any = sys.modules["torch.nn.parallel.replicate"]
+"""``torch.nn.parallel.replicate`` is the function in it."""
 
 LR = 0.5
 LIMIT_S = 60.0
@@ -790,3 +794,116 @@ def test_a_whole_model_saved_while_attached_loads_without_this_package(tmp_path:
     )
     assert found.returncode == 0, found.stderr
     assert found.stdout.split("\n")[:-1] == expected
+
+
+# Replicas
+
+
+class _Copied(torch.autograd.Function):
+    """What ``Broadcast`` does, which refuses CPU tensors: C++ that reads each of them."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return tuple(t.clone() for t in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return grads
+
+
+class Replicated(nn.DataParallel):
+    """Two replicas, on two threads, as where there are two devices."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        replicas = replicate_module.replicate(self.module, [0, 1])
+        results: dict[int, Any] = {}
+        graded = torch.is_grad_enabled()
+
+        def work(i: int, part: Tensor) -> None:
+            try:
+                with torch.set_grad_enabled(graded):
+                    results[i] = replicas[i](part)
+            except Exception as error:
+                results[i] = error
+
+        threads = [
+            threading.Thread(target=work, args=(i, part)) for i, part in enumerate(x.chunk(2))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT_S)
+        for result in results.values():
+            if isinstance(result, Exception):
+                raise result
+        return torch.cat([results[0], results[1]])
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("place", ["submodule", "root", "submodule, called alone"])
+def test_the_replicas_of_a_data_parallel_module_are_of_the_newest(
+    mode: str, offload: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a layer in it is frozen, which is no evaluation; evaluated, it is the newest."""
+
+    def copied(tensors: Any, devices: Any, detach: bool = False) -> Any:
+        if detach or not tensors:
+            return [[t.detach().clone() for t in tensors] for _ in devices]
+        return [_Copied.apply(*tensors) for _ in devices]
+
+    monkeypatch.setattr(replicate_module, "_get_device_index", lambda d, _: d)
+    monkeypatch.setattr(replicate_module, "_broadcast_coalesced_reshape", copied)
+
+    def run(ours: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        inner = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+        inner[1].eval()
+        model: Any = Replicated(inner)
+        if place != "root":
+            model = nn.Sequential(nn.Linear(3, 3), model)
+        if place == "submodule, called alone":
+            model[0].requires_grad_(False)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if ours:
+            optimizer = AsyncOptimizer(
+                optimizer, model, mode=mode, offload=offload, delay_warmup_steps=99
+            )
+        seen = []
+        for step in range(4):
+            called = model[1] if place == "submodule, called alone" else model
+            out = called(torch.full((4, 3), float(step + 1)))
+            seen.append(out.detach().clone())
+            out.square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                seen.append(called(torch.ones(4, 3)))
+        if ours:
+            optimizer.close()
+        return seen
+
+    expected = run(False)
+    with lazy():
+        seen = run(True)
+    assert all(map(torch.equal, seen, expected))
+
+
+def test_a_frozen_layer_of_a_replica_is_no_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs on another thread than the one that trains, where publishing is refused."""
+    monkeypatch.setattr(replicate_module, "_get_device_index", lambda d, _: d)
+    monkeypatch.setattr(
+        replicate_module,
+        "_broadcast_coalesced_reshape",
+        lambda tensors, devices, detach=False: [_Copied.apply(*tensors) for _ in devices],
+    )
+    inner = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3)))
+    inner[1].eval()
+    model = nn.Sequential(nn.Linear(3, 3), Replicated(inner))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with AsyncOptimizer(sgd, model, mode="delayed", offload="cpu") as optimizer:
+        for _ in range(3):
+            model(torch.ones(4, 3)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer._engine.unpublished

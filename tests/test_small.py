@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from accel_scaler import AsyncOptimizer, GradScaler
 from accel_scaler.due import Due
+from accel_scaler.slots import make_slots
 from accel_scaler.small import SmallSteps
 from accel_scaler.transfer import Lane
 
@@ -123,3 +124,14 @@ def test_the_overlap_benchmark_runs() -> None:
     assert done.returncode == 0, done.stderr
     for row in ("waits for a device", "small eager operations", "runs Python"):
         assert row in done.stdout
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_only_parameters_in_host_memory_take_the_quick_way(device: str) -> None:
+    """Its buffers are there. MPS shares the host's memory and has no streams, but its tensors are
+    no CPU tensors; those of ``meta`` stand in for them."""
+    lane = HOST if device == "cpu" else Lane(torch.device("mps"))
+    assert lane.is_host
+    inner = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3, device=device))], fused=True)
+    slots = make_slots(inner, lane, offload=False, masters=False, known=())
+    assert SmallSteps.suits(slots, lane) == (device == "cpu")

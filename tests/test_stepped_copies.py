@@ -13,6 +13,7 @@ import random
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from accel_scaler import (
     AsyncOptimizer,
     GradScaler,
+    OrderError,
     ScalerConfig,
     StepError,
     UnsupportedError,
@@ -357,6 +359,101 @@ def test_the_users_value_outlasts_what_the_step_in_hand_makes_of_it() -> None:
         optimizer.synchronize()
         assert inner.count == 100
         assert inner.history == [1.0, 1.0]
+
+
+class Diary(Own):
+    """Writes down what it does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.log: list[Any] = ["begin"]
+        self.alias = self.log
+        self.last: deque[Any] = deque(["a", "b"], maxlen=3)
+        self.seen = {"begin"}
+        self.at: dict[Any, Any] = {"steps": []}
+        self.rows = [[0, 0], [0, 0]]
+        self.count = 0
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self.count += 1
+        self.log.append(f"step {self.count}")
+        self.last.append(self.count)
+        self.seen.add(f"step {self.count}")
+        self.at["steps"].append(self.count)
+        self.at.setdefault(f"new {self.count}", []).append("its")
+        self.rows[0][0] = self.count
+
+
+NOTES: dict[str, Callable[[Any, int], object]] = {
+    "list": lambda o, step: o.log.append("mine"),
+    "deque": lambda o, step: o.last.append("mine"),
+    "set": lambda o, step: o.seen.update({step}) or o.seen.discard("begin"),
+    "list in a dict": lambda o, step: o.at["steps"].append("mine"),
+    "dict": lambda o, step: o.at.update({step: 1}),
+    # It knows the name of the step's.
+    "new list in a dict": lambda o, step: o.at.setdefault(f"new {step + 1}", []).append("mine"),
+    "front of a list": lambda o, step: o.log.pop(0),
+    "another row": lambda o, step: o.rows[1].__setitem__(1, step),
+    "same row": lambda o, step: o.rows[0].__setitem__(1, step),
+    "replaced": lambda o, step: setattr(o, "log", ["mine"]),
+}
+
+
+@pytest.mark.parametrize("note", NOTES)
+def test_what_the_user_adds_while_a_step_adds_too_is_all_there(note: str) -> None:
+    """As if the step had been made at once."""
+
+    def run(optimizer: Any, inner: Any, model: nn.Module) -> dict[str, Any]:
+        log = inner.log
+        for step in range(3):
+            loss_of(model, step).backward()
+            optimizer.step()
+            model.zero_grad()
+            NOTES[note](inner, step)
+        if optimizer is not inner:
+            optimizer.synchronize()
+        assert (inner.log is log) == (note != "replaced")
+        assert inner.alias is log
+        return {k: getattr(inner, k) for k in ("log", "last", "seen", "at", "rows", "count")}
+
+    reference = net()
+    plain_one = Diary(reference.parameters())
+    expected = run(plain_one, plain_one, reference)
+    model = net()
+    inner = Diary(model.parameters())
+    with lazy(), AsyncOptimizer(inner, model) as optimizer:
+        assert run(optimizer, inner, model) == expected
+
+
+def test_changes_that_exclude_each_other_are_told() -> None:
+    class Sorts(Own):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params)
+            self.order = [3, 1, 2]
+
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            self.order.sort()
+
+    model = net()
+    inner = Sorts(model.parameters())
+    with lazy(), AsyncOptimizer(inner, model) as optimizer:
+        for step in range(2):
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.synchronize()
+            inner.order[:] = [3, 1, 2]
+        loss_of(model, 2).backward()
+        optimizer.step()
+        inner.order.remove(1)
+        with pytest.raises(OrderError, match="'order' of Sorts changed while a step"):
+            optimizer.synchronize()
+        assert inner.order == [3, 2]
+        loss_of(model, 3).backward()
+        optimizer.step()
+        optimizer.synchronize()
+        assert inner.order == [2, 3]
 
 
 class Marked(Own):

@@ -18,6 +18,7 @@ from torch.optim import SGD
 
 from accel_scaler import AsyncOptimizer, GradScaler, OrderError, ScalerConfig, attach, detach
 from accel_scaler.config import UnsupportedError
+from accel_scaler.windows import Snapshot
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -105,14 +106,30 @@ class Plain:
         self.inner = SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
 
-    def window(self, step: int, max_norm: float | None = None, factor: float = 1.0) -> None:
+    def window(
+        self,
+        step: int,
+        *max_norms: float | None,
+        factor: float = 1.0,
+        edit: Callable[[Tensor], Any] | None = None,
+    ) -> list[float]:
+        """One window, clipped by each of ``max_norms``; ``edit`` changes gradients after that.
+
+        Returns what each clip returned; ``grads`` are the gradients just before the step.
+        """
         self.scaler.scale(loss_of(self.model, step, factor)).backward()
-        if max_norm is not None:
+        limits = [limit for limit in max_norms if limit is not None]
+        if limits:
             self.scaler.unscale_(self.inner)
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+        params = list(self.model.parameters())
+        norms = [float(torch.nn.utils.clip_grad_norm_(params, limit)) for limit in limits]
+        for p in params if edit is not None else ():
+            edit(p)  # type: ignore[misc]
+        self.grads = [p.grad.clone() for p in params]
         self.scaler.step(self.inner)
         self.scaler.update()
         self.inner.zero_grad()
+        return norms
 
 
 faces = pytest.mark.parametrize("face", ["accelerate", "by hand"])
@@ -386,16 +403,11 @@ def test_after_a_clip_gradients_are_what_torch_leaves(
     reference = Plain()
     with loop(face, mode, offload, delay_warmup_steps=99) as ours:
         for step in range(3):
-            reference.scaler.scale(loss_of(reference.model, step)).backward()
-            reference.scaler.unscale_(reference.inner)
-            expected = torch.nn.utils.clip_grad_norm_(reference.model.parameters(), max_norm)
+            expected = reference.window(step, max_norm)
             ours.backward(step)
-            assert ours.clip(max_norm) == float(expected)
-            for p, q in zip(ours.parameters, reference.model.parameters(), strict=True):
-                assert torch.equal(p.grad, q.grad)
-            reference.scaler.step(reference.inner)
-            reference.scaler.update()
-            reference.inner.zero_grad()
+            assert [ours.clip(max_norm)] == expected
+            for p, grad in zip(ours.parameters, reference.grads, strict=True):
+                assert torch.equal(p.grad, grad)
             ours.optimizer.step()
             ours.optimizer.zero_grad()
         ours.optimizer.synchronize()
@@ -423,15 +435,7 @@ def test_an_edit_before_the_step_counts(
     reference = Plain()
     with loop(face, mode, offload, delay_warmup_steps=99) as ours:
         for step in range(3):
-            reference.scaler.scale(loss_of(reference.model, step)).backward()
-            if clipped:
-                reference.scaler.unscale_(reference.inner)
-                torch.nn.utils.clip_grad_norm_(reference.model.parameters(), 0.25)
-            for p in reference.model.parameters():
-                EDITS[edit](p)
-            reference.scaler.step(reference.inner)
-            reference.scaler.update()
-            reference.inner.zero_grad()
+            reference.window(step, 0.25 if clipped else None, edit=EDITS[edit])
             ours.backward(step)
             if clipped:
                 ours.clip(0.25)
@@ -450,15 +454,9 @@ def test_a_second_clip_clips_what_the_first_left(face: str, mode: str, offload: 
     reference = Plain()
     with loop(face, mode, offload, delay_warmup_steps=99) as ours:
         for step in range(3):
-            reference.scaler.scale(loss_of(reference.model, step)).backward()
-            reference.scaler.unscale_(reference.inner)
+            expected = reference.window(step, 0.5, 0.25)
             ours.backward(step)
-            for limit in (0.5, 0.25):
-                norm = torch.nn.utils.clip_grad_norm_(reference.model.parameters(), limit)
-                assert ours.clip(limit) == float(norm)
-            reference.scaler.step(reference.inner)
-            reference.scaler.update()
-            reference.inner.zero_grad()
+            assert [ours.clip(0.5), ours.clip(0.25)] == expected
             ours.optimizer.step()
             ours.optimizer.zero_grad()
         ours.optimizer.synchronize()
@@ -525,6 +523,100 @@ def test_an_edit_of_float16_gradients_after_a_clip_is_refused(mode: Any) -> None
         ours.step()
         ours.synchronize()
         assert not torch.equal(weights(model), before)
+
+
+def _neg(grad: Tensor) -> None:
+    grad.data.neg_()  # keeps every norm
+
+
+def _write_numpy(grad: Tensor) -> None:
+    grad.numpy()[...] += 0.5
+
+
+UNSEEN: dict[str, Callable[[Tensor], Any]] = {
+    ".data": lambda grad: grad.data.add_(0.125),
+    "a row of .data": lambda grad: grad.data[:1].fill_(3.0),
+    ".data, turned round": _neg,
+    ".detach()": lambda grad: grad.detach().add_(1.0),
+    ".numpy()": _write_numpy,
+    "an edge of .data": lambda grad: grad.data.view(-1)[-1:].sub_(1.0),
+}
+
+
+@pytest.mark.parametrize("edit", UNSEEN)
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+@pytest.mark.parametrize("then", ["step", "clip", "scaler.step", "submit"])
+@pytest.mark.parametrize("kind", ["float16", "fold", "fold, numpy's memory"])
+def test_an_unseen_edit_of_what_stays_scaled_is_refused(
+    edit: str, mode: str, then: str, kind: str
+) -> None:
+    """No version counter shows it; the update would scale it too."""
+    model: Any = mlp().half() if kind == "float16" else mlp()
+    dtype = next(model.parameters()).dtype
+    scaler = GradScaler("cpu", init_scale=SCALE)
+    inner: Any = SGD(model.parameters(), lr=0.1, momentum=0.9, fused=kind != "float16")
+    fold = kind != "float16"
+    with AsyncOptimizer(
+        inner, model, scaler=scaler, mode=mode, fold_unscale=fold, optimizer_threads=1
+    ) as ours:
+
+        def backward() -> None:
+            scaler.scale(model(torch.ones(2, 8, dtype=dtype)).float().mean()).backward()
+            for p in model.parameters():
+                if kind == "fold, numpy's memory":
+                    p.grad = torch.from_numpy(p.grad.numpy().copy())
+
+        def go_on() -> None:
+            if then == "scaler.step":
+                scaler.step(ours)
+                scaler.update()
+            elif then == "submit":
+                ours.submit(ours.step)
+                scaler.update()
+            else:
+                if then == "clip":
+                    ours.clip_grad_norm_(0.005)
+                ours.step()
+            ours.synchronize()
+
+        before, weight = weights(model), model[0].weight
+        for read in (lambda p: p.grad.numpy().sum(), lambda p: p.grad.data.tolist()):
+            backward()
+            ours.clip_grad_norm_(0.01)
+            for p in model.parameters():
+                read(p)  # nobody writes
+            go_on()
+            ours.zero_grad()
+        trained = weights(model)
+        assert not torch.equal(trained, before)
+        backward()
+        ours.clip_grad_norm_(0.01)
+        UNSEEN[edit](weight.grad)
+        with pytest.raises(OrderError, match="changed after they were clipped"):
+            go_on()
+        assert torch.equal(weights(model), trained)
+        ours.zero_grad()
+        scaler.abandon_window()
+        backward()
+        ours.clip_grad_norm_(0.01)
+        go_on()
+        assert not torch.equal(weights(model), trained)
+
+
+def test_what_stays_scaled_is_not_copied_unless_somebody_writes_to_it() -> None:
+    """And once it may be written to it is the memory that it was."""
+    grads = [torch.arange(5.0), torch.arange(4, dtype=torch.float16)]
+    params = [nn.Parameter(torch.zeros_like(g)) for g in grads]
+    for p, g in zip(params, grads, strict=True):
+        p.grad = g
+    before = [g.untyped_storage()._cdata for g in grads]
+    snapshot = Snapshot.with_contents(params)
+    assert not snapshot.is_changed
+    assert all(map(torch._C._is_cow_tensor, grads))
+    snapshot.end()
+    assert not any(map(torch._C._is_cow_tensor, grads))
+    assert [g.untyped_storage()._cdata for g in grads] == before
+    assert grads[0].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
 @pytest.mark.parametrize("mode", ["overlap", "delayed"])
@@ -879,7 +971,7 @@ def test_a_window_that_an_optimizer_sat_out(face: str, mode: str, why: str) -> N
         ours[1].synchronize()
         assert params[1].tolist() == [1.75] * 3
     else:
-        with pytest.raises(OrderError, match="it sat out"):
+        with pytest.raises(OrderError, match="sat out the window before"):
             ours[1].step()
         ours[1].zero_grad()
         scaler.abandon_window()
@@ -920,3 +1012,67 @@ def test_a_clip_of_a_shared_parameter(mode: str, which: str, fold: bool) -> None
         assert optimizer.state[c]["momentum_buffer"].tolist() == [1.0, 1.0]
     assert (a.tolist(), c.tolist()) == ([0.875] * 2, [0.75] * 2)
     detach(accelerator)
+
+
+ENDS: dict[str, Callable[[GradScaler], None]] = {
+    "abandon_window": lambda scaler: scaler.abandon_window(),
+    "backoff": lambda scaler: scaler.backoff(),
+    "backoff, and a new scale": lambda scaler: (scaler.backoff(), scaler.update(64.0))[0],  # type: ignore[func-returns-value]
+    "update(new_scale)": lambda scaler: scaler.update(64.0),
+    "load_state_dict": lambda scaler: load_scale(scaler),
+    "abandon_window, then load_state_dict": lambda scaler: (
+        scaler.abandon_window(),  # type: ignore[func-returns-value]
+        load_scale(scaler),
+    )[0],
+}
+
+
+def load_scale(scaler: GradScaler) -> None:
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 64.0})
+
+
+@faces
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("clipped", [True, False])
+@pytest.mark.parametrize("then", ["step", "clip", "scaler.step", "scaler.unscale_"])
+def test_a_window_that_ends_half_way_leaves_no_gradients_to_add_to(
+    face: str, mode: str, end: str, clipped: bool, then: str
+) -> None:
+    """They are unscaled, or of another scale than what comes: torch moves 4 or 1,000 times too far
+    without a word. Given up and neither, they go on accumulating."""
+    with loop(face, mode) as ours:
+
+        def go_on() -> None:
+            ours.backward(1)
+            if then == "scaler.step":
+                ours.scaler.step(ours.inner if face == "accelerate" else ours.optimizer)
+                ours.scaler.update()
+            elif then == "scaler.unscale_":
+                ours.scaler.unscale_(ours.inner)
+                ours.optimizer.step()
+            else:
+                if then == "clip":
+                    ours.clip(1e6)
+                ours.optimizer.step()
+            ours.optimizer.synchronize()
+            ours.optimizer.zero_grad()
+
+        before = weights(ours.model)
+        ours.backward(0)
+        if clipped:
+            ours.clip(1e6)
+        ENDS[end](ours.scaler)
+        reference = Plain()
+        if end == "abandon_window" and not clipped:
+            loss_of(reference.model, 0).backward()
+        else:
+            with pytest.raises(OrderError, match="go on"):
+                go_on()
+            assert torch.equal(weights(ours.model), before)
+            ours.optimizer.zero_grad()
+            ours.scaler.abandon_window()
+        go_on()
+        loss_of(reference.model, 1).backward()
+        reference.inner.step()
+        assert torch.allclose(weights(ours.model), weights(reference.model), atol=1e-6)

@@ -144,6 +144,24 @@ def flattened(original: bool) -> dict[str, Any]:
     said["attached"] = refusal(lambda: accelerator.prepare_optimizer(inner))
     left = [] if not accelerator._optimizers else ["the accelerator"]
     detach(accelerator)
+    late: Any = Accelerator(cpu=True, mixed_precision="fp16")
+    prepared = late.prepare_optimizer(inner)
+    kept = type(late), type(prepared), late.scaler
+    said["attached late"] = refusal(lambda: attach(late, ScalerConfig(step_mode="overlap")))
+    left += [] if (type(late), type(prepared), late.scaler) == kept else ["the late accelerator"]
+    inner.__dict__.pop("step", None)  # Accelerate leaves it there
+    part = torch.nn.Sequential(torch.nn.Linear(3, 3), wrapped())
+    parts = torch.optim.SGD(part.parameters(), lr=0.1)
+    said["submodule"] = refusal(lambda: AsyncOptimizer(parts, part))
+    plain = net()
+    later = AsyncOptimizer(torch.optim.SGD(plain.parameters(), lr=0.1), plain)
+
+    def wrap_later() -> None:
+        model = FullyShardedDataParallel(plain, use_orig_params=True, device_id=torch.device("cpu"))
+        loss_of(model, 0).backward()
+        later.step()
+
+    said["wrapped later"] = refusal(wrap_later)
     left += [] if vars(inner) == before else ["the optimizer"]
     same = all(map(torch.equal, train(model, inner), expected))
     return {"said": said, "left": left, "same": same}

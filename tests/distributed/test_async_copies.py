@@ -36,7 +36,9 @@ def test_an_optimizer_that_communicates_is_stepped_on_the_training_thread(
 
 
 @pytest.mark.parametrize("original", [False, True])
-@pytest.mark.parametrize("case", [*script.CASES, "attached"])
+@pytest.mark.parametrize(
+    "case", [*script.CASES, "attached", "attached late", "submodule", "wrapped later"]
+)
 def test_fsdp1_is_refused_and_trains_on_without_us(
     ranks: Results, original: bool, case: str
 ) -> None:

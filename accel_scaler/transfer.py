@@ -150,7 +150,8 @@ class Lane:
     @contextmanager
     def as_at_home(self) -> Iterator[None]:
         """What this thread enqueues is in the order of the training stream, whichever its own."""
-        if self._streams is None or self._home in (None, here := self._streams.current()):
+        here = None if self._streams is None else self._streams.current()
+        if here is None or self._home in (None, here):
             yield
             return
         here.wait_stream(self._home)

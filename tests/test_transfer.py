@@ -402,6 +402,36 @@ def test_one_rank_of_fsdp2_sends_its_gradients_to_the_host(paper: Any, mode: str
         dist.destroy_process_group()
 
 
+def test_a_backend_without_streams_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(_: object) -> Any:
+        raise RuntimeError("Backend doesn't support create a new Stream.")
+
+    monkeypatch.setattr(torch, "Stream", none)
+    with pytest.raises(UnsupportedError, match=r"on xla:0, .*\(torch.Stream: Backend doesn't"):
+        Lane(torch.device("xla:0"))
+    assert devices.streams_of(torch.device("cpu")) is None
+
+
+def test_streams_of_another_accelerator_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = iter(range(9))
+    monkeypatch.setattr(torch, "Stream", lambda device: (device, next(made)))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    with pytest.raises(UnsupportedError, match=r"on cuda:0, .*torch.accelerator is xpu"):
+        Lane(torch.device("cuda:0"))
+
+
+def test_one_queue_keeps_the_order_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of Apple's MPS, where torch makes the same stream again and again."""
+    monkeypatch.setattr(torch, "Stream", lambda device: (device, 0))
+    lane = Lane(torch.device("mps:0"))
+    assert not lane.copies_beside
+    assert not lane.is_host  # so that what is for host memory alone is not used there
+    assert lane.mark() is None
+    (held,) = lane.host_like([torch.ones(3)])
+    assert lane.down(torch.ones(3), held) is None
+    assert held.tolist() == [1.0, 1.0, 1.0]
+
+
 @pytest.mark.parametrize(
     ("mode", "offload"), [("overlap", "none"), ("delayed", "none"), ("sync", "cpu")]
 )

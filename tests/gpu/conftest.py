@@ -30,21 +30,21 @@ def finished(device: str) -> object:
     synchronize()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def real_device(device: str) -> None:
     """For what only real kernels, their allocator or their launches can show."""
     if is_simulated():
         pytest.skip(f"{device} is not one of torch's own backends: no such kernels or counters")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def side_streams(device: str) -> None:
     """For what a backend with one queue does in order by itself."""
     if not has_streams():
         pytest.skip(f"{device} has one stream")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def sync_counter(device: str) -> None:
     """Needs a backend that can warn of each synchronisation."""
     if not has("set_sync_debug_mode"):

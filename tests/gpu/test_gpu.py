@@ -120,6 +120,7 @@ def synchronisations(work: Callable[[], object]) -> int:
     return sum("synchronizing" in str(warning.message) for warning in caught)
 
 
+@pytest.mark.usefixtures("sync_counter")
 def test_the_counter_of_synchronisations_counts() -> None:
     value = torch.ones((), device=DEVICE)
     assert synchronisations(lambda: float(value)) == 1
@@ -127,6 +128,7 @@ def test_the_counter_of_synchronisations_counts() -> None:
     assert synchronisations(lambda: value + 1) == 0
 
 
+@pytest.mark.usefixtures("sync_counter")
 @pytest.mark.parametrize("kind", ["fused adamw", "fused sgd"])
 def test_a_plain_fused_step_does_not_synchronise(kind: str) -> None:
     """Once the optimizer has state, as with torch's own scaler; an overflow changes nothing."""
@@ -146,6 +148,7 @@ def test_a_plain_fused_step_does_not_synchronise(kind: str) -> None:
     assert scaler.get_scale() == 2048.0
 
 
+@pytest.mark.usefixtures("sync_counter")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("clip", [True, False], ids=["clipped", "not clipped"])
 @pytest.mark.parametrize("fold", [True, False], ids=["folded", "not folded"])

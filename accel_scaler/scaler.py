@@ -151,6 +151,8 @@ class GradScaler(ThreadedScaler):
                 super().unscale_(optimizer)
             for p in done:
                 _add_check(record, p)
+            if window.sealed and record.verdict is not None:
+                record.decide(record.verdict)  # not what this rank finds, or on another stream
             record.count = len(params)
             if self._managed:
                 window.unscaled.update(map(id, params))

@@ -9,7 +9,9 @@ from typing import TypeVar
 
 from torch.optim import Optimizer
 
+from .agreement import agree_on_overflow, is_sharded
 from .config import ConfigError, OrderError
+from .gradients import parameters_of
 from .memory import ScalerMemory
 from .windows import Job, OptimizerRecord, Window, stepped
 
@@ -61,8 +63,11 @@ class ThreadedScaler(ScalerMemory):
 
         The gradients of ``optimizers`` are checked here, before anything is handed over, so
         that :meth:`update` straight after has its verdict and never waits. Inside ``fn``,
-        ``unscale_``, ``step`` and ``get_scale`` mean this window, whatever scale the training
-        thread has moved on to. Leave these gradients alone until the job has run.
+        ``unscale_``, ``step`` and ``get_scale`` mean a window of the job's own, with the scale
+        and the verdict of this one: host numbers, so that neither the training thread nor another
+        stream writes to what the other reads. Leave these gradients alone until the job has run.
+
+        Synchronises with the device, and with the other ranks where they hold other gradients.
 
         Returns:
             A callable without arguments, to be called once, on any thread.
@@ -76,16 +81,18 @@ class ThreadedScaler(ScalerMemory):
         if not self._enabled:
             return Job(fn, Window(), threading.local())
         with self._lock:
-            scale, _ = self._check_scale_growth_tracker("bind")
+            self._check_scale_growth_tracker("bind")
             window = self._window
             if window.closed or window.opened_by is None:
                 raise OrderError("bind: no window is open; call scale() and backward first.")
             for optimizer in optimizers:
-                if not window.record(optimizer)["found_inf_per_device"]:
+                record, params = window.record(optimizer), parameters_of(optimizer)
+                if not record["found_inf_per_device"]:
                     self._check_inf_per_device(optimizer)
+                sharded = self.sharded or is_sharded(params)
+                record.decide(agree_on_overflow(record.found_inf, params[0].device, sharded))
                 self._known.add(stepped(optimizer))
-            window.scale, window.sealed = scale.clone(), True
-            job = Job(fn, window, self._local)
+            job = Job(fn, window.for_job(optimizers, self.read_state().scale), self._local)
             self._jobs.add(job)
             return job
 

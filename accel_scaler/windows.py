@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.optim import Optimizer
@@ -22,6 +23,8 @@ from .rule import ScaleState
 __all__ = ["WAIT_LIMIT_S", "Job", "OptimizerRecord", "Snapshot", "Window", "raise_mixed", "stepped"]
 
 T = TypeVar("T")
+
+HOST = torch.device("cpu")
 
 WAIT_LIMIT_S = 600.0
 """Longest wait for a job on another thread, in seconds."""
@@ -123,6 +126,12 @@ class OptimizerRecord(dict[str, Any]):
     @stage.setter
     def stage(self, stage: OptState) -> None:
         self["stage"] = stage
+
+    def decide(self, verdict: bool) -> None:
+        """It is known on every rank whether the window overflowed for this optimizer."""
+        self.verdict = verdict
+        # Where torch's methods look. Above 0 is an overflow; a host number waits for nobody.
+        self["found_inf_per_device"] = {HOST: torch.full((), float(verdict), device=HOST)}
 
     def let_go(self) -> None:
         """Keep no parameter and no gradient alive."""
@@ -234,6 +243,17 @@ class Window:
         self.strays.clear()
         for record in self.states.values():
             record.let_go()
+
+    def for_job(self, optimizers: Iterable[Optimizer], scale: float) -> Window:
+        """A window of a job's own, with what is known here of ``optimizers``, and host numbers."""
+        own = Window(self.index)
+        own.opened_by, own.sealed, own.unscaled = self.opened_by, True, set(self.unscaled)
+        own.scale = torch.full((), scale, device=HOST)
+        for optimizer in optimizers:
+            known, record = self.record(optimizer), own.record(optimizer)
+            record.stage, record.count = known.stage, known.count
+            record.decide(known.found_inf)
+        return own
 
     def forget(self, optimizer: Optimizer) -> None:
         """Its gradients were given up: it starts over."""

@@ -169,7 +169,7 @@ class Boundary:
         for owner, record, stepper in zip(owners, records, steppers, strict=True):
             self._check(owner)
             # At once: the next owner may have some of the same gradients.
-            stays = stepper.keeps_scaled or self._divides(stepper)
+            stays = stepper.keeps_scaled or self._divides(stepper, handed_out=True)
             if record.due and not (record.found_inf or stays):
                 self._do_due(owner, record)
         if any(record.found_inf for record in records) or strays_bad:
@@ -324,7 +324,7 @@ class Boundary:
         for owner, record, stepper in zip(owners, records, steppers, strict=True):
             if stepper.keeps_scaled:
                 record.due = Due(multiply=product)
-            elif self._divides(stepper):
+            elif self._divides(stepper, handed_out=True):
                 record.due = Due(divide=scale / coefficient)
             else:
                 stepper.multiply(product)
@@ -591,11 +591,16 @@ class Boundary:
             return True
         return not (stepper.unscales or stepper.keeps_scaled or self._divides(stepper))
 
-    def _divides(self, stepper: Stepper) -> bool:
-        """Unscaling is left to its kernel: no other optimizer here has some of the gradients."""
-        if not stepper.divides:
-            return False
+    def _divides(self, stepper: Stepper, handed_out: bool = False) -> bool:
+        """Unscaling is left to its kernel: no other optimizer here has some of the gradients.
+
+        Args:
+            handed_out: the caller gets them back before the step, scaled. That he has not changed
+                them is known for nothing on a CPU alone; elsewhere it costs more than is saved.
+        """
         mine, managed = stepper.optimizer, self.scaler.managed
+        if not stepper.divides or (handed_out and parameters_of(mine)[0].device.type != "cpu"):
+            return False
         if len(managed) <= 1:
             return True
         own = set(map(id, parameters_of(mine)))

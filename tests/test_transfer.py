@@ -276,9 +276,10 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], tuple[Any, ...]]] 
         _release_what_is_only_enqueued,
         ("overlap", False, False),
     ),
-    "the update does not wait for the backward": (
+    "the update does not wait for the clip": (
+        # In float16 the host has waited, to know that nobody edits what stays scaled.
         _start_at_once,
-        ("overlap", False, True),
+        ("overlap", False, False),
     ),
     "the way down does not wait for the backward": (
         without_wait(Stream, "wait_stream", lambda self, other: None),

@@ -463,20 +463,20 @@ class GradScaler(ThreadedScaler):
                 self._set_scale(scale, new_scale)
                 self._next_window()
                 return
-            found = [
-                self._total_found_inf(state, scale.device)
-                for state in self._window.states.values()
-                if state["found_inf_per_device"]
-            ]
-            if not found:
+            records = [r for r in self._window.states.values() if r["found_inf_per_device"]]
+            if not records:
                 raise AssertionError("No inf checks were recorded prior to update.")
-            self._apply_rule(scale, tracker, torch.stack(found).amax())
+            if all(record.verdict is not None for record in records):  # the host knows
+                self._apply_rule(scale, tracker, any(record.verdict for record in records))
+            else:
+                found = [self._total_found_inf(record, scale.device) for record in records]
+                self._apply_rule(scale, tracker, torch.stack(found).amax())
             self._next_window()
             self.end_streak()
 
-    def _apply_rule(self, scale: Tensor, tracker: Tensor, found_inf: Tensor) -> None:
+    def _apply_rule(self, scale: Tensor, tracker: Tensor, found_inf: Tensor | bool) -> None:
         waits = self._hysteresis > 1 or self.culprits.limit is not None
-        if waits or scale.device.type == "cpu":
+        if isinstance(found_inf, bool) or waits or scale.device.type == "cpu":
             before, found = self.read_state(), bool(found_inf)
             self.culprits.saw(before.scale, found)
             self.write_state(self.rule.advance(before, found))

@@ -44,7 +44,7 @@ from .recording import Recorder
 from .scaler import GradScaler
 from .stepper import Stepper, stepper_of
 from .telemetry import History
-from .windows import OptimizerRecord, Snapshot, raise_mixed, stepped
+from .windows import LeftScaled, OptimizerRecord, Snapshot, raise_mixed, stepped
 
 __all__ = ["Boundary", "boundary_of"]
 
@@ -661,6 +661,8 @@ class Boundary:
             self.recorder.before_update(optimizer, window, found_inf)
             if found_inf:
                 stepper.skip()
+                left = [p for p in parameters_of(optimizer) if id(p) not in window.unscaled]
+                record.left_scaled = LeftScaled(left, self._window_scale())
             else:
                 record.take_back()
                 timing = self._apply(stepper, record.due)

@@ -306,6 +306,8 @@ class GradScaler(ThreadedScaler):
                 ``min_scale`` to raise it; nothing has been changed.
             RuntimeError: an empty dict (from a disabled scaler).
         """
+        if not self._enabled:
+            return
         with self._lock:
             before = self.read_state().scale
             super().load_state_dict(state_dict)
@@ -334,12 +336,10 @@ class GradScaler(ThreadedScaler):
             record, params = before.known(optimizer), parameters_of(optimizer)
             stage = OptState.READY if record is None else record.stage
             if record is not None and stage is OptState.STEPPED:
-                if not record.found_inf:
-                    continue
-                # torch has unscaled those of an overflow; here some stay as they were found.
-                params = [p for p in params if id(p) not in before.unscaled]
-                why = f"has gradients that overflowed, and still are scaled, by {scale:g}"
-            elif record is not None and record.leftover:
+                if record.left_scaled is not None:
+                    record.left_scaled.unscale()
+                continue
+            if record is not None and record.leftover:
                 why = record.leftover
             elif stage is OptState.UNSCALED or scale != now:
                 how = (

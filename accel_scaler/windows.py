@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 
 from .config import OrderError
 from .due import Due
-from .gradients import differ, kept, make_own, nonzero, parameters_of
+from .gradients import differ, kept, make_own, nonzero, parameters_of, reciprocal
 from .measures import Measures
 from .rule import ScaleState
 
@@ -89,6 +90,39 @@ class Snapshot:
         return [grad for _, grad, _ in self.entries if grad is not None]
 
 
+class LeftScaled:
+    """Gradients of an overflow that stay as they were found. Keeps none alive.
+
+    Args:
+        parameters: whose ``.grad`` they are.
+        scale: the window's.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], scale: float) -> None:
+        self._scale = scale
+        self._entries = [
+            (weakref.ref(p), weakref.ref(p.grad), p.grad._version)
+            for p in parameters
+            if p.grad is not None
+        ]
+
+    @torch.no_grad()
+    def unscale(self) -> None:
+        """As torch does at once, those that nobody has dropped, replaced or changed since: another
+        backward is about to add to them. Does not synchronise."""
+        found = ((p(), grad(), version) for p, grad, version in self._entries)
+        left: list[Any] = [
+            grad
+            for p, grad, version in found
+            if p is not None and grad is not None and p.grad is grad and grad._version == version
+        ]
+        if left:
+            inverse = reciprocal(self._scale)
+            torch._foreach_mul_(
+                [g.to_local() if hasattr(g, "to_local") else g for g in left], inverse
+            )
+
+
 class OptimizerRecord(dict[str, Any]):
     """All that is known of one optimizer in one window, whichever call put it there.
 
@@ -96,7 +130,8 @@ class OptimizerRecord(dict[str, Any]):
     """
 
     __slots__ = (
-        *("count", "due", "handed_out", "leftover", "names", "overflowed", "rescaled", "verdict"),
+        *("count", "due", "handed_out", "left_scaled", "leftover", "names", "overflowed"),
+        *("rescaled", "verdict"),
     )
 
     def __init__(self) -> None:
@@ -107,6 +142,8 @@ class OptimizerRecord(dict[str, Any]):
         """How many parameters it had when it was unscaled or checked."""
         self.leftover = ""
         """What is wrong with gradients that it brings from before the window."""
+        self.left_scaled: LeftScaled | None = None
+        """Of an overflow: gradients that were not unscaled on the way."""
         self.due = Due()
         """Left for the update to do: the gradients are still scaled, not clipped."""
         self.handed_out: Snapshot | None = None

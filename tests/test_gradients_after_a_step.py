@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from async_support import lazy
 from torch import Tensor, nn
 
-from accel_scaler import OrderError, ScalerConfig, attach, detach
+from accel_scaler import ScalerConfig, attach, detach
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -151,36 +151,46 @@ def test_every_gradient_and_weight_is_that_of_stock(
 
 @pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
 @pytest.mark.parametrize("clips", [False, True])
-@pytest.mark.parametrize("mended", [False, True])
-def test_scaled_gradients_of_an_overflow_are_not_added_to(
-    mended: bool, clips: bool, mode: str
+@pytest.mark.parametrize("after", ["kept", "mended", "one zeroed", "zeroed late"])
+def test_gradients_of_an_overflow_count_as_in_torch_where_they_are_kept(
+    after: str, clips: bool, mode: str
 ) -> None:
-    """torch has unscaled them, so what is added to counts for next to nothing; here they may still
-    be scaled, and would count for a whole batch."""
+    """torch has unscaled them, so they count for next to nothing beside scaled ones. Here some stay
+    as they were found, and would count for a whole batch."""
     ours, stock = Pair(mode, True), Pair(None, True)
     for pair in (ours, stock):
         pair.play("overflow of one")
+        params = [p for m in pair.models for p in m.parameters()]
         if clips and pair is ours:
-            pair.accelerator.clip_grad_norm_([p for m in pair.models for p in m.parameters()], 1e9)
+            pair.accelerator.clip_grad_norm_(params, 1e9)
         pair.play("step")
-        for p in [p for m in pair.models for p in m.parameters()]:
-            if p.grad is not None and mended:
-                p.grad.nan_to_num_(0.0, 0.0, 0.0)
-        pair.play("both")
-    if mode == "sync" and not clips:
-        for pair in (ours, stock):
-            pair.play("step")
-        assert repr(ours.weights()) == repr(stock.weights())
-        assert repr(ours.grads()) == repr(stock.grads())
-    else:
-        with pytest.raises(
-            OrderError, match="has gradients that overflowed, and still are scaled, by 256"
-        ):
-            ours.play("step")
-        for optimizer in ours.optimizers:
-            optimizer.zero_grad()
-        before = ours.weights()
-        ours.play("both")
-        ours.play("step")
-        assert ours.weights() == [(torch.tensor(w) - 0.125).tolist() for w in before]
+        if after == "mended":
+            for p in params:
+                if p.grad is not None:
+                    p.grad.data.nan_to_num_(0.0, 0.0, 0.0)
+        elif after == "one zeroed":
+            pair.models[0].zero_grad()
+        pair.play("late zeros" if after == "zeroed late" else "both")
+    assert repr(ours.grads()) == repr(stock.grads())
+    for pair in (ours, stock):
+        pair.play("step")
+    assert repr(ours.weights()) == repr(stock.weights())
+    detach(ours.accelerator)
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
+def test_gradients_written_after_an_overflow_are_the_users(mode: str) -> None:
+    ours = Pair(mode, True)
+    params = [p for m in ours.models for p in m.parameters()]
+    for event in ("both", "overflow", "step"):
+        ours.play(event)
+    with torch.no_grad():
+        for p in params:
+            assert p.grad is not None
+            p.grad.fill_(128.0)
+    ours.accelerator.scaler.scale(torch.zeros(()))
+    assert [p.grad.unique().tolist() for p in params] == [[128.0]] * 4  # type: ignore[union-attr]
+    before = ours.weights()
+    ours.play("step")
+    assert ours.weights() == [(torch.tensor(w) - 0.125).tolist() for w in before]
     detach(ours.accelerator)

@@ -85,6 +85,7 @@ def test_the_default_fused_optimizer_gets_the_verdicts_of_the_plain_one(tmp_path
     if release("torch") >= (2, 8):
         assert TrainingArguments(output_dir=str(tmp_path)).optim == "adamw_torch_fused"
     ours, theirs = make(tmp_path / "a", **fused), make(tmp_path / "b")
+    before = weights(theirs[0].model)
     train(attach(ours[0], CONFIG))
     train(as_stock(theirs[0]))
     assert ours[0].optimizer.optimizer.defaults["fused"]
@@ -92,9 +93,9 @@ def test_the_default_fused_optimizer_gets_the_verdicts_of_the_plain_one(tmp_path
     assert [i for i, skipped in enumerate(ours[1].skipped) if skipped] == SKIPPED
     assert ours[1].scales == theirs[1].scales
     assert rates(ours[0]) == rates(theirs[0])
-    torch.testing.assert_close(
-        weights(ours[0].model), weights(theirs[0].model), rtol=1e-3, atol=1e-4
-    )
+    # One by one they may differ: where a gradient is all rounding, Adam makes a step of it.
+    apart = weights(ours[0].model) - weights(theirs[0].model)
+    assert apart.norm() < 0.01 * (weights(theirs[0].model) - before).norm()
     wrong = make(tmp_path / "c", **fused)
     train(as_stock(wrong[0]))
     assert not any(wrong[1].skipped), "the stock fault is gone: this test can be simplified"

@@ -8,17 +8,18 @@ Importing starts no thread, patches nothing and leaves the environment as it is.
 """
 
 from .async_optimizer import AsyncOptimizer
-from .attach import ScaledAccelerator, attach, detach
-from .config import (
+from .config import ScalerConfig
+from .errors import (
     AccelScalerError,
     ConfigError,
     OrderError,
     OverflowStreakError,
-    ScalerConfig,
     StepError,
     UnsupportedError,
 )
-from .scaler import GradScaler
+from .integrations import ScaledAccelerator, attach, detach
+from .old_paths import keep_old_paths
+from .scaling import GradScaler
 from .version import __version__ as __version__
 
 __all__ = [
@@ -35,3 +36,5 @@ __all__ = [
     "attach",
     "detach",
 ]
+
+keep_old_paths()

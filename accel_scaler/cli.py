@@ -6,8 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from .config import AccelScalerError
-from .terminal import plain
+from .console import plain
+from .errors import AccelScalerError
 
 __all__ = ["main"]
 
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     if argv[:1] == ["launch"]:
         # Its arguments are Accelerate's business, which costs a while to import.
-        from .launch import main as launch
+        from .launch.launcher import main as launch
 
         return launch(argv[1:])
     if argv[:1] == ["doctor"]:

@@ -1,4 +1,4 @@
-"""Settings and errors: everything a user can set, checked where it is set."""
+"""Settings: everything a user can set, checked where it is set."""
 
 from __future__ import annotations
 
@@ -10,14 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from .errors import ConfigError
+
 __all__ = [
-    "AccelScalerError",
-    "ConfigError",
-    "OrderError",
-    "OverflowStreakError",
     "ScalerConfig",
-    "StepError",
-    "UnsupportedError",
 ]
 
 ENV_PREFIX = "ACCEL_SCALER_"
@@ -30,33 +26,6 @@ LARGEST_FILE = 1 << 18
 """Bytes of a config file: a few hundred are usual, and YAML is read slowly."""
 MOST_VALUES = 1 << 16
 """In a config file, with what its aliases repeat: a few lines can name billions."""
-
-
-class AccelScalerError(Exception):
-    """Every error that this package raises on purpose."""
-
-
-class ConfigError(AccelScalerError, ValueError, AssertionError):
-    """A setting or a state dict that cannot be used.
-
-    Also an ``AssertionError``, since ``torch.amp.GradScaler`` raises that for a bad factor.
-    """
-
-
-class OrderError(AccelScalerError, RuntimeError):
-    """A call that is illegal at this point of the window, or on this thread."""
-
-
-class OverflowStreakError(AccelScalerError, RuntimeError):
-    """More windows in a row were skipped than ``max_consecutive_skips`` allows."""
-
-
-class StepError(AccelScalerError, RuntimeError):
-    """The optimizer thread failed, is gone, or did not finish in time; ``__cause__`` says why."""
-
-
-class UnsupportedError(AccelScalerError, ValueError):
-    """A set-up whose gradients this package cannot scale; the message says who does."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .config import UnsupportedError
+from .errors import UnsupportedError
 
 __all__ = ["JOINS_BY_ITSELF", "Streams", "is_capturing", "refuse_capture", "streams_of"]
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel_scaler.products import float16_products, has_float16_kernels
+from accel_scaler.integrations.cpu_float16 import float16_products, has_float16_kernels
 
 VARIANTS = ("fp32", "torch", "ours")
 AS_IF = {"ONEDNN_MAX_CPU_ISA": "AVX2"}

@@ -16,9 +16,9 @@ from references import GROWTH_INTERVAL, INIT_SCALE, OPTIMIZERS
 from torch import Tensor
 
 from accel_scaler import AsyncOptimizer, GradScaler, ScalerConfig, attach, detach
-from accel_scaler.engine import Engine
-from accel_scaler.shadow import Part, Shadow
-from accel_scaler.small import SmallSteps
+from accel_scaler.async_optimizer.async_stepper import Engine
+from accel_scaler.async_optimizer.flat_buffers import SmallSteps
+from accel_scaler.async_optimizer.replica import Part, Shadow
 
 
 class InjectedError(Exception):

@@ -23,9 +23,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from accel_scaler import ScalerConfig, attach, detach
-from accel_scaler import shadow as shadow_module
-from accel_scaler.shadow import Shadow
-from accel_scaler.worker import Task, Worker
+from accel_scaler.async_optimizer import replica as replica_module
+from accel_scaler.async_optimizer.replica import Shadow
+from accel_scaler.async_optimizer.worker import Task, Worker
 
 INF = float("inf")
 STEPS = 200
@@ -50,7 +50,7 @@ def _replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
 
 def one_part_each() -> AbstractContextManager[None]:
     """Every parameter is a part of its own, however small."""
-    return _replaced((shadow_module, "SMALLEST_PART", 1), (shadow_module, "PARTS", 1 << 30))
+    return _replaced((replica_module, "SMALLEST_PART", 1), (replica_module, "PARTS", 1 << 30))
 
 
 class Gate:

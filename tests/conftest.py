@@ -76,7 +76,7 @@ def fresh_accelerate_state() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def torchs_own_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """References are torch's; where it has no float16 kernels our products round otherwise."""
-    monkeypatch.setattr("accel_scaler.products.has_float16_kernels", lambda: True)
+    monkeypatch.setattr("accel_scaler.integrations.cpu_float16.has_float16_kernels", lambda: True)
 
 
 @pytest.fixture(autouse=True)

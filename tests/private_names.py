@@ -101,33 +101,45 @@ def launch_parser() -> Any:
 
 
 TORCH_SCALER = [
-    ("_scale", "takes over the scale of a stock scaler, in takeover.py"),
-    ("_growth_tracker", "takes over the tracker of a stock scaler, in takeover.py and memory.py"),
-    ("_init_scale", "starts from it before the first backward, in memory.py"),
-    ("_init_growth_tracker", "starts from it before the first backward, in memory.py"),
-    ("_growth_factor", "gives it to the update rule, in scaler.py"),
-    ("_backoff_factor", "gives it to the update rule, in scaler.py"),
-    ("_growth_interval", "gives it to the update rule, in scaler.py"),
-    ("_enabled", "does nothing when the scaler is off, in scaler.py"),
-    ("_device", "names the device in errors, in scaler.py"),
-    ("_per_optimizer_states", "keeps them by window, so overrides this, in memory.py"),
-    ("_lazy_init_scale_growth_tracker", "extends it, in memory.py"),
-    ("_check_scale_growth_tracker", "asks for the scale through it, in scaler.py and threads.py"),
-    ("_check_inf_per_device", "looks for overflow through it, in scaler.py and threads.py"),
-    ("_unscale_grads_", "does it without the kernel where that has no bfloat16, in scaler.py"),
+    ("_scale", "takes over the scale of a stock scaler, in stock_scaler.py"),
+    (
+        "_growth_tracker",
+        "takes over the tracker of a stock scaler, in stock_scaler.py and scaler_state.py",
+    ),
+    ("_init_scale", "starts from it before the first backward, in scaler_state.py"),
+    ("_init_growth_tracker", "starts from it before the first backward, in scaler_state.py"),
+    ("_growth_factor", "gives it to the update rule, in grad_scaler.py"),
+    ("_backoff_factor", "gives it to the update rule, in grad_scaler.py"),
+    ("_growth_interval", "gives it to the update rule, in grad_scaler.py"),
+    ("_enabled", "does nothing when the scaler is off, in grad_scaler.py"),
+    ("_device", "names the device in errors, in grad_scaler.py"),
+    ("_per_optimizer_states", "keeps them by window, so overrides this, in scaler_state.py"),
+    ("_lazy_init_scale_growth_tracker", "extends it, in scaler_state.py"),
+    (
+        "_check_scale_growth_tracker",
+        "asks for the scale through it, in grad_scaler.py and thread_windows.py",
+    ),
+    (
+        "_check_inf_per_device",
+        "looks for overflow through it, in grad_scaler.py and thread_windows.py",
+    ),
+    ("_unscale_grads_", "does it without the kernel where that has no bfloat16, in grad_scaler.py"),
 ]
 
 TENSOR = [
-    ("_version", "sees edits made in place, in windows.py, memory.py, engine.py and others"),
-    ("_is_view", "tells a gradient that owns its memory, in intake.py"),
-    ("_indices", "keeps a sparse gradient's parts for a stream, in transfer.py"),
-    ("_values", "reads a sparse gradient's values, in transfer.py and ranges.py"),
-    ("_backward_hooks", "answers for it without a wait, in pending.py"),
-    ("_post_accumulate_grad_hooks", "answers for it without a wait, in pending.py"),
+    (
+        "_version",
+        "sees edits made in place, in window.py, scaler_state.py, async_stepper.py and others",
+    ),
+    ("_is_view", "tells a gradient that owns its memory, in grad_handoff.py"),
+    ("_indices", "keeps a sparse gradient's parts for a stream, in streams.py"),
+    ("_values", "reads a sparse gradient's values, in streams.py and ranges.py"),
+    ("_backward_hooks", "answers for it without a wait, in pending_parameter.py"),
+    ("_post_accumulate_grad_hooks", "answers for it without a wait, in pending_parameter.py"),
 ]
 
 TORCH = [
-    ("torch", "_amp_update_scale_", "updates the scale by torch's own kernel, in scaler.py"),
+    ("torch", "_amp_update_scale_", "updates the scale by torch's own kernel, in grad_scaler.py"),
     (
         "torch",
         "_amp_foreach_non_finite_check_and_unscale_",
@@ -136,61 +148,81 @@ TORCH = [
     ("torch", "_lazy_clone", "keeps what a gradient held, in gradients.py"),
     ("torch._C", "_is_cow_tensor", "tells whether it was written to since, in gradients.py"),
     ("torch", "_foreach_norm", "takes the norms, in boundary.py and gradients.py"),
-    ("torch", "_foreach_mul_", "unscales and clips, in boundary.py and engine.py"),
+    ("torch", "_foreach_mul_", "unscales and clips, in boundary.py and async_stepper.py"),
     ("torch", "_foreach_div_", "divides gradients of late optimizers, in boundary.py"),
-    ("torch", "_foreach_copy_", "copies lists of small tensors, in small.py"),
-    ("torch", "_fused_adam_", "steps Adam with the kernel's own unscaling, in fused.py"),
-    ("torch", "_fused_adamw_", "steps AdamW with the kernel's own unscaling, in fused.py"),
-    ("torch", "_fused_sgd_", "tells whether this torch has a fused SGD, in hazards.py"),
-    ("torch", "_debug_has_internal_overlap", "refuses twins that overlap, in small.py"),
+    ("torch", "_foreach_copy_", "copies lists of small tensors, in flat_buffers.py"),
+    ("torch", "_fused_adam_", "steps Adam with the kernel's own unscaling, in fused_adam.py"),
+    ("torch", "_fused_adamw_", "steps AdamW with the kernel's own unscaling, in fused_adam.py"),
+    ("torch", "_fused_sgd_", "tells whether this torch has a fused SGD, in diagnostics.py"),
+    ("torch", "_debug_has_internal_overlap", "refuses twins that overlap, in flat_buffers.py"),
     ("torch", "_C", "is where the next rows stand"),
-    ("torch._C", "DisableTorchFunctionSubclass", "reads a waiting tensor, in pending.py"),
-    ("torch._C", "_push_on_torch_dispatch_stack", "watches a step, in surroundings.py"),
+    ("torch._C", "DisableTorchFunctionSubclass", "reads a waiting tensor, in pending_parameter.py"),
+    ("torch._C", "_push_on_torch_dispatch_stack", "watches a step, in thread_context.py"),
     ("torch._C", "_pop_torch_dispatch_stack", "the same"),
-    ("torch.ops", "_c10d_functional", "knows collectives, in surroundings.py"),
+    ("torch.ops", "_c10d_functional", "knows collectives, in thread_context.py"),
     ("torch._C", "_functorch", "asks for an outer transform, in finder.py"),
     ("torch._C._functorch", "peek_interpreter_stack", "the same"),
     ("torch._C", "_is_tracing", "stays out of a trace, in finder.py"),
-    ("torch._C", "_current_graph_task_id", "tells of a backward, in fences.py and finder.py"),
-    ("torch.Tensor", "_make_subclass", "makes a parameter of a pending one, in pending.py"),
+    (
+        "torch._C",
+        "_current_graph_task_id",
+        "tells of a backward, in async_optimizer/hooks.py and finder.py",
+    ),
+    (
+        "torch.Tensor",
+        "_make_subclass",
+        "makes a parameter of a pending one, in pending_parameter.py",
+    ),
     ("torch", "_guards", "is where the next row stands"),
-    ("torch._guards", "CompileContext", "tells whether a compiler traces, in pending.py"),
-    ("torch.nn.Module", "_call_impl", "tells what runs inside a forward, in fences.py"),
-    ("torch", "_ops", "knows an operator by its class, in products.py"),
+    ("torch._guards", "CompileContext", "tells whether a compiler traces, in pending_parameter.py"),
+    (
+        "torch.nn.Module",
+        "_call_impl",
+        "tells what runs inside a forward, in async_optimizer/hooks.py",
+    ),
+    ("torch", "_ops", "knows an operator by its class, in cpu_float16.py"),
     (
         "torch._C",
         "_dispatch_has_kernel_for_dispatch_key",
-        "tells whether autocast casts an operator, in products.py",
+        "tells whether autocast casts an operator, in cpu_float16.py",
     ),
-    ("torch.ops.aten", "_addmm_activation", "computes it in float32, in products.py"),
+    ("torch.ops.aten", "_addmm_activation", "computes it in float32, in cpu_float16.py"),
     (
         "torch.ops.aten",
         "_scaled_dot_product_flash_attention_for_cpu",
-        "computes it in float32, in products.py",
+        "computes it in float32, in cpu_float16.py",
     ),
-    ("torch.ops.aten", "_native_multi_head_attention", "looks into it, in products.py"),
-    ("torch.ops.aten", "_transformer_encoder_layer_fwd", "looks into it, in products.py"),
-    ("torch", "_dynamo", "knows compiled modules, in fences.py and finder.py"),
+    ("torch.ops.aten", "_native_multi_head_attention", "looks into it, in cpu_float16.py"),
+    ("torch.ops.aten", "_transformer_encoder_layer_fwd", "looks into it, in cpu_float16.py"),
+    ("torch", "_dynamo", "knows compiled modules, in async_optimizer/hooks.py and finder.py"),
     ("torch._dynamo", "OptimizedModule", "the same"),
     ("torch", "_subclasses", "leaves fake tensors alone, in ranges.py"),
     ("torch._subclasses", "FakeTensor", "the same"),
-    ("torch.nn.Module", "_compiled_call_impl", "waits in front of a compiled call, in fences.py"),
-    ("torch.autograd.profiler", "_is_profiler_enabled", "lets a profiler see step(), in fused.py"),
-    ("torch.amp.grad_scaler", "_refresh_per_optimizer_state", "fills new windows, in windows.py"),
+    (
+        "torch.nn.Module",
+        "_compiled_call_impl",
+        "waits in front of a compiled call, in async_optimizer/hooks.py",
+    ),
+    (
+        "torch.autograd.profiler",
+        "_is_profiler_enabled",
+        "lets a profiler see step(), in fused_adam.py",
+    ),
+    ("torch.amp.grad_scaler", "_refresh_per_optimizer_state", "fills new windows, in window.py"),
     (
         "torch.optim.optimizer",
         "_global_optimizer_pre_hooks",
-        "runs hooks on step(), in fused.py and engine.py",
+        "runs hooks on step(), in fused_adam.py and async_stepper.py",
     ),
     (
         "torch.optim.optimizer",
         "_global_optimizer_post_hooks",
-        "runs hooks on step(), in fused.py and engine.py",
+        "runs hooks on step(), in fused_adam.py and async_stepper.py",
     ),
     (
         "torch.distributed.fsdp.FSDPModule",
         "_get_fsdp_state",
-        "finds modules gathered together, in fences.py",
+        "finds modules gathered together, in async_optimizer/hooks.py",
     ),
 ]
 
@@ -200,7 +232,7 @@ ACCELERATE = [
     (
         "accelerate.commands.launch",
         "_validate_launch_command",
-        "settles the arguments as launch does, in survey.py",
+        "settles the arguments as launch does, in environment.py",
     ),
 ]
 
@@ -220,40 +252,62 @@ PRIVATE = [
     *(Private("torch", scaler, name, need) for name, need in TORCH_SCALER),
     *(Private("torch", "torch.Tensor", name, need) for name, need in TENSOR),
     *(Private("torch", *row) for row in TORCH),
-    Private("torch", scheduled, "_opt_called", "tells a scheduler that step() ran, in prepared.py"),
     Private(
-        "torch", scheduled_step, "_wrapped_by_lr_sched", "knows a scheduler's step(), in fused.py"
+        "torch",
+        scheduled,
+        "_opt_called",
+        "tells a scheduler that step() ran, in integrations/optimizer.py",
     ),
-    Private("torch", scheduled, "_optimizer_step_pre_hooks", "runs hooks on step(), in fused.py"),
-    Private("torch", scheduled, "_optimizer_step_post_hooks", "runs hooks on step(), in fused.py"),
+    Private(
+        "torch",
+        scheduled_step,
+        "_wrapped_by_lr_sched",
+        "knows a scheduler's step(), in fused_adam.py",
+    ),
+    Private(
+        "torch", scheduled, "_optimizer_step_pre_hooks", "runs hooks on step(), in fused_adam.py"
+    ),
+    Private(
+        "torch", scheduled, "_optimizer_step_post_hooks", "runs hooks on step(), in fused_adam.py"
+    ),
     Private(
         "torch",
         fused_adam,
         "_step_supports_amp_scaling",
-        "gives fused kernels scale and found_inf, in stepper.py, scaler.py and shadow.py",
+        "gives fused kernels scale and found_inf, in stepper.py, grad_scaler.py and replica.py",
     ),
     Private(
         "torch",
         fsdp_state,
         "_states_to_forward_prefetch",
-        "knows what a forward gathers early, in fences.py",
+        "knows what a forward gathers early, in async_optimizer/hooks.py",
     ),
-    Private("torch", replica, "_is_replica", "knows DataParallel's copies, in fences.py"),
-    Private("torch", flattened, "_fsdp_flattened", "refuses FSDP1, in steppable.py"),
     Private(
-        "torch", compiled, "_torchdynamo_orig_callable", "knows a compiled forward, in fences.py"
+        "torch", replica, "_is_replica", "knows DataParallel's copies, in async_optimizer/hooks.py"
     ),
-    Private("torch", operator, "_op_dk", "calls the kernel below a mode, in products.py"),
-    Private("accelerate", accelerator, "_optimizers", "lists what was prepared, in attach.py"),
-    Private("accelerate", accelerator, "_models", "lists what was prepared, in attach.py"),
+    Private("torch", flattened, "_fsdp_flattened", "refuses FSDP1, in supported_optimizers.py"),
+    Private(
+        "torch",
+        compiled,
+        "_torchdynamo_orig_callable",
+        "knows a compiled forward, in async_optimizer/hooks.py",
+    ),
+    Private("torch", operator, "_op_dk", "calls the kernel below a mode, in cpu_float16.py"),
+    Private("accelerate", accelerator, "_optimizers", "lists what was prepared, in accelerator.py"),
+    Private("accelerate", accelerator, "_models", "lists what was prepared, in accelerator.py"),
     Private("accelerate", prepared, "_original_forward", "sets autocast anew, in autocast.py"),
     *(Private("accelerate", *row) for row in ACCELERATE),
     *(Private("transformers", "transformers.Trainer", *row) for row in TRAINER),
-    Private("argparse", launch_parser, "_action_groups", "shows our settings' group, in doctor.py"),
+    Private(
+        "argparse",
+        launch_parser,
+        "_action_groups",
+        "shows our settings' group, in doctor/command.py",
+    ),
 ]
 
 OPTIONAL = {
     "_signal": "absent: the public module, slower, in interrupts.py",
-    "_is_mkldnn_fp16_supported": "absent: doctor cannot tell how fast fp16 is, in survey.py",
+    "_is_mkldnn_fp16_supported": "absent: doctor cannot tell how fast fp16 is, in environment.py",
 }
 """Names that we live without, and how."""

@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from accel_scaler import products
+from accel_scaler.integrations import cpu_float16
 
 LR = 0.125
 
@@ -27,7 +27,7 @@ def stock_fp16_on_cpu(accelerator: Any) -> Any:
 
 def use_torchs_products() -> None:
     """In a script that is compared with torch: what conftest.py does for every test."""
-    products.has_float16_kernels = lambda: True
+    cpu_float16.has_float16_kernels = lambda: True
 
 
 def stock(**kwargs: Any) -> Any:

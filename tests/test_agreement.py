@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accel_scaler.agreement import agree_on_overflow
+from accel_scaler.scaling.collectives import agree_on_overflow
 
 CPU = torch.device("cpu")
 

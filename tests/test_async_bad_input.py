@@ -23,7 +23,7 @@ from accel_scaler import (
     attach,
     detach,
 )
-from accel_scaler.stepper import async_stepper_of
+from accel_scaler.optimizer_step.stepper import async_stepper_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -25,8 +25,8 @@ from references import (
 from torch import nn
 
 from accel_scaler import AsyncOptimizer, GradScaler, OrderError, ScalerConfig, attach, detach
-from accel_scaler import shadow as shadow_module
-from accel_scaler.shadow import Shadow
+from accel_scaler.async_optimizer import replica as replica_module
+from accel_scaler.async_optimizer.replica import Shadow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -38,7 +38,7 @@ Fence = Callable[[nn.Module, Any], object]
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A part for each parameter, as in a model of a useful size."""
-    monkeypatch.setattr(shadow_module, "SMALLEST_PART", 1)
+    monkeypatch.setattr(replica_module, "SMALLEST_PART", 1)
 
 
 def scaler_of() -> GradScaler:
@@ -137,7 +137,7 @@ def test_delayed_is_the_one_step_delay(kind: str, max_norm: float | None) -> Non
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_one_part_or_many_is_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shadow_module, "SMALLEST_PART", 1 << 16)
+    monkeypatch.setattr(replica_module, "SMALLEST_PART", 1 << 16)
     assert_same(run_ours(kind), run_reference(kind))
 
 

@@ -46,7 +46,7 @@ from torch.utils.checkpoint import checkpoint
 from versions import release
 
 from accel_scaler import AsyncOptimizer, GradScaler
-from accel_scaler.shadow import Shadow
+from accel_scaler.async_optimizer.replica import Shadow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

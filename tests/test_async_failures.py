@@ -24,10 +24,10 @@ from accel_scaler import (
     attach,
     detach,
 )
-from accel_scaler import worker as worker_module
-from accel_scaler.pending import PendingParameter
-from accel_scaler.shadow import Shadow
-from accel_scaler.worker import Task
+from accel_scaler.async_optimizer import worker as worker_module
+from accel_scaler.async_optimizer.pending_parameter import PendingParameter
+from accel_scaler.async_optimizer.replica import Shadow
+from accel_scaler.async_optimizer.worker import Task
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

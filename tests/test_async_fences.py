@@ -27,8 +27,8 @@ from async_support import lazy
 from torch import Tensor, nn
 
 from accel_scaler import AsyncOptimizer, GradScaler, ScalerConfig, StepError, attach, detach
-from accel_scaler.pending import PendingParameter
-from accel_scaler.prepared import ScaledOptimizer
+from accel_scaler.async_optimizer.pending_parameter import PendingParameter
+from accel_scaler.integrations.optimizer import ScaledOptimizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -481,7 +481,7 @@ PREFACE = """
 import json, os, signal, sys, threading, time
 import torch
 from accel_scaler import AsyncOptimizer, StepError
-from accel_scaler.shadow import Shadow
+from accel_scaler.async_optimizer.replica import Shadow
 
 class Failing(torch.optim.SGD):
     # Unknown to torch, so its first step is the training thread's; the second one fails.

@@ -27,7 +27,7 @@ from hypothesis.stateful import (
 )
 from references import OPTIMIZERS
 
-from accel_scaler import shadow as shadow_module
+from accel_scaler.async_optimizer import replica as replica_module
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -83,7 +83,7 @@ class History(Looking):
         )
         type(self).runs += 1
         torch.manual_seed(0)
-        shadow_module.SMALLEST_PART = 1 if parts else 1 << 19
+        replica_module.SMALLEST_PART = 1 if parts else 1 << 19
         FAULT.arm(None)
         self.clips: list[str] = []
         self.saved: Any = None

@@ -34,7 +34,7 @@ from trainer_support import (
 from transformers import GPT2LMHeadModel, Trainer, TrainerCallback
 
 from accel_scaler import ScalerConfig, attach, detach
-from accel_scaler.pending import PendingParameter
+from accel_scaler.async_optimizer.pending_parameter import PendingParameter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

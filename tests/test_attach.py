@@ -25,7 +25,7 @@ from accel_scaler import (
     attach,
     detach,
 )
-from accel_scaler.attach import ScaledOptimizer
+from accel_scaler.integrations.accelerator import ScaledOptimizer
 
 INF = float("inf")
 

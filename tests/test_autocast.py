@@ -11,7 +11,7 @@ from support import mlp
 from torch import Tensor, nn
 
 from accel_scaler import UnsupportedError
-from accel_scaler.autocast import add_autocast, remove_autocast
+from accel_scaler.integrations.autocast import add_autocast, remove_autocast
 
 
 def accelerator() -> Any:

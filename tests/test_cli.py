@@ -91,9 +91,9 @@ def test_a_wrong_launch_is_one_line_and_starts_nothing(
     argv: list[str],
     expected: str | None,
 ) -> None:
-    monkeypatch.setattr("accel_scaler.launch.default_config_file", "/nowhere")
+    monkeypatch.setattr("accel_scaler.launch.launcher.default_config_file", "/nowhere")
     started = []
-    monkeypatch.setattr("accel_scaler.launch.launch_command", started.append)
+    monkeypatch.setattr("accel_scaler.launch.launcher.launch_command", started.append)
     if expected is None:  # after the script come the script's own arguments
         assert cli.main(["launch", *argv]) == 0
         assert len(started) == 1
@@ -136,7 +136,7 @@ def test_an_error_of_several_lines_becomes_one(
     def refused(argv: object) -> int:
         raise ConfigError("first\n  second")
 
-    monkeypatch.setattr("accel_scaler.launch.main", refused)
+    monkeypatch.setattr("accel_scaler.launch.launcher.main", refused)
     assert "first second" in fails(capsys, "launch", "x.py")
 
 
@@ -144,7 +144,7 @@ def test_ctrl_c_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(argv: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("accel_scaler.launch.main", interrupted)
+    monkeypatch.setattr("accel_scaler.launch.launcher.main", interrupted)
     assert cli.main(["launch", "x.py"]) == 130
 
 
@@ -152,7 +152,7 @@ def test_an_error_that_is_not_ours_keeps_its_traceback(monkeypatch: pytest.Monke
     def broken(argv: object) -> int:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("accel_scaler.launch.main", broken)
+    monkeypatch.setattr("accel_scaler.launch.launcher.main", broken)
     with pytest.raises(ZeroDivisionError):
         cli.main(["launch", "x.py"])
     assert os.environ.get("PYTHONPATH", "").count("startup") == 0

@@ -17,9 +17,9 @@ from accelerate.utils import FullyShardedDataParallelPlugin, patch_environment
 from accelerate.utils.launch import prepare_multi_gpu_env
 
 from accel_scaler import ScalerConfig
-from accel_scaler.launch import make_parser
-from accel_scaler.section import find_config, read_config, shipped_configs
-from accel_scaler.settings import resolve
+from accel_scaler.config_file import find_config, read_config, shipped_configs
+from accel_scaler.launch.launcher import make_parser
+from accel_scaler.launch.settings import resolve
 
 ROOT = Path(__file__).parents[1]
 

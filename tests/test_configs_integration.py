@@ -26,7 +26,7 @@ from accelerate.state import AcceleratorState, PartialState
 from versions import before_torch
 
 from accel_scaler import cli
-from accel_scaler.section import read_config, shipped_configs
+from accel_scaler.config_file import read_config, shipped_configs
 
 HERE = Path(__file__).parent
 SCRIPT = str(HERE / "config_script.py")

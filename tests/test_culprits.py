@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accel_scaler import OverflowStreakError
-from accel_scaler.culprits import MOST_NAMES, Culprits
+from accel_scaler.scaling.parameter_names import MOST_NAMES, Culprits
 
 
 def broken(*shape: int) -> nn.Parameter:

@@ -13,7 +13,7 @@ from support import mlp, weights
 from torch import Tensor, nn
 
 from accel_scaler import AsyncOptimizer, GradScaler, ScalerConfig, attach
-from accel_scaler.hazards import kernel_applies_found_inf_2, kernel_ignores_strides
+from accel_scaler.doctor.diagnostics import kernel_applies_found_inf_2, kernel_ignores_strides
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

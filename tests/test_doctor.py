@@ -20,14 +20,18 @@ import tomllib
 import torch
 from accelerate.state import AcceleratorState, PartialState
 
-from accel_scaler import ConfigError, ScalerConfig, cli, doctor, hazards, launch, survey
+from accel_scaler import ConfigError, ScalerConfig, cli
+from accel_scaler.async_optimizer.worker import default_threads
 from accel_scaler.config import ENV_PREFIX
-from accel_scaler.hazards import LOWEST, telemetry_trouble
-from accel_scaler.journal import Journal
-from accel_scaler.launch import make_parser
-from accel_scaler.settings import FIELDS, Settings
-from accel_scaler.survey import Devices, Job, Survey, Threads
-from accel_scaler.worker import default_threads
+from accel_scaler.doctor import command as doctor
+from accel_scaler.doctor import diagnostics
+from accel_scaler.doctor import environment as environment_module
+from accel_scaler.doctor.diagnostics import LOWEST, telemetry_trouble
+from accel_scaler.doctor.environment import Devices, Job, Survey, Threads
+from accel_scaler.launch import launcher
+from accel_scaler.launch.launcher import make_parser
+from accel_scaler.launch.settings import FIELDS, Settings
+from accel_scaler.telemetry.writer import Journal
 
 ROOT = Path(__file__).parents[1]
 T4S = Devices("cuda", ("Tesla T4", "Tesla T4"), True)
@@ -40,11 +44,11 @@ UNATTACHED_GPU = ["F1", "F2", "F3", "F4", "F5", "F7", "F9"]
 def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder, no default config file, no settings, a machine without accelerators."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch, "default_config_file", str(tmp_path / "default.yaml"))
+    monkeypatch.setattr(launcher, "default_config_file", str(tmp_path / "default.yaml"))
     monkeypatch.setattr(
         "accelerate.commands.launch.default_config_file", str(tmp_path / "default.yaml")
     )
-    monkeypatch.setattr(survey, "_devices", lambda: BARE)
+    monkeypatch.setattr(environment_module, "_devices", lambda: BARE)
     for key in list(os.environ):
         if key.startswith((ENV_PREFIX, "ACCELERATE_", "OMP_NUM_THREADS", "LOCAL_WORLD_SIZE")):
             monkeypatch.delenv(key)
@@ -154,7 +158,7 @@ def test_it_says_who_scales(
     scaler: str | None,
     autocast: str | None,
 ) -> None:
-    monkeypatch.setattr(survey, "_devices", lambda: T4S)
+    monkeypatch.setattr(environment_module, "_devices", lambda: T4S)
     found = ask(capsys, *arguments)["scaling"]
     assert (found["scaler"], found["autocast"]) == (scaler, autocast)
 
@@ -237,10 +241,10 @@ def test_each_numbered_fault_is_seen_where_it_is_met(
     facts: dict[str, Any], expected: list[str], mended: list[str]
 ) -> None:
     found = found_with(**facts)
-    numbered = [one.id for one in hazards.hazards(found) if one.id[0] == "F"]
+    numbered = [one.id for one in diagnostics.hazards(found) if one.id[0] == "F"]
     assert numbered == expected
-    assert [one.id for one in hazards.mended(found)] == mended
-    for one in hazards.hazards(found):
+    assert [one.id for one in diagnostics.mended(found)] == mended
+    for one in diagnostics.hazards(found):
         assert "\n" not in one.text
 
 
@@ -278,13 +282,13 @@ def test_each_numbered_fault_is_seen_where_it_is_met(
 def test_each_hazard_with_a_word_is_seen_where_it_is_met(
     facts: dict[str, Any], expected: list[str]
 ) -> None:
-    found = [one.id for one in hazards.hazards(found_with(**facts)) if one.id[0] != "F"]
+    found = [one.id for one in diagnostics.hazards(found_with(**facts)) if one.id[0] != "F"]
     assert found == expected
 
 
 def test_unused_settings_are_named() -> None:
     found = found_with(precision="no", telemetry="run.jsonl", hysteresis=2, step_mode="overlap")
-    (one,) = (one for one in hazards.hazards(found) if one.id == "unused-settings")
+    (one,) = (one for one in diagnostics.hazards(found) if one.id == "unused-settings")
     assert one.text.startswith("hysteresis, step_mode: set, but not used")
 
 
@@ -301,14 +305,14 @@ def test_the_kernel_faults_are_those_of_this_torch(monkeypatch: pytest.MonkeyPat
     grad = torch.arange(4.0).view(2, 2).t()
     ignores = not torch.equal(stepped(grad.clone(), True), stepped(grad.clone(), False))
     applies = not torch.equal(stepped(torch.ones(2, 2), True, 2.0), torch.ones(2, 2))
-    assert hazards.kernel_ignores_strides() == ignores
-    assert hazards.kernel_applies_found_inf_2() == applies
+    assert diagnostics.kernel_ignores_strides() == ignores
+    assert diagnostics.kernel_applies_found_inf_2() == applies
     # A kernel without the faults has none to report.
-    monkeypatch.setattr(hazards, "_sgd", lambda grad, **scaling: torch.ones(2, 2))
-    assert not hazards.kernel_ignores_strides()
-    assert not hazards.kernel_applies_found_inf_2()
+    monkeypatch.setattr(diagnostics, "_sgd", lambda grad, **scaling: torch.ones(2, 2))
+    assert not diagnostics.kernel_ignores_strides()
+    assert not diagnostics.kernel_applies_found_inf_2()
     found = found_with(device="cpu", attach=False)
-    assert [one.id for one in hazards.hazards(found)] == ["F6", "F9"]
+    assert [one.id for one in diagnostics.hazards(found)] == ["F6", "F9"]
 
 
 def test_old_versions_are_named_and_the_lowest_are_those_of_the_package(
@@ -318,10 +322,10 @@ def test_old_versions_are_named_and_the_lowest_are_those_of_the_package(
     wanted = [*project["dependencies"], *project["optional-dependencies"]["trainer"]]
     assert sorted(f"{name}>={lowest}" for name, lowest in LOWEST.items()) == sorted(wanted)
     assert [one for one in ids(ask(capsys, "--cpu")) if one.startswith("old-")] == []
-    monkeypatch.setattr(survey, "version", lambda name: LOWEST.get(name, "9"))
+    monkeypatch.setattr(environment_module, "version", lambda name: LOWEST.get(name, "9"))
     assert [one for one in ids(ask(capsys, "--cpu")) if one.startswith("old-")] == []
     old = {"torch": "2.5.1+cu121", "accelerate": "1.9.0", "transformers": "4.56.0.dev0"}
-    monkeypatch.setattr(survey, "version", lambda name: old.get(name, "9"))
+    monkeypatch.setattr(environment_module, "version", lambda name: old.get(name, "9"))
     found = ask(capsys, "--cpu")
     expected = ["old-torch", "old-accelerate", "old-transformers"]
     assert [one for one in ids(found) if one.startswith("old-")] == expected
@@ -397,7 +401,7 @@ def test_the_job_is_the_one_that_accelerate_would_start(
     job: tuple[Any, ...],
     expected: list[str],
 ) -> None:
-    monkeypatch.setattr(survey, "_devices", lambda: devices)
+    monkeypatch.setattr(environment_module, "_devices", lambda: devices)
     for key, value in environ.items():
         monkeypatch.setenv(key, value)
     found = ask(capsys, *arguments.split())
@@ -537,7 +541,7 @@ def test_help_names_the_flags_and_every_fault_number_is_known(
     out = capsys.readouterr().out
     assert "--json" in out
     assert "--step_mode" in out
-    numbers = {node.value for node in ast.walk(ast.parse(Path(hazards.__file__).read_text()))
+    numbers = {node.value for node in ast.walk(ast.parse(Path(diagnostics.__file__).read_text()))
                if isinstance(node, ast.Constant) and str(node.value)[:1] == "F"
                and str(node.value)[1:].isdigit()}  # fmt: skip
     assert numbers == {f"F{number}" for number in range(1, 13)}

@@ -15,11 +15,11 @@ import pytest
 import telemetry_files as t
 from matplotlib.figure import Figure
 
-from accel_scaler.canvas import DARK, IN_PAGE, LIGHT, VARIABLES, Theme, drawing, save_png, svg
-from accel_scaler.figures import norm_figure, offender_figure, scale_figure, timeline_figure
-from accel_scaler.heat import MAX_ROWS, heat_figure
-from accel_scaler.ledger import Run
-from accel_scaler.reading import read_run
+from accel_scaler.report.figures import norm_figure, offender_figure, scale_figure, timeline_figure
+from accel_scaler.report.heatmap import MAX_ROWS, heat_figure
+from accel_scaler.report.reader import read_run
+from accel_scaler.report.run_summary import Run
+from accel_scaler.report.theme import DARK, IN_PAGE, LIGHT, VARIABLES, Theme, drawing, save_png, svg
 
 ODD = [
     "a.$x_1$.w",

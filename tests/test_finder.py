@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from versions import before_torch
 
-from accel_scaler import traces
-from accel_scaler.finder import First, OverflowFinder
-from accel_scaler.pending import Hold, PendingParameter
-from accel_scaler.ranges import PACKED, Ranges
+from accel_scaler.async_optimizer.pending_parameter import Hold, PendingParameter
+from accel_scaler.overflow_finder import trace
+from accel_scaler.overflow_finder.finder import First, OverflowFinder
+from accel_scaler.overflow_finder.ranges import PACKED, Ranges
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -830,7 +830,7 @@ def test_memory_is_bounded_where_no_boundary_comes(monkeypatch: pytest.MonkeyPat
         for _ in range(5):
             net(torch.ones(1, 4))
     assert finder._window.passes == []
-    monkeypatch.setattr(traces, "MOST", 100)
+    monkeypatch.setattr(trace, "MOST", 100)
     for _ in range(50):
         net(torch.ones(1, 4))
     assert sum(walk.size for walk in finder._window.passes) < 150

@@ -12,10 +12,10 @@ import telemetry_files as t
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from accel_scaler.findings import LEVELS, Finding, facts, find, in_words
-from accel_scaler.ledger import SEARCH_WINDOWS, SETTLED, Run
-from accel_scaler.reading import read_run
-from accel_scaler.wording import number, percent, shorten, times
+from accel_scaler.report.findings import LEVELS, Finding, facts, find, in_words
+from accel_scaler.report.formatting import number, percent, shorten, times
+from accel_scaler.report.reader import read_run
+from accel_scaler.report.run_summary import SEARCH_WINDOWS, SETTLED, Run
 
 CULPRIT = "transformer.h.3.mlp.c_fc.weight"
 

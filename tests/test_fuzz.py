@@ -21,15 +21,16 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from accel_scaler import ConfigError, ScalerConfig, attach, detach
-from accel_scaler.config import ENV_PREFIX, UnsupportedError
-from accel_scaler.fields import clean
-from accel_scaler.findings import facts, in_words
-from accel_scaler.journal import Journal
-from accel_scaler.launch import _read_by_accelerate, make_parser
-from accel_scaler.page import html_page
-from accel_scaler.reading import read_run
-from accel_scaler.section import read_config, shipped_configs
-from accel_scaler.settings import FIELDS, Settings, resolve
+from accel_scaler.config import ENV_PREFIX
+from accel_scaler.config_file import read_config, shipped_configs
+from accel_scaler.errors import UnsupportedError
+from accel_scaler.launch.launcher import _read_by_accelerate, make_parser
+from accel_scaler.launch.settings import FIELDS, Settings, resolve
+from accel_scaler.report.findings import facts, in_words
+from accel_scaler.report.html import html_page
+from accel_scaler.report.reader import read_run
+from accel_scaler.telemetry.decoding import clean
+from accel_scaler.telemetry.writer import Journal
 
 ROUNDS = max(1, int(os.environ.get("FUZZ_ROUNDS", "1")))
 FUZZ = settings(
@@ -89,7 +90,7 @@ def one_line(error: Exception, names: object = "", longest: int = 4_000) -> str:
     """The message of an error that this package raises on purpose; it names the file."""
     text = str(error)
     assert str(names) in text
-    assert type(error).__module__ == "accel_scaler.config", "the documented errors are there"
+    assert type(error).__module__ == "accel_scaler.errors", "the documented errors are there"
     assert text
     assert "\n" not in text
     assert len(text) < longest

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from accel_scaler import gradients
-from accel_scaler.gradients import (
+from accel_scaler.scaling import gradients
+from accel_scaler.scaling.gradients import (
     LARGE,
     clip_coefficient,
     gradients_of,

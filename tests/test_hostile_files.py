@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 import telemetry_files as t
 
-from accel_scaler import ConfigError, ScalerConfig, cli, launch
+from accel_scaler import ConfigError, ScalerConfig, cli
 from accel_scaler.config import LARGEST_FILE, shown
-from accel_scaler.reading import read_run
-from accel_scaler.section import read_config
-from accel_scaler.settings import resolve
+from accel_scaler.config_file import read_config
+from accel_scaler.launch import launcher
+from accel_scaler.launch.settings import resolve
+from accel_scaler.report.reader import read_run
 
 BOOM = "boom"
 """What a file that is executed would make in the present folder."""
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.timeout(60)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder, and no config file of the user's."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch, "default_config_file", str(tmp_path / "none.yaml"))
+    monkeypatch.setattr(launcher, "default_config_file", str(tmp_path / "none.yaml"))
     return tmp_path
 
 

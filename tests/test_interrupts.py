@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from accel_scaler import interrupts
-from accel_scaler.interrupts import NUMBERS, Undivided
+from accel_scaler.optimizer_step import interrupts
+from accel_scaler.optimizer_step.interrupts import NUMBERS, Undivided
 
 
 def in_child(body: Callable[[], object]) -> None:

@@ -21,9 +21,9 @@ import torch
 from telemetry_runs import kinds_of, lines_of, parse, windows_of
 
 from accel_scaler import ConfigError
-from accel_scaler import journal as journal_module
-from accel_scaler.journal import FORMAT, Journal
-from accel_scaler.telemetry import Record
+from accel_scaler.telemetry import writer as writer_module
+from accel_scaler.telemetry.record import Record
+from accel_scaler.telemetry.writer import FORMAT, Journal
 
 INF, NAN = math.inf, math.nan
 FACTS = {"package": "0", "rank": 0, "ranks": 1, "device": "cpu", "precision": "fp16"}
@@ -32,7 +32,7 @@ FACTS = {"package": "0", "rank": 0, "ranks": 1, "device": "cpu", "precision": "f
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows are written one by one, except where a test wants them to wait."""
-    monkeypatch.setattr(journal_module, "LONGEST_WAIT_S", 0.0)
+    monkeypatch.setattr(writer_module, "LONGEST_WAIT_S", 0.0)
 
 
 def record(index: int = 0, **rest: Any) -> Record:
@@ -176,9 +176,9 @@ def test_numbers_that_json_has_not_are_text_that_float_reads(tmp_path: Path) -> 
 
 def test_norms_are_little_endian_on_every_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     own = floats(1.5, -2.0)
-    assert journal_module._little_endian(own) == struct.pack("<2f", 1.5, -2.0)
+    assert writer_module._little_endian(own) == struct.pack("<2f", 1.5, -2.0)
     monkeypatch.setattr(sys, "byteorder", "big")
-    assert journal_module._little_endian(struct.pack(">2f", 1.5, -2.0)) == struct.pack(
+    assert writer_module._little_endian(struct.pack(">2f", 1.5, -2.0)) == struct.pack(
         "<2f", 1.5, -2.0
     )
 
@@ -186,8 +186,8 @@ def test_norms_are_little_endian_on_every_machine(monkeypatch: pytest.MonkeyPatc
 def test_windows_wait_for_each_other_but_not_long_and_not_after_an_overflow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal_module, "LONGEST_WAIT_S", 1e9)
-    monkeypatch.setattr(journal_module, "MOST_WAITING", 3)
+    monkeypatch.setattr(writer_module, "LONGEST_WAIT_S", 1e9)
+    monkeypatch.setattr(writer_module, "MOST_WAITING", 3)
     path = tmp_path / "run.jsonl"
     journal, counts = Journal(str(path), FACTS), []
     bad = record(5, found_inf=True)
@@ -195,10 +195,10 @@ def test_windows_wait_for_each_other_but_not_long_and_not_after_an_overflow(
         put(journal, each)
         counts.append(kinds_of(path).count("window"))
     assert counts == [0, 0, 3, 3, 3, 6, 6]
-    monkeypatch.setattr(journal_module, "LONGEST_WAIT_S", 0.0)
+    monkeypatch.setattr(writer_module, "LONGEST_WAIT_S", 0.0)
     put(journal, record(7))
     assert kinds_of(path).count("window") == 8
-    monkeypatch.setattr(journal_module, "LONGEST_WAIT_S", 1e9)
+    monkeypatch.setattr(writer_module, "LONGEST_WAIT_S", 1e9)
     put(journal, record(8))
     journal.close()
     assert [line["step"] for line in windows_of(path)] == list(range(9))
@@ -374,10 +374,10 @@ def test_a_slow_disk_that_takes_a_few_bytes_at_a_time_gets_everything(
 
 CHILD = """
 import os, sys
-from accel_scaler import journal as module
-from accel_scaler.journal import Journal
+from accel_scaler.telemetry import writer as module
+from accel_scaler.telemetry.writer import Journal
 module.LONGEST_WAIT_S = 0.0
-from accel_scaler.telemetry import Record
+from accel_scaler.telemetry.record import Record
 journal = Journal(sys.argv[1], {})
 def put(index):
     journal.add(Record(index, 8.0, 8.0, False, None), (), ())

@@ -19,13 +19,14 @@ import yaml
 from accelerate.commands.launch import launch_command_parser
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from accel_scaler import AccelScalerError, ConfigError, ScalerConfig, UnsupportedError, ending
-from accel_scaler import launch as launch_module
+from accel_scaler import AccelScalerError, ConfigError, ScalerConfig, UnsupportedError
 from accel_scaler.config import ENV_PREFIX
-from accel_scaler.ending import Ended, end_children, ended_by_signals, shell_status
-from accel_scaler.launch import STARTUP, main, make_parser
-from accel_scaler.section import ConfigFile, read_config
-from accel_scaler.settings import FIELDS, descriptions, resolve
+from accel_scaler.config_file import ConfigFile, read_config
+from accel_scaler.launch import launcher as launcher_module
+from accel_scaler.launch import signals
+from accel_scaler.launch.launcher import STARTUP, main, make_parser
+from accel_scaler.launch.settings import FIELDS, descriptions, resolve
+from accel_scaler.launch.signals import Ended, end_children, ended_by_signals, shell_status
 
 ACCELERATE = "distributed_type: 'NO'\nuse_cpu: true\nmixed_precision: fp16\n"
 LINES_BEFORE = ACCELERATE.count("\n") + 1
@@ -59,13 +60,13 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Started:
     """A folder with a script, no default config file, and nothing that starts."""
     (tmp_path / "train.py").write_text("")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch_module, "default_config_file", str(tmp_path / "default.yaml"))
+    monkeypatch.setattr(launcher_module, "default_config_file", str(tmp_path / "default.yaml"))
     for key in os.environ:
         if key.startswith(ENV_PREFIX):
             monkeypatch.delenv(key)
     monkeypatch.delenv("PYTHONPATH", raising=False)
     fake = Started()
-    monkeypatch.setattr(launch_module, "launch_command", fake)
+    monkeypatch.setattr(launcher_module, "launch_command", fake)
     return fake
 
 
@@ -275,7 +276,7 @@ def test_accelerates_default_file_may_have_a_section(started: Started) -> None:
 
 
 def test_the_default_file_is_the_one_accelerate_finds(tmp_path: Path) -> None:
-    code = "from accel_scaler import launch; print(launch.default_config_file)"
+    code = "from accel_scaler.launch import launcher as launch; print(launch.default_config_file)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120,
         env=os.environ | {"HF_HOME": str(tmp_path)},
@@ -502,8 +503,8 @@ def test_a_script_that_does_not_end_is_killed(
 
         own = [found]
         monkeypatch.setattr(psutil.Process, "children", lambda self, recursive=False: own)
-        monkeypatch.setattr(ending, "GRACE", 0.2)
-        monkeypatch.setattr(ending, "LAST", 0.2)
+        monkeypatch.setattr(signals, "GRACE", 0.2)
+        monkeypatch.setattr(signals, "LAST", 0.2)
         assert end_children(end) == (130 if isinstance(end, KeyboardInterrupt) else 143)
         monkeypatch.undo()
         found.wait(timeout=30)

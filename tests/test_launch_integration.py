@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from accel_scaler import ScalerConfig, attach
-from accel_scaler.launch import STARTUP
+from accel_scaler.launch.launcher import STARTUP
 
 HERE = Path(__file__).parent
 LIMIT = 240
@@ -358,11 +358,11 @@ def test_the_wheel_ships_the_config_files_and_the_hook(folder: Path) -> None:
         archive.extractall(folder / "installed")
         (points,) = [name for name in archive.namelist() if name.endswith("entry_points.txt")]
         assert b"accel-scaler = accel_scaler.cli:main" in archive.read(points)
-    code = "from accel_scaler import section as s; print(s.find_config('cpu_fp16').resolve())"
+    code = "from accel_scaler import config_file as s; print(s.find_config('cpu_fp16').resolve())"
     shown = subprocess.run(
         [sys.executable, "-c", code], cwd=folder, text=True, capture_output=True, timeout=LIMIT,
         check=True, env=environment(TMPDIR=str(folder), PYTHONPATH=str(folder / "installed")),
     )  # fmt: skip
     package = folder / "installed" / "accel_scaler"
     assert Path(shown.stdout.strip()) == (package / "accelerate_configs/cpu_fp16.yaml").resolve()
-    assert (package / "startup" / "sitecustomize.py").is_file()
+    assert (package / "launch" / "startup" / "sitecustomize.py").is_file()

@@ -20,8 +20,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accel_scaler import telemetry
-from accel_scaler.telemetry import History, Record
+from accel_scaler.telemetry import record as record_module
+from accel_scaler.telemetry.record import History, Record
 
 WINDOWS = max(1_400, int(os.environ.get("LOAD_WINDOWS", "0")) // 50 * 50)
 SETTLED = 1_000
@@ -51,9 +51,9 @@ def load() -> Iterator[Any]:
 @pytest.fixture
 def short_history(monkeypatch: pytest.MonkeyPatch) -> None:
     """A history that is full long before the first look; how long it is, is tested apart."""
-    monkeypatch.setattr(telemetry, "KEPT_RECORDS", 64)
-    monkeypatch.setattr(telemetry, "KEPT_NORMS", 16)
-    monkeypatch.setattr(telemetry, "KEPT_CHANGES", 16)
+    monkeypatch.setattr(record_module, "KEPT_RECORDS", 64)
+    monkeypatch.setattr(record_module, "KEPT_NORMS", 16)
+    monkeypatch.setattr(record_module, "KEPT_CHANGES", 16)
 
 
 class Operations(TorchDispatchMode):
@@ -163,7 +163,9 @@ def test_a_long_run_is_at_its_end_what_it_was_at_its_beginning(
     short_history: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(telemetry, "KEPT_NORMS", 1)  # and waits, which are many when others work
+    monkeypatch.setattr(
+        record_module, "KEPT_NORMS", 1
+    )  # and waits, which are many when others work
     window, close = load.long_run(variant, tmp_path)
     end = WINDOWS - PERIOD
     try:
@@ -259,7 +261,7 @@ def test_a_history_of_skips_of_a_large_model_stays_small() -> None:
         history.add(Record(index, 1.0, 1.0, True, None, nonfinite=counts))
         history.add(Record(index, 1.0, 1.0, True, None, nonfinite=counts))  # amended
         kept = [len(record.nonfinite) for record in history.records]
-        assert sum(kept) <= telemetry.KEPT_OFFENDERS
+        assert sum(kept) <= record_module.KEPT_OFFENDERS
         assert kept[-6:] == [tensors] * min(index + 1, 6), "the last ones are whole"
     assert [record.index for record in history.records] == list(range(40))
 
@@ -286,4 +288,4 @@ def test_what_a_history_keeps_of_one_window_goes_with_the_window(short_history: 
 
 @pytest.mark.parametrize("kept", ["KEPT_RECORDS", "KEPT_NORMS", "KEPT_CHANGES", "KEPT_OFFENDERS"])
 def test_a_history_has_an_end(kept: str) -> None:
-    assert getattr(telemetry, kept) <= 1 << 16
+    assert getattr(record_module, kept) <= 1 << 16

@@ -31,8 +31,8 @@ from accel_scaler import (
     attach,
     detach,
 )
-from accel_scaler import shadow as shadow_module
-from accel_scaler.stepper import async_stepper_of
+from accel_scaler.async_optimizer import replica as replica_module
+from accel_scaler.optimizer_step.stepper import async_stepper_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -46,7 +46,7 @@ Clip = Callable[[Any, Any], object]
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A part for each parameter, as in a model of a useful size."""
-    monkeypatch.setattr(shadow_module, "SMALLEST_PART", 1)
+    monkeypatch.setattr(replica_module, "SMALLEST_PART", 1)
 
 
 class Mixed(nn.Module):

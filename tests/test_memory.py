@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from accel_scaler import ConfigError, GradScaler, OverflowStreakError
-from accel_scaler.rule import ScaleState
+from accel_scaler.scaling.update_rule import ScaleState
 
 INF = float("inf")
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from accel_scaler.culprits import Culprits
-from accel_scaler.nametable import NameTable
+from accel_scaler.scaling.parameter_names import Culprits
+from accel_scaler.telemetry.name_table import NameTable
 
 
 def table_of(*models: nn.Module) -> NameTable:

@@ -22,11 +22,11 @@ from accel_scaler import (
     attach,
     detach,
 )
-from accel_scaler import shadow as shadow_module
-from accel_scaler.shadow import Shadow
-from accel_scaler.slots import make_slots, needs_master
-from accel_scaler.steppable import is_splittable, refuse_unsteppable
-from accel_scaler.transfer import Lane
+from accel_scaler.async_optimizer import replica as replica_module
+from accel_scaler.async_optimizer.master_params import make_slots, needs_master
+from accel_scaler.async_optimizer.replica import Shadow
+from accel_scaler.async_optimizer.streams import Lane
+from accel_scaler.async_optimizer.supported_optimizers import is_splittable, refuse_unsteppable
 
 HALF = torch.float16
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ STEPS = 10
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
     """A part for each parameter, as in a model of a useful size."""
-    monkeypatch.setattr(shadow_module, "SMALLEST_PART", 1)
+    monkeypatch.setattr(replica_module, "SMALLEST_PART", 1)
 
 
 def params_of(model: nn.Module) -> list[Tensor]:
@@ -289,7 +289,7 @@ def test_a_gradient_travels_once_a_step(
     scale: float | None, clips: bool, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When it is final; each of the backwards sent it, and so did a clip."""
-    monkeypatch.setattr("accel_scaler.engine.Lane", Watched)
+    monkeypatch.setattr("accel_scaler.async_optimizer.async_stepper.Lane", Watched)
     scaler = None if scale is None else GradScaler("cpu", init_scale=scale)
     w, optimizer = one_weight(mode, scaler=scaler)
     with optimizer:
@@ -349,7 +349,7 @@ def test_accumulated_gradients_arrive_whole(mode: str) -> None:
 def test_under_an_accelerator_a_gradient_travels_once_a_window(
     mode: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("accel_scaler.engine.Lane", Watched)
+    monkeypatch.setattr("accel_scaler.async_optimizer.async_stepper.Lane", Watched)
     accelerator = attach(
         Accelerator(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=2),
         ScalerConfig(step_mode=mode, offload="cpu", init_scale=4.0),
@@ -489,7 +489,7 @@ def test_an_accelerator_s_worker_has_its_threads_too(two_threads: None) -> None:
     detach(accelerator)
 
 
-# slots.py, shadow.py, transfer.py alone.
+# master_params.py, replica.py, streams.py alone.
 
 
 def test_host_like_keeps_shapes_and_strides_in_one_buffer_a_dtype() -> None:
@@ -621,7 +621,7 @@ def make_shadow(optimizer: torch.optim.Optimizer) -> Shadow:
 
 
 def test_parts_cover_each_parameter_once_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shadow_module, "SMALLEST_PART", 6)
+    monkeypatch.setattr(replica_module, "SMALLEST_PART", 6)
     sizes = (4, 4, 1, 9, 2)
     params = [nn.Parameter(torch.ones(n)) for n in sizes]
     optimizer = torch.optim.SGD([{"params": params[:3]}, {"params": params[3:], "lr": 1.0}])

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from accel_scaler import StepError
-from accel_scaler import pending as pending_module
-from accel_scaler.pending import Hold, PendingParameter, can_be_held
+from accel_scaler.async_optimizer import pending_parameter as pending_parameter_module
+from accel_scaler.async_optimizer.pending_parameter import Hold, PendingParameter, can_be_held
 
 LIMIT_S = 20.0
 BEFORE, AFTER = 1.0, 3.0
@@ -27,11 +27,11 @@ BEFORE, AFTER = 1.0, 3.0
 @pytest.fixture(autouse=True)
 def nothing_stays_held() -> Iterator[None]:
     yield
-    held = list(pending_module._holds)
+    held = list(pending_parameter_module._holds)
     for hold in held:
         hold.release()
     assert not held
-    assert not pending_module._holders
+    assert not pending_parameter_module._holders
 
 
 class Source:
@@ -415,7 +415,7 @@ def test_a_hold_that_was_released_keeps_no_parameter_alive() -> None:
     source = Source()
     ref = weakref.ref(source.params[0])
     source.hold.release()
-    assert not list(pending_module._holds)
+    assert not list(pending_parameter_module._holds)
     del source
     gc.collect()
     assert ref() is None
@@ -453,10 +453,12 @@ def test_a_hold_that_has_gone_holds_nothing_and_leaves_no_number_behind() -> Non
     params = [nn.Parameter(torch.ones(1)) for _ in range(3)]
     kept = Hold(params[:1], [1], {id(params[0]): 1}, lambda parts: parts)
     gone = Hold(params, [3], dict.fromkeys(map(id, params), 1), lambda parts: parts)
-    assert set(pending_module._holders) == set(map(id, params))
+    assert set(pending_parameter_module._holders) == set(map(id, params))
     del gone
     gc.collect()
-    assert list(pending_module._holders) == [id(params[0])]  # the others' may be given anew
+    assert list(pending_parameter_module._holders) == [
+        id(params[0])
+    ]  # the others' may be given anew
     assert [float(p) for p in params] == [1.0] * 3
     assert {type(p) for p in params} == {nn.Parameter}
     kept.release()

@@ -21,8 +21,14 @@ from test_reads_unseen import NO_READ, READS, works
 from torch import Tensor, nn
 
 from accel_scaler import AsyncOptimizer, GradScaler, StepError
-from accel_scaler.pending import _PASSIVE, Loan, PendingGradient, lend, settle_gradients
-from accel_scaler.shadow import Shadow
+from accel_scaler.async_optimizer.pending_parameter import (
+    _PASSIVE,
+    Loan,
+    PendingGradient,
+    lend,
+    settle_gradients,
+)
+from accel_scaler.async_optimizer.replica import Shadow
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from support import mlp, stock_fp16_on_cpu, weights
 
 from accel_scaler import GradScaler, ScaledAccelerator, ScalerConfig, attach
-from accel_scaler.prepared import ScaledOptimizer
+from accel_scaler.integrations.optimizer import ScaledOptimizer
 
 
 class Mine(Accelerator):  # type: ignore[misc]

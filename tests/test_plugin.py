@@ -307,11 +307,12 @@ def test_a_child_process(tmp_path):
     said = subprocess.run([sys.executable, "-c", CODE], check=True, text=True, timeout=120,
                           env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE).stdout
     assert said.split() == [
-        "accel_scaler.scaler", str(tmp_path / "sitecustomize.py"), "ScaledAccelerator", "False"]
+        "accel_scaler.scaling.grad_scaler", str(tmp_path / "sitecustomize.py"),
+        "ScaledAccelerator", "False"]
 
 def test_a_spawned_one():
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        assert pool.map(in_child, [0]) == ["accel_scaler.scaler"]
+        assert pool.map(in_child, [0]) == ["accel_scaler.scaling.grad_scaler"]
 """
 
 

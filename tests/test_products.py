@@ -18,20 +18,21 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from accel_scaler import ScalerConfig, attach, detach, products
-from accel_scaler.products import float16_products
+from accel_scaler import ScalerConfig, attach, detach
+from accel_scaler.integrations import cpu_float16
+from accel_scaler.integrations.cpu_float16 import float16_products
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 HALF = torch.float16
-TORCH_HAS_KERNELS = products.has_float16_kernels()
+TORCH_HAS_KERNELS = cpu_float16.has_float16_kernels()
 INF = float("inf")
 
 
 @pytest.fixture(autouse=True)
 def slow_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a processor without float16 instructions, whatever this one has."""
-    monkeypatch.setattr(products, "has_float16_kernels", lambda: False)
+    monkeypatch.setattr(cpu_float16, "has_float16_kernels", lambda: False)
 
 
 class Watch(TorchDispatchMode):
@@ -46,7 +47,11 @@ class Watch(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::").rstrip("_")
         first = next((a for a in args if isinstance(a, Tensor)), None)
         if first is not None and first.dtype is HALF:
-            named = (*products.PRODUCTS, products.ATTENTION, f"{products.ATTENTION}_backward")
+            named = (
+                *cpu_float16.PRODUCTS,
+                cpu_float16.ATTENTION,
+                f"{cpu_float16.ATTENTION}_backward",
+            )
             self.seen += [name] if name in named else []
         self.casts += name == "_to_copy" and (kwargs or {}).get("dtype") is HALF
         return func(*args, **(kwargs or {}))
@@ -438,7 +443,7 @@ def depth() -> int:
 
 
 def test_a_processor_with_the_kernels_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "has_float16_kernels", lambda: True)
+    monkeypatch.setattr(cpu_float16, "has_float16_kernels", lambda: True)
     with float16_products():
         assert depth() == 0
 
@@ -559,7 +564,7 @@ def test_training_reaches_no_float16_kernel_and_is_the_same(
     with Watch() as watch:
         ours = train(attached(), mlp())
     assert not watch.seen
-    monkeypatch.setattr(products, "has_float16_kernels", lambda: True)
+    monkeypatch.setattr(cpu_float16, "has_float16_kernels", lambda: True)
     with Watch() as watch:
         torchs = train(attached(), mlp())
     assert "addmm" in watch.seen

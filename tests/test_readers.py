@@ -18,8 +18,8 @@ from async_support import lazy, one_part_each
 from torch import Tensor, nn
 
 from accel_scaler import AsyncOptimizer, OrderError, StepError
-from accel_scaler import pending as pending_module
-from accel_scaler.pending import Hold, PendingParameter
+from accel_scaler.async_optimizer import pending_parameter as pending_parameter_module
+from accel_scaler.async_optimizer.pending_parameter import Hold, PendingParameter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -169,7 +169,7 @@ def train_beside(reads: list[Callable[[Net, Any], Any]], **options: Any) -> Resu
         assert readers.errors == []
         assert all(readers.counts)
         optimizer.synchronize()
-        assert not list(pending_module._holds)
+        assert not list(pending_parameter_module._holds)
         assert {type(p) for p in model.parameters()} == {nn.Parameter}
     return losses, [p.detach() for p in model.parameters()], state_of(model, inner)
 

@@ -14,10 +14,10 @@ import telemetry_files as t
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from accel_scaler import ledger, samples
-from accel_scaler.config import ConfigError
-from accel_scaler.fields import MAX_LINE, clean
-from accel_scaler.reading import read_run
+from accel_scaler.errors import ConfigError
+from accel_scaler.report import run_summary, samples
+from accel_scaler.report.reader import read_run
+from accel_scaler.telemetry.decoding import MAX_LINE, clean
 
 FUZZ = settings(
     max_examples=150,
@@ -26,11 +26,11 @@ FUZZ = settings(
 )
 
 
-def read(tmp_path: Path, lines: list[Any]) -> ledger.Run:
+def read(tmp_path: Path, lines: list[Any]) -> run_summary.Run:
     return read_run(t.write(tmp_path / "run.jsonl", lines))
 
 
-def attempt(path: Path) -> ledger.Run | str:
+def attempt(path: Path) -> run_summary.Run | str:
     """The run, or the refusal's text."""
     try:
         return read_run(path)
@@ -352,7 +352,7 @@ def test_memory_does_not_grow_with_the_number_of_windows(tmp_path: Path) -> None
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
         assert run.windows == count
-        assert len(run.changes) <= ledger.MAX_CHANGES
+        assert len(run.changes) <= run_summary.MAX_CHANGES
     assert peaks[1] < 1.15 * peaks[0] + 100_000
 
 

@@ -35,8 +35,8 @@ from accel_scaler import (
     attach,
     detach,
 )
-from accel_scaler.gradients import leaves_of
-from accel_scaler.pending import _PASSIVE, Hold, PendingParameter
+from accel_scaler.async_optimizer.pending_parameter import _PASSIVE, Hold, PendingParameter
+from accel_scaler.scaling.gradients import leaves_of
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -196,7 +196,8 @@ def test_collectives_wait(ranks: None, name: str) -> None:
     assert problem_with(COLLECTIVES[name]) is None
 
 
-NO_READ = {  # of the names of a tensor's C class: said in pending.py, or no method of an element
+# Of the names of a tensor's C class: said in pending_parameter.py, or no method of an element.
+NO_READ = {
     *("__class__", "__dir__", "__init__", "__new__", "__subclasshook__", "__init_subclass__"),
     *("__getattribute__", "__setattr__", "__delattr__", "__getstate__", "__str__", "__repr__"),
     *("__sizeof__", "__hash__", "__format__", "__eq__", "__ne__", "__reduce__", "__doc__"),

@@ -41,8 +41,8 @@ from accel_scaler import (
     attach,
     detach,
 )
-from accel_scaler import journal as journal_module
-from accel_scaler.measures import Measure, Measures
+from accel_scaler.scaling.norms import Measure, Measures
+from accel_scaler.telemetry import writer as writer_module
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -50,7 +50,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each window is written when it is over; some would wait for the next ones."""
-    monkeypatch.setattr(journal_module, "LONGEST_WAIT_S", 0.0)
+    monkeypatch.setattr(writer_module, "LONGEST_WAIT_S", 0.0)
 
 
 ALL_MODES = pytest.mark.parametrize("mode", MODES.values(), ids=MODES.keys())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from accel_scaler.remedies import MOST_SCALES, Evidence, remedies, scale_path
+from accel_scaler.scaling.overflow_streak import MOST_SCALES, Evidence, remedies, scale_path
 
 KINDS = {
     "parameters": "parameters are inf or NaN themselves",

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import telemetry_files as t
 
-from accel_scaler import report
-from accel_scaler.config import ConfigError
+from accel_scaler.errors import ConfigError
+from accel_scaler.report import command as report
 
 VOID = {"meta", "br", "hr", "img", "link"}
 
@@ -155,8 +155,8 @@ NO_MATPLOTLIB = """
 import sys
 sys.modules["matplotlib"] = None
 import argparse
-from accel_scaler import report
-from accel_scaler.config import AccelScalerError
+from accel_scaler.report import command as report
+from accel_scaler.errors import AccelScalerError
 parser = argparse.ArgumentParser()
 report.add_arguments(parser)
 try:
@@ -170,7 +170,7 @@ except AccelScalerError as error:
 def test_words_need_no_matplotlib_and_pictures_say_what_to_install(tmp_path: Path) -> None:
     run = bad_run(tmp_path / "run.jsonl")
     argv = [sys.executable, "-c", NO_MATPLOTLIB, str(run)]
-    root = Path(report.__file__).parents[1]
+    root = Path(report.__file__).parents[2]
     words = subprocess.run([*argv, "--text"], capture_output=True, text=True, cwd=root, timeout=120)
     assert words.returncode == 0, words.stderr
     assert "The scale fell to 256 after step 205" in words.stdout
@@ -188,7 +188,7 @@ def test_a_reader_of_the_words_may_leave_early(tmp_path: Path) -> None:
     """As ``--text | head`` does: nothing is written to stderr."""
     code = NO_MATPLOTLIB.replace("parser = argparse", "sys.stdin.read()\nparser = argparse")
     argv = [sys.executable, "-c", code, str(bad_run(tmp_path / "run.jsonl")), "--text"]
-    root = Path(report.__file__).parents[1]
+    root = Path(report.__file__).parents[2]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(argv, cwd=root, text=True, **pipes) as process:
         assert process.stdin is not None

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_scaler.rule import Rule, ScaleState
+from accel_scaler.scaling.update_rule import Rule, ScaleState
 
 SCALES = st.floats(min_value=0.0, max_value=3.4028234663852886e38, width=32)
 EVENTS = st.lists(st.booleans(), min_size=1, max_size=12)

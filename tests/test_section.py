@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_scaler import ConfigError, ScalerConfig
-from accel_scaler.section import ConfigFile, find_config, read_config, shipped_configs
+from accel_scaler.config_file import ConfigFile, find_config, read_config, shipped_configs
 
 BEFORE = "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'   # one process\n"
 AFTER = "num_processes: 1\nmixed_precision: fp16\n"

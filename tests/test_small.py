@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from accel_scaler import AsyncOptimizer, GradScaler
-from accel_scaler.due import Due
-from accel_scaler.slots import make_slots
-from accel_scaler.small import SmallSteps
-from accel_scaler.transfer import Lane
+from accel_scaler.async_optimizer.flat_buffers import SmallSteps
+from accel_scaler.async_optimizer.master_params import make_slots
+from accel_scaler.async_optimizer.streams import Lane
+from accel_scaler.scaling.deferred_unscale import Due
 
 SIZES = [(7,), (3, 5), (1,), (33,), (8, 4, 2), (1000,)] * 5
 HOST = Lane(torch.device("cpu"))

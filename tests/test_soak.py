@@ -22,8 +22,8 @@ from async_support import reset
 from soak import Sample
 
 from accel_scaler import AsyncOptimizer, ScalerConfig, attach, detach
-from accel_scaler.rule import Rule, ScaleState
-from accel_scaler.worker import Worker
+from accel_scaler.async_optimizer.worker import Worker
+from accel_scaler.scaling.update_rule import Rule, ScaleState
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

@@ -34,8 +34,8 @@ from accel_scaler import (
     attach,
     detach,
 )
-from accel_scaler.stepper import async_stepper_of
-from accel_scaler.surroundings import Watch
+from accel_scaler.async_optimizer.thread_context import Watch
+from accel_scaler.optimizer_step.stepper import async_stepper_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -698,7 +698,7 @@ def test_state_tensors_that_were_replaced_are_stepped_and_saved(
     kind: Any, kwargs: Any, small: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not small:
-        monkeypatch.setattr("accel_scaler.small.SMALL", 0)
+        monkeypatch.setattr("accel_scaler.async_optimizer.flat_buffers.SMALL", 0)
     make = functools.partial(adam, **kind)
     assert_equal(ours(make, exchange, **kwargs), plain(make, exchange))
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from accel_scaler.telemetry import KEPT_CHANGES, KEPT_RECORDS, History, Record
+from accel_scaler.telemetry.record import KEPT_CHANGES, KEPT_RECORDS, History, Record
 
 
 def record(index: int, skipped: bool = False, scale: float = 8.0, **rest: object) -> Record:

@@ -11,8 +11,8 @@ from support import mlp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_scaler import GradScaler, ScalerConfig
-from accel_scaler.boundary import Boundary
-from accel_scaler.recording import make_recorder
+from accel_scaler.optimizer_step.boundary import Boundary
+from accel_scaler.telemetry.recorder import make_recorder
 
 
 class Reads(TorchDispatchMode):

@@ -13,7 +13,7 @@ from trainer_support import CONFIG, SKIPPED, logs, make, train
 from transformers import ProgressCallback
 
 from accel_scaler import ScalerConfig, attach, detach
-from accel_scaler.trainer import ShowScale
+from accel_scaler.integrations.trainer import ShowScale
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

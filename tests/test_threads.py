@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accel_scaler import ConfigError, GradScaler, OrderError, UnsupportedError
-from accel_scaler import memory as scaler_memory
+from accel_scaler.scaling import scaler_state as scaler_memory
 
 T = TypeVar("T")
 LIMIT_S = 60.0
@@ -283,7 +283,7 @@ def test_an_up_to_date_getter_inside_the_job_does_not_wait_for_itself() -> None:
 
 
 def test_a_job_that_never_runs_is_an_error_and_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accel_scaler.memory.WAIT_LIMIT_S", 0.01)
+    monkeypatch.setattr("accel_scaler.scaling.scaler_state.WAIT_LIMIT_S", 0.01)
     p, optimizer = one()
     scaler = GradScaler("cpu")
     backward(scaler, p)
@@ -295,7 +295,7 @@ def test_a_job_that_never_runs_is_an_error_and_no_hang(monkeypatch: pytest.Monke
 
 
 def test_a_job_that_runs_too_long_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accel_scaler.memory.WAIT_LIMIT_S", 0.01)
+    monkeypatch.setattr("accel_scaler.scaling.scaler_state.WAIT_LIMIT_S", 0.01)
     p, optimizer = one()
     scaler = GradScaler("cpu")
     backward(scaler, p)

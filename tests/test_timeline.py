@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accel_scaler.timeline import MOST_SPANS, Timeline
+from accel_scaler.telemetry.spans import MOST_SPANS, Timeline
 
 
 def kinds(timeline: Timeline) -> list[str]:

@@ -22,7 +22,7 @@ from accel_scaler import (
     attach,
     detach,
 )
-from accel_scaler.trainer import ScaledTrainer, attach_trainer, detach_trainer
+from accel_scaler.integrations.trainer import ScaledTrainer, attach_trainer, detach_trainer
 
 
 def make(path: Path, cls: type[Trainer] = Trainer, model: Any = None, **kwargs: Any) -> Any:
@@ -224,7 +224,7 @@ accelerator = attach(Accelerator(cpu=True, mixed_precision="fp16"))
 assert type(accelerator) is ScaledAccelerator
 assert type(detach(accelerator)) is Accelerator
 assert sys.modules["transformers"] is None
-assert "accel_scaler.trainer" not in sys.modules
+assert "accel_scaler.integrations.trainer" not in sys.modules
 """
 
 

@@ -22,16 +22,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from accel_scaler import AsyncOptimizer, GradScaler, UnsupportedError, devices
-from accel_scaler import engine as engine_module
-from accel_scaler import shadow as shadow_module
-from accel_scaler.boundary import Boundary
-from accel_scaler.config import StepError
-from accel_scaler.engine import Engine
-from accel_scaler.flight import Flight
-from accel_scaler.shadow import Shadow
-from accel_scaler.stepper import async_stepper_of
-from accel_scaler.transfer import Lane, Marks, packs
-from accel_scaler.worker import Task, Worker
+from accel_scaler.async_optimizer import async_stepper as async_stepper_module
+from accel_scaler.async_optimizer import replica as replica_module
+from accel_scaler.async_optimizer.async_stepper import Engine
+from accel_scaler.async_optimizer.inflight_step import Flight
+from accel_scaler.async_optimizer.replica import Shadow
+from accel_scaler.async_optimizer.streams import Lane, Marks, packs
+from accel_scaler.async_optimizer.worker import Task, Worker
+from accel_scaler.errors import StepError
+from accel_scaler.optimizer_step.boundary import Boundary
+from accel_scaler.optimizer_step.stepper import async_stepper_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -71,12 +71,12 @@ def paper(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], PaperDevice]:
                 return type(due)(**{name: copied})
             return due
 
-        monkeypatch.setattr(engine_module, "Lane", PaperLane)
-        monkeypatch.setattr(engine_module, "_on_host", on_host)
+        monkeypatch.setattr(async_stepper_module, "Lane", PaperLane)
+        monkeypatch.setattr(async_stepper_module, "_on_host", on_host)
         monkeypatch.setattr(torch, "empty", pinned)
         monkeypatch.setattr(Tensor, "record_stream", lambda t, s: device.record_stream(t, s))
         _order_threads(monkeypatch, device)
-        monkeypatch.setattr(shadow_module, "SMALLEST_PART", 1)  # a part for each parameter
+        monkeypatch.setattr(replica_module, "SMALLEST_PART", 1)  # a part for each parameter
         return device
 
     return put

@@ -48,7 +48,10 @@ def test_the_wheel_holds_the_package_and_its_files_alone(built: Path) -> None:
     assert tops == {"accel_scaler", "accel_scaler.dist-info"}
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "accel_scaler").rglob("*.py")}
     assert sources <= inside.keys()
-    assert {"accel_scaler/py.typed", "accel_scaler/startup/sitecustomize.py"} <= inside.keys()
+    assert {
+        "accel_scaler/py.typed",
+        "accel_scaler/launch/startup/sitecustomize.py",
+    } <= inside.keys()
     for config in (ROOT / "accelerate_configs").glob("*.yaml"):
         assert inside[f"accel_scaler/accelerate_configs/{config.name}"] == config.read_bytes()
     assert any(name.endswith("licenses/LICENSE") for name in inside)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from accel_scaler import AsyncOptimizer, GradScaler, OrderError, ScalerConfig, attach, detach
-from accel_scaler.config import UnsupportedError
-from accel_scaler.windows import Snapshot
+from accel_scaler.errors import UnsupportedError
+from accel_scaler.scaling.window import Snapshot
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

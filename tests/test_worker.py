@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from accel_scaler import OrderError, StepError
-from accel_scaler import worker as worker_module
-from accel_scaler.worker import Task, Worker, default_threads
+from accel_scaler.async_optimizer import worker as worker_module
+from accel_scaler.async_optimizer.worker import Task, Worker, default_threads
 
 LIMIT_S = 20.0
 

@@ -47,7 +47,7 @@ from two_ranks import (
 )
 
 from accel_scaler import AsyncOptimizer, GradScaler, ScalerConfig, attach, detach
-from accel_scaler.shadow import Shadow
+from accel_scaler.async_optimizer.replica import Shadow
 
 CASES = {
     "overlap": {"mode": "overlap"},

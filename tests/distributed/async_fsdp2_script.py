@@ -42,7 +42,7 @@ from two_ranks import (
 )
 
 from accel_scaler import AsyncOptimizer, GradScaler
-from accel_scaler.config import UnsupportedError
+from accel_scaler.errors import UnsupportedError
 
 CASES: dict[str, dict[str, Any]] = {
     "overlap": {"mode": "overlap"},

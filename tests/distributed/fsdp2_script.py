@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from accel_scaler import GradScaler
-from accel_scaler.agreement import agree_on_overflow
-from accel_scaler.boundary import Boundary
+from accel_scaler.optimizer_step.boundary import Boundary
+from accel_scaler.scaling.collectives import agree_on_overflow
 
 STEPS = 6
 OVERFLOW = 2

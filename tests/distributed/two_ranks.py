@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import accel_scaler.shadow as shadow_module
+import accel_scaler.async_optimizer.replica as replica_module
 from accel_scaler import AsyncOptimizer, GradScaler
-from accel_scaler.shadow import Shadow
-from accel_scaler.slots import Slot
+from accel_scaler.async_optimizer.master_params import Slot
+from accel_scaler.async_optimizer.replica import Shadow
 
 WINDOWS = 7
 ACCUMULATION = 2
@@ -111,7 +111,7 @@ def slow_worker(most_s: float = 0.004) -> Iterator[None]:
     A use of a parameter that does not wait for it then meets the old value.
     """
     step_part, publish = Shadow.step_part, Slot.publish
-    smallest = shadow_module.SMALLEST_PART
+    smallest = replica_module.SMALLEST_PART
     main = threading.get_ident()
     draw = torch.Generator().manual_seed(1 + dist.get_rank())
 
@@ -129,12 +129,12 @@ def slow_worker(most_s: float = 0.004) -> Iterator[None]:
 
     patched: Any = Shadow
     patched.step_part, Slot.publish = slow_step, slow_publish  # type: ignore[method-assign]
-    shadow_module.SMALLEST_PART = 1
+    replica_module.SMALLEST_PART = 1
     try:
         yield
     finally:
         patched.step_part, Slot.publish = step_part, publish  # type: ignore[method-assign]
-        shadow_module.SMALLEST_PART = smallest
+        replica_module.SMALLEST_PART = smallest
 
 
 class Watch:

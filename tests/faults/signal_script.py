@@ -21,7 +21,7 @@ import torch
 from children import many
 from fault_run import MODES, Run
 
-from accel_scaler.shadow import Shadow
+from accel_scaler.async_optimizer.replica import Shadow
 
 LIMIT_S = 60
 WINDOW = 4

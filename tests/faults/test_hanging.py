@@ -11,8 +11,8 @@ SCRIPT = """
 import sys, threading
 sys.path[:0] = [{faults!r}, {tests!r}]
 import torch
-from accel_scaler import worker
-from accel_scaler.shadow import Shadow
+from accel_scaler.async_optimizer import worker as worker
+from accel_scaler.async_optimizer.replica import Shadow
 from fault_run import Run
 
 worker.EXIT_LIMIT_S = 0.5

@@ -20,9 +20,9 @@ from children import in_child, many, seeded
 from fault_run import MODES, Run, same
 
 import accel_scaler
-from accel_scaler.shadow import Shadow
-from accel_scaler.stepper import async_stepper_of
-from accel_scaler.worker import Task
+from accel_scaler.async_optimizer.replica import Shadow
+from accel_scaler.async_optimizer.worker import Task
+from accel_scaler.optimizer_step.stepper import async_stepper_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

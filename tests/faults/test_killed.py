@@ -21,7 +21,7 @@ from fault_run import MODES, SAVED, Run, reset, resume, same, saver
 from support import stock
 
 from accel_scaler import ConfigError
-from accel_scaler.checkpoints import MARK
+from accel_scaler.integrations.checkpoints import MARK
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

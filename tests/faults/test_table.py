@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from ranks_script import TIMEOUT_S
 
-from accel_scaler.checkpoints import MARK
-from accel_scaler.culprits import MOST_WARNINGS, TOLD_AT
-from accel_scaler.journal import LONGEST_WAIT_S, MOST_WAITING
-from accel_scaler.windows import WAIT_LIMIT_S
-from accel_scaler.worker import EXIT_LIMIT_S
+from accel_scaler.async_optimizer.worker import EXIT_LIMIT_S
+from accel_scaler.integrations.checkpoints import MARK
+from accel_scaler.scaling.parameter_names import MOST_WARNINGS, TOLD_AT
+from accel_scaler.scaling.window import WAIT_LIMIT_S
+from accel_scaler.telemetry.writer import LONGEST_WAIT_S, MOST_WAITING
 
 ROOT = Path(__file__).parents[2]
 COLUMNS = 5

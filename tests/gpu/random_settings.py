@@ -35,7 +35,8 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerators import DEVICE, MISSING, is_simulated, module, on
 from torch import Tensor, nn
 
-from accel_scaler import AsyncOptimizer, GradScaler, ScalerConfig, attach, detach, products
+from accel_scaler import AsyncOptimizer, GradScaler, ScalerConfig, attach, detach
+from accel_scaler.integrations import cpu_float16
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -524,7 +525,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     logging.getLogger("accel_scaler").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    products.has_float16_kernels = lambda: True  # on both devices torch's own
+    cpu_float16.has_float16_kernels = lambda: True  # on both devices torch's own
     end, number, failed = time.monotonic() + 60 * arguments.minutes, 0, 0
     seen: Counter[str] = Counter()
     numbers = iter([arguments.only]) if arguments.only is not None else iter(range(1 << 30))

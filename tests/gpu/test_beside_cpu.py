@@ -17,8 +17,8 @@ from support import mlp
 from torch import Tensor, nn
 
 from accel_scaler import AsyncOptimizer, GradScaler, StepError, UnsupportedError, devices
-from accel_scaler import shadow as shadow_module
-from accel_scaler.shadow import Shadow
+from accel_scaler.async_optimizer import replica as replica_module
+from accel_scaler.async_optimizer.replica import Shadow
 
 MODES = ["sync", "overlap", "delayed"]
 STEPS, OVERFLOW = 8, 4
@@ -39,7 +39,7 @@ def fused_adamw(params: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def one_part_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shadow_module, "SMALLEST_PART", 1)
+    monkeypatch.setattr(replica_module, "SMALLEST_PART", 1)
 
 
 def batch(step: int, where: str, half: bool = False) -> Tensor:

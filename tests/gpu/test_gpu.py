@@ -16,8 +16,8 @@ from support import mlp, weights
 from torch import Tensor, nn
 
 from accel_scaler import GradScaler, ScaledAccelerator, ScalerConfig, attach
-from accel_scaler.boundary import Boundary
-from accel_scaler.recording import make_recorder
+from accel_scaler.optimizer_step.boundary import Boundary
+from accel_scaler.telemetry.recorder import make_recorder
 
 STEPS = 8
 OVERFLOW = 3

@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from accel_scaler import AsyncOptimizer, GradScaler
-from accel_scaler import shadow as shadow_module
+from accel_scaler.async_optimizer import replica as replica_module
+from accel_scaler.async_optimizer.replica import Shadow
+from accel_scaler.async_optimizer.streams import Lane
 from accel_scaler.devices import Streams
-from accel_scaler.shadow import Shadow
-from accel_scaler.transfer import Lane
 
 STEPS, ACCUMULATION, OVERFLOW = 24, 2, 7
 SCALE = 1024.0
@@ -335,7 +335,7 @@ def test_checkpointed_layers_wait_as_others_do(offload: str) -> None:
 
 @pytest.fixture
 def one_part_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shadow_module, "SMALLEST_PART", 1)
+    monkeypatch.setattr(replica_module, "SMALLEST_PART", 1)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from support import weights
 from torch import Tensor, nn
 
 from accel_scaler import AsyncOptimizer, GradScaler, ScalerConfig, attach, detach
-from accel_scaler import shadow as shadow_module
+from accel_scaler.async_optimizer import replica as replica_module
 
 pytestmark = pytest.mark.usefixtures("side_streams")
 
@@ -63,7 +63,7 @@ def deep(where: str) -> Any:
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A part for each parameter, so that some are due while others are not."""
-    monkeypatch.setattr(shadow_module, "SMALLEST_PART", 1)
+    monkeypatch.setattr(replica_module, "SMALLEST_PART", 1)
 
 
 def batch_of(step: int, where: str) -> tuple[Tensor, Tensor]:

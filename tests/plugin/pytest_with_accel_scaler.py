@@ -136,7 +136,7 @@ def _startup_of_accel_scaler() -> str:
             f"--with-accel-scaler: the plugin lies in {str(STARTUP)!r}; a path with "
             f"{os.pathsep!r} cannot stand in PYTHONPATH. Install it elsewhere."
         )
-    return str(Path(spec.origin).parent / "startup")
+    return str(Path(spec.origin).parent / "launch" / "startup")
 
 
 @contextlib.contextmanager
@@ -159,7 +159,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
         return None
     what = ", ".join(REPLACED[part] for part in replacement.parts)
     mode = os.environ.get("ACCEL_SCALER_STEP_MODE", "sync")
-    return f"accel_scaler: {what}; step_mode={mode}; from {Path(replacement.startup).parent}"
+    return f"accel_scaler: {what}; step_mode={mode}; from {Path(replacement.startup).parents[1]}"
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

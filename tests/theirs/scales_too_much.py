@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import accel_scaler
-from accel_scaler import takeover
+from accel_scaler.integrations import stock_scaler
 
 
 class ScalesTooMuch(accel_scaler.GradScaler):
@@ -23,7 +23,7 @@ class ScalesTooMuch(accel_scaler.GradScaler):
 def wrong() -> Iterator[None]:
     """In the place of ours, for torch's names and for Accelerators."""
     right = accel_scaler.GradScaler
-    places: list[Any] = [accel_scaler, takeover]
+    places: list[Any] = [accel_scaler, stock_scaler]
     for place in places:
         assert place.GradScaler is right
         place.GradScaler = ScalesTooMuch

@@ -1,0 +1,25 @@
+"""An optimizer step beside the next forward and backward, on a thread of its own.
+
+:class:`AsyncOptimizer` wraps one torch optimizer. Gradients are handed over at ``step()``, a
+replica of the optimizer steps them on the worker, and each parameter is awaited where it is next
+used. Whoever looks from outside meets a hook that waits. The worker reads nothing live and never
+communicates; the folder knows no Accelerate and no Trainer.
+"""
+
+from .async_stepper import refuse_sharing
+from .hooks import Fences
+from .optimizer import AsyncOptimizer, make_engine, threads_of
+from .replica import refuse_spread, refuse_unsteppable
+from .worker import Worker, default_threads
+
+__all__ = [
+    "AsyncOptimizer",
+    "Fences",
+    "Worker",
+    "default_threads",
+    "make_engine",
+    "refuse_sharing",
+    "refuse_spread",
+    "refuse_unsteppable",
+    "threads_of",
+]

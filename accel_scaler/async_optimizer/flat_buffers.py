@@ -1,0 +1,80 @@
+"""An optimizer whose parameters are all small: few calls for thousands of tensors.
+
+Each call into torch gives the interpreter's lock away and has to get it back; while the training
+thread runs Python that takes longer than a small tensor's update. Gradients are gathered in one
+buffer, one call unscales all of them, one addition counts the steps, and each part is one
+call of the kernel. The numbers are those of the other way, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..optimizer_step import AdamGroup
+from ..scaling import SMALL, Due
+from .master_params import Slot
+from .streams import Lane
+
+__all__ = ["SmallSteps"]
+
+
+class SmallSteps:
+    """For the twin of a fused ``Adam`` or ``AdamW``. The optimizer thread's.
+
+    Args:
+        slots: in the order of the parts; all have state.
+        ends: for each part, how many of ``slots`` are stepped once it is done.
+    """
+
+    def __init__(self, twin: Any, slots: Sequence[Slot], ends: Sequence[int], lane: Lane) -> None:
+        self._twin = twin
+        self._views = lane.host_like([slot.twin.detach() for slot in slots])
+        self._sizes = list(map(Tensor.numel, self._views))
+        self._starts = [0, *ends]
+        self.groups: dict[int, AdamGroup] = {}
+        self._parts: list[list[tuple[int, AdamGroup, list[Tensor]]]] = [[] for _ in ends]
+        for number in sorted({slot.group for slot in slots}):
+            mine = [i for i, slot in enumerate(slots) if slot.group == number]
+            params = [slots[i].twin for i in mine]
+            group = AdamGroup(twin, {**twin.param_groups[number], "params": params})
+            self.groups[number] = group
+            for part, (a, b) in zip(self._parts, pairwise(self._starts), strict=True):
+                places = [place for place, i in enumerate(mine) if a <= i < b]
+                if places:
+                    views = [self._views[mine[place]] for place in places]
+                    part.append((number, group.subset(places), views))
+
+    @staticmethod
+    def suits(slots: Sequence[Slot], lane: Lane) -> bool:
+        """Small, dense parameters in host memory that are stepped in place."""
+        return lane.is_host and all(
+            slot.twin.device.type == "cpu"  # not so where a device shares the host's memory
+            and not slot.is_master
+            and 0 < slot.twin.numel() <= SMALL
+            and slot.twin.layout is torch.strided
+            and torch._debug_has_internal_overlap(slot.twin) == 0
+            for slot in slots
+        )
+
+    def begin(self, grads: list[Tensor], due: Due) -> bool:
+        """Take all gradients, unscale them, count the step; False: a size is not right."""
+        if list(map(Tensor.numel, grads)) != self._sizes:
+            return False
+        if due.multiply is not None:
+            torch._foreach_mul_(grads, due.multiply)  # where ``.grad`` is
+        torch._foreach_copy_(self._views, grads)
+        for group in self.groups.values():
+            group.counts.add_(1)
+        return True
+
+    def step(self, part: int, grads: list[Tensor], due: Due) -> None:
+        """Update one part; ``grads`` are its gradients."""
+        for number, group, views in self._parts[part]:
+            group.update(self._twin.param_groups[number], views, due.divide)
+        if due.divide is not None:  # as the kernel leaves them where it is given them
+            torch._foreach_copy_(grads, self._views[self._starts[part] : self._starts[part + 1]])

@@ -1,0 +1,431 @@
+"""Where somebody outside the training step looks: the newest parameters and state first.
+
+Hooks of torch's own on one optimizer and on models; removed by ``close``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from ..errors import UnsupportedError
+from ..overflow_finder import inert
+from ..scaling import parameters_of
+from .async_stepper import Engine
+from .master_params import Slot
+from .streams import Lane
+
+__all__ = ["Fences"]
+
+MASTER = "master"
+"""Key of a float32 master in a parameter's state entry, where the parameter itself is rounded."""
+
+
+class Fences:
+    """The hooks of one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.ref(engine)
+        self._handles: list[Any] = []
+        self._models: weakref.WeakSet[Module] = weakref.WeakSet()
+        """Those that hold some of the optimizer's parameters, as of ``_ids``."""
+        self._others: weakref.WeakSet[Module] = weakref.WeakSet()
+        """Those that hold none."""
+        self._ids: list[int] = []
+        """``id`` of each of the optimizer's parameters."""
+        self._modules: weakref.WeakSet[Module] = weakref.WeakSet()
+        """All that have hooks."""
+        self._roots: weakref.WeakSet[Module] = weakref.WeakSet()
+        """Those of them that wait for the whole model, if it cannot be waited for in pieces."""
+        self._compiled: list[tuple[weakref.ref[Module], Any, Any]] = []
+        self._loading: Any = None
+        optimizer = engine.optimizer
+        self._handles += [
+            optimizer.register_state_dict_pre_hook(self._before_saving),
+            optimizer.register_state_dict_post_hook(self._after_saving),
+            optimizer.register_load_state_dict_pre_hook(self._before_loading),
+            optimizer.register_load_state_dict_post_hook(self._after_loading),
+        ]
+
+    def close(self) -> None:
+        """Finish the engine's step, remove every hook, leave the optimizer as torch has it.
+
+        Raises:
+            StepError: the step in hand failed; everything is removed all the same.
+        """
+        engine = self._engine()
+        try:
+            if engine is not None:
+                engine.close()
+                self._give_state_back(engine)
+        finally:
+            self._remove()
+
+    def _give_state_back(self, engine: Engine) -> None:
+        """State that lives with masters goes to the parameters' device and dtype."""
+        optimizer = engine.optimizer
+        if not engine.shadow.slots:
+            return  # nothing was ever stepped or loaded; asked for state it would begin now
+        if not (engine.shadow.masters or engine.keeps_scaled):
+            return
+        saved = optimizer.state_dict()
+        state: dict[Any, Any] = {}
+        for index, entry in saved["state"].items():
+            if isinstance(entry, dict):
+                entry = {key: value for key, value in entry.items() if key != MASTER}
+            if entry or not isinstance(index, int):
+                state[index] = entry
+        self._remove()
+        optimizer.load_state_dict({**saved, "state": state})
+
+    def _remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for ref, own, wrapper in self._compiled:
+            module = ref()
+            if module is not None and module._compiled_call_impl is wrapper:
+                module._compiled_call_impl = own
+        self._compiled.clear()
+
+    # On the optimizer.
+
+    def _before_saving(self, optimizer: Optimizer) -> None:
+        engine = self._engine()
+        if engine is not None:
+            engine.synchronize()
+            engine.refresh()  # a model that was loaded after its masters
+
+    def _after_saving(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        engine = self._engine()
+        if engine is None:
+            return state_dict
+        slots = {id(slot.param): slot for slot in engine.shadow.slots}
+        packed = zip(state_dict["param_groups"], optimizer.param_groups, strict=True)
+        state: dict[Any, Any] = dict(state_dict["state"])
+        for saved, group in packed:
+            for index, p in zip(saved["params"], group["params"], strict=True):
+                slot, entry = slots.get(id(p)), state.get(index)
+                if slot is None:
+                    continue
+                if entry:
+                    entry = {key: _export(slot, value) for key, value in list(entry.items())}
+                if slot.is_rounded and (engine.steps or slot.loaded is not None):
+                    entry = {**(entry or {}), MASTER: _export(slot, slot.twin.data)}
+                if entry:
+                    state[index] = entry
+                else:
+                    state.pop(index, None)  # made for sharing, never filled
+        return {**state_dict, "state": state}
+
+    def _before_loading(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        engine = self._engine()
+        if engine is None:
+            return state_dict
+        engine.forgive()
+        engine.synchronize()
+        engine.refresh()
+        self._loading = state_dict
+        # torch casts to the parameter's dtype and device, which is not where state lives here.
+        return (
+            {**state_dict, "state": {}}
+            if engine.shadow.masters or engine.keeps_scaled
+            else state_dict
+        )
+
+    def _after_loading(self, optimizer: Optimizer) -> None:
+        engine, loaded, self._loading = self._engine(), self._loading, None
+        if engine is not None and loaded is not None:
+            engine.load(loaded, MASTER)
+
+    # On models.
+
+    def watch(self, models: Iterable[Module]) -> None:
+        """Put hooks on models that hold some of the optimizer's parameters; once each.
+
+        Raises:
+            UnsupportedError: a model whose reads cannot be seen where they would have to be.
+        """
+        engine = self._engine()
+        if engine is None:
+            return
+        if not engine.shadow.slots:
+            engine.refresh()  # an accelerator's, before its first step
+        ids = list(map(id, parameters_of(engine.optimizer)))
+        if ids != self._ids:
+            self._ids = ids
+            self._models, self._others = weakref.WeakSet(), weakref.WeakSet()
+        for model in models:
+            if model in self._models or model in self._others:
+                continue
+            mine = set(ids)
+            if mine.isdisjoint(map(id, Module.parameters(model))):
+                self._others.add(model)
+                continue
+            self._watch(model, engine, mine)
+            engine.know(model)
+            self._models.add(model)
+        self._watch_compiled(engine)
+
+    def _watch(self, model: Module, engine: Engine, mine: set[int]) -> None:
+        """All of its hooks, or none."""
+        scripted = [
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, torch.jit.ScriptModule)
+            and not mine.isdisjoint(map(id, module.parameters()))
+        ]
+        if scripted and engine.mode == "delayed":
+            raise UnsupportedError(
+                f"step_mode='delayed': {scripted[0] or type(model).__name__!r} is a ScriptModule; "
+                "it takes no hooks, so what reads it alone would get parameters that are one step "
+                "old. Use step_mode 'overlap' or 'sync', or leave it unscripted while it trains."
+            )
+        handles: list[Any] = []
+        seen: list[Module] = []
+        try:
+            for module in model.modules():
+                if module not in self._modules and not isinstance(module, torch.jit.ScriptModule):
+                    seen.append(module)
+                    self._hook(module, engine, handles)
+            for root in _roots(model):
+                if root not in self._roots and not isinstance(root, torch.jit.ScriptModule):
+                    self._hook_root(root, handles)
+        except BaseException:
+            for handle in handles:
+                handle.remove()
+            raise
+        self._handles += handles
+        self._modules.update(seen)
+        self._roots.update(_roots(model))
+        if scripted:
+            engine.waits_at_step = True
+        if isinstance(model, torch.nn.DataParallel) or any(map(_is_fsdp2, model.modules())):
+            engine.waits_at_root = True  # their reads of parameters cannot be seen
+
+    def _hook(self, module: Any, engine: Engine, handles: list[Any]) -> None:
+        ref = self._engine
+        if next(Module.parameters(module, recurse=False), None) is not None:
+            handles.append(module.register_state_dict_pre_hook(_Synchronize(ref)))
+            handles.append(module.register_load_state_dict_pre_hook(_Synchronize(ref)))
+        if _is_fsdp2(module):
+            handles.append(module.register_forward_pre_hook(_BeforeGather(ref), prepend=True))
+        elif engine.mode == "delayed":
+            hook = _BeforeInnerForward(ref, weakref.ref(self))
+            handles.append(module.register_forward_pre_hook(hook, prepend=True))
+
+    def _hook_root(self, root: Module, handles: list[Any]) -> None:
+        # A sharded one waits before each gather; asked for here, since the hook may be traced.
+        hook = _BeforeEvaluation if _is_fsdp2(root) else _BeforeForward
+        handles.append(root.register_forward_pre_hook(hook(self._engine), prepend=True))
+
+    def is_called_by_watched(self) -> bool:
+        """Whether the caller, a hook, runs inside the forward of a module that has hooks too."""
+        frame = inspect.currentframe()
+        calls = 0
+        while frame is not None:
+            if frame.f_code is _CALL or frame.f_code.co_name == "forward":
+                module = frame.f_locals.get("self")
+                if isinstance(module, Module) and module in self._modules:
+                    calls += 1
+                    if calls > 1:
+                        return True
+            frame = frame.f_back
+        return False
+
+    def _watch_compiled(self, engine: Engine) -> None:
+        """Compiled code checks the class of its parameters: its forward waits for all first."""
+        for model in list(self._models):
+            for module in model.modules():
+                if _is_compiled(module):
+                    engine.waits_at_root = True
+                    if module not in self._roots:
+                        self._roots.add(module)
+                        self._hook_root(module, self._handles)
+                own = module._compiled_call_impl
+                if own is None or any(own is wrapper for _, _, wrapper in self._compiled):
+                    continue
+                engine.waits_at_root = True
+                wrapper = _WaitFirst(self._engine, own)
+                module._compiled_call_impl = wrapper
+                self._compiled.append((weakref.ref(module), own, wrapper))
+
+
+class _Hook:
+    """On a module. Knows the engine weakly, and compiled code does not know it."""
+
+    def __init__(self, engine: weakref.ref[Engine]) -> None:
+        self._engine, self._lane = engine, _lane_of(engine)
+
+    def __reduce__(self) -> Any:
+        # The module is copied or pickled, its layers after its hooks.
+        engine = self._engine()
+        if engine is not None:
+            engine.synchronize()
+        return inert()
+
+    def find(self) -> Engine | None:
+        """The engine; None when it is gone, or while a compiler traces.
+
+        Traced to nothing, a hook does not break the graph of a compiled model.
+        """
+        if torch.compiler.is_compiling():
+            return None
+        engine = self._engine()
+        if engine is None:
+            self._lane.follow_last()  # its optimizer was dropped with an update on its way
+        return engine
+
+
+def _lane_of(ref: weakref.ref[Engine]) -> Lane:
+    engine = ref()
+    assert engine is not None
+    return engine.lane
+
+
+class _Synchronize(_Hook):
+    """Before a state dict is made or loaded."""
+
+    def __call__(self, *_: Any) -> None:
+        engine = self.find()
+        if engine is not None:
+            engine.synchronize()
+
+
+class _BeforeForward(_Hook):
+    """Of a whole model, or of something compiled in it."""
+
+    def __call__(self, module: Module, _: Any) -> None:
+        engine = self.find()
+        if engine is None:
+            return
+        if _is_evaluated(module):
+            engine.synchronize()  # an evaluation sees the newest parameters
+            return
+        engine.claim_if_gone()
+        if engine.waits_at_root:
+            engine.finish_model()
+
+
+class _BeforeEvaluation(_Hook):
+    """Of a whole model that waits elsewhere."""
+
+    def __call__(self, module: Module, _: Any) -> None:
+        engine = self.find()
+        if engine is not None and _is_evaluated(module):
+            engine.synchronize()
+
+
+class _BeforeInnerForward(_Hook):
+    """Of any module, in ``delayed``: it may be evaluated alone."""
+
+    def __init__(self, engine: weakref.ref[Engine], fences: weakref.ref[Fences]) -> None:
+        super().__init__(engine)
+        self._fences = fences
+
+    def __call__(self, module: Module, _: Any) -> None:
+        engine = self.find()
+        if engine is None or not engine.unpublished or not _is_evaluated(module):
+            return
+        if getattr(module, "_is_replica", False):
+            return  # DataParallel's, on a thread of its own: what it replicates was asked for
+        fences = self._fences()
+        # A frozen layer in the midst of a training forward is no evaluation.
+        if fences is not None and not fences.is_called_by_watched():
+            engine.synchronize()
+
+
+def _is_evaluated(module: Module) -> bool:
+    """Whether this forward is one of an evaluation, and not a backward's that computes it anew."""
+    evaluated = not (torch.is_grad_enabled() and module.training)
+    return evaluated and torch._C._current_graph_task_id() == -1
+
+
+def _is_compiled(module: Module) -> bool:
+    """Whether the call of this module runs hooks, and then compiled code."""
+    if isinstance(module, torch._dynamo.OptimizedModule):
+        return True
+    own = module.__dict__.get("forward")
+    return own is not None and hasattr(own, "_torchdynamo_orig_callable")
+
+
+_CALL = Module._call_impl.__code__
+
+
+class _WaitFirst:
+    """A compiled call that waits for the optimizer thread before it starts."""
+
+    def __init__(self, engine: weakref.ref[Engine], call: Any) -> None:
+        self._engine, self._lane, self._call = engine, _lane_of(engine), call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        engine = self._engine()
+        if engine is None:
+            self._lane.follow_last()
+        else:
+            if not torch.is_grad_enabled():
+                engine.synchronize()
+            engine.finish_model()
+        return self._call(*args, **kwargs)
+
+
+class _BeforeGather(_Hook):
+    """Before FSDP2 gathers a group's parameters: wait for their updates."""
+
+    def __call__(self, module: Module, _: Any) -> None:
+        engine = self._engine()
+        if engine is None:
+            self._lane.follow_last(on_host=True)
+            return
+        group: Any = module  # FSDP2 does not say in public what it gathers, and what ahead of time
+        state = group._get_fsdp_state()
+        together = getattr(state, "_modules", None)  # fully_shard([a, b]) gathers both at a
+        if together is None or getattr(state, "_states_to_forward_prefetch", True):
+            engine.finish_model()
+        else:
+            engine.settle_parts(p for each in together for p in _own_parameters(each))
+        engine.wait_for_device()  # it gathers on streams that wait for ours at the root only
+
+
+def _is_fsdp2(module: Module) -> bool:
+    # To import it takes a second; who has such a module has imported it.
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def _own_parameters(module: Module) -> Iterator[Tensor]:
+    """The parameters that FSDP2 gathers together with this module."""
+    yield from Module.parameters(module, recurse=False)
+    for child in module.children():
+        if not _is_fsdp2(child):
+            yield from _own_parameters(child)
+
+
+def _roots(model: Module) -> list[Module]:
+    """The model and what DDP and the like wrap; not what is compiled, whose hooks are traced."""
+    found = [model]
+    while isinstance(inner := getattr(found[-1], "module", None), Module) and inner not in found:
+        found.append(inner)
+    return found
+
+
+def _export(slot: Slot, value: Any) -> Any:
+    """As torch writes it: a shard of a sharded parameter is a DTensor."""
+    p: Any = slot.param
+    if not (
+        hasattr(p, "to_local") and isinstance(value, Tensor) and value.shape == slot.target.shape
+    ):
+        return value
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+    )

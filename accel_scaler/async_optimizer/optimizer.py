@@ -1,0 +1,440 @@
+"""AsyncOptimizer: a torch optimizer whose update runs beside the next forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from ..config import ScalerConfig
+from ..errors import ConfigError, OrderError
+from ..optimizer_step import Boundary, boundary_of
+from ..scaling import Culprits, GradScaler, Timing, parameters_of, whole
+from ..telemetry import History
+from .async_stepper import Engine
+from .hooks import Fences
+from .worker import Worker
+
+__all__ = ["AsyncOptimizer", "make_engine", "threads_of"]
+
+
+class AsyncOptimizer(Optimizer):
+    """Steps a torch optimizer on a thread of its own.
+
+    >>> optimizer = AsyncOptimizer(torch.optim.AdamW(model.parameters()), model, scaler=scaler)
+    >>> scaler.scale(loss).backward()
+    >>> optimizer.clip_grad_norm_(1.0)
+    >>> optimizer.step()          # checks, updates the scale, hands the update over
+    >>> optimizer.zero_grad()
+
+    ``mode="overlap"`` computes what the plain optimizer computes, bit for bit: a parameter is
+    awaited where it is next used, in a forward or anywhere else. ``mode="delayed"`` updates
+    float32 masters while the model keeps the parameters of the step before; they are published
+    at the next boundary. ``mode="sync"`` steps at once (float16 parameters then train through
+    masters too). ``offload="cpu"`` keeps state and masters in host memory.
+
+    With ``scaler``, :meth:`step` is the whole boundary. Without, it only updates, so
+    ``scaler.step(optimizer); scaler.update()`` work as with any optimizer, and so does training
+    without scaling. After ``step`` ``.grad`` is what the plain optimizer leaves there: dropped
+    (``zero_grad``), it costs nothing; looked at, zeroed in place or added to, it waits until the
+    step has read it.
+
+    ``param_groups`` and ``state`` are the wrapped optimizer's: an LR scheduler may be given
+    either. A step works with the values of its moment. Saving, loading and evaluating (a forward
+    without gradients) see the newest values; before reading them in another way call
+    :meth:`synchronize`. Close it, or use it as a context manager.
+
+    Args:
+        optimizer: any torch optimizer whose ``step`` needs no closure. One that torch does not
+            ship takes its first step on the training thread, and all of them where that step draws
+            random numbers, communicates, or goes by what cannot be copied; a warning says so.
+        model: the module that holds its parameters. Needed where a forward cannot be watched
+            parameter by parameter (compiled, FSDP2), and for evaluation in ``delayed``.
+        scaler: scales the loss; its windows end with :meth:`step`.
+        mode, offload, delay_warmup_steps, optimizer_threads, fold_unscale, sharded: see
+            ``ScalerConfig``.
+
+    Raises:
+        ConfigError: a wrong argument, or a model without any of the optimizer's parameters.
+        OrderError: the optimizer is stepped by another one already.
+        UnsupportedError: an optimizer that another thread cannot step, with the reason.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: Module | None = None,
+        *,
+        scaler: GradScaler | None = None,
+        mode: str = "overlap",
+        offload: str = "none",
+        delay_warmup_steps: int = 0,
+        optimizer_threads: int | str = "auto",
+        fold_unscale: bool = False,
+        sharded: bool = False,
+    ) -> None:
+        config = ScalerConfig.from_mapping(
+            {
+                "step_mode": mode,
+                "offload": offload,
+                "delay_warmup_steps": delay_warmup_steps,
+                "optimizer_threads": optimizer_threads,
+                "fold_unscale": fold_unscale,
+                "sharded": sharded,
+            },
+            "AsyncOptimizer",
+        )
+        _check_arguments(optimizer, model, scaler)
+        # Optimizer.__init__ would make groups of its own; these are the wrapped one's.
+        self.optimizer, self.model, self.scaler = optimizer, model, scaler
+        self._config = config
+        self._closed = False
+        if scaler is not None and sharded:
+            scaler.sharded = True
+        self._open()
+
+    def _open(self) -> None:
+        config = self._config
+        self._worker = Worker(threads_of(config))
+        device = parameters_of(self.optimizer)[0].device
+        culprits = self.scaler.culprits if self.scaler else None
+        scaled = self.scaler is not None and self.scaler.is_enabled()
+        self._engine = make_engine(
+            self.optimizer, config, self._worker, device, culprits, guards_backward=not scaled
+        )
+        self._fences = Fences(self._engine)
+        try:
+            self._engine.refresh()
+            self._fences.watch(self._models())
+        except BaseException:
+            self._fences.close()
+            raise
+        self._boundary: Boundary | None = None
+        if self.scaler is not None:
+            # One for all optimizers of a scaler, an attached accelerator's too.
+            self._boundary = boundary_of(self.scaler) or Boundary(self.scaler, device)
+            self._boundary.add(self, config.fold_unscale)
+
+    def _models(self) -> list[Module]:
+        return [] if self.model is None else [self.model]
+
+    @property
+    def stepped_optimizer(self) -> Optimizer:
+        """The wrapped optimizer, under whose name a window knows it."""
+        return self.optimizer
+
+    @property
+    def _inside(self) -> bool:
+        """On the optimizer thread: calls mean the parameters that are stepped there."""
+        return self._worker.is_current()
+
+    @property
+    def param_groups(self) -> Any:
+        """The wrapped optimizer's groups; inside :meth:`submit`, those that are stepped."""
+        return (self._engine.shadow.twin if self._inside else self.optimizer).param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: Any) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The wrapped optimizer's state; call :meth:`synchronize` before reading it."""
+        return (self._engine.shadow.twin if self._inside else self.optimizer).state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The wrapped optimizer's defaults."""
+        return self.optimizer.defaults
+
+    @property
+    def history(self) -> History:
+        """What the scaler did, one record a window; empty without ``scaler``."""
+        return History() if self._boundary is None else self._boundary.history
+
+    @property
+    def timing(self) -> Timing | None:
+        """When the last update handed over ran, and who waited for it; None: none yet."""
+        return self._engine.timing
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last :meth:`step` left the parameters alone because of an overflow."""
+        return self._engine.was_skipped
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Check the gradients, update the scale, and hand the update to the optimizer thread.
+
+        Without ``scaler`` it only hands over. Waits for the step before; with ``scaler``
+        synchronises with the device once, to know whether the step is skipped.
+
+        Raises:
+            StepError: the step before failed; says which parameters it had updated.
+            OrderError: closed, or (with ``scaler``) no loss was scaled.
+            UnsupportedError: a closure.
+        """
+        self._check_open("step")
+        if closure is not None:
+            raise ConfigError(
+                "AsyncOptimizer.step: got a closure, expected none: it would run forward and "
+                "backward inside the step. Run them before."
+            )
+        if self._inside:
+            shadow = self._engine.shadow
+            shadow.call_step([slot.twin for slot in shadow.slots], None)
+            return
+        self._fences.watch(self._models())
+        scaler = self.scaler
+        if self._boundary is None or scaler is None:
+            self._engine.step()
+        elif scaler.is_stepping(self):
+            with self._boundary.due_of(self) as due:
+                self._engine.step(due)
+        else:
+            self._boundary.step(self)
+
+    def skip_step(self) -> None:
+        """``scaler.step(self)`` has found an overflow: a boundary without an update."""
+        if not self._inside:
+            self._check_open("step")
+            self._engine.skip()
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        parameters: Iterable[Tensor] | None = None,
+    ) -> Tensor:
+        """Unscale, check and clip the total norm of the gradients, before :meth:`step`.
+
+        Args:
+            parameters: default: all of this optimizer's.
+
+        Returns the norm before clipping, unscaled, float32, shape (); inf after an overflow.
+        ``.grad`` is then what torch leaves there; float16 gradients, and with ``fold_unscale``
+        those of a fused optimizer, stay scaled until the step. Synchronises.
+        """
+        self._check_open("clip_grad_norm_")
+        chosen = parameters_of(self.optimizer) if parameters is None else list(parameters)
+        if self._boundary is None:
+            return whole(torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type))
+        return self._boundary.clip_norm(chosen, max_norm, norm_type)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's. ``set_to_none=False`` waits for the step that reads the gradients."""
+        if self._inside:
+            for slot in self._engine.shadow.slots:
+                slot.twin.grad = None
+            return
+        self.optimizer.zero_grad(set_to_none)
+
+    def submit(self, fn: Callable[[], object]) -> None:
+        """Run ``fn``, a step function, on the optimizer thread, after the steps before it.
+
+        Inside ``fn`` this optimizer's ``param_groups``, ``step`` and ``zero_grad`` mean the
+        stepped parameters and the gradients as they are now; ``scaler.unscale_(optimizer)`` and
+        ``scaler.step(optimizer)`` (with *this* optimizer) use the window that is open now. With
+        ``scaler`` the gradients are checked here, so call ``scaler.update()`` straight after.
+
+        Raises:
+            StepError: the step before failed. An error in ``fn`` is raised by the next call.
+            OrderError: closed, called from inside ``fn``, or no window is open.
+        """
+        self._check_open("submit")
+        if not callable(fn):
+            raise ConfigError(f"submit: got {fn!r}, expected a function without arguments.")
+        self._forbid_inside("submit")
+        self._fences.watch(self._models())
+        scaler = self.scaler
+        if self._boundary is None or scaler is None or not scaler.is_enabled():
+            self._engine.submit(lambda: fn)
+        else:
+            # What a clip has left to be done is done where the job finds its gradients.
+            with self._boundary.due_of(self) as due:
+                self._engine.submit(lambda: scaler.bind(fn, self), due)
+
+    def synchronize(self) -> None:
+        """Wait for the step in hand and publish it: parameters and state are the newest then.
+
+        Waits for the device as well, so that they are on every stream; in ``delayed`` for all that
+        it has to do, where something is to be published.
+
+        Raises:
+            StepError: it failed.
+        """
+        self._forbid_inside("synchronize")
+        self._engine.synchronize()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch writes it for the wrapped optimizer, after :meth:`synchronize`.
+
+        float16 parameters (bfloat16 with offload) add their float32 ``master`` to their entries.
+        """
+        with self._engine.still():
+            return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what this class or the wrapped one's ``state_dict`` gave."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; the parameters take part from the next step on."""
+        self.optimizer.add_param_group(param_group)
+
+    # torch keeps hooks on the instance, in what Optimizer.__init__ makes; here the wrapped one's.
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        """On the wrapped optimizer, which the hook is given; runs on the training thread."""
+        return self.optimizer.register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        """On the wrapped optimizer; runs when the step is handed over, on the training thread."""
+        return self.optimizer.register_step_post_hook(hook)
+
+    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """On the wrapped optimizer."""
+        return self.optimizer.register_state_dict_pre_hook(hook, prepend)
+
+    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """On the wrapped optimizer."""
+        return self.optimizer.register_state_dict_post_hook(hook, prepend)
+
+    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """On the wrapped optimizer."""
+        return self.optimizer.register_load_state_dict_pre_hook(hook, prepend)
+
+    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """On the wrapped optimizer."""
+        return self.optimizer.register_load_state_dict_post_hook(hook, prepend)
+
+    def train(self) -> None:
+        """For optimizers that have two sets of weights (schedule-free); after a fence."""
+        self._switch("train")
+
+    def eval(self) -> None:
+        """See :meth:`train`."""
+        self._switch("eval")
+
+    def _switch(self, name: str) -> None:
+        method = getattr(self.optimizer, name, None)
+        if callable(method):
+            self.synchronize()
+            method()
+
+    def close(self) -> None:
+        """Finish, publish, stop the thread, remove every hook. The optimizer is as before.
+
+        Raises:
+            StepError: the step in hand failed; closed all the same.
+        """
+        if self._closed:
+            return
+        self._forbid_inside("close")
+        self._closed = True
+        if self.scaler is not None:
+            self.scaler.release(self.optimizer)
+        try:
+            self._fences.close()
+        finally:
+            self._worker.stop()
+
+    def __enter__(self) -> AsyncOptimizer:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        self.close()
+
+    def _check_open(self, call: str) -> None:
+        if self._closed and not self._inside:  # the last step may still run, and call step()
+            raise OrderError(
+                f"{call}(): this AsyncOptimizer is closed. Use the wrapped "
+                f"{type(self.optimizer).__name__}, or make another AsyncOptimizer."
+            )
+
+    def _forbid_inside(self, call: str) -> None:
+        if self._inside:
+            raise OrderError(
+                f"{call}(): called on the optimizer thread, which would wait for itself. Inside "
+                "submit(fn) use param_groups, state, step() and zero_grad(); the rest after it."
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        if not self._closed:
+            self.synchronize()
+            self._engine.refresh()  # groups added since the last step
+        kept = ("optimizer", "model", "scaler", "_config", "_closed")
+        engine = self._engine
+        progress = engine.steps, engine.was_skipped, engine.export_masters()
+        return {**{name: self.__dict__[name] for name in kept}, "_progress": progress}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        steps, was_skipped, masters = state.pop("_progress")
+        self.__dict__.update(state)
+        self._open()
+        if self._closed:
+            self._fences.close()
+            return
+        self._engine.steps, self._engine.was_skipped = steps, was_skipped
+        self._engine.import_masters(masters)
+
+    def __repr__(self) -> str:
+        return f"AsyncOptimizer(mode={self._config.step_mode!r}, {self.optimizer!r})"
+
+
+def make_engine(
+    optimizer: Optimizer,
+    config: ScalerConfig,
+    worker: Worker,
+    device: torch.device,
+    culprits: Culprits | None,
+    guards_backward: bool = False,
+) -> Engine:
+    """The engine that steps ``optimizer`` as ``config`` says."""
+    return Engine(
+        optimizer,
+        mode=config.step_mode,
+        offload=config.offload == "cpu",
+        device=device,
+        delay_warmup_steps=config.delay_warmup_steps,
+        worker=worker,
+        culprits=culprits,
+        guards_backward=guards_backward,
+    )
+
+
+def threads_of(config: ScalerConfig) -> int | None:
+    """Threads for the worker; None: it finds out."""
+    return None if config.optimizer_threads == "auto" else int(config.optimizer_threads)
+
+
+def _check_arguments(optimizer: Any, model: Any, scaler: Any) -> None:
+    if not isinstance(optimizer, Optimizer) or isinstance(optimizer, AsyncOptimizer):
+        raise ConfigError(
+            f"AsyncOptimizer: got a {type(optimizer).__name__}, expected a torch optimizer."
+        )
+    if not parameters_of(optimizer):
+        raise ConfigError(f"AsyncOptimizer: this {type(optimizer).__name__} has no parameters.")
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise ConfigError(
+            f"AsyncOptimizer: got scaler={type(scaler).__name__}, expected our GradScaler. "
+            "With torch's own, leave it out here and call scaler.step(optimizer)."
+        )
+    if model is None:
+        return
+    if not isinstance(model, Module):
+        raise ConfigError(f"AsyncOptimizer: got model={model!r}, expected a torch.nn.Module.")
+    own = set(map(id, parameters_of(optimizer)))
+    if own.isdisjoint(map(id, model.parameters())):
+        raise ConfigError(
+            f"AsyncOptimizer: {type(model).__name__} has none of the optimizer's {len(own)} "
+            "parameters. Make the optimizer from model.parameters(), after wrapping or moving "
+            "the model."
+        )

@@ -1,0 +1,629 @@
+"""The twin of an optimizer that the worker steps: own parameters, shared state, frozen settings.
+
+The user's optimizer stays what schedulers, checkpoints and log lines look at. Its twin has the
+same class, the same state entries, and hyperparameters copied when a step is handed over.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from itertools import chain, pairwise
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..errors import UnsupportedError
+from ..optimizer_step import ATTRIBUTE, AdamGroup, is_plain, nothing_found
+from ..scaling import LOW_PRECISION, is_uniform, match_layout, parameters_of
+from .flat_buffers import SmallSteps
+from .master_params import Slot, local, make_slots
+from .optimizer_attributes import (
+    Settings,
+    attributes_of_every_optimizer,
+    find_parameters,
+    find_unlike,
+    frozen,
+    tensors_in,
+)
+from .streams import Lane
+from .supported_optimizers import (
+    is_splittable,
+    known_class,
+    raw_step,
+    refuse_replaced,
+    refuse_spread,
+    refuse_unlike,
+    refuse_unshardable,
+    refuse_unsteppable,
+)
+from .thread_context import Surroundings, Watch
+
+__all__ = ["Part", "Shadow", "refuse_spread", "refuse_unsteppable"]
+
+logger = logging.getLogger("accel_scaler")
+
+PARTS = 32
+"""About how many parts a step has: each costs some Python, and a forward waits for whole ones."""
+SMALLEST_PART, LARGEST_PART = 1 << 19, 1 << 22
+"""Elements in a part, unless one parameter alone has more."""
+
+_dtype_of, _is_trained = attrgetter("dtype"), attrgetter("requires_grad")
+
+
+class Part:
+    """Slots that are updated together, in the order of the forward."""
+
+    def __init__(self, slots: list[Slot], start: int) -> None:
+        self.slots, self.start, self.end = slots, start, start + len(slots)
+        self.groups: dict[int, list[int]] = {}
+        for place, slot in enumerate(slots):
+            self.groups.setdefault(slot.group, []).append(place)
+        self.plans: dict[int, AdamGroup] | None = None
+        self.epoch = -1
+
+
+class Shadow:
+    """Slots, parts and the twin of one optimizer. Main thread only, except where said.
+
+    torch's optimizers are stepped part by part. Another one is stepped whole: its first step by
+    itself, on the training thread, which shows whether it draws random numbers or communicates;
+    from then on its copy, on the worker. Where the copy may differ it goes on by itself.
+
+    Args:
+        offload: state and masters live in host memory.
+        masters: every trainable parameter has a float32 master, not just float16 ones.
+        inline: steps run on the training thread.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        lane: Lane,
+        *,
+        offload: bool,
+        masters: bool,
+        inline: bool = False,
+    ) -> None:
+        self.optimizer, self.lane = optimizer, lane
+        self.offload, self.masters, self.inline = offload, masters or offload, inline
+        self._refuse_unsteppable()
+        refuse_unshardable(optimizer)
+        self.splittable = is_splittable(optimizer)
+        self.surroundings = Surroundings(lane.device)
+        """Of the thread that has handed the last step over."""
+        self.why_inline: str | None = None
+        """Why the steps stay on the training thread, if they do."""
+        self._steps_itself = False
+        """The step in hand is the optimizer's own, not its copy's."""
+        self._is_watched = False
+        """Its first step is done."""
+        self._given: Settings | None = None
+        self._linked: dict[Any, Any] = {}
+        self.raw_step = raw_step(type(optimizer))
+        self.slots: list[Slot] = []
+        self.ordered: list[Slot] = []
+        """The slots in the order of the parts."""
+        self.has_rounded = False
+        """The model holds some parameters in less than their masters' precision."""
+        self.has_masters = self.is_sharded = False
+        self.has_loaded = False
+        """Some slots keep masters from a state dict."""
+        self.ends: list[int] = []
+        """For each part, how many parameters are stepped once it is done."""
+        self.part_of: dict[int, int] = {}
+        """``id(parameter)`` -> how many parts must be done for it."""
+        self.params: list[Tensor] = []
+        """The model's parameters, in the order of the parts."""
+        self.parts: list[Part] = []
+        self.twin: Any = None
+        self._epoch = 0
+        """Grows when state entries are other ones than before."""
+        self._small: SmallSteps | None = None
+        self._small_epoch = -1
+        self._order: list[int] = []
+        self._known: list[Tensor] = []
+        self._places: object = None
+        self._may_need_masters = False
+        self._state: Any = None
+        self._entries: list[Any] = []
+        self._mine: list[dict[str, Any]] = []
+        """Of these, the parameters' own."""
+        self._values: list[Any] = []
+        """What the entries held when they were last brought to where they are stepped."""
+        self._kept: tuple[Any, list[Any]] = None, []
+        """The training stream, and what the entries held, when their memory was last kept."""
+
+    def is_current(self) -> bool:
+        """Whether there is nothing for :meth:`follow` to do."""
+        params = parameters_of(self.optimizer)
+        return (
+            self.twin is not None
+            and len(params) == len(self._known)
+            and all(map(is_, params, self._known))
+            and _places(params, self._may_need_masters) == self._places
+        )
+
+    def rounds_now(self) -> bool:
+        """What ``has_rounded`` will be once :meth:`follow` has looked: one may be unfrozen."""
+        trained = filter(_is_trained, parameters_of(self.optimizer))
+        low = LOW_PRECISION if self.masters else {torch.float16}
+        return not low.isdisjoint(map(_dtype_of, trained))
+
+    def follow(self) -> bool:
+        """Take over new groups and moved or resized parameters; True if there were any."""
+        if self.is_current():
+            return False
+        params = parameters_of(self.optimizer)
+        self._refuse_unsteppable()
+        refuse_unshardable(self.optimizer)
+        if not self.inline:
+            refuse_spread(self.optimizer, self.lane.device)
+        slots = make_slots(
+            self.optimizer,
+            self.lane,
+            offload=self.offload,
+            masters=self.masters,
+            known=self.slots,
+        )
+        self._may_need_masters = self.masters or any(p.dtype is torch.float16 for p in params)
+        self.slots, self._known = slots, params
+        self._places = _places(params, self._may_need_masters)
+        self._order = list(range(len(slots)))
+        self._make_twin()
+        self._split()
+        self._state = None
+        return True
+
+    def reorder(self, first_used: Sequence[Tensor]) -> None:
+        """Update in this order from now on; parameters that are not named come last."""
+        rank = {id(p): place for place, p in reversed(list(enumerate(first_used)))}
+        last = len(first_used)
+        self._order.sort(key=lambda i: rank.get(id(self.slots[i].param), last))
+        self._split()
+
+    def _refuse_unsteppable(self) -> None:
+        masters = self.masters or any(
+            p.requires_grad and p.dtype is torch.float16 for p in parameters_of(self.optimizer)
+        )
+        refuse_unsteppable(self.optimizer, masters=masters, inline=self.inline)
+
+    def _make_twin(self) -> None:
+        cls: Any = known_class(type(self.optimizer)) if self.splittable else type(self.optimizer)
+        if not self.splittable and find_unlike(self.optimizer) is not None:
+            cls = Optimizer  # it only holds the groups; another's __del__ would run at its end
+        twin: Any = object.__new__(cls)
+        hidden = ("step", "param_groups", "state", ATTRIBUTE)
+        twin.__dict__.update({k: v for k, v in vars(self.optimizer).items() if k not in hidden})
+        for key in list(vars(twin)):
+            if key.endswith("_hooks") and key in attributes_of_every_optimizer():
+                twin.__dict__[key] = type(vars(twin)[key])()
+        twin.state = defaultdict(dict)
+        twin.param_groups = [{"params": []} for _ in self.optimizer.param_groups]
+        for slot in self.slots:
+            twin.param_groups[slot.group]["params"].append(slot.twin)
+        self.twin = twin
+
+    def _split(self) -> None:
+        """Cut the slots into parts."""
+        ordered = [self.slots[i] for i in self._order]
+        total = sum(slot.twin.numel() for slot in ordered)
+        size = min(max(total // PARTS, SMALLEST_PART), LARGEST_PART)
+        cuts, have = [0], 0
+        for place, slot in enumerate(ordered, 1):
+            have += slot.twin.numel()
+            if have >= size and self.splittable:
+                cuts.append(place)
+                have = 0
+        if cuts[-1] != len(ordered):
+            cuts.append(len(ordered))
+        self.parts = [Part(ordered[a:b], a) for a, b in pairwise(cuts)]
+        self._small, self._small_epoch = None, -1
+        self.ordered = ordered
+        self.params = [slot.param for slot in ordered]
+        self.ends = [part.end for part in self.parts]
+        self.part_of = {
+            id(slot.param): number
+            for number, part in enumerate(self.parts, 1)
+            for slot in part.slots
+        }
+        self.has_rounded = any(slot.is_rounded for slot in ordered)
+        self.has_masters = any(slot.is_master for slot in ordered)
+        self.is_sharded = any(hasattr(slot.param, "to_local") for slot in ordered)
+
+    def prepare(self, grads: Sequence[Tensor | None], submitted: bool = False) -> bool:
+        """Get ready for a step with ``grads``, as the optimizer is now.
+
+        Args:
+            submitted: a function of the user's steps, on the optimizer thread.
+
+        Returns whether the step has to run on the training thread.
+
+        Raises:
+            UnsupportedError: it may not be stepped so; nothing was changed.
+        """
+        refuse_replaced(self.optimizer)
+        if self.splittable:
+            if not is_splittable(self.optimizer):
+                raise UnsupportedError(
+                    f"{type(self.optimizer).__name__}: a method that its step uses was replaced "
+                    "on this instance while a copy of it was stepped. Replace it before, or in a "
+                    "subclass."
+                )
+        elif submitted or self.has_masters or not (self.inline or self.why_inline):
+            self._look_for_differences(submitted)
+        inline = not (self.splittable or submitted) and (
+            self.inline or self.why_inline is not None or not self._is_watched
+        )
+        self._steps_itself = inline and not self.has_masters
+        self.surroundings = Surroundings(self.lane.device)
+        self.link_state(grads)
+        self.freeze_settings()
+        return inline
+
+    def _look_for_differences(self, submitted: bool) -> None:
+        why = find_unlike(self.optimizer)
+        if why is None and (where := find_parameters(self.optimizer)) is not None:
+            why = f"{where} holds parameters or another optimizer"
+        if self.has_masters:
+            refuse_unlike(self.optimizer, why)
+        elif why is not None and not submitted:
+            self.stay_inline(why)
+        if submitted and (why := why or self.why_inline) is not None:
+            raise UnsupportedError(
+                f"submit(): {type(self.optimizer).__name__} cannot be stepped on the optimizer "
+                f"thread: {why}. Call optimizer.step() instead, which steps it on this one."
+            )
+
+    def stay_inline(self, why: str) -> None:
+        """Every step from now on runs on the training thread, which is said once."""
+        if self.why_inline is None and not self.inline:
+            logger.warning(
+                "%s is stepped on the training thread, so nothing of it is hidden behind forward "
+                "and backward: %s",
+                type(self.optimizer).__name__,
+                why,
+            )
+        self.why_inline = self.why_inline or why
+
+    def freeze_settings(self) -> None:
+        """Copy every hyperparameter as it stands now: a scheduler moves it a line later."""
+        groups = zip(self.optimizer.param_groups, self.twin.param_groups, strict=True)
+        if self.splittable:
+            for group, own in groups:
+                for key in own.keys() - group.keys():
+                    del own[key]
+                own.update({k: frozen(v) for k, v in group.items() if k != "params"})
+            return
+        if self._steps_itself:
+            return
+        self._given = given = Settings()
+        given.give(vars(self.optimizer), vars(self.twin), _of_torch())
+        for group, own in groups:
+            given.give(group, own, ("params",))
+        for slot in self.slots:
+            given.give(slot.param.__dict__, slot.twin.__dict__)
+
+    def collect_settings(self) -> list[str]:
+        """Give the optimizer what its own step has changed, in its groups and elsewhere.
+
+        Returns the attributes and keys of which a change is lost.
+        """
+        given, self._given = self._given, None
+        if given is None:
+            return []
+        lost = given.collect()
+        self._collect_state()
+        return lost
+
+    def _collect_state(self) -> None:
+        """Entries that the step has made, replaced or taken away."""
+        state, own = self.optimizer.state, {id(slot.twin): slot.param for slot in self.slots}
+        linked, twin_state = self._linked, self.twin.state
+        for key in [key for key in linked if key not in twin_state]:
+            if state.get(own.get(id(key), key)) is linked[key]:
+                del state[own.get(id(key), key)]
+        for key, entry in twin_state.items():
+            before, name = linked.get(key), own.get(id(key), key)
+            if entry is not before and state.get(name) is before:
+                state[name] = entry
+        self._linked = {}
+
+    def link_state(self, grads: Sequence[Tensor | None]) -> None:
+        """Share the optimizer's state entries, also those that somebody has put there since."""
+        if not self.splittable:
+            self._link_whole()
+            return
+        state = self.optimizer.state
+        if (
+            state is self._state
+            and len(state) == len(self._entries)
+            and all(map(is_, state.values(), self._entries))
+            and (len(self._mine) == len(self.slots) or self._has_all(grads))
+        ):
+            self._follow_values()
+            return
+        twin_state: Any = defaultdict(dict)
+        twin_state.update({k: v for k, v in state.items() if not isinstance(k, Tensor)})
+        present = {id(p) for p, g in zip(self.params, grads, strict=True) if g is not None}
+        self._mine = []
+        for slot in self.slots:
+            entry = state.get(slot.param)
+            if entry is None and id(slot.param) in present:
+                entry = state[slot.param] = {}
+            if entry is not None:
+                settle_entry(slot, entry)
+                twin_state[slot.twin] = entry
+                self._mine.append(entry)
+        self.twin.state = twin_state
+        self._state, self._entries = state, list(state.values())
+        self._values = []
+        self._epoch += 1
+
+    def _link_whole(self) -> None:
+        """No entry is made where there is none: a step may ask whether a parameter has one."""
+        if self._steps_itself:
+            return
+        state, slots = self.optimizer.state, {id(slot.param): slot for slot in self.slots}
+        twin_state: Any = state.copy()
+        twin_state.clear()
+        for key, entry in state.items():
+            slot = slots.get(id(key))
+            if slot is not None and isinstance(entry, dict):
+                settle_entry(slot, entry)
+            twin_state[key if slot is None else slot.twin] = entry
+        self.twin.state, self._linked = twin_state, dict(twin_state)
+
+    def _follow_values(self) -> None:
+        """The entries are the same ones; what they hold may have been exchanged."""
+        if self.has_masters or self.is_sharded:
+            values = [v for entry in self._mine for v in entry.values()]
+            known = self._values
+            if len(values) != len(known) or not all(map(is_, values, known)):
+                for slot in self.slots:
+                    settle_entry(slot, self.twin.state.get(slot.twin, {}))
+                self._values = [v for entry in self._mine for v in entry.values()]
+        groups = self.optimizer.param_groups
+        plans: list[tuple[int, AdamGroup]] = []
+        if self._small is not None and self._small_epoch == self._epoch:
+            plans += self._small.groups.items()
+        for part in self.parts:
+            if part.plans is not None and part.epoch == self._epoch:
+                plans += part.plans.items()
+        if not all(plan.still_fits(groups[number]) for number, plan in plans):
+            self._epoch += 1
+
+    def keep(self) -> None:
+        """On the worker: the memory of what is stepped is not given to others before both streams
+        are done with it, whichever it came from. Called before a step, and once it is enqueued.
+        """
+        lane = self.lane
+        if not lane.copies_beside:
+            return
+        given: list[Any] = [slot.twin.__dict__ for slot in self.slots] if self._given else []
+        if not self.splittable:
+            lane.keep(tensors_in([vars(self.twin), given]), at_home=True)
+            return
+        lane.keep(t for group in self.twin.param_groups for t in _settings_of(group))
+        values = [v for entry in self._mine for v in entry.values()]
+        home, known = self._kept
+        if home != lane.home or len(values) != len(known) or not all(map(is_, values, known)):
+            lane.keep(tensors_in(values), at_home=True)
+            self._kept = lane.home, values
+
+    def load_state(self, state_dict: dict[str, Any], masters: dict[int, Any]) -> None:
+        """Load state onto the stepped parameters and share it; the optimizer has the groups."""
+        own = self.twin.param_groups
+        self.twin.param_groups = [dict(group) for group in own]
+        Optimizer.load_state_dict(self.twin, state_dict)
+        self.twin.param_groups = own
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        state = self.optimizer.state
+        state.clear()
+        state.update({k: v for k, v in self.twin.state.items() if not isinstance(k, Tensor)})
+        for slot, index in zip(self.slots, saved, strict=True):
+            entry = self.twin.state.get(slot.twin)
+            if entry:
+                settle_entry(slot, entry)
+                state[slot.param] = entry
+            if slot.is_master:
+                master = masters.get(index)
+                slot.loaded = None if master is None else local(master)
+                slot.refresh(slot.target if master is None else None)
+                self.has_loaded = True
+        self._state = None
+
+    def forget_loaded(self) -> None:
+        """A step begins: the model has been loaded by now, if it ever is."""
+        for slot in self.slots if self.has_loaded else ():
+            slot.loaded = None
+        self.has_loaded = False
+
+    def _has_all(self, grads: Sequence[Tensor | None]) -> bool:
+        state = self.optimizer.state
+        return all(p in state for p, g in zip(self.params, grads, strict=True) if g is not None)
+
+    def small_steps(self) -> SmallSteps | None:
+        """On the worker: the quick way, where every parameter is small and has state."""
+        if self._small_epoch != self._epoch:
+            self._small_epoch, self._small = self._epoch, None
+            if SmallSteps.suits(self.ordered, self.lane) and self._can_plan(self.parts):
+                self._small = SmallSteps(self.twin, self.ordered, self.ends, self.lane)
+                for part in self.parts:  # each plan puts the step counts in a buffer of its own
+                    part.epoch = -1
+        return self._small
+
+    def step_part(self, part: Part, grads: list[Tensor | None], grad_scale: Tensor | None) -> None:
+        """On the worker: update a part with gradients that are final but for ``grad_scale``."""
+        plans = self._plans_of(part)
+        complete = plans is not None and all(
+            plan.takes([grads[place] for place in part.groups[number]])  # type: ignore[misc]
+            for number, plan in plans.items()
+        )
+        if complete and plans is not None:
+            for number, plan in plans.items():
+                mine: Any = [grads[place] for place in part.groups[number]]
+                plan.step(self.twin.param_groups[number], mine, grad_scale)
+            return
+        part.epoch = -1  # its first step makes the state that a plan needs
+        self._step_in_python(part, grads, grad_scale)
+
+    def _plans_of(self, part: Part) -> dict[int, AdamGroup] | None:
+        if part.epoch == self._epoch:
+            return part.plans
+        part.epoch, part.plans = self._epoch, None
+        if self._can_plan([part]):
+            self._small, self._small_epoch = None, -1
+            part.plans = {
+                number: AdamGroup(
+                    self.twin,
+                    {
+                        **self.twin.param_groups[number],
+                        "params": [part.slots[place].twin for place in places],
+                    },
+                )
+                for number, places in part.groups.items()
+            }
+        return part.plans
+
+    def _can_plan(self, parts: Sequence[Part]) -> bool:
+        """Whether torch's fused Adam kernel can be called directly for these parts."""
+        slots = [slot for part in parts for slot in part.slots]
+        return (
+            type(self.optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+            and all(is_plain(self.twin.param_groups[n]) for part in parts for n in part.groups)
+            and is_uniform([slot.twin.detach() for slot in slots])
+            and all(self.twin.state.get(slot.twin) for slot in slots)
+        )
+
+    def _step_in_python(
+        self, part: Part, grads: list[Tensor | None], grad_scale: Tensor | None
+    ) -> None:
+        """The optimizer's own step on the part; what it was before, if that fails half-way."""
+        if not self.splittable:
+            self._step_whole(part, grads, grad_scale)
+            return
+        twins = [slot.twin for slot in part.slots]
+        before = [
+            twin.detach().clone() for twin, g in zip(twins, grads, strict=True) if g is not None
+        ]
+        whole = self.twin.param_groups
+        self.twin.param_groups = [
+            {**whole[number], "params": [twins[place] for place in places]}
+            for number, places in part.groups.items()
+        ]
+        try:
+            for twin, grad in zip(twins, grads, strict=True):
+                twin.grad = grad
+            self.call_step(twins, grad_scale, self.twin)
+        except BaseException:
+            stepped = [twin for twin, g in zip(twins, grads, strict=True) if g is not None]
+            for twin, old in zip(stepped, before, strict=True):
+                twin.detach().copy_(old)
+            raise
+        finally:
+            self.twin.param_groups = whole
+            for twin in twins:
+                twin.grad = None
+
+    def _step_whole(
+        self, part: Part, grads: list[Tensor | None], grad_scale: Tensor | None
+    ) -> None:
+        """All of it in one step, which as in torch leaves what it has done where it fails."""
+        itself = self._steps_itself
+        params = [slot.param if itself else slot.twin for slot in part.slots]
+        lent = [p for p, grad in zip(params, grads, strict=True) if p.grad is not grad]
+        try:
+            for p, grad in zip(params, grads, strict=True):
+                p.grad = grad
+            self.call_step(params, grad_scale, self.optimizer if itself else self.twin)
+        finally:
+            for p in lent:
+                p.grad = None
+
+    def call_step(
+        self, params: Sequence[Tensor], grad_scale: Tensor | None, stepped: Any = None
+    ) -> Any:
+        """The class's step on ``stepped``, or for a user's function on the twin.
+
+        Args:
+            params: have the gradients.
+        """
+        forbid = self._is_watched or stepped is None
+        stepped = self.twin if stepped is None else stepped
+        if not getattr(stepped, "_step_supports_amp_scaling", False):
+            return self._run_step(stepped, forbid)
+        if params and params[0].device.type == "cpu":
+            match_layout(params)
+        stepped.grad_scale, stepped.found_inf = grad_scale, nothing_found(stepped)
+        try:
+            return self._run_step(stepped, forbid)
+        finally:
+            del stepped.grad_scale, stepped.found_inf
+
+    def _beside_masters(self) -> AbstractContextManager[Any]:
+        """What the step makes without naming a device lies where the masters are."""
+        elsewhere = self.offload and torch.get_default_device().type != "cpu"
+        return torch.device("cpu") if elsewhere else nullcontext()
+
+    def _run_step(self, stepped: Any, forbid: bool) -> Any:
+        with self.surroundings.around_step(), self._beside_masters():
+            if self.splittable or self.inline or self.why_inline is not None:
+                return self.raw_step(stepped)
+            watch = Watch(_LATER if forbid else None)
+            try:
+                with watch:
+                    result = self.raw_step(stepped)
+            finally:
+                if watch.seen is not None:
+                    self.stay_inline(f"it {watch.seen}, in the order of the training thread")
+            self._is_watched = self._is_watched or not forbid
+            return result
+
+
+_LATER = (
+    "It ran on the optimizer thread, where its place among the training thread's operations is "
+    "lost. Load the last checkpoint: later steps run on the training thread. Or use "
+    "step_mode='sync' without offload."
+)
+
+
+@cache
+def _of_torch() -> frozenset[str]:
+    """Attributes that are not copied as values."""
+    return (attributes_of_every_optimizer() - {"defaults"}) | {ATTRIBUTE}
+
+
+def _settings_of(group: dict[str, Any]) -> Iterator[Tensor]:
+    return tensors_in([value for key, value in group.items() if key != "params"])
+
+
+def settle_entry(slot: Slot, entry: dict[str, Any]) -> None:
+    """Bring one parameter's state to where it is stepped: shards, the master's device."""
+    for key, value in entry.items():
+        if not isinstance(value, Tensor):
+            continue
+        value = local(value)
+        if slot.is_master:
+            exact = key == "step" or not value.is_floating_point()
+            value = value.to(slot.twin.device, None if exact else torch.float32)
+        entry[key] = value
+
+
+def _places(params: list[Tensor], masters: bool) -> object:
+    """Where each is, its shape, and with masters whether it is trained, for then it needs one."""
+    sharded = bool(params) and hasattr(params[0], "to_local")
+    held = [local(p.detach()) for p in params] if sharded else params
+    return (
+        list(map(Tensor.data_ptr, held)),
+        list(map(Tensor.size, held)),
+        list(map(Tensor.stride, held)),
+        list(map(_dtype_of, held)),
+        masters and list(map(_is_trained, params)),
+    )

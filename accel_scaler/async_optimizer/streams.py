@@ -1,0 +1,300 @@
+"""Copies between a device and host memory, and the stream that updates run on.
+
+The only file that orders streams, by events, and knows pinned memory. On a CPU, and where one queue
+keeps the order, nothing runs beside anything: marks are None, and copies are waited for.
+
+*Home* is the stream that the training thread hands steps over from, *side* the one that updates run
+on, *down* the one of copies to the host. ``ready`` is home's mark at the hand-over; side begins
+after it, and each part of a step ends with a mark of its own.
+
+Model's parameters
+    Side writes them (``delayed``: those of the step before), home and the user's streams read them.
+    Written after ``ready``, and so after what home followed by then. A use waits for the mark of
+    its part, on its own stream and on home; until the device is past that mark the class stays
+    pending (:mod:`.pending_parameter`), so each other stream waits as well. ``synchronize()``
+    waits on the host, and publishes when no stream has anything left to do. Recorded on side.
+Masters on the device
+    Side writes and reads them; the training thread refreshes them from the model in home's order
+    (``as_at_home``), with no step in hand. Recorded on side.
+Gradients
+    Backward's streams write them, home then multiplies, side reads and unscales them. After
+    ``ready``. Whoever uses one meanwhile waits as for a parameter. The task has them until it has
+    enqueued its work; recorded on side, and on down if they are sent.
+Optimizer state, loaded or made by a step; step counts
+    Side writes and reads it; home reads it after ``synchronize()``. Memory of home's or of side's
+    pool, as it came: recorded on both, before a step and after it.
+Hyperparameters that are tensors, factors that unscale and clip
+    Home writes copies of them at the hand-over, side reads them after ``ready``. Recorded on side.
+What a step needs for itself
+    Side alone, of side's pool.
+A step on the training thread (``sync`` without offload)
+    Home alone, as torch does it. FSDP2's gradients come from a stream of its own: recorded on home.
+Gradients on the host, pinned
+    Down writes them after home; the optimizer thread waits for each copy's mark, then reads. Sent
+    once the step before is done.
+Masters and state on the host
+    The optimizer thread alone, while a step is in hand. The copy up reads masters on side: the
+    thread waits for the last mark before it writes them again.
+Staging, pinned
+    The optimizer thread writes it, side's copy up reads it; waited for likewise. A slot has it;
+    torch keeps pinned memory that is dropped until its copies are done.
+
+An optimizer that is dropped leaves all of that to the marks: the task has what it still enqueues,
+recorded memory stays until the device is past, and the model's parameters, hooks and gradients
+know the marks without the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..devices import streams_of
+
+__all__ = ["Lane", "Marks", "packs"]
+
+
+class Lane:
+    """The side streams of one device: one for the optimizer's work, one for copies to the host.
+
+    None of the methods waits on the host, except :meth:`wait_on_host`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._streams = streams = streams_of(device)
+        """None: on a CPU, and where one queue keeps the order."""
+        self.device = device if streams is None else streams.device
+        self._home: Any = None
+        """The stream that the training thread handed the last step over from."""
+        self._last: Any = None
+        """The mark of the last work on the side stream."""
+        self._known: Any = None
+        """A mark that the device is known to be past."""
+        self._work: Any = None if streams is None else streams.new()
+        self._down: Any = None if streams is None else streams.new()
+
+    def mark(self, home: bool = False) -> Any:
+        """A point in the present stream of this thread; None on a CPU.
+
+        ``home``: this is the stream that trains, which follows every mark that anybody follows.
+        """
+        if self._streams is None:
+            return None
+        stream = self._streams.current()
+        if home:
+            self._home = stream
+        return self._mark(stream)
+
+    def _mark(self, stream: Any) -> Any:
+        assert self._streams is not None
+        with self._streams.on(stream):
+            event = self._streams.event()
+            event.record()
+            return event
+
+    def follow(self, mark: Any) -> None:
+        """What this thread, or the training thread, enqueues from here on comes after ``mark``."""
+        if mark is None or self._streams is None:
+            return
+        stream = self._streams.current()
+        for each in (stream,) if self._home in (None, stream) else (stream, self._home):
+            with self._streams.on(each):
+                mark.wait()
+
+    def wait_on_host(self, mark: Any) -> None:
+        """Block this thread until the device has come to ``mark``."""
+        if mark is not None:
+            mark.synchronize()
+
+    def is_past(self, mark: Any) -> bool:
+        """Whether the device is known to have come to ``mark``: then all streams are after it."""
+        return mark is None or bool(mark.query())
+
+    def follow_last(self, on_host: bool = False) -> None:
+        """As :meth:`follow`, for all that the side stream was given, unless it is done.
+
+        ``on_host``: so does this thread itself, and with it every stream there is.
+        """
+        mark = self._last
+        if mark is self._known:
+            return  # not asked again: a graph may be being captured
+        if on_host:
+            self.wait_on_host(mark)
+        elif not self.is_past(mark):
+            self.follow(mark)
+            return
+        self._known = mark
+
+    def wait_for_all(self) -> None:
+        """Block this thread until the device has done all that any stream was given by now."""
+        if self._streams is not None:
+            self._streams.synchronize()
+
+    @contextmanager
+    def beside(self, after: Any) -> Iterator[None]:
+        """Enqueue on the side stream, after the mark ``after``."""
+        if self._streams is None:
+            yield
+            return
+        with self._streams.on(self._work):
+            after.wait()
+            try:
+                yield
+            finally:
+                self._last = self._mark(self._work)
+
+    @contextmanager
+    def as_at_home(self) -> Iterator[None]:
+        """What this thread enqueues is in the order of the training stream, whichever its own."""
+        here = None if self._streams is None else self._streams.current()
+        if here is None or self._home in (None, here):
+            yield
+            return
+        here.wait_stream(self._home)
+        try:
+            yield
+        finally:
+            self._home.wait_stream(here)
+
+    def keep(self, tensors: Iterable[Tensor | None], at_home: bool = False) -> None:
+        """Their memory is not given to others before the side stream is done with them.
+
+        ``at_home``: nor before the training stream is, if it was taken on the side stream.
+        """
+        if self._streams is None:
+            return
+        streams = [self._work, self._home] if at_home and self._home is not None else [self._work]
+        for tensor in tensors:
+            if tensor is not None and tensor.device.type == self.device.type:
+                for held in _held(tensor):
+                    for stream in streams:
+                        held.record_stream(stream)
+
+    @property
+    def home(self) -> Any:
+        """The stream that trains, as far as is known."""
+        return self._home
+
+    def host_like(
+        self, tensors: Sequence[Tensor], dtype: torch.dtype | None = None
+    ) -> list[Tensor]:
+        """Host tensors of the same shapes and strides, in few buffers for each dtype.
+
+        Pinned where copies run beside the host; elsewhere one after the other in one buffer.
+        Uninitialised.
+        """
+        dtypes = [dtype or t.dtype for t in tensors]
+        lengths = [_storage_length(t) for t in tensors]
+        views: list[Tensor] = list(tensors)
+        for kind in dict.fromkeys(dtypes):
+            mine = [i for i, d in enumerate(dtypes) if d is kind]
+            for pack in (
+                packs([lengths[i] for i in mine]) if self.copies_beside else [range(len(mine))]
+            ):
+                chosen, start = [mine[i] for i in pack], 0
+                buffer = self._host_memory(sum(lengths[i] for i in chosen), kind)
+                for i in chosen:
+                    t = tensors[i]
+                    views[i] = buffer.as_strided(t.shape, t.stride(), start)
+                    start += lengths[i]
+        return views
+
+    def _host_memory(self, length: int, dtype: torch.dtype) -> Tensor:
+        if self._streams is None:
+            return torch.empty(length, dtype=dtype, device="cpu")
+        with self._streams.on(self._streams.current()):  # or another device would make it its own
+            return torch.empty(length, dtype=dtype, device="cpu", pin_memory=True)
+
+    def down(self, source: Tensor, host: Tensor) -> Any:
+        """Copy to the host behind this thread's stream; returns the mark of its end."""
+        if self._streams is None:
+            host.copy_(source)
+            return None
+        self._down.wait_stream(self._streams.current())
+        with self._streams.on(self._down):
+            host.copy_(source, non_blocking=True)
+            source.record_stream(self._down)
+            return self._mark(self._down)
+
+    def up(self, host: Tensor, target: Tensor, staging: Tensor | None = None) -> None:
+        """Copy to the device, inside :meth:`beside`. ``staging``: pinned, of the target's dtype."""
+        if staging is not None:
+            host = staging.copy_(host)
+        target.copy_(host, non_blocking=self._streams is not None)
+
+    @property
+    def is_host(self) -> bool:
+        """Whether the device's memory is the host's."""
+        return self._streams is None and self.device.type == "cpu"
+
+    @property
+    def copies_beside(self) -> bool:
+        """Whether a copy to the host runs while this thread goes on."""
+        return self._streams is not None
+
+
+class Marks:
+    """Where on the device each part of one step ends; knows no optimizer."""
+
+    def __init__(self, lane: Lane, ends: list[Any]) -> None:
+        self._lane, self._ends = lane, ends
+
+    def follow(self) -> None:
+        """What this thread, or the training thread, enqueues from here on comes after all parts."""
+        for mark in self._ends[-1:]:
+            self._lane.follow(mark)
+
+    def is_past(self, parts: int | None = None, *, wait: bool = False) -> bool:
+        """Whether the device has done the first ``parts`` (default: all); ``wait`` until it has."""
+        for mark in self._ends[-1:] if parts is None else self._ends[parts - 1 : parts]:
+            if wait:
+                self._lane.wait_on_host(mark)
+            elif not self._lane.is_past(mark):
+                return False
+        return True
+
+
+def packs(lengths: Sequence[int]) -> list[list[int]]:
+    """Which of them share a buffer, where the size of a buffer is rounded up to a power of two.
+
+    torch's allocator of pinned memory does that, so one buffer for all could take twice what it
+    holds. Here a buffer is the largest power of two that all that is left fills, or what holds the
+    largest one; it is filled from the largest one down. So the rounding adds less than the largest
+    of them, and for each buffer the smallest; there are at most log2(all / smallest) buffers.
+    """
+    left = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    found = []
+    while left:
+        total, largest = sum(lengths[i] for i in left), lengths[left[0]]
+        room = max(1 << total.bit_length() >> 1, 1 << max(largest - 1, 0).bit_length())
+        pack = []
+        for i in left:
+            if lengths[i] <= room:
+                pack.append(i)
+                room -= lengths[i]
+        found.append(pack)
+        taken = set(pack)
+        left = [i for i in left if i not in taken]
+    return found
+
+
+def _held(t: Any) -> Iterator[Tensor]:
+    """The tensors whose memory is that of ``t``: of a sparse one, of a shard, of a wrapper."""
+    if hasattr(t, "__tensor_flatten__"):
+        for name in t.__tensor_flatten__()[0]:
+            yield from _held(getattr(t, name))
+    elif t.layout is torch.sparse_coo:
+        yield from (t._indices(), t._values())
+    elif t.layout is torch.strided:
+        yield t
+
+
+def _storage_length(t: Tensor) -> int:
+    """Elements from the first to the last one that the strides reach."""
+    if t.numel() == 0:
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))

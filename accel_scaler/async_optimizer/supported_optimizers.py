@@ -1,0 +1,204 @@
+"""Which optimizers another thread can step, part by part or at all."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ..errors import UnsupportedError
+from ..scaling import parameters_of
+from .optimizer_attributes import attributes_of_every_optimizer, find_parameters, find_unlike
+
+__all__ = [
+    "is_splittable",
+    "known_class",
+    "raw_step",
+    "refuse_replaced",
+    "refuse_spread",
+    "refuse_unlike",
+    "refuse_unshardable",
+    "refuse_unsteppable",
+]
+
+_BY_PARAMETER = (
+    *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam"),
+    *("RAdam", "RMSprop", "Rprop", "SGD", "SparseAdam"),
+)
+"""torch's optimizers whose step treats each parameter alone."""
+
+_OTHERS_BY_PARAMETER = {"transformers.optimization.Adafactor"}
+
+_BY_MATRIX = {"Adafactor", "Muon"}
+"""Of these, the ones that a shard is not enough for."""
+
+_NOT_OF_THE_STEP = frozenset(
+    (
+        *("add_param_group", "load_state_dict", "state_dict", "zero_grad"),
+        *("register_load_state_dict_post_hook", "register_load_state_dict_pre_hook"),
+        *("register_state_dict_post_hook", "register_state_dict_pre_hook"),
+        *("register_step_post_hook", "register_step_pre_hook"),
+    )
+)
+"""Methods that a subclass may have of its own, for no step calls them."""
+
+_ACCESS = ("__getattr__", "__getattribute__", "__setattr__", "__delattr__")
+
+
+def raw_step(cls: type[Optimizer]) -> Callable[..., Any]:
+    """The class's step without torch's wrapper that runs hooks, which are the main thread's."""
+    step: Any = cls.step
+    while getattr(step, "hooked", False):
+        step = step.__wrapped__
+    result: Callable[..., Any] = step
+    return result
+
+
+def known_class(cls: type[Optimizer]) -> type[Optimizer] | None:
+    """The class, known to step each parameter alone, whose step is all that ``cls`` does."""
+    for known in cls.__mro__:
+        # Adafactor and Muon say that they are of torch.optim itself.
+        of_torch = f"{known.__module__}.".startswith("torch.optim.")
+        if not (
+            (of_torch and known.__name__ in _BY_PARAMETER)
+            or f"{known.__module__}.{known.__qualname__}" in _OTHERS_BY_PARAMETER
+        ):
+            continue
+        between = cls.__mro__[: cls.__mro__.index(known)]
+        own = {name for each in between for name in vars(each)}
+        is_plain = all(getattr(cls, n, None) is getattr(known, n, None) for n in _ACCESS)
+        same = is_plain and not _used_by_step(known, own) and raw_step(cls) is raw_step(known)
+        return known if same else None
+    return None
+
+
+def _used_by_step(known: type[Optimizer], names: set[str]) -> set[str]:
+    """Those that the step may look up on the optimizer, and so find another's."""
+    of_instance = {*attributes_of_every_optimizer(), "grad_scale", "found_inf"}
+    of_instance.add("_step_supports_amp_scaling")
+    return {
+        name
+        for name in names - _NOT_OF_THE_STEP - {"step"}
+        if name in of_instance or (hasattr(known, name) and not name.startswith("__"))
+    }
+
+
+def is_splittable(optimizer: Optimizer) -> bool:
+    """Whether stepping some parameters, then the others, is the same as stepping all."""
+    known = known_class(type(optimizer))
+    return known is not None and not _replaced(optimizer, known)
+
+
+def _replaced(optimizer: Optimizer, known: type[Optimizer]) -> set[str]:
+    """Methods that the step uses and somebody has put on the instance."""
+    return {
+        name
+        for name in vars(optimizer).keys() - attributes_of_every_optimizer() - _NOT_OF_THE_STEP
+        if hasattr(known, name)
+    }
+
+
+def refuse_replaced(optimizer: Optimizer) -> None:
+    """Raise ``UnsupportedError`` where ``step`` on the instance is not the class's own."""
+    step = vars(optimizer).get("step")
+    if step is None:
+        return
+    # Accelerate leaves the bound method there; an LR scheduler leaves its wrapper.
+    by_scheduler = getattr(step, "_wrapped_by_lr_sched", False)
+    inner: Any = getattr(step, "__wrapped__" if by_scheduler else "__func__", None)
+    if not by_scheduler and getattr(step, "__self__", None) is not optimizer:
+        inner = None
+    while getattr(inner, "hooked", False):
+        inner = inner.__wrapped__
+    if inner is not raw_step(type(optimizer)):
+        name = type(optimizer).__name__
+        raise UnsupportedError(
+            f"{name}: step was replaced on this instance, by {step!r}; a step runs the class's "
+            f"own, so that one would never be called. Override step in a subclass of {name}, or "
+            "register a step hook; or use step_mode='sync' without offload, without "
+            "AsyncOptimizer."
+        )
+
+
+def refuse_unsteppable(
+    optimizer: Optimizer, *, masters: bool = False, inline: bool = False
+) -> None:
+    """Raise ``UnsupportedError`` for optimizers that cannot be stepped in this way.
+
+    Args:
+        masters: parameters are stepped through float32 copies, so a copy has to step them.
+        inline: on the training thread; without ``masters`` the optimizer itself does.
+    """
+    cls = type(optimizer)
+    name = cls.__name__
+    closure = inspect.signature(raw_step(cls)).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UnsupportedError(
+            f"{name}.step() needs a closure, which runs forward and backward inside the step; "
+            "that cannot run beside them. Use step_mode='sync' without offload."
+        )
+    refuse_replaced(optimizer)
+    if any(getattr(p, "_fsdp_flattened", False) for p in parameters_of(optimizer)):
+        raise UnsupportedError(
+            f"{name} steps parameters that FSDP1 (FullyShardedDataParallel) has flattened. It "
+            "gathers them where no wait for their update can be put in front. Use FSDP2 "
+            "(fully_shard; fsdp_version: 2 in an Accelerate config), or step_mode='sync' without "
+            "offload, without AsyncOptimizer."
+        )
+    if inline and not masters:
+        return
+    where = find_parameters(optimizer)
+    if where is not None:
+        raise UnsupportedError(
+            f"{name} keeps parameters or another optimizer in {where}, so another thread cannot "
+            "step a copy of it. Use step_mode='sync' without offload."
+        )
+    if masters and not is_splittable(optimizer):
+        refuse_unlike(optimizer, find_unlike(optimizer))
+
+
+def refuse_spread(optimizer: Optimizer, device: torch.device | None = None) -> None:
+    """Raise ``UnsupportedError`` where parameters are on several devices, or not on ``device``:
+    the optimizer thread puts its work in order with one device's streams."""
+    places = {p.device for p in parameters_of(optimizer)}
+    names = ", ".join(sorted(map(str, places)))
+    if len(places) > 1 or (device is not None and not all(is_on(p, device) for p in places)):
+        here = "one device" if device is None else str(device)
+        raise UnsupportedError(
+            f"{type(optimizer).__name__}: its parameters are on {names}; expected all of them on "
+            f"{here}. Use one optimizer for each device, made once the model is where it trains, "
+            "or step_mode='sync' without offload."
+        )
+
+
+def is_on(place: torch.device, device: torch.device) -> bool:
+    """Whether they are the same; one may leave the number out."""
+    return place.type == device.type and (None in (place.index, device.index) or place == device)
+
+
+def refuse_unlike(optimizer: Optimizer, why: str | None) -> None:
+    """Raise ``UnsupportedError`` where a copy has to step, and ``why`` says that it may not."""
+    if why is not None:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} cannot be copied: {why}; and float32 masters (offload, "
+            "step_mode 'delayed', float16 parameters) are stepped by a copy. Use step_mode='sync' "
+            "or 'overlap' without offload, with float32 parameters: then the optimizer itself "
+            "steps, on the training thread."
+        )
+
+
+def refuse_unshardable(optimizer: Optimizer) -> None:
+    """Raise ``UnsupportedError`` where a step on this rank's shards alone is not the same."""
+    by_matrix = not _BY_MATRIX.isdisjoint(cls.__name__ for cls in type(optimizer).__mro__)
+    if is_splittable(optimizer) and not by_matrix:
+        return
+    if any(hasattr(p, "to_local") for p in parameters_of(optimizer)):
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} may need more of a sharded parameter than this rank's "
+            "shard, and so communicate in its step; collectives stay on the training thread. Use "
+            "step_mode='sync' without offload, without AsyncOptimizer; or an elementwise "
+            "optimizer such as AdamW."
+        )

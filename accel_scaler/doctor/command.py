@@ -1,0 +1,258 @@
+"""``accel-scaler doctor``: what a launch would do here, and what would go wrong in it.
+
+Takes the arguments of ``accel-scaler launch``, script and all, and starts nothing: write ``doctor``
+for ``launch`` in a command to have it explained. The script may be left out.
+
+``--json`` prints one object with these keys, which do not change their meaning while ``format`` is
+1; more may come:
+
+    format        1
+    config_file   path, or null
+    versions      {"python", "accel_scaler", "torch", "accelerate", "transformers", "trl", "peft"}:
+                  text, null where not installed
+    devices       {"accelerator": type or null, "names": [one for each], "cpu_fp16": the processor
+                  has fp16 instructions: true, false, null (unknown)}
+    job           {"precision", "kind", "device", "wants_cpu", "hosts", "processes",
+                  "processes_here", "joined"}, as in ``survey.Job``
+    scaling       {"scaler": "accel_scaler", "torch" (stock Accelerate's), "other" or null,
+                  "autocast": "float16", "bfloat16" or null, "text": a sentence}
+    threads       {"cores", "training", "auto", "optimizer", "own_thread"}, as in ``survey.Threads``
+    settings      {field: {"value", "source": flag, variable, "file, line n" or "default"}}
+    hazards       [{"id": "F1" to "F12" or a word, "text": a line}]
+    mended        the same, of what attaching mends in this launch
+
+    or, where a setting cannot be used, {"format": 1, "error": a line}; the exit status is 1 then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..console import plain, say
+from ..errors import AccelScalerError
+from ..launch.launcher import (
+    _DEST,
+    _expect_script,
+    _read_by_accelerate,
+    _refuse_other_scalers,
+    _without_section,
+    find_settings,
+    make_parser,
+)
+from ..launch.settings import FIELDS, Settings
+from .diagnostics import Hazard, hazards, mended
+from .environment import Survey, survey
+
+__all__ = ["FORMAT", "examine", "main", "make_doctor_parser", "parse"]
+
+FORMAT = 1
+"""Version of the ``--json`` output."""
+
+_NO_SCRIPT = "<no script>"
+_TITLE = "accel-scaler doctor Arguments"
+
+
+def make_doctor_parser() -> argparse.ArgumentParser:
+    """The parser of ``accel-scaler launch``, with ``--json``."""
+    parser = make_parser()
+    parser.prog = "accel-scaler doctor"
+    parser.usage = "accel-scaler doctor [--json] [arguments of accel-scaler launch] [script ...]"
+    parser.description = (
+        "Say what `accel-scaler launch` with the same arguments would do on this machine, where "
+        "each setting comes from, and what would go wrong. Starts nothing. Exit status 0; 1 where "
+        "a setting cannot be used."
+    )
+    # The formatter shows those groups whose titles it knows.
+    group = next(g for g in parser._action_groups if g.title == "accel_scaler Arguments")
+    group.add_argument("--json", action="store_true", help="for machines: keys that do not change")
+    return parser
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str], bool]:
+    """``(arguments of Accelerate's parser, {field: text} of the flags, --json)``.
+
+    ``training_script`` is None where there is none.
+    """
+    before, parser = sys.argv, make_doctor_parser()
+    sys.argv = ["accelerate-launch", *argv]  # where Accelerate's help looks for what is used
+    try:
+        # Accelerate's parser wants a script; behind one, these are arguments of the script's.
+        args = parser.parse_args([*argv, _NO_SCRIPT, _NO_SCRIPT])
+    finally:
+        sys.argv = before
+    script = args.training_script
+    args.training_script = None if script == _NO_SCRIPT else script
+    if _NO_SCRIPT in [value for value in vars(args).values() if isinstance(value, str)]:
+        parser.error(f"argument {argv[-1]}: expected one argument")
+    flags = {}
+    for name in FIELDS:
+        text = args.__dict__.pop(_DEST + name)
+        if text is not None:
+            flags[name] = text
+    return args, flags, args.__dict__.pop("json")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``accel-scaler doctor``: 0, or 1 where a setting cannot be used, one line on stderr."""
+    args, flags, as_json = parse(argv)
+    try:
+        path, found = examine(args, flags)
+    except AccelScalerError as error:
+        line = " ".join(str(error).split())
+        if as_json:
+            say(json.dumps({"format": FORMAT, "error": line}))
+        print("accel-scaler: error:", plain(line), file=sys.stderr)
+        return 1
+    say(json.dumps(as_dict(path, found), indent=2) if as_json else as_text(path, found))
+    return 0
+
+
+def examine(args: argparse.Namespace, flags: dict[str, str]) -> tuple[Path | None, Survey]:
+    """``(the config file, what was found)``, read and merged as ``accel-scaler launch`` does.
+
+    Raises:
+        AccelScalerError: where ``accel-scaler launch`` would refuse to start.
+    """
+    path, file, settings = find_settings(args, flags)
+    if args.training_script is not None:
+        _expect_script(args)
+    with contextlib.ExitStack() as stack:
+        if file is not None:
+            args.config_file = stack.enter_context(_without_section(file))
+            _read_by_accelerate(args, file, settings)
+        elif settings.attach:
+            _refuse_other_scalers(args, None)
+        return path, survey(args, settings, os.environ)
+
+
+def scaling(found: Survey) -> dict[str, str | None]:
+    """Who scales what, as ``--json`` has it."""
+    precision, settings = found.job.precision, found.settings
+    autocast = {"fp16": "float16", "bf16": "bfloat16"}.get(precision)
+    scaler: str | None = None
+    if found.job.kind in ("DEEPSPEED", "MEGATRON_LM", "XLA"):
+        scaler, text = "other", f"{found.job.kind} scales by itself; nothing is attached"
+    elif precision == "fp8":
+        scaler, text = "other", "the fp8 backend scales by itself; attach would refuse"
+    elif not found.fp16:
+        text = f"mixed_precision={precision}: nothing is scaled, nothing needs to be"
+        if settings.attach and settings.config.telemetry is not None:
+            text += "; telemetry is written"
+    elif not settings.attach:
+        text = "not attached: stock Accelerate, unless the script calls attach"
+        scaler = None if found.on_cpu else "torch"
+        if found.on_cpu:
+            autocast, text = None, f"{text}; it has neither autocast nor a scaler for fp16 on a CPU"
+    elif not settings.config.enabled:
+        text = "enabled=false: attached, nothing is scaled"
+    else:
+        scaler = "accel_scaler"
+        text = "every Accelerator and Trainer of the script is attached: losses are scaled"
+        if found.on_cpu:
+            text += "; autocast to float16 comes from attach, too"
+    return {"scaler": scaler, "autocast": autocast, "text": text}
+
+
+def settings_of(settings: Settings) -> dict[str, dict[str, Any]]:
+    """The value of every field, and who set it."""
+    values = {"attach": settings.attach, **dataclasses.asdict(settings.config)}
+    sources = {
+        name: f"--no_{name}" if source == f"--{name}" and values[name] is False else source
+        for name, source in settings.sources.items()
+    }
+    return {
+        name: {"value": value, "source": sources.get(name, "default")}
+        for name, value in values.items()
+    }
+
+
+def as_dict(path: Path | None, found: Survey) -> dict[str, Any]:
+    """What ``--json`` prints; the keys stand in the module's docstring."""
+    return {
+        "format": FORMAT,
+        "config_file": None if path is None else str(path),
+        "versions": found.versions,
+        "devices": dataclasses.asdict(found.devices),
+        "job": dataclasses.asdict(found.job),
+        "scaling": scaling(found),
+        "threads": dataclasses.asdict(found.threads),
+        "settings": settings_of(found.settings),
+        "hazards": [dataclasses.asdict(hazard) for hazard in hazards(found)],
+        "mended": [dataclasses.asdict(hazard) for hazard in mended(found)],
+    }
+
+
+def as_text(path: Path | None, found: Survey) -> str:
+    """What a person reads."""
+    lines = [
+        ("config file", "none" if path is None else str(path)),
+        ("versions", ", ".join(f"{k} {v}" for k, v in found.versions.items() if v is not None)),
+        ("devices", _devices(found)),
+        ("job", _job(found)),
+        ("scaling", str(scaling(found)["text"])),
+        ("threads", _threads(found)),
+    ]
+    parts = [_table(lines), "settings\n" + _settings(found.settings)]
+    those = hazards(found)
+    parts.append("hazards\n" + _hazards(those) if those else "hazards: none found")
+    if away := mended(found):
+        ids = ", ".join(f"{hazard.id} ({hazard.text})" for hazard in away)
+        parts.append(f"mended by attaching: {ids}")
+    return "\n\n".join(parts)
+
+
+def _table(rows: Sequence[tuple[str, ...]], indent: str = "") -> str:
+    """Rows in columns as wide as their widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        indent + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def _settings(settings: Settings) -> str:
+    rows = [
+        (name, json.dumps(one["value"]), one["source"])
+        for name, one in settings_of(settings).items()
+    ]
+    return _table(rows, "  ")
+
+
+def _hazards(those: Sequence[Hazard]) -> str:
+    return _table([(hazard.id, hazard.text) for hazard in those], "  ")
+
+
+def _devices(found: Survey) -> str:
+    devices = found.devices
+    cpu = {True: "with", False: "without", None: "perhaps with"}[devices.cpu_fp16]
+    if devices.accelerator is None:
+        return f"CPU {cpu} fp16 instructions, no accelerator"
+    return f"{devices.accelerator}: {', '.join(devices.names)}; CPU {cpu} fp16 instructions"
+
+
+def _job(found: Survey) -> str:
+    job = found.job
+    who = "one process" if job.processes == 1 else f"{job.processes} processes"
+    how = "" if job.kind == "one process" else f", {job.kind}"
+    if job.hosts > 1:
+        how += f", {job.hosts} hosts, {job.processes_here} on each"
+    return f"{who} on {job.device}{how}, mixed_precision={job.precision}"
+
+
+def _threads(found: Survey) -> str:
+    threads, job = found.threads, found.job
+    text = f"{threads.cores} cores, {job.processes_here} rank(s) on this host; of each rank: "
+    text += f"training {threads.training} (OMP_NUM_THREADS)"
+    if not (found.attached and threads.own_thread):
+        return f"{text}, the optimizer steps on the training thread"
+    asked = found.settings.config.optimizer_threads
+    origin = "optimizer_threads=auto" if asked == "auto" else f"auto would be {threads.auto}"
+    return f"{text}, optimizer thread {threads.optimizer} ({origin})"

@@ -1,0 +1,48 @@
+"""Every error that the package raises on purpose, and words for their messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = [
+    "AccelScalerError",
+    "ConfigError",
+    "OrderError",
+    "OverflowStreakError",
+    "StepError",
+    "UnsupportedError",
+    "listed",
+]
+
+
+class AccelScalerError(Exception):
+    """Every error that this package raises on purpose."""
+
+
+class ConfigError(AccelScalerError, ValueError, AssertionError):
+    """A setting or a state dict that cannot be used.
+
+    Also an ``AssertionError``, since ``torch.amp.GradScaler`` raises that for a bad factor.
+    """
+
+
+class OrderError(AccelScalerError, RuntimeError):
+    """A call that is illegal at this point of the window, or on this thread."""
+
+
+class OverflowStreakError(AccelScalerError, RuntimeError):
+    """More windows in a row were skipped than ``max_consecutive_skips`` allows."""
+
+
+class StepError(AccelScalerError, RuntimeError):
+    """The optimizer thread failed, is gone, or did not finish in time; ``__cause__`` says why."""
+
+
+class UnsupportedError(AccelScalerError, ValueError):
+    """A set-up whose gradients this package cannot scale; the message says who does."""
+
+
+def listed(names: Sequence[str], total: int) -> str:
+    """``a, b and 3 more``: some names of ``total``; "" for none."""
+    more = total - len(names)
+    return ", ".join(names) + (f" and {more} more" if more > 0 else "")

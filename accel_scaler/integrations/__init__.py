@@ -1,0 +1,11 @@
+"""Accelerate and the Trainer: :func:`attach` and :func:`detach`.
+
+An accelerator or a Trainer comes in and leaves with its class changed to one of ours, whose
+overridden methods lead to the boundary and the asynchronous step; :func:`detach` is the way back.
+No function of another library is replaced. The folder computes no gradient itself, and knows no
+launcher.
+"""
+
+from .accelerator import ScaledAccelerator, attach, detach
+
+__all__ = ["ScaledAccelerator", "attach", "detach"]

@@ -1,0 +1,88 @@
+"""What ``attach`` takes over, and from whom it may not: the settings and state of a scaler."""
+
+from __future__ import annotations
+
+import math
+from operator import attrgetter
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate import __version__ as accelerate_version
+from torch.optim import Optimizer
+
+from ..config import ScalerConfig
+from ..errors import UnsupportedError
+from ..scaling import GradScaler, parameters_of
+
+__all__ = ["facts_of", "forbid_other_scalers", "has_fp16", "make_scaler"]
+
+_SCALED_ELSEWHERE = {
+    "DEEPSPEED": "DeepSpeed's engine scales the loss; set `fp16: {initial_scale_power, "
+    "loss_scale_window, hysteresis, min_loss_scale}` in its config",
+    "MEGATRON_LM": "Megatron-LM's optimizer scales the loss; set --initial-loss-scale, "
+    "--loss-scale-window, --hysteresis and --min-loss-scale there",
+    "XLA": "torch_xla scales with its own GradScaler; TPUs have bfloat16, which needs none",
+}
+
+
+_OF_THE_STEP = (
+    *("step_mode", "delay_warmup_steps", "offload", "optimizer_threads", "fold_unscale"),
+    "sharded",
+    *("telemetry", "underflow_interval", "find_overflow"),
+)
+"""Settings that are not the scaler's."""
+
+
+def forbid_other_scalers(accelerator: Accelerator) -> None:
+    """Raise where somebody else scales, saying who."""
+    kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+    if kind in _SCALED_ELSEWHERE:
+        raise UnsupportedError(f"attach: under {kind}, {_SCALED_ELSEWHERE[kind]}.")
+    if accelerator.mixed_precision == "fp8":
+        raise UnsupportedError(
+            "attach: with mixed_precision='fp8', the fp8 backend (TransformerEngine, MS-AMP or "
+            "torchao) scales tensor by tensor; use mixed_precision='fp16' for this package."
+        )
+
+
+def make_scaler(accelerator: Any, config: ScalerConfig, stock: Any) -> GradScaler:
+    """Settings: those that ``config`` changes, else the replaced scaler's; and its state."""
+    handler = accelerator.scaler_handler
+    values: dict[str, Any] = {} if handler is None else handler.to_kwargs()
+    state = {} if stock is None else stock.state_dict()
+    if state:
+        values["init_scale"] = state["scale"]
+        values |= {k: state[k] for k in ("growth_factor", "backoff_factor", "growth_interval")}
+    elif stock is not None:
+        values["enabled"] = False
+    changed = config.changed()
+    for name in _OF_THE_STEP:
+        changed.pop(name, None)
+    if state and stock._scale is not None:
+        # Training has begun: go on with its scale, as far as the new bounds allow.
+        changed.pop("init_scale", None)
+        low, high = config.min_scale, config.max_scale
+        values["init_scale"] = min(max(values["init_scale"], low or 0.0), high or math.inf)
+    scaler = GradScaler(accelerator.device.type, **(values | changed))
+    if state and state["_growth_tracker"]:
+        scaler.load_state_dict(scaler.state_dict() | {"_growth_tracker": state["_growth_tracker"]})
+    return scaler
+
+
+def has_fp16(optimizer: Optimizer) -> bool:
+    """Whether some trainable parameter is float16: it is updated through a float32 master."""
+    # Asked at every backward, so in no loop of Python's.
+    trained = filter(attrgetter("requires_grad"), parameters_of(optimizer))
+    return torch.float16 in map(attrgetter("dtype"), trained)
+
+
+def facts_of(accelerator: Accelerator) -> dict[str, Any]:
+    """What a telemetry file says of a run at its start."""
+    return {
+        "rank": accelerator.process_index,
+        "ranks": accelerator.num_processes,
+        "device": accelerator.device.type,
+        "precision": str(accelerator.mixed_precision),
+        "accelerate": accelerate_version,
+    }

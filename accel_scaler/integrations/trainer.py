@@ -1,0 +1,146 @@
+"""What a Trainer needs beyond its accelerator: to stay attached when that is made again."""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+
+from ..config import ScalerConfig
+from ..errors import StepError
+from .accelerator import (
+    ScaledAccelerator,
+    ScaledOptimizer,
+    attach,
+    detach,
+    scaled_class,
+    stock_class,
+)
+from .checkpoints import check_trainer_folder, saving_trainer
+
+__all__ = ["attach_trainer", "detach_trainer"]
+
+logger = logging.getLogger("accel_scaler")
+
+
+class ScaledTrainer(Trainer):  # type: ignore[misc]
+    """A Trainer whose accelerators are attached, the later ones of a search too."""
+
+    _scaler_config: ScalerConfig
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As the Trainer's, then ``attach``; the telemetry of the one before ends here."""
+        boundary = getattr(getattr(self, "accelerator", None), "_boundary", None)
+        if boundary is not None:
+            boundary.recorder.close()
+        super().create_accelerator_and_postprocess()
+        attach(self.accelerator, self._scaler_config)
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As the Trainer's; however it ends, the parameters are the newest afterwards.
+
+        Raises:
+            ConfigError: the checkpoint to go on from is incomplete; nothing was loaded.
+        """
+        self._check_checkpoint(resume_from_checkpoint)
+        try:
+            result = super().train(resume_from_checkpoint, *args, **kwargs)
+        except BaseException:
+            try:
+                self._synchronize()
+            except StepError:  # must not hide what ended the training
+                logger.exception("the last optimizer step failed")
+            self._flush()
+            raise
+        self._synchronize()
+        self._flush()
+        return result
+
+    def _check_checkpoint(self, asked: str | bool | None) -> None:
+        if asked is True:
+            home = self.args.output_dir or ""
+            asked = get_last_checkpoint(home) if os.path.isdir(home) else None
+        if self.accelerator._boundary is not None and asked and os.path.isdir(asked):
+            check_trainer_folder(Path(asked))
+
+    def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
+        """As the Trainer's; a folder that it is ended in is known as incomplete."""
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        folder = Path(self._get_output_dir(trial)) / name
+        with saving_trainer(folder, self.args.should_save):
+            super()._save_checkpoint(model, trial, *args, **kwargs)
+
+    def _flush(self) -> None:
+        if self.accelerator._boundary is not None:
+            self.accelerator._boundary.recorder.flush()
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As the Trainer's; to the training's own values adds the scaler's."""
+        if "loss" in logs:
+            for name, value in self.accelerator.scaler_history.progress().items():
+                logs.setdefault(f"scaler_{name}", value)
+        super().log(logs, *args, **kwargs)
+
+    def _synchronize(self) -> None:
+        for optimizer in self.accelerator._optimizers:
+            if isinstance(optimizer, ScaledOptimizer):
+                optimizer.synchronize()
+
+
+class ShowScale(TrainerCallback):  # type: ignore[misc]
+    """Scale and skips, at the end of the Trainer's own progress bar.
+
+    Args:
+        trainer: held weakly, as callbacks outlive nothing.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = weakref.ref(trainer)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """After the Trainer's own callbacks, which move the bar on."""
+        trainer: Any = self._trainer()
+        if trainer is None:
+            return
+        for callback in trainer.callback_handler.callbacks:
+            bar: Any = getattr(callback, "training_bar", None)
+            if hasattr(bar, "set_postfix"):
+                bar.set_postfix(trainer.accelerator.scaler_history.progress(), refresh=False)
+
+
+def attach_trainer(trainer: Any, config: ScalerConfig | None) -> Any:
+    """:func:`accel_scaler.attach` for a Trainer or a subclass."""
+    attach(trainer.accelerator, config)
+    if not isinstance(trainer.accelerator, ScaledAccelerator):
+        return trainer
+    # What the environment said now holds for later accelerators too.
+    trainer._scaler_config = trainer.accelerator._scaler_config
+    if not isinstance(trainer, ScaledTrainer):
+        trainer.__class__ = scaled_class(type(trainer), ScaledTrainer)
+        trainer.add_callback(ShowScale(trainer))
+    return trainer
+
+
+def detach_trainer(trainer: Any) -> Any:
+    """:func:`accel_scaler.detach` for a Trainer."""
+    try:
+        detach(trainer.accelerator)
+    except StepError:  # detached all the same
+        _make_plain(trainer)
+        raise
+    _make_plain(trainer)
+    return trainer
+
+
+def _make_plain(trainer: Any) -> None:
+    if isinstance(trainer, ScaledTrainer):
+        trainer.__class__ = stock_class(type(trainer), ScaledTrainer)
+        trainer.remove_callback(ShowScale)
+        del trainer._scaler_config

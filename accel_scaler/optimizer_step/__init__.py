@@ -1,0 +1,28 @@
+"""The end of a window: unscale, check, clip, update the scale, step, in this order.
+
+:class:`Boundary` takes an optimizer whose gradients are accumulated, decides on the training
+thread and hands what is still due to the optimizer's :class:`Stepper`, which is inline here. What
+it learns it writes to the window. It knows no optimizer thread and no Accelerate: who steps later
+is a Stepper like any other.
+"""
+
+from .boundary import Boundary, boundary_of
+from .fused_adam import AdamGroup, call_fused, is_plain, nothing_found
+from .interrupts import Undivided
+from .stepper import ATTRIBUTE, Stepper, async_stepper_of, register, stepper_of, unregister
+
+__all__ = [
+    "ATTRIBUTE",
+    "AdamGroup",
+    "Boundary",
+    "Stepper",
+    "Undivided",
+    "async_stepper_of",
+    "boundary_of",
+    "call_fused",
+    "is_plain",
+    "nothing_found",
+    "register",
+    "stepper_of",
+    "unregister",
+]

@@ -1,0 +1,263 @@
+"""torch's fused Adam kernel called directly, with its argument lists kept between steps.
+
+``Adam.step`` gathers six lists in Python and increments one step counter a parameter; with
+thousands of small tensors that takes longer than the update. The kernel and its arguments are
+the same here, so are the results, bit for bit.
+"""
+
+from __future__ import annotations
+
+from operator import is_, itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import optimizer as optimizer_module
+
+from ..scaling import SMALL, is_uniform, match_layout, parameters_of, run_on_one_thread
+
+__all__ = ["AdamGroup", "FusedAdam", "call_fused", "is_plain", "nothing_found", "step_fused"]
+
+
+class AdamGroup:
+    """The kernel's argument lists for one parameter group, or some parameters of one."""
+
+    def __init__(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
+        self.params: list[Tensor] = group["params"]
+        self.known = list(self.params)
+        self.states = [optimizer.state[p] for p in self.known]
+        # One buffer, so that one addition counts the step for all; each entry is a view.
+        steps = [state["step"] for state in self.states]
+        self.counts = torch.stack(steps) if steps else torch.zeros(0, device="cpu")
+        for state, count in zip(self.states, self.counts.unbind(), strict=True):
+            state["step"] = count
+        self.strides = list(map(Tensor.stride, self.known))
+        self.device = self.known[0].get_device() if self.known else -1
+        self.amsgrad = bool(group["amsgrad"])
+        self.decoupled = isinstance(optimizer, AdamW)  # before torch 2.7 no group says it
+        keys = ["exp_avg", "exp_avg_sq", "step"] + ["max_exp_avg_sq"] * self.amsgrad
+        self.lists = {key: [state[key] for state in self.states] for key in keys}
+        self.batches = self.batches_of(self.known)
+
+    def batches_of(self, known: list[Tensor]) -> list[tuple[list[int], bool]]:
+        """Places of small and of large parameters, and whether one thread is to do them."""
+        sizes = list(map(Tensor.numel, known))
+        small = [i for i, size in enumerate(sizes) if size <= SMALL]
+        large = [i for i, size in enumerate(sizes) if size > SMALL]
+        one_thread = self.device == -1
+        return [(part, one) for part, one in ((small, one_thread), (large, False)) if part]
+
+    def call(
+        self,
+        group: dict[str, Any],
+        places: list[int],
+        grads: list[Tensor],
+        grad_scale: Tensor | None,
+    ) -> None:
+        """Update the parameters at ``places``."""
+        whole = len(places) == len(self.known)
+
+        def pick(tensors: list[Tensor]) -> list[Tensor]:
+            return tensors if whole or not tensors else [tensors[i] for i in places]
+
+        decoupled = group.get("decoupled_weight_decay", self.decoupled)
+        kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+        kernel(
+            pick(self.known),
+            pick(grads),
+            pick(self.lists["exp_avg"]),
+            pick(self.lists["exp_avg_sq"]),
+            pick(self.lists.get("max_exp_avg_sq", [])),
+            pick(self.lists["step"]),
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=group["amsgrad"],
+            maximize=group["maximize"],
+            grad_scale=grad_scale,
+            found_inf=None,
+        )
+
+    def step(self, group: dict[str, Any], grads: list[Tensor], grad_scale: Tensor | None) -> None:
+        """Update every parameter; ``group`` has the hyperparameters. Does not synchronise."""
+        self.counts.add_(1)
+        self.update(group, grads, grad_scale)
+
+    def update(self, group: dict[str, Any], grads: list[Tensor], grad_scale: Tensor | None) -> None:
+        """:meth:`step` where the step is counted already."""
+        for places, one_thread in self.batches:
+            with run_on_one_thread(one_thread):
+                self.call(group, places, grads, grad_scale)
+
+    def subset(self, places: list[int]) -> AdamGroup:
+        """The lists for some of the parameters; steps are counted in the whole."""
+        part = object.__new__(AdamGroup)
+        part.params = part.known = [self.known[i] for i in places]
+        part.states = [self.states[i] for i in places]
+        part.counts, part.device, part.amsgrad = self.counts[:0], self.device, self.amsgrad
+        part.decoupled = self.decoupled
+        part.strides = [self.strides[i] for i in places]
+        part.lists = {key: [tensors[i] for i in places] for key, tensors in self.lists.items()}
+        part.batches = part.batches_of(part.known)
+        return part
+
+    def takes(self, grads: list[Tensor]) -> bool:
+        """Whether the gradients are laid out as the kernel expects, none missing."""
+        return (
+            is_uniform(grads)
+            and grads[0].get_device() == self.device
+            and list(map(Tensor.stride, grads)) == self.strides
+        )
+
+    def is_current(self, group: dict[str, Any]) -> bool:
+        """Whether nobody has exchanged a parameter or its state since."""
+        return (
+            group["params"] is self.params
+            and bool(group["amsgrad"]) == self.amsgrad
+            and len(self.params) == len(self.known)
+            and all(map(is_, self.params, self.known))
+            and self._has_same_state()
+        )
+
+    def still_fits(self, group: dict[str, Any]) -> bool:
+        """Whether the settings still ask for the kernel, and nobody has exchanged any state."""
+        return is_plain(group) and bool(group["amsgrad"]) == self.amsgrad and self._has_same_state()
+
+    def _has_same_state(self) -> bool:
+        try:
+            return all(
+                all(map(is_, map(itemgetter(key), self.states), tensors))
+                for key, tensors in self.lists.items()
+            )
+        except KeyError:
+            return False
+
+
+class FusedAdam:
+    """A plan for one ``Adam`` or ``AdamW`` with ``fused=True``; made anew when out of date."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.state = optimizer.state
+        self.entries = list(optimizer.state.values())
+        self.groups = [AdamGroup(optimizer, group) for group in optimizer.param_groups]
+
+    @staticmethod
+    def applies(optimizer: Optimizer) -> bool:
+        """Whether a direct call of the kernel means the same as ``optimizer.step()``."""
+        own_step = optimizer.__dict__.get("step")
+        # Accelerate leaves the bound method there; an LR scheduler leaves its wrapper.
+        by_scheduler = getattr(own_step, "_wrapped_by_lr_sched", False)
+        wrapped = getattr(own_step, "__wrapped__" if by_scheduler else "__func__", None)
+        return (
+            type(optimizer) in (Adam, AdamW)
+            and (own_step is None or wrapped is type(optimizer).step)
+            and not optimizer._optimizer_step_pre_hooks
+            and not optimizer._optimizer_step_post_hooks
+            and not optimizer_module._global_optimizer_pre_hooks
+            and not optimizer_module._global_optimizer_post_hooks
+            and not torch.autograd.profiler._is_profiler_enabled
+            and all(map(is_plain, optimizer.param_groups))
+        )
+
+    def is_current(self, optimizer: Optimizer) -> bool:
+        """Whether the lists are still the optimizer's."""
+        return (
+            optimizer.state is self.state
+            and len(optimizer.state) == len(self.entries)
+            and all(map(is_, optimizer.state.values(), self.entries))
+            and len(self.groups) == len(optimizer.param_groups)
+            and all(
+                mine.is_current(group)
+                for mine, group in zip(self.groups, optimizer.param_groups, strict=True)
+            )
+        )
+
+    def takes(self, grads: list[list[Tensor]]) -> bool:
+        """Whether every parameter has a gradient, laid out as the kernel expects."""
+        return all(
+            group.takes(mine) for mine, group in zip(grads, self.groups, strict=True) if group.known
+        )
+
+    @torch.no_grad()
+    def step(self, optimizer: Any, grads: list[list[Tensor]], grad_scale: Tensor | None) -> None:
+        """One update of every parameter; gradients are divided by ``grad_scale`` on the way.
+
+        Does not synchronise.
+        """
+        for mine, own_grads, group in zip(self.groups, grads, optimizer.param_groups, strict=True):
+            mine.step(group, own_grads, grad_scale)
+        optimizer._opt_called = True  # what an LR scheduler's wrapper of step() sets
+
+
+def is_plain(group: dict[str, Any]) -> bool:
+    """Whether the kernel called directly does all that ``step()`` does for this group."""
+    lr = group["lr"]
+    return (
+        bool(group["fused"])
+        and not group["differentiable"]
+        and not group["capturable"]
+        and all(isinstance(beta, float) for beta in group["betas"])
+        and not (isinstance(lr, Tensor) and lr.device.type != "cpu")
+    )
+
+
+def _ready(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Every parameter is a float32 one of one device and has state."""
+    params: list[Tensor] = group["params"]
+    return not params or (
+        is_uniform([p.detach() for p in params]) and all(optimizer.state.get(p) for p in params)
+    )
+
+
+def step_fused(
+    optimizer: Optimizer, plan: FusedAdam | None, grad_scale: Tensor | None
+) -> FusedAdam | None:
+    """Step a fused optimizer whose gradients are known to be finite.
+
+    Args:
+        plan: what the last call returned for this optimizer, or None.
+        grad_scale: gradients are divided by this first, float32, shape (); None: by nothing.
+
+    Returns the plan to keep for the next call.
+    """
+    if not FusedAdam.applies(optimizer):
+        plan = None
+    elif plan is None or not plan.is_current(optimizer):
+        ready = all(_ready(optimizer, group) for group in optimizer.param_groups)
+        plan = FusedAdam(optimizer) if ready else None
+    if plan is not None:
+        grads: Any = [[p.grad for p in group["params"]] for group in optimizer.param_groups]
+        if plan.takes(grads):
+            plan.step(optimizer, grads, grad_scale)
+            return plan
+    params = parameters_of(optimizer)
+    if params and params[0].device.type == "cpu":
+        match_layout(params)
+    call_fused(optimizer, grad_scale, None)
+    return plan
+
+
+def nothing_found(optimizer: Optimizer) -> Tensor | None:
+    """``found_inf`` for finite gradients: torch's own optimizers save a pass without one; others
+    get the zero that torch would give them, float32, shape ()."""
+    if type(optimizer).__module__.startswith("torch.optim."):
+        return None
+    params = parameters_of(optimizer)
+    return torch.zeros((), dtype=torch.float32, device=params[0].device if params else "cpu")
+
+
+def call_fused(
+    optimizer: Any, grad_scale: Tensor | None, found_inf: Tensor | None, *args: Any, **kwargs: Any
+) -> float | None:
+    """``optimizer.step`` with the two attributes that fused optimizers read."""
+    if found_inf is None:
+        found_inf = nothing_found(optimizer)
+    optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf
+    try:
+        result: float | None = optimizer.step(*args, **kwargs)
+        return result
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf

@@ -1,0 +1,218 @@
+"""The report as one HTML page that needs nothing but itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from html import escape
+
+from ..telemetry.decoding import clean
+from .figures import worst_first
+from .findings import facts, find
+from .formatting import counted, number
+from .run_summary import First, Run
+from .theme import DARK, LIGHT, Theme
+
+__all__ = ["Picture", "html_page"]
+
+ROWS = 100
+Picture = tuple[str, str]
+"""An ``<svg>`` element and the sentence under it."""
+
+CSS = """
+*{box-sizing:border-box}
+body{margin:0;background:var(--paper);color:var(--ink);
+font:16px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,"Noto Sans",sans-serif}
+main{max-width:60rem;margin:0 auto;padding:1.5rem 1rem 4rem}
+h1{font-size:1.6rem;line-height:1.25;margin:.5rem 0 .25rem}
+h2{font-size:1.2rem;margin:2.4rem 0 .75rem;padding-bottom:.3rem;border-bottom:1px solid var(--line)}
+h3{font-size:1rem;margin:1.5rem 0 .5rem}
+p{margin:.35rem 0}
+h1,h2,h3,p,li{overflow-wrap:anywhere}
+td,th{overflow-wrap:break-word}
+.soft{color:var(--soft)}
+.findings{list-style:none;margin:0;padding:0}
+.findings li{border:1px solid var(--line);border-left:5px solid var(--mark);border-radius:6px;
+padding:.6rem .9rem;margin:.6rem 0}
+.findings .what{font-weight:600}
+.findings b{display:inline-block;color:var(--mark);font-size:.78rem;letter-spacing:.04em;
+text-transform:uppercase;margin-right:.6rem}
+.bad{--mark:var(--bad)}.warn{--mark:var(--caution)}.note{--mark:var(--soft)}.good{--mark:var(--fine)}
+figure{margin:1.5rem 0}
+.wide{overflow-x:auto}
+figure svg{display:block;width:100%;min-width:38rem;height:auto}
+svg text{font-family:system-ui,-apple-system,"Segoe UI",Roboto,"Noto Sans",sans-serif!important}
+figcaption{color:var(--soft);font-size:.9rem;margin-top:.4rem}
+table{border-collapse:collapse;width:100%;font-size:.9rem}
+th,td{text-align:left;vertical-align:top;padding:.35rem .9rem .35rem 0;
+border-bottom:1px solid var(--line)}
+th{color:var(--soft);font-weight:600}
+td.n,th.n{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}
+""".strip()
+WORDS = {"bad": "Problem", "warn": "Look", "note": "Note", "good": "Fine"}
+
+
+def _variables(theme: Theme, caution: str, fine: str) -> str:
+    values = {
+        "ink": theme.ink,
+        "soft": theme.soft,
+        "line": theme.line,
+        "paper": theme.paper,
+        "bad": theme.bad,
+        "caution": caution,
+        "fine": fine,
+        **{f"run-{index}": color for index, color in enumerate(theme.runs)},
+    }
+    return ";".join(f"--{name}:{value}" for name, value in values.items())
+
+
+def html_page(runs: Sequence[Run], pictures: Sequence[Picture]) -> str:
+    """The whole page. Every text of the file is escaped; there is no script in it."""
+    title = " and ".join(run.label for run in runs)
+    light = _variables(LIGHT, "#9a6700", "#1a7f37")
+    dark = _variables(DARK, "#e3b341", "#56d364")
+    body = [f"<h1>Loss scaling: {escape(title)}</h1>", *_dates(runs)]
+    body += ["<h2>Summary</h2>", *(part for run in runs for part in _summary(run, len(runs)))]
+    body += ["<h2>In numbers</h2>", _facts(runs)]
+    if pictures:
+        body += ["<h2>Pictures</h2>", *(_figure(*picture) for picture in pictures)]
+    body += [part for run in runs for part in _offenders(run, len(runs))]
+    body += [part for run in runs for part in _firsts(run, len(runs))]
+    body += ["<h2>Settings and versions</h2>", _settings(runs)]
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        f"<title>Loss scaling: {escape(title)}</title>\n<style>\n"
+        f":root{{color-scheme:light dark;{light}}}\n"
+        f"@media (prefers-color-scheme:dark){{:root{{{dark}}}}}\n{CSS}\n</style>\n</head>\n"
+        f"<body>\n<main>\n{chr(10).join(body)}\n</main>\n</body>\n</html>\n"
+    )
+
+
+def _dates(runs: Sequence[Run]) -> list[str]:
+    parts = []
+    for run in runs:
+        facts_of = run.sessions[0].facts if run.sessions else {}
+        if "unix_time" in facts_of:
+            when = datetime.fromtimestamp(facts_of["unix_time"], timezone.utc)
+            parts.append(f"{run.label} started {when:%Y-%m-%d %H:%M} UTC")
+    return [f'<p class="soft">{escape("; ".join(parts))}</p>'] if parts else []
+
+
+def _heading(run: Run, runs: int) -> list[str]:
+    return [f"<h3>{escape(run.label)}</h3>"] if runs > 1 else []
+
+
+def _summary(run: Run, runs: int) -> list[str]:
+    rows = []
+    for finding in find(run):
+        more = "".join(f"<p>{escape(t)}</p>" for t in (finding.look, finding.do) if t)
+        rows.append(
+            f'<li class="{finding.level}"><p class="what"><b>{WORDS[finding.level]}</b>'
+            f"{escape(finding.what)}</p>{more}</li>"
+        )
+    return [*_heading(run, runs), f'<ul class="findings">{"".join(rows)}</ul>']
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> str:
+    """A table; columns named in ``numbers`` stand at the right. All texts are escaped here."""
+
+    def cell(tag: str, column: int, text: str) -> str:
+        kind = ' class="n"' if column in numbers else ""
+        return f"<{tag}{kind}>{escape(text)}</{tag}>"
+
+    lines = [[cell("th", i, text) for i, text in enumerate(head)]]
+    lines += [[cell("td", i, text) for i, text in enumerate(row)] for row in rows]
+    text = "".join("<tr>" + "".join(row) + "</tr>" for row in lines)
+    return f'<div class="wide"><table>{text}</table></div>'
+
+
+def _side_by_side(runs: Sequence[Run], of: Sequence[Sequence[tuple[str, str]]]) -> str:
+    """A row a key, a column a run."""
+    names = list(dict.fromkeys(name for rows in of for name, _ in rows))
+    tables = [dict(rows) for rows in of]
+    head = ["", *(run.label for run in runs)]
+    return _table(head, [[name, *(table.get(name, "") for table in tables)] for name in names])
+
+
+def _facts(runs: Sequence[Run]) -> str:
+    return _side_by_side(runs, [facts(run) for run in runs])
+
+
+def _figure(svg: str, caption: str) -> str:
+    return (
+        f'<figure><div class="wide">{svg}</div><figcaption>{escape(caption)}</figcaption></figure>'
+    )
+
+
+def _offenders(run: Run, runs: int) -> list[str]:
+    worst = worst_first(run)
+    if not worst:
+        return []
+    rows = [
+        [
+            o.name,
+            f"{o.windows}",
+            f"{o.began}",
+            run.place(o.first_x),
+            run.place(o.last_x),
+            f"{o.most:,}" + (f" of {o.elements:,}" if o.elements else ""),
+        ]
+        for o in worst[:ROWS]
+    ]
+    head = ["parameter", "windows", "began there", "first", "last", "most elements"]
+    rest = len(worst) - ROWS
+    parts = ["<h2>Parameters with inf or NaN gradients</h2>", *_heading(run, runs)]
+    parts.append(_table(head, rows, (1, 2, 3, 4, 5)))
+    if rest > 0:
+        parts.append(f'<p class="soft">and {counted(rest, "parameter")} more</p>')
+    return parts
+
+
+def _span(bounds: tuple[float, float] | None) -> str:
+    if bounds is None:
+        return ""
+    low, high = bounds
+    return f"{_plain(low)} to {_plain(high)}"
+
+
+def _plain(value: float) -> str:
+    return "NaN" if math.isnan(value) else number(value)
+
+
+def _firsts(run: Run, runs: int) -> list[str]:
+    if not run.firsts:
+        return []
+
+    def row(first: First) -> list[str]:
+        module = f"{first.module} ({first.class_name})" if first.class_name else first.module
+        batch = "" if first.micro_batch is None else f"{first.micro_batch}"
+        ranges = [_span(first.input), _span(first.output)]
+        return [run.place(first.x), first.where, module, batch, *ranges, first.text]
+
+    head = ["step", "where", "module", "micro-batch", "input", "output", ""]
+    parts = ["<h2>What was non-finite first</h2>", *_heading(run, runs)]
+    parts.append(_table(head, [row(first) for first in run.firsts], (3, 4, 5)))
+    if run.firsts_lost:
+        lost = counted(run.firsts_lost, "report")
+        parts.append(f'<p class="soft">{lost} from the middle of the run left out</p>')
+    return parts
+
+
+def _settings(runs: Sequence[Run]) -> str:
+    of = []
+    for run in runs:
+        rows: list[tuple[str, str]] = [("file", clean(run.path, 400))]
+        if run.sessions:
+            last = run.sessions[-1]
+            skip = ("unix_time",)
+            rows += [(key, str(value)) for key, value in last.facts.items() if key not in skip]
+            rows += [(key, _value(value)) for key, value in last.settings.items()]
+        of.append(rows)
+    return _side_by_side(runs, of)
+
+
+def _value(value: object) -> str:
+    return "none" if value is None else str(value)

@@ -1,0 +1,76 @@
+"""The scale: its windows, its update rule, and what both need to know of gradients.
+
+Losses come in through :class:`GradScaler` and leave multiplied by the scale of their window;
+gradients come back and leave unscaled, with a verdict from all ranks. A :class:`Window` holds all
+that is known from the first backward to the update of the scale. The folder knows no Accelerate,
+no file and no step mode; it has the only collectives of the package.
+"""
+
+from .collectives import agree_on_overflow, is_sharded, reduce_partial_gradients, whole
+from .deferred_unscale import Due, Timing
+from .grad_scaler import GradScaler
+from .gradients import (
+    LOW_PRECISION,
+    SMALL,
+    Norms,
+    clip_coefficient,
+    count_nonfinite,
+    gradients_of,
+    is_power_of_two,
+    is_uniform,
+    match_layout,
+    nonfinite,
+    nonzero,
+    parameters_of,
+    reciprocal,
+    run_on_one_thread,
+    scaled_norms,
+)
+from .norms import Measure, Measures
+from .parameter_names import MOST_NAMES, Culprits, first_nonfinite
+from .window import (
+    WAIT_LIMIT_S,
+    LeftScaled,
+    OptimizerRecord,
+    Snapshot,
+    Window,
+    raise_mixed,
+    stepped,
+)
+
+__all__ = [
+    "LOW_PRECISION",
+    "MOST_NAMES",
+    "SMALL",
+    "WAIT_LIMIT_S",
+    "Culprits",
+    "Due",
+    "GradScaler",
+    "LeftScaled",
+    "Measure",
+    "Measures",
+    "Norms",
+    "OptimizerRecord",
+    "Snapshot",
+    "Timing",
+    "Window",
+    "agree_on_overflow",
+    "clip_coefficient",
+    "count_nonfinite",
+    "first_nonfinite",
+    "gradients_of",
+    "is_power_of_two",
+    "is_sharded",
+    "is_uniform",
+    "match_layout",
+    "nonfinite",
+    "nonzero",
+    "parameters_of",
+    "raise_mixed",
+    "reciprocal",
+    "reduce_partial_gradients",
+    "run_on_one_thread",
+    "scaled_norms",
+    "stepped",
+    "whole",
+]

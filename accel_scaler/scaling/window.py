@@ -1,0 +1,343 @@
+"""Accumulation windows: all that is known of one, and the jobs that carry one to another thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.optim import Optimizer
+
+from ..errors import OrderError
+from .deferred_unscale import Due
+from .gradients import differ, kept, make_own, nonzero, parameters_of, reciprocal
+from .norms import Measures
+from .update_rule import ScaleState
+
+__all__ = ["WAIT_LIMIT_S", "Job", "OptimizerRecord", "Snapshot", "Window", "raise_mixed", "stepped"]
+
+T = TypeVar("T")
+
+HOST = torch.device("cpu")
+
+WAIT_LIMIT_S = 600.0
+"""Longest wait for a job on another thread, in seconds."""
+
+
+def stepped(optimizer: Any) -> Any:
+    """The torch optimizer behind this package's faces of it, under whose name it is on record."""
+    while (inner := getattr(optimizer, "stepped_optimizer", None)) is not None:
+        optimizer = inner
+    return optimizer
+
+
+@dataclass(slots=True, frozen=True)
+class Snapshot:
+    """Which gradients there were, and their versions: what has changed since is told."""
+
+    entries: Sequence[tuple[Tensor, Tensor | None, int]]
+    contents: list[Tensor] = field(default_factory=list)
+    """What each held, where an edit that no version shows (``.grad.data``) is to be told too."""
+
+    @classmethod
+    def of(cls, parameters: Iterable[Tensor]) -> Snapshot:
+        """As they are now."""
+        return cls([(p, g := p.grad, 0 if g is None else g._version) for p in parameters])
+
+    @classmethod
+    def with_contents(cls, parameters: Iterable[Tensor]) -> Snapshot:
+        """As they are now, to be compared value by value; call :meth:`end` before writing to them.
+
+        On a CPU nothing is copied until somebody writes; elsewhere all is.
+        """
+        found = cls.of(parameters)
+        found.contents.extend(kept(found._grads))
+        return found
+
+    @property
+    def is_zero(self) -> bool:
+        """Every gradient is gone or zero. Synchronises with the device."""
+        return not any(nonzero(grad) for _, grad, _ in self.entries if grad is not None)
+
+    @property
+    def is_changed(self) -> bool:
+        """Any gradient is another tensor, or was written to, since.
+
+        Synchronises with a device other than the CPU where there are contents.
+        """
+        if any(
+            p.grad is not grad or (grad is not None and grad._version != version)
+            for p, grad, version in self.entries
+        ):
+            return True
+        return bool(self.contents) and differ(self._grads, self.contents)
+
+    def end(self) -> None:
+        """The gradients may be written to: it is not compared with any more."""
+        if self.contents:
+            self.contents.clear()
+            make_own(self._grads)
+
+    @property
+    def _grads(self) -> list[Tensor]:
+        return [grad for _, grad, _ in self.entries if grad is not None]
+
+
+class LeftScaled:
+    """Gradients of an overflow that stay as they were found. Keeps none alive.
+
+    Args:
+        parameters: whose ``.grad`` they are.
+        scale: the window's.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], scale: float) -> None:
+        self._scale = scale
+        self._entries = [
+            (weakref.ref(p), weakref.ref(p.grad), p.grad._version)
+            for p in parameters
+            if p.grad is not None
+        ]
+
+    @torch.no_grad()
+    def unscale(self) -> None:
+        """As torch does at once, those that nobody has dropped, replaced or changed since: another
+        backward is about to add to them. Does not synchronise."""
+        found = ((p(), grad(), version) for p, grad, version in self._entries)
+        left: list[Any] = [
+            grad
+            for p, grad, version in found
+            if p is not None and grad is not None and p.grad is grad and grad._version == version
+        ]
+        if left:
+            inverse = reciprocal(self._scale)
+            torch._foreach_mul_(
+                [g.to_local() if hasattr(g, "to_local") else g for g in left], inverse
+            )
+
+
+class OptimizerRecord(dict[str, Any]):
+    """All that is known of one optimizer in one window, whichever call put it there.
+
+    Its two items are torch's: ``stage``, and ``found_inf_per_device`` of the last check.
+    """
+
+    __slots__ = (
+        *("count", "due", "handed_out", "left_scaled", "leftover", "names", "overflowed"),
+        *("rescaled", "verdict"),
+    )
+
+    def __init__(self) -> None:
+        super().__init__(_refresh_per_optimizer_state())
+        self.verdict: bool | None = None
+        """Whether the window overflowed for this optimizer, on any rank; None: not agreed yet."""
+        self.count: int | None = None
+        """How many parameters it had when it was unscaled or checked."""
+        self.leftover = ""
+        """What is wrong with gradients that it brings from before the window."""
+        self.left_scaled: LeftScaled | None = None
+        """Of an overflow: gradients that were not unscaled on the way."""
+        self.due = Due()
+        """Left for the update to do: the gradients are still scaled, not clipped."""
+        self.handed_out: Snapshot | None = None
+        """Gradients as they were when their owner saw them with something still due."""
+        self.rescaled: Snapshot | None = None
+        """Gradients that were unscaled when another loss was scaled."""
+        self.overflowed: Sequence[Tensor] = ()
+        self.names: Sequence[str] = ()
+        """Names of ``overflowed``, once it has been put on record."""
+
+    @property
+    def stage(self) -> OptState:
+        """How far this optimizer has come in the window."""
+        stage: OptState = self["stage"]
+        return stage
+
+    @stage.setter
+    def stage(self, stage: OptState) -> None:
+        self["stage"] = stage
+
+    def decide(self, verdict: bool) -> None:
+        """It is known on every rank whether the window overflowed for this optimizer."""
+        self.verdict = verdict
+        # Where torch's methods look. Above 0 is an overflow; a host number waits for nobody.
+        self["found_inf_per_device"] = {HOST: torch.full((), float(verdict), device=HOST)}
+
+    def let_go(self) -> None:
+        """Keep no parameter and no gradient alive."""
+        self.take_back()
+        self.rescaled = None
+        self.overflowed = ()
+
+    def forbid_mixture(self, name: str) -> None:
+        """Raise ``OrderError`` where the gradients are not all of the window's own scale.
+
+        Args:
+            name: the optimizer's.
+        """
+        if self.leftover:
+            raise OrderError(
+                f"{name} {self.leftover}; the present ones were added to them. Step every "
+                "optimizer that has gradients, or zero them before the next backward; now zero "
+                "them to go on."
+            )
+        if self.rescaled is not None and self.rescaled.is_changed:
+            raise_mixed(name)
+
+    def take_back(self) -> None:
+        """The gradients that were handed out are to be written to."""
+        if self.handed_out is not None:
+            self.handed_out.end()
+        self.handed_out = None
+
+    @property
+    def found_inf(self) -> bool:
+        """The verdict; before the ranks have agreed, that of this one. May synchronise."""
+        if self.verdict is not None:
+            return self.verdict
+        return any(bool(flag) for flag in self["found_inf_per_device"].values())
+
+
+def raise_mixed(whose: str) -> None:
+    """Raise ``OrderError``: scaled gradients were added to unscaled ones."""
+    raise OrderError(
+        f"a backward added scaled gradients to the unscaled ones of {whose}: they were unscaled "
+        "or clipped before the last micro-batch. Accumulate under `with "
+        "accelerator.accumulate(model):`, or clip only after the last backward; then zero the "
+        "gradients and go on."
+    )
+
+
+class Window:
+    """One accumulation window: its scale, and each optimizer's progress in it.
+
+    It opens with the first ``scale()`` after a step, and is all that anybody knows of it: each
+    entry point reads and writes this object, and the next window is a new one. Where nothing is
+    scaled its scale is 1.
+    """
+
+    __slots__ = (
+        *("before", "found_inf", "index", "measures", "opened_by", "scale", "sealed", "states"),
+        *("strays", "unscaled"),
+    )
+
+    def __init__(self, index: int = 0) -> None:
+        self.index = index
+        self.opened_by: int | None = None
+        """Thread that called ``scale()`` first; None: no gradient was scaled yet."""
+        self.scale: Tensor | None = None
+        """The window's own scale once it may outlive the scaler's current one."""
+        self.states: defaultdict[int, OptimizerRecord] = defaultdict(OptimizerRecord)
+        """Under the ``id`` of each optimizer, and of each face of it that was used."""
+        self.strays: dict[int, tuple[Tensor, Snapshot | None]] = {}
+        """Parameters that no optimizer here owns, under their ``id``, whose gradients were
+        unscaled; and the gradients as they were when another loss was scaled after that."""
+        self.unscaled: set[int] = set()
+        """``id`` of parameters whose gradients a boundary has unscaled in place."""
+        self.measures = Measures()
+        """Norms that were taken of its gradients."""
+        self.before: ScaleState | None = None
+        """Set when the boundary has updated the scale: where the update started from."""
+        self.found_inf = False
+        self.sealed = False
+        """Its verdict was taken on the training thread; no other optimizer may join."""
+
+    @property
+    def closed(self) -> bool:
+        """An optimizer has stepped; only further optimizers may still step in it."""
+        return self.before is not None
+
+    def record(self, optimizer: Optimizer) -> OptimizerRecord:
+        """What is known of ``optimizer``, the same under each of its faces; made if it is new."""
+        found = self.states[id(stepped(optimizer))]
+        self.states[id(optimizer)] = found
+        return found
+
+    def known(self, optimizer: Optimizer) -> OptimizerRecord | None:
+        """:meth:`record` if there is one."""
+        return self.states.get(id(stepped(optimizer)))
+
+    def unscaled_among(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Those whose gradients are unscaled already: for another optimizer, or for none."""
+        if not (self.unscaled or self.strays):
+            return []
+        return [
+            p
+            for p in parameters
+            if (id(p) in self.unscaled or id(p) in self.strays) and p.grad is not None
+        ]
+
+    def let_go(self) -> None:
+        """It is over: keep no parameter and no gradient alive."""
+        self.measures = Measures()
+        self.strays.clear()
+        for record in self.states.values():
+            record.let_go()
+
+    def for_job(self, optimizers: Iterable[Optimizer], scale: float) -> Window:
+        """A window of a job's own, with what is known here of ``optimizers``, and host numbers."""
+        own = Window(self.index)
+        own.opened_by, own.sealed, own.unscaled = self.opened_by, True, set(self.unscaled)
+        own.scale = torch.full((), scale, device=HOST)
+        for optimizer in optimizers:
+            known, record = self.record(optimizer), own.record(optimizer)
+            record.stage, record.count = known.stage, known.count
+            record.decide(known.found_inf)
+        return own
+
+    def forget(self, optimizer: Optimizer) -> None:
+        """Its gradients were given up: it starts over."""
+        gone = self.known(optimizer)
+        self.states = defaultdict(
+            OptimizerRecord, {key: r for key, r in self.states.items() if r is not gone}
+        )
+        params = parameters_of(optimizer)
+        self.measures.forget(params)
+        self.unscaled.difference_update(map(id, params))
+
+
+class Job(Generic[T]):
+    """A function bound to a window; call it once, on any thread."""
+
+    def __init__(self, fn: Callable[[], T], window: Window, local: threading.local) -> None:
+        self._fn, self._window, self._local = fn, window, local
+        self._thread: threading.Thread | None = None
+        self._claim = threading.Lock()
+        self._done = threading.Event()
+
+    def __call__(self) -> T:
+        if not self._claim.acquire(blocking=False):
+            raise OrderError(
+                "a bound job runs once; call GradScaler.bind() again for the next window."
+            )
+        self._thread = threading.current_thread()
+        outer = getattr(self._local, "window", None)
+        self._local.window = self._window
+        try:
+            return self._fn()
+        finally:
+            self._local.window = outer
+            self._done.set()
+
+    def wait(self, limit_s: float = WAIT_LIMIT_S) -> None:
+        """Block until the job has run; raise if its thread is gone or ``limit_s`` is over."""
+        if self._thread is threading.current_thread():
+            return
+        end = time.monotonic() + limit_s
+        while not self._done.wait(0.2):
+            thread = self._thread
+            if thread is not None and not thread.is_alive() and not self._done.is_set():
+                raise OrderError(f"the thread {thread.name!r} died while it ran a bound job.")
+            if time.monotonic() > end:
+                state = "has not started" if thread is None else f"still runs on {thread.name!r}"
+                raise OrderError(
+                    f"waited {limit_s:g} s for a job bound to window {self._window.index}: it "
+                    f"{state}. Run every job that GradScaler.bind() returns, or drop it."
+                )

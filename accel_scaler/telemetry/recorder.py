@@ -1,0 +1,299 @@
+"""What goes on record when a window closes, and when its update is known to be done."""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from ..config import ScalerConfig
+from ..overflow_finder import OverflowFinder
+from ..scaling import (
+    GradScaler,
+    Measures,
+    Timing,
+    Window,
+    count_nonfinite,
+    gradients_of,
+    parameters_of,
+)
+from ..version import __version__
+from .name_table import NameTable
+from .record import History, Record
+from .record_queue import Backlog, OpenRecord
+from .spans import Timeline
+from .writer import Journal
+
+__all__ = ["Recorder", "make_recorder"]
+
+logger = logging.getLogger("accel_scaler")
+
+RANK = "{rank}"
+"""In a path: each rank writes its own file."""
+
+SMALLEST_NORMAL = 2.0**-14
+"""Of float16."""
+
+
+class Recorder:
+    """Collects what happens in a window and puts it on record: in memory, and in a file if any.
+
+    Args:
+        scaler: whose windows these are.
+        journal: the telemetry file; None: records in memory, without norms of each parameter.
+        finder: of the module where an overflow begins.
+        underflow_interval: windows between two counts of float16 underflow.
+    """
+
+    def __init__(
+        self,
+        scaler: GradScaler,
+        journal: Journal | None = None,
+        finder: OverflowFinder | None = None,
+        underflow_interval: int = 100,
+    ) -> None:
+        self.scaler, self.journal, self.finder = scaler, journal, finder
+        self.is_asked = False
+        """Somebody writes a file: this rank, or (then all ranks must know) another one."""
+        self.history = History()
+        self.timeline = None if journal is None else Timeline()
+        self.underflow_interval = underflow_interval
+        self._table = NameTable(scaler.culprits)
+        self._pending = Backlog(journal, self._table)
+        self._counted: tuple[tuple[int, ...], Tensor] | None = None
+        self._start = time.perf_counter() if journal is None else journal.start_s
+        scaler.culprits.keeps_losses |= journal is not None
+        self._finish = weakref.finalize(self, self._pending.close)
+
+    @property
+    def _open(self) -> OpenRecord | None:
+        """The window on record last; it is held where the end of the process finds it."""
+        return self._pending.open
+
+    @_open.setter
+    def _open(self, window: OpenRecord | None) -> None:
+        self._pending.open = window
+
+    @property
+    def keeps(self) -> bool:
+        """Whether norms of each parameter are wanted."""
+        return self.journal is not None
+
+    def span(self, kind: str) -> AbstractContextManager[None]:
+        """What runs inside takes its place in the timeline."""
+        return nullcontext() if self.timeline is None else self.timeline.span(kind)
+
+    def watch(self, prepared: Module, inner: Module) -> None:
+        """Note when a model runs forward, and where in it an overflow begins.
+
+        Args:
+            prepared: what the training loop calls.
+            inner: the model in it, whose parameters' names are known.
+        """
+        self.scaler.culprits.know(inner)
+        if self.timeline is not None:
+            self.timeline.watch(prepared)
+        if self.finder is not None:
+            self.finder.watch(inner)
+
+    def before_backward(self, loss: Tensor) -> None:
+        """A backward from this unscaled loss is about to start."""
+        if self.finder is not None:
+            self.finder.note_loss(loss)
+
+    def before_update(self, optimizer: Optimizer, window: Window, found_inf: bool) -> None:
+        """Look at what the update will take away; the check has just waited for the device."""
+        window.measures.fetch()
+        self._read_underflow()
+        if self.keeps and not found_inf and window.index % self.underflow_interval == 0:
+            self._count_underflow(optimizer)
+
+    def add(
+        self,
+        optimizer: Optimizer,
+        window: Window,
+        scale: float,
+        found_inf: bool,
+        overflowed: Iterable[str] = (),
+        timing: Timing | None = None,
+    ) -> None:
+        """Put the window, or what one more optimizer did in it, on record."""
+        index, measures = window.index, window.measures
+        if self._open is None or self._open.record.index != index:
+            self._close_window()
+            before = None
+        else:
+            before = self._open.record
+        record = Record(
+            index=index,
+            scale=scale,
+            next_scale=self.scaler.get_scale(),
+            skipped=found_inf and self.scaler.is_enabled(),
+            grad_norm=measures.total,
+            overflowed=tuple(overflowed),
+            found_inf=found_inf,
+            growth_tracker=self.scaler._get_growth_tracker(),
+            lr=(before.lr if before else ()) + tuple(map(_lr, optimizer.param_groups)),
+            time=time.perf_counter() - self._start,
+            **_clip(measures, found_inf),
+            **self._details(optimizer, window, found_inf, before),
+        )
+        self._open = self._open if before is not None and self._open else OpenRecord(record)
+        self._open.record = record
+        self._open.places, self._open.elements = self._table.places, self._table.elements
+        if timing is not None:
+            self._open.timings.append(timing)
+        self.history.add(record)
+        self._warn(record)
+
+    def end_step(self, start: float) -> None:
+        """A step that began at ``start`` (of ``perf_counter``) is on record and over."""
+        if self.timeline is not None and self._open is not None:
+            self.timeline.add("step", start)
+            self._open.spans += self.timeline.take()
+        if self.finder is not None:
+            self.finder.end_window()
+
+    def _details(
+        self, optimizer: Optimizer, window: Window, found_inf: bool, before: Record | None
+    ) -> dict[str, Any]:
+        """What is known of single parameters and modules, as far as somebody asked for it."""
+        details: dict[str, Any] = {}
+        if before is not None:
+            details = {"nonfinite": before.nonfinite, "loss_nonfinite": before.loss_nonfinite}
+            details["first"] = before.first
+        if found_inf and self.finder is not None and details.get("first") is None:
+            details["first"] = self._find(window.index)
+        if not self.keeps:
+            return details
+        if found_inf:
+            params = [p for p in parameters_of(optimizer) if p.grad is not None]
+            numbers = self._table.numbers_of(params, optimizer)
+            counts = count_nonfinite(gradients_of(params))
+            offenders = dict(details.get("nonfinite", ()))
+            offenders |= {n: c for n, c in zip(numbers, counts, strict=True) if c}
+            details["nonfinite"] = tuple(offenders.items())
+            details["loss_nonfinite"] = self.scaler.culprits.bad_losses()
+        found = [(m.parameters, m.ids, m.each) for m in window.measures]
+        details["norms"] = self._table.place_norms(found, optimizer)
+        if not self._table.names:  # nothing was measured, but waits want names
+            self._table.numbers_of(parameters_of(optimizer), optimizer)
+        details["names"] = self._table.names
+        return details
+
+    def _find(self, index: int) -> dict[str, Any] | None:
+        """Where the overflow began; said at once too, for those without a file."""
+        found = None if self.finder is None else self.finder.find()
+        if found is None:
+            return None
+        evidence = self.scaler.culprits.evidence
+        evidence.first = found.text + ". "
+        made = found.where == "forward" and found.input and all(map(isfinite, found.input))
+        evidence.module = f"{found.module or 'the model'} ({found.cls})" if made else ""
+        logger.warning("window %d overflowed: %s", index, found.text)
+        return found.as_json()
+
+    def _warn(self, record: Record) -> None:
+        history = self.history
+        names = ", ".join(record.overflowed) or "no single tensor"
+        if record.next_scale < 1.0 and not history.told_low:
+            history.told_low = True
+            logger.warning(
+                "the loss scale fell below 1, so gradients overflow whatever it is. Last seen in: "
+                f"{names}. min_scale keeps it up, max_consecutive_skips ends such a run. "
+                "(Said once.)"
+            )
+
+    def _count_underflow(self, optimizer: Optimizer) -> None:
+        """Of scaled float16 gradients: read by a later window, when the device is idle anyway."""
+        params = [
+            p
+            for p in parameters_of(optimizer)
+            if (grad := p.grad) is not None
+            and grad.dtype is torch.float16
+            and not grad.is_sparse
+            and grad.numel() > 0
+        ]
+        shares = []
+        for grad in gradients_of(params):
+            size = grad.abs()
+            zero = (size == 0).float().mean()
+            shares.append(torch.stack((zero, (size < SMALLEST_NORMAL).float().mean() - zero)))
+        if shares:
+            numbers = self._table.numbers_of(params, optimizer)
+            self._counted = (tuple(numbers), torch.stack(shares))
+
+    def _read_underflow(self) -> None:
+        counted, self._counted = self._counted, None
+        if counted is not None and self._open is not None:
+            numbers, shares = counted
+            self._open.underflow += tuple(
+                (n, zero, low) for n, (zero, low) in zip(numbers, shares.tolist(), strict=True)
+            )
+
+    def _close_window(self) -> None:
+        """The next window is about to be put on record: this one is over."""
+        window, self._open = self._open, None
+        if window is not None:
+            if window.is_complete:
+                self.history.complete(window.completed(self._table))
+            self._pending.add(window)
+
+    def flush(self, error: str | None = None) -> None:
+        """Write what is known of the last window now. ``error``: what ends the run."""
+        self._read_underflow()
+        self._close_window()
+        self.scaler.window.measures.forget()
+        self._pending.error = error or self._pending.error
+        self._pending.drain(everything=True)
+
+    def close(self) -> None:
+        """Write the rest and close the file; remove every hook."""
+        self.flush()
+        self._finish()
+        if self.timeline is not None:
+            self.timeline.close()
+        if self.finder is not None:
+            self.finder.close()
+
+
+def _clip(measures: Measures, found_inf: bool) -> dict[str, Any]:
+    max_norm, coefficient = measures.clip
+    return {"max_norm": max_norm, "clip_coefficient": None if found_inf else coefficient}
+
+
+def _lr(group: dict[str, Any]) -> float | None:
+    """None: on a device, where to read it would wait."""
+    rate = group.get("lr")
+    if isinstance(rate, Tensor):
+        return float(rate) if rate.device.type == "cpu" and rate.numel() == 1 else None
+    return None if rate is None else float(rate)
+
+
+def make_recorder(scaler: GradScaler, config: ScalerConfig, facts: dict[str, Any]) -> Recorder:
+    """The recorder that ``config`` asks for; only rank 0 writes, unless the path has ``{rank}``.
+
+    Args:
+        facts: for the ``start`` line; ``rank`` and ``ranks`` among them.
+
+    Raises:
+        ConfigError: ``telemetry`` cannot be written.
+    """
+    path, journal = config.telemetry, None
+    if path is not None and (facts["rank"] == 0 or RANK in path):
+        own = {"package": __version__, "torch": torch.__version__, "settings": asdict(config)}
+        journal = Journal(path.replace(RANK, str(facts["rank"])), {**facts, **own})
+    finder = OverflowFinder() if config.find_overflow else None
+    recorder = Recorder(scaler, journal, finder, config.underflow_interval)
+    recorder.is_asked = path is not None
+    return recorder

@@ -1,0 +1,99 @@
+"""What ran when on the training thread: forward, backward, clip and step of the present window."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from ..overflow_finder import inert
+from .record import Span
+
+__all__ = ["MOST_SPANS", "Timeline"]
+
+MOST_SPANS = 256
+"""Of one window; what comes after is left out."""
+
+
+class Timeline:
+    """Spans of host time since the last :meth:`take`. On a GPU they are those of enqueueing.
+
+    Nothing here synchronises with a device.
+    """
+
+    def __init__(self) -> None:
+        self._spans: list[Span] = []
+        self._handles: list[Any] = []
+        self._watched: weakref.WeakSet[Module] = weakref.WeakSet()
+
+    @contextmanager
+    def span(self, kind: str) -> Iterator[None]:
+        """What runs inside is one span."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(kind, start)
+
+    def add(self, kind: str, start: float) -> None:
+        """A span from ``start`` (of ``perf_counter``) to now."""
+        if len(self._spans) < MOST_SPANS:
+            self._spans.append((kind, start, time.perf_counter() - start))
+
+    def take(self) -> list[Span]:
+        """The spans since the last call."""
+        spans, self._spans = self._spans, []
+        return spans
+
+    def watch(self, model: Module) -> None:
+        """Note this model's training forwards. Once each; :meth:`close` removes the hooks."""
+        if model in self._watched:
+            return
+        self._watched.add(model)
+        watch = _ForwardWatch(weakref.ref(self))
+        self._handles += [
+            model.register_forward_pre_hook(_Before(watch), prepend=True),
+            model.register_forward_hook(_After(watch)),
+        ]
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+class _ForwardWatch:
+    """What the two hooks on one model know together."""
+
+    def __init__(self, timeline: Any) -> None:
+        self.timeline = timeline
+        self.start: float | None = None
+
+
+class _Hook:
+    """On one model, which may be copied and pickled with it."""
+
+    def __init__(self, watch: _ForwardWatch) -> None:
+        self._watch = watch
+
+    def __reduce__(self) -> Any:
+        return inert()
+
+
+class _Before(_Hook):
+    def __call__(self, module: Module, _: Any) -> None:
+        self._watch.start = time.perf_counter() if torch.is_grad_enabled() else None
+
+
+class _After(_Hook):
+    def __call__(self, module: Module, _: Any, __: Any) -> None:
+        watch = self._watch
+        timeline, start, watch.start = watch.timeline(), watch.start, None
+        if timeline is not None and start is not None and torch.is_grad_enabled():
+            timeline.add("forward", start)

@@ -1,4 +1,5 @@
-# make train: a real fp16 fine-tune. make test: the test suite. Each sets up what it needs.
+# make train: a real fp16 fine-tune. make test: the test suite, without what starts processes;
+# make test-all: all of it. Each sets up what it needs.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -12,12 +13,16 @@ SIMDEV ?=
 SIMULATED := out/simulated
 # Of random settings beside the CPU.
 RANDOM_MINUTES ?= 5
-THREADED := gradients fused boundary small memory_cost
+TESTS ?= tests/unit tests/integration tests/property
+# Their kernels run over all threads, too.
+THREADED := $(addprefix tests/unit/,$(addsuffix .py,scaling/test_gradients \
+	optimizer_step/test_fused_adam optimizer_step/test_boundary \
+	optimizer_step/test_boundary_memory async_optimizer/test_flat_buffers))
 
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: train test test-gpu test-simulated test-oldest test-newest check-dist lint types report clean
+.PHONY: train test test-all test-gpu test-simulated test-oldest test-newest check-dist lint types report clean
 .PHONY: soak bench bench-cpu bench-overlap bench-telemetry bench-load bench-convergence bench-gpu
 
 # Passive: threads that wait for each other sleep. By default they spin, and where other processes
@@ -27,12 +32,17 @@ train bench-cpu: export OMP_WAIT_POLICY ?= passive
 train: $(STAMP)
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu_fp16.yaml recipes/finetune_classifier.py
 
-# One test file on each core, so one thread each; then the kernels once more, over all threads.
+# One test file on each core, so one thread each. No process is started.
 test: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not process" -n $(WORKERS) \
+		--dist loadfile --durations=15 $(TESTS) $(ARGS)
+
+# Everything; then the kernels once more, over all threads.
+test-all: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n $(WORKERS) --dist loadfile \
 		--durations=15 $(ARGS)
 ifeq ($(ARGS),)
-	$(BIN)/python -m pytest -q $(addprefix tests/test_,$(addsuffix .py,$(THREADED)))
+	$(BIN)/python -m pytest -q $(THREADED)
 endif
 
 test-gpu: $(STAMP)
@@ -60,10 +70,10 @@ $(SIMULATED)/.built: $(STAMP) $(if $(SIMDEV),$(wildcard $(SIMDEV)/*.* $(SIMDEV)/
 # The oldest releases that pyproject.toml allows, and the newest that the index has. Where it has
 # no CPU build of that torch, this fetches gigabytes of CUDA packages.
 test-oldest:
-	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
+	$(MAKE) test-all VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
 
 test-newest:
-	$(MAKE) test VENV=.venv-newest CONSTRAINTS=/dev/null
+	$(MAKE) test-all VENV=.venv-newest CONSTRAINTS=/dev/null
 
 # The wheel and the sdist in an environment that holds them and what they require, nothing else.
 check-dist: $(STAMP)
@@ -73,7 +83,7 @@ check-dist: $(STAMP)
 	out/dist/empty/bin/python -m pip install --quiet -c $(CONSTRAINTS) $(TORCH)
 	out/dist/empty/bin/python -m pip install --quiet -c $(CONSTRAINTS) out/dist/*.whl
 	mkdir out/dist/folder
-	out/dist/empty/bin/python -I tests/installed.py out/dist/folder
+	out/dist/empty/bin/python -I tests/helpers/installed.py out/dist/folder
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -92,7 +102,7 @@ report: $(STAMP)
 
 # Random histories in one process: no failure, and nothing that grows. ARGS="--seed 7 --jobs 2"
 soak: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python tests/soak.py --minutes $(MINUTES) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/stress/soak.py --minutes $(MINUTES) $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/boundary.py

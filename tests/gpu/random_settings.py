@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (0, 1, 2)]
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS / "helpers"), str(TESTS.parent)]
 
 import torch
 from accelerate import Accelerator

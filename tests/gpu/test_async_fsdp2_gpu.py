@@ -11,8 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in (".", "distributed")]
-
 import pytest
 import torch
 from accelerate import Accelerator
@@ -83,7 +81,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         text=True,
         check=False,
         timeout=280,
-        env={k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")},
+        env={k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
+        | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(RANKS)]

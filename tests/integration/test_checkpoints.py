@@ -1,0 +1,266 @@
+"""save_state and load_state of a raw Accelerate loop: nothing is lost, stock reads ours.
+
+Run as a script, this file is the new process that resumes from a checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import GradScalerKwargs
+from support import stock, use_torchs_products, weights
+from torch import Tensor, nn
+
+from accel_scaler import ConfigError, GradScaler, ScalerConfig, attach
+
+ACCUMULATION = 2
+CONFIG = ScalerConfig(init_scale=1024.0, growth_interval=3)
+HANDLER = GradScalerKwargs(init_scale=1024.0, growth_interval=3)
+# Windows that overflow: in each half, and on either side of the checkpoint after window 9.
+OVERFLOWS = (2, 9, 10, 15)
+
+
+class Run:
+    """A model with dropout, an optimizer and a schedule under one accelerator."""
+
+    def __init__(
+        self, accelerator: Any, optimizer: str = "adamw", overflows: Collection[int] = OVERFLOWS
+    ) -> None:
+        torch.manual_seed(3)
+        layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 1))
+        if optimizer == "sgd":
+            stepper: Any = torch.optim.SGD(layers.parameters(), lr=0.05, momentum=0.9)
+        else:
+            fused = optimizer == "fused"
+            stepper = torch.optim.AdamW(layers.parameters(), lr=0.01, fused=fused)
+        schedule = torch.optim.lr_scheduler.LambdaLR(stepper, lambda step: 1 / (1 + step))
+        self.accelerator, self.overflows = accelerator, overflows
+        self.model, self.optimizer, self.schedule = accelerator.prepare(layers, stepper, schedule)
+        self.skipped: list[bool] = []
+        self.scales: list[float] = []
+
+    def micro_batch(self, window: int, index: int) -> None:
+        """One forward and backward, and what an Accelerate loop does after it."""
+        seeded = torch.Generator().manual_seed(100 * window + index)
+        x, y = torch.randn(4, 8, generator=seeded), torch.randn(4, 1, generator=seeded)
+        accelerator = self.accelerator
+        with accelerator.accumulate(self.model):
+            loss = nn.functional.mse_loss(self.model(x), y)
+            if window in self.overflows and index == 0:
+                loss = loss * float("inf")
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(self.model.parameters(), 0.5)
+            self.optimizer.step()
+            self.schedule.step()
+            self.optimizer.zero_grad()
+
+    def windows(self, first: int, end: int) -> Run:
+        """Train windows ``first`` to ``end - 1``."""
+        for window in range(first, end):
+            for index in range(ACCUMULATION):
+                self.micro_batch(window, index)
+            self.skipped.append(self.optimizer.step_was_skipped)
+            self.scales.append(self.accelerator.scaler.get_scale())
+        return self
+
+    def result(self) -> dict[str, Any]:
+        """Everything a run leaves."""
+        return {
+            "weights": weights(self.model),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict()["last_epoch"],
+            "scaler": self.accelerator.scaler.state_dict(),
+            "skipped": self.skipped,
+            "scales": self.scales,
+        }
+
+
+def ours(config: ScalerConfig = CONFIG) -> Any:
+    return attach(
+        Accelerator(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=ACCUMULATION),
+        config,
+    )
+
+
+def theirs() -> Any:
+    return stock(gradient_accumulation_steps=ACCUMULATION, kwargs_handlers=[HANDLER])
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equality through dicts and lists, bit for bit for tensors."""
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def half_equals_whole(half: dict[str, Any], whole: dict[str, Any]) -> None:
+    for key in ("weights", "optimizer", "schedule", "scaler"):
+        assert same(half[key], whole[key]), key
+    assert half["skipped"] == whole["skipped"][10:]
+    assert half["scales"] == whole["scales"][10:]
+
+
+LONG = ScalerConfig(init_scale=1024.0, growth_interval=3, hysteresis=2)
+
+
+def resume(folder: Path) -> None:
+    """In a new process: both kinds of run from their checkpoints."""
+    for optimizer in ("adamw", "fused"):
+        run = Run(ours(LONG), optimizer)
+        run.accelerator.load_state(str(folder / optimizer))
+        torch.save(run.windows(10, 20).result(), folder / f"{optimizer}.pt")
+
+
+@pytest.mark.process
+def test_a_new_process_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """20 windows == 10, save_state, a new process, load_state, 10 more."""
+    whole = {}
+    for optimizer in ("adamw", "fused"):
+        run = Run(ours(LONG), optimizer).windows(0, 10)
+        assert run.accelerator.scaler.state_dict()["_consecutive_skips"] == 1
+        run.accelerator.save_state(str(tmp_path / optimizer))
+        whole[optimizer] = run.windows(10, 20).result()
+    for result in whole.values():
+        assert [i for i, skipped in enumerate(result["skipped"]) if skipped] == list(OVERFLOWS)
+        # The second skip in a row backs the scale off: the count crossed the checkpoint.
+        assert result["scales"][9] == 2 * result["scales"][10]
+        assert result["schedule"] == 20 - len(OVERFLOWS)
+    done = subprocess.run(
+        [sys.executable, __file__, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    for optimizer, result in whole.items():
+        # Plain numbers and tensors only: no class of this package is needed to read them.
+        half_equals_whole(torch.load(tmp_path / f"{optimizer}.pt", weights_only=True), result)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_stock_checkpoint_goes_on_in_ours_as_in_stock(tmp_path: Path, optimizer: str) -> None:
+    run = Run(theirs(), optimizer).windows(0, 10)
+    run.accelerator.save_state(str(tmp_path))
+    whole = run.windows(10, 20).result()
+    assert [i for i, skipped in enumerate(whole["skipped"]) if skipped] == list(OVERFLOWS)
+    half = Run(ours(ScalerConfig()), optimizer)
+    half.accelerator.load_state(str(tmp_path))
+    assert type(half.accelerator.scaler) is GradScaler
+    result = half.windows(10, 20).result()
+    assert result["scaler"].pop("_consecutive_skips") == 0
+    half_equals_whole(result, whole)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_our_checkpoint_goes_on_in_stock_as_in_ours(tmp_path: Path, optimizer: str) -> None:
+    run = Run(ours(), optimizer).windows(0, 10)
+    run.accelerator.save_state(str(tmp_path))
+    whole = run.windows(10, 20).result()
+    half = Run(theirs(), optimizer)
+    half.accelerator.load_state(str(tmp_path))
+    assert type(half.accelerator.scaler) is torch.amp.GradScaler
+    result = half.windows(10, 20).result()
+    assert any(result["skipped"])
+    del whole["scaler"]["_consecutive_skips"]
+    half_equals_whole(result, whole)
+
+
+def test_the_scaler_file_holds_plain_numbers(tmp_path: Path) -> None:
+    run = Run(ours()).windows(0, 4)
+    run.accelerator.save_state(str(tmp_path))
+    loaded = torch.load(tmp_path / "scaler.pt", weights_only=True)
+    assert loaded == run.accelerator.scaler.state_dict()
+    # The overflow in window 2 halved it and started the count again; window 3 counted.
+    assert (loaded["scale"], loaded["_growth_tracker"]) == (512.0, 1)
+
+
+BROKEN = {
+    "an entry is missing": {"scale": 4.0},
+    "a value is no number": {
+        "scale": "large",
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 3,
+        "_growth_tracker": 0,
+    },
+    "no dict at all": b"not a file of torch",
+}
+
+
+@pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN.keys())
+def test_a_broken_scaler_file_raises_and_leaves_the_scaler_alone(
+    tmp_path: Path, content: Any
+) -> None:
+    run = Run(ours()).windows(0, 5)
+    run.accelerator.save_state(str(tmp_path))
+    run.windows(5, 10)
+    before = run.accelerator.scaler.state_dict()
+    assert before != torch.load(tmp_path / "scaler.pt")
+    if isinstance(content, bytes):
+        (tmp_path / "scaler.pt").write_bytes(content)
+    else:
+        torch.save(content, tmp_path / "scaler.pt")
+    expected: type[Exception] = ConfigError if isinstance(content, dict) else Exception
+    with pytest.raises(expected):
+        run.accelerator.load_state(str(tmp_path))
+    assert run.accelerator.scaler.state_dict() == before
+    run.windows(10, 12)
+    assert run.skipped[10:] == [True, False]
+
+
+@pytest.mark.parametrize("stepped", [False, True], ids=["half a window", "clipped, not stepped"])
+def test_load_state_in_the_middle_of_a_window(tmp_path: Path, stepped: bool) -> None:
+    """The open window is given up; after zeroing the gradients training goes on as saved."""
+    run = Run(ours()).windows(0, 10)
+    run.accelerator.save_state(str(tmp_path))
+    whole = run.windows(10, 20).result()
+    half = Run(ours())
+    half.micro_batch(0, 0)
+    if stepped:
+        half.accelerator.gradient_state._set_sync_gradients(True)
+        half.accelerator.clip_grad_norm_(half.model.parameters(), 0.5)
+    assert half.accelerator.scaler.window.opened_by is not None
+    half.accelerator.load_state(str(tmp_path))
+    assert half.accelerator.scaler.window.opened_by is None
+    half.model.zero_grad()
+    half_equals_whole(half.windows(10, 20).result(), whole)
+
+
+def test_loading_after_training_started_equals_loading_into_a_fresh_run(tmp_path: Path) -> None:
+    """Going back to a checkpoint in one process, as after a divergence."""
+    run = Run(ours(), "fused").windows(0, 10)
+    run.accelerator.save_state(str(tmp_path))
+    first = run.windows(10, 20).result()
+    # The next training overwrites tensors in place: keep the numbers.
+    kept = {key: first[key] for key in ("skipped", "scales", "schedule", "scaler", "weights")}
+    moments = [s["exp_avg_sq"].clone() for s in first["optimizer"]["state"].values()]
+    kept["skipped"], kept["scales"] = list(kept["skipped"]), list(kept["scales"])
+    run.accelerator.load_state(str(tmp_path))
+    again = run.windows(10, 20).result()
+    assert again["skipped"][20:] == kept["skipped"][10:]
+    assert again["scales"][20:] == kept["scales"][10:]
+    assert again["scaler"] == kept["scaler"]
+    assert again["schedule"] == kept["schedule"]
+    assert torch.equal(again["weights"], kept["weights"])
+    after = [s["exp_avg_sq"] for s in again["optimizer"]["state"].values()]
+    assert same(after, moments)
+
+
+if __name__ == "__main__":
+    use_torchs_products()
+    resume(Path(sys.argv[1]))

@@ -1,0 +1,785 @@
+"""What goes on record and what is said: warnings, errors, where it began, underflow, the end."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker
+from async_support import assert_same, lazy
+from support import Linear, mlp, weights
+from telemetry_runs import (
+    INF,
+    MODES,
+    Beside,
+    attached,
+    kinds_of,
+    lines_of,
+    loss_of,
+    reset,
+    sgd,
+    windows_of,
+)
+from torch import Tensor, nn
+
+from accel_scaler import (
+    AsyncOptimizer,
+    ConfigError,
+    GradScaler,
+    OverflowStreakError,
+    ScalerConfig,
+    attach,
+    detach,
+)
+from accel_scaler.scaling.norms import Measure, Measures
+from accel_scaler.telemetry import writer as writer_module
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each window is written when it is over; some would wait for the next ones."""
+    monkeypatch.setattr(writer_module, "LONGEST_WAIT_S", 0.0)
+
+
+ALL_MODES = pytest.mark.parametrize("mode", MODES.values(), ids=MODES.keys())
+
+
+def prepared(accelerator: Any, plain: nn.Module, **more: Any) -> tuple[Any, Any]:
+    model, optimizer = accelerator.prepare(plain, sgd(plain.parameters(), **more))
+    return model, optimizer
+
+
+def step(accelerator: Any, model: Any, optimizer: Any, number: int, factor: float = 1.0) -> None:
+    accelerator.backward(loss_of(model, number) * factor)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def steps(count: int, accelerator: Any, model: Any, optimizer: Any, factor: float = 1.0) -> None:
+    for number in range(count):
+        step(accelerator, model, optimizer, number, factor)
+
+
+def messages(caplog: pytest.LogCaptureFixture, part: str) -> list[str]:
+    return [text for r in caplog.records if part in (text := r.getMessage())]
+
+
+# A run of skips.
+
+
+@ALL_MODES
+def test_a_run_of_skips_ends_after_a_last_record(
+    tmp_path: Path, mode: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    path, plain = tmp_path / "run.jsonl", mlp()
+    with attached(path, max_consecutive_skips=6, **mode) as accelerator:
+        model, optimizer = prepared(accelerator, plain)
+        step(accelerator, model, optimizer, 0)
+        optimizer.synchronize()
+        before = weights(plain)
+        with caplog.at_level(logging.WARNING), pytest.raises(OverflowStreakError) as caught:
+            steps(20, accelerator, model, optimizer, INF)
+        assert kinds_of(path).count("window") == 8  # before the file is closed
+        assert torch.equal(weights(plain), before)
+    found, end, text = windows_of(path), lines_of(path)[-1], str(caught.value)
+    assert [line["skipped"] for line in found] == [False] + [True] * 7
+    assert end["error"] == f"OverflowStreakError: {text}"
+    assert (end["windows"], end["skips"]) == (8, 7)
+    assert "7 windows in a row overflowed, max_consecutive_skips=6 allows 6" in text
+    assert "Scale: 4096 -> 2048 -> 1024 -> 512 -> 256 -> 128 -> 64 -> 32. " in text
+    assert "(1) the loss was inf or NaN in 7 of these 7 windows" in text
+    assert text.count("(1)") == text.count("(2)") == text.count("(3)") == 1
+    assert "(4)" not in text
+    # Those that a check comes across, most often seen first.
+    named = re.search(r"Non-finite gradients in: ([^.]+\.[a-z, ]+[^:]*?)\. Scale", text)
+    assert named is not None
+    assert set(named[1].split(", ")) <= {name for name, _ in plain.named_parameters()}
+    (warning,) = messages(caplog, "windows in a row")
+    assert warning.startswith("2 windows in a row overflowed; max_consecutive_skips=6 ends the run")
+
+
+@pytest.mark.parametrize(("limit", "said_at"), [(1, 1), (2, 1), (3, 1), (7, 2), (12, 4)])
+def test_the_warning_comes_once_at_a_third_of_the_budget(
+    limit: int, said_at: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with attached(max_consecutive_skips=limit) as accelerator:
+        model, optimizer = prepared(accelerator, mlp())
+        counts = []
+        with caplog.at_level(logging.WARNING):
+            for _ in range(2):  # a second run of skips says nothing more
+                for number in range(limit):
+                    step(accelerator, model, optimizer, number, INF)
+                    counts.append(len(messages(caplog, "windows in a row")))
+                step(accelerator, model, optimizer, 0)
+    assert counts == [0] * (said_at - 1) + [1] * (2 * limit - said_at + 1)
+
+
+def overflow_in_gradient(model: nn.Module, on: dict[str, bool]) -> None:
+    """While ``on``, the gradient of the last weight is inf in one element, the loss is finite."""
+
+    def spoil(grad: Tensor) -> Tensor:
+        if on.get("inf"):
+            grad = grad.clone()
+            grad.view(-1)[0] = INF
+        return grad
+
+    model[2].weight.register_hook(spoil)  # type: ignore[index, union-attr]
+
+
+@ALL_MODES
+def test_one_layer_that_overflows_is_the_first_remedy(mode: dict[str, Any]) -> None:
+    plain = mlp()
+    overflow_in_gradient(plain, {"inf": True})
+    with attached(max_consecutive_skips=4, **mode) as accelerator:
+        model, optimizer = prepared(accelerator, plain)
+        with pytest.raises(OverflowStreakError) as caught:
+            steps(9, accelerator, model, optimizer)
+    text = str(caught.value)
+    assert "(1) it began in 2.weight in 3 of 3 windows" in text
+    assert "Non-finite gradients in: 2.weight. " in text
+
+
+def test_parameters_that_are_broken_are_said_first() -> None:
+    plain = mlp()
+    with torch.no_grad():
+        plain[2].bias.fill_(math.nan)
+    with attached(max_consecutive_skips=2) as accelerator:
+        model, optimizer = prepared(accelerator, plain)
+        with pytest.raises(OverflowStreakError, match=r"\(1\) parameters are inf or NaN.*2\.bias"):
+            steps(9, accelerator, model, optimizer)
+
+
+def test_the_floor_of_the_scale_is_a_remedy() -> None:
+    plain = mlp()
+    overflow_in_gradient(plain, {"inf": True})
+    with attached(max_consecutive_skips=5, min_scale=1024.0) as accelerator:
+        model, optimizer = prepared(accelerator, plain)
+        with pytest.raises(OverflowStreakError) as caught:
+            steps(9, accelerator, model, optimizer)
+    assert "Scale: 4096 -> 2048 -> 1024. " in str(caught.value)
+    assert "the scale stood at min_scale=1024" in str(caught.value)
+
+
+# Which parameters, how many elements, where it began.
+
+
+@ALL_MODES
+def test_every_offender_is_counted(tmp_path: Path, mode: dict[str, Any]) -> None:
+    """Memory names the first few; the file all of them, with their numbers of elements."""
+    path, plain, on = tmp_path / "run.jsonl", mlp(), {"inf": False}
+    overflow_in_gradient(plain, on)
+    with attached(path, **mode) as accelerator:
+        model, optimizer = prepared(accelerator, plain)
+        for number in range(4):
+            on["inf"] = number == 2
+            accelerator.backward(loss_of(model, number) * (INF if number == 1 else 1.0))
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        records = list(accelerator.scaler_history.records)
+    found = windows_of(path)
+    sizes = {name: [p.numel()] for name, p in plain.named_parameters()}
+    assert [line["nonfinite"] == {} for line in found] == [True, False, False, True]
+    for name, count in found[1]["nonfinite"].items():
+        assert 0 < count[0] <= sizes[name][0]
+    assert found[2]["nonfinite"] == {"2.weight": [1]}
+    assert records[2].overflowed == ("2.weight",)
+    assert [line.get("loss_nonfinite", 0) for line in found] == [0, 1, 0, 0]
+
+
+class Loud(nn.Linear):
+    """Overflows in float16 while ``factor`` is large."""
+
+    factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.factor
+
+
+class Hot(nn.Sequential):
+    """Its second layer is loud."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 8), Loud(8, 8), nn.Linear(8, 1))
+
+    def turn(self, factor: float) -> None:
+        self[1].factor = factor  # type: ignore[assignment]
+
+
+@ALL_MODES
+def test_where_it_began_is_in_the_record_the_log_and_the_error(
+    tmp_path: Path, mode: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    path, plain = tmp_path / "run.jsonl", Hot()
+    settings = {"find_overflow": True, "max_consecutive_skips": 2}
+    with attached(path, **settings, **mode) as accelerator:
+        model, optimizer = prepared(accelerator, plain)
+        step(accelerator, model, optimizer, 0)
+        plain.turn(1e7)
+        with caplog.at_level(logging.WARNING), pytest.raises(OverflowStreakError) as caught:
+            steps(5, accelerator, model, optimizer)
+    found = windows_of(path)
+    assert "first" not in found[0]
+    for line in found[1:]:
+        first = line["first"]
+        assert (first["where"], first["module"], first["class"]) == ("forward", "1", "Loud")
+        assert first["micro_batch"] == 0
+        assert all(len(first[key]) == 2 for key in ("input", "output"))
+        assert messages(caplog, f"window {line['step']} overflowed: {first['text']}")
+    assert len(messages(caplog, "overflowed: ")) == len(found) - 1 == 3
+    text = str(caught.value)
+    assert found[-1]["first"]["text"] in text
+    assert "remedies: (1) 1 (Loud) overflows in its forward" in text
+    assert "find_overflow=True names" not in text
+
+
+def test_where_it_began_is_found_without_a_file(caplog: pytest.LogCaptureFixture) -> None:
+    plain = Hot()
+    with attached(find_overflow=True) as accelerator:
+        model, optimizer = prepared(accelerator, plain)
+        plain.turn(1e7)
+        with caplog.at_level(logging.WARNING):
+            step(accelerator, model, optimizer, 0)
+        (record,) = accelerator.scaler_history.records
+    assert record.first is not None
+    assert record.first["module"] == "1"
+    assert record.norms is None
+    assert len(messages(caplog, "window 0 overflowed: ")) == 1
+
+
+def test_the_second_optimizers_overflow_is_found_too(tmp_path: Path) -> None:
+    """Two optimizers in one window; the first one's gradients are fine."""
+    path, fine, hot = tmp_path / "run.jsonl", mlp(), Hot()
+    with attached(path, find_overflow=True) as accelerator:
+        fine_model, fine_optimizer = prepared(accelerator, fine)
+        hot_model, hot_optimizer = prepared(accelerator, hot)
+        for number, factor in enumerate((1.0, 1e7, 1.0, 1e7)):
+            hot.turn(factor)
+            accelerator.backward(loss_of(fine_model, number))
+            accelerator.backward(loss_of(hot_model, number))
+            for optimizer in (fine_optimizer, hot_optimizer):
+                optimizer.step()
+                optimizer.zero_grad()
+    found = windows_of(path)
+    assert [line["skipped"] for line in found] == [False, True, False, True]
+    assert ["first" in line for line in found] == [False, True, False, True]
+    assert found[1]["first"]["micro_batch"] == 1
+    assert {line["first"]["module"] for line in found if "first" in line} == {"1"}
+
+
+def test_an_overflow_of_the_first_of_two_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, hot, fine = tmp_path / "run.jsonl", Hot(), mlp()
+    with caplog.at_level(logging.WARNING), attached(path, find_overflow=True) as accelerator:
+        pairs = [prepared(accelerator, model) for model in (hot, fine)]
+        hot.turn(1e7)
+        for model, _ in pairs:
+            accelerator.backward(loss_of(model, 0))
+        for _, optimizer in pairs:
+            optimizer.step()
+    (line,) = windows_of(path)
+    assert line["first"]["module"] == "1"
+    assert len(messages(caplog, "window 0 overflowed: ")) == 1
+
+
+def test_where_it_began_is_looked_for_only_after_an_overflow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To look reads from the device."""
+    with attached(find_overflow=True) as accelerator:
+        model, optimizer = prepared(accelerator, mlp())
+        finder, looks = accelerator._boundary.recorder.finder, []
+        monkeypatch.setattr(finder, "find", lambda: looks.append(1))
+        steps(3, accelerator, model, optimizer)
+        assert looks == []
+        step(accelerator, model, optimizer, 3, INF)
+        assert looks == [1]
+
+
+# Underflow of float16 gradients.
+
+
+def test_shares_of_zeros_and_subnormals_of_float16_gradients(tmp_path: Path) -> None:
+    path, plain = tmp_path / "run.jsonl", Linear(4).half()
+    values = torch.tensor([0.0, 2.0**-20, 2.0**-15, 1.0], dtype=torch.float16)
+    plain.empty = nn.Parameter(torch.zeros(0, dtype=torch.float16))
+    with attached(path, underflow_interval=3, init_scale=1.0) as accelerator:
+        model, optimizer = prepared(accelerator, plain)
+        for number in range(8):
+            accelerator.backward((model.w * values * (INF if number == 6 else 1.0)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    found = windows_of(path)
+    assert [line["step"] for line in found if line["underflow"]] == [0, 3]  # 6 overflowed
+    for line in (found[0], found[3]):
+        assert line["underflow"]["w"] == [0.25, 0.5]
+        assert set(line["underflow"]) <= {"w", "empty"}
+
+
+def test_an_empty_gradient_does_not_spoil_the_file(tmp_path: Path) -> None:
+    path, plain = tmp_path / "run.jsonl", nn.Module()
+    plain.w = nn.Parameter(torch.ones(2, dtype=torch.float16))
+    plain.empty = nn.Parameter(torch.zeros(0, dtype=torch.float16))
+    with attached(path, underflow_interval=1) as accelerator:
+        _, optimizer = prepared(accelerator, plain)
+        for _ in range(2):
+            accelerator.backward(plain.w.sum() + plain.empty.sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    found = windows_of(path)  # strict JSON
+    assert [line["underflow"]["w"] for line in found] == [[0.0, 0.0]] * 2
+
+
+def test_the_last_windows_underflow_is_written_too(tmp_path: Path) -> None:
+    path, plain = tmp_path / "run.jsonl", Linear(4).half()
+    with attached(path, underflow_interval=1) as accelerator:
+        model, optimizer = prepared(accelerator, plain)
+        accelerator.backward((model.w * 0.0).sum())
+        optimizer.step()
+    assert windows_of(path)[0]["underflow"] == {"w": [1.0, 0.0]}
+
+
+def test_float32_gradients_are_not_counted(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with attached(path, underflow_interval=1) as accelerator:
+        model, optimizer = prepared(accelerator, mlp())
+        step(accelerator, model, optimizer, 0)
+    assert "underflow" not in lines_of(path)[1]
+
+
+# Where nothing is scaled.
+
+
+def train_plain(accelerator: Any, clip: str, fused: bool) -> list[Any]:
+    """Four windows of two micro-batches; clips on every micro-batch, as stock allows."""
+    plain, seen = mlp(), []
+    adam = torch.optim.AdamW(plain.parameters(), lr=0.1, fused=True)
+    model, optimizer = accelerator.prepare(plain, adam if fused else sgd(plain.parameters()))
+    for number in range(8):
+        with accelerator.accumulate(model):
+            loss = loss_of(model, number)
+            accelerator.backward(loss)
+            if clip == "norm":
+                seen.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.2)))
+            elif clip == "value":
+                accelerator.clip_grad_value_(model.parameters(), 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+        seen += [loss.item(), optimizer.step_was_skipped]
+    return [seen, weights(plain), optimizer.state_dict()]
+
+
+@pytest.mark.parametrize("clip", ["none", "norm", "value"])
+@pytest.mark.parametrize("fused", [False, True], ids=["sgd", "fused adamw"])
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_without_fp16_telemetry_changes_nothing(
+    tmp_path: Path, precision: str, fused: bool, clip: str
+) -> None:
+    path = tmp_path / "run.jsonl"
+    reset()
+    stock = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=2)
+    theirs = train_plain(stock, clip, fused)
+    with attached(path, precision, accumulation=2, step_mode="overlap") as accelerator:
+        ours = train_plain(accelerator, clip, fused)
+        assert accelerator.scaler is None
+    assert_same(ours, theirs)
+    found = windows_of(path)
+    assert lines_of(path)[0]["precision"] == precision
+    assert [line["step"] for line in found] == [0, 1, 2, 3]
+    for line in found:
+        assert (line["scale"], line["next_scale"], line["skipped"]) == (1.0, 1.0, False)
+        assert (line["grad_norm"] is None) == (clip != "norm")
+        assert line["lr"] == [0.1]
+
+
+def test_an_fp32_runs_norms_are_those_of_its_gradients(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with attached(path, "no") as accelerator:
+        plain = mlp()
+        model, optimizer = prepared(accelerator, plain)
+        beside = Beside(plain.named_parameters(), init_scale=1.0)
+        for number in range(4):
+            accelerator.backward(loss_of(model, number) * (INF if number == 3 else 1.0))
+            beside.look(0.5)
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    found = windows_of(path)
+    for line, expected in list(zip(found, beside.expected, strict=True))[:3]:
+        assert (line["norms"], line["grad_norm"]) == (expected["norms"], expected["grad_norm"])
+        coefficient = min(1.0, 0.5 / (expected["grad_norm"] + 1e-6))
+        assert line["clip_coefficient"] == pytest.approx(coefficient, rel=1e-6)
+    assert (found[3]["found_inf"], found[3]["skipped"]) == (True, False)
+    assert found[3]["grad_norm"] in ("inf", "nan")
+    assert found[3]["nonfinite"]
+
+
+def test_an_fp32_run_saves_and_loads_as_stock(tmp_path: Path) -> None:
+    with attached(tmp_path / "run.jsonl", "no") as accelerator:
+        plain = mlp()
+        model, optimizer = prepared(accelerator, plain)
+        step(accelerator, model, optimizer, 0)
+        accelerator.save_state(str(tmp_path / "ours"))
+        kept = weights(plain)
+        step(accelerator, model, optimizer, 1)
+        accelerator.load_state(str(tmp_path / "ours"))
+        assert torch.equal(weights(plain), kept)
+    reset()
+    stock = Accelerator(cpu=True)
+    plain = mlp()
+    model, optimizer = prepared(stock, plain)
+    stock.save_state(str(tmp_path / "stock"))
+    files = [sorted(p.name for p in (tmp_path / name).iterdir()) for name in ("ours", "stock")]
+    assert files[0] == files[1]
+    stock.load_state(str(tmp_path / "ours"))
+    assert torch.equal(weights(plain), kept)
+
+
+def test_an_fp32_run_may_step_with_a_closure(tmp_path: Path) -> None:
+    """As it could before: nothing is scaled, so a second backward does no harm."""
+    with attached(tmp_path / "run.jsonl", "no") as accelerator:
+        plain = mlp()
+        inner = torch.optim.LBFGS(plain.parameters(), lr=0.1, max_iter=3)
+        model, optimizer = accelerator.prepare(plain, inner)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, 0)
+            accelerator.backward(loss)
+            return loss
+
+        before = loss_of(model, 0).item()
+        optimizer.step(closure)
+        assert loss_of(model, 0).item() < before
+
+
+def test_attaching_an_fp32_run_twice_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    config = ScalerConfig(telemetry=str(path), step_mode="overlap")
+    reset()
+    accelerator: Any = Accelerator(cpu=True)
+    with pytest.warns(UserWarning, match="only telemetry is written"):
+        attach(accelerator, config)
+    attach(accelerator, config)
+    attach(accelerator)
+    assert kinds_of(path) == ["start"]
+    detach(accelerator)
+    assert kinds_of(path) == ["start", "end"]
+    assert type(accelerator) is Accelerator
+
+
+@pytest.mark.parametrize("step_mode", ["sync", "overlap"])
+def test_fp16_without_scaling_is_recorded_with_a_scale_of_one(
+    tmp_path: Path, step_mode: str
+) -> None:
+    path = tmp_path / "run.jsonl"
+    with attached(path, enabled=False, step_mode=step_mode, accumulation=2) as accelerator:
+        plain = mlp()
+        model, optimizer = prepared(accelerator, plain)
+        for number in range(6):
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, number) * (INF if number == 5 else 1.0))
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+    found = windows_of(path)
+    assert [line["step"] for line in found] == [0, 1, 2]
+    assert [line["scale"] for line in found] == [1.0] * 3
+    assert [line["skipped"] for line in found] == [False] * 3
+    assert [line["found_inf"] for line in found] == [False, False, True]
+    assert all(set(line["norms"]) == set(dict(plain.named_parameters())) for line in found)
+
+
+def test_optimizers_in_turn_are_windows_of_their_own_without_scaling(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with attached(path, "no") as accelerator:
+        pairs = [prepared(accelerator, mlp(), lr=lr) for lr in (0.1, 0.2)]
+        for number in range(2):
+            for model, optimizer in pairs:  # in turn
+                step(accelerator, model, optimizer, number)
+        for model, _ in pairs:  # together
+            accelerator.backward(loss_of(model, 9))
+        for _, optimizer in pairs:
+            optimizer.step()
+            optimizer.zero_grad()
+    rates = [line["lr"] for line in windows_of(path)]
+    assert rates == [[0.1], [0.2], [0.1], [0.2], [0.1, 0.2]]
+
+
+# Who writes, and when.
+
+
+def test_the_place_of_the_rank_in_the_path_is_filled(tmp_path: Path) -> None:
+    with attached(tmp_path / "rank{rank}.jsonl"):
+        pass
+    assert [p.name for p in tmp_path.iterdir()] == ["rank0.jsonl"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_full_disk_is_said_by_attach_and_nothing_is_attached() -> None:
+    reset()
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    with pytest.raises(ConfigError, match=r"telemetry: got '/dev/full'.*No space left"):
+        attach(accelerator, ScalerConfig(telemetry="/dev/full"))
+    assert type(accelerator) is Accelerator
+    attach(accelerator, ScalerConfig())
+    detach(accelerator)
+
+
+def test_each_window_is_in_the_file_when_the_next_one_ends(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with attached(path) as accelerator:
+        model, optimizer = prepared(accelerator, mlp())
+        for number in range(4):
+            step(accelerator, model, optimizer, number)
+            assert kinds_of(path).count("window") == number
+        accelerator.end_training()
+        assert kinds_of(path).count("window") == 4
+
+
+SCRIPT = """
+import sys, torch
+from accelerate import Accelerator
+from accel_scaler import attach, ScalerConfig
+torch.set_num_threads(1)
+config = ScalerConfig(telemetry=sys.argv[1], step_mode=sys.argv[2], init_scale=2.0)
+accelerator = attach(Accelerator(cpu=True, mixed_precision="fp16"), config)
+model = torch.nn.Linear(4, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for _ in range(3):
+    accelerator.backward(model(torch.ones(1, 4)).sum())
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("ending", ["", "1 / 0", "import os; os.kill(os.getpid(), 9)"])
+@pytest.mark.parametrize("step_mode", ["sync", "overlap"])
+def test_a_script_that_just_ends_leaves_a_complete_file(
+    tmp_path: Path, step_mode: str, ending: str
+) -> None:
+    """Nobody calls ``end_training``. What was killed lacks its last windows, and no half line."""
+    path = tmp_path / "run.jsonl"
+    command = [sys.executable, "-c", SCRIPT + ending, str(path), step_mode]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert ("ZeroDivisionError" in done.stderr) == ("1 / 0" in ending)
+    assert done.stderr.count("Traceback") == ("1 / 0" in ending)
+    kinds = kinds_of(path)
+    if "kill" in ending:
+        assert kinds[:2] == ["start", "names"]
+        assert set(kinds[2:]) == {"window"}
+    else:
+        assert kinds == ["start", "names", "window", "window", "window", "end"]
+        assert all("optimizer_us" in line for line in windows_of(path))
+
+
+def test_a_disk_that_fills_does_not_change_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ends, write = [], os.write
+    for full in ([], [2, 3]):
+        path, plain, window = tmp_path / f"{len(full)}.jsonl", mlp(), [0]
+
+        def limited(fd: int, data: Any, full: list[int] = full, window: list[int] = window) -> int:
+            if window[0] in full:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return write(fd, data)
+
+        monkeypatch.setattr(os, "write", limited)
+        with caplog.at_level(logging.WARNING), attached(path) as accelerator:
+            model, optimizer = prepared(accelerator, plain)
+            for number in range(6):
+                window[0] = number
+                step(accelerator, model, optimizer, number, INF if number == 1 else 1.0)
+            window[0] = 9
+        ends.append(weights(plain))
+    assert torch.equal(ends[0], ends[1])
+    assert [line["step"] for line in windows_of(path)] == [0, 3, 4, 5]
+    assert (lines_of(path)[-1]["windows"], lines_of(path)[-1]["lost"]) == (6, 2)
+    assert len(messages(caplog, "No space left on device")) == 1
+
+
+# Numbers for others.
+
+
+class Notebook(GeneralTracker):  # type: ignore[misc]
+    """A user's own tracker."""
+
+    name = "notebook"
+    requires_logging_directory = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: list[tuple[dict[str, Any], int | None]] = []
+
+    @property
+    def tracker(self) -> Any:
+        return None
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        pass
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self.logged.append((values, step))
+
+
+def test_trackers_get_the_scalers_values_with_what_the_user_logs() -> None:
+    notebook = Notebook()
+    reset()
+    accelerator: Any = Accelerator(cpu=True, mixed_precision="fp16", log_with=notebook)
+    attach(accelerator, ScalerConfig(init_scale=2.0**12))
+    accelerator.init_trackers("run")
+    accelerator.log({"loss": 1.0}, step=0)
+    model, optimizer = prepared(accelerator, mlp())
+    for number, factor in enumerate((1.0, INF)):
+        accelerator.backward(loss_of(model, number) * factor)
+        norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        accelerator.log({"loss": 2.0, **({"scaler/skips": 99} if number else {})}, step=number + 1)
+        if not number:
+            first = float(norm)
+    detach(accelerator)
+    accelerator.log({"loss": 3.0}, step=3)
+    (a, _), (b, _), (c, when), (d, _) = notebook.logged
+    assert a == {"loss": 1.0}
+    coefficient = pytest.approx(0.5 / (first + 1e-6), rel=1e-6)
+    assert b == {
+        "loss": 2.0,
+        "scaler/scale": 4096.0,
+        "scaler/skips": 0,
+        "scaler/grad_norm": first,
+        "scaler/clip_coefficient": coefficient,
+    }
+    # The user's own value wins; numbers that are not finite or not known are left out.
+    assert (c, when) == ({"loss": 2.0, "scaler/scale": 2048.0, "scaler/skips": 99}, 2)
+    assert d == {"loss": 3.0}
+
+
+def test_an_async_optimizer_alone_keeps_records_in_memory() -> None:
+    plain = mlp()
+    scaler = GradScaler("cpu", init_scale=2.0**12)
+    with AsyncOptimizer(sgd(plain.parameters()), plain, scaler=scaler) as optimizer:
+        for number, factor in enumerate((1.0, 1.0, INF, 1.0)):
+            scaler.scale(loss_of(plain, number) * factor).backward()
+            optimizer.clip_grad_norm_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        records = list(optimizer.history.records)
+    assert [r.skipped for r in records] == [False, False, True, False]
+    assert [r.scale for r in records] == [4096.0, 4096.0, 4096.0, 2048.0]
+    assert records[0].optimizer_s is not None
+    assert records[0].waited_s is not None
+    assert records[0].waited_s <= records[0].optimizer_s
+    assert all(r.norms is None and not r.spans for r in records)
+
+
+def test_a_prepared_async_optimizers_update_is_not_taken_for_an_inline_one(tmp_path: Path) -> None:
+    path, plain = tmp_path / "run.jsonl", mlp()
+    with attached(path) as accelerator, lazy():
+        optimizer = AsyncOptimizer(sgd(plain.parameters()), plain)
+        model, prepared_one = accelerator.prepare(plain, optimizer)
+        for number in range(3):
+            step(accelerator, model, prepared_one, number)
+        optimizer.close()
+    for line in windows_of(path):
+        assert line["optimizer_us"] >= line["waited_us"] >= 0
+        kinds = [span[0] for span in line["spans"]]
+        assert "optimizer" in kinds
+    waits = [span[3] for line in windows_of(path)[:-1] for span in line["spans"] if "wait" in span]
+    assert "0.weight" in waits
+
+
+# The measures of one window.
+
+
+def parameters(count: int) -> list[Tensor]:
+    return [nn.Parameter(torch.zeros(1)) for _ in range(count)]
+
+
+def measured(*found: Measure) -> Measures:
+    measures = Measures()
+    for each in found:
+        measures.add(each)
+    return measures
+
+
+def test_norms_of_disjoint_parameters_are_one_norm() -> None:
+    a, b = parameters(2)
+    assert measured(Measure([a], 3.0), Measure([b], 4.0)).total == 5.0
+    both = [Measure([p], t, norm_type=INF) for p, t in ((a, 3.0), (b, 4.0))]
+    assert measured(*both).total == 4.0
+    ones = [Measure([p], t, norm_type=1.0) for p, t in ((a, 3.0), (b, 4.0))]
+    assert measured(*ones).total == 7.0
+    assert measured(Measure([a], 3.0), Measure([b], 4.0, norm_type=1.0)).total is None
+    assert measured().total is None
+
+
+def test_a_check_is_replaced_by_the_clip_after_it_and_gives_its_norms() -> None:
+    a, b = parameters(2)
+    each = torch.tensor([3.0, 4.0])
+    (found,) = measured(Measure([a, b], 5.0, each), Measure([b, a], 4.0, None, 1.0, None, INF))
+    assert (found.total, found.max_norm) == (4.0, 1.0)
+    assert found.each is each
+    assert list(map(id, found.parameters)) == [id(a), id(b)]
+
+
+def test_norms_of_other_parameters_are_not_taken_over() -> None:
+    a, b, c = parameters(3)
+    (found,) = measured(Measure([a, b], 5.0, torch.tensor([3.0, 4.0])), Measure([b, c], 4.5))
+    assert found.each is None
+    assert list(map(id, found.parameters)) == [id(b), id(c)]
+
+
+def test_clips_after_a_clip_multiply() -> None:
+    (a,) = parameters(1)
+    found = measured(Measure([a], 10.0, None, 5.0), Measure([a], 5.0, None, 1.0))
+    assert found.total == 10.0
+    limit, coefficient = found.clip
+    assert limit == 1.0
+    assert coefficient == pytest.approx(0.1, rel=1e-5)
+    wide = measured(Measure([a], 10.0, None, 5.0), Measure([a], 5.0, None, 50.0))
+    assert wide.clip == (5.0, pytest.approx(0.5, rel=1e-5))
+
+
+def test_of_several_clips_the_hardest_is_told() -> None:
+    a, b = parameters(2)
+    found = measured(Measure([a], 1.0, None, 5.0), Measure([b], 8.0, None, 4.0))
+    assert found.clip == (4.0, pytest.approx(0.5, rel=1e-5))
+    assert measured(Measure([a], 1.0)).clip == (None, None)
+
+
+def test_what_was_given_up_is_forgotten_by_its_parameters() -> None:
+    a, b = parameters(2)
+    found = measured(Measure([a], 3.0), Measure([b], 4.0))
+    found.forget([b])
+    assert found.total == 3.0
+    found.forget()
+    assert found.total is None
+
+
+def test_tensors_are_fetched_once() -> None:
+    a, b = parameters(2)
+    each, total = torch.tensor([3.0, 4.0]), torch.tensor(5.0)
+    found = measured(Measure([a, b], total, each))
+    found.fetch()
+    found.fetch()
+    (one,) = found
+    assert (one.total, one.each.tolist()) == (5.0, [3.0, 4.0])  # type: ignore[union-attr]
+    assert found.are_finite
+    assert not measured(Measure([a], torch.tensor(math.nan))).are_finite

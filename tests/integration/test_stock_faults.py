@@ -1,0 +1,362 @@
+"""Each fault of the stock stack beside the right number.
+
+``stock()`` is Accelerate's own fp16 machinery with torch's scaler, switched on on a CPU. F8 to F10
+are torch's and stand in test_grad_scaler.py.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import GradScalerKwargs
+from support import LR, Linear, stock
+from torch import nn
+from torch.optim import SGD
+
+from accel_scaler import OverflowStreakError, ScalerConfig, attach, detach
+
+OVERFLOW = float("inf")
+
+
+def ours(**kwargs: Any) -> Any:
+    return attach(Accelerator(cpu=True, mixed_precision="fp16", **kwargs), ScalerConfig())
+
+
+def pair(accelerator: Any) -> tuple[list[Linear], list[Any]]:
+    """Two models with an optimizer each, all prepared."""
+    models = [Linear(), Linear()]
+    optimizers = [accelerator.prepare(SGD(model.parameters(), lr=LR)) for model in models]
+    return [accelerator.prepare(model) for model in models], optimizers
+
+
+@pytest.mark.parametrize("kind", [SGD, torch.optim.AdamW])
+@pytest.mark.parametrize(
+    ("build", "skipped", "lr"), [(stock, False, LR / 2), (ours, True, LR)], ids=["stock", "ours"]
+)
+def test_f1_a_skip_inside_the_kernel(build: Any, skipped: bool, lr: float, kind: Any) -> None:
+    """Stock calls a skipped fused step done, and the LR schedule advances."""
+    accelerator = build()
+    model = Linear()
+    optimizer = kind(model.parameters(), lr=LR, fused=True)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    accelerator.backward(model(OVERFLOW))
+    optimizer.step()
+    schedule.step()
+    assert model.moved == 0
+    assert accelerator.scaler.get_scale() == 2.0**15
+    assert optimizer.step_was_skipped is skipped
+    assert optimizer.param_groups[0]["lr"] == lr
+
+
+@pytest.mark.parametrize(
+    ("build", "second"), [(stock, 2.0**-16), (ours, 1.0)], ids=["stock", "ours"]
+)
+def test_f2_two_optimizers_and_a_clip(build: Any, second: float) -> None:
+    """Stock unscales the second optimizer's gradients twice."""
+    accelerator = build()
+    models, optimizers = pair(accelerator)
+    accelerator.backward(models[0](1.0) + models[1](1.0))
+    norm = accelerator.clip_grad_norm_([m.w for m in models], 1e6)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert norm == pytest.approx(8**0.5)
+    assert models[0].moved == 1.0
+    # 1/65536 of 1/8 is lost next to a weight of 1, so look at the gradient.
+    assert models[1].w.grad is not None
+    assert models[1].w.grad.tolist() == [second] * 4
+
+
+@pytest.mark.parametrize(("build", "second"), [(stock, 2.0), (ours, 1.0)], ids=["stock", "ours"])
+def test_f3_overflow_in_the_first_only(build: Any, second: float) -> None:
+    """Stock unscales the second optimizer by the scale that the first one's overflow halved."""
+    accelerator = build()
+    models, optimizers = pair(accelerator)
+    accelerator.backward(models[0](OVERFLOW) + models[1](1.0))
+    for optimizer in optimizers:
+        optimizer.step()
+    assert [m.moved for m in models] == [0.0, second]
+    assert [o.step_was_skipped for o in optimizers] == [True, False]
+    assert accelerator.scaler.get_scale() == 2.0**15
+
+
+@pytest.mark.parametrize(
+    ("build", "scale", "tracker"), [(stock, 2.0**14, 2), (ours, 2.0**15, 1)], ids=["stock", "ours"]
+)
+def test_f4_two_updates_a_window(build: Any, scale: float, tracker: int) -> None:
+    """Stock counts a window, and backs off, once for each optimizer."""
+    accelerator = build()
+    models, optimizers = pair(accelerator)
+    for gradient in (OVERFLOW, 1.0):
+        accelerator.backward(models[0](gradient) + models[1](gradient))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert accelerator.scaler.get_scale() == scale
+    assert accelerator.scaler._get_growth_tracker() == tracker
+
+
+def accumulate_two(accelerator: Any, clip_on: Callable[[bool], bool]) -> Linear:
+    """A window of two micro-batches, each with a gradient of 1; clip where ``clip_on`` says."""
+    model = Linear()
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=LR))
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(1.0))
+            if clip_on(accelerator.sync_gradients):
+                accelerator.clip_grad_norm_(model.parameters(), 1e6)
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+def test_f5_clip_on_every_micro_batch() -> None:
+    """Stock raises on the second one; ours clips once, at the end."""
+    with pytest.raises(RuntimeError, match="already been called"):
+        accumulate_two(stock(gradient_accumulation_steps=2), lambda last: True)
+
+
+def test_f5_clip_on_every_micro_batch_ours() -> None:
+    assert accumulate_two(ours(gradient_accumulation_steps=2), lambda last: True).moved == 1.0
+
+
+@pytest.mark.parametrize(
+    ("build", "moved"), [(stock, 0.5 + 2.0**15), (ours, 1.0)], ids=["stock", "ours"]
+)
+def test_f5_clip_before_the_last_micro_batch(build: Any, moved: float) -> None:
+    """Stock adds scaled gradients to unscaled ones, and steps on the sum."""
+    accelerator = build(gradient_accumulation_steps=2)
+    assert accumulate_two(accelerator, lambda last: not last).moved == moved
+
+
+def output_dtype(accelerator: Any) -> tuple[Any, list[torch.dtype]]:
+    """Train a step; the optimizer, and the dtypes that a layer inside the model put out."""
+    seen: list[torch.dtype] = []
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model[0].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=LR))
+    accelerator.backward(model(torch.ones(2, 4)).mean() / 8)
+    optimizer.step()
+    return optimizer, seen
+
+
+def test_f6_fp16_on_a_cpu() -> None:
+    """Stock trains in float32 without a word; ours autocasts to float16 and scales."""
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    assert (accelerator.mixed_precision, accelerator.scaler) == ("fp16", None)
+    optimizer, seen = output_dtype(accelerator)
+    assert seen == [torch.float32]
+    assert optimizer.scaler is None
+    attach(accelerator, ScalerConfig())
+    optimizer, seen = output_dtype(accelerator)
+    assert seen == [torch.float16]
+    assert optimizer.scaler is accelerator.scaler
+    assert accelerator.scaler.get_scale() == 2.0**16
+
+
+def test_f6_fp16_on_a_cpu_in_a_trainer(tmp_path: Any) -> None:
+    """``fp16=True, use_cpu=True`` is the same, one layer up."""
+    transformers = pytest.importorskip("transformers")
+    args = transformers.TrainingArguments(
+        output_dir=str(tmp_path), fp16=True, use_cpu=True, report_to=[]
+    )
+    trainer = transformers.Trainer(nn.Linear(4, 1), args)
+    assert trainer.accelerator.mixed_precision == "fp16"
+    assert (trainer.accelerator.scaler, trainer.accelerator.native_amp) == (None, False)
+    attach(trainer, ScalerConfig())
+    assert trainer.accelerator.native_amp is True
+    assert trainer.accelerator.scaler.get_scale() == 2.0**16
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "sync": {},
+    "overlap": {"step_mode": "overlap"},
+    "delayed": {"step_mode": "delayed"},
+    "offload": {"step_mode": "overlap", "offload": "cpu"},
+}
+
+
+def in_mode(mode: str, **settings: Any) -> Any:
+    return attach(
+        Accelerator(cpu=True, mixed_precision="fp16"), ScalerConfig(**MODES[mode], **settings)
+    )
+
+
+def half_step(accelerator: Any) -> Linear:
+    """Float16 weights, and four steps of which each one is lost next to 1 in float16."""
+    model = Linear().half()
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=2.0**-12))
+    for _ in range(4):
+        accelerator.backward(model(1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def test_f7_float16_parameters_stock() -> None:
+    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+        half_step(stock(kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)]))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_f7_float16_parameters_ours(mode: str) -> None:
+    """They train through float32 masters, so small steps add up."""
+    accelerator = in_mode(mode, init_scale=1024.0)
+    model = half_step(accelerator)
+    detach(accelerator)
+    assert model.w.dtype is torch.float16
+    assert model.w.tolist() == [1.0 - 4 * 2.0**-12] * 4
+
+
+def overflow(accelerator: Any, times: int) -> Linear:
+    model = Linear()
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=LR))
+    for _ in range(times):
+        accelerator.backward(model(OVERFLOW))
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def test_f11_a_run_of_skips_in_stock_ends_at_a_scale_of_zero() -> None:
+    accelerator = stock()
+    overflow(accelerator, 170)
+    assert accelerator.scaler.get_scale() == 0.0
+
+
+def test_f11_a_run_of_skips_ends_with_the_name_of_the_tensor() -> None:
+    """Ours keeps a minimum scale, and raises after as many skips as it was told."""
+    accelerator = attach(
+        Accelerator(cpu=True, mixed_precision="fp16"),
+        ScalerConfig(min_scale=128.0, max_consecutive_skips=20),
+    )
+    overflow(accelerator, 20)
+    assert accelerator.scaler.get_scale() == 128.0
+    with pytest.raises(OverflowStreakError, match=r"21 windows in a row.*Non-finite.*: w[.,]"):
+        overflow(accelerator, 1)
+
+
+THREADS = """
+import os
+import psutil, torch
+from accelerate import Accelerator
+from accel_scaler import ScalerConfig, attach, detach
+
+assert os.environ["OMP_NUM_THREADS"] == "1" and torch.get_num_threads() == 1
+psutil.cpu_count = lambda logical=True: 8 if logical else 4  # a machine of four cores
+os.sched_getaffinity = lambda pid: set(range(8))
+
+class Counting(torch.optim.SGD):
+    def step(self, closure=None):
+        seen.append(torch.get_num_threads())
+        super().step(closure)
+
+for threads in ("auto", 2):
+    seen = []
+    config = ScalerConfig(step_mode="overlap", optimizer_threads=threads)
+    accelerator = attach(Accelerator(cpu=True, mixed_precision="fp16"), config)
+    model = torch.nn.Linear(4, 1)
+    model, optimizer = accelerator.prepare(model, Counting(model.parameters(), lr=0.1))
+    for _ in range(2):  # the first step of an optimizer unknown to torch is the training thread's
+        accelerator.backward(model(torch.ones(2, 4)).mean() / 8)
+        optimizer.step()
+        optimizer.synchronize()
+    print(seen[1], torch.get_num_threads())
+    detach(accelerator)
+"""
+
+
+@pytest.mark.process
+def test_f12_one_openmp_thread_does_not_bind_the_optimizer() -> None:
+    """``accelerate launch`` sets OMP_NUM_THREADS=1; the optimizer thread has its own count."""
+    done = subprocess.run(
+        [sys.executable, "-c", THREADS],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["3 1", "2 1"]
+
+
+class Deferring(torch.amp.GradScaler):
+    """Checks, and leaves the update for later: a scaler for an asynchronous optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu", init_scale=1024.0)
+        self.later: list[Callable[[], Any]] = []
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.unscale_(optimizer)
+        state = self._per_optimizer_states[id(optimizer)]
+        if not sum(float(found) for found in state["found_inf_per_device"].values()):
+            self.later.append(lambda: type(optimizer).step(optimizer))
+
+    def update(self, new_scale: Any = None) -> None:
+        super().update(new_scale)
+        for job in self.later:
+            job()
+        self.later.clear()
+
+
+def rates_and_skips(accelerator: Any) -> tuple[list[float], list[bool], Linear]:
+    """Three steps of which the second overflows; the schedule halves the rate at each."""
+    model = Linear()
+    optimizer = SGD(model.parameters(), lr=LR)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    rates, skipped = [], []
+    for gradient in (1.0, OVERFLOW, 1.0):
+        accelerator.backward(model(gradient))
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        skipped.append(optimizer.step_was_skipped)
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates, skipped, model
+
+
+def test_f13_a_deferring_scaler_in_the_stock_wrapper() -> None:
+    """It sees no step inside ``scaler.step``, calls all of them skipped, and the rate stays."""
+    accelerator = stock()
+    accelerator.scaler = Deferring()
+    rates, skipped, model = rates_and_skips(accelerator)
+    assert skipped == [True, True, True]
+    assert rates == [LR, LR, LR]
+    assert model.moved == 2.0  # though two steps were made
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_f13_ours(mode: str) -> None:
+    accelerator = in_mode(mode, init_scale=1024.0)
+    rates, skipped, model = rates_and_skips(accelerator)
+    detach(accelerator)
+    assert skipped == [False, True, False]
+    assert rates == [LR / 2, LR / 2, LR / 4]
+    assert model.moved == 1.5
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_f14_one_overflow_costs_one_skip_and_one_backoff(mode: str) -> None:
+    """A scale that lags one step would make it two of each."""
+    accelerator = in_mode(mode)
+    model = Linear()
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=LR))
+    seen = []
+    for gradient in (OVERFLOW, 1.0, 1.0):
+        accelerator.backward(model(gradient))
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append((optimizer.step_was_skipped, accelerator.scaler.get_scale()))
+    detach(accelerator)
+    assert seen == [(True, 2.0**15), (False, 2.0**15), (False, 2.0**15)]
+    assert model.moved == 2.0

@@ -1,0 +1,310 @@
+"""Readers of files under random damage: what comes out is a value or the documented error.
+
+Real files with bytes changed, moved, repeated and cut, from a fixed seed, and documents built from
+YAML's odd corners. ``test_reader.py`` and ``test_config_file.py`` fuzz single lines and free text.
+FUZZ_ROUNDS (default 1) multiplies the number of tries. Takes about 15 s.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from accel_scaler import ConfigError, ScalerConfig, attach, detach
+from accel_scaler.config import ENV_PREFIX
+from accel_scaler.config_file import read_config, shipped_configs
+from accel_scaler.errors import UnsupportedError
+from accel_scaler.launch.launcher import _read_by_accelerate, make_parser
+from accel_scaler.launch.settings import FIELDS, Settings, resolve
+from accel_scaler.report.findings import facts, in_words
+from accel_scaler.report.html import html_page
+from accel_scaler.report.reader import read_run
+from accel_scaler.telemetry.decoding import clean
+from accel_scaler.telemetry.writer import Journal
+
+ROUNDS = max(1, int(os.environ.get("FUZZ_ROUNDS", "1")))
+FUZZ = settings(
+    max_examples=200 * ROUNDS,
+    deadline=None,
+    derandomize=ROUNDS == 1,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+SECTION = b"""accel_scaler: &s
+  <<: {hysteresis: 2, min_scale: 0.5}
+  step_mode: overlap  # why not
+  telemetry: "run.jsonl"
+  max_consecutive_skips: 0x10
+more: *s
+"""
+PIECES = [
+    *(bytes([byte]) for byte in b"\0\xff\n\r\t #{}[]\"'\\|>%@`~="),
+    *b": |- |? |&a |*a|!!|!!int |!!bool |!!timestamp |!!binary |!!omap |!!pairs |!!set ".split(
+        b"|"
+    ),
+    *b'<<: |---\n|...\n|nan|.inf|1e999|null|12:30:45|\\ud800|"\\ud800"|\\u0000'.split(b"|"),
+    *(b"0x" + b"f" * 400, b"9" * 400),
+    *(b"\xef\xbb\xbf", b"\xe2\x80\xae", b"\xc2\x85"),  # a mark, a turn of direction, a line end
+]
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def damaged(data: bytes, rng: random.Random) -> bytes:
+    """One to four changes: a byte, a stretch lost, doubled or moved, a piece, nesting, a cut."""
+    for _ in range(rng.randint(1, 4)):
+        at, length = rng.randrange(len(data) + 1), rng.choice([1, 1, 2, 5, 20, 80])
+        stretch, after = data[at : at + length], data[at + length :]
+        kind = rng.randrange(7)
+        if kind == 0:
+            data = data[:at] + bytes([rng.randrange(256)]) + data[at + 1 :]
+        elif kind == 1:
+            data = data[:at] + after
+        elif kind == 2:
+            data = data[:at] + stretch * rng.choice([2, 3, 30]) + after
+        elif kind == 3:
+            rest = data[:at] + after
+            to = rng.randrange(len(rest) + 1)
+            data = rest[:to] + stretch + rest[to:]
+        elif kind == 4:
+            data = data[:at]
+        elif kind == 5:
+            data = data[:at] + rng.choice([b"[", b"- ", b"{a: ", b'{"a":']) * rng.choice([3, 3000])
+            data += rng.choice([stretch, after])
+        else:
+            data = data[:at] + rng.choice(PIECES) * rng.choice([1, 1, 3]) + data[at:]
+    return data
+
+
+def one_line(error: Exception, names: object = "", longest: int = 4_000) -> str:
+    """The message of an error that this package raises on purpose; it names the file."""
+    text = str(error)
+    assert str(names) in text
+    assert type(error).__module__ == "accel_scaler.errors", "the documented errors are there"
+    assert text
+    assert "\n" not in text
+    assert len(text) < longest
+    return text
+
+
+def try_config(path: Path) -> str:
+    """Read a config file every way there is; "read", or which readers refused it."""
+    refused = []
+    try:
+        file = read_config(path)
+        found = resolve(file, {}, {})
+        assert isinstance(found, Settings)
+        assert set(file.lines) == set(file.values)
+        again = resolve(None, found.config.to_env(), {}).config
+        assert again == found.config, "the ranks get the same settings"
+    except ConfigError as error:
+        one_line(error, path)
+        refused.append("launch")
+    else:
+        handed_over = path.with_name("rest" + path.suffix)
+        if file.rest is not None:
+            handed_over.write_text(file.rest, encoding="utf-8")
+        args = make_parser().parse_args(["--config_file", str(handed_over), "script.py"])
+        if file.rest is not None:
+            try:
+                _read_by_accelerate(args, file, found)
+            except ConfigError as error:
+                one_line(error, path)
+                refused.append("accelerate")
+            except UnsupportedError as error:
+                one_line(error)
+                refused.append("accelerate")
+    if path.suffix == ".yaml":
+        try:
+            ScalerConfig.from_yaml(path)
+        except ConfigError as error:
+            one_line(error, path)
+            refused.append("from_yaml")
+    return " ".join(refused) or "read"
+
+
+def config_sources() -> Iterator[Any]:
+    for name, path in shipped_configs().items():
+        yield pytest.param(f"{name}.yaml", path.read_bytes(), id=f"{name}.yaml")
+        if b"accel_scaler:" not in path.read_bytes():
+            more = f"{name}.more.yaml"
+            yield pytest.param(more, path.read_bytes() + SECTION, id=more)
+    document = {"distributed_type": "NO", "accel_scaler": {"step_mode": "overlap", "min_scale": 1}}
+    data = json.dumps(document, indent=2).encode()
+    yield pytest.param("config.json", data, id="config.json")
+
+
+@pytest.mark.parametrize(("name", "data"), list(config_sources()))
+def test_a_damaged_config_file_is_read_or_refused(name: str, data: bytes, tmp_path: Path) -> None:
+    rng, path = random.Random(name), tmp_path / f"c{Path(name).suffix}"
+    path.write_bytes(data)
+    seen = {try_config(path)}
+    for _ in range(25 * ROUNDS):
+        path.write_bytes(damaged(data, rng))
+        seen.add(try_config(path))
+    assert len(seen) > 1, "no damage was noticed"
+
+
+LONG = {"HEX": "0x" + "f" * 5000, "NEGATIVE": "-0x" + "f" * 5000, "DECIMAL": "1" * 5000}
+"""What stands for them in the drawn text: hypothesis writes that down many times."""
+PLAIN = "~ null yes off 0x1F 0o17 017 0b11 1_000 1:30 .5 5. 1e3 1.0e+3 .inf -.inf .NaN << '' *a | ="
+DATES = "? 2024-01-01 2024-02-30 2024-01-01T25:61:61Z"
+TAGGED = [
+    *("!!str 1", "!!int x", "!!float ''", "!!bool 7", "!!null x", "!!set {a}", "!!binary '='"),
+    *("!!omap [a: 1]", "!!pairs [a]", "!!timestamp x", "!x y", "? a", "&a 1"),
+]
+ODD = st.sampled_from([*PLAIN.split(), *DATES.split(), *TAGGED, '"\\0"', '""', '"\\ud800"', *LONG])
+NAMES = st.sampled_from([*FIELDS, "accel_scaler", "<<", "x", "1", "~"])
+FLOW = st.recursive(
+    ODD,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3).map(lambda parts: f"[{', '.join(parts)}]"),
+        st.lists(st.tuples(st.one_of(NAMES, inner), inner), max_size=3).map(
+            lambda pairs: "{" + ", ".join(f"? {key} : {value}" for key, value in pairs) + "}"
+        ),
+    ),
+    max_leaves=6,
+)
+
+
+@FUZZ
+@given(fields=st.lists(st.tuples(NAMES, FLOW), max_size=4), other=FLOW)
+def test_yamls_odd_corners_are_read_or_refused(
+    fields: list[tuple[str, str]], other: str, tmp_path: Path
+) -> None:
+    lines = ["accel_scaler:", *(f"  {name}: {value}" for name, value in fields), f"other: {other}"]
+    text = "\n".join(lines) + "\n"
+    for name, long in LONG.items():
+        text = text.replace(name, long)
+    (tmp_path / "c.yaml").write_text(text, encoding="utf-8")
+    try_config(tmp_path / "c.yaml")
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9) | st.binary()
+    | st.dates() | st.integers(-1, 1).map(lambda n: n << 40_000)
+    | st.sampled_from([1j, object, "auto", "cpu"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=4,
+)  # fmt: skip
+
+
+@FUZZ
+@given(values=st.dictionaries(st.sampled_from(list(FIELDS)) | st.text(max_size=9), ANYTHING))
+def test_any_mapping_is_a_config_or_refused(values: dict[str, Any]) -> None:
+    try:
+        config = ScalerConfig.from_mapping(values)
+    except ConfigError as error:
+        one_line(error)
+    else:
+        assert ScalerConfig.from_env(config.to_env()) == config
+
+
+TEXTS = st.text(max_size=12) | st.sampled_from(
+    ["9" * 5000, "1e999", "nan", "٣", " 1 ", "0x10", "1_0"]
+)
+
+
+@FUZZ
+@given(
+    variables=st.dictionaries(st.sampled_from(list(FIELDS)), TEXTS, max_size=3),
+    flags=st.dictionaries(st.sampled_from(list(FIELDS)), TEXTS, max_size=3),
+    stray=st.text(max_size=5),
+)
+@example(variables={}, flags={}, stray="\n")
+def test_any_variable_and_flag_is_a_setting_or_refused(
+    variables: dict[str, str], flags: dict[str, str], stray: str
+) -> None:
+    environ = {ENV_PREFIX + name.upper(): text for name, text in variables.items()}
+    for each in (environ, environ | {ENV_PREFIX + stray: "1"}):
+        try:
+            resolve(None, each, flags)
+        except ConfigError as error:
+            one_line(error)
+        try:
+            ScalerConfig.from_env(each)
+        except ConfigError as error:
+            one_line(error)
+
+
+@pytest.fixture(scope="module")
+def telemetry(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A file that training has written, with all that one can hold but spans of a device."""
+    path = tmp_path_factory.mktemp("telemetry") / "run.jsonl"
+    config = ScalerConfig(
+        telemetry=str(path), step_mode="overlap", find_overflow=True, underflow_interval=1
+    )
+    accelerator: Any = attach(Accelerator(cpu=True, mixed_precision="fp16"), config)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4).half(), torch.nn.Linear(4, 1))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 0.01))
+    for number in range(12):
+        x = torch.full((2, 4), float("inf") if number % 4 == 3 else 1.0)
+        accelerator.backward(model(x).float().sum())
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    detach(accelerator)
+    return path.read_bytes()
+
+
+def try_telemetry(path: Path) -> int | str:
+    """Read and show a file; its windows, or the refusal."""
+    try:
+        run = read_run(path)
+    except ConfigError as error:
+        one_line(error, path)
+        return str(error)
+    text = in_words(run) + html_page([run], [])
+    assert all(name and value == clean(value, 10_000) for name, value in facts(run))
+    assert all(c.isprintable() or c == "\n" for c in text)
+    return run.windows
+
+
+def test_a_damaged_telemetry_file_is_read_shown_or_refused(
+    telemetry: bytes, tmp_path: Path
+) -> None:
+    rng, path = random.Random(1), tmp_path / "run.jsonl"
+    path.write_bytes(telemetry)
+    assert try_telemetry(path) == 12
+    lines = telemetry.splitlines(keepends=True)
+    seen = set()
+    for number in range(250 * ROUNDS):
+        data = damaged(telemetry, rng)
+        if number % 3 == 0:  # whole lines in another order, some twice, some lost
+            data = b"".join(rng.choices(lines, k=rng.randrange(2 * len(lines))))
+        path.write_bytes(data)
+        seen.add(try_telemetry(path))
+    assert 12 in seen
+    assert any(type(found) is str for found in seen)
+
+
+def test_a_damaged_file_is_appended_to_or_refused(telemetry: bytes, tmp_path: Path) -> None:
+    """Training that goes on in a file writes behind what is there, or says before it starts."""
+    rng, path = random.Random(2), tmp_path / "run.jsonl"
+    untouched, appended = [], 0
+    for _ in range(150 * ROUNDS):
+        data = damaged(telemetry[: rng.choice([40, 400, 10**6])], rng)
+        path.write_bytes(data)
+        try:
+            Journal(str(path), {}).close()
+        except ConfigError as error:
+            one_line(error, path)
+            untouched.append(path.read_bytes() == data)
+            continue
+        appended += 1
+        now = path.read_bytes()
+        assert now.startswith(data)
+        assert [json.loads(line)["kind"] for line in now[len(data) :].split()] == ["start", "end"]
+    assert appended
+    assert untouched
+    assert all(untouched), "a file that was refused was written to"

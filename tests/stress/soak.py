@@ -1,0 +1,401 @@
+"""Random histories for an hour, in one process: no failure, and nothing that grows.
+
+    python tests/stress/soak.py --minutes 60 [--seed S] [--jobs 1] [--every 60]
+
+Three kinds take turns: training histories through Accelerate (``history_play.py``), calls on our
+scaler beside torch's (``test_scaler_machine.py``), asynchronous training beside plain torch
+(``test_async_machine.py``). Exit status 1 after a failure, with the seed and the operations, or
+where threads, file descriptors, our objects or memory grow. Ctrl-C ends it with the verdict so far.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import faulthandler
+import gc
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+TESTS = Path(__file__).resolve().parents[1]
+# This tree, whatever is installed.
+sys.path[:0] = [*(str(TESTS / each) for each in ("helpers", "property")), str(TESTS.parent)]
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import psutil
+import test_scaler_machine as scaler_machine
+import torch
+from async_pair_support import lazy_everywhere
+from history_ops import Op, Setup, as_test, draw_history, shortest
+from history_play import WORKERS, play
+from references import OPTIMIZERS
+from test_async_machine import AFTERS, ENDINGS, FORWARDS, MODES, History
+
+HANG_S = 600.0
+"""A turn takes a second; after this time every thread's stack is printed and the process ended."""
+
+MOST_MIB_AN_HOUR = 8.0
+"""Growth that fails. An hour on one slow core is some 50,000 histories with 150,000 windows, so
+that a leak of 200 bytes a history, far less than a tensor, is more than this. With malloc_trim
+before each reading the readings are within some tenths of a MiB of a line; two standard errors of
+the slope are taken off all the same. A leak grows in both halves of what follows the warm-up; one
+step (4 MiB in the 14th minute has been seen, nothing in the hour after) does not."""
+
+LEAST_MIB = 4.0
+"""And less than this in all is no growth: in a short run 1 MiB of noise would be many an hour."""
+
+WARM_UP = 0.25
+"""Of the run: caches fill, every kernel runs for the first time, and malloc finds its arenas."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One line."""
+
+    seconds: float
+    memory_mib: float
+    threads: int
+    fds: int
+    objects: int
+
+
+@dataclass
+class Failure:
+    """What went wrong, so that it can be run again."""
+
+    seed: str
+    what: str
+    error: str
+
+
+def memory(process: psutil.Process) -> int:
+    """Bytes that are this process's own: pages of files come and go with the system's need."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) * 1024
+    return int(process.memory_full_info().uss)
+
+
+def measure(start: float) -> Sample:
+    """What the process holds, once garbage and the allocator's own reserve are given back."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc
+    if trim is not None:
+        trim(0)
+    process = psutil.Process()
+    ours = sum(str(type(o).__module__).startswith("accel_scaler") for o in gc.get_objects())
+    return Sample(
+        seconds=time.monotonic() - start,
+        memory_mib=memory(process) / 2**20,
+        threads=threading.active_count(),
+        fds=process.num_fds(),
+        objects=ours,
+    )
+
+
+# The three kinds. Each takes random numbers and a count of what happened.
+
+
+def history(r: random.Random, seen: Counter[str]) -> None:
+    setup, ops = draw_history(r)
+    worker = r.choice(sorted(WORKERS))
+    try:
+        play(setup, ops, worker, seen)
+    except Exception as error:
+        raise Found(_shortest(setup, ops, worker, type(error))) from error
+    seen["operations"] += len(ops)
+
+
+class Found(Exception):  # noqa: N818
+    """A failing history, as text."""
+
+
+def _shortest(setup: Setup, ops: list[Op], worker: str, kind: type[Exception]) -> str:
+    def fails(setup: Setup, ops: list[Op]) -> bool:
+        try:
+            play(setup, ops, worker)
+        except kind:
+            return True
+        except Exception:
+            return False
+        return False
+
+    first = as_test(setup, ops)
+    return f"worker={worker!r}\n{as_test(*shortest(setup, ops, fails))}\nshortened from\n{first}"
+
+
+def calls_beside_torch(r: random.Random, seen: Counter[str]) -> None:
+    arguments: dict[str, Any] = {
+        "init_scale": r.choice((2.0**16, 1000.0, 3.0, 2.0**126)),
+        "growth_factor": r.choice((2.0, 1.5, 3.0)),
+        "backoff_factor": r.choice((0.5, 0.7, 0.25)),
+        "growth_interval": r.randint(1, 4),
+        "fused": r.random() < 0.5,
+        "calls": [r.choice(scaler_machine.CALLS) for _ in range(r.randint(10, 20))],
+    }
+    machine = scaler_machine.SideBySide()
+    try:
+        machine.start(**arguments)
+    except Exception as error:
+        raise Found(f"SideBySide().start(**{arguments!r})") from error
+    seen["operations"] += len(arguments["calls"])
+    seen["histories"] += 1
+
+
+def _machine(mode: str, offload: str, attached: bool) -> type[History]:
+    class Machine(History):
+        seen: ClassVar[Counter[str]] = Counter()
+
+    Machine.mode, Machine.offload, Machine.attached = mode, offload, attached
+    return Machine
+
+
+MACHINES = [
+    _machine(mode, offload, attached) for mode, offload in MODES for attached in (False, True)
+]
+
+
+def asynchronous(r: random.Random, seen: Counter[str]) -> None:
+    kind = r.choice(MACHINES)
+    arguments: dict[str, Any] = {
+        "kind": r.choice(sorted(OPTIMIZERS)),
+        "dtypes": r.choice(("float32", "float16", "both")),
+        "prompt": r.choice((0, 0, 3)),
+        "split": r.random() < 0.5,
+        "parts": r.random() < 0.5,
+        "saved": r.random() < 0.5,
+        "calls": [
+            (r.choice(FORWARDS), r.choice(ENDINGS), r.choice(AFTERS))
+            for _ in range(r.randint(8, 14))
+        ],
+    }
+    before = Counter(kind.seen)
+    try:
+        with lazy_everywhere():
+            machine = kind()
+            try:
+                machine.start(**arguments)
+            finally:
+                machine.teardown()
+    except Exception as error:
+        where = f"mode={kind.mode!r} offload={kind.offload!r} attached={kind.attached!r}"
+        raise Found(f"{where}\nmachine.start(**{arguments!r})") from error
+    new = kind.seen - before
+    seen["operations"] += 3 * len(arguments["calls"])
+    seen["window"] += new["stepped"] + new["skipped"]
+    seen["skipped"] += new["skipped"]
+    seen["restored"] += new["go back"] + new["fresh pair"]
+    seen["histories"] += 1
+
+
+Turn = Callable[[random.Random, Counter[str]], None]
+KINDS: dict[str, tuple[Turn, int]] = {
+    "history": (history, 8),
+    "calls": (calls_beside_torch, 12),
+    "async": (asynchronous, 3),
+}
+"""And how many of each in a turn."""
+
+
+def turn(kind: str, number: int, seed: int, seen: Counter[str]) -> Failure | None:
+    """Several of one kind, each with random numbers of its own."""
+    run, times = KINDS[kind]
+    for n in range(times):
+        own = f"{seed}/{kind}/{number}/{n}"
+        try:
+            run(random.Random(own), seen)
+        except Exception as error:
+            text = "".join(traceback.format_exception(error.__cause__ or error))
+            return Failure(own, str(error), text)
+    return None
+
+
+# The verdict.
+
+
+def slope(samples: Sequence[Sample]) -> tuple[float, float]:
+    """Least squares of memory over time, and its standard error; MiB an hour."""
+    n = len(samples)
+    hours = [s.seconds / 3600 for s in samples]
+    mean_t, mean_m = sum(hours) / n, sum(s.memory_mib for s in samples) / n
+    spread = sum((t - mean_t) ** 2 for t in hours)
+    pairs = list(zip(hours, samples, strict=True))
+    rise = sum((t - mean_t) * (s.memory_mib - mean_m) for t, s in pairs) / spread
+    rest = sum((s.memory_mib - mean_m - rise * (t - mean_t)) ** 2 for t, s in pairs)
+    return rise, (rest / max(n - 2, 1) / spread) ** 0.5
+
+
+def is_rising(samples: Sequence[Sample]) -> bool:
+    rise, error = slope(samples)
+    return rise - 2 * error > MOST_MIB_AN_HOUR
+
+
+def grown(first: Sample, samples: Sequence[Sample]) -> list[str]:
+    """What has grown, a sentence each. ``first``: after one turn of each kind."""
+    found = []
+    last = samples[-max(1, len(samples) // 4) :]
+    for name in ("threads", "fds", "objects"):
+        least = min(getattr(s, name) for s in last)
+        if least > getattr(first, name):
+            found.append(f"{name}: {getattr(first, name)} at the start, {least} or more at the end")
+    late = [s for s in samples if s.seconds >= WARM_UP * samples[-1].seconds]
+    if len(late) >= 6:
+        rise, error = slope(late)
+        total = rise * (late[-1].seconds - late[0].seconds) / 3600
+        middle = len(late) // 2
+        if total > LEAST_MIB and is_rising(late[:middle]) and is_rising(late[middle:]):
+            found.append(
+                f"memory: {rise:.1f} MiB an hour (standard error {error:.1f}), {total:.1f} MiB in "
+                f"all; at most {MOST_MIB_AN_HOUR:g} is taken for noise"
+            )
+    return found
+
+
+def line(sample: Sample, seen: Counter[str]) -> str:
+    restored = seen["restored"] + seen["restored, fresh"]
+    return (
+        f"{sample.seconds / 60:6.1f} min  {seen['histories']:,} histories  "
+        f"{seen['operations']:,} operations  {seen['window']:,} windows  {seen['skipped']:,} skips"
+        f"  {restored:,} restored  {sample.memory_mib:.1f} MiB  {sample.threads} threads  "
+        f"{sample.fds} fds  {sample.objects} objects"
+    )
+
+
+def quarters(samples: Sequence[Sample]) -> str:
+    """First quarter against last."""
+    size = max(1, len(samples) // 4)
+    rows = []
+    for name, part in (("first quarter", samples[:size]), ("last quarter", samples[-size:])):
+        mean = {k: sum(getattr(s, k) for s in part) / size for k in Sample.__annotations__}
+        rows.append(
+            f"{name:>14}: {mean['memory_mib']:.1f} MiB  {mean['threads']:.1f} threads  "
+            f"{mean['fds']:.1f} fds  {mean['objects']:.1f} objects"
+        )
+    return "\n".join(rows)
+
+
+class Stop:
+    """Ctrl-C: finish the turn, say the verdict. A second one ends at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: Any = None
+
+    def __enter__(self) -> Stop:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _handle(self, *_: object) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        say("stopping after this turn")
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def watch_for_hangs() -> None:
+    faulthandler.dump_traceback_later(HANG_S, exit=True)
+
+
+def soak(
+    minutes: float, seed: int, every: float, before_turn: Callable[[], None] = lambda: None
+) -> int:
+    """Run; returns the exit status."""
+    seen: Counter[str] = Counter()
+    number, failure, samples = 0, None, list[Sample]()
+    with Stop() as stop, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for kind in KINDS:  # imports, first kernels: what a process has for good
+            failure = failure or turn(kind, -1, seed, seen)
+        start = time.monotonic()
+        first = measure(start)
+        say(line(first, seen))
+        due = every
+        while failure is None and not stop.asked:
+            before_turn()
+            failure = turn(list(KINDS)[number % len(KINDS)], number, seed, seen)
+            number += 1
+            now = time.monotonic() - start
+            over = now >= 60 * minutes
+            if now >= due or over or stop.asked or failure is not None:
+                samples.append(measure(start))
+                say(line(samples[-1], seen))
+                due = now + every
+            if over:
+                break
+    return verdict(first, samples or [first], failure, seed)
+
+
+def verdict(first: Sample, samples: Sequence[Sample], failure: Failure | None, seed: int) -> int:
+    """Say it; returns the exit status."""
+    say(quarters(samples))
+    if len(samples) > 2:
+        rise, error = slope([s for s in samples if s.seconds >= WARM_UP * samples[-1].seconds])
+        say(f"memory over the last three quarters: {rise:+.1f} ± {error:.1f} MiB an hour")
+    if failure is not None:
+        say(f"FAILED, seed {failure.seed}\n{failure.error}\n{failure.what}")
+        return 1
+    found = grown(first, samples)
+    for sentence in found:
+        say(f"GREW: {sentence}")
+    say(f"{'FAILED' if found else 'passed'}, seed {seed}, {samples[-1].seconds / 60:.1f} min")
+    return 1 if found else 0
+
+
+def several(jobs: int, arguments: argparse.Namespace) -> int:
+    """A process for each job, with seeds one after the other."""
+    command = [sys.executable, __file__, "--minutes", str(arguments.minutes)]
+    command += ["--every", str(arguments.every)]
+    with Stop():  # they get the Ctrl-C too, and end by themselves
+        running = [
+            subprocess.Popen([*command, "--seed", str(arguments.seed + n)]) for n in range(jobs)
+        ]
+        return max(abs(process.wait()) for process in running)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=None, help="default: the time")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, each with its own seed")
+    parser.add_argument("--every", type=float, default=60.0, help="seconds between two lines")
+    arguments = parser.parse_args(argv)
+    if arguments.seed is None:
+        arguments.seed = int(time.time())
+    if arguments.jobs > 1:
+        return several(arguments.jobs, arguments)
+    torch.set_num_threads(1)
+    logging.getLogger("accel_scaler").setLevel(logging.ERROR)
+    package = Path(sys.modules["accel_scaler"].__file__ or "").parent
+    say(f"soak of {package}, seed {arguments.seed}, {arguments.minutes:g} min, pid {os.getpid()}")
+    status = soak(arguments.minutes, arguments.seed, arguments.every, watch_for_hangs)
+    faulthandler.cancel_dump_traceback_later()
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,292 @@
+"""Long runs and many tensors, without a clock: memory, objects, threads and calls do not grow.
+
+``make bench-load`` measures the time. LOAD_WINDOWS sets the length of a run (default 1,400).
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import sys
+import threading
+import tracemalloc
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from places import ROOT
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from accel_scaler.telemetry import record as record_module
+from accel_scaler.telemetry.record import History, Record
+
+WINDOWS = max(1_400, int(os.environ.get("LOAD_WINDOWS", "0")) // 50 * 50)
+SETTLED = 1_000
+"""Windows after which what torch and Python keep for themselves is there."""
+PERIOD = 50
+"""The runs repeat themselves: one skip and one growth of the scale in so many windows."""
+LEAK = 24
+"""Bytes: a number a window, kept in a list, is 32; torch and Python themselves stay below 10."""
+FOLDER = str(ROOT / "benchmarks")
+VARIANTS = ("plain", "sync", "sync+file", "overlap", "overlap+file", "delayed")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def load() -> Iterator[Any]:
+    """The benchmark as a module: its runs are the ones tested here."""
+    sys.path.insert(0, FOLDER)
+    try:
+        import load as module
+    finally:
+        sys.path.remove(FOLDER)
+    yield module
+    sys.modules.pop("load", None)
+
+
+@pytest.fixture
+def short_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A history that is full long before the first look; how long it is, is tested apart."""
+    monkeypatch.setattr(record_module, "KEPT_RECORDS", 64)
+    monkeypatch.setattr(record_module, "KEPT_NORMS", 16)
+    monkeypatch.setattr(record_module, "KEPT_CHANGES", 16)
+
+
+class Operations(TorchDispatchMode):
+    """Counts torch's operations on this thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def calls_of(work: Callable[[], object]) -> int:
+    """Calls of Python and C functions on this thread."""
+    count = 0
+
+    def watch(frame: object, event: str, arg: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    gc.disable()  # a collection would call what others have registered
+    sys.setprofile(watch)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return count
+
+
+def operations_of(work: Callable[[], object]) -> int:
+    with Operations() as seen:
+        work()
+    return seen.count
+
+
+def ours() -> int:
+    """Objects of this package's classes that are alive."""
+    gc.collect()
+    return sum(str(type(each).__module__).startswith("accel_scaler") for each in gc.get_objects())
+
+
+def look(window: Callable[[int], None], first: int) -> dict[str, Any]:
+    """Run some windows from ``first`` on (a multiple of the period), and what is seen in them."""
+    window(first)  # what a skip leaves to be written is written with the window after it
+    seen: dict[str, Any] = {"objects": ours(), "threads": threading.active_count()}
+    ops, calls = [], []
+    for number in range(first + 1, first + 13, 2):
+        calls.append(calls_of(partial(window, number)))
+        ops.append(operations_of(partial(window, number + 1)))
+    return seen | {"operations": ops, "calls": statistics.median(calls)}
+
+
+def forget_names() -> None:
+    """Empty the interpreter's cache of attributes: a string for each of its 4,096 places.
+
+    torch makes the names that it asks for anew each time, so it fills for thousands of windows.
+    """
+    getattr(sys, "_clear_internal_caches", getattr(sys, "_clear_type_cache", gc.collect))()
+
+
+def least_memory(window: Callable[[int], None], first: int) -> int:
+    """Bytes that Python objects take, at least, in one period: a file is written in batches."""
+    gc.collect()
+    sizes = []
+    for number in range(first, first + PERIOD):
+        window(number)
+        forget_names()
+        sizes.append(tracemalloc.get_traced_memory()[0] - sys.getsizeof(sizes))
+    return min(sizes)
+
+
+def growth(window: Callable[[int], None], first: int, end: int) -> float:
+    """Bytes a window, from once all is there that torch and Python keep for themselves."""
+    tracemalloc.start()
+    try:
+        for number in range(first, SETTLED):
+            window(number)
+        before = least_memory(window, SETTLED)
+        for number in range(SETTLED + PERIOD, end - PERIOD):
+            window(number)
+        after = least_memory(window, end - PERIOD)
+    finally:
+        tracemalloc.stop()
+    assert after > 0, "nothing was traced"
+    return (after - before) / (end - PERIOD - SETTLED)
+
+
+def leak(window: Callable[[int], None], first: int, end: int) -> float:
+    """The least :func:`growth` of three: a leak rises each time, what waits have left does not."""
+    found = growth(window, first, end)
+    for again in (1, 2):
+        if found < LEAK:
+            break
+        shift = again * (end - SETTLED)
+        found = min(found, growth(lambda n, s=shift: window(n + s), SETTLED, end))  # type: ignore[misc]
+    return found
+
+
+@pytest.mark.parametrize("variant", ["plain", "sync", "overlap+file", "delayed"])
+def test_a_long_run_is_at_its_end_what_it_was_at_its_beginning(
+    variant: str,
+    load: Any,
+    tmp_path: Path,
+    short_history: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        record_module, "KEPT_NORMS", 1
+    )  # and waits, which are many when others work
+    window, close = load.long_run(variant, tmp_path)
+    end = WINDOWS - PERIOD
+    try:
+        for number in range(2 * PERIOD):
+            window(number)
+        early = look(window, 2 * PERIOD)
+        assert leak(window, 2 * PERIOD + 13, end) < LEAK, "memory grows"
+        late = look(window, 3 * end)
+    finally:
+        close()
+    assert late["objects"] <= early["objects"] + 16, "objects of the package pile up"
+    assert late["threads"] == early["threads"]
+    assert late["operations"] == early["operations"]
+    if variant.startswith(("plain", "sync")):
+        assert late["calls"] == early["calls"]
+    else:  # how often a wait looks again is a matter of chance
+        assert late["calls"] == pytest.approx(early["calls"], rel=0.1)
+
+
+KEPT: dict[str, Callable[[int], object]] = {
+    "a number": lambda number: number + 1_000,
+    "a float": float,
+    "a cycle": lambda number: (kept := [], kept.append(kept)),
+    "an object": lambda number: object(),
+}
+
+
+@pytest.mark.parametrize("what", KEPT)
+def test_a_leak_would_be_seen(what: str) -> None:
+    kept: list[object] = []
+    assert leak(lambda number: kept.append(KEPT[what](number)), 0, WINDOWS - PERIOD) > LEAK
+
+
+def test_what_python_keeps_for_itself_is_no_leak() -> None:
+    def window(number: int) -> None:
+        for name in range(20):
+            getattr(gc, f"nothing of this name {number} {name}", None)
+            getattr(Path, f"nothing of this name {number} {name}", None)
+
+    assert growth(window, 0, WINDOWS - PERIOD) < LEAK
+
+
+def costs(load: Any, variant: str, what: Any, folder: Path, overflow: bool) -> int:
+    """Calls of one boundary, the fewest of some: a wait that looks again calls more."""
+    torch.manual_seed(0)
+    bench = load.Bench(what, (variant,), folder)
+    counts = []
+    for turn in range(7):
+        bench.fill(variant, overflow and turn >= 2)
+        count = calls_of(bench.boundaries[variant])
+        counts += [count] * (turn >= 2)
+    return min(counts)
+
+
+def is_straight(low: int, middle: int, high: int) -> bool:
+    """Of n, 2n and 4n: the last step costs twice the one before; four times if it were a square."""
+    return high - middle <= 2.6 * (middle - low) + 100
+
+
+@pytest.mark.parametrize("overflow", [False, True], ids=["step", "skip"])
+@pytest.mark.parametrize("variant", ["plain", "sync+file", "overlap", "delayed"])
+def test_calls_grow_with_the_number_of_tensors_and_no_faster(
+    variant: str, overflow: bool, load: Any, tmp_path: Path
+) -> None:
+    found = [costs(load, variant, load.Load(n), tmp_path, overflow) for n in (200, 400, 800)]
+    assert is_straight(*found), found
+
+
+@pytest.mark.parametrize("overflow", [False, True], ids=["step", "skip"])
+@pytest.mark.parametrize("variant", ["sync", "overlap+file"])
+@pytest.mark.parametrize("what", ["groups", "optimizers"])
+def test_calls_grow_with_groups_and_optimizers_and_no_faster(
+    what: str, variant: str, overflow: bool, load: Any, tmp_path: Path
+) -> None:
+    cut = {
+        "groups": lambda n: load.Load(256, groups=n),
+        "optimizers": lambda n: load.Load(32 * n, optimizers=n),
+    }[what]
+    found = [costs(load, variant, cut(n), tmp_path, overflow) for n in (8, 16, 32)]
+    assert is_straight(*found), found
+
+
+def test_a_square_would_be_seen() -> None:
+    assert is_straight(*(5 * n + 90 for n in (200, 400, 800)))
+    assert not is_straight(*(n * n // 40 for n in (200, 400, 800)))
+
+
+def test_a_history_of_skips_of_a_large_model_stays_small() -> None:
+    """An overflow with telemetry has an entry for each tensor; thousands of such are kept."""
+    history, tensors = History(), 10_000
+    for index in range(40):
+        counts = tuple((number, 1 + number) for number in range(tensors))
+        history.add(Record(index, 1.0, 1.0, True, None, nonfinite=counts))
+        history.add(Record(index, 1.0, 1.0, True, None, nonfinite=counts))  # amended
+        kept = [len(record.nonfinite) for record in history.records]
+        assert sum(kept) <= record_module.KEPT_OFFENDERS
+        assert kept[-6:] == [tensors] * min(index + 1, 6), "the last ones are whole"
+    assert [record.index for record in history.records] == list(range(40))
+
+
+def test_what_a_history_keeps_of_one_window_goes_with_the_window(short_history: None) -> None:
+    history = History()
+    for index in range(200):
+        more: Any = {
+            "norms": b"1234",
+            "spans": (("step", 0.0, 1.0),),
+            "underflow": ((0, 0.1, 0.1),),
+        }
+        history.add(
+            Record(index, 1.0 + index, 2.0 + index, True, None, nonfinite=((0, 1),), **more)
+        )
+    whole, bare = list(history.records)[-16:], list(history.records)[:-16]
+    assert (len(whole), len(bare), len(history.scale_path)) == (16, 48, 16)
+    for record in whole:
+        assert all((record.norms, record.spans, record.underflow, record.nonfinite))
+    for record in bare:
+        assert not any((record.norms, record.spans, record.underflow, record.nonfinite))
+    assert len(history._offending) <= 17
+
+
+@pytest.mark.parametrize("kept", ["KEPT_RECORDS", "KEPT_NORMS", "KEPT_CHANGES", "KEPT_OFFENDERS"])
+def test_a_history_has_an_end(kept: str) -> None:
+    assert getattr(record_module, kept) <= 1 << 16

@@ -1,0 +1,369 @@
+"""``accel-scaler launch`` of unchanged scripts in real processes, beside ``accelerate launch``."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from places import HELPERS, ROOT
+
+from accel_scaler import ScalerConfig, attach
+from accel_scaler.launch.launcher import STARTUP
+
+LIMIT = 240
+SETTINGS = ScalerConfig(init_scale=1024.0, step_mode="overlap", max_consecutive_skips=9)
+SECTION = """
+accel_scaler:
+  step_mode: overlap
+  init_scale: 4096      # a variable outranks it
+  max_consecutive_skips: 8   # a flag outranks it
+"""
+VARIABLE = {"ACCEL_SCALER_INIT_SCALE": "1024"}
+FLAG = ["--max_consecutive_skips", "9"]
+CONFIG = """compute_environment: LOCAL_MACHINE
+distributed_type: "NO"
+use_cpu: true
+mixed_precision: fp16
+num_machines: 1
+num_processes: 1
+"""
+OURS = [sys.executable, "-m", "accel_scaler", "launch"]
+STOCK = [sys.executable, "-m", "accelerate.commands.launch"]
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """This process's, without what other tests or a user have set."""
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("ACCELERATE_", "ACCEL_SCALER_", "PYTHONPATH"))
+    }
+    path = os.pathsep.join([str(ROOT), str(HELPERS)])
+    return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "TMPDIR": extra["TMPDIR"]} | extra
+
+
+def start(command: list[str], folder: Path, **extra: str) -> subprocess.Popen[str]:
+    folder.joinpath("tmp").mkdir(exist_ok=True)
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment(TMPDIR=str(folder / "tmp"), HF_HOME=str(folder / "home"), **extra),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # A job in the background ignores Ctrl-C, and so would what it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+def run(
+    command: list[str], folder: Path, stdin: str = "", **extra: str
+) -> tuple[int, list[dict[str, Any]], str]:
+    """Exit status, the facts that ranks printed, and all of standard error."""
+    process = start(command, folder, **extra)
+    try:
+        out, err = process.communicate(stdin, timeout=LIMIT)
+    finally:
+        end(process)
+    lines = [line for line in out.splitlines() if line.startswith("FACTS ")]
+    facts = [json.loads(line.removeprefix("FACTS ")) for line in lines]
+    assert not list((folder / "tmp").glob("accel_scaler_*")), "a temporary file was left"
+    return process.returncode, facts, err
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """End what is left of a launch, whatever the test found."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(timeout=30)
+
+
+def as_found(facts: dict[str, Any]) -> dict[str, Any]:
+    """Without what training, not starting, determines."""
+    return {key: value for key, value in facts.items() if key not in ("trained", "child_class")}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "launched_script.py").write_text((HELPERS / "launched_script.py").read_text())
+    (tmp_path / "with.yaml").write_text(CONFIG + SECTION)
+    (tmp_path / "stock.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+def test_an_unchanged_script_trains_attached_and_sees_no_difference(folder: Path) -> None:
+    # Beside it: accelerate launch of the same script, which then calls attach() itself.
+    script = ["launched_script.py", "--spawn", "--exit", "3", "--min_scale", "x y"]
+    code, (stock,), _ = run(
+        [*STOCK, "--config_file", "stock.yaml", *script],
+        folder,
+        "from stdin\n",
+        CALL_ATTACH="1",
+        **SETTINGS.to_env(),
+    )
+    assert code == 1, "Accelerate's own launcher has kept the exit status: ours need not mend it"
+    status, (ours,), err = run(
+        [*OURS, "--config_file", "with.yaml", *FLAG, *script], folder, "from stdin\n", **VARIABLE
+    )
+    assert status == 3
+    assert "launched_script.py exited with status 3" in err
+    assert "Traceback" not in err
+    assert as_found(ours) == as_found(stock)
+    assert ours["argv"] == script[1:]
+    assert (ours["name"], ours["spec"], ours["argv0"]) == ("__main__", None, script[0])
+    assert ours["traceback"] == [str(folder / script[0])] * 2
+    assert ours["stdin"] == "from stdin\n"
+    assert ours["child"] == ["from the child", "__main__"]
+    # Every Accelerator is attached, those of spawned processes too.
+    assert (stock["child_class"], ours["child_class"]) == ("Accelerator", "ScaledAccelerator")
+    trained = ours["trained"]
+    assert trained == stock["trained"]
+    assert trained["class"] == "ScaledAccelerator"
+    assert trained["skipped"] == [False, False, True, False, False, False]
+    # 1024, grown after two good steps, backed off, grown after two more.
+    assert trained["scale"] == 2048.0
+    assert trained["settings"] == SETTINGS.to_env()
+
+
+def test_two_ranks_of_a_module_train_attached(folder: Path) -> None:
+    code, facts, err = run(
+        [*OURS, "--multi_gpu", "--num_processes", "2", "--mixed_precision", "fp16",
+         "--main_process_port", str(free_port()), "--step_mode", "overlap",
+         "-m", "launched_script", "--exit", "5"],
+        folder, ACCELERATE_USE_CPU="true", ACCEL_SCALER_INIT_SCALE="1024",
+    )  # fmt: skip
+    assert code == 5
+    assert "Root Cause" in err
+    assert "Traceback" not in err
+    assert sorted(found["trained"]["rank"] for found in facts) == [0, 1]
+    for found in facts:
+        assert found["spec"] == "launched_script"
+        assert found["argv"] == ["--exit", "5"]
+        assert found["path"][0] == str(folder)
+        assert STARTUP not in found["path"]
+        trained = found["trained"]
+        assert (trained["class"], trained["ranks"]) == ("ScaledAccelerator", 2)
+        assert trained["scale"] == facts[0]["trained"]["scale"]
+        assert trained["weights"] == facts[0]["trained"]["weights"]
+        assert trained["settings"] == {
+            "ACCEL_SCALER_INIT_SCALE": "1024.0",
+            "ACCEL_SCALER_STEP_MODE": "overlap",
+        }
+
+
+OTHER_WAYS = """
+import os, sys, traceback, warnings
+import sitecustomize
+from accelerate import Accelerator
+from accel_scaler import OrderError, ScaledAccelerator, ScalerConfig, attach, detach
+import json
+
+class Mine(Accelerator):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.after = type(self).__name__
+
+warnings.simplefilter("error")
+found = {"next": getattr(sitecustomize, "NEXT", None), "argv": sys.argv, "name": __name__}
+import accelerate.accelerator
+found["loader"] = sorted(vars(accelerate.accelerator.__loader__))
+plain = Accelerator(cpu=True, mixed_precision="no")
+again = Accelerator(cpu=True)
+found["plain"] = [type(plain).__name__, type(again).__name__, plain.scaler]
+from accelerate.state import AcceleratorState
+AcceleratorState._reset_state(True)
+mine = Mine(mixed_precision="fp16")
+found["mine"] = [type(mine).__name__, isinstance(mine, Mine), mine.scaler.get_scale()]
+own = ScaledAccelerator(scaler_config=ScalerConfig(init_scale=8.0))
+found["own"] = [own.scaler.get_scale(), detach(own).scaler]
+found["attached"] = attach(mine) is mine
+found["outranked"] = attach(mine, ScalerConfig(init_scale=16.0)).scaler.get_scale()
+try:
+    attach(mine, ScalerConfig(init_scale=32.0))
+except OrderError:
+    found["outranked once"] = mine.scaler.get_scale()
+found["detached"] = type(detach(mine)).__name__
+try:
+    Accelerator(mixed_precision="no such")
+except ValueError as error:
+    found["frames"] = [f.name for f in traceback.extract_tb(error.__traceback__)]
+print("FACTS " + json.dumps(found))
+"""
+
+
+def test_a_shell_script_that_feeds_python_a_script_on_stdin(folder: Path) -> None:
+    site = folder / "site"
+    site.mkdir()
+    site.joinpath("sitecustomize.py").write_text("NEXT = 'ran'")
+    folder.joinpath("other.py").write_text(OTHER_WAYS)
+    wrapper = folder / "run.sh"
+    wrapper.write_text(f'#!/bin/sh\nexec {sys.executable} - "$@" < other.py\n')
+    wrapper.chmod(0o755)
+    path = os.pathsep.join([str(site), str(ROOT)])
+    code, (found,), err = run(
+        [*OURS, "--cpu", "--init_scale", "64", "--no_python", "./run.sh", "a b"],
+        folder, PYTHONPATH=path,
+    )  # fmt: skip
+    assert code == 0, err
+    assert (found["argv"], found["name"]) == (["-", "a b"], "__main__")
+    assert found["next"] == "ran"
+    assert found["loader"] == ["name", "path"], "the loader is not as Python made it"
+    # Without fp16 there is nothing to attach, and one line that says so.
+    assert found["plain"] == ["Accelerator", "Accelerator", None]
+    assert err.count("mixed_precision='no' needs no gradient scaling") == 1
+    assert found["mine"] == ["ScaledMine", True, 64.0]
+    assert found["own"] == [8.0, None], "attached twice: detach() did not find the stock scaler"
+    assert found["attached"]
+    assert (found["outranked"], found["outranked once"]) == (16.0, 16.0)
+    assert found["detached"] == "Mine"
+    # One frame of ours, and only where an Accelerator itself fails.
+    assert found["frames"].count("__init__") == 2 + found["frames"][3:].count("__init__")
+
+
+TRAINERS = ["transformers", *(["trl"] if find_spec("trl") else [])]
+
+
+def test_trainers_are_attached_as_a_whole(folder: Path) -> None:
+    code, (found,), err = run(
+        [*OURS, "--config_file", "with.yaml", str(HELPERS / "launched_trainers.py"), "out",
+         *TRAINERS],
+        folder, HF_HUB_OFFLINE="1", **VARIABLE,
+    )  # fmt: skip
+    assert code == 0, err
+    for name in TRAINERS:
+        # ScaledTrainer ends train() with a fence; its accelerator alone would not.
+        assert "ScaledTrainer" in found[name]["class"]
+        assert found[name]["accelerator"] == "ScaledAccelerator"
+        assert found[name]["scale"] == 512.0  # one overflow
+    import launched_trainers
+
+    trainer = attach(launched_trainers.ordinary(folder), SETTINGS)
+    trainer.train()
+    assert found["transformers"]["weights"] == launched_trainers.weights(trainer.model)
+    # What a script gives attach() outranks the launcher, for accelerators to come as well.
+    trainer.accelerator._attached_by_launcher = True
+    trainer.model.zero_grad()
+    attach(trainer, ScalerConfig(init_scale=64.0))
+    assert trainer._scaler_config == trainer.accelerator._scaler_config
+    assert trainer._scaler_config == ScalerConfig(init_scale=64.0)
+
+
+WAITS = """
+import os, signal, sys, time
+from pathlib import Path
+
+def told(number, frame):
+    Path("told").write_text(str(number))
+    sys.exit(7)
+
+signal.signal(signal.SIGTERM, told)
+Path("up" + os.environ.get("RANK", "0")).write_text("")
+time.sleep(300)
+"""
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    until = time.monotonic() + 60
+    while not path.exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("number", "ranks"), [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGTERM, 2)]
+)
+def test_a_launcher_that_is_told_to_end_ends_the_script(
+    folder: Path, number: int, ranks: int
+) -> None:
+    folder.joinpath("waits.py").write_text(WAITS)
+    command = [*OURS, "--config_file", "with.yaml"]
+    if ranks > 1:
+        command += ["--multi_gpu", "--num_processes", str(ranks)]
+        command += ["--main_process_port", str(free_port())]
+    process = start([*command, "waits.py"], folder)
+    try:
+        for rank in range(ranks):
+            wait_for(folder / f"up{rank}", process)
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert len(family) == ranks
+        assert list((folder / "tmp").glob("accel_scaler_*"))
+        if number == signal.SIGTERM:
+            process.send_signal(number)  # the launcher alone, as `kill` and schedulers do
+        else:
+            os.killpg(process.pid, number)  # all of them, as a terminal does
+        _, err = process.communicate(timeout=60)
+    finally:
+        end(process)
+    assert process.returncode == 128 + number
+    assert not any(child.is_running() for child in family)
+    assert not list((folder / "tmp").glob("accel_scaler_*"))
+    if number == signal.SIGTERM:
+        assert (folder / "told").read_text() == str(int(signal.SIGTERM))
+        assert "accel_scaler/" not in err, "a traceback of ours"
+
+
+FAILS = """
+import os, sys, time
+from pathlib import Path
+rank = os.environ["RANK"]
+Path("pid" + rank).write_text(str(os.getpid()))
+while not Path("pid0").exists():
+    time.sleep(0.05)
+if rank == "1":
+    sys.exit(6)
+time.sleep(300)
+"""
+
+
+def test_a_rank_that_fails_ends_the_others(folder: Path) -> None:
+    folder.joinpath("fails.py").write_text(FAILS)
+    code, _, err = run(
+        [*OURS, "--multi_gpu", "--num_processes", "2", "--main_process_port", str(free_port()),
+         "fails.py"],
+        folder, ACCELERATE_USE_CPU="true",
+    )  # fmt: skip
+    assert code == 6
+    assert "rank      : 1" in err
+    assert not psutil.pid_exists(int((folder / "pid0").read_text()))
+
+
+def test_the_wheel_ships_the_config_files_and_the_hook(folder: Path) -> None:
+    pytest.importorskip("hatchling")
+    done = subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder / "dist")],
+        cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (wheel,) = (folder / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "installed")
+        (points,) = [name for name in archive.namelist() if name.endswith("entry_points.txt")]
+        assert b"accel-scaler = accel_scaler.cli:main" in archive.read(points)
+    code = "from accel_scaler import config_file as s; print(s.find_config('cpu_fp16').resolve())"
+    shown = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, text=True, capture_output=True, timeout=LIMIT,
+        check=True, env=environment(TMPDIR=str(folder), PYTHONPATH=str(folder / "installed")),
+    )  # fmt: skip
+    package = folder / "installed" / "accel_scaler"
+    assert Path(shown.stdout.strip()) == (package / "accelerate_configs/cpu_fp16.yaml").resolve()
+    assert (package / "launch" / "startup" / "sitecustomize.py").is_file()

@@ -1,0 +1,520 @@
+"""An optimizer that fails, a thread that is gone, a forked process: no hang, nothing is lost."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from async_support import one_part_each
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from accel_scaler import (
+    AsyncOptimizer,
+    GradScaler,
+    OrderError,
+    ScalerConfig,
+    StepError,
+    attach,
+    detach,
+)
+from accel_scaler.async_optimizer import worker as worker_module
+from accel_scaler.async_optimizer.pending_parameter import PendingParameter
+from accel_scaler.async_optimizer.replica import Shadow
+from accel_scaler.async_optimizer.worker import Task
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LR = 0.5
+LIMIT_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A hang ends the test, and well before the ten minutes that a user's would take."""
+    wait = Task.wait
+
+    def soon(self: Task, parts: int | None = None, limit_s: float = LIMIT_S) -> bool:
+        return wait(self, parts, min(limit_s, LIMIT_S))
+
+    monkeypatch.setattr(Task, "wait", soon)
+    with one_part_each():
+        yield
+
+
+class Fragile(torch.optim.SGD):
+    """SGD that fails in the middle of one parameter's update, having written half of it."""
+
+    def __init__(self, params: Any, kind: type[BaseException] = ValueError) -> None:
+        super().__init__(params, lr=LR, momentum=0.5)
+        self.kind = kind
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.tremble()
+
+    def tremble(self) -> None:
+        stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if any(bool((p.grad == 13.0).any()) for p in stepped):
+            for p in stepped:
+                p.detach()[:1].fill_(-77.0)
+            raise self.kind("it trembled")
+
+
+class Four(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ws = nn.ParameterList([nn.Parameter(torch.full((3,), float(i))) for i in range(4)])
+
+    def forward(self) -> Tensor:
+        return torch.stack(list(self.ws)).sum()
+
+
+def gradients(model: Four, bad: int | None = None) -> list[Tensor]:
+    for number, w in enumerate(model.ws):
+        w.grad = torch.full((3,), 13.0 if number == bad else 1.0 + number)
+    return [w.grad.clone() for w in model.ws if w.grad is not None]
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    with torch._C.DisableTorchFunctionSubclass():
+        return [p.detach().clone() for p in model.parameters()]
+
+
+def equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+
+
+def plain(*bad: int | None) -> list[Tensor]:
+    """What steps of ``Fragile`` leave in plain torch, failing at these parameters."""
+    model = Four()
+    optimizer = Fragile(model.parameters())
+    for each in bad:
+        gradients(model, each)
+        if each is None:
+            optimizer.step()
+        else:
+            with pytest.raises(ValueError, match="it trembled"):
+                optimizer.step()
+    return values(model)
+
+
+def hand_over_first(model: Four, optimizer: Any) -> None:
+    """The step that every optimizer unknown to torch takes on the training thread."""
+    gradients(model)
+    optimizer.step()
+    optimizer.synchronize()
+
+
+@pytest.fixture
+def fragile_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGD's own step fails at the parameter whose gradient says so, half of it written."""
+    step = torch.optim.SGD.step
+
+    def failing(self: Any, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and bool((p.grad == 13.0).any()):
+                    p.detach()[:1].fill_(float("nan"))
+                    raise ValueError("it trembled")
+        return step(self)
+
+    failing.hooked = False  # type: ignore[attr-defined]
+    monkeypatch.setattr(torch.optim.SGD, "step", failing)
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("bad", [0, 2, 3])
+def test_each_parameter_is_before_or_after_the_failed_step_and_the_message_says_which(
+    fragile_parts: None, bad: int, offload: str
+) -> None:
+    model = Four()
+    optimizer = AsyncOptimizer(torch.optim.SGD(model.parameters(), lr=LR), model, offload=offload)
+    before = values(model)
+    grads = gradients(model, bad)
+    optimizer.step()
+    with pytest.raises(StepError, match="it trembled") as caught:
+        optimizer.synchronize()
+    after = [w - LR * g for w, g in zip(before, grads, strict=True)]
+    assert equal(values(model), after[:bad] + before[bad:])
+    names = [f"ws.{number}" for number in range(4)]
+    said = str(caught.value)
+    assert f"Updated: {', '.join(names[:bad]) or 'none'}." in said
+    assert f"As before the step: {', '.join(names[bad:])};" in said
+    # The next step works, with what is there.
+    now, grads = values(model), gradients(model)
+    optimizer.step()
+    optimizer.close()
+    assert equal(values(model), [w - LR * g for w, g in zip(now, grads, strict=True)])
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
+@pytest.mark.parametrize("good", [0, 1, 2])
+def test_an_optimizer_stepped_whole_that_fails_leaves_what_it_leaves_in_torch_and_says_so(
+    mode: str, good: int
+) -> None:
+    model = Four()
+    optimizer = AsyncOptimizer(Fragile(model.parameters()), model, mode=mode)
+    for _ in range(good):
+        gradients(model)
+        optimizer.step()
+    optimizer.synchronize()
+    gradients(model, bad=1)
+    where = "optimizer" if good and mode != "sync" else "training"
+    said = rf"on the {where} thread.*stepped whole.* by then of ws\.0, ws\.1, .*stays updated"
+    with pytest.raises(StepError, match=said):  # noqa: PT012
+        optimizer.step()
+        optimizer.synchronize()
+    optimizer.synchronize()
+    assert equal(values(model), plain(*[None] * good, 1))
+    gradients(model)
+    optimizer.step()
+    optimizer.close()
+    assert equal(values(model), plain(*[None] * good, 1, None))
+
+
+def test_masters_half_updated_in_delayed_are_published_whole_and_said(fragile_parts: None) -> None:
+    model = Four()
+    optimizer = AsyncOptimizer(torch.optim.SGD(model.parameters(), lr=LR), model, mode="delayed")
+    before, grads = values(model), gradients(model, bad=2)
+    optimizer.step()
+    with pytest.raises(
+        StepError, match=r"Updated: ws\.0, ws\.1\. As before the step: ws\.2, ws\.3"
+    ):
+        optimizer.synchronize()
+    optimizer.close()
+    after = [w - LR * g for w, g in zip(before, grads, strict=True)]
+    assert equal(values(model), after[:2] + before[2:])
+
+
+def call_sum(model: Any, optimizer: AsyncOptimizer) -> None:
+    model.ws[3].sum()
+
+
+def call_forward(model: Any, optimizer: AsyncOptimizer) -> None:
+    model()
+
+
+def call_step(model: Any, optimizer: AsyncOptimizer) -> None:
+    gradients(model)
+    optimizer.step()
+
+
+CALLS = {
+    "a use": call_sum,
+    "a forward": call_forward,
+    "step": call_step,
+    "synchronize": lambda model, optimizer: optimizer.synchronize(),
+    "close": lambda model, optimizer: optimizer.close(),
+    "state_dict": lambda model, optimizer: optimizer.state_dict(),
+    "the model's state_dict": lambda model, optimizer: model.state_dict(),
+    "the model's load_state_dict": lambda model, optimizer: model.load_state_dict(
+        Four().state_dict()
+    ),
+    "evaluation": lambda model, optimizer: model.eval()(),
+    "submit": lambda model, optimizer: optimizer.submit(lambda: None),
+    "deepcopy": lambda model, optimizer: copy.deepcopy(optimizer),
+}
+
+
+def test_whichever_call_comes_next_raises_it_once_with_the_workers_traceback() -> None:
+    for name, call in CALLS.items():
+        model = Four()
+        optimizer = AsyncOptimizer(Fragile(model.parameters()), model)
+        hand_over_first(model, optimizer)
+        gradients(model, bad=0)
+        optimizer.step()
+        with pytest.raises(StepError, match="it trembled") as caught:
+            call(model, optimizer)
+        cause = caught.value.__cause__
+        assert type(cause) is ValueError, name
+        assert "tremble" in [f.name for f in traceback.extract_tb(cause.__traceback__)], name
+        assert not any(type(p) is PendingParameter for p in model.parameters()), name
+        optimizer.synchronize()  # told once
+        model.train()()
+        optimizer.close()
+        assert equal(values(model), plain(None, 0)), name
+
+
+@pytest.mark.parametrize("mode", ["overlap", "delayed"])
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit])
+def test_whatever_the_optimizer_raises_on_its_thread_is_a_step_error(
+    mode: str, kind: type[BaseException]
+) -> None:
+    model = Four()
+    optimizer = AsyncOptimizer(Fragile(model.parameters(), kind), model, mode=mode)
+    hand_over_first(model, optimizer)
+    gradients(model, bad=0)
+    optimizer.step()
+    with pytest.raises(StepError, match=kind.__name__) as caught:
+        optimizer.synchronize()
+    assert type(caught.value.__cause__) is kind
+    gradients(model)
+    optimizer.step()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+def test_in_sync_an_exit_on_the_training_thread_stays_an_exit(kind: type[BaseException]) -> None:
+    model = Four()
+    optimizer = AsyncOptimizer(Fragile(model.parameters(), kind), model, mode="sync")
+    gradients(model, bad=0)
+    with pytest.raises(kind):
+        optimizer.step()
+    assert equal(values(model), plain(0))
+    gradients(model)
+    optimizer.step()
+    optimizer.close()
+    assert equal(values(model), plain(0, None))
+
+
+def test_with_an_accelerator_the_error_comes_through_prepared_step_and_detach_completes() -> None:
+    accelerator: Any = attach(
+        Accelerator(cpu=True, mixed_precision="fp16"),
+        ScalerConfig(step_mode="overlap", init_scale=1.0),
+    )
+    model, optimizer = accelerator.prepare(four := Four(), Fragile(four.parameters()))
+
+    def hand_over(bad: int | None) -> None:
+        accelerator.backward(model())
+        gradients(four, bad)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    hand_over(None)
+    hand_over(1)
+    with pytest.raises(StepError, match=r"ws\.0") as caught:
+        model()
+    assert type(caught.value.__cause__) is ValueError
+    hand_over(None)
+    hand_over(1)
+    with pytest.raises(StepError, match="it trembled"):
+        detach(accelerator)
+    assert type(accelerator) is Accelerator
+    assert equal(values(four), plain(None, 1, None, 1))
+    assert not any("accel_scaler" in t.name for t in threading.enumerate())
+    for p in four.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+
+
+def test_a_function_given_to_submit_that_fails_is_told_without_false_claims() -> None:
+    model = Four()
+    with AsyncOptimizer(torch.optim.SGD(model.parameters(), lr=LR), model) as optimizer:
+        before, grads = values(model), gradients(model)
+
+        def steps_then_fails() -> None:
+            optimizer.step()
+            raise ValueError("too late")
+
+        optimizer.submit(steps_then_fails)
+        with pytest.raises(StepError, match="submit") as caught:
+            model()
+        assert "As before" not in str(caught.value)
+        assert type(caught.value.__cause__) is ValueError
+        assert equal(values(model), [w - LR * g for w, g in zip(before, grads, strict=True)])
+        gradients(model)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["synchronize", "close", "state_dict", "submit", "a parameter"])
+def test_a_submitted_function_that_would_wait_for_itself_is_told_so(name: str) -> None:
+    model = Four()
+    with AsyncOptimizer(torch.optim.SGD(model.parameters(), lr=LR), model) as optimizer:
+        gradients(model)
+        calls = {
+            "synchronize": optimizer.synchronize,
+            "close": optimizer.close,
+            "state_dict": optimizer.state_dict,
+            "submit": lambda: optimizer.submit(lambda: None),
+            "a parameter": lambda: model.ws[0] + 1,
+        }
+        optimizer.submit(calls[name])
+        with pytest.raises(StepError) as caught:
+            optimizer.synchronize()
+        assert isinstance(caught.value.__cause__, OrderError)
+        gradients(model)
+        optimizer.step()
+
+
+def dying(tasks: Any, threads: int, ready: threading.Event, *_: Any) -> None:
+    ready.set()
+    tasks.get()
+
+
+@pytest.mark.parametrize("mode", ["overlap", "delayed"])
+def test_a_thread_that_is_gone_is_noticed_every_call_refuses_and_a_checkpoint_mends_it(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Four()
+    optimizer = AsyncOptimizer(torch.optim.SGD(model.parameters(), lr=LR), model, mode=mode)
+    checkpoint = model.state_dict(), optimizer.state_dict()
+    checkpoint = copy.deepcopy(checkpoint)
+    with monkeypatch.context() as patch:
+        patch.setattr(worker_module, "_loop", dying)
+        gradients(model)
+        optimizer.step()
+    with pytest.raises(StepError, match="thread is gone"):
+        optimizer.synchronize()
+    for _ in range(2):
+        gradients(model)
+        with pytest.raises(StepError, match="thread is gone"):
+            optimizer.step()
+    optimizer.load_state_dict(checkpoint[1])
+    model.load_state_dict(checkpoint[0])
+    before, grads = values(model), gradients(model)
+    optimizer.step()
+    optimizer.close()
+    assert equal(values(model), [w - LR * g for w, g in zip(before, grads, strict=True)])
+
+
+def test_a_hand_over_that_fails_is_told_and_the_next_one_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Four()
+    with AsyncOptimizer(torch.optim.SGD(model.parameters(), lr=LR), model) as optimizer:
+        gradients(model)
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                threading.Thread, "start", lambda _: (_ for _ in ()).throw(RuntimeError("no more"))
+            )
+            with pytest.raises(RuntimeError, match="no more"):
+                optimizer.step()
+        with pytest.raises(StepError, match="no more"):
+            model()
+        assert equal(values(model), values(Four()))
+        before, grads = values(model), gradients(model)
+        optimizer.step()
+        optimizer.synchronize()
+        assert equal(values(model), [w - LR * g for w, g in zip(before, grads, strict=True)])
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    gate, step = threading.Event(), Shadow.step_part
+
+    def gated(self: Shadow, *args: Any) -> None:
+        assert gate.wait(LIMIT_S)
+        step(self, *args)
+
+    monkeypatch.setattr(Shadow, "step_part", gated)
+    yield gate
+    gate.set()
+
+
+class Numbers(Dataset[Tensor]):
+    """``touched``: a parameter that the workers read, which they should not."""
+
+    def __init__(self, touched: nn.Parameter | None = None) -> None:
+        self.touched = touched
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        number = torch.tensor(float(index))
+        return number if self.touched is None else number + self.touched.detach().sum()
+
+
+def loader(dataset: Numbers) -> DataLoader[Tensor]:
+    return DataLoader(
+        dataset, batch_size=4, num_workers=2, multiprocessing_context="fork", timeout=LIMIT_S
+    )
+
+
+@pytest.mark.process
+def test_data_loader_workers_forked_in_mid_step_work(gate: threading.Event) -> None:
+    model = Four()
+    with AsyncOptimizer(torch.optim.SGD(model.parameters(), lr=LR), model) as optimizer:
+        grads = gradients(model)
+        optimizer.step()
+        batches = list(loader(Numbers()))
+        assert torch.equal(torch.cat(batches), torch.arange(8.0))
+        assert type(model.ws[0]) is PendingParameter, "the step was over before the fork"
+        gate.set()
+    expected = [w - LR * g for w, g in zip(values(Four()), grads, strict=True)]
+    assert equal(values(model), expected)
+
+
+@pytest.mark.process
+def test_a_data_loader_worker_that_reads_a_pending_parameter_is_told_why_it_cannot(
+    gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # torch joins the workers of a loader that failed for so long each
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.05)
+    model = Four()
+    with AsyncOptimizer(torch.optim.SGD(model.parameters(), lr=LR), model) as optimizer:
+        gradients(model)
+        optimizer.step()
+        with pytest.raises(StepError, match="forked from"):
+            list(loader(Numbers(model.ws[0])))
+        gate.set()
+        optimizer.synchronize()
+        list(loader(Numbers(model.ws[0])))
+
+
+def test_a_step_that_never_ends_is_given_up_with_a_reason(
+    gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Four()
+    optimizer = AsyncOptimizer(torch.optim.SGD(model.parameters(), lr=LR), model)
+    gradients(model)
+    optimizer.step()
+    wait = Task.wait
+    monkeypatch.setattr(Task, "wait", lambda task, parts=None: wait(task, parts, 0.05))
+    with pytest.raises(StepError, match="stuck"):
+        model()
+    gate.set()
+    monkeypatch.setattr(Task, "wait", wait)
+    optimizer.close()
+
+
+def test_threads_that_use_a_failing_step_all_end_and_the_one_that_trains_is_told_too() -> None:
+    model = Four()
+    optimizer = AsyncOptimizer(Fragile(model.parameters()), model)
+    hand_over_first(model, optimizer)
+    gradients(model, bad=1)
+    optimizer.step()
+    told: list[BaseException] = []
+
+    def use(number: int) -> None:
+        try:
+            model.ws[number].sum()
+        except StepError as error:
+            told.append(error)
+
+    threads = [threading.Thread(target=use, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert not any(thread.is_alive() for thread in threads)
+    assert told
+    with pytest.raises(StepError, match="stays updated"):
+        optimizer.close()
+
+
+def test_after_an_overflow_streak_error_the_optimizer_still_works() -> None:
+    model = Four()
+    scaler = GradScaler("cpu", init_scale=4.0, max_consecutive_skips=1)
+    with AsyncOptimizer(
+        torch.optim.SGD(model.parameters(), lr=LR), model, scaler=scaler
+    ) as optimizer:
+        for raises in (False, True):
+            scaler.scale(model() * float("inf")).backward()
+            if raises:
+                with pytest.raises(Exception, match="in a row"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+        scaler.scale(model()).backward()
+        optimizer.step()
+        optimizer.synchronize()
+        assert equal(values(model), [w - LR for w in values(Four())])

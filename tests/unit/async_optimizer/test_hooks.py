@@ -1,0 +1,705 @@
+"""Whoever looks from outside the training step sees finished parameters and state.
+
+The worker here is ``lazy``: it updates a part only when somebody waits for it, so a look that
+does not wait surely sees what was before the step.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from async_support import lazy
+from torch import Tensor, nn
+
+from accel_scaler import AsyncOptimizer, GradScaler, ScalerConfig, StepError, attach, detach
+from accel_scaler.async_optimizer.pending_parameter import PendingParameter
+from accel_scaler.integrations.optimizer import ScaledOptimizer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LR = 0.5
+LIMIT_S = 60.0
+
+
+@pytest.fixture
+def late() -> Iterator[None]:
+    with lazy():
+        yield
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=LR, momentum=0.5)
+
+
+def network() -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    x = torch.linspace(-1.0, 1.0, 6).reshape(2, 3) + step
+    result: Tensor = (model(x) ** 2).sum()
+    return result
+
+
+def reference(steps: int, stale: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Plain torch. ``stale``: each gradient is that of the parameters a step before."""
+    seen, model = network(), network()
+    optimizer = sgd(model.parameters())
+    for step in range(steps):
+        source = seen if stale else model
+        for p, q in zip(source.parameters(), model.parameters(), strict=True):
+            p.grad = None
+            q.grad = None
+        loss_of(source, step).backward()
+        grads = [p.grad for p in source.parameters()]
+        seen.load_state_dict(model.state_dict())
+        for p, grad in zip(model.parameters(), grads, strict=True):
+            p.grad = grad
+        optimizer.step()
+    for p in model.parameters():
+        p.grad = None
+    return model, optimizer
+
+
+def train(model: nn.Module, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    """Without waiting for anything: a copy of the memory as it is."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [p.detach().clone() for p in model.parameters()]
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    if isinstance(theirs, Tensor):
+        assert torch.equal(ours, theirs)
+    elif isinstance(theirs, dict):
+        assert ours.keys() == theirs.keys()
+        for key, value in theirs.items():
+            assert_same(ours[key], value)
+    elif isinstance(theirs, (list, tuple)):
+        assert len(ours) == len(theirs)
+        for a, b in zip(ours, theirs, strict=True):
+            assert_same(a, b)
+    else:
+        assert ours == theirs
+
+
+def no_fence(model: nn.Module, optimizer: AsyncOptimizer) -> list[Tensor]:
+    return values(model)
+
+
+def evaluated(model: nn.Module, optimizer: AsyncOptimizer) -> list[Tensor]:
+    with torch.no_grad():
+        model(torch.zeros(1, 3))
+    return values(model)
+
+
+def in_inference_mode(model: nn.Module, optimizer: AsyncOptimizer) -> list[Tensor]:
+    with torch.inference_mode():
+        model(torch.zeros(1, 3))
+    return values(model)
+
+
+def in_eval_mode(model: nn.Module, optimizer: AsyncOptimizer) -> list[Tensor]:
+    model.eval()(torch.zeros(1, 3))
+    model.train()
+    return values(model)
+
+
+def synchronized(model: nn.Module, optimizer: AsyncOptimizer) -> list[Tensor]:
+    optimizer.synchronize()
+    return values(model)
+
+
+def of_state_dict(model: nn.Module, optimizer: AsyncOptimizer) -> list[Tensor]:
+    return [value.clone() for value in model.state_dict().values()]
+
+
+def of_a_layers_state_dict(model: Any, optimizer: AsyncOptimizer) -> list[Tensor]:
+    parts = [model[0].state_dict(), model[2].state_dict()]
+    return [value.clone() for part in parts for value in part.values()]
+
+
+def by_optimizers_state_dict(model: nn.Module, optimizer: AsyncOptimizer) -> list[Tensor]:
+    optimizer.state_dict()
+    return values(model)
+
+
+def by_inner_optimizers_state_dict(model: nn.Module, optimizer: AsyncOptimizer) -> list[Tensor]:
+    optimizer.optimizer.state_dict()
+    return values(model)
+
+
+def closed(model: nn.Module, optimizer: AsyncOptimizer) -> list[Tensor]:
+    optimizer.close()
+    return values(model)
+
+
+def left(model: nn.Module, optimizer: AsyncOptimizer) -> list[Tensor]:
+    with optimizer:
+        pass
+    return values(model)
+
+
+def pickled(model: nn.Module, optimizer: AsyncOptimizer) -> list[Tensor]:
+    copied = pickle.loads(pickle.dumps(optimizer))
+    assert isinstance(copied.model, nn.Module)
+    copied.close()
+    return values(copied.model)
+
+
+def loads_nothing(model: nn.Module, optimizer: AsyncOptimizer) -> list[Tensor]:
+    optimizer.optimizer.load_state_dict(optimizer.optimizer.state_dict())
+    return values(model)
+
+
+FENCES: dict[str, Callable[[Any, Any], list[Tensor]]] = {
+    "no_grad": evaluated,
+    "inference_mode": in_inference_mode,
+    "eval": in_eval_mode,
+    "synchronize": synchronized,
+    "state_dict": of_state_dict,
+    "a layer's state_dict": of_a_layers_state_dict,
+    "the optimizer's state_dict": by_optimizers_state_dict,
+    "the inner optimizer's state_dict": by_inner_optimizers_state_dict,
+    "close": closed,
+    "leaving the context": left,
+    "pickle": pickled,
+    "the optimizer's load_state_dict": loads_nothing,
+}
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("mode", ["overlap", "delayed"])
+def test_every_fence_sees_the_newest_parameters(late: None, mode: str, offload: str) -> None:
+    expected = values(reference(3, stale=mode == "delayed")[0])
+    for name, fence in FENCES.items():
+        model = network()
+        optimizer = AsyncOptimizer(sgd(model.parameters()), model, mode=mode, offload=offload)
+        train(model, optimizer, range(3))
+        before = values(model)
+        assert not all(map(torch.equal, before, expected)), "the step was finished already"
+        seen = fence(model, optimizer)
+        assert all(map(torch.equal, seen, expected)), name
+        optimizer.close()
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("mode", ["overlap", "delayed"])
+def test_state_dicts_in_mid_step_are_those_of_plain_torch_and_training_goes_on(
+    late: None, mode: str, offload: str
+) -> None:
+    model, stale = network(), mode == "delayed"
+    with AsyncOptimizer(sgd(model.parameters()), model, mode=mode, offload=offload) as optimizer:
+        train(model, optimizer, range(2))
+        plain, stepped = reference(2, stale)
+        assert_same(optimizer.state_dict(), stepped.state_dict())
+        assert_same(dict(model.state_dict()), dict(plain.state_dict()))
+        if not stale:  # a fence in `delayed` shows the newest, the next forward sees them too
+            train(model, optimizer, range(2, 4))
+            plain, stepped = reference(4)
+            assert_same(optimizer.state_dict(), stepped.state_dict())
+            assert_same(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("mode", ["overlap", "delayed"])
+def test_loading_while_a_step_runs_replaces_all_of_it(late: None, mode: str, offload: str) -> None:
+    plain, stepped = reference(2)
+    kept = copy.deepcopy((plain.state_dict(), stepped.state_dict()))
+    model = network()
+    with AsyncOptimizer(sgd(model.parameters()), model, mode=mode, offload=offload) as optimizer:
+        train(model, optimizer, range(7, 9))
+        model.load_state_dict(kept[0])
+        optimizer.load_state_dict(kept[1])
+        assert_same(dict(model.state_dict()), dict(kept[0]))
+        train(model, optimizer, range(2, 3))
+        optimizer.synchronize()
+        expected, state = reference(3)
+        assert_same(values(model), values(expected))
+        assert_same(optimizer.state_dict(), state.state_dict())
+
+
+@pytest.mark.parametrize("mode", ["overlap", "delayed"])
+def test_the_model_may_be_loaded_alone_and_the_optimizer_alone(late: None, mode: str) -> None:
+    plain, _ = reference(2)
+    model = network()
+    with AsyncOptimizer(torch.optim.SGD(model.parameters(), lr=LR), model, mode=mode) as optimizer:
+        train(model, optimizer, range(7, 9))
+        model.load_state_dict(plain.state_dict())
+        loss_of(model, 5).backward()
+        loss_of(plain, 5).backward()
+        expected = [p.detach() - LR * p.grad for p in plain.parameters() if p.grad is not None]
+        optimizer.step()
+        optimizer.synchronize()
+        assert_same(values(model), expected)
+
+
+def attached(mode: str, offload: str = "none", **kwargs: Any) -> tuple[Any, Any, Any]:
+    accelerator = attach(
+        Accelerator(cpu=True, mixed_precision="fp16", **kwargs),
+        ScalerConfig(step_mode=mode, offload=offload, init_scale=8.0),
+    )
+    model = network()
+    model, optimizer = accelerator.prepare(model, sgd(model.parameters()))
+    return accelerator, model, optimizer
+
+
+def train_attached(accelerator: Any, model: Any, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        accelerator.backward(loss_of(model, step))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def sync_run(steps: int) -> tuple[list[Tensor], Any]:
+    accelerator, model, optimizer = attached("sync")
+    train_attached(accelerator, model, optimizer, range(steps))
+    result = values(model), copy.deepcopy(optimizer.state_dict())
+    detach(accelerator)
+    return result
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_save_state_and_load_state_in_mid_step_go_on_as_the_synchronous_run(
+    tmp_path: Path, offload: str
+) -> None:
+    expected, expected_state = sync_run(2)
+    final, final_state = sync_run(4)
+    with lazy():
+        accelerator, model, optimizer = attached("overlap", offload)
+        train_attached(accelerator, model, optimizer, range(2))
+        accelerator.save_state(str(tmp_path))
+        assert_same(values(model), expected)
+        assert_same(optimizer.state_dict(), expected_state)
+        train_attached(accelerator, model, optimizer, range(5, 8))
+        accelerator.load_state(str(tmp_path))
+        assert_same(values(model), expected)
+        train_attached(accelerator, model, optimizer, range(2, 4))
+        assert_same(optimizer.state_dict(), final_state)
+        assert_same(values(model), final)
+        detach(accelerator)
+
+
+@pytest.mark.parametrize("mode", ["overlap", "delayed"])
+def test_detach_publishes_and_leaves_a_stock_accelerator_that_goes_on(mode: str) -> None:
+    # With zero momentum left out of it, two delayed steps on the same parameters are known.
+    with lazy():
+        accelerator, model, optimizer = attached(mode)
+        train_attached(accelerator, model, optimizer, range(1))
+        detach(accelerator)
+        expected, state = sync_run(1)
+        assert_same(values(model), expected)
+        assert_same(optimizer.state_dict(), state)
+    assert type(accelerator) is Accelerator
+    assert type(optimizer) is not ScaledOptimizer
+    assert not any(type(p) is PendingParameter for p in model.parameters())
+    assert not any("accel_scaler" in t.name for t in threading.enumerate())
+    loss_of(model, 1).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("mode", ["overlap", "delayed"])
+def test_a_prepared_optimizer_is_copied_with_its_newest_state(late: None, mode: str) -> None:
+    accelerator, model, optimizer = attached(mode)
+    train_attached(accelerator, model, optimizer, range(1))
+    copied = copy.deepcopy(optimizer)
+    again = pickle.loads(pickle.dumps(optimizer))
+    expected = optimizer.state_dict()
+    params = [p.clone() for group in optimizer.param_groups for p in group["params"]]
+    for other in (copied, again):
+        assert_same(other.state_dict(), expected)
+        assert_same([p for group in other.param_groups for p in group["params"]], params)
+    for p in copied.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    copied.optimizer.step()
+    assert_same([p.clone() for group in optimizer.param_groups for p in group["params"]], params)
+    detach(accelerator)
+
+
+@pytest.mark.parametrize("mode", ["overlap", "delayed"])
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+def test_a_copy_of_an_async_optimizer_trains_on_by_itself(
+    late: None, mode: str, how: Callable[[Any], Any]
+) -> None:
+    scaler = GradScaler("cpu", init_scale=4.0)
+    model = network()
+    with AsyncOptimizer(sgd(model.parameters()), model, scaler=scaler, mode=mode) as optimizer:
+        for step in range(1):
+            scaler.scale(loss_of(model, step)).backward()
+            optimizer.step()
+        with how(optimizer) as other:
+            assert other.model is not model
+            assert other.optimizer is not optimizer.optimizer
+            assert_same(values(other.model), values(reference(1)[0]))
+            other.scaler.scale(loss_of(other.model, 1)).backward()
+            other.step()
+            other.synchronize()
+            assert_same(values(other.model), values(reference(2)[0]))
+        assert_same(values(model), values(reference(1)[0]))
+
+
+def test_a_copy_keeps_the_masters_of_float16_parameters(late: None) -> None:
+    w = nn.Parameter(torch.ones(3, dtype=torch.float16))
+    with AsyncOptimizer(torch.optim.SGD([w], lr=2.0**-13), mode="overlap") as optimizer:
+        for taken in (1, 2):
+            w.grad = torch.ones_like(w)
+            optimizer.step()
+            with copy.deepcopy(optimizer) as other:
+                (p,) = other.param_groups[0]["params"]
+                for _ in range(taken, 3):
+                    p.grad = torch.ones_like(p)
+                    other.step()
+                other.synchronize()
+                # three steps together are enough for the next float16; one or two are not
+                assert torch.equal(p, torch.full_like(p, 1.0 - 2.0**-11))
+                master = other.state_dict()["state"][0]["master"]
+                assert torch.equal(master, torch.full((3,), 1.0 - 3 * 2.0**-13))
+
+
+def test_a_closed_async_optimizer_is_copied_closed() -> None:
+    optimizer = AsyncOptimizer(sgd(network().parameters()))
+    optimizer.close()
+    copied = copy.deepcopy(optimizer)
+    copied.close()
+    assert repr(copied) == repr(optimizer)
+
+
+def test_a_model_in_mid_step_is_copied_finished(late: None) -> None:
+    model = network()
+    with AsyncOptimizer(sgd(model.parameters()), model) as optimizer:
+        train(model, optimizer, range(2))
+        copied, loaded = copy.deepcopy(model), None
+        train(model, optimizer, range(2, 3))
+        loaded = pickle.loads(pickle.dumps(model))
+        for other, steps in ((copied, 2), (loaded, 3)):
+            assert_same(values(other), values(reference(steps)[0]))
+            assert {type(p) for p in other.parameters()} == {nn.Parameter}
+
+
+class ByScript(nn.Module):
+    """Hands its parameter to code that torch does not show us."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(3))
+        self.f = torch.jit.script(nn.functional.softsign)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.f(self.w) * x
+        return result
+
+
+def test_a_module_that_uses_its_parameter_unseen_is_waited_for(late: None) -> None:
+    outputs = []
+    for asynchronous in (False, True):
+        model = nn.Sequential(ByScript(), nn.Linear(3, 1))
+        nn.init.ones_(model[1].weight)  # type: ignore[arg-type]
+        nn.init.ones_(model[1].bias)  # type: ignore[arg-type]
+        inner = torch.optim.SGD(model.parameters(), lr=LR)
+        optimizer: Any = AsyncOptimizer(inner, model) if asynchronous else inner
+        seen = []
+        for _ in range(3):
+            loss = model(torch.ones(1, 3)).sum()
+            seen.append(loss.detach())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        outputs.append(seen)
+        if asynchronous:
+            optimizer.close()
+    assert_same(*outputs)
+
+
+def test_torch_func_transforms_of_the_model_see_the_update(late: None) -> None:
+    model = network()
+
+    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(model, params, (x,)).square().sum()
+
+    x = torch.ones(4, 3)
+    with AsyncOptimizer(sgd(model.parameters()), model) as optimizer:
+        train(model, optimizer, range(2))
+        grads = torch.func.grad(loss)(dict(model.named_parameters()), x)
+        train(model, optimizer, range(2, 3))
+        each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(
+            dict(model.named_parameters()), x[:, None]
+        )
+    for steps, ours, mapped in ((2, grads, False), (3, each, True)):
+        plain, _ = reference(steps)
+        loss_of_all = plain(x).square().sum()
+        theirs = torch.autograd.grad(loss_of_all, list(plain.parameters()))
+        found = [g.sum(0) if mapped else g for g in ours.values()]
+        for a, b in zip(found, theirs, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_save_pretrained_in_mid_step_writes_the_newest_weights(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=11, n_positions=8)
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+    torch.manual_seed(1)
+    model, ids = GPT2LMHeadModel(config), torch.tensor([[1, 2, 3, 4]])
+    plain = copy.deepcopy(model)
+    inner = sgd(plain.parameters())
+    plain(input_ids=ids, labels=ids).loss.backward()
+    inner.step()
+    for mode in ("overlap", "delayed"):
+        ours = copy.deepcopy(model)
+        with lazy(), AsyncOptimizer(sgd(ours.parameters()), ours, mode=mode) as optimizer:
+            ours(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            ours.save_pretrained(tmp_path / mode)
+        loaded = GPT2LMHeadModel.from_pretrained(tmp_path / mode)
+        assert_same(dict(loaded.state_dict()), dict(plain.state_dict()))
+
+
+PREFACE = """
+import json, os, signal, sys, threading, time
+import torch
+from accel_scaler import AsyncOptimizer, StepError
+from accel_scaler.async_optimizer.replica import Shadow
+
+class Failing(torch.optim.SGD):
+    # Unknown to torch, so its first step is the training thread's; the second one fails.
+    def step(self, closure=None):
+        if "k" in self.param_groups[0]:
+            raise ValueError("the last step")
+        self.param_groups[0]["k"] = 1
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+code = None
+for line in sys.stdin:
+    code, out, err = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT), 1)
+        os.dup2(os.open(err, os.O_WRONLY | os.O_CREAT), 2)
+        break
+    print(child, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    code = None
+if code is not None:
+    w = torch.nn.Parameter(torch.zeros(3))
+    model = torch.nn.ParameterList([w])
+    step_part = Shadow.step_part
+    exec(code)
+"""
+"""Imports once, then forks for each program: each starts, runs and exits as an interpreter does."""
+
+
+class Programs:
+    """Runs programs in processes of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.count = folder, 0
+        self.server = subprocess.Popen(
+            [sys.executable, "-c", PREFACE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        )
+
+    def run(self, text: str, interrupt: bool = False) -> tuple[int, str, str]:
+        """Exit status, output, errors; ``interrupt``: SIGINT once it has printed something."""
+        self.count += 1
+        out, err = (self.folder / f"{name}{self.count}" for name in ("out", "err"))
+        assert self.server.stdin is not None
+        assert self.server.stdout is not None
+        order = json.dumps([textwrap.dedent(text), str(out), str(err)])
+        print(order, file=self.server.stdin, flush=True)
+        child = int(self.server.stdout.readline())
+        end = threading.Timer(LIMIT_S, os.kill, (child, signal.SIGKILL))
+        end.start()
+        try:
+            while interrupt and not (out.exists() and out.read_text()) and end.is_alive():
+                time.sleep(0.01)
+            if interrupt:
+                time.sleep(0.05)
+                os.kill(child, signal.SIGINT)
+            status = int(self.server.stdout.readline())
+        finally:
+            end.cancel()
+            end.join()
+        return status, out.read_text(), err.read_text()
+
+    def close(self) -> None:
+        assert self.server.stdin is not None
+        assert self.server.stdout is not None
+        self.server.stdin.close()
+        self.server.wait(LIMIT_S)
+        self.server.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
+    programs = Programs(tmp_path_factory.mktemp("programs"))
+    yield programs
+    programs.close()
+
+
+@pytest.mark.process
+def test_the_interpreter_exits_right_after_a_step_and_the_step_is_finished(
+    programs: Programs,
+) -> None:
+    status, out, err = programs.run(
+        """
+        optimizer = AsyncOptimizer(torch.optim.SGD([w], lr=1.0), model)
+        memory = w.detach()
+        def slowly(self, *args):
+            time.sleep(0.3)
+            step_part(self, *args)
+            print(memory.tolist(), flush=True)
+        Shadow.step_part = slowly
+        w.grad = torch.ones(3)
+        optimizer.step()
+        print(memory.tolist(), flush=True)
+        """
+    )
+    assert (status, out.splitlines(), err) == (0, ["[0.0, 0.0, 0.0]", "[-1.0, -1.0, -1.0]"], "")
+
+
+LOST = """
+optimizer = AsyncOptimizer(Failing([w], lr=1.0), model)
+for _ in range(2):
+    w.grad = torch.ones(3)
+    optimizer.step()
+"""
+TOLD = """
+try:
+    w.sum()
+except StepError as error:
+    print(type(error.__cause__).__name__)
+"""
+
+
+@pytest.mark.process
+def test_an_error_in_the_last_step_is_printed_at_exit_once_if_nobody_was_told(
+    programs: Programs,
+) -> None:
+    status, out, err = programs.run(LOST)
+    assert (status, out) == (0, "")
+    assert err.count("Traceback") == 1
+    assert err.strip().endswith("ValueError: the last step")
+    assert programs.run(LOST + TOLD) == (0, "ValueError\n", "")
+
+
+@pytest.mark.process
+def test_ctrl_c_while_somebody_waits_is_ctrl_c_and_the_loop_may_go_on(programs: Programs) -> None:
+    status, out, err = programs.run(
+        """
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        optimizer = AsyncOptimizer(torch.optim.SGD([w], lr=1.0), model)
+        go = threading.Event()
+        def on_go(self, *args):
+            assert go.wait(60)
+            step_part(self, *args)
+        Shadow.step_part = on_go
+        w.grad = torch.ones(3)
+        optimizer.step()
+        for use in (w.sum, optimizer.synchronize, model.state_dict, optimizer.step):
+            try:
+                print("ready", flush=True)
+                if use != w.sum:  # the first one is interrupted from outside
+                    signal.setitimer(signal.ITIMER_REAL, 0.05)
+                use()
+            except KeyboardInterrupt:
+                print("interrupted", type(w).__name__, flush=True)
+        go.set()
+        print(w.tolist())
+        w.grad = torch.ones(3)
+        optimizer.step()
+        print(w.tolist())
+        optimizer.close()
+        print(threading.active_count())
+        """,
+        interrupt=True,
+    )
+    assert err == ""
+    assert out.splitlines() == [
+        *["ready", "interrupted PendingParameter"] * 4,
+        "[-1.0, -1.0, -1.0]",
+        "[-2.0, -2.0, -2.0]",
+        "1",
+    ]
+    assert status == 0
+
+
+@pytest.mark.process
+def test_ctrl_c_that_ends_the_program_neither_hangs_nor_hides_itself(programs: Programs) -> None:
+    status, _, err = programs.run(
+        """
+        optimizer = AsyncOptimizer(torch.optim.SGD([w], lr=1.0), model)
+        def slowly(self, *args):
+            time.sleep(0.3)
+            step_part(self, *args)
+        Shadow.step_part = slowly
+        w.grad = torch.ones(3)
+        with optimizer:
+            optimizer.step()
+            print("ready", flush=True)
+            while True:
+                time.sleep(0.01)
+        """,
+        interrupt=True,
+    )
+    assert err.strip().endswith("KeyboardInterrupt")
+    assert err.count("Traceback") == 1
+    assert status == -signal.SIGINT
+
+
+def break_off(optimizer: AsyncOptimizer, model: nn.Module, steps: range) -> None:
+    with optimizer:
+        train(model, optimizer, steps)
+        raise ZeroDivisionError
+
+
+def test_an_exception_in_the_loop_leaves_finished_parameters_and_is_not_replaced(
+    late: None,
+) -> None:
+    model = network()
+    with pytest.raises(ZeroDivisionError):
+        break_off(AsyncOptimizer(sgd(model.parameters()), model), model, range(2))
+    assert_same(values(model), values(reference(2)[0]))
+
+
+def test_an_exception_in_the_loop_and_one_in_the_step_are_both_told(late: None) -> None:
+    model = network()
+    with pytest.raises(StepError) as caught:
+        break_off(AsyncOptimizer(Failing(model.parameters()), model), model, range(2))
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    context: BaseException | None = caught.value
+    while context is not None and not isinstance(context, ZeroDivisionError):
+        context = context.__context__
+    assert context is not None
+
+
+class Failing(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if "k" in self.param_groups[0]:
+            raise RuntimeError("always, but for the first step")
+        self.param_groups[0]["k"] = 1

@@ -1,0 +1,358 @@
+"""A gradient that a step beside still reads: each use waits; dropping it does not.
+
+``lazy``: the worker updates a part when somebody waits for it, so what does not wait is seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from async_support import Gate, lazy
+from torch import Tensor, nn
+
+from accel_scaler import AsyncOptimizer, GradScaler, StepError
+from accel_scaler.async_optimizer.pending_parameter import (
+    _PASSIVE,
+    Loan,
+    PendingGradient,
+    lend,
+    settle_gradients,
+)
+from accel_scaler.async_optimizer.replica import Shadow
+from unit.async_optimizer.test_pending_parameter import AFTER, BEFORE, USES, plain
+from unit.async_optimizer.test_reads_unseen import NO_READ, READS, works
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+LIMIT_S = 20.0
+LR, SCALE = 0.5, 64.0
+
+OF_PARAMETERS = {
+    *("nn.Parameter", "nn.Parameter, frozen", "isinstance", "its own __class__"),
+    "stack_module_state",
+}
+"""They make or ask for a parameter."""
+
+
+class Lent:
+    """A gradient that another thread changes until it is waited for."""
+
+    def __init__(self) -> None:
+        self.grad = torch.full((2, 3), BEFORE)
+        self.memory, self.waits = self.grad.data, 0
+        lend([self.grad], Loan(self.wait))
+
+    def wait(self) -> None:
+        self.waits += 1
+        thread = threading.Thread(target=self.memory.fill_, args=(AFTER,))
+        thread.start()
+        thread.join(LIMIT_S)
+
+
+def outcome(use: Callable[[Any], Any], value: Any) -> Any:
+    """What it gives, or the class of its error: some uses want a tensor that needs gradients."""
+    try:
+        return plain(use(value))
+    except RuntimeError as error:
+        return type(error)
+
+
+def problem_with(use: Callable[[Any], Any]) -> str | None:
+    lent = Lent()
+    result = outcome(use, lent.grad)
+    expected = outcome(use, torch.full((2, 3), AFTER))
+    if lent.waits != 1 or type(lent.grad) is not Tensor or lent.grad.__dict__:
+        return f"waited {lent.waits} times, is a {type(lent.grad).__name__}"
+    if isinstance(expected, Tensor) and isinstance(result, Tensor):
+        same = torch.equal(result, expected) and type(result) is type(expected)
+    else:
+        same = result == expected
+    return None if same else f"got {result}, expected {expected}"
+
+
+def test_every_use_waits_once_and_sees_the_gradient_after_the_step() -> None:
+    uses = {name: use for name, use in {**USES, **READS}.items() if name not in OF_PARAMETERS}
+    problems = {name: problem_with(use) for name, use in uses.items()}
+    assert {name: problem for name, problem in problems.items() if problem} == {}
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_a_parameter_made_of_one(needs_grad: bool) -> None:
+    lent = Lent()
+    made = nn.Parameter(lent.grad, needs_grad)
+    assert isinstance(made, nn.Parameter)
+    assert isinstance(made, Tensor)
+    assert (made.tolist(), made.requires_grad) == ([[AFTER] * 3] * 2, needs_grad)
+    assert lent.waits == 1
+
+
+def test_no_method_of_a_tensor_gets_by() -> None:
+    passive = {getattr(f, "__name__", "") for f in _PASSIVE}
+    unseen, called = [], 0
+    for name in sorted(set(dir(torch._C.TensorBase)) - NO_READ - passive):
+        if callable(getattr(torch._C.TensorBase, name)) and works(name):
+            lent = Lent()
+            with contextlib.suppress(RuntimeError):
+                getattr(lent.grad, name)()
+            called += 1
+            if lent.waits == 0:
+                unseen.append(name)
+    assert unseen == []
+    assert called > 100
+
+
+def test_what_reads_no_element_does_not_wait() -> None:
+    lent = Lent()
+    p = nn.Parameter(torch.ones(2, 3))
+    copied = Lent()
+    p.grad = torch.zeros(2, 3)
+    assert lent.grad.shape == (2, 3)
+    assert lent.grad.dtype is torch.float32
+    assert lent.grad._version == 0
+    assert lent.grad is not None
+    assert (lent.waits, copied.waits) == (0, 0)
+    settle_gradients([p])
+
+
+def test_several_threads_may_use_one() -> None:
+    lent, seen = Lent(), []
+
+    def look() -> None:
+        seen.append(lent.grad.sum().item())
+
+    threads = [threading.Thread(target=look) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert seen == [6 * AFTER] * 6
+    assert type(lent.grad) is Tensor
+
+
+# The step.
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def loss_of(model: nn.Module, number: int = 0) -> Tensor:
+    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(number))
+    loss: Tensor = model(x).square().mean()
+    return loss
+
+
+def lent_by(model: nn.Module) -> list[bool]:
+    return [type(p.grad) is PendingGradient for p in model.parameters()]
+
+
+def stepped(mode: str, scaled: bool, **settings: Any) -> tuple[Any, AsyncOptimizer, Any]:
+    model = net()
+    scaler = GradScaler("cpu", init_scale=SCALE) if scaled else None
+    inner = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.5)
+    optimizer = AsyncOptimizer(inner, model, mode=mode, scaler=scaler, **settings)
+    return model, optimizer, scaler
+
+
+def backward(model: nn.Module, scaler: Any, number: int = 0) -> None:
+    loss = loss_of(model, number)
+    (loss if scaler is None else scaler.scale(loss)).backward()
+
+
+@pytest.mark.parametrize("mode", ["overlap", "delayed"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_dropping_gradients_waits_for_nothing(mode: str, scaled: bool) -> None:
+    model, optimizer, scaler = stepped(mode, scaled)
+    with lazy() as gate, optimizer:
+        backward(model, scaler)
+        optimizer.step()
+        assert lent_by(model) == [True] * 4
+        optimizer.zero_grad()
+        assert lent_by(model) == [False] * 4
+        assert not done(gate)
+
+
+def done(gate: Gate) -> int:
+    """Parts of the task in hand that are done."""
+    with gate.changed:
+        return sum(task.done for task in gate.order)
+
+
+@pytest.mark.parametrize("mode", ["overlap", "delayed"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_same_tensor_has_the_gradient_that_torch_leaves(mode: str, scaled: bool) -> None:
+    model, optimizer, scaler = stepped(mode, scaled)
+    with lazy(), optimizer:
+        backward(model, scaler)
+        held = [p.grad for p in model.parameters()]
+        optimizer.step()
+        assert all(p.grad is grad for p, grad in zip(model.parameters(), held, strict=True))
+        reference = net()
+        loss_of(reference).backward()
+        for grad, p in zip(held, reference.parameters(), strict=True):
+            assert grad is not None
+            assert p.grad is not None
+            assert torch.equal(grad, p.grad)
+
+
+@pytest.mark.parametrize("mode", ["overlap", "delayed"])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("when", ["graph before the step", "graph after it"])
+def test_a_backward_adds_to_what_the_step_has_read(when: str, scaled: bool, mode: str) -> None:
+    """autograd asks nobody: a bias, which no backward reads, is stepped and added to."""
+
+    def run(mode: str | None) -> tuple[list[float], list[float]]:
+        p = nn.Parameter(torch.ones(3))
+        inner = torch.optim.SGD([p], lr=LR, momentum=0.5)
+        scaler: Any = None
+        optimizer: Any = inner
+        if mode is not None:
+            scaler = GradScaler("cpu", init_scale=SCALE, growth_interval=1) if scaled else None
+            optimizer = AsyncOptimizer(inner, mode=mode, scaler=scaler)
+        elif scaled:
+            scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=1)
+
+        def loss() -> Tensor:
+            return (p + torch.arange(3.0)).sum() * 3.0
+
+        def back(loss: Tensor) -> None:
+            (loss if scaler is None else scaler.scale(loss)).backward()
+
+        first, second = loss(), loss()
+        back(first)
+        if mode is None and scaler is not None:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+        back(second if when == "graph before the step" else loss())
+        assert p.grad is not None
+        grads: list[float] = p.grad.tolist()
+        if mode is not None:
+            optimizer.close()
+        return p.tolist(), grads
+
+    with lazy():
+        assert run(mode) == run(None)
+
+
+@pytest.mark.parametrize("mode", ["overlap", "delayed"])
+def test_an_aliased_gradient_is_seen_by_autograd_as_changed(mode: str) -> None:
+    """As torch's product in place: a graph that has saved it says so instead of going on."""
+    model, optimizer, scaler = stepped(mode, True)
+    with optimizer:
+        backward(model, scaler)
+        grad = model[0].weight.grad
+        weight = torch.ones_like(grad, requires_grad=True)
+        graph = (grad * weight).sum()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            graph.backward()
+
+
+@pytest.mark.parametrize("mode", ["overlap", "delayed"])
+def test_gradients_of_a_failed_step_are_gone(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, scaler = stepped(mode, True)
+
+    def fail(self: Any, *args: Any) -> None:
+        raise ValueError("planted")
+
+    with optimizer:
+        backward(model, scaler)
+        held = model[0].weight.grad
+        assert held is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(Shadow, "step_part", fail)
+            optimizer.step()
+            with pytest.raises(StepError, match="planted"):
+                held.sum()
+        assert [p.grad for p in model.parameters()] == [None] * 4
+        for _ in range(2):
+            with pytest.raises(StepError, match="planted"):
+                held.sum()
+        backward(model, scaler)
+        optimizer.step()
+        optimizer.synchronize()
+        assert lent_by(model) == [True] * 4
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("mode", ["overlap", "delayed"])
+def test_a_gradient_that_is_kept_keeps_no_optimizer(mode: str) -> None:
+    model, optimizer, scaler = stepped(mode, True)
+    backward(model, scaler)
+    grad = model[0].bias.grad
+    optimizer.step()
+    gone = weakref.ref(optimizer._engine)
+    optimizer._worker.stop()
+    del optimizer
+    gc.collect()
+    assert gone() is None
+    assert type(grad) is PendingGradient
+    reference = net()
+    loss_of(reference).backward()
+    assert torch.equal(grad, reference[0].bias.grad)  # type: ignore[arg-type]
+    assert type(grad) is Tensor
+
+
+@pytest.mark.parametrize("mode", ["overlap", "delayed"])
+def test_a_dropped_gradient_is_kept_by_nobody_once_its_part_is_done(mode: str) -> None:
+    model, optimizer, scaler = stepped(mode, True)
+    with optimizer:
+        for _ in range(2):
+            backward(model, scaler)
+            memory = [weakref.ref(p.grad.untyped_storage()) for p in model.parameters()]
+            grads = [weakref.ref(p.grad) for p in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+            task = optimizer._engine._task
+            assert task is not None
+            assert task.wait()
+            optimizer._worker.stop()  # what the thread itself still holds
+            assert [ref() for ref in [*grads, *memory]] == [None] * 8
+
+
+def test_a_hook_tells_of_a_backward_only_where_no_scaler_does_and_goes_with_the_optimizer() -> None:
+    for scaled in (True, False):
+        model, optimizer, scaler = stepped("overlap", scaled)
+        with optimizer:
+            for _ in range(2):
+                backward(model, scaler)
+                optimizer.step()
+                optimizer.zero_grad()
+            hooks = [len(p._backward_hooks or ()) for p in model.parameters()]
+            assert hooks == [0 if scaled else 1] * 4
+            assert [p._backward_hooks for p in copy.deepcopy(model).parameters()] == [None] * 4
+        assert [len(p._backward_hooks or ()) for p in model.parameters()] == [0] * 4
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
+def test_closing_leaves_plain_gradients(mode: str) -> None:
+    model, optimizer, scaler = stepped(mode, True)
+    with lazy():
+        backward(model, scaler)
+        optimizer.step()
+        optimizer.close()
+        assert [type(p.grad) for p in model.parameters()] == [Tensor] * 4
+
+
+def test_two_parameters_with_one_gradient_do_not_wait_for_themselves() -> None:
+    a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    with AsyncOptimizer(torch.optim.SGD([a, b], lr=LR)) as optimizer:
+        a.grad = b.grad = torch.ones(2)
+        optimizer.step()
+        optimizer.synchronize()
+        assert (a.tolist(), b.tolist()) == ([0.5, 0.5], [0.5, 0.5])

@@ -1,0 +1,1204 @@
+"""Optimizers unlike their copies: each trains as in plain torch, bit for bit, or is refused.
+
+The reference of every test is the same loop with the optimizer alone. The worker is the worst
+there can be (``lazy``): what is not frozen when a step is handed over is surely the next one's.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import logging
+import random
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from async_support import assert_same, lazy, sleepy
+from torch import Tensor, nn
+
+from accel_scaler import (
+    AsyncOptimizer,
+    GradScaler,
+    OrderError,
+    ScalerConfig,
+    StepError,
+    UnsupportedError,
+    attach,
+    detach,
+)
+from accel_scaler.async_optimizer.thread_context import Watch
+from accel_scaler.optimizer_step.stepper import async_stepper_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LR = 0.1
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def loss_of(model: nn.Module, number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(number)
+    loss: Tensor = model(torch.randn(3, 4, generator=generator)).square().mean()
+    return loss
+
+
+Act = Callable[[int, Any, nn.Module], None]
+"""A line of the user's script: number of the step, the optimizer, the model."""
+
+
+def nothing(step: int, optimizer: Any, model: nn.Module) -> None:
+    pass
+
+
+class Seen:
+    """What a run leaves."""
+
+    def __init__(self, model: nn.Module, optimizer: Any) -> None:
+        self.weights = [p.detach().clone() for p in model.parameters()]
+        self.state = optimizer.state_dict()
+        self.optimizer = optimizer
+
+
+def plain(make: Callable[[Any], Any], after: Act = nothing, before: Act = nothing) -> Seen:
+    model = net()
+    optimizer = make(model.parameters())
+    torch.manual_seed(5)
+    for step in range(5):
+        loss_of(model, step).backward()
+        before(step, optimizer, model)
+        optimizer.step()
+        after(step, optimizer, model)
+        optimizer.zero_grad()
+    return Seen(model, optimizer)
+
+
+def ours(
+    make: Callable[[Any], Any],
+    after: Act = nothing,
+    before: Act = nothing,
+    mode: str = "overlap",
+    **kwargs: Any,
+) -> Seen:
+    model = net()
+    inner = make(model.parameters())
+    with lazy(), AsyncOptimizer(inner, model, mode=mode, **kwargs) as optimizer:
+        torch.manual_seed(5)
+        for step in range(5):
+            loss_of(model, step).backward()
+            before(step, inner, model)
+            optimizer.step()
+            after(step, inner, model)
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        return Seen(model, inner)
+
+
+def assert_equal(mine: Seen, reference: Seen) -> None:
+    assert_same(mine.weights, reference.weights, "weights")
+    assert_same(mine.state, reference.state, "state")
+
+
+@pytest.fixture
+def words(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """What was said of steps on the training thread."""
+    caplog.set_level(logging.WARNING, "accel_scaler")
+    return lambda: [
+        r.getMessage() for r in caplog.records if "on the training thread" in r.getMessage()
+    ]
+
+
+class Own(torch.optim.Optimizer):
+    """Gradient descent by hand, unknown to torch."""
+
+    def __init__(self, params: Any, **kept: Any) -> None:
+        super().__init__(params, {"lr": LR})
+        self.__dict__.update(kept)
+
+    def rate(self, group: dict[str, Any], p: Tensor) -> Any:
+        return group["lr"]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad * self.rate(group, p))
+
+
+# (10) Parameters kept elsewhere.
+
+
+class Holder(nn.Module):
+    def __init__(self, p: nn.Parameter) -> None:
+        super().__init__()
+        self.p = p
+
+
+ELSEWHERE: dict[str, Callable[[list[Any]], Any]] = {
+    "a dict": lambda ps: {"fast": ps[0]},
+    "keys": lambda ps: {ps[0]: 1.0},
+    "a nested list": lambda ps: [[1.0, [ps[1]]]],
+    "a set": lambda ps: {ps[0]},
+    "a tuple in a dict": lambda ps: {"x": (1, (ps[0],))},
+    "a module": lambda ps: Holder(ps[0]),
+    "a module in a list": lambda ps: [Holder(ps[0])],
+    "an optimizer in a dict": lambda ps: {"base": torch.optim.SGD(ps)},
+    "their ids": lambda ps: {id(ps[0]): "bias"},
+}
+
+
+@pytest.mark.parametrize("kept", ELSEWHERE)
+@pytest.mark.parametrize("mode", ["overlap", "delayed"])
+def test_parameters_kept_elsewhere_are_refused_and_nothing_is_left(kept: str, mode: str) -> None:
+    params = list(net().parameters())
+    optimizer = Own(params)
+    optimizer.kept = ELSEWHERE[kept](params)  # type: ignore[attr-defined]
+    before = dict(vars(optimizer))
+    with pytest.raises(UnsupportedError, match=r"Own keeps parameters.*'kept'.*Use step_mode"):
+        AsyncOptimizer(optimizer, mode=mode)
+    assert vars(optimizer) == before
+    assert async_stepper_of(optimizer) is None
+
+
+class FromDict(Own):
+    """Steps what it keeps in a dictionary."""
+
+    def __init__(self, params: Any) -> None:
+        params = list(params)
+        super().__init__(params)
+        self.fast = {"all": params}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.fast["all"]:
+            if p.grad is not None:
+                p.sub_(p.grad, alpha=LR)
+
+
+def test_in_sync_the_optimizer_itself_steps_whatever_it_keeps() -> None:
+    assert_equal(ours(FromDict, mode="sync"), plain(FromDict))
+
+
+class Lately(FromDict):
+    """Finds its parameters in its first step."""
+
+    def __init__(self, params: Any) -> None:
+        Own.__init__(self, params)
+
+    def step(self, closure: Any = None) -> None:
+        if not hasattr(self, "fast"):
+            self.fast = {"all": [p for g in self.param_groups for p in g["params"]]}
+        super().step()
+
+
+def test_parameters_kept_since_the_first_step_are_stepped_by_the_optimizer_itself(
+    words: Callable[[], list[str]],
+) -> None:
+    assert_equal(ours(Lately), plain(Lately))
+    (word,) = words()
+    assert "Lately" in word
+    assert "'fast'" in word
+
+
+# (11) step replaced.
+
+
+@pytest.mark.parametrize("cls", [torch.optim.SGD, Own])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_step_replaced_on_the_instance_is_refused(cls: Any, when: str) -> None:
+    model = net()
+    optimizer = (
+        cls(model.parameters(), lr=LR) if cls is torch.optim.SGD else cls(model.parameters())
+    )
+    weights = [p.detach().clone() for p in model.parameters()]
+
+    def replace() -> None:
+        optimizer.step = lambda closure=None: None
+
+    if when == "before":
+        replace()
+        with pytest.raises(UnsupportedError, match=r"step was replaced.*subclass"):
+            AsyncOptimizer(optimizer, model)
+        return
+    with AsyncOptimizer(optimizer, model) as wrapped:
+        replace()
+        loss_of(model, 0).backward()
+        grads = [p.grad for p in model.parameters()]
+        with pytest.raises(UnsupportedError, match="step was replaced"):
+            wrapped.step()
+        assert all(p.grad is g for p, g in zip(model.parameters(), grads, strict=True))
+    assert_same([p.detach() for p in model.parameters()], weights)
+
+
+def test_a_scheduler_and_a_bound_method_do_not_replace_the_step() -> None:
+    def scheduled(params: Any) -> Any:
+        optimizer = torch.optim.SGD(params, lr=LR)
+        optimizer.step = optimizer.step  # type: ignore[method-assign]  # as Accelerate leaves it
+        schedulers[id(optimizer)] = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        return optimizer
+
+    schedulers: dict[int, Any] = {}
+
+    def advance(step: int, optimizer: Any, model: nn.Module) -> None:
+        schedulers[id(optimizer)].step()
+
+    assert_equal(ours(scheduled, advance), plain(scheduled, advance))
+
+
+def test_a_method_of_the_step_replaced_on_the_instance_is_used_by_the_optimizer_itself(
+    words: Callable[[], list[str]],
+) -> None:
+    def make(params: Any) -> Any:
+        optimizer: Any = torch.optim.SGD(params, lr=LR, momentum=0.5)
+        gather = optimizer._init_group
+
+        def halved(group: Any, ps: Any, grads: Any, buffers: Any) -> Any:
+            found = gather(group, ps, grads, buffers)
+            grads[:] = [g * 0.5 for g in grads]
+            return found
+
+        optimizer._init_group = halved
+        return optimizer
+
+    assert_equal(ours(make), plain(make))
+    assert len(words()) == 1
+
+
+class Halving(torch.optim.SGD):
+    """A known step that calls a method of a subclass."""
+
+    def _init_group(self, group: Any, params: Any, grads: Any, buffers: Any) -> Any:
+        found = super()._init_group(group, params, grads, buffers)  # type: ignore[misc]
+        self.seen = getattr(self, "seen", 0) + len(grads)
+        scale = 1.0 / self.seen  # so it may not be split
+        grads[:] = [g * scale for g in grads]
+        return found
+
+
+def test_a_subclass_that_overrides_what_the_known_step_uses_is_stepped_whole() -> None:
+    make = functools.partial(Halving, lr=LR, momentum=0.5)
+    mine, reference = ours(make), plain(make)
+    assert_equal(mine, reference)
+    assert mine.optimizer.seen == reference.optimizer.seen == 20
+
+
+# (12) Hyperparameters held as attributes.
+
+
+class Attributes(Own):
+    """All it goes by is in attributes, and some of it moves in the step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.scale, self.count, self.total = 1.0, 0, torch.zeros(())
+        self.nested = {"rates": [1.0, torch.tensor(0.5)], "kind": ("a", [2])}
+        self.alias = self.nested["rates"]
+        self.history: list[float] = []
+
+    def step(self, closure: Any = None) -> None:
+        self.count += 1
+        self.total += 0.5
+        self.alias[0] = self.alias[0] * 0.75  # type: ignore[index]
+        self.history.append(self.scale)
+        super().step()
+
+    def rate(self, group: dict[str, Any], p: Tensor) -> Any:
+        first, second = self.nested["rates"]
+        return LR * self.scale * first * second / self.count + 0.001 * self.total
+
+
+def change_attributes(step: int, optimizer: Any, model: nn.Module) -> None:
+    optimizer.scale = 1.0 / (step + 2)
+    optimizer.nested["rates"][1] += 0.25
+    if step == 2:
+        optimizer.late = step
+
+
+def attributes_of(optimizer: Any) -> Any:
+    return {key: getattr(optimizer, key) for key in ("count", "total", "history", "nested")}
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_a_hyperparameter_held_as_an_attribute_arrives_and_stays_the_users(
+    mode: str, offload: str
+) -> None:
+    reference = plain(Attributes, change_attributes)
+    mine = ours(Attributes, change_attributes, mode=mode, offload=offload)
+    assert_equal(mine, reference)
+    assert mine.optimizer.scale == reference.optimizer.scale
+    assert mine.optimizer.alias is mine.optimizer.nested["rates"]
+    assert mine.optimizer.late == 2
+
+
+def test_attributes_that_the_step_moves_come_back() -> None:
+    mine, reference = ours(Attributes).optimizer, plain(Attributes).optimizer
+    assert_same(attributes_of(mine), attributes_of(reference))
+    assert mine.alias is mine.nested["rates"]
+
+
+def test_the_users_value_outlasts_what_the_step_in_hand_makes_of_it() -> None:
+    model = net()
+    inner = Attributes(model.parameters())
+    with lazy(), AsyncOptimizer(inner, model) as optimizer:
+        for step in range(2):
+            loss_of(model, step).backward()
+            optimizer.step()
+        inner.count = 100
+        optimizer.synchronize()
+        assert inner.count == 100
+        assert inner.history == [1.0, 1.0]
+
+
+class Diary(Own):
+    """Writes down what it does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.log: list[Any] = ["begin"]
+        self.alias = self.log
+        self.last: deque[Any] = deque(["a", "b"], maxlen=3)
+        self.seen = {"begin"}
+        self.at: dict[Any, Any] = {"steps": []}
+        self.rows = [[0, 0], [0, 0]]
+        self.count = 0
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self.count += 1
+        self.log.append(f"step {self.count}")
+        self.last.append(self.count)
+        self.seen.add(f"step {self.count}")
+        self.at["steps"].append(self.count)
+        self.at.setdefault(f"new {self.count}", []).append("its")
+        self.rows[0][0] = self.count
+
+
+NOTES: dict[str, Callable[[Any, int], object]] = {
+    "list": lambda o, step: o.log.append("mine"),
+    "deque": lambda o, step: o.last.append("mine"),
+    "set": lambda o, step: o.seen.update({step}) or o.seen.discard("begin"),
+    "list in a dict": lambda o, step: o.at["steps"].append("mine"),
+    "dict": lambda o, step: o.at.update({step: 1}),
+    # It knows the name of the step's.
+    "new list in a dict": lambda o, step: o.at.setdefault(f"new {step + 1}", []).append("mine"),
+    "front of a list": lambda o, step: o.log.pop(0),
+    "another row": lambda o, step: o.rows[1].__setitem__(1, step),
+    "same row": lambda o, step: o.rows[0].__setitem__(1, step),
+    "replaced": lambda o, step: setattr(o, "log", ["mine"]),
+}
+
+
+@pytest.mark.parametrize("note", NOTES)
+def test_what_the_user_adds_while_a_step_adds_too_is_all_there(note: str) -> None:
+    """As if the step had been made at once."""
+
+    def run(optimizer: Any, inner: Any, model: nn.Module) -> dict[str, Any]:
+        log = inner.log
+        for step in range(3):
+            loss_of(model, step).backward()
+            optimizer.step()
+            model.zero_grad()
+            NOTES[note](inner, step)
+        if optimizer is not inner:
+            optimizer.synchronize()
+        assert (inner.log is log) == (note != "replaced")
+        assert inner.alias is log
+        return {k: getattr(inner, k) for k in ("log", "last", "seen", "at", "rows", "count")}
+
+    reference = net()
+    plain_one = Diary(reference.parameters())
+    expected = run(plain_one, plain_one, reference)
+    model = net()
+    inner = Diary(model.parameters())
+    with lazy(), AsyncOptimizer(inner, model) as optimizer:
+        assert run(optimizer, inner, model) == expected
+
+
+def test_changes_that_exclude_each_other_are_told() -> None:
+    class Sorts(Own):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params)
+            self.order = [3, 1, 2]
+
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            self.order.sort()
+
+    model = net()
+    inner = Sorts(model.parameters())
+    with lazy(), AsyncOptimizer(inner, model) as optimizer:
+        for step in range(2):
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.synchronize()
+            inner.order[:] = [3, 1, 2]
+        loss_of(model, 2).backward()
+        optimizer.step()
+        inner.order.remove(1)
+        with pytest.raises(OrderError, match="'order' of Sorts changed while a step"):
+            optimizer.synchronize()
+        assert inner.order == [3, 2]
+        loss_of(model, 3).backward()
+        optimizer.step()
+        optimizer.synchronize()
+        assert inner.order == [2, 3]
+
+
+class Marked(Own):
+    """Goes by attributes of its parameters, and leaves one."""
+
+    def rate(self, group: dict[str, Any], p: Tensor) -> Any:
+        p.steps = getattr(p, "steps", 0) + 1  # type: ignore[attr-defined]
+        return LR * getattr(p, "factor", 1.0) / p.steps  # type: ignore[attr-defined]
+
+
+def test_attributes_of_parameters_are_the_copys_too() -> None:
+    def mark(step: int, optimizer: Any, model: nn.Module) -> None:
+        next(iter(model.parameters())).factor = 1.0 + step  # type: ignore[attr-defined]
+
+    assert_equal(ours(Marked, mark), plain(Marked, mark))
+    assert_equal(ours(Marked, mark, offload="cpu"), plain(Marked, mark))
+
+
+OPAQUE: dict[str, Callable[[], Any]] = {
+    "a function": lambda: lambda: 0.5,
+    "a lock": threading.Lock,
+    "a generator": lambda: torch.Generator().manual_seed(1),
+    "a file": lambda: open("/dev/null"),  # noqa: SIM115
+    "an object in a list": lambda: [object()],
+    "a learned value": lambda: nn.Parameter(torch.ones(1)),
+}
+
+
+@pytest.mark.parametrize("kept", OPAQUE)
+def test_what_a_copy_would_share_is_kept_from_it(kept: str, words: Callable[[], list[str]]) -> None:
+    def make(params: Any) -> Own:
+        return Own(params, kept=OPAQUE[kept]())
+
+    assert_equal(ours(make), plain(make))
+    (word,) = words()
+    assert "Own" in word
+    assert "'kept'" in word
+    for kwargs in ({"mode": "delayed"}, {"offload": "cpu"}, {"mode": "sync", "offload": "cpu"}):
+        optimizer = make(net().parameters())
+        with pytest.raises(
+            UnsupportedError, match=r"Own cannot be copied: .*'kept'.*Use step_mode"
+        ):
+            AsyncOptimizer(optimizer, **kwargs)
+        assert async_stepper_of(optimizer) is None
+    half = net().half()
+    with pytest.raises(UnsupportedError, match="float16 parameters"):
+        AsyncOptimizer(make(half.parameters()), half, mode="sync")
+
+
+class Bound(Own):
+    """Calls a method that it keeps, as optimizers with strategies do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.count, self.strategy = 0, self.count_up
+
+    def count_up(self) -> int:
+        self.count += 1
+        return self.count
+
+    def rate(self, group: dict[str, Any], p: Tensor) -> Any:
+        return LR / self.strategy()
+
+
+def test_a_bound_method_is_the_optimizers_own() -> None:
+    mine, reference = ours(Bound), plain(Bound)
+    assert_equal(mine, reference)
+    assert mine.optimizer.count == reference.optimizer.count == 20
+
+
+class View(Own):
+    """Keeps one buffer of which each parameter's state is a part."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.flat = torch.zeros(sum(p.numel() for g in self.param_groups for p in g["params"]))
+        start = 0
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["average"] = self.flat[start : start + p.numel()].view_as(p)
+            start += p.numel()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.flat *= 0.5
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["average"].add_(p.grad)
+            p.sub_(self.state[p]["average"], alpha=LR)
+
+
+def test_a_buffer_that_the_state_views_is_stepped_by_the_optimizer_itself(
+    words: Callable[[], list[str]],
+) -> None:
+    assert_equal(ours(View), plain(View))
+    assert "'flat'" in words()[0]
+
+
+# (13) Tensors and lists in groups.
+
+
+def known(params: Any) -> Any:
+    optimizer = torch.optim.AdamW(params, lr=torch.tensor(LR))
+    optimizer.param_groups[0]["betas"] = [0.9, 0.99]
+    return optimizer
+
+
+def own(params: Any) -> Any:
+    optimizer = Listed(params)
+    optimizer.param_groups[0].update(lr=torch.tensor(LR), betas=[0.5, {"late": 0.25}])
+    return optimizer
+
+
+class Listed(Own):
+    def rate(self, group: dict[str, Any], p: Tensor) -> Any:
+        return group["lr"] * group["betas"][0] * group["betas"][1]["late"]
+
+
+def known_moves(step: int, optimizer: Any, model: nn.Module) -> None:
+    optimizer.param_groups[0]["lr"].mul_(0.5)
+    optimizer.param_groups[0]["betas"][0] *= 0.75
+
+
+def own_moves(step: int, optimizer: Any, model: nn.Module) -> None:
+    known_moves(step, optimizer, model)
+    optimizer.param_groups[0]["betas"][1]["late"] += 1.0
+
+
+@pytest.mark.parametrize(("make", "move"), [(known, known_moves), (own, own_moves)])
+def test_a_group_changed_in_place_is_the_next_steps(make: Any, move: Act) -> None:
+    assert_equal(ours(make, after=move), plain(make, after=move))
+    assert_equal(ours(make, before=move), plain(make, before=move))
+
+
+class Moving(Listed):
+    """Changes its groups in place."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        (group,) = self.param_groups
+        group["lr"].mul_(0.5)
+        group["betas"][0] += 0.25
+        group["made"] = [len(group["betas"])]
+
+
+def moving(params: Any) -> Any:
+    optimizer = Moving(params)
+    optimizer.param_groups[0].update(lr=torch.tensor(LR), betas=[0.5, {"late": 0.25}])
+    return optimizer
+
+
+def test_what_a_step_changes_in_its_groups_comes_back_into_the_same_objects() -> None:
+    model = net()
+    inner = moving(model.parameters())
+    lr, betas = inner.param_groups[0]["lr"], inner.param_groups[0]["betas"]
+    with lazy(), AsyncOptimizer(inner, model) as optimizer:
+        for step in range(5):
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        assert_equal(Seen(model, inner), plain(moving))
+        assert inner.param_groups[0]["lr"] is lr
+        assert inner.param_groups[0]["betas"] is betas
+
+
+# (14) State of the optimizer itself, and of parameters, that a step makes or replaces.
+
+
+class Whole(Own):
+    """Keeps state of its own; makes, replaces and drops entries as it likes."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.state["count"] = self.state.get("count", 0) + 1
+        self.state["sums"].setdefault("all", torch.zeros(())).add_(1.0)
+        if self.state["count"] == 3:
+            del self.state["gone"]
+        elif self.state["count"] < 3:
+            self.state["gone"] = "soon"
+        for p in self.param_groups[0]["params"]:
+            if p not in self.state:  # not: has no entries
+                self.state[p] = {"average": torch.zeros_like(p)}
+            if p.grad is None:
+                continue
+            average = self.state[p]["average"] * 0.5 + p.grad
+            self.state[p] = {"average": average, "n": self.state["count"]}
+            p.sub_(average * self.state["sums"]["all"], alpha=0.01)
+
+
+def skip_one(step: int, optimizer: Any, model: nn.Module) -> None:
+    if step != 4:
+        next(iter(model.parameters())).grad = None
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [{}, {"mode": "sync"}, {"offload": "cpu"}, {"mode": "sync", "offload": "cpu"}],
+    ids=str,
+)
+def test_state_of_the_optimizer_itself_is_saved_and_stepped(kwargs: Any) -> None:
+    reference = plain(Whole, before=skip_one)
+    assert_equal(ours(Whole, before=skip_one, **kwargs), reference)
+    assert reference.state["state"]["count"] == 5
+    assert "gone" not in reference.state["state"]
+
+
+@pytest.mark.parametrize("mode", ["overlap", "delayed"])
+def test_state_of_the_optimizer_itself_is_loaded(mode: str) -> None:
+    saved, model = plain(Whole).state, net()
+    with AsyncOptimizer(Whole(model.parameters()), model, mode=mode) as optimizer:
+        optimizer.load_state_dict(saved)
+        loaded = optimizer.state_dict()
+        assert_same(loaded["state"], saved["state"])
+    assert_same(optimizer.optimizer.state_dict()["state"], saved["state"])
+
+
+# (15) State tensors replaced by the user.
+
+
+def adam(params: Any, **kwargs: Any) -> Any:
+    return torch.optim.AdamW(params, lr=LR, **kwargs)
+
+
+def exchange(step: int, optimizer: Any, model: nn.Module) -> None:
+    if step in (1, 3):
+        if (stepper := async_stepper_of(optimizer)) is not None:
+            stepper.synchronize()
+        p = list(model.parameters())[step]
+        optimizer.state[p]["exp_avg"] = torch.full_like(p, 0.25)
+    if step == 2:
+        if (stepper := async_stepper_of(optimizer)) is not None:
+            stepper.synchronize()
+        for p in model.parameters():
+            optimizer.state[p] = {k: v.clone() for k, v in optimizer.state[p].items()}
+            optimizer.state[p]["exp_avg_sq"] *= 4.0
+
+
+@pytest.mark.parametrize("kind", [{"fused": True}, {"foreach": True}], ids=str)
+@pytest.mark.parametrize("kwargs", [{}, {"mode": "sync"}, {"offload": "cpu"}], ids=str)
+@pytest.mark.parametrize("small", [True, False])
+def test_state_tensors_that_were_replaced_are_stepped_and_saved(
+    kind: Any, kwargs: Any, small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not small:
+        monkeypatch.setattr("accel_scaler.async_optimizer.flat_buffers.SMALL", 0)
+    make = functools.partial(adam, **kind)
+    assert_equal(ours(make, exchange, **kwargs), plain(make, exchange))
+
+
+def halve_state(step: int, optimizer: Any, model: nn.Module) -> None:
+    """As somebody does who restores moments in another precision."""
+    if step == 1:
+        if (stepper := async_stepper_of(optimizer)) is not None:
+            stepper.synchronize()
+        for p in model.parameters():
+            optimizer.state[p]["exp_avg"] = optimizer.state[p]["exp_avg"].half().to(torch.float32)
+
+
+def test_replaced_state_is_taken_to_where_the_masters_are() -> None:
+    make = functools.partial(adam, foreach=True)
+    assert_equal(ours(make, halve_state, offload="cpu"), plain(make, halve_state))
+
+    def as_half(step: int, optimizer: Any, model: nn.Module) -> None:
+        halve_state(step, optimizer, model)
+        if step == 1 and async_stepper_of(optimizer) is not None:
+            for p in model.parameters():
+                optimizer.state[p]["exp_avg"] = optimizer.state[p]["exp_avg"].half()
+
+    assert_equal(ours(make, as_half, offload="cpu"), plain(make, halve_state))
+
+
+@pytest.mark.parametrize(
+    "change", [{"fused": False, "foreach": True}, {"weight_decay": 0.5}], ids=str
+)
+def test_a_fused_adam_follows_its_settings(change: dict[str, Any]) -> None:
+    def switch(step: int, optimizer: Any, model: nn.Module) -> None:
+        if step == 2:
+            optimizer.param_groups[0].update(change)
+
+    make = functools.partial(adam, fused=True)
+    assert_equal(ours(make, switch), plain(make, switch))
+
+
+# (18) Two optimizers share parameters.
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_two_optimizers_that_share_parameters_both_step(scaled: bool, offload: str) -> None:
+    def run(wrap: Callable[..., Any], scaler: Any) -> list[Tensor]:
+        model = net()
+        params = list(model.parameters())
+        first = wrap(torch.optim.SGD(params, lr=LR, momentum=0.5), model)
+        second = wrap(torch.optim.SGD(params[1:3], lr=0.5), model)
+        for step in range(4):
+            scaler.scale(loss_of(model, step)).backward()
+            for optimizer in (first, second):
+                optimizer.step()
+            for optimizer in (first, second):
+                optimizer.zero_grad(set_to_none=step % 2 == 0)
+            # What is not zeroed is not lost.
+            loss_of(model, step).mul(0.25).backward()
+            first.zero_grad()
+        for optimizer in (first, second):
+            getattr(optimizer, "close", lambda: None)()
+        return [p.detach().clone() for p in params]
+
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    reference = run(lambda optimizer, model: optimizer, off)
+    with sleepy(0.01):  # two workers, which each go on by themselves
+        got = run(
+            lambda optimizer, model: AsyncOptimizer(optimizer, model, offload=offload),
+            GradScaler("cpu", enabled=False) if scaled else off,
+        )
+    assert_same(got, reference)
+
+
+def test_an_optimizer_that_comes_to_share_a_parameter_gets_its_gradient() -> None:
+    model = net()
+    params = list(model.parameters())
+    with (
+        AsyncOptimizer(torch.optim.SGD(params, lr=LR), model) as first,
+        AsyncOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=LR)) as second,
+    ):
+        second.add_param_group({"params": params[1:2]})
+        loss_of(model, 0).backward()
+        before, grad = params[1].detach().clone(), params[1].grad
+        assert grad is not None
+        first.step()
+        second.step()
+        assert torch.equal(params[1], before.sub(grad, alpha=LR).sub(grad, alpha=LR))
+        second.close()
+        first.step()
+        assert torch.equal(params[1], before - LR * grad - LR * grad - LR * grad)
+
+
+def test_two_optimizers_that_share_parameters_both_step_under_an_accelerator() -> None:
+    model = net()
+    params = list(model.parameters())
+    plain_model = net()
+    theirs = list(plain_model.parameters())
+    pair = torch.optim.SGD(theirs, lr=LR), torch.optim.SGD(theirs[:2], lr=0.5)
+    accelerator: Any = attach(
+        Accelerator(cpu=True, mixed_precision="fp16"),
+        ScalerConfig(step_mode="overlap", init_scale=1024.0),
+    )
+    _, first, second = accelerator.prepare(
+        model, torch.optim.SGD(params, lr=LR), torch.optim.SGD(params[:2], lr=0.5)
+    )
+    with lazy():
+        for step in range(3):
+            grads = [torch.full_like(p, 0.5 + step) for p in params]
+            accelerator.scaler.scale(torch.ones(()))
+            for p, q, grad in zip(params, theirs, grads, strict=True):
+                p.grad, q.grad = grad * 1024.0, grad
+            for mine, other in zip((first, second), pair, strict=True):
+                mine.step()
+                other.step()
+            for each in (first, second, *pair):
+                each.zero_grad()
+        first.synchronize()
+        second.synchronize()
+        assert_same([p.detach() for p in params], [p.detach() for p in theirs])
+    detach(accelerator)
+
+
+@pytest.mark.parametrize("kind", ["delayed", "float16"])
+def test_two_masters_of_one_parameter_are_refused(kind: str) -> None:
+    model = net().half() if kind == "float16" else net()
+    params, mode = list(model.parameters()), "delayed" if kind == "delayed" else "overlap"
+    other = torch.optim.SGD(params[:1], lr=LR)
+    with AsyncOptimizer(torch.optim.SGD(params, lr=LR), model, mode=mode):
+        with pytest.raises(UnsupportedError, match="SGD shares 1 parameters with a SGD"):
+            AsyncOptimizer(other, model, mode=mode)
+        assert async_stepper_of(other) is None
+    AsyncOptimizer(other, model, mode=mode).close()  # the first is closed
+    # One that nobody has any more counts no longer.
+    AsyncOptimizer(torch.optim.SGD(params, lr=LR), model, mode=mode)
+    AsyncOptimizer(other, model, mode=mode).close()
+    accelerator: Any = Accelerator(cpu=True, mixed_precision="fp16")
+    optimizers = torch.optim.SGD(params, lr=LR), torch.optim.SGD(params[:1], lr=LR)
+    accelerator.prepare(model, *optimizers)
+    before = dict(vars(accelerator))
+    with pytest.raises(UnsupportedError, match="shares"):
+        attach(accelerator, ScalerConfig(step_mode=mode))  # type: ignore[arg-type]
+    assert vars(accelerator) == before
+    assert type(accelerator) is Accelerator
+    assert all(async_stepper_of(optimizer) is None for optimizer in optimizers)
+
+
+# (23) Random numbers, autocast, default device, gradient mode.
+
+
+class Noisy(Own):
+    """``source``: where its noise is from; ``since``: its first step with noise."""
+
+    def __init__(self, params: Any, source: str = "torch", since: int = 1) -> None:
+        super().__init__(params, source=source, since=since, count=0)
+
+    def step(self, closure: Any = None) -> None:
+        self.count: int = self.count + 1
+        super().step()
+
+    def rate(self, group: dict[str, Any], p: Tensor) -> Any:
+        if self.count < self.since:  # type: ignore[attr-defined]
+            return LR
+        if self.source == "torch":  # type: ignore[attr-defined]
+            return LR * torch.rand(p.shape)
+        return LR * (random.random() if self.source == "python" else float(np.random.rand()))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("source", ["torch", "python", "numpy"])
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_noise_is_drawn_in_the_order_of_the_training_thread(
+    source: str, offload: str, words: Callable[[], list[str]]
+) -> None:
+    def draw(step: int, optimizer: Any, model: nn.Module) -> None:
+        torch.rand(3), random.random(), np.random.rand()
+
+    def seeded(run: Callable[..., Seen], **kwargs: Any) -> Seen:
+        random.seed(1)
+        np.random.seed(1)
+        return run(functools.partial(Noisy, source=source), draw, draw, **kwargs)
+
+    assert_equal(seeded(ours, offload=offload), seeded(plain))
+    (word,) = words()
+    assert "Noisy" in word
+    assert "random numbers" in word
+
+
+def test_noise_that_comes_later_ends_that_step_before_a_number_is_drawn(
+    words: Callable[[], list[str]],
+) -> None:
+    model = net()
+    with AsyncOptimizer(Noisy(model.parameters(), since=3), model) as optimizer:
+        for step in range(2):
+            loss_of(model, step).backward()
+            optimizer.step()
+        optimizer.synchronize()
+        weights = [p.detach().clone() for p in model.parameters()]
+        loss_of(model, 2).backward()
+        torch.manual_seed(11)
+        optimizer.step()
+        with pytest.raises(StepError, match=r"random numbers.*last checkpoint") as caught:
+            optimizer.synchronize()
+        assert "aten.rand" in str(caught.value)
+        assert_same([p.detach() for p in model.parameters()], weights)
+        assert torch.equal(
+            torch.rand(1), torch.rand(1, generator=torch.Generator().manual_seed(11))
+        )
+        loss_of(model, 3).backward()
+        optimizer.step()  # from now on here
+        assert len(words()) == 1
+
+
+def test_a_watch_leaves_no_mode_behind_and_says_nothing_of_quiet_steps() -> None:
+    quiet = Watch()
+    with quiet:
+        torch.zeros(3).add_(1.0)
+    assert quiet.seen is None
+    with pytest.raises(RuntimeError, match="size"), Watch():
+        torch.zeros(3) + torch.zeros(4)
+    with pytest.raises(StepError, match="draws random numbers"), Watch("No."):
+        torch.rand(2)
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+class Products(Own):
+    """Its update is a matrix product, which autocast rounds; its constants go to a device."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.ndim == 2:
+                square = p.grad @ p.grad.T
+                p.sub_((square @ p.grad).float(), alpha=LR)
+            self.state[p]["where"] = str(torch.zeros(1).device)
+
+
+@pytest.mark.parametrize("make", [Products, torch.optim.Muon])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_is_that_of_the_thread_that_steps(make: Any, dtype: torch.dtype) -> None:
+    def run(wrap: Callable[[Any], Any], inside: bool) -> list[Tensor]:
+        torch.manual_seed(2)
+        ps = [nn.Parameter(torch.randn(6, 5)), nn.Parameter(torch.randn(4, 4))]
+        optimizer = wrap(make(ps))
+        for step in range(3):
+            for p in ps:
+                p.grad = torch.sin(p.detach() * (step + 1))
+            with torch.autocast("cpu", dtype, enabled=inside):
+                optimizer.step()
+            optimizer.zero_grad()
+        getattr(optimizer, "close", lambda: None)()
+        return [p.detach() for p in ps]
+
+    for inside in (True, False):
+        reference = run(lambda optimizer: optimizer, inside)
+        with lazy():
+            assert_same(run(AsyncOptimizer, inside), reference)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_the_default_device_is_that_of_the_thread_that_steps() -> None:
+    def devices(wrap: Callable[[Any], Any]) -> list[str]:
+        p = nn.Parameter(torch.ones(2, 2))
+        optimizer = wrap(inner := Products([p]))
+        seen = []
+        for step in range(4):
+            p.grad = torch.ones(2, 2)
+            with torch.device("meta" if step % 2 else "cpu"):
+                optimizer.step()
+            getattr(optimizer, "synchronize", lambda: None)()
+            seen.append(inner.state[p]["where"])
+        getattr(optimizer, "close", lambda: None)()
+        return seen
+
+    assert devices(AsyncOptimizer) == devices(lambda optimizer: optimizer)
+
+
+class Differentiating(Own):
+    """Takes a gradient in its step, as where a learning rate is learned."""
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                x = torch.full((), 0.5, requires_grad=True)
+                (slope,) = torch.autograd.grad((x * p.grad.square().sum()).sin(), x)
+                p.data.sub_(p.grad * slope, alpha=LR)
+
+
+def test_the_gradient_mode_is_that_of_the_thread_that_steps() -> None:
+    assert_equal(ours(Differentiating), plain(Differentiating))
+    assert_equal(ours(Differentiating, mode="sync"), plain(Differentiating))
+
+
+# (33) The end of a copy.
+
+
+class Closing(torch.optim.SGD):
+    """Ends a handle with its own end."""
+
+    def __init__(self, params: Any, ended: list[str]) -> None:
+        super().__init__(params, lr=LR)
+        self.ended = ended
+
+    def __del__(self) -> None:
+        self.ended.append("ended")
+
+
+class OwnClosing(Own):
+    def __del__(self) -> None:
+        self.ended.append("ended")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("make", [Closing, lambda ps, ended: OwnClosing(ps, ended=ended)])
+def test_the_end_of_a_copy_is_not_the_optimizers(make: Any) -> None:
+    ended: list[str] = []
+    model = net()
+    inner = make(model.parameters(), ended)
+    with AsyncOptimizer(inner, model) as optimizer:
+        for step in range(3):
+            loss_of(model, step).backward()
+            optimizer.step()
+        inner.add_param_group({"params": [nn.Parameter(torch.ones(1))]})  # makes another copy
+        optimizer.synchronize()
+        loss_of(model, 3).backward()
+        optimizer.step()
+    del optimizer
+    gc.collect()
+    assert ended == []
+    del inner
+    gc.collect()
+    assert ended == ["ended"]
+
+
+# (34), (35) Overridden parameters(), hooks.
+
+
+class Shy(nn.Module):
+    """Names its parameters itself, as wrappers of models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.gain = net(), nn.Parameter(torch.ones(2))
+
+    def parameters(self) -> Iterator[nn.Parameter]:  # type: ignore[override]
+        yield from self.inner.parameters()
+        yield self.gain
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x) * self.gain
+        return out
+
+
+class Listing(Own):
+    def parameters(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.parameters():
+            p.sub_(p.grad, alpha=LR)
+
+
+@pytest.mark.parametrize("make", [functools.partial(torch.optim.SGD, lr=LR), Listing])
+def test_parameters_may_be_overridden(make: Any) -> None:
+    def run(wrap: Callable[[Any, nn.Module], Any]) -> list[Tensor]:
+        model = Shy()
+        optimizer = wrap(make(model.parameters()), model)
+        for step in range(3):
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        getattr(optimizer, "close", lambda: None)()
+        return [p.detach() for p in model.parameters()]
+
+    reference = run(lambda optimizer, model: optimizer)
+    with lazy():
+        assert_same(run(AsyncOptimizer), reference)
+
+
+HOOKS = [
+    *("register_step_pre_hook", "register_step_post_hook"),
+    *("register_state_dict_pre_hook", "register_state_dict_post_hook"),
+    *("register_load_state_dict_pre_hook", "register_load_state_dict_post_hook"),
+]
+
+
+def test_hooks_may_be_registered_on_an_async_optimizer() -> None:
+    def run(wrap: Callable[[Any, nn.Module], Any]) -> list[str]:
+        model, called = net(), list[str]()
+        optimizer = wrap(torch.optim.SGD(model.parameters(), lr=LR), model)
+        handles = [
+            getattr(optimizer, name)(lambda *args, name=name: called.append(name)) for name in HOOKS
+        ]
+        for _ in range(2):
+            loss_of(model, 0).backward()
+            optimizer.step()
+            optimizer.load_state_dict(optimizer.state_dict())
+            for handle in handles:
+                handle.remove()
+        getattr(optimizer, "close", lambda: None)()
+        return called
+
+    expected = run(lambda optimizer, model: optimizer)
+    assert run(AsyncOptimizer) == expected
+    assert sorted(expected) == sorted(HOOKS)
+
+
+def test_step_hooks_are_called_as_torch_calls_them() -> None:
+    from torch.optim.optimizer import (
+        register_optimizer_step_post_hook,
+        register_optimizer_step_pre_hook,
+    )
+
+    def run(wrap: Callable[[Any, nn.Module], Any]) -> list[Any]:
+        model, called = net(), list[Any]()
+        inner = torch.optim.SGD(model.parameters(), lr=LR)
+
+        def note(name: str) -> Callable[..., None]:
+            return lambda it, args, kwargs: called.append((name, it is inner, len(args), kwargs))
+
+        handles = [
+            register_optimizer_step_pre_hook(note("pre everywhere")),
+            register_optimizer_step_post_hook(note("post everywhere")),
+            inner.register_step_pre_hook(note("pre")),
+            inner.register_step_post_hook(note("post")),
+        ]
+        optimizer = wrap(inner, model)
+        loss_of(model, 0).backward()
+        optimizer.step()
+        getattr(optimizer, "close", lambda: None)()
+        for handle in handles:
+            handle.remove()
+        return called
+
+    assert run(AsyncOptimizer) == run(lambda optimizer, model: optimizer)
+
+
+def test_a_hook_that_gives_the_step_arguments_is_refused() -> None:
+    model = net()
+    with AsyncOptimizer(torch.optim.SGD(model.parameters(), lr=LR), model) as optimizer:
+        optimizer.register_step_pre_hook(lambda it, args, kwargs: (args, {"closure": lambda: 1.0}))
+        loss_of(model, 0).backward()
+        with pytest.raises(UnsupportedError, match="new arguments"):
+            optimizer.step()
+
+
+def test_submit_steps_an_optimizer_unknown_to_torch_and_refuses_what_it_cannot() -> None:
+    for make, refused in ((Attributes, False), (Bound, True)):
+        model = net()
+        with AsyncOptimizer(make(model.parameters()), model) as optimizer:
+            for step in range(2):
+                loss_of(model, step).backward()
+                if refused:
+                    with pytest.raises(UnsupportedError, match=r"submit\(\): Bound"):
+                        optimizer.submit(optimizer.step)
+                else:
+                    optimizer.submit(optimizer.step)
+                optimizer.zero_grad()
+            optimizer.synchronize()
+        assert getattr(optimizer.optimizer, "count") == (0 if refused else 2)  # noqa: B009
+
+
+# (41) Memory.
+
+MEMORY = """
+import sys, torch
+from accel_scaler import AsyncOptimizer
+
+class Own(torch.optim.Optimizer):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            p.add_(p.grad, alpha=-0.1)
+
+def peak():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 1024
+
+def train(size):
+    p = torch.nn.Parameter(torch.ones(size))
+    grad = torch.ones_like(p)
+    before = peak()
+    with AsyncOptimizer(Own([p], {})) as optimizer:
+        for turn in range(3):
+            p.grad = grad
+            optimizer.step()
+            optimizer.synchronize()
+    return before, float(p.detach()[0])
+
+train(1)  # imports
+before, value = train(24 << 20)  # 96 MiB
+print(peak() - before)
+print(value)
+"""
+
+
+@pytest.mark.process
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_an_optimizer_stepped_whole_needs_no_copy_of_its_parameters() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    more, value = map(float, done.stdout.split())
+    assert value == pytest.approx(0.7)
+    assert more < 48.0  # MiB; a copy would be 96

@@ -1,0 +1,557 @@
+"""The optimizer thread: order, parts, failures, and every way it can be gone."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from accel_scaler import OrderError, StepError
+from accel_scaler.async_optimizer import worker as worker_module
+from accel_scaler.async_optimizer.worker import Task, Worker, default_threads
+
+LIMIT_S = 20.0
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
+    before = sys.getswitchinterval()
+    monkeypatch.setattr(worker_module, "_short_interval", worker_module._ShortInterval())
+    worker = Worker(1)
+    yield worker
+    worker.stop(LIMIT_S)
+    sys.setswitchinterval(before)
+
+
+def nothing(task: Task) -> None:
+    pass
+
+
+def waiting_for(event: threading.Event) -> Callable[[Task], None]:
+    def run(task: Task) -> None:
+        assert event.wait(LIMIT_S)
+
+    return run
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.005)
+
+
+def in_child(run: Callable[[], object]) -> int:
+    """Run in a forked copy of this process; its exit status, 77 where it hangs."""
+    pid = os.fork()
+    if pid == 0:
+        status = 99
+        try:
+            run()
+            status = 0
+        except BaseException as error:
+            print(f"in the child: {error!r}", file=sys.__stderr__)
+        finally:
+            os._exit(status)
+    end = time.monotonic() + LIMIT_S
+    while time.monotonic() < end:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+    return 77
+
+
+def test_tasks_run_in_the_order_of_submission(worker: Worker) -> None:
+    order: list[int] = []
+
+    def task(number: int) -> Task:
+        def run(task: Task) -> None:
+            time.sleep(0.001 * (7 - number % 7))
+            order.append(number)
+
+        return Task(run, 1)
+
+    tasks = [task(number) for number in range(30)]
+    for each in tasks:
+        worker.submit(each)
+    assert tasks[-1].wait(limit_s=LIMIT_S)
+    assert order == list(range(30))
+
+
+def test_all_tasks_run_on_one_lasting_thread_that_is_not_the_callers(worker: Worker) -> None:
+    seen: list[tuple[int, bool]] = []
+    for _ in range(5):
+        task = Task(lambda _: seen.append((threading.get_ident(), worker.is_current())), 1)
+        worker.submit(task)
+        assert task.wait(limit_s=LIMIT_S)
+    assert len(set(seen)) == 1
+    assert seen[0] != (threading.get_ident(), True)
+    assert seen[0][1]
+    assert not worker.is_current()
+
+
+def test_no_thread_is_started_before_the_first_task() -> None:
+    before = set(threading.enumerate())
+    worker = Worker(1)
+    assert set(threading.enumerate()) == before
+    worker.stop()
+
+
+def test_a_wait_for_some_parts_ends_while_the_others_still_run(worker: Worker) -> None:
+    gates = [threading.Event() for _ in range(3)]
+
+    def run(task: Task) -> None:
+        for gate in gates:
+            assert gate.wait(LIMIT_S)
+            task.advance()
+
+    task = Task(run, 3)
+    worker.submit(task)
+    assert task.done == 0
+    gates[0].set()
+    assert task.wait(1, LIMIT_S)
+    assert (task.done, task.finished) == (1, False)
+    gates[1].set()
+    assert task.wait(2, LIMIT_S)
+    assert (task.done, task.finished) == (2, False)
+    gates[2].set()
+    assert task.wait(None, LIMIT_S)
+    assert (task.done, task.finished) == (3, True)
+
+
+def test_a_wait_for_all_ends_only_when_the_task_is_over_not_after_its_last_part(
+    worker: Worker,
+) -> None:
+    last = threading.Event()
+
+    def run(task: Task) -> None:
+        task.advance()
+        assert last.wait(LIMIT_S)
+
+    task = Task(run, 1)
+    worker.submit(task)
+    assert task.wait(1, LIMIT_S)
+    with pytest.raises(StepError, match=r"1 of 1 parts"):
+        task.wait(None, 0.05)
+    last.set()
+    assert task.wait(None, LIMIT_S)
+
+
+@pytest.mark.parametrize("kind", [ValueError, SystemExit, KeyboardInterrupt, GeneratorExit])
+def test_whatever_a_task_raises_is_kept_and_the_next_task_runs(
+    worker: Worker, kind: type[BaseException]
+) -> None:
+    def run(task: Task) -> None:
+        task.advance()
+        raise kind("mine")
+
+    task, following = Task(run, 3), Task(nothing, 0)
+    worker.submit(task)
+    worker.submit(following)
+    assert task.wait(1, LIMIT_S), "this part was done"
+    assert not task.wait(2, LIMIT_S)
+    assert not task.wait(None, LIMIT_S)
+    assert type(task.error) is kind
+    assert task.done == 1
+    assert task.error.__traceback__ is not None
+    assert following.wait(None, LIMIT_S)
+
+
+def test_a_wait_has_an_end_and_says_how_far_the_step_is(worker: Worker) -> None:
+    release = threading.Event()
+
+    def run(task: Task) -> None:
+        task.advance()
+        release.wait(LIMIT_S)
+
+    task = Task(run, 4)
+    worker.submit(task)
+    task.wait(1, LIMIT_S)
+    with pytest.raises(StepError, match=r"waited 0\.05 s .* 1 of 4 parts"):
+        task.wait(2, 0.05)
+    release.set()
+
+
+def dying(tasks: queue.SimpleQueue[Any], threads: int, ready: threading.Event, *_: Any) -> None:
+    """A thread that ends with a task in hand."""
+    ready.set()
+    tasks.get()
+
+
+def test_a_wait_notices_that_the_thread_is_gone(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "_loop", dying)
+    task = Task(nothing, 1)
+    worker.submit(task)
+    with pytest.raises(StepError, match="thread is gone"):
+        task.wait(limit_s=LIMIT_S)
+
+
+def test_a_wait_that_has_begun_notices_when_the_thread_dies(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    die = threading.Event()
+
+    def later(tasks: Any, threads: int, ready: threading.Event, *_: Any) -> None:
+        dying(tasks, threads, ready)
+        assert die.wait(LIMIT_S)
+
+    monkeypatch.setattr(worker_module, "_loop", later)
+    task = Task(nothing, 1)
+    worker.submit(task)
+    threading.Timer(0.1, die.set).start()
+    with pytest.raises(StepError, match="thread is gone"):
+        task.wait(limit_s=LIMIT_S)
+
+
+def test_after_a_dead_thread_a_new_one_runs_new_tasks_and_never_the_lost_ones(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(worker_module, "_loop", dying)
+        lost = [Task(lambda _: ran.append("lost"), 1) for _ in range(3)]
+        worker.submit(lost[0])
+        dead = worker._thread
+        assert dead is not None
+        for task in lost[1:]:
+            worker._queue.put(task)
+            task._thread = dead
+        dead.join(LIMIT_S)
+    task = Task(lambda _: ran.append("new"), 1)
+    worker.submit(task)
+    assert task.wait(limit_s=LIMIT_S)
+    for other in lost:
+        with pytest.raises(StepError, match="thread is gone"):
+            other.wait(limit_s=LIMIT_S)
+    assert ran == ["new"]
+
+
+def test_a_task_that_waits_for_itself_is_told_so(worker: Worker) -> None:
+    def run(task: Task) -> None:
+        task.wait(limit_s=LIMIT_S)
+
+    task = Task(run, 1)
+    worker.submit(task)
+    assert not task.wait(limit_s=LIMIT_S)
+    assert isinstance(task.error, OrderError)
+    assert "waits for itself" in str(task.error)
+
+
+def test_an_abandoned_task_never_runs_and_nobody_waits_for_it(worker: Worker) -> None:
+    ran: list[int] = []
+    gate = threading.Event()
+    worker.submit(Task(waiting_for(gate), 0))
+    task = Task(lambda _: ran.append(1), 1)
+    worker.submit(task)
+    error = KeyboardInterrupt()
+    task.abandon(error)
+    assert not task.wait(limit_s=LIMIT_S)
+    assert task.error is error
+    gate.set()
+    last = Task(nothing, 0)
+    worker.submit(last)
+    assert last.wait(limit_s=LIMIT_S)
+    assert ran == []
+
+
+def test_abandoning_a_task_that_runs_changes_nothing(worker: Worker) -> None:
+    started, gate = threading.Event(), threading.Event()
+
+    def run(task: Task) -> None:
+        started.set()
+        assert gate.wait(LIMIT_S)
+        task.advance()
+
+    task = Task(run, 1)
+    worker.submit(task)
+    assert started.wait(LIMIT_S)
+    task.abandon(KeyboardInterrupt())
+    assert not task.finished
+    gate.set()
+    assert task.wait(limit_s=LIMIT_S)
+    assert task.error is None
+
+
+@pytest.mark.process
+def test_a_forked_child_is_told_that_the_step_is_not_its_own(worker: Worker) -> None:
+    gate = threading.Event()
+    task = Task(waiting_for(gate), 1)
+    worker.submit(task)
+
+    def child() -> None:
+        with pytest.raises(StepError, match=f"forked from {os.getppid()}"):
+            task.wait(limit_s=LIMIT_S)
+
+    assert in_child(child) == 0
+    gate.set()
+    assert task.wait(limit_s=LIMIT_S)
+
+
+@pytest.mark.process
+def test_a_forked_child_that_catches_the_lock_held_does_not_hang(worker: Worker) -> None:
+    gate, done = threading.Event(), Task(nothing, 0)
+    worker.submit(done)
+    assert done.wait(limit_s=LIMIT_S)
+    task = Task(waiting_for(gate), 1)
+    worker.submit(task)
+
+    def child() -> None:
+        assert done.wait(limit_s=LIMIT_S)
+        with pytest.raises(StepError, match="forked"):
+            task.wait(limit_s=LIMIT_S)
+
+    locks = (task._changed, done._changed, worker_module._short_interval._lock)
+    for lock in locks:
+        lock.acquire()
+    try:
+        assert in_child(child) == 0
+    finally:
+        for lock in locks:
+            lock.release()
+        gate.set()
+
+
+@pytest.mark.process
+def test_a_forked_child_may_run_tasks_of_its_own_in_a_thread_of_its_own(worker: Worker) -> None:
+    gate, ran = threading.Event(), os.getpid()
+    worker.submit(Task(waiting_for(gate), 0))
+    until(lambda: sys.getswitchinterval() <= worker_module.SWITCH_INTERVAL_S * 1.01)
+
+    def child() -> None:
+        pids: list[int] = []
+        task = Task(lambda _: pids.append(os.getpid()), 0)
+        worker.submit(task)
+        assert task.wait(limit_s=LIMIT_S)
+        assert pids == [os.getpid()] != [ran]
+        worker.stop(LIMIT_S)
+        assert sys.getswitchinterval() > worker_module.SWITCH_INTERVAL_S * 1.01
+
+    worker_module._short_interval._lock.acquire()
+    try:
+        assert in_child(child) == 0
+    finally:
+        worker_module._short_interval._lock.release()
+        gate.set()
+
+
+def test_stop_finishes_what_was_submitted_and_a_later_task_starts_another_thread(
+    worker: Worker,
+) -> None:
+    ran: list[int] = []
+    for number in range(3):
+        worker.submit(Task(lambda _, n=number: (time.sleep(0.01), ran.append(n)), 0))  # type: ignore[misc]
+    first = worker._thread
+    worker.stop(LIMIT_S)
+    assert ran == [0, 1, 2]
+    assert first is not None
+    assert not first.is_alive()
+    task = Task(lambda _: ran.append(3), 0)
+    worker.submit(task)
+    assert task.wait(limit_s=LIMIT_S)
+    assert ran == [0, 1, 2, 3]
+    worker.stop(LIMIT_S)
+    worker.stop(LIMIT_S)
+
+
+def test_stop_gives_up_on_a_stuck_task_and_says_so(
+    worker: Worker, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = threading.Event()
+    worker.submit(Task(waiting_for(gate), 0))
+    thread = worker._thread
+    with caplog.at_level(logging.ERROR, "accel_scaler"):
+        worker.stop(0.05)
+    assert "did not finish its step within 0.05 s" in caplog.text
+    gate.set()
+    assert thread is not None
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
+
+
+def test_a_worker_that_is_dropped_ends_its_thread() -> None:
+    worker = Worker(1)
+    task = Task(nothing, 0)
+    worker.submit(task)
+    assert task.wait(limit_s=LIMIT_S)
+    thread, ref = worker._thread, weakref.ref(worker)
+    assert thread is not None
+    del worker
+    gc.collect()
+    assert ref() is None, "the thread kept its worker alive"
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
+
+
+def test_the_thread_keeps_nothing_of_a_finished_task(worker: Worker) -> None:
+    gradient = torch.ones(3)
+    ref = weakref.ref(gradient)
+    task = Task(lambda _, g=gradient: None, 0)  # type: ignore[misc]
+    worker.submit(task)
+    assert task.wait(limit_s=LIMIT_S)
+    del gradient
+    until(lambda: gc.collect() >= 0 and ref() is None)
+
+
+def failing(task: Task) -> None:
+    raise ValueError("nobody has asked")
+
+
+def test_an_error_that_nobody_asked_for_is_logged_when_the_thread_ends(
+    worker: Worker, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker.submit(Task(failing, 1))
+    worker.stop(LIMIT_S)
+    assert [record.getMessage() for record in caplog.records] == ["the last optimizer step failed"]
+    assert "ValueError: nobody has asked" in caplog.text
+    assert "in failing" in caplog.text, "its own traceback"
+
+
+def test_an_error_that_was_told_is_not_logged_again(
+    worker: Worker, caplog: pytest.LogCaptureFixture
+) -> None:
+    task = Task(failing, 1)
+    worker.submit(task)
+    assert not task.wait(limit_s=LIMIT_S)
+    worker.stop(LIMIT_S)
+    assert not caplog.records
+
+
+def test_the_switch_interval_is_short_while_a_task_runs_and_then_as_it_was(
+    worker: Worker,
+) -> None:
+    before = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(0.004)
+        own = sys.getswitchinterval()
+        other = Worker(1)
+        gates = [threading.Event(), threading.Event()]
+        tasks = [Task(waiting_for(gate), 0) for gate in gates]
+        for each, task in zip((worker, other), tasks, strict=True):
+            each.submit(task)
+        until(lambda: sum(worker_module._short_interval._tasks.values()) == 2)
+        assert sys.getswitchinterval() == pytest.approx(worker_module.SWITCH_INTERVAL_S)
+        gates[0].set()
+        tasks[0].wait(limit_s=LIMIT_S)
+        until(lambda: sum(worker_module._short_interval._tasks.values()) == 1)
+        assert sys.getswitchinterval() == pytest.approx(worker_module.SWITCH_INTERVAL_S)
+        gates[1].set()
+        until(lambda: sys.getswitchinterval() == own)
+        failed = Task(failing, 0)
+        worker.submit(failed)
+        failed.wait(limit_s=LIMIT_S)
+        until(lambda: sys.getswitchinterval() == own)
+        other.stop(LIMIT_S)
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_a_user_with_a_shorter_switch_interval_keeps_it(worker: Worker) -> None:
+    before, seen = sys.getswitchinterval(), list[float]()
+    try:
+        sys.setswitchinterval(worker_module.SWITCH_INTERVAL_S / 10)
+        own = sys.getswitchinterval()
+        task = Task(lambda _: seen.append(sys.getswitchinterval()), 0)
+        worker.submit(task)
+        task.wait(limit_s=LIMIT_S)
+        assert seen == [own]
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_an_interval_that_somebody_sets_while_a_task_is_due_stays(worker: Worker) -> None:
+    before, gate = sys.getswitchinterval(), threading.Event()
+    try:
+        task = Task(waiting_for(gate), 0)
+        worker.submit(task)
+        sys.setswitchinterval(0.003)
+        own = sys.getswitchinterval()
+        gate.set()
+        worker.stop(LIMIT_S)
+        assert task.finished
+        assert sys.getswitchinterval() == own
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_the_thread_has_its_own_number_of_threads_and_nobody_else_gets_it() -> None:
+    own = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        worker, seen = Worker(2), list[int]()
+        task = Task(lambda _: seen.append(torch.get_num_threads()), 0)
+        worker.submit(task)
+        task.wait(limit_s=LIMIT_S)
+        assert seen == [2]
+        assert torch.get_num_threads() == 3
+        born_later = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        born_later.start()
+        born_later.join(LIMIT_S)
+        assert seen == [2, 3]
+        worker.stop(LIMIT_S)
+    finally:
+        torch.set_num_threads(own)
+
+
+@pytest.mark.parametrize(
+    ("cores", "allowed", "ranks", "expected"),
+    [
+        (8, 16, None, 7),
+        (8, 16, "2", 3),
+        (8, 4, None, 3),
+        (8, 16, "8", 1),
+        (1, 1, None, 1),
+        (8, 16, "32", 1),
+        (None, 6, "", 5),
+    ],
+)
+def test_by_default_it_has_the_physical_cores_of_one_rank_less_one_whatever_omp_says(
+    monkeypatch: pytest.MonkeyPatch,
+    cores: int | None,
+    allowed: int,
+    ranks: str | None,
+    expected: int,
+) -> None:
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: cores)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(allowed)))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    if ranks is None:
+        monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    else:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert default_threads() == expected
+    assert Worker().threads == expected
+
+
+def test_a_thread_that_died_with_tasks_queued_leaves_the_switch_interval_alone() -> None:
+    own = sys.getswitchinterval()
+    worker, gate = Worker(1), threading.Event()
+    worker.submit(Task(waiting_for(gate), 0))
+    thread, tasks = worker._thread, worker._queue
+    assert thread is not None
+    tasks.put(None)  # the thread ends after the first task, the next ones never run
+    worker.submit(Task(lambda task: None, 0))
+    worker.submit(Task(lambda task: None, 0))
+    assert sys.getswitchinterval() == pytest.approx(worker_module.SWITCH_INTERVAL_S)
+    gate.set()
+    thread.join(LIMIT_S)
+    done = Task(lambda task: None, 0)
+    worker.submit(done)  # on a new thread
+    assert done.wait(limit_s=LIMIT_S)
+    worker.stop(LIMIT_S)
+    assert sys.getswitchinterval() == pytest.approx(own)

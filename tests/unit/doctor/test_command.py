@@ -1,0 +1,549 @@
+"""``accel-scaler doctor``: what it reads, which hazards it sees where, and that it starts nothing.
+
+``test_config_files.py`` holds its words against launched ranks. Takes about 15 s.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomllib
+import torch
+from accelerate.state import AcceleratorState, PartialState
+from places import ROOT
+
+from accel_scaler import ConfigError, ScalerConfig, cli
+from accel_scaler.async_optimizer.worker import default_threads
+from accel_scaler.config import ENV_PREFIX
+from accel_scaler.doctor import command as doctor
+from accel_scaler.doctor import diagnostics
+from accel_scaler.doctor import environment as environment_module
+from accel_scaler.doctor.diagnostics import LOWEST, telemetry_trouble
+from accel_scaler.doctor.environment import Devices, Job, Survey, Threads
+from accel_scaler.launch import launcher
+from accel_scaler.launch.launcher import make_parser
+from accel_scaler.launch.settings import FIELDS, Settings
+from accel_scaler.telemetry.writer import Journal
+
+T4S = Devices("cuda", ("Tesla T4", "Tesla T4"), True)
+BARE = Devices(None, (), True)
+SECTION = "distributed_type: 'NO'\nuse_cpu: true\nmixed_precision: fp16\naccel_scaler:\n"
+UNATTACHED_GPU = ["F1", "F2", "F3", "F4", "F5", "F7", "F9"]
+
+
+@pytest.fixture(autouse=True)
+def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder, no default config file, no settings, a machine without accelerators."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launcher, "default_config_file", str(tmp_path / "default.yaml"))
+    monkeypatch.setattr(
+        "accelerate.commands.launch.default_config_file", str(tmp_path / "default.yaml")
+    )
+    monkeypatch.setattr(environment_module, "_devices", lambda: BARE)
+    for key in list(os.environ):
+        if key.startswith((ENV_PREFIX, "ACCELERATE_", "OMP_NUM_THREADS", "LOCAL_WORLD_SIZE")):
+            monkeypatch.delenv(key)
+    return tmp_path
+
+
+def ask(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
+    assert cli.main(["doctor", "--json", *argv]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """The one line of an error, with status 1, in words and in JSON."""
+    assert cli.main(["doctor", *argv]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("accel-scaler: error: ")
+    assert err.count("\n") == 1
+    assert cli.main(["doctor", "--json", *argv]) == 1
+    line = err.removeprefix("accel-scaler: error: ").rstrip("\n")
+    assert json.loads(capsys.readouterr().out) == {"format": 1, "error": line}
+    return line
+
+
+def ids(found: dict[str, Any], key: str = "hazards") -> list[str]:
+    return [hazard["id"] for hazard in found[key]]
+
+
+# --- what it says -------------------------------------------------------------------------------
+
+
+def test_every_setting_has_its_value_and_who_set_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("mine.yaml").write_text(SECTION + "  hysteresis: 3\n  min_scale: 2.0\n  max_scale: null\n")
+    monkeypatch.setenv("ACCEL_SCALER_MIN_SCALE", "4")
+    monkeypatch.setenv("ACCEL_SCALER_GROWTH_INTERVAL", "9")
+    flags = ["--growth_interval", "7", "--no_enabled"]
+    found = ask(capsys, "--config_file", "mine.yaml", *flags)
+    expected = {
+        name: {"value": value, "source": "default"}
+        for name, value in {"attach": True, **dataclasses.asdict(ScalerConfig())}.items()
+    }
+    expected["hysteresis"] = {"value": 3, "source": "mine.yaml, line 5"}
+    expected["max_scale"] = {"value": None, "source": "mine.yaml, line 7"}
+    expected["min_scale"] = {"value": 4.0, "source": "ACCEL_SCALER_MIN_SCALE"}
+    expected["growth_interval"] = {"value": 7, "source": "--growth_interval"}
+    expected["enabled"] = {"value": False, "source": "--no_enabled"}
+    assert found["settings"] == expected
+    assert list(found["settings"]) == list(FIELDS)
+    assert found["config_file"] == "mine.yaml"
+
+
+def test_the_words_say_what_the_json_says(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--config_file", "cpu_fp16", "--step_mode", "overlap"]
+    found = ask(capsys, *arguments)
+    assert cli.main(["doctor", *arguments]) == 0
+    text = capsys.readouterr().out
+    lines = [line.split(maxsplit=1) for line in text.splitlines() if line]
+    for name, one in found["settings"].items():
+        assert [name, f"{json.dumps(one['value'])} {one['source']}"] in [
+            [line[0], " ".join(line[1].split())] for line in lines if len(line) == 2
+        ]
+    for hazard in found["hazards"]:
+        assert [hazard["id"], hazard["text"]] in lines
+    for name, version in found["versions"].items():
+        assert (f"{name} {version}" in text) == (version is not None)
+    for hazard in found["mended"]:
+        assert f"{hazard['id']} ({hazard['text']})" in text
+    assert found["scaling"]["text"] in text
+    assert "one process on cpu, mixed_precision=fp16" in text
+
+
+def test_the_keys_are_those_that_are_documented(capsys: pytest.CaptureFixture[str]) -> None:
+    found = ask(capsys, "--cpu")
+    text = doctor.__doc__ or ""
+    documented = [line.split()[0] for line in text.splitlines() if line[:4] == "    " != line[:5]
+                  and line[4:5] != " " and line.split()[0] != "or,"]  # fmt: skip
+    assert list(found) == documented
+    for key in ("versions", "devices", "job", "scaling", "threads"):
+        start = text.index(f"\n    {key} ")
+        for name in found[key]:
+            assert f'"{name}"' in text[start:], f"{key}: {name} is not documented"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "scaler", "autocast"),
+    [
+        (["--cpu", "--mixed_precision", "fp16"], "accel_scaler", "float16"),
+        (["--cpu", "--mixed_precision", "fp16", "--no_attach"], None, None),
+        (["--cpu", "--mixed_precision", "fp16", "--no_enabled"], None, "float16"),
+        (["--cpu", "--mixed_precision", "bf16"], None, "bfloat16"),
+        (["--cpu"], None, None),
+        (["--config_file", "gpu_fp16"], "accel_scaler", "float16"),
+        (["--config_file", "gpu_fp16", "--no_attach"], "torch", "float16"),
+        (["--use_deepspeed", "--num_processes", "2", "--no_attach"], "other", None),
+        (["--mixed_precision", "fp8", "--num_processes", "1"], "other", None),
+    ],
+)
+def test_it_says_who_scales(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    scaler: str | None,
+    autocast: str | None,
+) -> None:
+    monkeypatch.setattr(environment_module, "_devices", lambda: T4S)
+    found = ask(capsys, *arguments)["scaling"]
+    assert (found["scaler"], found["autocast"]) == (scaler, autocast)
+
+
+def test_arguments_are_those_of_launch_and_the_script_keeps_its_own() -> None:
+    command = ["--config_file", "cpu_fp16", "--num_processes", "2", "--min_scale", "2", "--no_fold_"
+               "unscale", "train.py", "--json", "--min_scale", "x"]  # fmt: skip
+    args, flags, as_json = doctor.parse(command)
+    stock = make_parser().parse_args(command)
+    assert not as_json
+    assert flags == {"min_scale": "2", "fold_unscale": "false"}
+    assert args.training_script == "train.py"
+    assert args.training_script_args[:3] == stock.training_script_args == ["--json", *command[-2:]]
+    ours = {"training_script_args", *(key for key in vars(stock) if key.startswith("accel_scal"))}
+    assert {k: v for k, v in vars(args).items() if k not in ours} == {
+        k: v for k, v in vars(stock).items() if k not in ours
+    }
+    assert doctor.parse(["--json", *command])[2]
+
+
+# --- hazards ------------------------------------------------------------------------------------
+
+
+def found_with(
+    *,
+    devices: Devices = T4S,
+    precision: str = "fp16",
+    device: str = "cuda",
+    ranks: int = 1,
+    cores: int = 8,
+    training: int = 4,
+    **settings: Any,
+) -> Survey:
+    """A survey of a launch with these settings, all of them from the command line."""
+    attach = settings.pop("attach", True)
+    config = ScalerConfig(**settings)
+    share = max(1, cores // ranks)
+    auto = max(1, share - 1)
+    asked = config.optimizer_threads
+    own = config.step_mode != "sync" or config.offload != "none"
+    kind = "one process" if ranks == 1 else "DDP"
+    job = Job(precision, kind, device, device == "cpu", 1, ranks, ranks, True)
+    threads = Threads(cores, training, auto, auto if asked == "auto" else asked, own)
+    versions = dict.fromkeys(("torch", "accelerate", "transformers"))
+    sources = {name: f"--{name}" for name in settings}
+    return Survey(versions, devices, job, threads, Settings(config, attach, sources))
+
+
+NO_STREAK = {"max_consecutive_skips": 50}
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected", "mended"),
+    [
+        # fp16 on a GPU
+        ({}, ["F11"], UNATTACHED_GPU),
+        (NO_STREAK, [], UNATTACHED_GPU),
+        ({"attach": False}, [*UNATTACHED_GPU, "F11"], []),
+        ({"attach": False, "training": 1}, [*UNATTACHED_GPU, "F11", "F12"], []),
+        ({"training": 1, **NO_STREAK}, [], UNATTACHED_GPU),
+        # the optimizer in host memory
+        ({"training": 1, "offload": "cpu", **NO_STREAK}, [], [*UNATTACHED_GPU, "F12"]),
+        ({"training": 1, "offload": "cpu", "optimizer_threads": 1, **NO_STREAK},
+         ["F12"], UNATTACHED_GPU),
+        # fp16 on the CPU
+        ({"device": "cpu", **NO_STREAK}, [], ["F6", "F8", "F9", "F10"]),
+        ({"device": "cpu", "training": 1, **NO_STREAK}, ["F12"], ["F6", "F8", "F9", "F10"]),
+        ({"device": "cpu", "training": 1, "ranks": 8, **NO_STREAK},
+         [], ["F6", "F8", "F9", "F10"]),
+        ({"device": "cpu", "training": 1, "step_mode": "overlap", **NO_STREAK},
+         [], ["F6", "F8", "F9", "F10", "F12"]),
+        ({"device": "cpu", "attach": False}, ["F6", "F8", "F9", "F10"], []),
+        # nothing to scale
+        ({"precision": "bf16"}, [], []),
+        ({"precision": "no", "device": "cpu"}, ["F10"], []),
+        ({"enabled": False, "precision": "no"}, [], []),
+    ],
+)  # fmt: skip
+def test_each_numbered_fault_is_seen_where_it_is_met(
+    facts: dict[str, Any], expected: list[str], mended: list[str]
+) -> None:
+    found = found_with(**facts)
+    numbered = [one.id for one in diagnostics.hazards(found) if one.id[0] == "F"]
+    assert numbered == expected
+    assert [one.id for one in diagnostics.mended(found)] == mended
+    for one in diagnostics.hazards(found):
+        assert "\n" not in one.text
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({}, []),
+        ({"device": "cpu"}, []),
+        ({"device": "cpu", "devices": Devices(None, (), False)}, ["slow-fp16"]),
+        ({"device": "cpu", "devices": Devices(None, (), None)}, []),
+        ({"devices": Devices("cuda", ("T4",), False)}, []),
+        ({"ranks": 2}, []),
+        ({"ranks": 3}, ["too-few-devices"]),
+        # an optimizer thread and its cores
+        ({"step_mode": "overlap", "cores": 1}, []),
+        ({"offload": "cpu", "step_mode": "overlap", "cores": 2}, []),
+        ({"offload": "cpu", "step_mode": "overlap", "cores": 2, "ranks": 2}, ["few-cores"]),
+        ({"offload": "cpu", "cores": 1}, []),
+        ({"offload": "cpu", "optimizer_threads": 9}, ["few-cores"]),
+        ({"device": "cpu", "step_mode": "overlap", "training": 8}, ["few-cores"]),
+        ({"device": "cpu", "step_mode": "overlap", "training": 2}, ["few-cores"]),
+        ({"device": "cpu", "step_mode": "overlap", "training": 1}, []),
+        ({"device": "cpu", "step_mode": "delayed", "cores": 1, "training": 1}, ["few-cores"]),
+        # settings that nothing reads
+        ({"attach": False, "hysteresis": 2}, ["unused-settings"]),
+        ({"precision": "no", "hysteresis": 2}, ["unused-settings"]),
+        ({"precision": "no", "telemetry": "run.jsonl", "underflow_interval": 5}, []),
+        ({"precision": "no", "telemetry": "run.jsonl", "hysteresis": 2}, ["unused-settings"]),
+        ({"delay_warmup_steps": 5, "step_mode": "overlap"}, ["unused-settings"]),
+        ({"delay_warmup_steps": 5, "step_mode": "delayed"}, []),
+        ({"telemetry": "."}, ["telemetry"]),
+        ({"telemetry": ".", "attach": False}, ["unused-settings"]),
+    ],
+)  # fmt: skip
+def test_each_hazard_with_a_word_is_seen_where_it_is_met(
+    facts: dict[str, Any], expected: list[str]
+) -> None:
+    found = [one.id for one in diagnostics.hazards(found_with(**facts)) if one.id[0] != "F"]
+    assert found == expected
+
+
+def test_unused_settings_are_named() -> None:
+    found = found_with(precision="no", telemetry="run.jsonl", hysteresis=2, step_mode="overlap")
+    (one,) = (one for one in diagnostics.hazards(found) if one.id == "unused-settings")
+    assert one.text.startswith("hysteresis, step_mode: set, but not used")
+
+
+def test_the_kernel_faults_are_those_of_this_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stepped(grad: torch.Tensor, fused: bool, found_inf: float = 0.0) -> torch.Tensor:
+        param = torch.nn.Parameter(torch.ones(2, 2))
+        param.grad = grad
+        optimizer: Any = torch.optim.SGD([param], lr=1.0, fused=fused)
+        if fused:
+            optimizer.grad_scale, optimizer.found_inf = None, torch.tensor(found_inf)
+        optimizer.step()
+        return param.detach()
+
+    grad = torch.arange(4.0).view(2, 2).t()
+    ignores = not torch.equal(stepped(grad.clone(), True), stepped(grad.clone(), False))
+    applies = not torch.equal(stepped(torch.ones(2, 2), True, 2.0), torch.ones(2, 2))
+    assert diagnostics.kernel_ignores_strides() == ignores
+    assert diagnostics.kernel_applies_found_inf_2() == applies
+    # A kernel without the faults has none to report.
+    monkeypatch.setattr(diagnostics, "_sgd", lambda grad, **scaling: torch.ones(2, 2))
+    assert not diagnostics.kernel_ignores_strides()
+    assert not diagnostics.kernel_applies_found_inf_2()
+    found = found_with(device="cpu", attach=False)
+    assert [one.id for one in diagnostics.hazards(found)] == ["F6", "F9"]
+
+
+def test_old_versions_are_named_and_the_lowest_are_those_of_the_package(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["trainer"]]
+    assert sorted(f"{name}>={lowest}" for name, lowest in LOWEST.items()) == sorted(wanted)
+    assert [one for one in ids(ask(capsys, "--cpu")) if one.startswith("old-")] == []
+    monkeypatch.setattr(environment_module, "version", lambda name: LOWEST.get(name, "9"))
+    assert [one for one in ids(ask(capsys, "--cpu")) if one.startswith("old-")] == []
+    old = {"torch": "2.5.1+cu121", "accelerate": "1.9.0", "transformers": "4.56.0.dev0"}
+    monkeypatch.setattr(environment_module, "version", lambda name: old.get(name, "9"))
+    found = ask(capsys, "--cpu")
+    expected = ["old-torch", "old-accelerate", "old-transformers"]
+    assert [one for one in ids(found) if one.startswith("old-")] == expected
+    assert found["versions"]["trl"] == "9"
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["run.jsonl", "new/below/run.jsonl", "run{rank}.jsonl", "ours.jsonl", "cut.jsonl", "empty",
+     ".", "file/run.jsonl", "file/below/run.jsonl", "file", "newer.jsonl", "x" * 300],
+)  # fmt: skip
+def test_telemetry_trouble_is_what_the_journal_would_refuse(quiet: Path, path: str) -> None:
+    Path("file").write_text("not telemetry\n")
+    Path("empty").write_text("")
+    Path("ours.jsonl").write_text('{"kind": "start", "format": 1}\n')
+    Path("cut.jsonl").write_text('{"kind": "sta')
+    Path("newer.jsonl").write_text('{"kind": "start", "format": 99}\n')
+    before = {p: p.read_bytes() for p in quiet.rglob("*") if p.is_file()}
+    trouble = telemetry_trouble(path)
+    assert {p: p.read_bytes() for p in quiet.rglob("*") if p.is_file()} == before
+    assert not Path("new").exists()
+    reason = None
+    try:
+        Journal(path.replace("{rank}", "0"), {}).close()
+    except ConfigError as error:
+        reason = str(error)
+    assert (trouble is None) == (reason is None), (trouble, reason)
+    if trouble is not None and "is not a directory" not in trouble:
+        assert trouble in (reason or "")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_permission_is_telemetry_trouble() -> None:
+    Path("locked").mkdir(mode=0o500)
+    assert "may not be written" in (telemetry_trouble("locked/run.jsonl") or "")
+
+
+# --- the job ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("devices", "environ", "arguments", "job", "expected"),
+    [
+        (BARE, {}, "--config_file cpu_fp16", ("one process", "cpu", 1, 1, True), []),
+        (BARE, {}, "--config_file gpu_fp16", ("one process", "cpu", 1, 1, True),
+         ["no-accelerator"]),
+        (T4S, {}, "--config_file gpu_fp16", ("one process", "cuda", 1, 1, True), []),
+        (T4S, {}, "--config_file gpu_fp16 --cpu", ("one process", "cpu", 1, 1, True), []),
+        (T4S, {}, "--config_file multi_gpu_fp16", ("DDP", "cuda", 2, 2, True), []),
+        (T4S, {}, "--config_file multi_gpu_fp16 --num_processes 4", ("DDP", "cuda", 4, 4, True),
+         ["too-few-devices"]),
+        (BARE, {}, "--config_file multi_gpu_fp16", ("DDP", "cpu", 2, 2, False),
+         ["lone-processes"]),
+        (BARE, {"ACCELERATE_USE_CPU": "true"}, "--config_file multi_gpu_fp16",
+         ("DDP", "cpu", 2, 2, True), []),
+        (T4S, {"ACCELERATE_USE_CPU": "true"}, "--config_file gpu_fp16",
+         ("one process", "cuda", 1, 1, True), []),  # the launcher overwrites the variable
+        (T4S, {}, "--config_file two_nodes_fp16 --num_processes 4", ("DDP", "cuda", 4, 2, True),
+         []),
+        (T4S, {}, "--config_file fsdp2_fp16", ("FSDP2", "cuda", 2, 2, True), []),
+        (BARE, {"ACCELERATE_USE_CPU": "1"}, "--config_file fsdp2_fp16",
+         ("FSDP2", "cpu", 2, 2, True), ["fsdp-on-cpu"]),
+        (Devices("mps", ("mps",), None), {}, "--config_file multi_gpu_fp16",
+         ("DDP", "mps", 2, 2, False), ["lone-processes", "too-few-devices"]),
+    ],
+)  # fmt: skip
+def test_the_job_is_the_one_that_accelerate_would_start(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    devices: Devices,
+    environ: dict[str, str],
+    arguments: str,
+    job: tuple[Any, ...],
+    expected: list[str],
+) -> None:
+    monkeypatch.setattr(environment_module, "_devices", lambda: devices)
+    for key, value in environ.items():
+        monkeypatch.setenv(key, value)
+    found = ask(capsys, *arguments.split())
+    keys = ("kind", "device", "processes", "processes_here", "joined")
+    assert tuple(found["job"][key] for key in keys) == job
+    assert found["job"]["precision"] == "fp16"
+    assert [one for one in ids(found) if one[0] != "F"] == expected
+
+
+@pytest.mark.parametrize(("cores", "ranks", "auto"), [(16, 1, 15), (16, 4, 3), (2, 2, 1)])
+def test_the_thread_plan_is_that_of_the_ranks(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    cores: int,
+    ranks: int,
+    auto: int,
+) -> None:
+    monkeypatch.setattr("psutil.cpu_count", lambda logical=True: cores)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    launch = ["--multi_gpu", "--num_processes", str(ranks)] if ranks > 1 else ["--cpu"]
+    arguments = [*launch, "--mixed_precision", "fp16", "--offload", "cpu"]
+    threads = ask(capsys, *arguments)["threads"]
+    assert (threads["cores"], threads["auto"], threads["optimizer"]) == (cores, auto, auto)
+    assert threads["own_thread"]
+    assert not ask(capsys, *launch)["threads"]["own_thread"]
+    assert ask(capsys, *launch, "--step_mode", "overlap")["threads"]["own_thread"]
+    with monkeypatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        assert default_threads() == auto
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    threads = ask(capsys, *arguments, "--optimizer_threads", "2")["threads"]
+    assert (threads["training"], threads["auto"], threads["optimizer"]) == (5, auto, 2)
+    two_hosts = ask(capsys, "--config_file", "two_nodes_fp16", "--num_processes", str(2 * ranks))
+    assert two_hosts["threads"]["auto"] == auto
+    flag = ["--num_cpu_threads_per_process", "6"]
+    assert ask(capsys, *arguments, *flag)["threads"]["training"] == 6
+
+
+# --- what cannot be used ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--min_scale", "low"], "--min_scale: got 'low', expected a finite number"),
+        (["--config_file", "no.yaml"], "'no.yaml' does not exist"),
+        (["--config_file", "wrong.yaml"], "wrong.yaml, line 5: step_mode: got 'later'"),
+        (["--cpu", "no.py"], "the script 'no.py' does not exist"),
+        (["--config_file", "keys.yaml"], "keys.yaml: Accelerate cannot use it: The config file at "
+         "keys.yaml had unknown keys"),
+        (["--config_file", "deep.yaml"], "DeepSpeed scales its own gradients"),
+        (["--use_deepspeed"], "DeepSpeed scales its own gradients"),
+        (["--multi_gpu", "--num_processes", "1"],
+         "Accelerate refuses these arguments: You need to use at least 2 processes"),
+        (["--cpu", "--min_scale", "9", "--init_scale", "4"], "min_scale: --min_scale"),
+    ],
+)  # fmt: skip
+def test_what_a_launch_would_refuse_is_one_line_and_status_1(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str
+) -> None:
+    Path("wrong.yaml").write_text(SECTION + "  step_mode: later\n")
+    Path("keys.yaml").write_text("num_proceses: 2\n" + SECTION + "  step_mode: sync\n")
+    Path("deep.yaml").write_text("distributed_type: DEEPSPEED\nnum_processes: 2\n")
+    assert expected in refused(capsys, *arguments)
+
+
+def test_a_variable_that_cannot_be_used_is_one_line_and_status_1(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCEL_SCALER_HYSTERESIS", "two")
+    assert refused(capsys, "--cpu").startswith("ACCEL_SCALER_HYSTERESIS: got 'two'")
+
+
+@pytest.mark.parametrize("argv", [["--config_file"], ["--cpu", "--min_scale"]])
+def test_an_option_without_its_value_is_a_usage_error(
+    capsys: pytest.CaptureFixture[str], argv: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["doctor", *argv])
+    assert caught.value.code == 2
+    assert f"argument {argv[-1]}: expected one argument" in capsys.readouterr().err
+
+
+# --- what it leaves -----------------------------------------------------------------------------
+
+
+def test_nothing_is_started_and_nothing_is_left(
+    quiet: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(quiet / "tmp"))
+    (quiet / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", None)
+    environment = dict(os.environ)
+    ask(capsys, "--config_file", "multi_gpu_fp16_overlap", "--telemetry", "deep/run.jsonl")
+    assert sorted(quiet.rglob("*")) == [quiet / "tmp"]
+    assert dict(os.environ) == environment
+    assert not logging.getLogger("accelerate.commands.launch").disabled
+    assert not AcceleratorState._shared_state
+    assert not PartialState._shared_state
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.process
+def test_the_command_is_quiet_and_does_not_import_transformers() -> None:
+    code = (
+        "import sys; from accel_scaler import cli\n"
+        "status = cli.main(['doctor', '--json', '--cpu'])\n"
+        "big = [m for m in ('transformers', 'torch._dynamo', 'matplotlib') if m in sys.modules]\n"
+        "print(status, big, file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HOME": os.getcwd()},
+    )  # fmt: skip
+    assert done.stderr == "0 []\n"
+    assert json.loads(done.stdout)["format"] == doctor.FORMAT
+
+
+@pytest.mark.process
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "accel_scaler", "doctor", "--cpu"], stdout=writer, check=True,
+        stderr=subprocess.PIPE, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HOME": os.getcwd()},
+    )  # fmt: skip
+    os.close(writer)
+    assert done.stderr == ""
+
+
+def test_help_names_the_flags_and_every_fault_number_is_known(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["doctor", "--help"])
+    assert caught.value.code == 0
+    out = capsys.readouterr().out
+    assert "--json" in out
+    assert "--step_mode" in out
+    numbers = {node.value for node in ast.walk(ast.parse(Path(diagnostics.__file__).read_text()))
+               if isinstance(node, ast.Constant) and str(node.value)[:1] == "F"
+               and str(node.value)[1:].isdigit()}  # fmt: skip
+    assert numbers == {f"F{number}" for number in range(1, 13)}

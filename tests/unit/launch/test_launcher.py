@@ -1,0 +1,543 @@
+"""What ``accel-scaler launch`` hands over, with no process started: settings, file, environment."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from accelerate.commands.launch import launch_command_parser
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from accel_scaler import AccelScalerError, ConfigError, ScalerConfig, UnsupportedError
+from accel_scaler.config import ENV_PREFIX
+from accel_scaler.config_file import ConfigFile, read_config
+from accel_scaler.launch import launcher as launcher_module
+from accel_scaler.launch import signals
+from accel_scaler.launch.launcher import STARTUP, main, make_parser
+from accel_scaler.launch.settings import FIELDS, descriptions, resolve
+from accel_scaler.launch.signals import Ended, end_children, ended_by_signals, shell_status
+
+ACCELERATE = "distributed_type: 'NO'\nuse_cpu: true\nmixed_precision: fp16\n"
+LINES_BEFORE = ACCELERATE.count("\n") + 1
+
+
+class Started:
+    """Stands for Accelerate's ``launch_command``: what it was given, and how the job ended."""
+
+    def __init__(self) -> None:
+        self.end: BaseException | None = None
+        self.args: Any = None
+        self.environment: dict[str, str] = {}
+        self.config: Any = None
+        self.config_file: Path | None = None
+
+    def __call__(self, args: argparse.Namespace) -> None:
+        self.args, self.environment = args, dict(os.environ)
+        if args.config_file is not None:
+            self.config_file = Path(args.config_file)
+            self.config = yaml.safe_load(self.config_file.read_text())
+        if self.end is not None:
+            raise self.end
+
+    @property
+    def settings(self) -> dict[str, str]:
+        return {k: v for k, v in self.environment.items() if k.startswith(ENV_PREFIX)}
+
+
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Started:
+    """A folder with a script, no default config file, and nothing that starts."""
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launcher_module, "default_config_file", str(tmp_path / "default.yaml"))
+    for key in os.environ:
+        if key.startswith(ENV_PREFIX):
+            monkeypatch.delenv(key)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    fake = Started()
+    monkeypatch.setattr(launcher_module, "launch_command", fake)
+    return fake
+
+
+def with_section(text: str, name: str = "config.yaml") -> str:
+    """Write a config file whose section has these lines; returns its name."""
+    indented = "".join(f"  {line}\n" for line in text.splitlines())
+    Path(name).write_text(f"{ACCELERATE}accel_scaler:\n{indented}")
+    return name
+
+
+def file_of(text: str, folder: Path) -> ConfigFile:
+    path = folder / "config.yaml"
+    path.write_text(f"accel_scaler:\n{text}")
+    return read_config(path)
+
+
+# --- merging ------------------------------------------------------------------------------------
+
+
+def test_a_flag_outranks_a_variable_that_the_file_that_the_default(tmp_path: Path) -> None:
+    names = ("hysteresis", "growth_interval", "max_consecutive_skips")
+    file = file_of("".join(f"  {name}: 3\n" for name in names), tmp_path)
+    environ = {ENV_PREFIX + name.upper(): "5" for name in names[:2]} | {"OTHER": "x"}
+    settings = resolve(file, environ, {names[0]: "7"})
+    assert settings.config == ScalerConfig(hysteresis=7, growth_interval=5, max_consecutive_skips=3)
+    assert settings.sources == {
+        "hysteresis": "--hysteresis",
+        "growth_interval": "ACCEL_SCALER_GROWTH_INTERVAL",
+        "max_consecutive_skips": f"{file.path}, line 4",
+    }
+    assert resolve(None, {}, {}).config == ScalerConfig()
+    assert resolve(None, {}, {}).attach
+
+
+def test_a_default_value_outranks_what_is_below_it(tmp_path: Path) -> None:
+    file = file_of("  min_scale: 1.0\n  step_mode: overlap\n", tmp_path)
+    settings = resolve(file, {"ACCEL_SCALER_MIN_SCALE": "none"}, {"step_mode": "sync"})
+    assert settings.config == ScalerConfig()
+
+
+def test_two_fields_that_contradict_name_both_places(tmp_path: Path) -> None:
+    file = file_of("  min_scale: 70000.0\n", tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        resolve(file, {}, {"max_scale": "60000"})
+    assert f"min_scale: {file.path}, line 2; max_scale: --max_scale" in str(caught.value)
+    # Each alone contradicts a default, and together they do not.
+    good = resolve(file, {"ACCEL_SCALER_INIT_SCALE": "80000"}, {})
+    assert good.config == ScalerConfig(min_scale=70000.0, init_scale=80000.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("min_sacle: 1", "section `accel_scaler:`: unknown field 'min_sacle'. Did you mean min_s"),
+        ("min_scale: -1", "min_scale: got -1, expected a finite number > 0"),
+        ("init_scale: 1e4", "got '1e4', expected a finite number > 0 (float32). The file has a "
+         "text there; write 10000.0."),
+        ("min_scale: 1e-5", "write 1.0e-05."),
+        ("min_scale: none", "write null."),
+        ("attach: 'no'", "attach: got 'no', expected true or false. The file has a text there; "
+         "write false."),
+        ("attach: 0", "attach: got 0, expected true or false."),
+        ("step_mode: [overlap]", "step_mode: got ['overlap'], expected 'sync'"),
+        ("hysteresis: 1.0", "hysteresis: got 1.0, expected an integer from 1 to 2**53."),
+    ],
+)  # fmt: skip
+def test_a_wrong_field_in_the_file_is_named_with_its_line(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    file = file_of(f"  growth_factor: 4\n  {text}\n", tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        resolve(file, {}, {"min_scale": "1", "step_mode": "sync", "hysteresis": "1"})
+    assert str(caught.value).startswith(f"{file.path}, line 3")
+    assert message in str(caught.value)
+    hint = str(caught.value).rpartition("write ")[2].rstrip(".")
+    if "write " in message:  # the remedy is one
+        name = text.partition(":")[0]
+        resolve(file_of(f"  {name}: {hint}\n", tmp_path), {}, {})
+
+
+@pytest.mark.parametrize("value", ["two", "1.5", "0", ""])
+def test_a_wrong_variable_or_flag_is_named(value: str) -> None:
+    with pytest.raises(ConfigError, match=f"^ACCEL_SCALER_HYSTERESIS: got '{value}', expected"):
+        resolve(None, {"ACCEL_SCALER_HYSTERESIS": value}, {"hysteresis": "2"})
+    with pytest.raises(ConfigError, match=f"^--hysteresis: got '{value}', expected"):
+        resolve(None, {}, {"hysteresis": value})
+
+
+@pytest.mark.parametrize("key", ["ACCEL_SCALER_NOPE", "ACCEL_SCALER_min_scale", "ACCEL_SCALER_"])
+def test_an_unknown_variable_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"the environment: unknown field '{key}'"):
+        resolve(None, {key: "1"}, {})
+
+
+@pytest.mark.parametrize("name", sorted(set(FIELDS) - {"attach"}))
+def test_every_field_travels_from_each_source_to_the_ranks(started: Started, name: str) -> None:
+    value = {
+        "init_scale": 512.0, "growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 9,
+        "enabled": False, "min_scale": 2.0, "max_scale": 2.0**17, "hysteresis": 4,
+        "max_consecutive_skips": 6, "step_mode": "delayed", "delay_warmup_steps": 8,
+        "offload": "cpu", "optimizer_threads": 3, "fold_unscale": True, "telemetry": "a b.jsonl",
+        "underflow_interval": 7, "find_overflow": True, "sharded": True,
+    }[name]  # fmt: skip
+    expected = ScalerConfig(**{name: value})
+    flag = [f"--{name}", str(value)] if not isinstance(value, bool) else [f"--no_{name}"]
+    if value is True:
+        flag = [f"--{name}"]
+    config = ["--config_file", with_section(yaml.safe_dump({name: value}))]
+    for argv, environ in ((flag, {}), (config, {}), (["--cpu"], expected.to_env())):
+        with pytest.MonkeyPatch.context() as patch:
+            for key, text in environ.items():
+                patch.setenv(key, text)
+            assert main([*argv, "train.py"]) == 0
+        assert ScalerConfig.from_env(started.environment) == expected
+        assert started.settings == expected.to_env()
+
+
+def test_every_field_has_a_flag_with_its_docstring() -> None:
+    texts = descriptions()
+    assert list(texts) == list(FIELDS)
+    shown = " ".join(make_parser().format_help().split()).replace("- ", "-")
+    for name, text in texts.items():
+        assert f"--{name}" in shown
+        assert text.split(".")[0].replace("- ", "-") in shown
+    source = " ".join(inspect.getsource(ScalerConfig).replace("``", "").split())
+    assert all(texts[name] in source for name in set(FIELDS) - {"attach"})
+
+
+def test_help_shows_all_of_accelerates_groups_and_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    out = capsys.readouterr().out
+    assert out.startswith("usage: accel-scaler launch ")
+    # With more arguments Accelerate leaves out the groups that they do not use.
+    assert "\nFSDP Arguments:\n" in out
+    assert "\naccel_scaler Arguments:\n" in out
+    with pytest.raises(SystemExit):
+        main(["--multi_gpu", "--help"])
+    out = capsys.readouterr().out
+    assert "\nFSDP Arguments:\n" not in out
+    assert "\naccel_scaler Arguments:\n" in out
+
+
+# --- what Accelerate is given -------------------------------------------------------------------
+
+
+def test_every_flag_of_accelerate_is_there_with_its_meaning() -> None:
+    ours = {option: action for action in make_parser()._actions for option in action.option_strings}
+    for action in launch_command_parser()._actions:
+        for option in action.option_strings:
+            assert type(ours[option]) is type(action)
+            assert (ours[option].dest, ours[option].default) == (action.dest, action.default)
+
+
+def test_accelerate_gets_its_own_arguments_and_no_other(started: Started) -> None:
+    argv = ["--multi_gpu", "--num-processes", "3", "--mixed_precision", "fp16"]
+    script = ["train.py", "--min_scale", "7", "--config_file", "x", "-h"]
+    assert main([*argv, "--min-scale", "2", "--fold_unscale", *script]) == 0
+    expected = launch_command_parser().parse_args([*argv, *script])
+    started.args.nondefault -= {name for name in started.args.nondefault if "scaler" in name}
+    assert vars(started.args) == vars(expected)
+    assert ScalerConfig.from_env(started.environment).min_scale == 2.0
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_the_section_is_taken_out_and_the_rest_unchanged(
+    started: Started, capsys: pytest.CaptureFixture[str], quiet: bool
+) -> None:
+    name = with_section("min_scale: 2\nstep_mode: overlap")
+    assert main([*(["-q"] if quiet else []), "--config_file", name, "train.py"]) == 0
+    assert started.config == yaml.safe_load(ACCELERATE)
+    assert started.config_file is not None
+    assert not started.config_file.exists()
+    assert not started.config_file.parent.exists()
+    out, err = capsys.readouterr()
+    assert out == ""
+    line = f"step_mode='overlap' ({name}, line {LINES_BEFORE + 2})"
+    assert (line in err) is not quiet
+
+
+def test_json_stays_json(started: Started) -> None:
+    rest = {"distributed_type": "NO", "mixed_precision": "fp16"}
+    Path("c.json").write_text(json.dumps({**rest, "accel_scaler": {"min_scale": 2}}))
+    assert main(["--config_file", "c.json", "train.py"]) == 0
+    assert started.config == rest
+    assert started.config_file is not None
+    assert started.config_file.name == "c.json"
+    assert started.settings == {"ACCEL_SCALER_MIN_SCALE": "2"}
+
+
+def test_a_file_without_a_section_is_handed_over_itself(started: Started) -> None:
+    Path("plain.yaml").write_text(ACCELERATE)
+    assert main(["--config_file", "plain.yaml", "train.py"]) == 0
+    assert started.config_file == Path("plain.yaml")
+    assert main(["--config_file", "cpu_fp16", "train.py"]) == 0
+    assert started.config["mixed_precision"] == "fp16"
+
+
+def test_accelerates_default_file_may_have_a_section(started: Started) -> None:
+    with_section("min_scale: 2", "default.yaml")
+    assert main(["train.py"]) == 0
+    assert started.config == yaml.safe_load(ACCELERATE)
+    assert started.settings == {"ACCEL_SCALER_MIN_SCALE": "2"}
+    assert main(["--cpu", "train.py"]) == 0  # with --cpu Accelerate does not read it
+    assert started.args.config_file is None
+    assert started.settings == {}
+
+
+@pytest.mark.process
+def test_the_default_file_is_the_one_accelerate_finds(tmp_path: Path) -> None:
+    code = "from accel_scaler.launch import launcher as launch; print(launch.default_config_file)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120,
+        env=os.environ | {"HF_HOME": str(tmp_path)},
+    )  # fmt: skip
+    assert done.stdout.strip() == str(tmp_path / "accelerate" / "default_config.yaml")
+
+
+def test_the_hook_needs_nothing_but_the_standard_library() -> None:
+    tree = ast.parse(Path(STARTUP, "sitecustomize.py").read_text())
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level
+            names = [node.module or ""]
+        assert all(name.split(".")[0] in sys.stdlib_module_names for name in names)
+
+
+OTHER_HOOK = """
+import sys
+
+class Other:
+    'Does what ours does: asks everybody for the spec, and follows the loader.'
+    changed = []
+
+    def find_spec(self, name, path=None, target=None):
+        if name not in NAMES:
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(name, path, target)
+            if spec is not None:
+                execute = spec.loader.exec_module
+                def exec_module(module):
+                    RESTORE
+                    execute(module)
+                    self.changed.append(name)
+                spec.loader.exec_module = exec_module
+                return spec
+
+class Guarded(Other):
+    'As importlib.util.find_spec is used by some: it takes itself out meanwhile.'
+    def find_spec(self, name, path=None, target=None):
+        place = sys.meta_path.index(self)
+        sys.meta_path.remove(self)
+        try:
+            return super().find_spec(name, path, target)
+        finally:
+            sys.meta_path.insert(place, self)
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("restore", ["del spec.loader.exec_module", "pass"])
+@pytest.mark.parametrize("kind", ["Other", "Guarded"])
+@pytest.mark.parametrize("place", ["in front", "behind"])
+def test_a_hook_beside_that_asks_everybody_too(
+    place: str, kind: str, restore: str, tmp_path: Path
+) -> None:
+    """Each changes the class, once, whoever is asked first."""
+    for name in ("accelerate", "transformers"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("")
+    (tmp_path / "accelerate" / "accelerator.py").write_text("class Accelerator: pass")
+    (tmp_path / "transformers" / "trainer.py").write_text("class Trainer: pass")
+    names = ("accelerate.accelerator", "transformers.trainer")
+    code = (
+        OTHER_HOOK.replace("NAMES", repr(names)).replace("RESTORE", restore)
+        + f"""
+import sitecustomize
+assert {STARTUP!r} == sitecustomize.HERE
+own = sys.meta_path.index(next(f for f in sys.meta_path if type(f) is sitecustomize.Finder))
+sys.meta_path.insert(own + {place == "behind"}, {kind}())
+import importlib.util
+seen = []
+change = sitecustomize.change
+def counted(module, name):
+    seen.append(name)
+    change(module, name)
+sitecustomize.change = counted
+assert importlib.util.find_spec(NAMES[0]).origin.startswith({str(tmp_path)!r})
+import accelerate.accelerator, transformers.trainer
+print(seen, Other.changed)
+""".replace("NAMES", repr(names))
+    )
+    path = os.pathsep.join([STARTUP, str(tmp_path)])
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
+        env=os.environ | {"PYTHONPATH": path},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip() == f"{list(names)} {list(names)}"
+
+
+# --- the environment ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("before", [None, "", "a", "a:", f"{STARTUP}:b", STARTUP])
+def test_ranks_find_the_hook_first_and_the_rest_of_their_path(
+    started: Started, monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
+    if before is not None:
+        monkeypatch.setenv("PYTHONPATH", before)
+    environment = dict(os.environ)
+    assert main(["--cpu", "train.py"]) == 0
+    rest = [entry for entry in (before or "").split(":") if entry != STARTUP]
+    found = started.environment["PYTHONPATH"].split(":")
+    assert found == [STARTUP, *(rest if before else [])]
+    assert dict(os.environ) == environment
+
+
+@pytest.mark.parametrize("how", ["flag", "variable", "section"])
+def test_off_by_one_setting(started: Started, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{STARTUP}:b")
+    argv = ["--cpu", "--min_scale", "2", "train.py"]
+    if how == "flag":
+        argv = ["--no_attach", *argv]
+    elif how == "variable":
+        monkeypatch.setenv("ACCEL_SCALER_ATTACH", "0")
+    else:
+        argv = ["--config_file", with_section("attach: false"), *argv[1:]]
+    assert main(argv) == 0
+    assert started.environment["PYTHONPATH"] == "b"
+    # A script that calls attach() itself still has its settings, and no variable it would refuse.
+    assert started.settings == {"ACCEL_SCALER_MIN_SCALE": "2.0"}
+    assert main(["--attach", *argv[how == "flag" :]]) == 0
+    assert started.environment["PYTHONPATH"] == f"{STARTUP}:b"
+
+
+def test_a_script_that_reads_the_settings_itself_overlooks_the_launchers_own(
+    started: Started,
+) -> None:
+    assert ScalerConfig.from_env({"ACCEL_SCALER_ATTACH": "0"}) == ScalerConfig()
+    name = with_section("attach: false\nmin_scale: 2.0")
+    assert ScalerConfig.from_yaml(name) == ScalerConfig(min_scale=2.0)
+
+
+def test_a_section_that_switches_off_lets_other_scalers_run(started: Started) -> None:
+    text = "distributed_type: {}\ndeepspeed_config: {{}}\n"
+    for kind, reason in (("DEEPSPEED", "DeepSpeed"), ("MEGATRON_LM", "Megatron"), ("XLA", "XLA")):
+        Path("c.yaml").write_text(text.format(kind))
+        with pytest.raises(UnsupportedError, match=reason):
+            main(["--config_file", "c.yaml", "train.py"])
+        assert main(["--config_file", "c.yaml", "--no_attach", "train.py"]) == 0
+        assert main(["--config_file", "c.yaml", "--multi_gpu", "train.py"]) == 0
+        assert main(["--config_file", "c.yaml", "--cpu", "train.py"]) == 0
+    Path("c.yaml").write_text(
+        "compute_environment: AMAZON_SAGEMAKER\ndistributed_type: DATA_PARALLEL\n"
+        "mixed_precision: fp16\nec2_instance_type: x\niam_role_name: y\nuse_cpu: false\n"
+        "debug: false\n"
+    )
+    with pytest.raises(UnsupportedError, match="SageMaker runs the script where"):
+        main(["--config_file", "c.yaml", "train.py"])
+
+
+# --- how it ends --------------------------------------------------------------------------------
+
+
+def killed(status: int) -> BaseException:
+    return subprocess.CalledProcessError(status, ["python", "train.py"])
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+@pytest.mark.parametrize(("code", "status"), [(3, 3), (-9, 137), (-15, 143), (1, 1)])
+def test_the_exit_status_is_the_scripts(
+    started: Started, capsys: pytest.CaptureFixture[str], code: int, status: int, quiet: bool
+) -> None:
+    started.end = killed(code)
+    assert main([*(["--quiet"] if quiet else []), "--cpu", "train.py"]) == status
+    assert ("train.py" in capsys.readouterr().err) is not quiet
+    assert not started.args.quiet, "quiet, Accelerate itself ends with 1"
+
+
+def test_the_exit_status_is_that_of_the_rank_that_failed_first(
+    started: Started, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failures = {
+        rank: ProcessFailure(rank, 100 + rank, code, "<N/A>")
+        for rank, code in ((0, -signal.SIGTERM), (1, 7))
+    }
+    failures[0].timestamp, failures[1].timestamp = 20, 10
+    started.end = ChildFailedError("train.py", failures)
+    assert main(["--multi_gpu", "--num_processes", "2", "train.py"]) == 7
+    assert "Root Cause" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("end", [RuntimeError("of Accelerate"), SystemExit(5)])
+def test_other_ends_pass_and_leave_nothing_behind(started: Started, end: BaseException) -> None:
+    started.end = end
+    environment = dict(os.environ)
+    with pytest.raises(type(end)):
+        main(["--config_file", with_section("min_scale: 2"), "train.py"])
+    assert started.config_file is not None
+    assert not started.config_file.parent.exists()
+    assert dict(os.environ) == environment
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize(
+    ("end", "status"), [(KeyboardInterrupt(), 130), (Ended(signal.SIGTERM), 143)]
+)
+def test_an_interrupt_leaves_nothing_behind(
+    started: Started, end: BaseException, status: int
+) -> None:
+    started.end = end
+    assert main(["--config_file", with_section("min_scale: 2"), "train.py"]) == status
+    assert started.config_file is not None
+    assert not started.config_file.parent.exists()
+
+
+DEAF = (
+    "import signal, sys, time\n"
+    "for number in (signal.SIGTERM, signal.SIGINT): signal.signal(number, signal.SIG_IGN)\n"
+    "print('up', flush=True); time.sleep(300)"
+)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("end", [KeyboardInterrupt(), Ended(signal.SIGTERM)])
+def test_a_script_that_does_not_end_is_killed(
+    monkeypatch: pytest.MonkeyPatch, end: BaseException
+) -> None:
+    child = subprocess.Popen([sys.executable, "-c", DEAF], stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "up\n"
+        found = psutil.Process(child.pid)
+
+        own = [found]
+        monkeypatch.setattr(psutil.Process, "children", lambda self, recursive=False: own)
+        monkeypatch.setattr(signals, "GRACE", 0.2)
+        monkeypatch.setattr(signals, "LAST", 0.2)
+        assert end_children(end) == (130 if isinstance(end, KeyboardInterrupt) else 143)
+        monkeypatch.undo()
+        found.wait(timeout=30)
+    finally:
+        child.kill()
+        child.communicate(timeout=30)
+
+
+def test_signals_are_turned_into_an_end_and_given_back() -> None:
+    with pytest.raises(Ended) as caught, ended_by_signals():
+        signal.raise_signal(signal.SIGTERM)
+    assert caught.value.args == (signal.SIGTERM,)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
+    try:
+        with ended_by_signals():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert [shell_status(code) for code in (0, 3, -9)] == [0, 3, 137]
+
+
+@pytest.mark.parametrize(
+    "argv", [["no.py"], ["--no_python", "./no.sh"], ["--config_file", "no.yaml", "train.py"]]
+)
+def test_a_file_that_is_not_there_is_said_before_anything_starts(
+    started: Started, argv: list[str]
+) -> None:
+    with pytest.raises(AccelScalerError, match=r"no\.(py|sh|yaml)"):
+        main(argv)
+    assert started.args is None
+    for given in (["-"], ["-m", "no_such_module"], ["--no_python", "true"]):  # Python's to say
+        assert main(["--cpu", *given]) == 0

@@ -1,0 +1,272 @@
+"""``accel-scaler report``: a page that stands alone, pictures, words, one line for what fails."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import telemetry_files as t
+
+from accel_scaler.errors import ConfigError
+from accel_scaler.report import command as report
+
+VOID = {"meta", "br", "hr", "img", "link"}
+
+
+class Page(HTMLParser):
+    """The page as a browser reads it: tags in balance, attributes, and text outside of styles."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.attributes: list[tuple[str, str, str]] = []
+        self.cells: list[str] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes += [(tag, key, value or "") for key, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.text += data
+            if self.open[-1] == "td":
+                self.cells.append(data)
+
+
+def call(*argv: object) -> int:
+    parser = argparse.ArgumentParser()
+    report.add_arguments(parser)
+    return report.run(parser.parse_args([str(arg) for arg in argv]))
+
+
+def bad_run(path: Path, **start: Any) -> Path:
+    lines = t.story(300, lambda s, _: s < 2 or 200 <= s < 206, with_spans=True)
+    lines[0] = t.start(settings={"step_mode": "overlap"}, **start)
+    first = {"where": "forward", "module": "transformer.h.3.mlp.c_fc", "class": "Conv1D"}
+    first |= {"micro_batch": 2, "input": [-8.5, 9.0], "output": ["-inf", 65504.0], "text": "Boom."}
+    return t.write(path, [x | {"first": first} if x.get("step") == 203 else x for x in lines])
+
+
+def test_the_page_holds_summary_pictures_tables_and_settings(tmp_path: Path) -> None:
+    out = tmp_path / "report.html"
+    assert call(bad_run(tmp_path / "run.jsonl"), "-o", out) == 0
+    text = out.read_text("utf-8")
+    page = Page(text)
+    assert page.open == []
+    assert "The scale fell to 256 after step 205" in page.text
+    assert page.text.index("The scale fell") < page.text.index("Loss scale")
+    assert text.count("<svg") == 5
+    assert "transformer.h.3.mlp.c_fc.weight" in page.cells
+    assert {"Boom.", "-8.5 to 9", "-inf to 65504", "step 203", "2.13.0", "overlap"} <= set(
+        page.cells
+    )
+
+
+def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
+    out = tmp_path / "report.html"
+    call(bad_run(tmp_path / "run.jsonl"), "-o", out)
+    text = out.read_text("utf-8")
+    page = Page(text)
+    assert not page.tags & {"script", "link", "iframe", "object", "embed", "img"}
+    for _, key, value in page.attributes:
+        assert not key.startswith("on")
+        if key in ("src", "href", "xlink:href"):
+            assert value.startswith(("#", "data:image/png;base64,"))
+    assert "@import" not in text
+    assert not re.findall(r"url\((?!#)", text)
+    assert "prefers-color-scheme:dark" in text
+    assert 'name="viewport"' in text
+    ids = [value for _, key, value in page.attributes if key == "id"]
+    assert len(ids) == len(set(ids))
+    wanted = set(re.findall(r"var\((--[\w-]+)\)", text))
+    root, dark = re.findall(r":root\{([^}]*)\}", text)
+    assert all(
+        f"{name}:" in root and (f"{name}:" in dark or name == "--mark")
+        for name in wanted - {"--mark"}
+    )
+
+
+def test_nothing_in_a_file_becomes_markup(tmp_path: Path) -> None:
+    evil = ["<script>alert(1)</script>", "]]>--><img src=x onerror=alert(1)>", "a\"'$\\frac{b}$"]
+    evil += ["control\x00\x1b[31m\u202e", "n" * 10_000, "lone \ud800 surrogate"]
+    first = {"where": "loss", "module": evil[0], "class": evil[1], "text": evil[2]}
+    bad = {"nonfinite": [[i, 1] for i in range(len(evil))], "norms": t.norms([1.0] * len(evil))}
+    lines = [
+        t.start(torch=evil[0], device=evil[1], settings={evil[0]: evil[1], "step_mode": evil[2]}),
+        t.names(evil),
+        *(t.window(s, skipped=True, first=first, **bad) for s in range(4)),
+        t.end(4, 4, evil[0] + evil[1]),
+    ]
+    path, out = tmp_path / "<b>&run.jsonl", tmp_path / "report.html"
+    t.write(path, lines)
+    call(path, "-o", out)
+    text = out.read_text("utf-8")
+    page = Page(text)
+    assert not page.tags & {"script", "img", "b&run.jsonl"}
+    assert not [a for a in page.attributes if a[1].startswith("on")]
+    assert page.open == []
+    assert evil[0] in page.cells
+    assert "<b>&run.jsonl" in page.text
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\u202e]", text)
+    assert "n" * 300 not in text
+    assert "…" in text
+
+
+def test_pictures_are_written_into_a_folder_or_stacked_into_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from PIL import Image as image  # noqa: N813
+
+    run = bad_run(tmp_path / "run.jsonl")
+    assert call(run, "--format", "png", "-o", tmp_path / "new" / "pictures") == 0
+    names = {"scale", "norm", "heat", "offenders", "timeline"}
+    folder = tmp_path / "new" / "pictures"
+    assert {p.name for p in folder.iterdir()} == {f"{name}.png" for name in names}
+    assert all(p.read_bytes().startswith(b"\x89PNG") for p in folder.iterdir())
+    assert capsys.readouterr().out.count("wrote ") == 5
+    call(run, "--format", "png", "-o", tmp_path / "x.png")
+    sizes = [image.open(p).size for p in folder.iterdir()]
+    width, height = image.open(tmp_path / "x.png").size
+    assert width == max(w for w, _ in sizes)
+    assert height >= sum(h for _, h in sizes)
+
+
+NO_MATPLOTLIB = """
+import sys
+sys.modules["matplotlib"] = None
+import argparse
+from accel_scaler.report import command as report
+from accel_scaler.errors import AccelScalerError
+parser = argparse.ArgumentParser()
+report.add_arguments(parser)
+try:
+    sys.exit(report.run(parser.parse_args()))
+except AccelScalerError as error:
+    print(error, file=sys.stderr)
+    sys.exit(1)
+"""
+
+
+@pytest.mark.process
+def test_words_need_no_matplotlib_and_pictures_say_what_to_install(tmp_path: Path) -> None:
+    run = bad_run(tmp_path / "run.jsonl")
+    argv = [sys.executable, "-c", NO_MATPLOTLIB, str(run)]
+    root = Path(report.__file__).parents[2]
+    words = subprocess.run([*argv, "--text"], capture_output=True, text=True, cwd=root, timeout=120)
+    assert words.returncode == 0, words.stderr
+    assert "The scale fell to 256 after step 205" in words.stdout
+    out = tmp_path / "page.html"
+    page = subprocess.run(
+        [*argv, "-o", str(out)], capture_output=True, text=True, cwd=root, timeout=120
+    )
+    assert page.returncode == 1
+    assert "pip install accel_scaler[report]" in page.stderr
+    assert page.stderr.count("\n") == 1
+    assert not out.exists()
+
+
+@pytest.mark.process
+def test_a_reader_of_the_words_may_leave_early(tmp_path: Path) -> None:
+    """As ``--text | head`` does: nothing is written to stderr."""
+    code = NO_MATPLOTLIB.replace("parser = argparse", "sys.stdin.read()\nparser = argparse")
+    argv = [sys.executable, "-c", code, str(bad_run(tmp_path / "run.jsonl")), "--text"]
+    root = Path(report.__file__).parents[2]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(argv, cwd=root, text=True, **pipes) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()  # before the first word: it waits for its stdin
+        process.stdin.close()
+        assert process.stderr.read() == ""
+        assert process.wait(timeout=120) == 0
+
+
+def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
+    one, two = bad_run(tmp_path / "a.jsonl"), tmp_path / "b.jsonl"
+    t.write(two, t.story(200, lambda *_: False))
+    out = tmp_path / "report.html"
+    call(one, two, "-o", out)
+    page = Page(out.read_text("utf-8"))
+    assert "Loss scaling: a.jsonl and b.jsonl" in page.text
+    assert "Gradient norm by parameter, unscaled (b.jsonl)" in page.text
+    at = page.cells.index("windows")
+    assert page.cells[at : at + 3] == ["windows", "300", "200"]
+
+
+def test_files_of_several_ranks_and_equal_names_are_told_apart(tmp_path: Path) -> None:
+    paths = []
+    for folder, rank in (("x", 0), ("y", 1), ("x", 1)):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        name = f"{rank}.jsonl" if folder == "x" else "0.jsonl"
+        paths.append(bad_run(tmp_path / folder / name, rank=rank, ranks=2))
+    runs = [report.read_run(path) for path in [*paths, paths[-1]]]
+    report.label(runs)
+    assert [one.label for one in runs] == [
+        "x/0.jsonl (rank 0)",
+        "y/0.jsonl (rank 1)",
+        "x/1.jsonl (rank 1) [3]",
+        "x/1.jsonl (rank 1) [4]",
+    ]
+
+
+def test_an_empty_file_makes_a_report_that_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = tmp_path / "empty.jsonl", tmp_path / "report.html"
+    path.touch()
+    assert call(path, "-o", out) == 0
+    assert capsys.readouterr().err == "empty.jsonl: no windows in this file.\n"
+    page = Page(out.read_text("utf-8"))
+    assert "The file holds no windows." in page.text
+    assert "svg" not in page.tags
+    assert call(path, "--text") == 0
+    assert call(path, "--format", "png", "-o", tmp_path / "none") == 0
+
+
+@pytest.mark.parametrize("form", ["html", "png"])
+def test_an_output_that_cannot_be_written_is_one_line(form: str, tmp_path: Path) -> None:
+    run = bad_run(tmp_path / "run.jsonl")
+    (tmp_path / "file").touch()
+    targets = {"html": [tmp_path, tmp_path / "no" / "r.html"], "png": [tmp_path / "file"]}
+    for target in targets[form]:
+        with pytest.raises(ConfigError, match=r"cannot be written .*-o") as caught:
+            call(run, "--format", form, "-o", target)
+        assert str(target) in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_report_over_its_own_input_is_refused(tmp_path: Path) -> None:
+    run = bad_run(tmp_path / "run.jsonl")
+    before = run.read_bytes()
+    with pytest.raises(ConfigError, match="is one of the files to read"):
+        call(run, "-o", run)
+    assert run.read_bytes() == before
+
+
+def test_too_many_files_and_words_into_a_file_are_refused(tmp_path: Path) -> None:
+    run = bad_run(tmp_path / "run.jsonl")
+    with pytest.raises(ConfigError, match="got 5 files, expected at most 4"):
+        call(*[run] * 5)
+    with pytest.raises(ConfigError, match="--text prints"):
+        call(run, "--text", "-o", tmp_path / "x")

@@ -1,0 +1,146 @@
+"""The shipped config files: read by Accelerate's own parsers and by ours; no process is started.
+
+``test_config_files.py`` launches them. Takes about 4 s.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate.commands.config import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import FullyShardedDataParallelPlugin, patch_environment
+from accelerate.utils.launch import prepare_multi_gpu_env
+from places import ROOT
+
+from accel_scaler import ScalerConfig
+from accel_scaler.config_file import find_config, read_config, shipped_configs
+from accel_scaler.launch.launcher import make_parser
+from accel_scaler.launch.settings import resolve
+
+# Of each file: processes, machines, the launcher Accelerate takes, and the section's settings.
+EXPECTED: dict[str, tuple[int, int, str | None, ScalerConfig | None]] = {
+    "cpu_fp16": (1, 1, None, None),
+    "fsdp2_fp16": (2, 1, "use_fsdp", None),
+    "gpu_fp16": (1, 1, None, None),
+    "gpu_fp16_offload": (
+        1, 1, None, ScalerConfig(offload="cpu", step_mode="overlap", max_consecutive_skips=50)
+    ),
+    "multi_gpu_fp16": (2, 1, "multi_gpu", None),
+    "multi_gpu_fp16_overlap": (
+        2, 1, "multi_gpu", ScalerConfig(step_mode="overlap", max_consecutive_skips=50)
+    ),
+    "two_nodes_fp16": (2, 2, "multi_gpu", None),
+}  # fmt: skip
+LAUNCHERS = ("multi_gpu", "use_fsdp", "use_deepspeed", "use_megatron_lm", "tpu")
+NAMES = sorted(EXPECTED)
+
+
+def without_section(name: str, folder: Path) -> Path:
+    """The file that the launcher hands over to Accelerate."""
+    file = read_config(find_config(name))
+    if file.rest is None:
+        return file.path
+    path = folder / file.path.name
+    path.write_text(file.rest)
+    return path
+
+
+def as_accelerate_reads(path: Path, *more: str) -> Any:
+    """The arguments as Accelerate's launcher has them, from file and flags."""
+    args = launch_command_parser().parse_args(["--config_file", str(path), *more, "x.py"])
+    args, _, _ = _validate_launch_command(args)
+    return args
+
+
+def commands_of(path: Path) -> list[list[str]]:
+    """The commands in a file's header, lines that end in a backslash joined."""
+    header = path.read_text().split("compute_environment")[0]
+    text = header.replace("\\\n#", " ")
+    lines = [line.lstrip("# ") for line in text.splitlines() if " launch --" in line]
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+def test_these_files_are_shipped() -> None:
+    assert list(shipped_configs()) == NAMES
+    assert {path.parent for path in shipped_configs().values()} == {ROOT / "accelerate_configs"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_accelerate_reads_every_file(name: str, tmp_path: Path) -> None:
+    processes, machines, launcher, _ = EXPECTED[name]
+    path = without_section(name, tmp_path)
+    args = as_accelerate_reads(path)
+    assert (args.num_processes, args.num_machines) == (processes, machines)
+    assert [flag for flag in LAUNCHERS if getattr(args, flag)] == ([launcher] if launcher else [])
+    assert args.mixed_precision == "fp16"
+    assert args.use_cpu == name.startswith("cpu_")
+    assert args.machine_rank == 0
+    # A command line outranks the file, as the headers say.
+    more = as_accelerate_reads(path, "--num_processes", "8", "--machine_rank", "1")
+    assert (more.num_processes, more.machine_rank) == (8, 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_our_section_is_what_the_file_says_it_is(name: str) -> None:
+    expected = EXPECTED[name][3]
+    file = read_config(find_config(name))
+    assert (file.rest is None) == (expected is None)
+    settings = resolve(file, {}, {})
+    assert settings.config == (expected or ScalerConfig())
+    assert settings.attach
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_accelerate_alone_takes_the_files_without_a_section_only(name: str) -> None:
+    path = str(find_config(name))
+    if EXPECTED[name][3] is None:
+        assert load_config_from_file(path).mixed_precision == "fp16"
+    else:
+        with pytest.raises(ValueError, match=r"unknown keys \(\['accel_scaler'\]\)"):
+            load_config_from_file(path)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_commands_in_a_header_work(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    path = find_config(name)
+    commands = commands_of(path)
+    assert any("recipes/" in command[-1] for command in commands)
+    for program, launch, *arguments in commands:
+        assert launch == "launch"
+        ours = program == "accel-scaler"
+        assert ours or program == "accelerate"
+        args = (make_parser() if ours else launch_command_parser()).parse_args(arguments)
+        assert find_config(args.config_file).samefile(path)
+        # Accelerate alone needs the path, and a script that calls attach, as all recipes do.
+        assert ours or (os.path.isfile(args.config_file) and EXPECTED[name][3] is None)
+        if args.training_script != "any_script.py":
+            assert "attach(" in Path(args.training_script).read_text()
+
+
+def test_the_fsdp_file_is_fsdp2_to_accelerate() -> None:
+    args = as_accelerate_reads(find_config("fsdp2_fp16"), "--main_process_port", "0")
+    environ = prepare_multi_gpu_env(args)
+    assert environ["ACCELERATE_USE_FSDP"] == "true"
+    told = {key: value for key, value in environ.items() if key.startswith("FSDP_")}
+    with patch_environment(**told):
+        plugin = FullyShardedDataParallelPlugin()
+    assert plugin.fsdp_version == 2
+    assert plugin.reshard_after_forward is True
+    assert plugin.auto_wrap_policy.__name__ == "transformer_auto_wrap_policy"
+    assert plugin.state_dict_type.name == "SHARDED_STATE_DICT"
+    assert not plugin.activation_checkpointing
+    assert type(plugin.cpu_offload).__name__ == "OffloadPolicy", "the policy that offloads nothing"
+
+
+def test_the_two_node_file_names_one_meeting_point(tmp_path: Path) -> None:
+    more = ["--machine_rank", "1", "--main_process_ip", "127.0.0.2", "--main_process_port", "0"]
+    args = as_accelerate_reads(find_config("two_nodes_fp16"), *more)
+    prepare_multi_gpu_env(args)
+    assert (args.nproc_per_node, args.nnodes, args.node_rank) == ("1", "2", 1)
+    assert args.rdzv_endpoint == f"127.0.0.2:{args.main_process_port}"

@@ -1,0 +1,215 @@
+"""Imports between the folders point one way, through each folder's face; none happens in secret."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+PACKAGE = ROOT / "accel_scaler"
+
+ORDER = [
+    *("version", "errors", "console", "devices", "config", "config_file"),
+    "overflow_finder/",
+    "scaling/",
+    "optimizer_step/",
+    "telemetry/",
+    "report/",
+    "async_optimizer/",
+    "integrations/",
+    "launch/",
+    "doctor/",
+    *("old_paths", "__init__", "cli", "__main__"),
+]
+"""Modules and folders of the package: each may import those before it."""
+
+WITHOUT_FACE = {"launch"}
+"""A launched process imports one module of it alone: others would cost it Accelerate's commands."""
+
+KEPT = {"telemetry": {"Record", "Span"}}
+"""Handed out for pickles: they know these by the folder's name, from when it was a module."""
+
+ONLY_IN = {
+    "accelerate": {
+        "integrations/accelerator",
+        "integrations/autocast",
+        "integrations/optimizer",
+        "integrations/stock_scaler",
+        "launch/launcher",
+        "doctor/environment",
+    },
+    "matplotlib": {"report/command", "report/figures", "report/heatmap", "report/theme"},
+    "numpy": {"report/heatmap"},
+    "psutil": {"async_optimizer/worker", "launch/signals", "doctor/environment"},
+    "packaging": {"doctor/diagnostics"},
+    "PIL": {"report/theme"},
+    "transformers": {"integrations/trainer"},
+    "yaml": {"config", "config_file", "launch/settings"},
+}
+"""Whose modules may import another library; torch is everywhere but in ``WITHOUT_TORCH``."""
+
+WITHOUT_TORCH = {"report", "config", "config_file", "console", "errors", "version", "cli"}
+
+_PARTS = "doctor reads a launch as the launcher does, from its parts: to be functions of launch"
+_CHECKS = "the checks of a field belong to the one table of fields, which config is to hand out"
+_DECODING = "one reader of lines is to hand out records; its small checks have names too plain"
+
+NOT_YET = {
+    ("scaling/grad_scaler", "looks up to optimizer_step"): (
+        "GradScaler.step() calls torch's fused kernel and asks who steps an optimizer, late, or it "
+        "would be a circle. One stepper for every optimizer, given to the scaler, ends it"
+    ),
+    ("optimizer_step/boundary", "looks up to telemetry"): (
+        "it makes a Recorder where it is given none; to be an observer that is told"
+    ),
+    ("report/command", "looks into telemetry/decoding"): _DECODING,
+    ("report/html", "looks into telemetry/decoding"): _DECODING,
+    ("report/reader", "looks into telemetry/decoding"): _DECODING,
+    ("report/window_fields", "looks into telemetry/decoding"): _DECODING,
+    ("launch/settings", "takes config: _CHECKS"): _CHECKS,
+    ("launch/settings", "takes config: _complaint"): _CHECKS,
+    ("launch/settings", "takes config: _parse"): _CHECKS,
+    ("doctor/command", "takes launch/launcher: _DEST"): _PARTS,
+    ("doctor/command", "takes launch/launcher: _expect_script"): _PARTS,
+    ("doctor/command", "takes launch/launcher: _read_by_accelerate"): _PARTS,
+    ("doctor/command", "takes launch/launcher: _refuse_other_scalers"): _PARTS,
+    ("doctor/command", "takes launch/launcher: _without_section"): _PARTS,
+    ("doctor/diagnostics", "takes telemetry/writer: _forbid_foreign"): (
+        "the check of a file that is not ours: to be public, in the writer"
+    ),
+    ("doctor/diagnostics", "looks into telemetry/writer"): "the same",
+}
+"""What still breaks a rule, as :func:`broken` says it, and why. It may only shrink."""
+
+
+def name_of(path: Path) -> str:
+    """``scaling/window``; of a face ``scaling/__init__``."""
+    return path.relative_to(PACKAGE).with_suffix("").as_posix()
+
+
+MODULES = {
+    name_of(path): path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "sitecustomize.py"
+}
+
+
+def place(name: str) -> int:
+    """Where a module's name stands in ``ORDER``."""
+    folder, inside, _ = name.partition("/")
+    return ORDER.index(folder + inside)
+
+
+def own_imports(name: str) -> Iterator[tuple[str, str]]:
+    """``(module or folder, name taken from it)`` for each import of ours, late ones included."""
+    folder = name.split("/")[:-1]
+    for node in ast.walk(ast.parse(MODULES[name].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            above = folder[: len(folder) - node.level + 1]
+            start = "/".join([*above, *(node.module or "").split(".")]).strip("/")
+            for alias in node.names:
+                whole = f"{start}/{alias.name}".strip("/")
+                if whole in MODULES or f"{whole}/__init__" in MODULES:
+                    yield whole, ""
+                else:
+                    yield start, alias.name
+
+
+def broken(name: str) -> Iterator[tuple[str, str]]:
+    """``(module, what)`` for every import of ours in it that breaks a rule."""
+    if name == "old_paths":  # names what pickles name
+        return
+    tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
+    folder, modules = name.partition("/")[0], set()
+    for module, taken in own_imports(name):
+        other, _, inside = module.partition("/")
+        is_folder = f"{other}/__init__" in MODULES
+        if taken.startswith("_") and not taken.startswith("__"):
+            yield name, f"takes {module}: {taken}"
+        if not taken:
+            modules.add(module.rpartition("/")[2])
+        if is_folder and other == folder:
+            continue
+        if place(f"{other}/" if is_folder else other) >= place(name):
+            yield name, f"looks up to {other}"
+        if inside and other not in WITHOUT_FACE:
+            yield name, f"looks into {module}"
+    for node in ast.walk(tree):
+        private = isinstance(node, ast.Attribute) and node.attr.startswith("_")
+        if private and ast.unparse(node.value) in modules:
+            yield name, f"takes {ast.unparse(node.value)}: {node.attr}"
+
+
+def libraries(name: str) -> set[str]:
+    """Other people's packages that a module imports."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(MODULES[name].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found.add((node.module or "").split(".")[0])
+    return found - set(sys.stdlib_module_names)
+
+
+def test_every_module_has_a_place() -> None:
+    tops = {name.partition("/")[0] + ("/" if "/" in name else "") for name in MODULES}
+    assert tops == set(ORDER)
+
+
+def test_imports_point_one_way_and_enter_by_the_face() -> None:
+    found = {each for name in MODULES for each in broken(name)}
+    assert found - NOT_YET.keys() == set(), "a rule is broken"
+    assert NOT_YET.keys() - found == set(), "mended: take it out of NOT_YET"
+
+
+@pytest.mark.parametrize("folder", [name[:-1] for name in ORDER if name.endswith("/")])
+def test_a_face_says_what_its_folder_is_for_and_hands_out_what_others_use(folder: str) -> None:
+    tree = ast.parse(MODULES[f"{folder}/__init__"].read_text(encoding="utf-8"))
+    assert len((ast.get_docstring(tree) or "").split("\n\n")) == 2
+    given = {alias.name for n in tree.body if isinstance(n, ast.ImportFrom) for alias in n.names}
+    used = set(KEPT.get(folder, ()))
+    for name in MODULES:
+        if name.partition("/")[0] != folder:
+            used |= {taken for module, taken in own_imports(name) if module == folder and taken}
+            if (folder, "") in own_imports(name):
+                text = ast.parse(MODULES[name].read_text(encoding="utf-8"))
+                used |= {
+                    n.attr
+                    for n in ast.walk(text)
+                    if isinstance(n, ast.Attribute) and ast.unparse(n.value) == folder
+                }
+    assert given == used
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_libraries_are_imported_where_they_belong(name: str) -> None:
+    for library in libraries(name) - {"torch"}:
+        assert name in ONLY_IN[library], f"{name} imports {library}"
+    assert "torch" not in libraries(name) or name.partition("/")[0] not in WITHOUT_TORCH
+
+
+IMPORT_CHECK = """
+import os, threading, sys
+import torch, accelerate
+from accelerate.optimizer import AcceleratedOptimizer
+before = (dict(os.environ), threading.active_count(), torch.amp.GradScaler.step,
+          accelerate.Accelerator.__init__, AcceleratedOptimizer.step)
+import accel_scaler
+after = (dict(os.environ), threading.active_count(), torch.amp.GradScaler.step,
+         accelerate.Accelerator.__init__, AcceleratedOptimizer.step)
+assert before == after
+assert "matplotlib" not in sys.modules
+for name in accel_scaler.__all__:
+    assert getattr(accel_scaler, name).__doc__, name
+"""
+
+
+@pytest.mark.process
+def test_importing_changes_nothing() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_CHECK], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,121 @@
+"""Every private name of another library that we lean on is still there, and none is unlisted."""
+
+from __future__ import annotations
+
+import ast
+import pkgutil
+import sys
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+from places import ROOT
+from private_names import OPTIONAL, PRIVATE, Private
+
+SOURCES = [p for d in ("accel_scaler", "recipes", "benchmarks") for p in (ROOT / d).rglob("*.py")]
+LISTED = {private.name for private in PRIVATE} | set(OPTIONAL)
+
+
+def missing(private: Private) -> str | None:
+    """A sentence, if ``private`` is gone."""
+    holder = private.holder
+    found: Any = pkgutil.resolve_name(holder) if isinstance(holder, str) else holder()
+    if hasattr(found, private.name):
+        return None
+    library = private.library
+    release = sys.version.split()[0] if library == "argparse" else version(library)
+    return (
+        f"{library} {release} has no {private.where}, and accel_scaler {private.need}: find what "
+        f"took its place, or hold {library} below {release} in pyproject.toml"
+    )
+
+
+@pytest.mark.parametrize("private", PRIVATE, ids=lambda p: p.name)
+def test_a_private_name_that_we_lean_on_is_there(private: Private) -> None:
+    assert not missing(private), missing(private)
+
+
+def test_a_name_that_went_is_told_in_a_sentence() -> None:
+    gone = Private("torch", "torch.Tensor", "_went", "needs it, in here.py")
+    assert missing(gone) == (
+        f"torch {version('torch')} has no torch.Tensor._went, and accel_scaler needs it, in "
+        f"here.py: find what took its place, or hold torch below {version('torch')} in "
+        "pyproject.toml"
+    )
+
+
+def own_names(tree: ast.AST) -> Iterator[str]:
+    """What a file defines: functions, classes, variables, attributes of self, slots."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if ast.unparse(node.value) in ("self", "cls"):
+                yield node.attr
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__slots__":
+            yield from (n.value for n in ast.walk(node.value) if isinstance(n, ast.Constant))
+
+
+def used_names(tree: ast.AST) -> Iterator[str]:
+    """Private names read, set, imported, or given as a string to getattr and the like."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield from (alias.name for alias in node.names)
+            yield from (node.module or "").split(".")
+        elif isinstance(node, ast.Import):
+            yield from (part for alias in node.names for part in alias.name.split("."))
+        elif isinstance(node, ast.Constant) and str(node.value).isidentifier():
+            yield str(node.value)
+
+
+def private_names_of(tree: ast.AST) -> set[str]:
+    return {n for n in used_names(tree) if n.startswith("_") and not n.startswith("__")}
+
+
+TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
+OURS = {name for tree in TREES.values() for name in own_names(tree)}
+PUBLIC_PARTS = {
+    "_python_dispatch": "torch documents TorchDispatchMode, of this module alone",
+    "_accel_scaler": "our own mark on others' objects",
+    "_accel_scaler_products": "our own mark on others' objects",
+    "_accel_scaler_stepper": "our own mark on others' objects",
+    "_attached_by_launcher": "our own mark on others' objects",
+    "_made_by_attach": "our own mark on others' objects",
+    "_asked_config": "our own mark on others' objects",
+    "_stock_scaler": "our own mark on others' objects",
+    "_progress": "our own, by its class's name",
+    "_global_optimizer_": "the start of two names in the list",
+    "_optimizer_step_": "the start of two names in the list",
+    "_hooks": "the end of names in the list",
+}
+
+
+def test_the_walk_reads_the_sources() -> None:
+    assert len(TREES) > 70
+    assert {"_optimizers", "_version", "_refresh_per_optimizer_state"} <= {
+        name for tree in TREES.values() for name in private_names_of(tree)
+    }
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_private_name_of_another_library_is_in_the_list(path: Path) -> None:
+    unlisted = private_names_of(TREES[path]) - OURS - LISTED - set(PUBLIC_PARTS)
+    assert not unlisted, f"{path.name} leans on {sorted(unlisted)}: add it to private_names.py"
+
+
+def test_every_name_in_the_list_is_used_where_it_says() -> None:
+    own = [p for p in SOURCES if p.parent.name != "benchmarks"]
+    by_file = {p.as_posix(): p.read_text(encoding="utf-8") for p in own}
+    for private in PRIVATE:
+        files = [word.strip(",") for word in private.need.split() if word.strip(",")[-3:] == ".py"]
+        for name in files:
+            # Two names are put together from parts.
+            stem = private.name.replace("_pre_hooks", "").replace("_post_hooks", "")
+            (text,) = (by_file[p] for p in by_file if p.endswith(f"/{name}"))
+            assert stem in text, f"{name} no longer uses {private.name}"

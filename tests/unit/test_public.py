@@ -1,0 +1,75 @@
+"""The public names, and what the two commands and the packaging promise."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import tomllib
+import torch
+from places import ROOT
+
+import accel_scaler
+from accel_scaler import AccelScalerError, GradScaler
+
+
+def test_public_names() -> None:
+    assert set(accel_scaler.__all__) == {
+        "AccelScalerError",
+        "AsyncOptimizer",
+        "ConfigError",
+        "GradScaler",
+        "OrderError",
+        "OverflowStreakError",
+        "ScaledAccelerator",
+        "ScalerConfig",
+        "StepError",
+        "UnsupportedError",
+        "attach",
+        "detach",
+    }
+
+
+def test_every_error_is_an_accel_scaler_error() -> None:
+    errors = [getattr(accel_scaler, n) for n in accel_scaler.__all__ if n.endswith("Error")]
+    assert errors
+    assert all(issubclass(error, AccelScalerError) for error in errors)
+
+
+def test_every_method_of_torchs_scaler_is_there_and_documented() -> None:
+    assert issubclass(GradScaler, torch.amp.GradScaler)
+    for name in dir(torch.amp.GradScaler):
+        if not name.startswith("_"):
+            assert getattr(GradScaler, name).__doc__, name
+
+
+def test_torch_is_pinned_in_one_version() -> None:
+    constraints = (ROOT / "constraints.txt").read_text()
+    assert len(re.findall(r"^torch==\S+$", constraints, re.MULTILINE)) == 1
+    makefile = (ROOT / "Makefile").read_text()
+    assert "grep '^torch==' $(CONSTRAINTS)" in makefile
+    assert "torch==" not in makefile.replace("grep '^torch=='", "")
+
+
+def test_the_oldest_set_is_the_one_that_the_package_allows() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needs = [*project["dependencies"], *project["optional-dependencies"]["trainer"]]
+    pinned = (ROOT / "constraints-oldest.txt").read_text().splitlines()
+    for need in needs:
+        name, _, least = need.partition(">=")
+        assert f"{name}=={least}.0" in pinned
+
+
+def test_runtime_needs_are_torch_and_accelerate_only() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert [re.split(r"[<>=]", need)[0] for need in project["dependencies"]] == [
+        "torch",
+        "accelerate",
+    ]
+
+
+def test_no_path_of_a_machine_in_the_project() -> None:
+    for path in [*ROOT.glob("*.*"), *ROOT.glob("[a-z]*/**/*.py"), ROOT / "Makefile"]:
+        if path.is_file() and not {".venv", "out"} & set(path.parts) and path != Path(__file__):
+            text = path.read_text(encoding="utf-8", errors="ignore")
+            assert not re.search(r"(?<![\w.])/(?:work|root|home)/\w", text), path

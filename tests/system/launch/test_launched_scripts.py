@@ -19,9 +19,11 @@ import pytest
 from places import HELPERS, ROOT
 
 from accel_scaler import ScalerConfig, attach
+from accel_scaler.integrations import cpu_float16
 from accel_scaler.launch.launcher import STARTUP
 
 LIMIT = 240
+HAS_KERNELS = cpu_float16.has_float16_kernels
 SETTINGS = ScalerConfig(init_scale=1024.0, step_mode="overlap", max_consecutive_skips=9)
 SECTION = """
 accel_scaler:
@@ -242,7 +244,8 @@ def test_a_shell_script_that_feeds_python_a_script_on_stdin(folder: Path) -> Non
 TRAINERS = ["transformers", *(["trl"] if find_spec("trl") else [])]
 
 
-def test_trainers_are_attached_as_a_whole(folder: Path) -> None:
+def test_trainers_are_attached_as_a_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_float16, "has_float16_kernels", HAS_KERNELS)  # as in the process
     code, (found,), err = run(
         [*OURS, "--config_file", "with.yaml", str(HELPERS / "launched_trainers.py"), "out",
          *TRAINERS],

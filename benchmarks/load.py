@@ -136,9 +136,8 @@ class Bench:
     def fill(self, variant: str, overflow: bool) -> None:
         """Scaled gradients as a backward leaves them."""
         params = self.params[variant]
-        for p in params:
-            if p.grad is None:
-                p.grad = torch.empty_like(p)
+        for p in params:  # new ones: the old ones are dropped, as zero_grad() does
+            p.grad = torch.empty_like(p)
         torch._foreach_copy_([p.grad for p in params], self.template)
         if overflow:
             for p in params[: len(params) // 2]:

@@ -199,7 +199,7 @@ class AsyncOptimizer(Optimizer):
             with self._boundary.due_of(self) as due:
                 self._engine.step(due)
         else:
-            self._boundary.step(self)
+            self._engine.was_skipped = not self._boundary.step(self)
 
     def skip_step(self) -> None:
         """``scaler.step(self)`` has found an overflow: a boundary without an update."""

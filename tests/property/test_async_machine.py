@@ -221,6 +221,10 @@ FOUND: dict[str, tuple[list[tuple[str, str, str]], list[tuple[str, dict[str, Any
         [("plain", "step", "nothing")],
         [("zero_grad", {"how": "zeros"})],
     ),
+    "a window without gradients after one that was skipped": (
+        [("overflow", "step", "nothing")],
+        [("step", {"zero": "none", "fails": None, "told": "synchronize"})],
+    ),
     "an overflow in torch's own loop": (
         [("plain", "step", "nothing"), ("overflow", "torch_loop", "read")],
         [],

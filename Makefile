@@ -13,6 +13,8 @@ SIMDEV ?=
 SIMULATED := out/simulated
 # Of random settings beside the CPU.
 RANDOM_MINUTES ?= 5
+# Empty: others each time.
+SEED ?=
 TESTS ?= tests/unit tests/integration tests/property
 # Their kernels run over all threads, too.
 THREADED := $(addprefix tests/unit/,$(addsuffix .py,scaling/test_gradients \
@@ -60,7 +62,7 @@ test-simulated: $(SIMULATED)/.built
 		-n $(WORKERS) --dist load tests/gpu $(ARGS)
 	$(SIMULATE) $(BIN)/python -c "import simdev, runpy; \
 		runpy.run_path('tests/gpu/random_settings.py', run_name='__main__')" \
-		--minutes $(RANDOM_MINUTES)
+		--minutes $(RANDOM_MINUTES) $(if $(SEED),--seed $(SEED))
 
 $(SIMULATED)/.built: $(STAMP) $(if $(SIMDEV),$(wildcard $(SIMDEV)/*.* $(SIMDEV)/*/*.py))
 	@test -n "$(SIMDEV)" || { echo "make test-simulated SIMDEV=folder"; exit 1; }

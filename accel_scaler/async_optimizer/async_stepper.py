@@ -27,10 +27,10 @@ from torch.optim import optimizer as optimizer_module
 from ..devices import refuse_capture
 from ..errors import OrderError, StepError, UnsupportedError
 from ..optimizer_step import Stepper, Undivided, async_stepper_of, register, unregister
-from ..scaling import LOW_PRECISION, Culprits, Due, parameters_of, reduce_partial_gradients
+from ..scaling import LOW_PRECISION, Culprits, Due, local, parameters_of, reduce_partial_gradients
 from .grad_handoff import can_be_lent, forbid_sparse, is_part, send_down
 from .inflight_step import Flight
-from .master_params import Slot, local
+from .master_params import Slot
 from .pending_parameter import Loan, any_pending, lend, settle_gradients, settle_pending
 from .replica import Part, Shadow
 from .streams import Lane, Marks
@@ -323,10 +323,12 @@ class Engine(Flight, Stepper):
 
     def _keep_sent(self, grads: Sequence[Tensor | None], marks: Sequence[Any]) -> None:
         """Nobody writes to them before their copies have arrived."""
-        for grad, mark in zip(grads, marks, strict=True) if self.mode != "sync" else ():
+        if self.mode == "sync" or not self.lane.copies_beside:
+            return
+        for grad, mark, shares in zip(grads, marks, can_be_lent(grads), strict=True):
             if grad is None or mark is None:
                 continue
-            if can_be_lent([grad])[0]:
+            if shares:
                 lend([grad], Loan(partial(self.lane.follow, mark), Marks(self.lane, [mark])))
             else:
                 self.lane.follow(mark)

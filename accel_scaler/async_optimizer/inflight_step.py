@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from ..devices import refuse_capture
 from ..errors import OrderError, StepError, listed
-from ..scaling import MOST_NAMES, Culprits, Timing
-from .master_params import Slot, local, place_of
+from ..scaling import MOST_NAMES, Culprits, Timing, local
+from .master_params import Slot, place_of
 from .pending_parameter import Hold, can_be_held, is_lent
 from .replica import Shadow
 from .streams import Lane, Marks
@@ -84,11 +84,6 @@ class Flight:
         """Whether this thread is the one that trains, or that one is gone."""
         trainer = self._trainer
         return trainer is threading.current_thread() or not trainer.is_alive()
-
-    @property
-    def is_idle(self) -> bool:
-        """No step is in hand, or it is done."""
-        return self._task is None or self._task.finished
 
     def hold_parameters(self, task: Task, whole: bool) -> None:
         shadow = self.shadow

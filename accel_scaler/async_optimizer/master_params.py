@@ -9,16 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..scaling import LOW_PRECISION
+from ..scaling import LOW_PRECISION, local
 from .streams import Lane
 
-__all__ = ["Slot", "local", "make_slots", "needs_master", "place_of"]
-
-
-def local(t: Any) -> Tensor:
-    """The elements that this rank holds: of a DTensor its shard, sharing memory."""
-    held: Tensor = t.to_local() if hasattr(t, "to_local") else t
-    return held
+__all__ = ["Slot", "make_slots", "needs_master", "place_of"]
 
 
 def needs_master(p: Tensor, everywhere: bool) -> bool:

@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 
 from ..errors import UnsupportedError
 from ..optimizer_step import ATTRIBUTE, AdamGroup, is_plain, nothing_found
-from ..scaling import LOW_PRECISION, is_uniform, match_layout, parameters_of
+from ..scaling import LOW_PRECISION, is_uniform, local, match_layout, parameters_of
 from .flat_buffers import SmallSteps
-from .master_params import Slot, local, make_slots
+from .master_params import Slot, make_slots
 from .optimizer_attributes import (
     Settings,
     attributes_of_every_optimizer,

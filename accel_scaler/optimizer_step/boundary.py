@@ -39,6 +39,7 @@ from ..scaling import (
     is_power_of_two,
     is_sharded,
     is_uniform,
+    local,
     nonfinite,
     nonzero,
     parameters_of,
@@ -593,7 +594,7 @@ class Boundary:
         return not record.found_inf
 
     def _is_seen(self, stepper: Stepper) -> bool:
-        """Gradients are to be unscaled before the step, by which nobody else would."""
+        """Gradients are to be unscaled in place before the step, which would not do it."""
         if stepper.has_pre_hooks:
             return True
         return not (stepper.unscales or stepper.keeps_scaled or self._divides(stepper))
@@ -751,6 +752,6 @@ def _clip_any(parameters: Sequence[Any], max_norm: float, norm_type: float) -> T
     coefficient = clip_coefficient(total, max_norm)
     for group in meshes.values():
         for grad in gradients_of(group):
-            local: Tensor = grad.to_local() if hasattr(grad, "to_local") else grad
-            local.mul_(coefficient.to(local.device))
+            held = local(grad)
+            held.mul_(coefficient.to(held.device))
     return total

@@ -26,6 +26,7 @@ __all__ = [
     "is_uniform",
     "kept",
     "leaves_of",
+    "local",
     "make_own",
     "match_layout",
     "nonfinite",
@@ -248,8 +249,14 @@ def nonzero(grad: Tensor) -> bool:
 
 def _values(grad: Tensor) -> Tensor:
     """The elements that this rank holds, as one dense tensor."""
-    local: Tensor = grad.to_local() if hasattr(grad, "to_local") else grad
-    return local.coalesce().values() if local.is_sparse else local
+    held = local(grad)
+    return held.coalesce().values() if held.is_sparse else held
+
+
+def local(t: Any) -> Tensor:
+    """The elements that this rank holds: of a DTensor its shard, sharing memory."""
+    held: Tensor = t.to_local() if hasattr(t, "to_local") else t
+    return held
 
 
 def has_nonfinite_gradient(param: Tensor) -> bool:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from ..errors import OrderError
 from .deferred_unscale import Due
-from .gradients import differ, kept, make_own, nonzero, parameters_of, reciprocal
+from .gradients import differ, kept, local, make_own, nonzero, parameters_of, reciprocal
 from .norms import Measures
 from .update_rule import ScaleState
 
@@ -118,9 +118,7 @@ class LeftScaled:
         ]
         if left:
             inverse = reciprocal(self._scale)
-            torch._foreach_mul_(
-                [g.to_local() if hasattr(g, "to_local") else g for g in left], inverse
-            )
+            torch._foreach_mul_([local(grad) for grad in left], inverse)
 
 
 class OptimizerRecord(dict[str, Any]):

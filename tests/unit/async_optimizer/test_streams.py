@@ -114,13 +114,6 @@ def _order_threads(monkeypatch: pytest.MonkeyPatch, device: PaperDevice) -> None
         take_out(task)
         return result
 
-    def is_idle(engine: Flight) -> bool:
-        task = engine._task
-        if task is not None and task.finished:  # whoever reads that knows what went before
-            take_out(task)
-        return task is None or task.finished
-
-    monkeypatch.setattr(Flight, "is_idle", property(is_idle))
     monkeypatch.setattr(Worker, "submit", submit_)
     monkeypatch.setattr(Task, "execute", execute_)
     monkeypatch.setattr(Task, "advance", advance_)

@@ -38,6 +38,7 @@ from typing import Any
 
 from ..console import plain, say
 from ..errors import AccelScalerError
+from ..integrations import scaled_elsewhere
 from ..launch.launcher import (
     _DEST,
     _expect_script,
@@ -138,10 +139,9 @@ def scaling(found: Survey) -> dict[str, str | None]:
     precision, settings = found.job.precision, found.settings
     autocast = {"fp16": "float16", "bf16": "bfloat16"}.get(precision)
     scaler: str | None = None
-    if found.job.kind in ("DEEPSPEED", "MEGATRON_LM", "XLA"):
-        scaler, text = "other", f"{found.job.kind} scales by itself; nothing is attached"
-    elif precision == "fp8":
-        scaler, text = "other", "the fp8 backend scales by itself; attach would refuse"
+    elsewhere = scaled_elsewhere(found.job.kind, precision)
+    if elsewhere is not None:
+        scaler, text = "other", f"nothing is attached: {elsewhere}"
     elif not found.fp16:
         text = f"mixed_precision={precision}: nothing is scaled, nothing needs to be"
         if settings.attach and settings.config.telemetry is not None:

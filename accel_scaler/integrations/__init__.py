@@ -7,5 +7,6 @@ launcher.
 """
 
 from .accelerator import ScaledAccelerator, attach, detach
+from .stock_scaler import scaled_elsewhere
 
-__all__ = ["ScaledAccelerator", "attach", "detach"]
+__all__ = ["ScaledAccelerator", "attach", "detach", "scaled_elsewhere"]

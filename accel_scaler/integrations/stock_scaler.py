@@ -15,16 +15,19 @@ from ..config import ScalerConfig
 from ..errors import UnsupportedError
 from ..scaling import GradScaler, parameters_of
 
-__all__ = ["facts_of", "forbid_other_scalers", "has_fp16", "make_scaler"]
+__all__ = ["facts_of", "forbid_other_scalers", "has_fp16", "make_scaler", "scaled_elsewhere"]
 
 _SCALED_ELSEWHERE = {
     "DEEPSPEED": "DeepSpeed's engine scales the loss; set `fp16: {initial_scale_power, "
     "loss_scale_window, hysteresis, min_loss_scale}` in its config",
     "MEGATRON_LM": "Megatron-LM's optimizer scales the loss; set --initial-loss-scale, "
     "--loss-scale-window, --hysteresis and --min-loss-scale there",
-    "XLA": "torch_xla scales with its own GradScaler; TPUs have bfloat16, which needs none",
+    "XLA": "on an XLA device torch_xla scales with its own GradScaler; TPUs have bfloat16, which "
+    "needs none",
+    "fp8": "the fp8 backend (TransformerEngine, MS-AMP or torchao) scales tensor by tensor; use "
+    "mixed_precision='fp16' for this package",
 }
-
+"""By the name of Accelerate's ``DistributedType``, or of the precision."""
 
 _OF_THE_STEP = (
     *("step_mode", "delay_warmup_steps", "offload", "optimizer_threads", "fold_unscale"),
@@ -34,16 +37,22 @@ _OF_THE_STEP = (
 """Settings that are not the scaler's."""
 
 
+def scaled_elsewhere(kind: str, precision: str = "no") -> str | None:
+    """Who scales in this package's place, and where it is set; None: nobody.
+
+    Args:
+        kind: the name of a ``DistributedType``.
+        precision: ``mixed_precision``.
+    """
+    return _SCALED_ELSEWHERE.get(kind) or _SCALED_ELSEWHERE.get(precision)
+
+
 def forbid_other_scalers(accelerator: Accelerator) -> None:
     """Raise where somebody else scales, saying who."""
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
-    if kind in _SCALED_ELSEWHERE:
-        raise UnsupportedError(f"attach: under {kind}, {_SCALED_ELSEWHERE[kind]}.")
-    if accelerator.mixed_precision == "fp8":
-        raise UnsupportedError(
-            "attach: with mixed_precision='fp8', the fp8 backend (TransformerEngine, MS-AMP or "
-            "torchao) scales tensor by tensor; use mixed_precision='fp16' for this package."
-        )
+    who = scaled_elsewhere(kind, str(accelerator.mixed_precision))
+    if who is not None:
+        raise UnsupportedError(f"attach: {who}.")
 
 
 def make_scaler(accelerator: Any, config: ScalerConfig, stock: Any) -> GradScaler:

@@ -32,6 +32,7 @@ from ..config import ENV_PREFIX
 from ..config_file import PACKAGE, ConfigFile, find_config, read_config
 from ..console import plain
 from ..errors import ConfigError, UnsupportedError
+from ..integrations import scaled_elsewhere
 from .settings import FIELDS, Settings, descriptions, resolve
 from .signals import Ended, end_children, ended_by_signals, shell_status
 
@@ -181,19 +182,14 @@ def _refuse_other_scalers(args: argparse.Namespace, defaults: Any) -> None:
     # Accelerate asks the file only where no flag has chosen; --cpu outranks both.
     chosen = (args.multi_gpu, args.tpu, args.use_deepspeed, args.use_fsdp, args.use_megatron_lm)
     by_file = "" if defaults is None or any(chosen) else defaults.distributed_type.value
-    reasons = {
-        "DEEPSPEED": (args.use_deepspeed, "DeepSpeed scales its own gradients"),
-        "MEGATRON_LM": (args.use_megatron_lm, "Megatron-LM scales its own gradients"),
-        "XLA": (args.tpu, "an XLA device needs a scaler of its own"),
-    }
-    found = [why for kind, (flag, why) in reasons.items() if flag or kind == by_file]
-    if args.cpu:
-        found = []
+    flags = {"DEEPSPEED": args.use_deepspeed, "MEGATRON_LM": args.use_megatron_lm, "XLA": args.tpu}
+    kind = next((kind for kind, flag in flags.items() if flag), by_file)
+    found = None if args.cpu else scaled_elsewhere(kind)
     if defaults is not None and defaults.compute_environment.value == "AMAZON_SAGEMAKER":
-        found = ["Amazon SageMaker runs the script where this launcher does not reach"]
-    if found:
+        found = "Amazon SageMaker runs the script where this launcher does not reach"
+    if found is not None:
         raise UnsupportedError(
-            f"{found[0]}, so nothing can be attached. Add --no_attach, or use `accelerate launch`."
+            f"nothing can be attached: {found}. Add --no_attach, or use `accelerate launch`."
         )
 
 

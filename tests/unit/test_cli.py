@@ -83,7 +83,7 @@ def test_no_command_or_a_wrong_one_is_a_usage_error(
         (["--no_python", "no-such-tool"], "'no-such-tool' is no executable"),
         (["--min_scale", "low", "train.py"], "--min_scale: got 'low', expected a finite number"),
         (["--cpu", "--min_scale", "9", "--init_scale", "4", "train.py"], "min_scale: --min_scale"),
-        (["--use_deepspeed", "train.py"], "DeepSpeed scales its own gradients"),
+        (["--use_deepspeed", "train.py"], "DeepSpeed's engine scales the loss"),
         (["--tpu", "train.py"], "an XLA device"),
     ],
 )

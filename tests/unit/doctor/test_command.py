@@ -453,8 +453,8 @@ def test_the_thread_plan_is_that_of_the_ranks(
         (["--cpu", "no.py"], "the script 'no.py' does not exist"),
         (["--config_file", "keys.yaml"], "keys.yaml: Accelerate cannot use it: The config file at "
          "keys.yaml had unknown keys"),
-        (["--config_file", "deep.yaml"], "DeepSpeed scales its own gradients"),
-        (["--use_deepspeed"], "DeepSpeed scales its own gradients"),
+        (["--config_file", "deep.yaml"], "DeepSpeed's engine scales the loss"),
+        (["--use_deepspeed"], "DeepSpeed's engine scales the loss"),
         (["--multi_gpu", "--num_processes", "1"],
          "Accelerate refuses these arguments: You need to use at least 2 processes"),
         (["--cpu", "--min_scale", "9", "--init_scale", "4"], "min_scale: --min_scale"),

@@ -50,7 +50,8 @@ def scaled_elsewhere(kind: str, precision: str = "no") -> str | None:
 def forbid_other_scalers(accelerator: Accelerator) -> None:
     """Raise where somebody else scales, saying who."""
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
-    who = scaled_elsewhere(kind, str(accelerator.mixed_precision))
+    # Accelerate asks DeepSpeed's own config for the precision, so the kind is asked first.
+    who = scaled_elsewhere(kind) or scaled_elsewhere("", accelerator.mixed_precision)
     if who is not None:
         raise UnsupportedError(f"attach: {who}.")
 

@@ -27,7 +27,14 @@ from torch.optim import optimizer as optimizer_module
 from ..devices import refuse_capture
 from ..errors import OrderError, StepError, UnsupportedError
 from ..optimizer_step import Stepper, Undivided, async_stepper_of, register, unregister
-from ..scaling import LOW_PRECISION, Culprits, Due, local, parameters_of, reduce_partial_gradients
+from ..scaling import (
+    LOW_PRECISION,
+    Culprits,
+    DeferredUnscale,
+    local,
+    parameters_of,
+    reduce_partial_gradients,
+)
 from .grad_handoff import can_be_lent, forbid_sparse, is_part, send_down
 from .inflight_step import Flight
 from .master_params import Slot
@@ -163,7 +170,7 @@ class Engine(Flight, Stepper):
         for i in edited:
             slots[i].refresh()
 
-    def step(self, due: Due | None = None) -> None:
+    def step(self, deferred: DeferredUnscale | None = None) -> None:
         """Take the gradients and update, at once or on the optimizer thread.
 
         Blocks until the step before is finished; does not synchronise with the device.
@@ -185,14 +192,16 @@ class Engine(Flight, Stepper):
         grads = [p.grad for p in self.shadow.params]
         if any(grad is not None for grad in grads):
             with Undivided(), self.lock:
-                self._hand_over(grads, due or Due(), None)
+                self._hand_over(grads, deferred or DeferredUnscale(), None)
         self._run_hooks("post")
 
-    def submit(self, prepare: Callable[[], Callable[[], object]], due: Due | None = None) -> None:
+    def submit(
+        self, prepare: Callable[[], Callable[[], object]], deferred: DeferredUnscale | None = None
+    ) -> None:
         """Run a function on the optimizer thread, with the gradients as they are now: they are its,
         so ``.grad`` is None then, except where another optimizer steps the parameter too.
 
-        ``prepare`` returns it, once the step before is finished. What is ``due`` is done first.
+        ``prepare`` returns it, once the step before is finished. What is ``deferred`` comes first.
         """
         if self.lane.copies_beside:
             refuse_capture("submit()")
@@ -201,7 +210,7 @@ class Engine(Flight, Stepper):
         self.settle_gradients()
         fn = prepare()
         with Undivided(), self.lock:
-            self._hand_over([p.grad for p in self.shadow.params], due or Due(), fn)
+            self._hand_over([p.grad for p in self.shadow.params], deferred or DeferredUnscale(), fn)
 
     def skip(self) -> None:
         """A boundary without an update; ``delayed`` publishes the one before all the same."""
@@ -220,7 +229,10 @@ class Engine(Flight, Stepper):
         self.refresh()
 
     def _hand_over(
-        self, found: Sequence[Tensor | None], due: Due, fn: Callable[[], object] | None
+        self,
+        found: Sequence[Tensor | None],
+        deferred: DeferredUnscale,
+        fn: Callable[[], object] | None,
     ) -> None:
         shadow = self.shadow
         if shadow.has_masters:
@@ -231,25 +243,25 @@ class Engine(Flight, Stepper):
         publish_first = self.unpublished
         parts = len(shadow.parts)
         inline = fn is None and (stays or (self.mode == "sync" and not self.offload))
-        if fn is not None and due.divide is not None:
-            due = Due(multiply=1.0 / due.divide)
+        if fn is not None and deferred.divide is not None:
+            deferred = DeferredUnscale(multiply=1.0 / deferred.divide)
         grads = [None if grad is None else local(grad) for grad in found]
         if fn is not None:
             grads = self._own(grads)
         lent: list[Tensor | None] = []
         marks: list[Any] = []
         if self.offload:
-            self._unscale_in_place(grads, due)
-            due, marks = _on_host(due), send_down(shadow.ordered, grads, self.lane)
+            self._unscale_in_place(grads, deferred)
+            deferred, marks = _on_host(deferred), send_down(shadow.ordered, grads, self.lane)
             self._keep_sent(grads, marks)
             grads = [
                 slot.host_grad if grad is not None and slot.host_grad is not None else grad
                 for slot, grad in zip(shadow.ordered, grads, strict=True)
             ]
         elif fn is None and self.mode != "sync" and not inline:
-            grads, lent = self._lend(grads, due)
+            grads, lent = self._lend(grads, deferred)
         ready = self.lane.mark(home=True)
-        work = partial(self._work, grads, marks, due, ready, publish_first, stale, fn)
+        work = partial(self._work, grads, marks, deferred, ready, publish_first, stale, fn)
         self._lead = parts * publish_first
         task = Task(work, (1 if fn is not None else parts) + self._lead)
         self._task, self._marks, self._of_user = task, [], fn is not None
@@ -279,7 +291,7 @@ class Engine(Flight, Stepper):
             raise
 
     def _lend(
-        self, grads: Sequence[Tensor | None], due: Due
+        self, grads: Sequence[Tensor | None], deferred: DeferredUnscale
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """What the optimizer thread reads, and which of ``grads`` it so shares: those wait."""
         shares = can_be_lent(grads)
@@ -289,8 +301,8 @@ class Engine(Flight, Stepper):
             grad if grad is None else grad.data if yes else grad.clone()
             for grad, yes in zip(grads, shares, strict=True)
         ]
-        self._unscale_in_place(copied, due)
-        if due.multiply is not None:  # there, which autograd would not see
+        self._unscale_in_place(copied, deferred)
+        if deferred.multiply is not None:  # there, which autograd would not see
             torch.autograd.graph.increment_version(self._unscaled_in_place(lent))
         for slot in self.shadow.ordered if self._guards_backward else ():
             if slot.guard is None and slot.param.requires_grad:
@@ -305,13 +317,13 @@ class Engine(Flight, Stepper):
             for p, grad in zip(self.shadow.params, grads, strict=True)
         ]
 
-    def _unscale_in_place(self, grads: Sequence[Tensor | None], due: Due) -> None:
+    def _unscale_in_place(self, grads: Sequence[Tensor | None], deferred: DeferredUnscale) -> None:
         """What is due, where a copy of ``grads`` is stepped."""
         mine = self._unscaled_in_place(grads)
-        if mine and due.multiply is not None:
-            torch._foreach_mul_(mine, due.multiply)
-        elif mine and due.divide is not None and not self.offload:
-            torch._foreach_div_(mine, due.divide)
+        if mine and deferred.multiply is not None:
+            torch._foreach_mul_(mine, deferred.multiply)
+        elif mine and deferred.divide is not None and not self.offload:
+            torch._foreach_div_(mine, deferred.divide)
 
     def _unscaled_in_place(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
         """All but those, float16 or bfloat16, that are unscaled on their way to a master."""
@@ -461,7 +473,7 @@ class Engine(Flight, Stepper):
         self,
         grads: list[Tensor | None],
         sent: list[Any],
-        due: Due,
+        deferred: DeferredUnscale,
         ready: Any,
         publish_first: bool,
         stale: bool,
@@ -471,7 +483,7 @@ class Engine(Flight, Stepper):
         # What the training thread steps itself is in order on its own stream.
         if task.timing.inline and self.shadow.is_sharded:
             self.lane.keep(grads, at_home=True)  # FSDP2 took them on a stream of its own
-        with nullcontext() if task.timing.inline else self._beside(grads, due, ready):
+        with nullcontext() if task.timing.inline else self._beside(grads, deferred, ready):
             try:
                 for part in self.shadow.parts if publish_first else ():
                     self._publish(part)
@@ -480,9 +492,9 @@ class Engine(Flight, Stepper):
                     # Masters are overwritten from here on; what was sent up has to be there.
                     self.lane.wait_on_host(self._marks[-1] if self._marks else ready)
                 if fn is None:
-                    self._update(grads, sent, due, stale, task)
+                    self._update(grads, sent, deferred, stale, task)
                     return
-                self._run(fn, grads, sent, due)
+                self._run(fn, grads, sent, deferred)
                 for part in [] if stale else self.shadow.parts:
                     self._publish(part)
                 self._done(task)
@@ -491,10 +503,12 @@ class Engine(Flight, Stepper):
                     self._marks.append(self.lane.mark())
 
     @contextmanager
-    def _beside(self, grads: list[Tensor | None], due: Due, ready: Any) -> Iterator[None]:
+    def _beside(
+        self, grads: list[Tensor | None], deferred: DeferredUnscale, ready: Any
+    ) -> Iterator[None]:
         """On the side stream; all memory that is used there stays until it is done."""
         with self.lane.beside(ready):
-            self.lane.keep([*grads, due.multiply, due.divide])
+            self.lane.keep([*grads, deferred.multiply, deferred.divide])
             self.shadow.keep()
             try:
                 yield
@@ -502,20 +516,25 @@ class Engine(Flight, Stepper):
                 self.shadow.keep()
 
     def _update(
-        self, grads: list[Tensor | None], sent: list[Any], due: Due, stale: bool, task: Task
+        self,
+        grads: list[Tensor | None],
+        sent: list[Any],
+        deferred: DeferredUnscale,
+        stale: bool,
+        task: Task,
     ) -> None:
         complete: Any = grads if not sent and all(grad is not None for grad in grads) else None
         small = None if complete is None else self.shadow.small_steps()
-        if small is not None and small.begin(complete, due):
+        if small is not None and small.begin(complete, deferred):
             for number, part in enumerate(self.shadow.parts):
-                small.step(number, complete[part.start : part.end], due)
+                small.step(number, complete[part.start : part.end], deferred)
                 self._done(task)
             return
         for part in self.shadow.parts:
             mine = slice(part.start, part.end)
-            final = self._bring(part, grads[mine], sent[mine], due.multiply)
+            final = self._bring(part, grads[mine], sent[mine], deferred.multiply)
             grads[mine] = [None] * len(final)
-            self.shadow.step_part(part, final, due.divide)
+            self.shadow.step_part(part, final, deferred.divide)
             if not stale:
                 self._publish(part)
             self._done(task)
@@ -548,7 +567,11 @@ class Engine(Flight, Stepper):
             slot.publish(self.lane)
 
     def _run(
-        self, fn: Callable[[], object], grads: list[Tensor | None], sent: list[Any], due: Due
+        self,
+        fn: Callable[[], object],
+        grads: list[Tensor | None],
+        sent: list[Any],
+        deferred: DeferredUnscale,
     ) -> None:
         slots = self.shadow.ordered
         try:
@@ -556,7 +579,7 @@ class Engine(Flight, Stepper):
                 mine = slice(part.start, part.end)
                 for slot, grad in zip(
                     part.slots,
-                    self._bring(part, grads[mine], sent[mine], due.multiply),
+                    self._bring(part, grads[mine], sent[mine], deferred.multiply),
                     strict=True,
                 ):
                     slot.twin.grad = grad
@@ -667,9 +690,9 @@ def _unguard(slots: Iterable[Slot], kept: Iterable[Slot] = ()) -> None:
             slot.guard = None
 
 
-def _on_host(due: Due) -> Due:
+def _on_host(deferred: DeferredUnscale) -> DeferredUnscale:
     """The same numbers on the CPU; waits for the device, which the check has just done."""
-    return Due(
-        None if due.multiply is None else due.multiply.cpu(),
-        None if due.divide is None else due.divide.cpu(),
+    return DeferredUnscale(
+        None if deferred.multiply is None else deferred.multiply.cpu(),
+        None if deferred.divide is None else deferred.divide.cpu(),
     )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..optimizer_step import AdamGroup
-from ..scaling import SMALL, Due
+from ..scaling import SMALL, DeferredUnscale
 from .master_params import Slot
 from .streams import Lane
 
@@ -61,20 +61,20 @@ class SmallSteps:
             for slot in slots
         )
 
-    def begin(self, grads: list[Tensor], due: Due) -> bool:
+    def begin(self, grads: list[Tensor], deferred: DeferredUnscale) -> bool:
         """Take all gradients, unscale them, count the step; False: a size is not right."""
         if list(map(Tensor.numel, grads)) != self._sizes:
             return False
-        if due.multiply is not None:
-            torch._foreach_mul_(grads, due.multiply)  # where ``.grad`` is
+        if deferred.multiply is not None:
+            torch._foreach_mul_(grads, deferred.multiply)  # where ``.grad`` is
         torch._foreach_copy_(self._views, grads)
         for group in self.groups.values():
             group.counts.add_(1)
         return True
 
-    def step(self, part: int, grads: list[Tensor], due: Due) -> None:
+    def step(self, part: int, grads: list[Tensor], deferred: DeferredUnscale) -> None:
         """Update one part; ``grads`` are its gradients."""
         for number, group, views in self._parts[part]:
-            group.update(self._twin.param_groups[number], views, due.divide)
-        if due.divide is not None:  # as the kernel leaves them where it is given them
+            group.update(self._twin.param_groups[number], views, deferred.divide)
+        if deferred.divide is not None:  # as the kernel leaves them where it is given them
             torch._foreach_copy_(grads, self._views[self._starts[part] : self._starts[part + 1]])

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ..devices import refuse_capture
 from ..errors import OrderError, StepError, listed
-from ..scaling import MOST_NAMES, Culprits, Timing, local
+from ..scaling import MOST_NAMES, Culprits, StepTiming, local
 from .master_params import Slot, place_of
 from .pending_parameter import Hold, can_be_held, is_lent
 from .replica import Shadow
@@ -47,7 +47,7 @@ class Flight:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         """Reentrant: a signal handler may look while its thread has it."""
-        self.timing: Timing | None = None
+        self.timing: StepTiming | None = None
         """When the last update handed over ran, and who waited for it."""
         self.unpublished = False
         """Masters are newer than the model (``delayed``)."""

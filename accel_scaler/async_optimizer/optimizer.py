@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ..config import ScalerConfig
 from ..errors import ConfigError, OrderError
 from ..optimizer_step import Boundary, boundary_of
-from ..scaling import Culprits, GradScaler, Timing, parameters_of, whole
+from ..scaling import Culprits, GradScaler, StepTiming, parameters_of, whole
 from ..telemetry import History
 from .async_stepper import Engine
 from .hooks import Fences
@@ -161,7 +161,7 @@ class AsyncOptimizer(Optimizer):
         return History() if self._boundary is None else self._boundary.history
 
     @property
-    def timing(self) -> Timing | None:
+    def timing(self) -> StepTiming | None:
         """When the last update handed over ran, and who waited for it; None: none yet."""
         return self._engine.timing
 
@@ -196,8 +196,8 @@ class AsyncOptimizer(Optimizer):
         if self._boundary is None or scaler is None:
             self._engine.step()
         elif scaler.is_stepping(self):
-            with self._boundary.due_of(self) as due:
-                self._engine.step(due)
+            with self._boundary.deferred_of(self) as deferred:
+                self._engine.step(deferred)
         else:
             self._engine.was_skipped = not self._boundary.step(self)
 
@@ -258,8 +258,8 @@ class AsyncOptimizer(Optimizer):
             self._engine.submit(lambda: fn)
         else:
             # What a clip has left to be done is done where the job finds its gradients.
-            with self._boundary.due_of(self) as due:
-                self._engine.submit(lambda: scaler.bind(fn, self), due)
+            with self._boundary.deferred_of(self) as deferred:
+                self._engine.submit(lambda: scaler.bind(fn, self), deferred)
 
     def synchronize(self) -> None:
         """Wait for the step in hand and publish it: parameters and state are the newest then.

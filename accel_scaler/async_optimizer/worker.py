@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from ..errors import OrderError, StepError
-from ..scaling import WAIT_LIMIT_S, Timing
+from ..scaling import WAIT_LIMIT_S, StepTiming
 
 __all__ = ["Task", "Worker", "default_threads"]
 
@@ -51,7 +51,7 @@ class Task:
         self.finished = False
         """Nothing more will happen: all parts are done, or ``error`` is set."""
         self.error: BaseException | None = None
-        self.timing = Timing()
+        self.timing = StepTiming()
         self.is_known = False
         """Somebody has been told that it failed."""
         self._thread: threading.Thread | None = None

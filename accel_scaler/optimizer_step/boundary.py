@@ -24,15 +24,16 @@ from ..devices import refuse_capture
 from ..errors import OrderError, OverflowStreakError, UnsupportedError
 from ..scaling import (
     LOW_PRECISION,
-    Due,
+    DeferredUnscale,
+    GradNorm,
     GradScaler,
-    LeftScaled,
-    Measure,
-    Norms,
+    NormCheck,
     OptimizerRecord,
     Snapshot,
-    Timing,
+    StepTiming,
+    StillScaled,
     agree_on_overflow,
+    check_norms,
     clip_coefficient,
     first_nonfinite,
     gradients_of,
@@ -46,7 +47,6 @@ from ..scaling import (
     raise_mixed,
     reciprocal,
     reduce_partial_gradients,
-    scaled_norms,
     stepped,
     whole,
 )
@@ -139,8 +139,8 @@ class Boundary:
         for optimizer in filter(self._has_gradients, map(stepped, optimizers)):
             record = self._check(optimizer)
             if not record.found_inf:
-                self._do_due(optimizer, record)
-                self._hand_out([optimizer], [record], ())
+                self._apply_deferred(optimizer, record)
+                self._give_back([optimizer], [record], ())
             found = found or record.found_inf
         return found
 
@@ -171,24 +171,24 @@ class Boundary:
             norm = self._clip_in_one_pass(owners, records, steppers, parameters, max_norm)
             if norm is not None:
                 return norm
-        strays_bad = self._unscale_strays(owners, parameters)
+        unowned_bad = self._unscale_unowned(owners, parameters)
         if any(map(self._is_sharded, owners)):
-            strays_bad = agree_on_overflow(strays_bad, self.device, True)
+            unowned_bad = agree_on_overflow(unowned_bad, self.device, True)
         for owner, record, stepper in zip(owners, records, steppers, strict=True):
             self._check(owner)
             # At once: the next owner may have some of the same gradients.
-            stays = stepper.keeps_scaled or self._divides(stepper, handed_out=True)
-            if record.due and not (record.found_inf or stays):
-                self._do_due(owner, record)
-        if any(record.found_inf for record in records) or strays_bad:
+            stays = stepper.keeps_scaled or self._divides(stepper, returned=True)
+            if record.deferred and not (record.found_inf or stays):
+                self._apply_deferred(owner, record)
+        if any(record.found_inf for record in records) or unowned_bad:
             for record in records:
                 record.verdict = True
             total = torch.full((), float("inf"), device=self.device)
-        elif any(record.due for record in records):
+        elif any(record.deferred for record in records):
             total = self._clip_scaled(owners, records, parameters, max_norm, norm_type)
         else:
             total = self._clip_unscaled(parameters, max_norm, norm_type)
-        self._hand_out(owners, records, parameters)
+        self._give_back(owners, records, parameters)
         return total
 
     def clip_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
@@ -198,7 +198,7 @@ class Boundary:
                 torch.nn.utils.clip_grad_value_(parameters, clip_value)
             return
         owners = self.owners(parameters)
-        self._unscale_strays(owners, parameters)
+        self._unscale_unowned(owners, parameters)
         asked = {id(p): p for p in parameters if p.grad is not None}
         records = []
         for owner in owners:
@@ -209,17 +209,17 @@ class Boundary:
                 for p in chosen:
                     del asked[id(p)]
             elif stepper.keeps_scaled:
-                limit = float(clip_value) / float(record.due.factor)
+                limit = float(clip_value) / float(record.deferred.factor)
                 for p in chosen:
                     grad = asked.pop(id(p)).grad
                     assert grad is not None
                     most = min(limit, torch.finfo(grad.dtype).max)
                     grad.clamp_(-most, most)
-            elif record.due:
-                self._do_due(owner, record)
+            elif record.deferred:
+                self._apply_deferred(owner, record)
         if asked:
             torch.nn.utils.clip_grad_value_(asked.values(), clip_value)
-        self._hand_out(owners, records, parameters)
+        self._give_back(owners, records, parameters)
 
     def _clip_unscaled(
         self, parameters: Sequence[Tensor], max_norm: float, norm_type: float
@@ -232,7 +232,7 @@ class Boundary:
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
         else:
             total = _clip_any(parameters, max_norm, norm_type)
-        self._measured(Measure(parameters, total, each, max_norm, norm_type=norm_type))
+        self._note_clip(GradNorm(parameters, total, each, max_norm, norm_type=norm_type))
         return total
 
     def note_norm(
@@ -241,10 +241,10 @@ class Boundary:
         """Somebody else has clipped: for the record, if there is one. Then it may communicate."""
         if self.recorder.is_asked:
             total, kind = whole(norm), float(norm_type)
-            self._measured(Measure(parameters, total, max_norm=float(max_norm), norm_type=kind))
+            self._note_clip(GradNorm(parameters, total, max_norm=float(max_norm), norm_type=kind))
 
-    def _measured(self, measure: Measure) -> None:
-        self.scaler.window.measures.add(measure)
+    def _note_clip(self, measure: GradNorm) -> None:
+        self.scaler.window.grad_norms.add(measure)
 
     def _clip_scaled(
         self,
@@ -264,20 +264,20 @@ class Boundary:
             chosen = [p for p in own if id(p) in asked]
             asked.difference_update(map(id, chosen))
             if chosen:
-                norms.append(_total_norm(chosen, norm_type) * record.due.factor)
+                norms.append(_total_norm(chosen, norm_type) * record.deferred.factor)
             mine.append((record, chosen, len(chosen) == len(own)))
-        strays = [p for p in parameters if id(p) in asked]
-        if strays:
-            norms.append(_total_norm(strays, norm_type))
-            mine.append((None, strays, False))
+        unowned = [p for p in parameters if id(p) in asked]
+        if unowned:
+            norms.append(_total_norm(unowned, norm_type))
+            mine.append((None, unowned, False))
         total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
         coefficient = clip_coefficient(total, max_norm)
         for maybe, chosen, is_whole in mine:
-            if maybe is not None and is_whole and maybe.due.multiply is not None:
-                maybe.due = Due(multiply=maybe.due.multiply * coefficient)
+            if maybe is not None and is_whole and maybe.deferred.multiply is not None:
+                maybe.deferred = DeferredUnscale(multiply=maybe.deferred.multiply * coefficient)
             elif chosen:
                 torch._foreach_mul_(gradients_of(chosen), coefficient)
-        self._measured(Measure(parameters, total, None, max_norm, norm_type=norm_type))
+        self._note_clip(GradNorm(parameters, total, None, max_norm, norm_type=norm_type))
         return total
 
     def _fits_one_pass(
@@ -318,7 +318,7 @@ class Boundary:
         scale, grads = self._window_scale(), gradients_of(parameters)
         device = grads[0].device
         inv_scale = torch.full((), reciprocal(scale), device=device)
-        norms = scaled_norms(grads, inv_scale, self.recorder.keeps)
+        norms = check_norms(grads, inv_scale, self.recorder.keeps)
         if norms.total is None and not norms.overflowed:
             return None
         for owner, record in zip(owners, records, strict=True):
@@ -326,33 +326,33 @@ class Boundary:
         if norms.total is None:
             return torch.full((), float("inf"), device=device)
         ids = list(map(id, parameters))
-        self._measured(Measure(parameters, norms.host_total, norms.each, max_norm, ids))
+        self._note_clip(GradNorm(parameters, norms.host_total, norms.each, max_norm, ids))
         coefficient = clip_coefficient(norms.total, max_norm)
         product, window = coefficient / scale, self.scaler.window
         for owner, record, stepper in zip(owners, records, steppers, strict=True):
             if stepper.keeps_scaled:
-                record.due = Due(multiply=product)
-            elif self._divides(stepper, handed_out=True):
-                record.due = Due(divide=scale / coefficient)
+                record.deferred = DeferredUnscale(multiply=product)
+            elif self._divides(stepper, returned=True):
+                record.deferred = DeferredUnscale(divide=scale / coefficient)
             else:
                 stepper.multiply(product)
                 window.unscaled.update(map(id, parameters_of(owner)))
-        self._hand_out(owners, records, parameters)
+        self._give_back(owners, records, parameters)
         return norms.total
 
-    def _unscale_strays(self, owners: Sequence[Optimizer], parameters: Sequence[Tensor]) -> bool:
+    def _unscale_unowned(self, owners: Sequence[Optimizer], parameters: Sequence[Tensor]) -> bool:
         """Unscale, once a window, gradients that no optimizer here owns; True: not finite."""
         owned = {id(p) for owner in owners for p in parameters_of(owner)}
-        strays = [p for p in parameters if id(p) not in owned]
+        unowned = [p for p in parameters if id(p) not in owned]
         window = self.scaler.window
-        for p in strays if window.opened_by is not None else ():
-            known = window.strays.get(id(p))
+        for p in unowned if window.opened_by is not None else ():
+            known = window.unowned.get(id(p))
             if known is not None and known[1] is not None and known[1].is_changed:
                 raise_mixed("a parameter that no optimizer here owns")
             if known is None and p.grad is not None and id(p) not in window.unscaled:
                 p.grad.div_(self._window_scale())
-                window.strays[id(p)] = p, None
-        return any(nonfinite(grad) for grad in gradients_of(strays))
+                window.unowned[id(p)] = p, None
+        return any(nonfinite(grad) for grad in gradients_of(unowned))
 
     # The verdict.
 
@@ -394,7 +394,7 @@ class Boundary:
         return record
 
     def _forbid_edits(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
-        if record.handed_out is not None and record.handed_out.is_changed:
+        if record.returned is not None and record.returned.is_changed:
             raise OrderError(
                 f"the gradients of {type(optimizer).__name__} were changed after they were "
                 "clipped, while they still are scaled: they are float16, or fold_unscale leaves "
@@ -404,7 +404,7 @@ class Boundary:
             )
 
     @contextmanager
-    def due_of(self, optimizer: Optimizer) -> Iterator[Due]:
+    def deferred_of(self, optimizer: Optimizer) -> Iterator[DeferredUnscale]:
         """What is left to be done to the gradients, for a caller who steps with it in the block.
 
         Raises:
@@ -413,13 +413,13 @@ class Boundary:
         optimizer = stepped(optimizer)
         record = self.scaler.record_of(optimizer)
         self._forbid_edits(optimizer, record)
-        record.take_back()
+        record.forget_returned()
         try:
-            yield record.due
+            yield record.deferred
         except BaseException:  # it is still to be done
-            self._hand_out([optimizer], [record], ())
+            self._give_back([optimizer], [record], ())
             raise
-        record.due = Due()
+        record.deferred = DeferredUnscale()
 
     def _check(self, optimizer: Optimizer) -> OptimizerRecord:
         """Check, unless somebody did in this window; unscale, or leave that as due."""
@@ -468,12 +468,16 @@ class Boundary:
         ):
             return False
         inv_scale = torch.full((), reciprocal(scale), device=grads[0].device)
-        norms = scaled_norms(grads, inv_scale, self.recorder.keeps)
+        norms = check_norms(grads, inv_scale, self.recorder.keeps)
         self._put_check(optimizer, record, params, norms)
         if norms.total is not None:
-            self._measured(Measure(params, norms.host_total, norms.each))
+            self._note_clip(GradNorm(params, norms.host_total, norms.each))
         divides = self._divides(stepper)
-        record.due = Due(divide=1.0 / inv_scale) if divides else Due(multiply=inv_scale)
+        record.deferred = (
+            DeferredUnscale(divide=1.0 / inv_scale)
+            if divides
+            else DeferredUnscale(multiply=inv_scale)
+        )
         return True
 
     def _put_check(
@@ -481,7 +485,7 @@ class Boundary:
         optimizer: Optimizer,
         record: OptimizerRecord,
         params: Sequence[Tensor],
-        norms: Norms,
+        norms: NormCheck,
     ) -> None:
         """Note what was found where ``GradScaler`` looks for it too."""
         found, device = bool(norms.overflowed), params[0].device
@@ -495,7 +499,7 @@ class Boundary:
         sharded = self._is_sharded(optimizer)
         record.verdict = agree_on_overflow(found or lost, self.device, sharded)
 
-    def _do_due(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
+    def _apply_deferred(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
         """Do in place what is due, because somebody wants to see unscaled gradients.
 
         Raises:
@@ -509,15 +513,15 @@ class Boundary:
                 "clip_grad_norm_ or clip_grad_value_, which know this, or load the model in "
                 "float32. A hook before the step (register_step_pre_hook) sees gradients too."
             )
-        record.take_back()
-        if record.due.multiply is not None:
-            stepper.multiply(record.due.multiply)
-        elif record.due.divide is not None:
-            torch._foreach_div_(gradients_of(parameters_of(optimizer)), record.due.divide)
-        record.due = Due()
+        record.forget_returned()
+        if record.deferred.multiply is not None:
+            stepper.multiply(record.deferred.multiply)
+        elif record.deferred.divide is not None:
+            torch._foreach_div_(gradients_of(parameters_of(optimizer)), record.deferred.divide)
+        record.deferred = DeferredUnscale()
         self.scaler.window.unscaled.update(map(id, parameters_of(optimizer)))
 
-    def _hand_out(
+    def _give_back(
         self,
         owners: Sequence[Optimizer],
         records: Sequence[OptimizerRecord],
@@ -525,15 +529,15 @@ class Boundary:
     ) -> None:
         """The caller is about to have the gradients back: what changes them now is not ours."""
         for owner, record in zip(owners, records, strict=True):
-            record.take_back()
-            if record.due:
-                record.handed_out = Snapshot.with_contents(parameters_of(owner))
-            if record.rescaled is not None:
-                record.rescaled = Snapshot.of(parameters_of(owner))
-        strays = self.scaler.window.strays
-        for p in parameters if strays else ():
-            if id(p) in strays and strays[id(p)][1] is not None:
-                strays[id(p)] = p, Snapshot.of([p])
+            record.forget_returned()
+            if record.deferred:
+                record.returned = Snapshot.with_contents(parameters_of(owner))
+            if record.unscaled_before is not None:
+                record.unscaled_before = Snapshot.of(parameters_of(owner))
+        unowned = self.scaler.window.unowned
+        for p in parameters if unowned else ():
+            if id(p) in unowned and unowned[id(p)][1] is not None:
+                unowned[id(p)] = p, Snapshot.of([p])
 
     def _window_scale(self) -> float:
         before = self.scaler.window.before
@@ -580,9 +584,9 @@ class Boundary:
         record, stepper = self._check(optimizer), stepper_of(optimizer)
         if record.found_inf:
             record.overflowed = record.overflowed or first_nonfinite(optimizer)
-        elif record.due and self._is_seen(stepper):
-            self._do_due(optimizer, record)
-        elif record.due and len(scaler.managed) > 1:
+        elif record.deferred and self._is_seen(stepper):
+            self._apply_deferred(optimizer, record)
+        elif record.deferred and len(scaler.managed) > 1:
             self._note_unscaled(optimizer, stepper)
         self._close(optimizer, record, stepper)
         self.recorder.end_step(start)
@@ -599,7 +603,7 @@ class Boundary:
             return True
         return not (stepper.unscales or stepper.keeps_scaled or self._divides(stepper))
 
-    def _divides(self, stepper: Stepper, handed_out: bool = False) -> bool:
+    def _divides(self, stepper: Stepper, returned: bool = False) -> bool:
         """Unscaling is left to its kernel: no other optimizer here has some of the gradients.
 
         Args:
@@ -607,7 +611,7 @@ class Boundary:
                 them is known for nothing on a CPU alone; elsewhere it costs more than is saved.
         """
         mine, managed = stepper.optimizer, self.scaler.managed
-        if not stepper.divides or (handed_out and parameters_of(mine)[0].device.type != "cpu"):
+        if not stepper.divides or (returned and parameters_of(mine)[0].device.type != "cpu"):
             return False
         if len(managed) <= 1:
             return True
@@ -670,11 +674,11 @@ class Boundary:
             if found_inf:
                 stepper.skip()
                 left = [p for p in parameters_of(optimizer) if id(p) not in window.unscaled]
-                record.left_scaled = LeftScaled(left, self._window_scale())
+                record.still_scaled = StillScaled(left, self._window_scale())
             else:
-                record.take_back()
-                timing = self._apply(stepper, record.due)
-                record.due = Due()
+                record.forget_returned()
+                timing = self._apply(stepper, record.deferred)
+                record.deferred = DeferredUnscale()
         culprits = scaler.culprits
         record.names = culprits.names(record.overflowed, optimizer)
         record.let_go()  # a model may be dropped now
@@ -697,14 +701,14 @@ class Boundary:
             window.record(optimizer).stage = OptState.STEPPED
             scaler.close_window(False)
             self.recorder.before_update(optimizer, window, False)
-            timing = self._apply(stepper_of(optimizer), Due())
-        found = not window.measures.are_finite
+            timing = self._apply(stepper_of(optimizer), DeferredUnscale())
+        found = not window.grad_norms.are_finite
         self.recorder.add(optimizer, window, 1.0, found, (), timing)
 
-    def _apply(self, stepper: Stepper, due: Due) -> Timing | None:
+    def _apply(self, stepper: Stepper, deferred: DeferredUnscale) -> StepTiming | None:
         """Step; returns when that runs, None where nothing was handed over."""
         before = stepper.timing
-        stepper.step(due)
+        stepper.step(deferred)
         return None if stepper.timing is before else stepper.timing
 
     def _step_without_window(self, optimizer: Optimizer) -> None:

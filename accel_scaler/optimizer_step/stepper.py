@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 
-from ..scaling import Due, Timing, gradients_of, parameters_of, stepped
+from ..scaling import DeferredUnscale, StepTiming, gradients_of, parameters_of, stepped
 from .fused_adam import FusedAdam, step_fused
 
 __all__ = [
@@ -31,7 +31,7 @@ class Stepper(ABC):
     """Updates the parameters of one optimizer, perhaps later and on another thread."""
 
     optimizer: Optimizer
-    timing: Timing | None = None
+    timing: StepTiming | None = None
     """Of the last update."""
     fold_unscale = False
     """Unscaling and clipping may be left to the kernel."""
@@ -67,8 +67,8 @@ class Stepper(ABC):
         torch._foreach_mul_(gradients_of(parameters_of(self.optimizer)), factor)
 
     @abstractmethod
-    def step(self, due: Due | None = None) -> None:
-        """Take the gradients, do what is ``due``, update."""
+    def step(self, deferred: DeferredUnscale | None = None) -> None:
+        """Take the gradients, do what is ``deferred``, update."""
 
     def skip(self) -> None:  # noqa: B027
         """A boundary without an update: its gradients overflowed."""
@@ -105,16 +105,16 @@ class InlineStepper(Stepper):
         assert optimizer is not None
         return optimizer
 
-    def step(self, due: Due | None = None) -> None:
-        """One update. ``due`` may only hold what the kernel divides by."""
+    def step(self, deferred: DeferredUnscale | None = None) -> None:
+        """One update. ``deferred`` may only hold what the kernel divides by."""
         optimizer, start = self.optimizer, time.perf_counter()
-        assert due is None or due.multiply is None
+        assert deferred is None or deferred.multiply is None
         if takes_grad_scale(optimizer):
-            divide = None if due is None else due.divide
+            divide = None if deferred is None else deferred.divide
             self._plan = step_fused(optimizer, self._plan, divide)
         else:
             optimizer.step()
-        self.timing = Timing(start, time.perf_counter() - start, finished=True, inline=True)
+        self.timing = StepTiming(start, time.perf_counter() - start, finished=True, inline=True)
 
 
 def takes_grad_scale(optimizer: Optimizer) -> bool:

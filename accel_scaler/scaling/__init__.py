@@ -7,12 +7,13 @@ no file and no step mode; it has the only collectives of the package.
 """
 
 from .collectives import agree_on_overflow, is_sharded, reduce_partial_gradients, whole
-from .deferred_unscale import Due, Timing
+from .deferred_unscale import DeferredUnscale, StepTiming
 from .grad_scaler import GradScaler
 from .gradients import (
     LOW_PRECISION,
     SMALL,
-    Norms,
+    NormCheck,
+    check_norms,
     clip_coefficient,
     count_nonfinite,
     gradients_of,
@@ -25,15 +26,14 @@ from .gradients import (
     parameters_of,
     reciprocal,
     run_on_one_thread,
-    scaled_norms,
 )
-from .norms import Measure, Measures
+from .norms import GradNorm, GradNorms
 from .parameter_names import MOST_NAMES, Culprits, first_nonfinite
 from .window import (
     WAIT_LIMIT_S,
-    LeftScaled,
     OptimizerRecord,
     Snapshot,
+    StillScaled,
     Window,
     raise_mixed,
     stepped,
@@ -45,17 +45,18 @@ __all__ = [
     "SMALL",
     "WAIT_LIMIT_S",
     "Culprits",
-    "Due",
+    "DeferredUnscale",
+    "GradNorm",
+    "GradNorms",
     "GradScaler",
-    "LeftScaled",
-    "Measure",
-    "Measures",
-    "Norms",
+    "NormCheck",
     "OptimizerRecord",
     "Snapshot",
-    "Timing",
+    "StepTiming",
+    "StillScaled",
     "Window",
     "agree_on_overflow",
+    "check_norms",
     "clip_coefficient",
     "count_nonfinite",
     "first_nonfinite",
@@ -72,7 +73,6 @@ __all__ = [
     "reciprocal",
     "reduce_partial_gradients",
     "run_on_one_thread",
-    "scaled_norms",
     "stepped",
     "whole",
 ]

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Due", "Timing"]
+__all__ = ["DeferredUnscale", "StepTiming"]
 
 
 @dataclass(slots=True)
-class Due:
+class DeferredUnscale:
     """What is still to be done to finite gradients before the update. Scalars, float32, shape ().
 
     At most one of the two is set.
@@ -34,7 +34,7 @@ class Due:
 
 
 @dataclass(slots=True)
-class Timing:
+class StepTiming:
     """When one update ran, and who waited for it: host time, seconds of ``perf_counter``."""
 
     start: float = 0.0

@@ -208,7 +208,7 @@ class GradScaler(ThreadedScaler):
         if stepped(optimizer) is not optimizer:
             window.record(optimizer)
             return
-        if record is not None and record.due:
+        if record is not None and record.deferred:
             raise OrderError(
                 f"scaler.step({type(optimizer).__name__}): its gradients, clipped, still are "
                 "scaled, which only the step of the AsyncOptimizer, or of the prepared optimizer, "
@@ -264,7 +264,7 @@ class GradScaler(ThreadedScaler):
             self._managed[id(optimizer)] = weakref.ref(optimizer)
             if self._window.opened_by is None:  # else they may be of the window
                 why = "had gradients before it was given to this scaler, not scaled by it"
-                self._note_leftover(optimizer, parameters_of(optimizer), why)
+                self._mark_carried_over(optimizer, parameters_of(optimizer), why)
 
     def release(self, *optimizers: Optimizer) -> None:
         """No boundary steps these any more."""
@@ -283,7 +283,7 @@ class GradScaler(ThreadedScaler):
             if self._window.closed:
                 before = self._window
                 self._next_window()
-                self._notice_leftovers(before)
+                self._find_carried_over(before)
             if self._window.opened_by is None:
                 self._window.opened_by = threading.get_ident()
             return self._window
@@ -300,7 +300,7 @@ class GradScaler(ThreadedScaler):
         before = self._window
         super()._next_window()
         if not before.closed:  # given up, or ended by hand
-            self._notice_leftovers(before)
+            self._find_carried_over(before)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of ``torch.amp.GradScaler``. No-op if disabled.
@@ -319,14 +319,14 @@ class GradScaler(ThreadedScaler):
             if now != before:
                 why = f"has gradients scaled by {before:g}, and a state with {now:g} was loaded"
                 for optimizer in self.managed:
-                    self._note_leftover(optimizer, parameters_of(optimizer), why)
+                    self._mark_carried_over(optimizer, parameters_of(optimizer), why)
 
-    def _note_leftover(self, optimizer: Optimizer, params: Iterable[Tensor], why: str) -> None:
+    def _mark_carried_over(self, optimizer: Optimizer, params: Iterable[Tensor], why: str) -> None:
         """Gradients that the next window's must not be added to, unless they are zeroed first."""
         if self._enabled and not Snapshot.of(params).is_zero:
-            self._window.record(optimizer).leftover = why
+            self._window.record(optimizer).carried_over = why
 
-    def _notice_leftovers(self, before: Window) -> None:
+    def _find_carried_over(self, before: Window) -> None:
         """Of a window that ended without their optimizer's step (checked where some are left)."""
         managed = self.managed if self._enabled else []
         if not managed:
@@ -340,11 +340,11 @@ class GradScaler(ThreadedScaler):
             record, params = before.known(optimizer), parameters_of(optimizer)
             stage = OptState.READY if record is None else record.stage
             if record is not None and stage is OptState.STEPPED:
-                if record.left_scaled is not None:
-                    record.left_scaled.unscale()
+                if record.still_scaled is not None:
+                    record.still_scaled.unscale()
                 continue
-            if record is not None and record.leftover:
-                why = record.leftover
+            if record is not None and record.carried_over:
+                why = record.carried_over
             elif stage is OptState.UNSCALED or scale != now:
                 how = (
                     "unscaled"
@@ -354,7 +354,7 @@ class GradScaler(ThreadedScaler):
                 why = f"sat out the window before with gradients in it, which are {how}"
             else:
                 continue  # goes on accumulating
-            self._note_leftover(optimizer, params, why)
+            self._mark_carried_over(optimizer, params, why)
 
     def _notice_changes(self, window: Window) -> None:
         """Before another loss is scaled: which gradients of the window are unscaled already?
@@ -370,20 +370,20 @@ class GradScaler(ThreadedScaler):
             record = window.known(optimizer)
             if record is None:
                 continue
-            if record.leftover and Snapshot.of(parameters_of(optimizer)).is_zero:
-                record.leftover = ""
+            if record.carried_over and Snapshot.of(parameters_of(optimizer)).is_zero:
+                record.carried_over = ""
             if record.stage is not OptState.UNSCALED:
                 continue
             params = parameters_of(optimizer)
-            record.rescaled = Snapshot.of(params)
-            kept = not record.rescaled.is_zero
+            record.unscaled_before = Snapshot.of(params)
+            kept = not record.unscaled_before.is_zero
             if not agree_on_overflow(kept, params[0].device, self.sharded or is_sharded(params)):
                 window.forget(optimizer)
-        for key, (p, _) in list(window.strays.items()):
+        for key, (p, _) in list(window.unowned.items()):
             now = Snapshot.of([p])
-            window.strays[key] = p, now
+            window.unowned[key] = p, now
             if now.is_zero:
-                del window.strays[key]
+                del window.unowned[key]
 
     def end_streak(self) -> None:
         """Raise ``OverflowStreakError`` if the run of skips is over its limit."""

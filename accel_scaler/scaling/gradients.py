@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 __all__ = [
     "LOW_PRECISION",
-    "Norms",
+    "NormCheck",
+    "check_norms",
     "clip_coefficient",
     "count_nonfinite",
     "differ",
@@ -35,7 +36,6 @@ __all__ = [
     "parameters_of",
     "reciprocal",
     "run_on_one_thread",
-    "scaled_norms",
     "unscale_in_place",
 ]
 
@@ -64,8 +64,8 @@ MOST_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Norms:
-    """The outcome of :func:`scaled_norms`."""
+class NormCheck:
+    """The outcome of :func:`check_norms`."""
 
     total: Tensor | None
     """Unscaled total norm, float32, shape (); None where no norm could be taken."""
@@ -113,7 +113,7 @@ def reciprocal(scale: float) -> float:
 
 
 @torch.no_grad()
-def scaled_norms(grads: Sequence[Tensor], inv_scale: Tensor, keep: bool = False) -> Norms:
+def check_norms(grads: Sequence[Tensor], inv_scale: Tensor, keep: bool = False) -> NormCheck:
     """Norm of the *unscaled* gradients and the non-finite check, from one read of scaled ones.
 
     With a power-of-two scale the total equals, bit for bit, what
@@ -142,9 +142,9 @@ def scaled_norms(grads: Sequence[Tensor], inv_scale: Tensor, keep: bool = False)
         each = on_host(unscaled, total) if keep else total.reshape(1)
         value = float(each[-1])
         if math.isfinite(value):
-            return Norms(total, (), value, each[:-1] if keep else None)
+            return NormCheck(total, (), value, each[:-1] if keep else None)
         suspects = _not_finite(stacked)
-    return Norms(None, tuple(islice((i for i in suspects if nonfinite(grads[i])), MOST_NAMED)))
+    return NormCheck(None, tuple(islice((i for i in suspects if nonfinite(grads[i])), MOST_NAMED)))
 
 
 def _norms_until_nonfinite(grads: Sequence[Tensor]) -> tuple[Tensor | None, list[int]]:

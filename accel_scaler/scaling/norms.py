@@ -10,11 +10,11 @@ from torch import Tensor
 
 from .gradients import on_host
 
-__all__ = ["Measure", "Measures"]
+__all__ = ["GradNorm", "GradNorms"]
 
 
 @dataclass(slots=True, eq=False)
-class Measure:
+class GradNorm:
     """What one clip, or one check, saw of some gradients."""
 
     parameters: Sequence[Tensor]
@@ -27,7 +27,7 @@ class Measure:
     """Of ``parameters``, where they are known already."""
     norm_type: float = 2.0
     """Of ``total``; ``each`` are 2-norms."""
-    later: list[Measure] = field(default_factory=list)
+    later: list[GradNorm] = field(default_factory=list)
     """Further clips of what this one left."""
 
     def fetch(self) -> None:
@@ -54,16 +54,16 @@ class Measure:
         return own * math.prod(m.coefficient or 0.0 for m in self.later)
 
 
-class Measures:
+class GradNorms:
     """The measures of one window, of disjoint parameters."""
 
     def __init__(self) -> None:
-        self._found: list[Measure] = []
+        self._found: list[GradNorm] = []
 
-    def __iter__(self) -> Iterator[Measure]:
+    def __iter__(self) -> Iterator[GradNorm]:
         return iter(self._found)
 
-    def add(self, new: Measure) -> None:
+    def add(self, new: GradNorm) -> None:
         """Note a measure. What was clipped before keeps the norm that it had then."""
         ids = set(map(id, new.parameters)) if self._found else set()
         for other in list(self._found):

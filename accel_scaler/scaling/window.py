@@ -16,9 +16,9 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.optim import Optimizer
 
 from ..errors import OrderError
-from .deferred_unscale import Due
+from .deferred_unscale import DeferredUnscale
 from .gradients import differ, kept, local, make_own, nonzero, parameters_of, reciprocal
-from .norms import Measures
+from .norms import GradNorms
 from .update_rule import ScaleState
 
 __all__ = ["WAIT_LIMIT_S", "Job", "OptimizerRecord", "Snapshot", "Window", "raise_mixed", "stepped"]
@@ -90,7 +90,7 @@ class Snapshot:
         return [grad for _, grad, _ in self.entries if grad is not None]
 
 
-class LeftScaled:
+class StillScaled:
     """Gradients of an overflow that stay as they were found. Keeps none alive.
 
     Args:
@@ -128,8 +128,8 @@ class OptimizerRecord(dict[str, Any]):
     """
 
     __slots__ = (
-        *("count", "due", "handed_out", "left_scaled", "leftover", "names", "overflowed"),
-        *("rescaled", "verdict"),
+        *("count", "deferred", "returned", "still_scaled", "carried_over", "names", "overflowed"),
+        *("unscaled_before", "verdict"),
     )
 
     def __init__(self) -> None:
@@ -138,15 +138,15 @@ class OptimizerRecord(dict[str, Any]):
         """Whether the window overflowed for this optimizer, on any rank; None: not agreed yet."""
         self.count: int | None = None
         """How many parameters it had when it was unscaled or checked."""
-        self.leftover = ""
+        self.carried_over = ""
         """What is wrong with gradients that it brings from before the window."""
-        self.left_scaled: LeftScaled | None = None
+        self.still_scaled: StillScaled | None = None
         """Of an overflow: gradients that were not unscaled on the way."""
-        self.due = Due()
+        self.deferred = DeferredUnscale()
         """Left for the update to do: the gradients are still scaled, not clipped."""
-        self.handed_out: Snapshot | None = None
+        self.returned: Snapshot | None = None
         """Gradients as they were when their owner saw them with something still due."""
-        self.rescaled: Snapshot | None = None
+        self.unscaled_before: Snapshot | None = None
         """Gradients that were unscaled when another loss was scaled."""
         self.overflowed: Sequence[Tensor] = ()
         self.names: Sequence[str] = ()
@@ -170,8 +170,8 @@ class OptimizerRecord(dict[str, Any]):
 
     def let_go(self) -> None:
         """Keep no parameter and no gradient alive."""
-        self.take_back()
-        self.rescaled = None
+        self.forget_returned()
+        self.unscaled_before = None
         self.overflowed = ()
 
     def forbid_mixture(self, name: str) -> None:
@@ -180,20 +180,20 @@ class OptimizerRecord(dict[str, Any]):
         Args:
             name: the optimizer's.
         """
-        if self.leftover:
+        if self.carried_over:
             raise OrderError(
-                f"{name} {self.leftover}; the present ones were added to them. Step every "
+                f"{name} {self.carried_over}; the present ones were added to them. Step every "
                 "optimizer that has gradients, or zero them before the next backward; now zero "
                 "them to go on."
             )
-        if self.rescaled is not None and self.rescaled.is_changed:
+        if self.unscaled_before is not None and self.unscaled_before.is_changed:
             raise_mixed(name)
 
-    def take_back(self) -> None:
+    def forget_returned(self) -> None:
         """The gradients that were handed out are to be written to."""
-        if self.handed_out is not None:
-            self.handed_out.end()
-        self.handed_out = None
+        if self.returned is not None:
+            self.returned.end()
+        self.returned = None
 
     @property
     def found_inf(self) -> bool:
@@ -222,8 +222,8 @@ class Window:
     """
 
     __slots__ = (
-        *("before", "found_inf", "index", "measures", "opened_by", "scale", "sealed", "states"),
-        *("strays", "unscaled"),
+        *("before", "found_inf", "index", "grad_norms", "opened_by", "scale", "sealed", "states"),
+        *("unowned", "unscaled"),
     )
 
     def __init__(self, index: int = 0) -> None:
@@ -234,12 +234,12 @@ class Window:
         """The window's own scale once it may outlive the scaler's current one."""
         self.states: defaultdict[int, OptimizerRecord] = defaultdict(OptimizerRecord)
         """Under the ``id`` of each optimizer, and of each face of it that was used."""
-        self.strays: dict[int, tuple[Tensor, Snapshot | None]] = {}
+        self.unowned: dict[int, tuple[Tensor, Snapshot | None]] = {}
         """Parameters that no optimizer here owns, under their ``id``, whose gradients were
         unscaled; and the gradients as they were when another loss was scaled after that."""
         self.unscaled: set[int] = set()
         """``id`` of parameters whose gradients a boundary has unscaled in place."""
-        self.measures = Measures()
+        self.grad_norms = GradNorms()
         """Norms that were taken of its gradients."""
         self.before: ScaleState | None = None
         """Set when the boundary has updated the scale: where the update started from."""
@@ -264,18 +264,18 @@ class Window:
 
     def unscaled_among(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Those whose gradients are unscaled already: for another optimizer, or for none."""
-        if not (self.unscaled or self.strays):
+        if not (self.unscaled or self.unowned):
             return []
         return [
             p
             for p in parameters
-            if (id(p) in self.unscaled or id(p) in self.strays) and p.grad is not None
+            if (id(p) in self.unscaled or id(p) in self.unowned) and p.grad is not None
         ]
 
     def let_go(self) -> None:
         """It is over: keep no parameter and no gradient alive."""
-        self.measures = Measures()
-        self.strays.clear()
+        self.grad_norms = GradNorms()
+        self.unowned.clear()
         for record in self.states.values():
             record.let_go()
 
@@ -297,7 +297,7 @@ class Window:
             OptimizerRecord, {key: r for key, r in self.states.items() if r is not gone}
         )
         params = parameters_of(optimizer)
-        self.measures.forget(params)
+        self.grad_norms.forget(params)
         self.unscaled.difference_update(map(id, params))
 
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from ..scaling import Timing
+from ..scaling import StepTiming
 from .name_table import NameTable
 from .record import Record, Span
 from .writer import Journal
@@ -22,7 +22,7 @@ class OpenRecord:
     """A window on record, whose updates may still run."""
 
     record: Record
-    timings: list[Timing] = field(default_factory=list)
+    timings: list[StepTiming] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     underflow: tuple[tuple[int, float, float], ...] = ()
     places: Sequence[int] = ()

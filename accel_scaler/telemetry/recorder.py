@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 from ..config import ScalerConfig
 from ..overflow_finder import OverflowFinder
 from ..scaling import (
+    GradNorms,
     GradScaler,
-    Measures,
-    Timing,
+    StepTiming,
     Window,
     count_nonfinite,
     gradients_of,
@@ -113,7 +113,7 @@ class Recorder:
 
     def before_update(self, optimizer: Optimizer, window: Window, found_inf: bool) -> None:
         """Look at what the update will take away; the check has just waited for the device."""
-        window.measures.fetch()
+        window.grad_norms.fetch()
         self._read_underflow()
         if self.keeps and not found_inf and window.index % self.underflow_interval == 0:
             self._count_underflow(optimizer)
@@ -125,10 +125,10 @@ class Recorder:
         scale: float,
         found_inf: bool,
         overflowed: Iterable[str] = (),
-        timing: Timing | None = None,
+        timing: StepTiming | None = None,
     ) -> None:
         """Put the window, or what one more optimizer did in it, on record."""
-        index, measures = window.index, window.measures
+        index, grad_norms = window.index, window.grad_norms
         if self._open is None or self._open.record.index != index:
             self._close_window()
             before = None
@@ -139,13 +139,13 @@ class Recorder:
             scale=scale,
             next_scale=self.scaler.get_scale(),
             skipped=found_inf and self.scaler.is_enabled(),
-            grad_norm=measures.total,
+            grad_norm=grad_norms.total,
             overflowed=tuple(overflowed),
             found_inf=found_inf,
             growth_tracker=self.scaler._get_growth_tracker(),
             lr=(before.lr if before else ()) + tuple(map(_lr, optimizer.param_groups)),
             time=time.perf_counter() - self._start,
-            **_clip(measures, found_inf),
+            **_clip(grad_norms, found_inf),
             **self._details(optimizer, window, found_inf, before),
         )
         self._open = self._open if before is not None and self._open else OpenRecord(record)
@@ -184,7 +184,7 @@ class Recorder:
             offenders |= {n: c for n, c in zip(numbers, counts, strict=True) if c}
             details["nonfinite"] = tuple(offenders.items())
             details["loss_nonfinite"] = self.scaler.culprits.bad_losses()
-        found = [(m.parameters, m.ids, m.each) for m in window.measures]
+        found = [(m.parameters, m.ids, m.each) for m in window.grad_norms]
         details["norms"] = self._table.place_norms(found, optimizer)
         if not self._table.names:  # nothing was measured, but waits want names
             self._table.numbers_of(parameters_of(optimizer), optimizer)
@@ -253,7 +253,7 @@ class Recorder:
         """Write what is known of the last window now. ``error``: what ends the run."""
         self._read_underflow()
         self._close_window()
-        self.scaler.window.measures.forget()
+        self.scaler.window.grad_norms.forget()
         self._pending.error = error or self._pending.error
         self._pending.drain(everything=True)
 
@@ -267,8 +267,8 @@ class Recorder:
             self.finder.close()
 
 
-def _clip(measures: Measures, found_inf: bool) -> dict[str, Any]:
-    max_norm, coefficient = measures.clip
+def _clip(grad_norms: GradNorms, found_inf: bool) -> dict[str, Any]:
+    max_norm, coefficient = grad_norms.clip
     return {"max_norm": max_norm, "clip_coefficient": None if found_inf else coefficient}
 
 

@@ -15,7 +15,7 @@ from accel_scaler import AsyncOptimizer, GradScaler
 from accel_scaler.async_optimizer.flat_buffers import SmallSteps
 from accel_scaler.async_optimizer.master_params import make_slots
 from accel_scaler.async_optimizer.streams import Lane
-from accel_scaler.scaling.deferred_unscale import Due
+from accel_scaler.scaling.deferred_unscale import DeferredUnscale
 
 SIZES = [(7,), (3, 5), (1,), (33,), (8, 4, 2), (1000,)] * 5
 HOST = Lane(torch.device("cpu"))
@@ -40,10 +40,10 @@ def train(quick: bool, monkeypatch: pytest.MonkeyPatch, missing: bool, clip: flo
     used = 0
     begin = SmallSteps.begin
 
-    def counting(self: SmallSteps, grads: list[Tensor], due: Due) -> bool:
+    def counting(self: SmallSteps, grads: list[Tensor], deferred: DeferredUnscale) -> bool:
         nonlocal used
         used += 1
-        return begin(self, grads, due)
+        return begin(self, grads, deferred)
 
     with monkeypatch.context() as patch, AsyncOptimizer(inner, scaler=scaler) as optimizer:
         patch.setattr(SmallSteps, "begin", counting)
@@ -94,7 +94,7 @@ def test_a_gradient_of_another_size_is_not_taken() -> None:
         assert small is not None
         grads = [torch.ones_like(p) for p in shadow.params]
         steps = [float(inner.state[p]["step"]) for p in params]
-        assert small.begin([*grads[:-1], grads[-1][:1]], Due()) is False
+        assert small.begin([*grads[:-1], grads[-1][:1]], DeferredUnscale()) is False
         assert [float(inner.state[p]["step"]) for p in params] == steps
 
 

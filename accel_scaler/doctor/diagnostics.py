@@ -8,19 +8,15 @@ know nothing of Accelerate: no argument or file shows one, so it is never report
 
 from __future__ import annotations
 
-import os
-import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from packaging.version import Version
 
 from ..errors import ConfigError
-from ..telemetry import LONGEST_START
-from ..telemetry.writer import _forbid_foreign
+from ..telemetry import check_path
 from .environment import Survey
 
 __all__ = ["LOWEST", "Hazard", "hazards", "mended", "telemetry_trouble"]
@@ -322,36 +318,9 @@ def _is_watching(name: str) -> bool:
 
 
 def telemetry_trouble(path: str) -> str | None:
-    """Why a telemetry file cannot be appended to; None: nothing is known against it.
-
-    Opens nothing for writing, so what only a write shows (a full disk, root in /proc) is not seen.
-    """
-    target = Path(path.replace("{rank}", "0"))
+    """Why a telemetry file cannot be appended to; None: nothing is known against it."""
     try:
-        mode = target.stat().st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        return _folder_trouble(target.absolute().parent)
-    except OSError as error:
-        return error.strerror or str(error)
-    if stat.S_ISDIR(mode):
-        return "it is a directory"
-    if not os.access(target, os.W_OK):
-        return "it may not be written"
-    if stat.S_ISREG(mode) and os.access(target, os.R_OK):
-        with open(target, "rb") as file:
-            first = file.readline(LONGEST_START)
-        try:
-            if first:
-                _forbid_foreign(path, first)
-        except ConfigError as error:
-            return str(error).split("appended to: ")[-1].split(". Choose")[0]
+        check_path(path.replace("{rank}", "0"))
+    except ConfigError as error:
+        return str(error).split("appended to: ")[-1].split(". Choose")[0]
     return None
-
-
-def _folder_trouble(folder: Path) -> str | None:
-    """Of the nearest directory there is: those below it are made."""
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    if not folder.is_dir():
-        return f"{str(folder)!r} is not a directory"
-    return None if os.access(folder, os.W_OK | os.X_OK) else f"{str(folder)!r} may not be written"

@@ -7,6 +7,6 @@ observes: no number of the training depends on it. It does not know who reads th
 
 from .record import History, Record, Span
 from .recorder import Recorder, make_recorder
-from .writer import LONGEST_START
+from .writer import check_path
 
-__all__ = ["LONGEST_START", "History", "Record", "Recorder", "Span", "make_recorder"]
+__all__ = ["History", "Record", "Recorder", "Span", "check_path", "make_recorder"]

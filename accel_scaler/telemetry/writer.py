@@ -31,7 +31,7 @@ from typing import Any
 from ..errors import ConfigError
 from .record import Record
 
-__all__ = ["FORMAT", "Journal"]
+__all__ = ["FORMAT", "Journal", "check_path"]
 
 logger = logging.getLogger("accel_scaler")
 
@@ -228,6 +228,23 @@ class _Writer:
 def _close(fd: int, pid: int) -> None:
     if pid == os.getpid():
         os.close(fd)
+
+
+def check_path(path: str) -> None:
+    """Look, without making or writing anything, whether ``path`` can be appended to.
+
+    Raises:
+        ConfigError: as :class:`Journal`; what only a write shows (a full disk) is not seen.
+    """
+    folder = os.path.dirname(os.path.abspath(path))
+    while not os.path.exists(folder):  # those below it are made
+        folder = os.path.dirname(folder)
+    if not os.path.isdir(folder):
+        raise ConfigError(_complaint(path, f"{folder!r} is not a directory"))
+    if os.path.exists(path):
+        _open_check(path)
+    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise ConfigError(_complaint(path, "it may not be written"))
 
 
 def _open_check(path: str) -> bool:

@@ -79,10 +79,6 @@ NOT_YET = {
     ("doctor/command", "takes launch/launcher: _read_by_accelerate"): _PARTS,
     ("doctor/command", "takes launch/launcher: _refuse_other_scalers"): _PARTS,
     ("doctor/command", "takes launch/launcher: _without_section"): _PARTS,
-    ("doctor/diagnostics", "takes telemetry/writer: _forbid_foreign"): (
-        "the check of a file that is not ours: to be public, in the writer"
-    ),
-    ("doctor/diagnostics", "looks into telemetry/writer"): "the same",
 }
 """What still breaks a rule, as :func:`broken` says it, and why. It may only shrink."""
 

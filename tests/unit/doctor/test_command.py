@@ -335,7 +335,7 @@ def test_old_versions_are_named_and_the_lowest_are_those_of_the_package(
 @pytest.mark.parametrize(
     "path",
     ["run.jsonl", "new/below/run.jsonl", "run{rank}.jsonl", "ours.jsonl", "cut.jsonl", "empty",
-     ".", "file/run.jsonl", "file/below/run.jsonl", "file", "newer.jsonl", "x" * 300],
+     ".", "file/run.jsonl", "file/below/run.jsonl", "file", "newer.jsonl"],
 )  # fmt: skip
 def test_telemetry_trouble_is_what_the_journal_would_refuse(quiet: Path, path: str) -> None:
     Path("file").write_text("not telemetry\n")

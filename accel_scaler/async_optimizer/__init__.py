@@ -7,17 +7,17 @@ communicates; the folder knows no Accelerate and no Trainer.
 """
 
 from .async_stepper import refuse_sharing
-from .hooks import Fences
-from .optimizer import AsyncOptimizer, make_engine, threads_of
+from .hooks import SyncHooks
+from .optimizer import AsyncOptimizer, make_stepper, threads_of
 from .replica import refuse_spread, refuse_unsteppable
 from .worker import Worker, default_threads
 
 __all__ = [
     "AsyncOptimizer",
-    "Fences",
+    "SyncHooks",
     "Worker",
     "default_threads",
-    "make_engine",
+    "make_stepper",
     "refuse_sharing",
     "refuse_spread",
     "refuse_unsteppable",

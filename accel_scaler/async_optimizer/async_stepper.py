@@ -35,27 +35,33 @@ from ..scaling import (
     parameters_of,
     reduce_partial_gradients,
 )
-from .grad_handoff import can_be_lent, forbid_sparse, is_part, send_down
+from .grad_handoff import can_hold_gradients, forbid_sparse, is_part, send_down
 from .inflight_step import Flight
-from .master_params import Slot
-from .pending_parameter import Loan, any_pending, lend, settle_gradients, settle_pending
-from .replica import Part, Shadow
-from .streams import Lane, Marks
+from .master_params import ParameterPair
+from .pending_parameter import (
+    GradientHold,
+    any_pending,
+    hold_gradients,
+    settle_gradients,
+    settle_pending,
+)
+from .replica import Part, Replica
+from .streams import PartEvents, SideStreams
 from .worker import Task, Worker
 
-__all__ = ["Engine", "refuse_sharing"]
+__all__ = ["AsyncStepper", "refuse_sharing"]
 
-_engines: list[weakref.ref[Engine]] = []
+_steppers: list[weakref.ref[AsyncStepper]] = []
 """Those that step an optimizer."""
 
 _sizes: list[int] = []
 """The lengths of all their groups when shared parameters were last looked for."""
 
-_deref: Callable[[weakref.ref[Engine]], Engine | None] = weakref.ref.__call__
+_deref: Callable[[weakref.ref[AsyncStepper]], AsyncStepper | None] = weakref.ref.__call__
 _groups_of, _params_of = attrgetter("optimizer.param_groups"), itemgetter("params")
 
 
-class Engine(Flight, Stepper):
+class AsyncStepper(Flight, Stepper):
     """Steps for ``optimizer``. Every method is the training thread's, except where said.
 
     Args:
@@ -63,7 +69,7 @@ class Engine(Flight, Stepper):
         offload: state and float32 masters in host memory.
         device: where the model's parameters are.
         delay_warmup_steps: so many first steps of ``delayed`` are not stale.
-        worker: the optimizer thread, perhaps shared with other engines.
+        worker: the optimizer thread, perhaps shared with other steppers.
         culprits: names parameters in errors.
         guards_backward: no scaled loss tells of a backward, so a hook on each parameter does.
     """
@@ -90,10 +96,10 @@ class Engine(Flight, Stepper):
         self.optimizer, self.mode, self.offload, self.worker = optimizer, mode, offload, worker
         self.delay_warmup_steps = delay_warmup_steps
         self.culprits = culprits or Culprits(None)
-        self.lane = Lane(device)
-        self.shadow = Shadow(
+        self.streams = SideStreams(device)
+        self.replica = Replica(
             optimizer,
-            self.lane,
+            self.streams,
             offload=offload,
             masters=mode == "delayed",
             inline=mode == "sync" and not offload,
@@ -108,15 +114,15 @@ class Engine(Flight, Stepper):
         self._newer: list[Tensor] = []
         """Parameters of which a newer value waits to be published."""
         register(self)
-        _engines.append(weakref.ref(self))
+        _steppers.append(weakref.ref(self))
         _find_shared()
 
     @property
     def keeps_scaled(self) -> bool:
         """Some parameters are float16, or bfloat16 with masters: their gradients stay scaled."""
-        if not self.shadow.slots:
+        if not self.replica.pairs:
             self.refresh()
-        return self.shadow.has_rounded or self.shadow.rounds_now()
+        return self.replica.has_rounded or self.replica.rounds_now()
 
     @property
     def defers_unscale(self) -> bool:
@@ -131,7 +137,7 @@ class Engine(Flight, Stepper):
     def settle_gradients(self) -> None:
         """Wait until no step reads ``.grad``. Any thread."""
         if self.mode != "sync":
-            settle_gradients(self.shadow.params)
+            settle_gradients(self.replica.params)
 
     def refresh(self) -> None:
         """Take over what was changed from outside: groups, parameters, their values."""
@@ -140,24 +146,24 @@ class Engine(Flight, Stepper):
         if any_pending():
             settle_pending(parameters_of(self.optimizer))  # of another optimizer's step
         # Masters made in an evaluation are stepped outside of it.
-        with self.lock, torch.inference_mode(False), self.lane.as_at_home():
+        with self.lock, torch.inference_mode(False), self.streams.as_at_home():
             if self._task is not None:
                 return  # of the thread that trains, which has asked for itself
-            before, slots = self.shadow.params, self.shadow.slots
-            if not self.shadow.is_current():
+            before, pairs = self.replica.params, self.replica.pairs
+            if not self.replica.is_current():
                 refuse_sharing([(self.optimizer, self.mode)])
-                self.shadow.follow()
+                self.replica.follow()
                 _find_shared()
-                self._learning = self.mode != "sync" and self.shadow.splittable
+                self._learning = self.mode != "sync" and self.replica.splittable
                 self._follow_order(before)
-                _unguard(slots, kept=self.shadow.slots)
+                _unguard(pairs, kept=self.replica.pairs)
                 if self.unpublished:
-                    self.keep_newer(slots)
+                    self.keep_newer(pairs)
             if self._versions:
                 self._follow_edits()
 
     def _follow_edits(self) -> None:
-        params, slots = self.shadow.params, self.shadow.ordered
+        params, pairs = self.replica.params, self.replica.ordered
         edited = [i for i, p in enumerate(params) if p._version != self._versions[i]]
         if edited and self.unpublished:
             names = self._names([params[i] for i in edited])
@@ -168,7 +174,7 @@ class Engine(Flight, Stepper):
                 "optimizer.synchronize() before changing parameters."
             )
         for i in edited:
-            slots[i].refresh()
+            pairs[i].refresh()
 
     def step(self, deferred: DeferredUnscale | None = None) -> None:
         """Take the gradients and update, at once or on the optimizer thread.
@@ -180,16 +186,16 @@ class Engine(Flight, Stepper):
             UnsupportedError: sparse gradients with offload, or a graph is being captured; nothing
                 was taken.
         """
-        if self.lane.copies_beside:
+        if self.streams.copies_beside:
             refuse_capture("optimizer.step()")
         self.claim()
         self.was_skipped = False
         self._run_hooks("pre")
         self._finish_for_boundary()
         self.settle_gradients()
-        if self.shadow.is_sharded:
-            reduce_partial_gradients(self.shadow.params)
-        grads = [p.grad for p in self.shadow.params]
+        if self.replica.is_sharded:
+            reduce_partial_gradients(self.replica.params)
+        grads = [p.grad for p in self.replica.params]
         if any(grad is not None for grad in grads):
             with Undivided(), self.lock:
                 self._hand_over(grads, deferred or DeferredUnscale(), None)
@@ -203,14 +209,16 @@ class Engine(Flight, Stepper):
 
         ``prepare`` returns it, once the step before is finished. What is ``deferred`` comes first.
         """
-        if self.lane.copies_beside:
+        if self.streams.copies_beside:
             refuse_capture("submit()")
         self.claim()
         self._finish_for_boundary()
         self.settle_gradients()
         fn = prepare()
         with Undivided(), self.lock:
-            self._hand_over([p.grad for p in self.shadow.params], deferred or DeferredUnscale(), fn)
+            self._hand_over(
+                [p.grad for p in self.replica.params], deferred or DeferredUnscale(), fn
+            )
 
     def skip(self) -> None:
         """A boundary without an update; ``delayed`` publishes the one before all the same."""
@@ -234,52 +242,54 @@ class Engine(Flight, Stepper):
         deferred: DeferredUnscale,
         fn: Callable[[], object] | None,
     ) -> None:
-        shadow = self.shadow
-        if shadow.has_masters:
-            forbid_sparse(shadow.ordered, found, self._names)
-        stays = shadow.prepare(found, submitted=fn is not None)
-        shadow.forget_loaded()
+        replica = self.replica
+        if replica.has_masters:
+            forbid_sparse(replica.ordered, found, self._names)
+        stays = replica.prepare(found, submitted=fn is not None)
+        replica.forget_loaded()
         stale = self.mode == "delayed" and self.steps >= self.delay_warmup_steps
         publish_first = self.unpublished
-        parts = len(shadow.parts)
+        parts = len(replica.parts)
         inline = fn is None and (stays or (self.mode == "sync" and not self.offload))
         if fn is not None and deferred.divide is not None:
             deferred = DeferredUnscale(multiply=1.0 / deferred.divide)
         grads = [None if grad is None else local(grad) for grad in found]
         if fn is not None:
             grads = self._own(grads)
-        lent: list[Tensor | None] = []
-        marks: list[Any] = []
+        held: list[Tensor | None] = []
+        events: list[Any] = []
         if self.offload:
             self._unscale_in_place(grads, deferred)
-            deferred, marks = _on_host(deferred), send_down(shadow.ordered, grads, self.lane)
-            self._keep_sent(grads, marks)
+            deferred, events = _on_host(deferred), send_down(replica.ordered, grads, self.streams)
+            self._keep_sent(grads, events)
             grads = [
-                slot.host_grad if grad is not None and slot.host_grad is not None else grad
-                for slot, grad in zip(shadow.ordered, grads, strict=True)
+                pair.host_grad if grad is not None and pair.host_grad is not None else grad
+                for pair, grad in zip(replica.ordered, grads, strict=True)
             ]
         elif fn is None and self.mode != "sync" and not inline:
-            grads, lent = self._lend(grads, deferred)
-        ready = self.lane.mark(home=True)
-        work = partial(self._work, grads, marks, deferred, ready, publish_first, stale, fn)
+            grads, held = self._hold_gradients(grads, deferred)
+        ready = self.streams.record(home=True)
+        work = partial(self._work, grads, events, deferred, ready, publish_first, stale, fn)
         self._lead = parts * publish_first
         task = Task(work, (1 if fn is not None else parts) + self._lead)
-        self._task, self._marks, self._of_user = task, [], fn is not None
+        self._task, self._events, self._of_user = task, [], fn is not None
         if fn is not None:
-            for p in shadow.params:
+            for p in replica.params:
                 if id(p) not in self._shared:
                     p.grad = None
         order = self.order_of_parts()
-        for number, part in enumerate(shadow.parts, self._lead + 1) if lent else ():
-            mine = [grad for grad in lent[part.start : part.end] if grad is not None]
-            lend(mine, Loan(self.wait_for(task, self._marks, number), order, number))
+        for number, part in enumerate(replica.parts, self._lead + 1) if held else ():
+            mine = [grad for grad in held[part.start : part.end] if grad is not None]
+            hold_gradients(
+                mine, GradientHold(self.wait_for(task, self._events, number), order, number)
+            )
         # Not what stays as it is: another branch's backward may still need it.
         stepped = [fn is not None or grad is not None for grad in found]
-        written = compress(shadow.params, () if stale else stepped)
+        written = compress(replica.params, () if stale else stepped)
         torch.autograd.graph.increment_version([*(self._newer if publish_first else ()), *written])
-        self._newer = list(compress(shadow.params, stepped)) if stale else []
-        if shadow.has_masters:
-            self._versions = [p._version for p in shadow.params]
+        self._newer = list(compress(replica.params, stepped)) if stale else []
+        if replica.has_masters:
+            self._versions = [p._version for p in replica.params]
         self.timing = task.timing
         self.steps += 1
         self.unpublished = stale
@@ -290,12 +300,12 @@ class Engine(Flight, Stepper):
             task.abandon(error)
             raise
 
-    def _lend(
+    def _hold_gradients(
         self, grads: Sequence[Tensor | None], deferred: DeferredUnscale
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """What the optimizer thread reads, and which of ``grads`` it so shares: those wait."""
-        shares = can_be_lent(grads)
-        lent = [grad if yes else None for grad, yes in zip(grads, shares, strict=True)]
+        shares = can_hold_gradients(grads)
+        held = [grad if yes else None for grad, yes in zip(grads, shares, strict=True)]
         copied = [None if yes else grad for grad, yes in zip(grads, shares, strict=True)]
         taken = [
             grad if grad is None else grad.data if yes else grad.clone()
@@ -303,18 +313,18 @@ class Engine(Flight, Stepper):
         ]
         self._unscale_in_place(copied, deferred)
         if deferred.multiply is not None:  # there, which autograd would not see
-            torch.autograd.graph.increment_version(self._unscaled_in_place(lent))
-        for slot in self.shadow.ordered if self._guards_backward else ():
-            if slot.guard is None and slot.param.requires_grad:
-                param: Any = slot.param
-                slot.guard = param.register_hook(partial(_before_adding, weakref.ref(param)))
-        return taken, lent
+            torch.autograd.graph.increment_version(self._unscaled_in_place(held))
+        for pair in self.replica.ordered if self._guards_backward else ():
+            if pair.guard is None and pair.param.requires_grad:
+                param: Any = pair.param
+                pair.guard = param.register_hook(partial(_before_adding, weakref.ref(param)))
+        return taken, held
 
     def _own(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Those that a function is given, for good: what others write to, or need, is copied."""
         return [
             grad.clone() if grad is not None and (is_part(grad) or id(p) in self._shared) else grad
-            for p, grad in zip(self.shadow.params, grads, strict=True)
+            for p, grad in zip(self.replica.params, grads, strict=True)
         ]
 
     def _unscale_in_place(self, grads: Sequence[Tensor | None], deferred: DeferredUnscale) -> None:
@@ -329,21 +339,26 @@ class Engine(Flight, Stepper):
         """All but those, float16 or bfloat16, that are unscaled on their way to a master."""
         return [
             grad
-            for slot, grad in zip(self.shadow.ordered, grads, strict=True)
-            if grad is not None and not _goes_to_master(slot, grad)
+            for pair, grad in zip(self.replica.ordered, grads, strict=True)
+            if grad is not None and not _goes_to_master(pair, grad)
         ]
 
-    def _keep_sent(self, grads: Sequence[Tensor | None], marks: Sequence[Any]) -> None:
+    def _keep_sent(self, grads: Sequence[Tensor | None], events: Sequence[Any]) -> None:
         """Nobody writes to them before their copies have arrived."""
-        if self.mode == "sync" or not self.lane.copies_beside:
+        if self.mode == "sync" or not self.streams.copies_beside:
             return
-        for grad, mark, shares in zip(grads, marks, can_be_lent(grads), strict=True):
-            if grad is None or mark is None:
+        for grad, event, shares in zip(grads, events, can_hold_gradients(grads), strict=True):
+            if grad is None or event is None:
                 continue
             if shares:
-                lend([grad], Loan(partial(self.lane.follow, mark), Marks(self.lane, [mark])))
+                hold_gradients(
+                    [grad],
+                    GradientHold(
+                        partial(self.streams.follow, event), PartEvents(self.streams, [event])
+                    ),
+                )
             else:
-                self.lane.follow(mark)
+                self.streams.follow(event)
 
     def _launch(self, task: Task, inline: bool, publish_first: bool, whole: bool) -> None:
         if inline:
@@ -376,7 +391,7 @@ class Engine(Flight, Stepper):
             OrderError: in ``delayed`` another thread trains, beneath which the model would change.
         """
         self.finish(everywhere=True)
-        self.lane.follow_last(on_host=True)  # what was finished on one stream alone
+        self.streams.follow_last(on_host=True)  # what was finished on one stream alone
         if self.unpublished and not self.is_trained_here:
             raise OrderError(
                 "step_mode='delayed': a newer value waits to be published, and this thread "
@@ -402,16 +417,16 @@ class Engine(Flight, Stepper):
         with self.lock, torch.inference_mode(False):
             if self.unpublished and self._task is None:
                 # Readers on other streams are in order before the next step, which this is not.
-                self.lane.wait_for_all()
+                self.streams.wait_for_all()
                 self._follow_edits()
                 with torch.no_grad():
-                    for slot in self.shadow.slots:
-                        slot.publish(self.lane)
-                self.lane.wait_on_host(self.lane.mark())
+                    for pair in self.replica.pairs:
+                        pair.publish(self.streams)
+                self.streams.wait_on_host(self.streams.record())
                 self.unpublished = False
                 torch.autograd.graph.increment_version(self._newer)
                 self._newer = []
-                self._versions = [p._version for p in self.shadow.params]
+                self._versions = [p._version for p in self.replica.params]
 
     def synchronize_memory(self, tensors: Iterable[Tensor]) -> None:
         """:meth:`synchronize`, where any of ``tensors`` shares a parameter's memory."""
@@ -419,7 +434,7 @@ class Engine(Flight, Stepper):
             return
         held = [local(t) for t in tensors]
         asked = {t.untyped_storage().data_ptr() for t in held if t.layout is torch.strided}
-        mine = (slot.target.untyped_storage().data_ptr() for slot in self.shadow.slots)
+        mine = (pair.target.untyped_storage().data_ptr() for pair in self.replica.pairs)
         if not asked.isdisjoint(mine):
             self.synchronize()
 
@@ -428,10 +443,10 @@ class Engine(Flight, Stepper):
 
         An entry ``master`` holds where it rounds to the model's present parameter.
         """
-        shadow = self.shadow
-        with torch.inference_mode(False), self.lane.as_at_home():
-            if shadow.masters or self.keeps_scaled:
-                if not shadow.is_current():
+        replica = self.replica
+        with torch.inference_mode(False), self.streams.as_at_home():
+            if replica.masters or self.keeps_scaled:
+                if not replica.is_current():
                     self.refresh()
                 entries = {k: v for k, v in state_dict["state"].items() if isinstance(v, dict)}
                 masters = {k: v.get(master) for k, v in entries.items()}
@@ -439,7 +454,7 @@ class Engine(Flight, Stepper):
                     **state_dict["state"],
                     **{k: {n: t for n, t in v.items() if n != master} for k, v in entries.items()},
                 }
-                shadow.load_state({**state_dict, "state": rest}, masters)
+                replica.load_state({**state_dict, "state": rest}, masters)
         counts = [
             entry["step"]
             for entry in state_dict["state"].values()
@@ -457,9 +472,9 @@ class Engine(Flight, Stepper):
             self.settle_gradients()
         finally:
             self._release()
-            _unguard(self.shadow.slots)
+            _unguard(self.replica.pairs)
             unregister(self.optimizer)
-            _engines[:] = [ref for ref in _engines if ref() is not self]
+            _steppers[:] = [ref for ref in _steppers if ref() is not self]
             _find_shared()
             state = self.optimizer.state
             for p in [p for p, entry in state.items() if isinstance(p, Tensor) and not entry]:
@@ -481,39 +496,39 @@ class Engine(Flight, Stepper):
         task: Task,
     ) -> None:
         # What the training thread steps itself is in order on its own stream.
-        if task.timing.inline and self.shadow.is_sharded:
-            self.lane.keep(grads, at_home=True)  # FSDP2 took them on a stream of its own
+        if task.timing.inline and self.replica.is_sharded:
+            self.streams.keep(grads, at_home=True)  # FSDP2 took them on a stream of its own
         with nullcontext() if task.timing.inline else self._beside(grads, deferred, ready):
             try:
-                for part in self.shadow.parts if publish_first else ():
+                for part in self.replica.parts if publish_first else ():
                     self._publish(part)
                     self._done(task)
                 if self.offload:
                     # Masters are overwritten from here on; what was sent up has to be there.
-                    self.lane.wait_on_host(self._marks[-1] if self._marks else ready)
+                    self.streams.wait_on_host(self._events[-1] if self._events else ready)
                 if fn is None:
                     self._update(grads, sent, deferred, stale, task)
                     return
                 self._run(fn, grads, sent, deferred)
-                for part in [] if stale else self.shadow.parts:
+                for part in [] if stale else self.replica.parts:
                     self._publish(part)
                 self._done(task)
             finally:
                 if task.done < task.parts:  # a part has failed, perhaps after its first kernels
-                    self._marks.append(self.lane.mark())
+                    self._events.append(self.streams.record())
 
     @contextmanager
     def _beside(
         self, grads: list[Tensor | None], deferred: DeferredUnscale, ready: Any
     ) -> Iterator[None]:
         """On the side stream; all memory that is used there stays until it is done."""
-        with self.lane.beside(ready):
-            self.lane.keep([*grads, deferred.multiply, deferred.divide])
-            self.shadow.keep()
+        with self.streams.beside(ready):
+            self.streams.keep([*grads, deferred.multiply, deferred.divide])
+            self.replica.keep()
             try:
                 yield
             finally:
-                self.shadow.keep()
+                self.replica.keep()
 
     def _update(
         self,
@@ -524,36 +539,36 @@ class Engine(Flight, Stepper):
         task: Task,
     ) -> None:
         complete: Any = grads if not sent and all(grad is not None for grad in grads) else None
-        small = None if complete is None else self.shadow.small_steps()
+        small = None if complete is None else self.replica.small_steps()
         if small is not None and small.begin(complete, deferred):
-            for number, part in enumerate(self.shadow.parts):
+            for number, part in enumerate(self.replica.parts):
                 small.step(number, complete[part.start : part.end], deferred)
                 self._done(task)
             return
-        for part in self.shadow.parts:
+        for part in self.replica.parts:
             mine = slice(part.start, part.end)
             final = self._bring(part, grads[mine], sent[mine], deferred.multiply)
             grads[mine] = [None] * len(final)
-            self.shadow.step_part(part, final, deferred.divide)
+            self.replica.step_part(part, final, deferred.divide)
             if not stale:
                 self._publish(part)
             self._done(task)
 
     def _done(self, task: Task) -> None:
-        self._marks.append(self.lane.mark())
+        self._events.append(self.streams.record())
         task.advance()
 
     def _bring(
         self, part: Part, grads: list[Tensor | None], sent: list[Any], multiply: Tensor | None
     ) -> list[Tensor | None]:
         """Gradients as the part is stepped with, float32 for masters, times ``multiply``."""
-        for mark in sent:
-            self.lane.wait_on_host(mark)
+        for event in sent:
+            self.streams.wait_on_host(event)
         brought: list[Tensor | None] = []
         scaled: list[Tensor] = []
-        for slot, grad in zip(part.slots, grads, strict=True):
+        for pair, grad in zip(part.pairs, grads, strict=True):
             if grad is not None:
-                rounded = _goes_to_master(slot, grad)
+                rounded = _goes_to_master(pair, grad)
                 grad = grad.float() if rounded else grad
                 if rounded or not self.offload:  # there it was unscaled before it was sent
                     scaled.append(grad)
@@ -563,8 +578,8 @@ class Engine(Flight, Stepper):
         return brought
 
     def _publish(self, part: Part) -> None:
-        for slot in part.slots if self.shadow.has_masters else ():
-            slot.publish(self.lane)
+        for pair in part.pairs if self.replica.has_masters else ():
+            pair.publish(self.streams)
 
     def _run(
         self,
@@ -573,21 +588,21 @@ class Engine(Flight, Stepper):
         sent: list[Any],
         deferred: DeferredUnscale,
     ) -> None:
-        slots = self.shadow.ordered
+        pairs = self.replica.ordered
         try:
-            for part in self.shadow.parts:
+            for part in self.replica.parts:
                 mine = slice(part.start, part.end)
-                for slot, grad in zip(
-                    part.slots,
+                for pair, grad in zip(
+                    part.pairs,
                     self._bring(part, grads[mine], sent[mine], deferred.multiply),
                     strict=True,
                 ):
-                    slot.twin.grad = grad
-            with self.shadow.surroundings.around():
+                    pair.stepped.grad = grad
+            with self.replica.thread_context.around():
                 fn()
         finally:
-            for slot in slots:
-                slot.twin.grad = None
+            for pair in pairs:
+                pair.stepped.grad = None
 
     def _run_hooks(self, when: str) -> None:
         """The optimizer's own and the global step hooks, on the training thread, as torch does.
@@ -611,29 +626,29 @@ class Engine(Flight, Stepper):
         self.culprits.know(model)
 
 
-def _present() -> list[Engine]:
-    return list(filter(None, map(_deref, _engines)))
+def _present() -> list[AsyncStepper]:
+    return list(filter(None, map(_deref, _steppers)))
 
 
 def _sizes_now() -> list[int]:
-    """Each step of each engine looks at all, so nothing here is a call of Python's."""
-    groups = chain.from_iterable(map(_groups_of, filter(None, map(_deref, _engines))))
+    """Each step of each stepper looks at all, so nothing here is a call of Python's."""
+    groups = chain.from_iterable(map(_groups_of, filter(None, map(_deref, _steppers))))
     return list(map(len, map(_params_of, groups)))
 
 
 def _find_shared() -> None:
-    """Tell every engine which of its parameters others step, too."""
+    """Tell every stepper which of its parameters others step, too."""
     for attempt in (1, 2):
-        _engines[:] = [ref for ref in _engines if ref() is not None]
+        _steppers[:] = [ref for ref in _steppers if ref() is not None]
         _sizes[:] = _sizes_now()
-        engines = _present()
-        held = [set(map(id, parameters_of(engine.optimizer))) for engine in engines]
+        steppers = _present()
+        held = [set(map(id, parameters_of(stepper.optimizer))) for stepper in steppers]
         counts = Counter(chain.from_iterable(held))
-        for engine, own in zip(engines, held, strict=True):
-            engine._shared = frozenset(i for i in own if counts[i] > 1)
-        if attempt == 2 or not any(engine._shared for engine in engines):
+        for stepper, own in zip(steppers, held, strict=True):
+            stepper._shared = frozenset(i for i in own if counts[i] > 1)
+        if attempt == 2 or not any(stepper._shared for stepper in steppers):
             return
-        del engine, engines
+        del stepper, steppers
         gc.collect()  # an optimizer that nobody has any more steps nothing
 
 
@@ -671,8 +686,8 @@ def _sharing(wanted: Sequence[tuple[Optimizer, str]]) -> str | None:
     return None
 
 
-def _goes_to_master(slot: Slot, grad: Tensor) -> bool:
-    return slot.is_master and grad.dtype in LOW_PRECISION
+def _goes_to_master(pair: ParameterPair, grad: Tensor) -> bool:
+    return pair.is_master and grad.dtype in LOW_PRECISION
 
 
 def _before_adding(ref: weakref.ref[Tensor], _: Tensor) -> None:
@@ -682,12 +697,12 @@ def _before_adding(ref: weakref.ref[Tensor], _: Tensor) -> None:
         settle_gradients([p])
 
 
-def _unguard(slots: Iterable[Slot], kept: Iterable[Slot] = ()) -> None:
+def _unguard(pairs: Iterable[ParameterPair], kept: Iterable[ParameterPair] = ()) -> None:
     staying = set(map(id, kept))
-    for slot in slots:
-        if slot.guard is not None and id(slot) not in staying:
-            slot.guard.remove()
-            slot.guard = None
+    for pair in pairs:
+        if pair.guard is not None and id(pair) not in staying:
+            pair.guard.remove()
+            pair.guard = None
 
 
 def _on_host(deferred: DeferredUnscale) -> DeferredUnscale:

@@ -17,31 +17,33 @@ from torch import Tensor
 
 from ..optimizer_step import AdamGroup
 from ..scaling import SMALL, DeferredUnscale
-from .master_params import Slot
-from .streams import Lane
+from .master_params import ParameterPair
+from .streams import SideStreams
 
 __all__ = ["SmallSteps"]
 
 
 class SmallSteps:
-    """For the twin of a fused ``Adam`` or ``AdamW``. The optimizer thread's.
+    """For the copy of a fused ``Adam`` or ``AdamW``. The optimizer thread's.
 
     Args:
-        slots: in the order of the parts; all have state.
-        ends: for each part, how many of ``slots`` are stepped once it is done.
+        pairs: in the order of the parts; all have state.
+        ends: for each part, how many of ``pairs`` are stepped once it is done.
     """
 
-    def __init__(self, twin: Any, slots: Sequence[Slot], ends: Sequence[int], lane: Lane) -> None:
-        self._twin = twin
-        self._views = lane.host_like([slot.twin.detach() for slot in slots])
+    def __init__(
+        self, copy: Any, pairs: Sequence[ParameterPair], ends: Sequence[int], streams: SideStreams
+    ) -> None:
+        self._copy = copy
+        self._views = streams.host_like([pair.stepped.detach() for pair in pairs])
         self._sizes = list(map(Tensor.numel, self._views))
         self._starts = [0, *ends]
         self.groups: dict[int, AdamGroup] = {}
         self._parts: list[list[tuple[int, AdamGroup, list[Tensor]]]] = [[] for _ in ends]
-        for number in sorted({slot.group for slot in slots}):
-            mine = [i for i, slot in enumerate(slots) if slot.group == number]
-            params = [slots[i].twin for i in mine]
-            group = AdamGroup(twin, {**twin.param_groups[number], "params": params})
+        for number in sorted({pair.group for pair in pairs}):
+            mine = [i for i, pair in enumerate(pairs) if pair.group == number]
+            params = [pairs[i].stepped for i in mine]
+            group = AdamGroup(copy, {**copy.param_groups[number], "params": params})
             self.groups[number] = group
             for part, (a, b) in zip(self._parts, pairwise(self._starts), strict=True):
                 places = [place for place, i in enumerate(mine) if a <= i < b]
@@ -50,15 +52,15 @@ class SmallSteps:
                     part.append((number, group.subset(places), views))
 
     @staticmethod
-    def suits(slots: Sequence[Slot], lane: Lane) -> bool:
+    def suits(pairs: Sequence[ParameterPair], streams: SideStreams) -> bool:
         """Small, dense parameters in host memory that are stepped in place."""
-        return lane.is_host and all(
-            slot.twin.device.type == "cpu"  # not so where a device shares the host's memory
-            and not slot.is_master
-            and 0 < slot.twin.numel() <= SMALL
-            and slot.twin.layout is torch.strided
-            and torch._debug_has_internal_overlap(slot.twin) == 0
-            for slot in slots
+        return streams.is_host and all(
+            pair.stepped.device.type == "cpu"  # not so where a device shares the host's memory
+            and not pair.is_master
+            and 0 < pair.stepped.numel() <= SMALL
+            and pair.stepped.layout is torch.strided
+            and torch._debug_has_internal_overlap(pair.stepped) == 0
+            for pair in pairs
         )
 
     def begin(self, grads: list[Tensor], deferred: DeferredUnscale) -> bool:
@@ -75,6 +77,6 @@ class SmallSteps:
     def step(self, part: int, grads: list[Tensor], deferred: DeferredUnscale) -> None:
         """Update one part; ``grads`` are its gradients."""
         for number, group, views in self._parts[part]:
-            group.update(self._twin.param_groups[number], views, deferred.divide)
+            group.update(self._copy.param_groups[number], views, deferred.divide)
         if deferred.divide is not None:  # as the kernel leaves them where it is given them
             torch._foreach_copy_(grads, self._views[self._starts[part] : self._starts[part + 1]])

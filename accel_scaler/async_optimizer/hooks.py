@@ -19,21 +19,21 @@ from torch.optim import Optimizer
 from ..errors import UnsupportedError
 from ..overflow_finder import inert
 from ..scaling import parameters_of
-from .async_stepper import Engine
-from .master_params import Slot
-from .streams import Lane
+from .async_stepper import AsyncStepper
+from .master_params import ParameterPair
+from .streams import SideStreams
 
-__all__ = ["Fences"]
+__all__ = ["SyncHooks"]
 
 MASTER = "master"
 """Key of a float32 master in a parameter's state entry, where the parameter itself is rounded."""
 
 
-class Fences:
-    """The hooks of one engine."""
+class SyncHooks:
+    """The hooks of one stepper."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = weakref.ref(engine)
+    def __init__(self, stepper: AsyncStepper) -> None:
+        self._stepper = weakref.ref(stepper)
         self._handles: list[Any] = []
         self._models: weakref.WeakSet[Module] = weakref.WeakSet()
         """Those that hold some of the optimizer's parameters, as of ``_ids``."""
@@ -47,7 +47,7 @@ class Fences:
         """Those of them that wait for the whole model, if it cannot be waited for in pieces."""
         self._compiled: list[tuple[weakref.ref[Module], Any, Any]] = []
         self._loading: Any = None
-        optimizer = engine.optimizer
+        optimizer = stepper.optimizer
         self._handles += [
             optimizer.register_state_dict_pre_hook(self._before_saving),
             optimizer.register_state_dict_post_hook(self._after_saving),
@@ -56,25 +56,25 @@ class Fences:
         ]
 
     def close(self) -> None:
-        """Finish the engine's step, remove every hook, leave the optimizer as torch has it.
+        """Finish the stepper's step, remove every hook, leave the optimizer as torch has it.
 
         Raises:
             StepError: the step in hand failed; everything is removed all the same.
         """
-        engine = self._engine()
+        stepper = self._stepper()
         try:
-            if engine is not None:
-                engine.close()
-                self._give_state_back(engine)
+            if stepper is not None:
+                stepper.close()
+                self._give_state_back(stepper)
         finally:
             self._remove()
 
-    def _give_state_back(self, engine: Engine) -> None:
+    def _give_state_back(self, stepper: AsyncStepper) -> None:
         """State that lives with masters goes to the parameters' device and dtype."""
-        optimizer = engine.optimizer
-        if not engine.shadow.slots:
+        optimizer = stepper.optimizer
+        if not stepper.replica.pairs:
             return  # nothing was ever stepped or loaded; asked for state it would begin now
-        if not (engine.shadow.masters or engine.keeps_scaled):
+        if not (stepper.replica.masters or stepper.keeps_scaled):
             return
         saved = optimizer.state_dict()
         state: dict[Any, Any] = {}
@@ -99,27 +99,27 @@ class Fences:
     # On the optimizer.
 
     def _before_saving(self, optimizer: Optimizer) -> None:
-        engine = self._engine()
-        if engine is not None:
-            engine.synchronize()
-            engine.refresh()  # a model that was loaded after its masters
+        stepper = self._stepper()
+        if stepper is not None:
+            stepper.synchronize()
+            stepper.refresh()  # a model that was loaded after its masters
 
     def _after_saving(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        engine = self._engine()
-        if engine is None:
+        stepper = self._stepper()
+        if stepper is None:
             return state_dict
-        slots = {id(slot.param): slot for slot in engine.shadow.slots}
+        pairs = {id(pair.param): pair for pair in stepper.replica.pairs}
         packed = zip(state_dict["param_groups"], optimizer.param_groups, strict=True)
         state: dict[Any, Any] = dict(state_dict["state"])
         for saved, group in packed:
             for index, p in zip(saved["params"], group["params"], strict=True):
-                slot, entry = slots.get(id(p)), state.get(index)
-                if slot is None:
+                pair, entry = pairs.get(id(p)), state.get(index)
+                if pair is None:
                     continue
                 if entry:
-                    entry = {key: _export(slot, value) for key, value in list(entry.items())}
-                if slot.is_rounded and (engine.steps or slot.loaded is not None):
-                    entry = {**(entry or {}), MASTER: _export(slot, slot.twin.data)}
+                    entry = {key: _export(pair, value) for key, value in list(entry.items())}
+                if pair.is_rounded and (stepper.steps or pair.loaded is not None):
+                    entry = {**(entry or {}), MASTER: _export(pair, pair.stepped.data)}
                 if entry:
                     state[index] = entry
                 else:
@@ -127,24 +127,24 @@ class Fences:
         return {**state_dict, "state": state}
 
     def _before_loading(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        engine = self._engine()
-        if engine is None:
+        stepper = self._stepper()
+        if stepper is None:
             return state_dict
-        engine.forgive()
-        engine.synchronize()
-        engine.refresh()
+        stepper.forgive()
+        stepper.synchronize()
+        stepper.refresh()
         self._loading = state_dict
         # torch casts to the parameter's dtype and device, which is not where state lives here.
         return (
             {**state_dict, "state": {}}
-            if engine.shadow.masters or engine.keeps_scaled
+            if stepper.replica.masters or stepper.keeps_scaled
             else state_dict
         )
 
     def _after_loading(self, optimizer: Optimizer) -> None:
-        engine, loaded, self._loading = self._engine(), self._loading, None
-        if engine is not None and loaded is not None:
-            engine.load(loaded, MASTER)
+        stepper, loaded, self._loading = self._stepper(), self._loading, None
+        if stepper is not None and loaded is not None:
+            stepper.load(loaded, MASTER)
 
     # On models.
 
@@ -154,12 +154,12 @@ class Fences:
         Raises:
             UnsupportedError: a model whose reads cannot be seen where they would have to be.
         """
-        engine = self._engine()
-        if engine is None:
+        stepper = self._stepper()
+        if stepper is None:
             return
-        if not engine.shadow.slots:
-            engine.refresh()  # an accelerator's, before its first step
-        ids = list(map(id, parameters_of(engine.optimizer)))
+        if not stepper.replica.pairs:
+            stepper.refresh()  # an accelerator's, before its first step
+        ids = list(map(id, parameters_of(stepper.optimizer)))
         if ids != self._ids:
             self._ids = ids
             self._models, self._others = weakref.WeakSet(), weakref.WeakSet()
@@ -170,12 +170,12 @@ class Fences:
             if mine.isdisjoint(map(id, Module.parameters(model))):
                 self._others.add(model)
                 continue
-            self._watch(model, engine, mine)
-            engine.know(model)
+            self._watch(model, stepper, mine)
+            stepper.know(model)
             self._models.add(model)
-        self._watch_compiled(engine)
+        self._watch_compiled(stepper)
 
-    def _watch(self, model: Module, engine: Engine, mine: set[int]) -> None:
+    def _watch(self, model: Module, stepper: AsyncStepper, mine: set[int]) -> None:
         """All of its hooks, or none."""
         scripted = [
             name
@@ -183,7 +183,7 @@ class Fences:
             if isinstance(module, torch.jit.ScriptModule)
             and not mine.isdisjoint(map(id, module.parameters()))
         ]
-        if scripted and engine.mode == "delayed":
+        if scripted and stepper.mode == "delayed":
             raise UnsupportedError(
                 f"step_mode='delayed': {scripted[0] or type(model).__name__!r} is a ScriptModule; "
                 "it takes no hooks, so what reads it alone would get parameters that are one step "
@@ -195,7 +195,7 @@ class Fences:
             for module in model.modules():
                 if module not in self._modules and not isinstance(module, torch.jit.ScriptModule):
                     seen.append(module)
-                    self._hook(module, engine, handles)
+                    self._hook(module, stepper, handles)
             for root in _roots(model):
                 if root not in self._roots and not isinstance(root, torch.jit.ScriptModule):
                     self._hook_root(root, handles)
@@ -207,25 +207,25 @@ class Fences:
         self._modules.update(seen)
         self._roots.update(_roots(model))
         if scripted:
-            engine.waits_at_step = True
+            stepper.waits_at_step = True
         if isinstance(model, torch.nn.DataParallel) or any(map(_is_fsdp2, model.modules())):
-            engine.waits_at_root = True  # their reads of parameters cannot be seen
+            stepper.waits_at_root = True  # their reads of parameters cannot be seen
 
-    def _hook(self, module: Any, engine: Engine, handles: list[Any]) -> None:
-        ref = self._engine
+    def _hook(self, module: Any, stepper: AsyncStepper, handles: list[Any]) -> None:
+        ref = self._stepper
         if next(Module.parameters(module, recurse=False), None) is not None:
             handles.append(module.register_state_dict_pre_hook(_Synchronize(ref)))
             handles.append(module.register_load_state_dict_pre_hook(_Synchronize(ref)))
         if _is_fsdp2(module):
             handles.append(module.register_forward_pre_hook(_BeforeGather(ref), prepend=True))
-        elif engine.mode == "delayed":
+        elif stepper.mode == "delayed":
             hook = _BeforeInnerForward(ref, weakref.ref(self))
             handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
     def _hook_root(self, root: Module, handles: list[Any]) -> None:
         # A sharded one waits before each gather; asked for here, since the hook may be traced.
         hook = _BeforeEvaluation if _is_fsdp2(root) else _BeforeForward
-        handles.append(root.register_forward_pre_hook(hook(self._engine), prepend=True))
+        handles.append(root.register_forward_pre_hook(hook(self._stepper), prepend=True))
 
     def is_called_by_watched(self) -> bool:
         """Whether the caller, a hook, runs inside the forward of a module that has hooks too."""
@@ -241,106 +241,106 @@ class Fences:
             frame = frame.f_back
         return False
 
-    def _watch_compiled(self, engine: Engine) -> None:
+    def _watch_compiled(self, stepper: AsyncStepper) -> None:
         """Compiled code checks the class of its parameters: its forward waits for all first."""
         for model in list(self._models):
             for module in model.modules():
                 if _is_compiled(module):
-                    engine.waits_at_root = True
+                    stepper.waits_at_root = True
                     if module not in self._roots:
                         self._roots.add(module)
                         self._hook_root(module, self._handles)
                 own = module._compiled_call_impl
                 if own is None or any(own is wrapper for _, _, wrapper in self._compiled):
                     continue
-                engine.waits_at_root = True
-                wrapper = _WaitFirst(self._engine, own)
+                stepper.waits_at_root = True
+                wrapper = _WaitFirst(self._stepper, own)
                 module._compiled_call_impl = wrapper
                 self._compiled.append((weakref.ref(module), own, wrapper))
 
 
 class _Hook:
-    """On a module. Knows the engine weakly, and compiled code does not know it."""
+    """On a module. Knows the stepper weakly, and compiled code does not know it."""
 
-    def __init__(self, engine: weakref.ref[Engine]) -> None:
-        self._engine, self._lane = engine, _lane_of(engine)
+    def __init__(self, stepper: weakref.ref[AsyncStepper]) -> None:
+        self._stepper, self._streams = stepper, _streams_of(stepper)
 
     def __reduce__(self) -> Any:
         # The module is copied or pickled, its layers after its hooks.
-        engine = self._engine()
-        if engine is not None:
-            engine.synchronize()
+        stepper = self._stepper()
+        if stepper is not None:
+            stepper.synchronize()
         return inert()
 
-    def find(self) -> Engine | None:
-        """The engine; None when it is gone, or while a compiler traces.
+    def find(self) -> AsyncStepper | None:
+        """The stepper; None when it is gone, or while a compiler traces.
 
         Traced to nothing, a hook does not break the graph of a compiled model.
         """
         if torch.compiler.is_compiling():
             return None
-        engine = self._engine()
-        if engine is None:
-            self._lane.follow_last()  # its optimizer was dropped with an update on its way
-        return engine
+        stepper = self._stepper()
+        if stepper is None:
+            self._streams.follow_last()  # its optimizer was dropped with an update on its way
+        return stepper
 
 
-def _lane_of(ref: weakref.ref[Engine]) -> Lane:
-    engine = ref()
-    assert engine is not None
-    return engine.lane
+def _streams_of(ref: weakref.ref[AsyncStepper]) -> SideStreams:
+    stepper = ref()
+    assert stepper is not None
+    return stepper.streams
 
 
 class _Synchronize(_Hook):
     """Before a state dict is made or loaded."""
 
     def __call__(self, *_: Any) -> None:
-        engine = self.find()
-        if engine is not None:
-            engine.synchronize()
+        stepper = self.find()
+        if stepper is not None:
+            stepper.synchronize()
 
 
 class _BeforeForward(_Hook):
     """Of a whole model, or of something compiled in it."""
 
     def __call__(self, module: Module, _: Any) -> None:
-        engine = self.find()
-        if engine is None:
+        stepper = self.find()
+        if stepper is None:
             return
         if _is_evaluated(module):
-            engine.synchronize()  # an evaluation sees the newest parameters
+            stepper.synchronize()  # an evaluation sees the newest parameters
             return
-        engine.claim_if_gone()
-        if engine.waits_at_root:
-            engine.finish_model()
+        stepper.claim_if_gone()
+        if stepper.waits_at_root:
+            stepper.finish_model()
 
 
 class _BeforeEvaluation(_Hook):
     """Of a whole model that waits elsewhere."""
 
     def __call__(self, module: Module, _: Any) -> None:
-        engine = self.find()
-        if engine is not None and _is_evaluated(module):
-            engine.synchronize()
+        stepper = self.find()
+        if stepper is not None and _is_evaluated(module):
+            stepper.synchronize()
 
 
 class _BeforeInnerForward(_Hook):
     """Of any module, in ``delayed``: it may be evaluated alone."""
 
-    def __init__(self, engine: weakref.ref[Engine], fences: weakref.ref[Fences]) -> None:
-        super().__init__(engine)
-        self._fences = fences
+    def __init__(self, stepper: weakref.ref[AsyncStepper], hooks: weakref.ref[SyncHooks]) -> None:
+        super().__init__(stepper)
+        self._hooks = hooks
 
     def __call__(self, module: Module, _: Any) -> None:
-        engine = self.find()
-        if engine is None or not engine.unpublished or not _is_evaluated(module):
+        stepper = self.find()
+        if stepper is None or not stepper.unpublished or not _is_evaluated(module):
             return
         if getattr(module, "_is_replica", False):
             return  # DataParallel's, on a thread of its own: what it replicates was asked for
-        fences = self._fences()
+        hooks = self._hooks()
         # A frozen layer in the midst of a training forward is no evaluation.
-        if fences is not None and not fences.is_called_by_watched():
-            engine.synchronize()
+        if hooks is not None and not hooks.is_called_by_watched():
+            stepper.synchronize()
 
 
 def _is_evaluated(module: Module) -> bool:
@@ -363,17 +363,17 @@ _CALL = Module._call_impl.__code__
 class _WaitFirst:
     """A compiled call that waits for the optimizer thread before it starts."""
 
-    def __init__(self, engine: weakref.ref[Engine], call: Any) -> None:
-        self._engine, self._lane, self._call = engine, _lane_of(engine), call
+    def __init__(self, stepper: weakref.ref[AsyncStepper], call: Any) -> None:
+        self._stepper, self._streams, self._call = stepper, _streams_of(stepper), call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        engine = self._engine()
-        if engine is None:
-            self._lane.follow_last()
+        stepper = self._stepper()
+        if stepper is None:
+            self._streams.follow_last()
         else:
             if not torch.is_grad_enabled():
-                engine.synchronize()
-            engine.finish_model()
+                stepper.synchronize()
+            stepper.finish_model()
         return self._call(*args, **kwargs)
 
 
@@ -381,18 +381,18 @@ class _BeforeGather(_Hook):
     """Before FSDP2 gathers a group's parameters: wait for their updates."""
 
     def __call__(self, module: Module, _: Any) -> None:
-        engine = self._engine()
-        if engine is None:
-            self._lane.follow_last(on_host=True)
+        stepper = self._stepper()
+        if stepper is None:
+            self._streams.follow_last(on_host=True)
             return
         group: Any = module  # FSDP2 does not say in public what it gathers, and what ahead of time
         state = group._get_fsdp_state()
         together = getattr(state, "_modules", None)  # fully_shard([a, b]) gathers both at a
         if together is None or getattr(state, "_states_to_forward_prefetch", True):
-            engine.finish_model()
+            stepper.finish_model()
         else:
-            engine.settle_parts(p for each in together for p in _own_parameters(each))
-        engine.wait_for_device()  # it gathers on streams that wait for ours at the root only
+            stepper.settle_parts(p for each in together for p in _own_parameters(each))
+        stepper.wait_for_device()  # it gathers on streams that wait for ours at the root only
 
 
 def _is_fsdp2(module: Module) -> bool:
@@ -417,11 +417,11 @@ def _roots(model: Module) -> list[Module]:
     return found
 
 
-def _export(slot: Slot, value: Any) -> Any:
+def _export(pair: ParameterPair, value: Any) -> Any:
     """As torch writes it: a shard of a sharded parameter is a DTensor."""
-    p: Any = slot.param
+    p: Any = pair.param
     if not (
-        hasattr(p, "to_local") and isinstance(value, Tensor) and value.shape == slot.target.shape
+        hasattr(p, "to_local") and isinstance(value, Tensor) and value.shape == pair.target.shape
     ):
         return value
     from torch.distributed.tensor import DTensor

@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 from ..devices import refuse_capture
 from ..errors import OrderError, StepError, listed
 from ..scaling import MOST_NAMES, Culprits, StepTiming, local
-from .master_params import Slot, place_of
-from .pending_parameter import Hold, can_be_held, is_lent
-from .replica import Shadow
-from .streams import Lane, Marks
+from .master_params import ParameterPair, place_of
+from .pending_parameter import ParameterHold, can_hold_parameters, is_held
+from .replica import Replica
+from .streams import PartEvents, SideStreams
 from .worker import Task
 
 __all__ = ["Flight"]
@@ -32,7 +32,7 @@ MOST_WAITS = 128
 
 
 class Flight:
-    """The part of :class:`.async_stepper.Engine` that waits for the optimizer thread.
+    """The part of :class:`.async_stepper.AsyncStepper` that waits for the optimizer thread.
 
     Any thread may wait. ``lock`` guards what a wait leaves behind; nobody waits for a task under
     it that another thread has handed over.
@@ -40,8 +40,8 @@ class Flight:
 
     optimizer: Optimizer
     steps: int
-    shadow: Shadow
-    lane: Lane
+    replica: Replica
+    streams: SideStreams
     culprits: Culprits
 
     def __init__(self) -> None:
@@ -60,8 +60,8 @@ class Flight:
         """Parts of the task in hand that only publish what the step before computed."""
         self._of_user = False
         """The task in hand is a function given to ``submit``."""
-        self._hold: Hold | None = None
-        self._marks: list[Any] = []
+        self._hold: ParameterHold | None = None
+        self._events: list[Any] = []
         """Where on the device each part done ends; one more after a failure."""
         self._followed: Any = None
         self._versions: list[int] = []
@@ -86,32 +86,34 @@ class Flight:
         return trainer is threading.current_thread() or not trainer.is_alive()
 
     def hold_parameters(self, task: Task, whole: bool) -> None:
-        shadow = self.shadow
-        if self.waits_at_root or self.waits_at_step or not can_be_held(shadow.params):
+        replica = self.replica
+        if self.waits_at_root or self.waits_at_step or not can_hold_parameters(replica.params):
             return
-        ends, part_of = shadow.ends, shadow.part_of
+        ends, part_of = replica.ends, replica.part_of
         if whole:
-            ends, part_of = [len(shadow.params)], dict.fromkeys(part_of, 1)
+            ends, part_of = [len(replica.params)], dict.fromkeys(part_of, 1)
         # Of this task: a reader on another thread may come back when the next one is in hand.
-        wait = partial(self._await_part, task, self._marks)
-        self._hold = Hold(shadow.params, ends, part_of, wait, self._learning, self.order_of_parts())
+        wait = partial(self._await_part, task, self._events)
+        self._hold = ParameterHold(
+            replica.params, ends, part_of, wait, self._learning, self.order_of_parts()
+        )
 
-    def order_of_parts(self) -> Marks | None:
+    def order_of_parts(self) -> PartEvents | None:
         """Of the step in hand, as the device does them; None where the host does."""
-        return Marks(self.lane, self._marks) if self.lane.copies_beside else None
+        return PartEvents(self.streams, self._events) if self.streams.copies_beside else None
 
     def _await(self, parts: int, where: str) -> None:
         """Wait for a part of the step in hand, if any; the device waits too."""
-        task, marks = self._task, self._marks
+        task, events = self._task, self._events
         if task is not None:
-            self._await_part(task, marks, parts, where)
+            self._await_part(task, events, parts, where)
 
     def _await_part(
-        self, task: Task, marks: list[Any], parts: int, where: str | None = None
+        self, task: Task, events: list[Any], parts: int, where: str | None = None
     ) -> int:
         """On whatever thread uses a parameter: wait for its part; the device waits too."""
         # Where a compiled model meets this line dynamo breaks its graph, once; not further down.
-        if self.lane.copies_beside:
+        if self.streams.copies_beside:
             refuse_capture(where or "a parameter whose update is due")
         start = time.perf_counter()
         is_due = not (task.finished or task.done >= parts)
@@ -122,44 +124,44 @@ class Flight:
             _note_wait(task, start, where or (seen[-1] if seen else "forward"))
         if not ok:
             self._finish(task, "forward")
-        self._follow(marks[parts - 1 : parts])
+        self._follow(events[parts - 1 : parts])
         # Later parts are enqueued perhaps, but the device has not been told to wait for them.
-        return parts if self.lane.copies_beside else task.done
+        return parts if self.streams.copies_beside else task.done
 
-    def wait_for(self, task: Task, marks: list[Any], parts: int) -> Callable[[], object]:
-        """What waits for parts of ``task`` whoever keeps it, without keeping this engine."""
-        ref, lane = weakref.ref(self), self.lane
+    def wait_for(self, task: Task, events: list[Any], parts: int) -> Callable[[], object]:
+        """What waits for parts of ``task`` whoever keeps it, without keeping this stepper."""
+        ref, streams = weakref.ref(self), self.streams
 
         def wait() -> None:
             flight = ref()
             if flight is not None:
-                flight._await_part(task, marks, parts, "gradient")
+                flight._await_part(task, events, parts, "gradient")
                 return
             if not task.wait(parts):
                 raise StepError(
                     "a gradient was used that was lost with its step, which failed on the "
                     f"optimizer thread ({type(task.error).__name__}: {task.error})."
                 ) from task.error
-            for mark in marks[parts - 1 : parts]:
-                lane.follow(mark)
+            for event in events[parts - 1 : parts]:
+                streams.follow(event)
 
         return wait
 
     def drop_lost(self) -> None:
         """Gradients of a step that failed are gone: ``.grad`` is None."""
-        for p in self.shadow.params:
-            if is_lent(p.grad):
+        for p in self.replica.params:
+            if is_held(p.grad):
                 p.grad = None
 
-    def _follow(self, marks: Sequence[Any]) -> None:
-        """What this thread enqueues from here on comes after ``marks`` (one at most)."""
-        for mark in marks:
-            self.lane.follow(mark)
-            self._followed = mark
+    def _follow(self, events: Sequence[Any]) -> None:
+        """What this thread enqueues from here on comes after ``events`` (one at most)."""
+        for event in events:
+            self.streams.follow(event)
+            self._followed = event
 
     def wait_for_device(self) -> None:
         """Block until what was waited for is there, whatever stream is going to read it."""
-        self.lane.wait_on_host(self._followed)
+        self.streams.wait_on_host(self._followed)
 
     def wait(self, where: str) -> bool:
         """Wait until the step in hand, if any, is over. False: it failed; :meth:`finish` says how.
@@ -200,21 +202,21 @@ class Flight:
             self._finish(task, where, everywhere)
 
     def _finish(self, task: Task, where: str, everywhere: bool = False) -> None:
-        if self.lane.copies_beside:
+        if self.streams.copies_beside:
             refuse_capture(where)
         ok = self._wait(task, where)
         if everywhere:
-            self.lane.follow_last(on_host=True)
+            self.streams.follow_last(on_host=True)
         failure: StepError | None = None
         lost: list[str] = []
         with self.lock:
             if self._task is task:
-                self._follow(self._marks[-1:])
+                self._follow(self._events[-1:])
                 failure = None if ok else self._failure_of(task)
                 self._release(learn=ok)
                 if ok or self.is_trained_here:
                     self._task = None
-                    lost = self.shadow.collect_settings()
+                    lost = self.replica.collect_settings()
                     if not ok:
                         self.drop_lost()
                 if self.is_trained_here:
@@ -246,15 +248,15 @@ class Flight:
         self.waits_at_step |= hold.was_traced
         if self._learning and learn:
             self._learning = False
-            before = self.shadow.params
-            self.shadow.reorder(hold.seen)
+            before = self.replica.params
+            self.replica.reorder(hold.seen)
             self._follow_order(before)
 
     def _follow_order(self, before: Sequence[Tensor]) -> None:
         """With masters: each parameter's last known version, where it stands in the parts now."""
         known = dict(zip(map(id, before), self._versions, strict=False))
-        if self.shadow.has_masters:
-            self._versions = [known.get(id(p), p._version) for p in self.shadow.params]
+        if self.replica.has_masters:
+            self._versions = [known.get(id(p), p._version) for p in self.replica.params]
         else:
             self._versions = []
 
@@ -268,8 +270,8 @@ class Flight:
             )
         name = f"step {self.steps} of {type(self.optimizer).__name__}"  # skipped ones not counted
         updated = max(task.done - self._lead, 0)
-        params = self.shadow.params
-        if not self.shadow.splittable and not updated:
+        params = self.replica.params
+        if not self.replica.splittable and not updated:
             where = "training" if task.timing.inline else "optimizer"
             return StepError(
                 f"{name} failed on the {where} thread "
@@ -277,7 +279,7 @@ class Flight:
                 f"it had updated by then of {self._names(params)}, and of its state, stays "
                 "updated. The gradients of this step are gone; the next step works with new ones."
             )
-        end = self.shadow.parts[updated - 1].end if updated else 0
+        end = self.replica.parts[updated - 1].end if updated else 0
         return StepError(
             f"{name} failed on the optimizer thread "
             f"({type(error).__name__}: {error}). Updated: {self._names(params[:end])}. As before "
@@ -291,8 +293,8 @@ class Flight:
         if task is None or (self.unpublished and not self._lead):
             return
         last = 0
-        for number, part in enumerate(self.shadow.parts, 1):
-            if any(id(slot.param) in wanted for slot in part.slots):
+        for number, part in enumerate(self.replica.parts, 1):
+            if any(id(pair.param) in wanted for pair in part.pairs):
                 last = number
         if last:
             self._await(min(last, task.parts), "forward")
@@ -301,7 +303,7 @@ class Flight:
         """Wait until the model is what the next forward shall see, all of it."""
         task = self._task
         if task is None:
-            self.lane.follow_last()  # who waited for it may have been on another stream
+            self.streams.follow_last()  # who waited for it may have been on another stream
             return
         if self.unpublished and not self._lead:
             return
@@ -310,20 +312,20 @@ class Flight:
         else:
             self.finish("forward")
 
-    def keep_newer(self, before: Iterable[Slot]) -> None:
+    def keep_newer(self, before: Iterable[ParameterPair]) -> None:
         """Publish masters that a change from outside has ended, where the model still is.
 
         Raises:
             OrderError: it is elsewhere, or of another size.
         """
-        now, moved = {id(slot.param): slot for slot in self.shadow.slots}, []
-        for slot in before:
-            if slot.is_master and now.get(id(slot.param)) is not slot:
-                held = local(slot.param.detach())
-                if place_of(held) == place_of(slot.target):
-                    slot.publish(self.lane)
+        now, moved = {id(pair.param): pair for pair in self.replica.pairs}, []
+        for pair in before:
+            if pair.is_master and now.get(id(pair.param)) is not pair:
+                held = local(pair.param.detach())
+                if place_of(held) == place_of(pair.target):
+                    pair.publish(self.streams)
                 else:
-                    moved.append(slot.param)
+                    moved.append(pair.param)
         if moved:
             raise OrderError(
                 f"{self._names(moved)} moved or changed shape while a newer value was waiting to "
@@ -333,13 +335,13 @@ class Flight:
 
     def export_masters(self) -> list[Tensor | None]:
         """Masters that hold more than the model, in the optimizer's order; call it when idle."""
-        return [slot.twin.data if slot.is_rounded else None for slot in self.shadow.slots]
+        return [pair.stepped.data if pair.is_rounded else None for pair in self.replica.pairs]
 
     def import_masters(self, masters: Iterable[Tensor | None]) -> None:
         """What :meth:`export_masters` of an optimizer like this one gave."""
-        for slot, master in zip(self.shadow.slots, masters, strict=True):
+        for pair, master in zip(self.replica.pairs, masters, strict=True):
             if master is not None:
-                slot.refresh(master)
+                pair.refresh(master)
 
     def forgive(self) -> None:
         """State is about to be replaced: a lost step no longer matters."""

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..scaling import LOW_PRECISION, local
-from .streams import Lane
+from .streams import SideStreams
 
-__all__ = ["Slot", "make_slots", "needs_master", "place_of"]
+__all__ = ["ParameterPair", "make_pairs", "needs_master", "place_of"]
 
 
 def needs_master(p: Tensor, everywhere: bool) -> bool:
@@ -24,12 +24,12 @@ def needs_master(p: Tensor, everywhere: bool) -> bool:
     return p.requires_grad and (everywhere or p.dtype is torch.float16)
 
 
-class Slot:
+class ParameterPair:
     """One parameter of the model and what is stepped in its place."""
 
     __slots__ = (
         *("group", "guard", "host_grad", "is_master", "loaded", "param", "staging", "target"),
-        "twin",
+        "stepped",
     )
 
     def __init__(self, param: Tensor, group: int) -> None:
@@ -38,7 +38,7 @@ class Slot:
             self.target = local(param.detach()).data
         """The model's memory, under a version counter of its own."""
         self.is_master = False
-        self.twin = nn.Parameter(self.target, requires_grad=param.requires_grad)
+        self.stepped = nn.Parameter(self.target, requires_grad=param.requires_grad)
         self.host_grad: Tensor | None = None
         self.staging: Tensor | None = None
         self.guard: Any = None
@@ -50,7 +50,7 @@ class Slot:
         """Step ``memory`` (float32) from now on, starting from the parameter's values."""
         memory.copy_(self.target)
         self.is_master = True
-        self.twin = nn.Parameter(memory, requires_grad=True)
+        self.stepped = nn.Parameter(memory, requires_grad=True)
 
     @property
     def is_rounded(self) -> bool:
@@ -60,54 +60,59 @@ class Slot:
     @property
     def memory(self) -> tuple[Tensor, Tensor]:
         """What a step writes."""
-        return self.target, self.twin.data
+        return self.target, self.stepped.data
 
     @torch.no_grad()
     def refresh(self, master: Tensor | None = None) -> None:
         """Take over what was written to the parameter: a master stays where it rounds to it."""
         master = self.loaded if master is None else master
-        kept = self.twin if master is None else master.to(self.twin.device, torch.float32)
-        now = self.target.to(self.twin.device)
+        kept = self.stepped if master is None else master.to(self.stepped.device, torch.float32)
+        now = self.target.to(self.stepped.device)
         if self.is_rounded and kept.shape == now.shape:
-            self.twin.copy_(torch.where(kept.to(now.dtype) == now, kept, now.float()))
+            self.stepped.copy_(torch.where(kept.to(now.dtype) == now, kept, now.float()))
         else:
-            self.twin.copy_(now)
+            self.stepped.copy_(now)
 
-    def publish(self, lane: Lane) -> None:
+    def publish(self, streams: SideStreams) -> None:
         """Write the master to the model, rounded to its dtype. Call without autograd."""
         if self.is_master:
-            lane.up(self.twin.data, self.target, self.staging)
+            streams.up(self.stepped.data, self.target, self.staging)
 
 
-def make_slots(
-    optimizer: Optimizer, lane: Lane, *, offload: bool, masters: bool, known: Iterable[Slot]
-) -> list[Slot]:
-    """A slot for each parameter, in the optimizer's order.
+def make_pairs(
+    optimizer: Optimizer,
+    streams: SideStreams,
+    *,
+    offload: bool,
+    masters: bool,
+    known: Iterable[ParameterPair],
+) -> list[ParameterPair]:
+    """A pair for each parameter, in the optimizer's order.
 
     ``known`` ones whose parameter is where it was are kept, with their masters.
     """
-    old = {id(slot.param): slot for slot in known}
-    slots: list[Slot] = []
-    fresh: list[Slot] = []
+    old = {id(pair.param): pair for pair in known}
+    pairs: list[ParameterPair] = []
+    fresh: list[ParameterPair] = []
     for number, group in enumerate(optimizer.param_groups):
         for p in group["params"]:
-            slot = Slot(p, number)
+            pair = ParameterPair(p, number)
             before = old.get(id(p))
             wanted = needs_master(p, masters)
             if (
                 before is not None
-                and place_of(before.target) == place_of(slot.target)
+                and place_of(before.target) == place_of(pair.target)
                 and before.is_master == wanted
             ):
                 before.group = number
-                slot = before
+                pair = before
             elif wanted:
-                fresh.append(slot)
-            slots.append(slot)
-    _give_masters(fresh, lane, offload, old)
+                fresh.append(pair)
+            pairs.append(pair)
+    _give_masters(fresh, streams, offload, old)
     # A model may go with its optimizer while the device still has an update of it to do.
-    lane.keep(t for slot in slots if old.get(id(slot.param)) is not slot for t in slot.memory)
-    return slots
+    streams.keep(t for pair in pairs if old.get(id(pair.param)) is not pair for t in pair.memory)
+    return pairs
 
 
 def place_of(t: Tensor) -> object:
@@ -116,21 +121,26 @@ def place_of(t: Tensor) -> object:
 
 
 @torch.no_grad()
-def _give_masters(slots: Sequence[Slot], lane: Lane, offload: bool, old: dict[int, Slot]) -> None:
-    targets = [slot.target for slot in slots]
+def _give_masters(
+    pairs: Sequence[ParameterPair],
+    streams: SideStreams,
+    offload: bool,
+    old: dict[int, ParameterPair],
+) -> None:
+    targets = [pair.target for pair in pairs]
     if not offload:
-        for slot in slots:
-            slot.give_master(torch.empty_like(slot.target, dtype=torch.float32))
+        for pair in pairs:
+            pair.give_master(torch.empty_like(pair.target, dtype=torch.float32))
     else:
-        memory = lane.host_like(targets, torch.float32)
-        grads = lane.host_like(targets)
-        rounded = [] if lane.is_host else [s for s in slots if s.target.dtype in LOW_PRECISION]
-        staging = dict(zip(rounded, lane.host_like([s.target for s in rounded]), strict=True))
-        for slot, own, grad in zip(slots, memory, grads, strict=True):
-            slot.give_master(own)
-            slot.host_grad, slot.staging = grad, staging.get(slot)
-    for slot in slots:
-        before = old.get(id(slot.param))
+        memory = streams.host_like(targets, torch.float32)
+        grads = streams.host_like(targets)
+        rounded = [] if streams.is_host else [s for s in pairs if s.target.dtype in LOW_PRECISION]
+        staging = dict(zip(rounded, streams.host_like([s.target for s in rounded]), strict=True))
+        for pair, own, grad in zip(pairs, memory, grads, strict=True):
+            pair.give_master(own)
+            pair.host_grad, pair.staging = grad, staging.get(pair)
+    for pair in pairs:
+        before = old.get(id(pair.param))
         if before is not None and before.is_master:
-            slot.loaded = before.loaded
-            slot.refresh(before.twin.data if slot.loaded is None else slot.loaded)
+            pair.loaded = before.loaded
+            pair.refresh(before.stepped.data if pair.loaded is None else pair.loaded)

@@ -15,11 +15,11 @@ from ..errors import ConfigError, OrderError
 from ..optimizer_step import Boundary, boundary_of
 from ..scaling import Culprits, GradScaler, StepTiming, parameters_of, whole
 from ..telemetry import History
-from .async_stepper import Engine
-from .hooks import Fences
+from .async_stepper import AsyncStepper
+from .hooks import SyncHooks
 from .worker import Worker
 
-__all__ = ["AsyncOptimizer", "make_engine", "threads_of"]
+__all__ = ["AsyncOptimizer", "make_stepper", "threads_of"]
 
 
 class AsyncOptimizer(Optimizer):
@@ -103,15 +103,15 @@ class AsyncOptimizer(Optimizer):
         device = parameters_of(self.optimizer)[0].device
         culprits = self.scaler.culprits if self.scaler else None
         scaled = self.scaler is not None and self.scaler.is_enabled()
-        self._engine = make_engine(
+        self._stepper = make_stepper(
             self.optimizer, config, self._worker, device, culprits, guards_backward=not scaled
         )
-        self._fences = Fences(self._engine)
+        self._hooks = SyncHooks(self._stepper)
         try:
-            self._engine.refresh()
-            self._fences.watch(self._models())
+            self._stepper.refresh()
+            self._hooks.watch(self._models())
         except BaseException:
-            self._fences.close()
+            self._hooks.close()
             raise
         self._boundary: Boundary | None = None
         if self.scaler is not None:
@@ -135,7 +135,7 @@ class AsyncOptimizer(Optimizer):
     @property
     def param_groups(self) -> Any:
         """The wrapped optimizer's groups; inside :meth:`submit`, those that are stepped."""
-        return (self._engine.shadow.twin if self._inside else self.optimizer).param_groups
+        return (self._stepper.replica.copy if self._inside else self.optimizer).param_groups
 
     @param_groups.setter
     def param_groups(self, groups: Any) -> None:
@@ -144,7 +144,7 @@ class AsyncOptimizer(Optimizer):
     @property
     def state(self) -> Any:
         """The wrapped optimizer's state; call :meth:`synchronize` before reading it."""
-        return (self._engine.shadow.twin if self._inside else self.optimizer).state
+        return (self._stepper.replica.copy if self._inside else self.optimizer).state
 
     @state.setter
     def state(self, state: Any) -> None:
@@ -163,12 +163,12 @@ class AsyncOptimizer(Optimizer):
     @property
     def timing(self) -> StepTiming | None:
         """When the last update handed over ran, and who waited for it; None: none yet."""
-        return self._engine.timing
+        return self._stepper.timing
 
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last :meth:`step` left the parameters alone because of an overflow."""
-        return self._engine.was_skipped
+        return self._stepper.was_skipped
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Check the gradients, update the scale, and hand the update to the optimizer thread.
@@ -188,24 +188,24 @@ class AsyncOptimizer(Optimizer):
                 "backward inside the step. Run them before."
             )
         if self._inside:
-            shadow = self._engine.shadow
-            shadow.call_step([slot.twin for slot in shadow.slots], None)
+            replica = self._stepper.replica
+            replica.call_step([pair.stepped for pair in replica.pairs], None)
             return
-        self._fences.watch(self._models())
+        self._hooks.watch(self._models())
         scaler = self.scaler
         if self._boundary is None or scaler is None:
-            self._engine.step()
+            self._stepper.step()
         elif scaler.is_stepping(self):
             with self._boundary.deferred_of(self) as deferred:
-                self._engine.step(deferred)
+                self._stepper.step(deferred)
         else:
-            self._engine.was_skipped = not self._boundary.step(self)
+            self._stepper.was_skipped = not self._boundary.step(self)
 
     def skip_step(self) -> None:
         """``scaler.step(self)`` has found an overflow: a boundary without an update."""
         if not self._inside:
             self._check_open("step")
-            self._engine.skip()
+            self._stepper.skip()
 
     def clip_grad_norm_(
         self,
@@ -231,8 +231,8 @@ class AsyncOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. ``set_to_none=False`` waits for the step that reads the gradients."""
         if self._inside:
-            for slot in self._engine.shadow.slots:
-                slot.twin.grad = None
+            for pair in self._stepper.replica.pairs:
+                pair.stepped.grad = None
             return
         self.optimizer.zero_grad(set_to_none)
 
@@ -252,14 +252,14 @@ class AsyncOptimizer(Optimizer):
         if not callable(fn):
             raise ConfigError(f"submit: got {fn!r}, expected a function without arguments.")
         self._forbid_inside("submit")
-        self._fences.watch(self._models())
+        self._hooks.watch(self._models())
         scaler = self.scaler
         if self._boundary is None or scaler is None or not scaler.is_enabled():
-            self._engine.submit(lambda: fn)
+            self._stepper.submit(lambda: fn)
         else:
             # What a clip has left to be done is done where the job finds its gradients.
             with self._boundary.deferred_of(self) as deferred:
-                self._engine.submit(lambda: scaler.bind(fn, self), deferred)
+                self._stepper.submit(lambda: scaler.bind(fn, self), deferred)
 
     def synchronize(self) -> None:
         """Wait for the step in hand and publish it: parameters and state are the newest then.
@@ -271,14 +271,14 @@ class AsyncOptimizer(Optimizer):
             StepError: it failed.
         """
         self._forbid_inside("synchronize")
-        self._engine.synchronize()
+        self._stepper.synchronize()
 
     def state_dict(self) -> dict[str, Any]:
         """As torch writes it for the wrapped optimizer, after :meth:`synchronize`.
 
         float16 parameters (bfloat16 with offload) add their float32 ``master`` to their entries.
         """
-        with self._engine.still():
+        with self._stepper.still():
             return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -342,7 +342,7 @@ class AsyncOptimizer(Optimizer):
         if self.scaler is not None:
             self.scaler.release(self.optimizer)
         try:
-            self._fences.close()
+            self._hooks.close()
         finally:
             self._worker.stop()
 
@@ -369,10 +369,10 @@ class AsyncOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         if not self._closed:
             self.synchronize()
-            self._engine.refresh()  # groups added since the last step
+            self._stepper.refresh()  # groups added since the last step
         kept = ("optimizer", "model", "scaler", "_config", "_closed")
-        engine = self._engine
-        progress = engine.steps, engine.was_skipped, engine.export_masters()
+        stepper = self._stepper
+        progress = stepper.steps, stepper.was_skipped, stepper.export_masters()
         return {**{name: self.__dict__[name] for name in kept}, "_progress": progress}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -380,25 +380,25 @@ class AsyncOptimizer(Optimizer):
         self.__dict__.update(state)
         self._open()
         if self._closed:
-            self._fences.close()
+            self._hooks.close()
             return
-        self._engine.steps, self._engine.was_skipped = steps, was_skipped
-        self._engine.import_masters(masters)
+        self._stepper.steps, self._stepper.was_skipped = steps, was_skipped
+        self._stepper.import_masters(masters)
 
     def __repr__(self) -> str:
         return f"AsyncOptimizer(mode={self._config.step_mode!r}, {self.optimizer!r})"
 
 
-def make_engine(
+def make_stepper(
     optimizer: Optimizer,
     config: ScalerConfig,
     worker: Worker,
     device: torch.device,
     culprits: Culprits | None,
     guards_backward: bool = False,
-) -> Engine:
-    """The engine that steps ``optimizer`` as ``config`` says."""
-    return Engine(
+) -> AsyncStepper:
+    """The stepper that steps ``optimizer`` as ``config`` says."""
+    return AsyncStepper(
         optimizer,
         mode=config.step_mode,
         offload=config.offload == "cpu",

@@ -270,8 +270,8 @@ def _same(a: Any, b: Any) -> bool:
 class _Space:
     """One dictionary of the user's, its copy's, and both as they were when the step began."""
 
-    def __init__(self, live: dict[str, Any], twin: dict[str, Any], but: Container[str]) -> None:
-        self.live, self.twin, self.but = live, twin, but
+    def __init__(self, live: dict[str, Any], copied: dict[str, Any], but: Container[str]) -> None:
+        self.live, self.copied, self.but = live, copied, but
         self.before: dict[str, Any] = {}
         """Other copies, which the step does not have."""
 
@@ -284,14 +284,14 @@ class Settings:
         self._given: dict[int, tuple[Any, Any]] = {}
         self._before: dict[int, tuple[Any, Any]] = {}
 
-    def give(self, live: dict[str, Any], twin: dict[str, Any], but: Container[str] = ()) -> None:
-        """Make ``twin`` a copy of ``live``, leaving the keys in ``but`` as they are."""
-        space = _Space(live, twin, but)
-        for key in [key for key in twin if key not in but and key not in live]:
-            del twin[key]
+    def give(self, live: dict[str, Any], copied: dict[str, Any], but: Container[str] = ()) -> None:
+        """Make ``copied`` a copy of ``live``, leaving the keys in ``but`` as they are."""
+        space = _Space(live, copied, but)
+        for key in [key for key in copied if key not in but and key not in live]:
+            del copied[key]
         for key, value in live.items():
             if key not in but:
-                twin[key] = _copy(value, self._given)
+                copied[key] = _copy(value, self._given)
                 space.before[key] = _copy(value, self._before)
         self._spaces.append(space)
 
@@ -305,9 +305,9 @@ class Settings:
         merge = _Merge(back, set(self._given))
         spaces, self._spaces = self._spaces, []
         for space in spaces:
-            for key in dict.fromkeys((*space.before, *space.twin)):
+            for key in dict.fromkeys((*space.before, *space.copied)):
                 if key not in space.but:
-                    merge.item(space.live, space.twin, space.before, key, key)
+                    merge.item(space.live, space.copied, space.before, key, key)
         self._given, self._before = {}, {}
         return list(dict.fromkeys(merge.lost))
 
@@ -326,9 +326,9 @@ class _Merge:
         self.lost: list[str] = []
         """Attributes, or keys of groups, that both have changed in ways that exclude each other."""
 
-    def item(self, live: Any, twin: Any, before: Any, key: Any, name: str) -> None:
-        """Write to ``live[key]`` what differs in ``twin[key]``."""
-        mine, made, old = _get(live, key), _get(twin, key), _get(before, key)
+    def item(self, live: Any, copied: Any, before: Any, key: Any, name: str) -> None:
+        """Write to ``live[key]`` what differs in ``copied[key]``."""
+        mine, made, old = _get(live, key), _get(copied, key), _get(before, key)
         if _same(made, old) or _same(mine, made):  # or what else refers to it was merged before
             return
         if _same(mine, old):

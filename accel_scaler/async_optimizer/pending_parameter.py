@@ -4,7 +4,8 @@ While its update is due, a parameter's class is :class:`PendingParameter`; torch
 operation on it to ``__torch_function__``, which waits, gives the class back, and goes on. So a
 tied weight, a parameter used outside its module, an edit in place or a copy are all right,
 and a parameter that is ready costs nothing. On a device an operation waits on its own stream, and
-others may be used later: until the device is past the update, the class is lent for the operation.
+others may be used later: until the device is past the update, it is given back for the
+operation alone.
 
 Not all of torch asks ``__torch_function__``: ``torch.tensor(p)``, scripted functions, collectives
 and ``torch.func`` do not. But each asks whether what it was given is a tensor, so the class does
@@ -35,22 +36,22 @@ from torch import Tensor, nn
 from ..errors import StepError
 
 __all__ = [
-    "Hold",
-    "Loan",
+    "GradientHold",
+    "ParameterHold",
     "PendingGradient",
     "PendingParameter",
     "any_pending",
-    "can_be_held",
-    "is_lent",
-    "lend",
+    "can_hold_parameters",
+    "hold_gradients",
+    "is_held",
     "settle_gradients",
     "settle_pending",
 ]
 
-_holds: weakref.WeakSet[Hold] = weakref.WeakSet()
+_holds: weakref.WeakSet[ParameterHold] = weakref.WeakSet()
 """Weak: an optimizer that nobody uses any more must not keep its model."""
 
-_holders: dict[int, tuple[weakref.ref[Hold], ...]] = {}
+_holders: dict[int, tuple[weakref.ref[ParameterHold], ...]] = {}
 """``id(parameter)`` -> those that hold it, so that no hold has to be asked that does not."""
 
 _orphans: dict[int, Order] = {}
@@ -59,8 +60,8 @@ _orphans: dict[int, Order] = {}
 _lock = threading.RLock()
 """Reentrant: a signal handler or a finalizer may use a parameter while its thread has it."""
 
-LOAN = "accel_scaler_loan"
-"""Where a gradient that is lent keeps its :class:`Loan`."""
+HOLD_KEY = "accel_scaler_hold"
+"""Where a gradient that is held keeps its :class:`GradientHold`."""
 
 _CLASS: Any = object.__dict__["__class__"]
 """Reads and sets the real class, whatever the class says of itself."""
@@ -164,13 +165,13 @@ def _torch_function(cls: type, func: Any, types: Any, args: Any = (), kwargs: An
     if func is Tensor.detach and type(args[0]) is PendingParameter and _is_made_parameter(args[0]):
         _settle(args[0])
         return Tensor._make_subclass(nn.Parameter, args[0].detach())
-    lent = list(_pending_in((args, kwargs)))
+    settled = list(_pending_in((args, kwargs)))
     try:
-        for t in lent:
+        for t in settled:
             _settle(t, everywhere=False)
         return func(*args, **kwargs)
     finally:
-        _take_back(lent)
+        _take_back(settled)
 
 
 def _waiting(name: str) -> Any:
@@ -247,7 +248,7 @@ def _settle(p: Any, everywhere: bool = True) -> None:
     """
     if type(p) is PendingGradient:
         _settle_gradient(p, everywhere)
-    asked: list[Hold] = []
+    asked: list[ParameterHold] = []
     while type(p) is PendingParameter:
         order = None
         with _lock:
@@ -268,13 +269,13 @@ def _take_back(tensors: Iterable[Any]) -> None:
     """Those of ``tensors`` that are due on other streams are pending again."""
     with _lock:
         for t in tensors:
-            if type(t) is Tensor and hasattr(t, LOAN):
+            if type(t) is Tensor and hasattr(t, HOLD_KEY):
                 _CLASS.__set__(t, PendingGradient)
             elif type(t) is nn.Parameter and (id(t) in _orphans or any(_holding(t))):
                 _CLASS.__set__(t, PendingParameter)
 
 
-def _holding(p: Any) -> Iterator[Hold]:
+def _holding(p: Any) -> Iterator[ParameterHold]:
     """The holds for which ``p`` waits. Under the lock."""
     for ref in _holders.get(id(p), ()):
         hold = ref()
@@ -282,7 +283,7 @@ def _holding(p: Any) -> Iterator[Hold]:
             yield hold
 
 
-def _forget(left: set[int], order: Order | None, ref: weakref.ref[Hold]) -> None:
+def _forget(left: set[int], order: Order | None, ref: weakref.ref[ParameterHold]) -> None:
     """A hold has gone with its optimizer: its parameters may be gone, and their ids new.
 
     The garbage collector runs this, on any thread, so it asks nothing of the device.
@@ -315,7 +316,7 @@ def any_pending() -> bool:
     return bool(_holds or _orphans)
 
 
-def can_be_held(params: Iterable[Tensor]) -> bool:
+def can_hold_parameters(params: Iterable[Tensor]) -> bool:
     """Whether uses can be seen: plain parameters, no subclass with a life of its own."""
     return set(map(type, params)) <= {nn.Parameter, PendingParameter}
 
@@ -330,7 +331,7 @@ class Order(Protocol):
         """Whether the device has done the first ``parts`` (default: all); ``wait`` until it has."""
 
 
-class Hold:
+class ParameterHold:
     """Parameters that wait for the parts of one task.
 
     Several may hold a parameter: of two optimizers, or of an earlier step that a slow reader on
@@ -430,7 +431,7 @@ class Hold:
             _holds.discard(self)
 
 
-class Loan:
+class GradientHold:
     """Gradients that the optimizer thread reads until a part of its task is done.
 
     Kept by each of them, so that nothing keeps a gradient that its owner has dropped.
@@ -448,15 +449,15 @@ class Loan:
         self.wait, self.order, self.part = wait, order, part
 
 
-def lend(gradients: Iterable[Any], loan: Loan) -> None:
-    """``gradients``, plain tensors, wait for ``loan`` from now on; read them through others."""
+def hold_gradients(gradients: Iterable[Any], hold: GradientHold) -> None:
+    """``gradients``, plain tensors, wait for ``hold`` from now on; read them through others."""
     with _lock:
         for grad in gradients:
-            setattr(grad, LOAN, loan)
+            setattr(grad, HOLD_KEY, hold)
             _CLASS.__set__(grad, PendingGradient)
 
 
-def is_lent(grad: Any) -> bool:
+def is_held(grad: Any) -> bool:
     """Whether the optimizer thread may be reading ``grad``, or has lost it."""
     return type(grad) is PendingGradient
 
@@ -475,14 +476,14 @@ def settle_gradients(params: Iterable[Tensor]) -> None:
 
 def _settle_gradient(grad: Any, everywhere: bool | None) -> None:
     """See :func:`_settle`. None: on the present stream, which is to write to it."""
-    loan = getattr(grad, LOAN, None)
+    hold = getattr(grad, HOLD_KEY, None)
     is_over = True
-    if loan is not None:  # else another thread has just settled it
-        loan.wait()
-        if loan.order is not None and everywhere is not None:
-            is_over = loan.order.is_past(loan.part, wait=everywhere)
+    if hold is not None:  # else another thread has just settled it
+        hold.wait()
+        if hold.order is not None and everywhere is not None:
+            is_over = hold.order.is_past(hold.part, wait=everywhere)
     with _lock:
-        if is_lent(grad) and getattr(grad, LOAN) is loan:
+        if is_held(grad) and getattr(grad, HOLD_KEY) is hold:
             if is_over:
-                delattr(grad, LOAN)
+                delattr(grad, HOLD_KEY)
             _CLASS.__set__(grad, Tensor)

@@ -1,6 +1,6 @@
-"""The twin of an optimizer that the worker steps: own parameters, shared state, frozen settings.
+"""The copy of an optimizer that the worker steps: own parameters, shared state, frozen settings.
 
-The user's optimizer stays what schedulers, checkpoints and log lines look at. Its twin has the
+The user's optimizer stays what schedulers, checkpoints and log lines look at. Its copy has the
 same class, the same state entries, and hyperparameters copied when a step is handed over.
 """
 
@@ -23,7 +23,7 @@ from ..errors import UnsupportedError
 from ..optimizer_step import ATTRIBUTE, AdamGroup, is_plain, nothing_found
 from ..scaling import LOW_PRECISION, is_uniform, local, match_layout, parameters_of
 from .flat_buffers import SmallSteps
-from .master_params import Slot, make_slots
+from .master_params import ParameterPair, make_pairs
 from .optimizer_attributes import (
     Settings,
     attributes_of_every_optimizer,
@@ -32,7 +32,7 @@ from .optimizer_attributes import (
     frozen,
     tensors_in,
 )
-from .streams import Lane
+from .streams import SideStreams
 from .supported_optimizers import (
     is_splittable,
     known_class,
@@ -43,9 +43,9 @@ from .supported_optimizers import (
     refuse_unshardable,
     refuse_unsteppable,
 )
-from .thread_context import Surroundings, Watch
+from .thread_context import OrderedOpsMode, ThreadContext
 
-__all__ = ["Part", "Shadow", "refuse_spread", "refuse_unsteppable"]
+__all__ = ["Part", "Replica", "refuse_spread", "refuse_unsteppable"]
 
 logger = logging.getLogger("accel_scaler")
 
@@ -58,19 +58,19 @@ _dtype_of, _is_trained = attrgetter("dtype"), attrgetter("requires_grad")
 
 
 class Part:
-    """Slots that are updated together, in the order of the forward."""
+    """Pairs that are updated together, in the order of the forward."""
 
-    def __init__(self, slots: list[Slot], start: int) -> None:
-        self.slots, self.start, self.end = slots, start, start + len(slots)
+    def __init__(self, pairs: list[ParameterPair], start: int) -> None:
+        self.pairs, self.start, self.end = pairs, start, start + len(pairs)
         self.groups: dict[int, list[int]] = {}
-        for place, slot in enumerate(slots):
-            self.groups.setdefault(slot.group, []).append(place)
+        for place, pair in enumerate(pairs):
+            self.groups.setdefault(pair.group, []).append(place)
         self.plans: dict[int, AdamGroup] | None = None
         self.epoch = -1
 
 
-class Shadow:
-    """Slots, parts and the twin of one optimizer. Main thread only, except where said.
+class Replica:
+    """Pairs, parts and the copy of one optimizer. Main thread only, except where said.
 
     torch's optimizers are stepped part by part. Another one is stepped whole: its first step by
     itself, on the training thread, which shows whether it draws random numbers or communicates;
@@ -85,18 +85,18 @@ class Shadow:
     def __init__(
         self,
         optimizer: Optimizer,
-        lane: Lane,
+        streams: SideStreams,
         *,
         offload: bool,
         masters: bool,
         inline: bool = False,
     ) -> None:
-        self.optimizer, self.lane = optimizer, lane
+        self.optimizer, self.streams = optimizer, streams
         self.offload, self.masters, self.inline = offload, masters or offload, inline
         self._refuse_unsteppable()
         refuse_unshardable(optimizer)
         self.splittable = is_splittable(optimizer)
-        self.surroundings = Surroundings(lane.device)
+        self.thread_context = ThreadContext(streams.device)
         """Of the thread that has handed the last step over."""
         self.why_inline: str | None = None
         """Why the steps stay on the training thread, if they do."""
@@ -107,14 +107,14 @@ class Shadow:
         self._given: Settings | None = None
         self._linked: dict[Any, Any] = {}
         self.raw_step = raw_step(type(optimizer))
-        self.slots: list[Slot] = []
-        self.ordered: list[Slot] = []
-        """The slots in the order of the parts."""
+        self.pairs: list[ParameterPair] = []
+        self.ordered: list[ParameterPair] = []
+        """The pairs in the order of the parts."""
         self.has_rounded = False
         """The model holds some parameters in less than their masters' precision."""
         self.has_masters = self.is_sharded = False
         self.has_loaded = False
-        """Some slots keep masters from a state dict."""
+        """Some pairs keep masters from a state dict."""
         self.ends: list[int] = []
         """For each part, how many parameters are stepped once it is done."""
         self.part_of: dict[int, int] = {}
@@ -122,7 +122,7 @@ class Shadow:
         self.params: list[Tensor] = []
         """The model's parameters, in the order of the parts."""
         self.parts: list[Part] = []
-        self.twin: Any = None
+        self.copy: Any = None
         self._epoch = 0
         """Grows when state entries are other ones than before."""
         self._small: SmallSteps | None = None
@@ -144,7 +144,7 @@ class Shadow:
         """Whether there is nothing for :meth:`follow` to do."""
         params = parameters_of(self.optimizer)
         return (
-            self.twin is not None
+            self.copy is not None
             and len(params) == len(self._known)
             and all(map(is_, params, self._known))
             and _places(params, self._may_need_masters) == self._places
@@ -164,19 +164,19 @@ class Shadow:
         self._refuse_unsteppable()
         refuse_unshardable(self.optimizer)
         if not self.inline:
-            refuse_spread(self.optimizer, self.lane.device)
-        slots = make_slots(
+            refuse_spread(self.optimizer, self.streams.device)
+        pairs = make_pairs(
             self.optimizer,
-            self.lane,
+            self.streams,
             offload=self.offload,
             masters=self.masters,
-            known=self.slots,
+            known=self.pairs,
         )
         self._may_need_masters = self.masters or any(p.dtype is torch.float16 for p in params)
-        self.slots, self._known = slots, params
+        self.pairs, self._known = pairs, params
         self._places = _places(params, self._may_need_masters)
-        self._order = list(range(len(slots)))
-        self._make_twin()
+        self._order = list(range(len(pairs)))
+        self._make_copy()
         self._split()
         self._state = None
         return True
@@ -185,7 +185,7 @@ class Shadow:
         """Update in this order from now on; parameters that are not named come last."""
         rank = {id(p): place for place, p in reversed(list(enumerate(first_used)))}
         last = len(first_used)
-        self._order.sort(key=lambda i: rank.get(id(self.slots[i].param), last))
+        self._order.sort(key=lambda i: rank.get(id(self.pairs[i].param), last))
         self._split()
 
     def _refuse_unsteppable(self) -> None:
@@ -194,30 +194,30 @@ class Shadow:
         )
         refuse_unsteppable(self.optimizer, masters=masters, inline=self.inline)
 
-    def _make_twin(self) -> None:
+    def _make_copy(self) -> None:
         cls: Any = known_class(type(self.optimizer)) if self.splittable else type(self.optimizer)
         if not self.splittable and find_unlike(self.optimizer) is not None:
             cls = Optimizer  # it only holds the groups; another's __del__ would run at its end
-        twin: Any = object.__new__(cls)
+        copy: Any = object.__new__(cls)
         hidden = ("step", "param_groups", "state", ATTRIBUTE)
-        twin.__dict__.update({k: v for k, v in vars(self.optimizer).items() if k not in hidden})
-        for key in list(vars(twin)):
+        copy.__dict__.update({k: v for k, v in vars(self.optimizer).items() if k not in hidden})
+        for key in list(vars(copy)):
             if key.endswith("_hooks") and key in attributes_of_every_optimizer():
-                twin.__dict__[key] = type(vars(twin)[key])()
-        twin.state = defaultdict(dict)
-        twin.param_groups = [{"params": []} for _ in self.optimizer.param_groups]
-        for slot in self.slots:
-            twin.param_groups[slot.group]["params"].append(slot.twin)
-        self.twin = twin
+                copy.__dict__[key] = type(vars(copy)[key])()
+        copy.state = defaultdict(dict)
+        copy.param_groups = [{"params": []} for _ in self.optimizer.param_groups]
+        for pair in self.pairs:
+            copy.param_groups[pair.group]["params"].append(pair.stepped)
+        self.copy = copy
 
     def _split(self) -> None:
-        """Cut the slots into parts."""
-        ordered = [self.slots[i] for i in self._order]
-        total = sum(slot.twin.numel() for slot in ordered)
+        """Cut the pairs into parts."""
+        ordered = [self.pairs[i] for i in self._order]
+        total = sum(pair.stepped.numel() for pair in ordered)
         size = min(max(total // PARTS, SMALLEST_PART), LARGEST_PART)
         cuts, have = [0], 0
-        for place, slot in enumerate(ordered, 1):
-            have += slot.twin.numel()
+        for place, pair in enumerate(ordered, 1):
+            have += pair.stepped.numel()
             if have >= size and self.splittable:
                 cuts.append(place)
                 have = 0
@@ -226,16 +226,16 @@ class Shadow:
         self.parts = [Part(ordered[a:b], a) for a, b in pairwise(cuts)]
         self._small, self._small_epoch = None, -1
         self.ordered = ordered
-        self.params = [slot.param for slot in ordered]
+        self.params = [pair.param for pair in ordered]
         self.ends = [part.end for part in self.parts]
         self.part_of = {
-            id(slot.param): number
+            id(pair.param): number
             for number, part in enumerate(self.parts, 1)
-            for slot in part.slots
+            for pair in part.pairs
         }
-        self.has_rounded = any(slot.is_rounded for slot in ordered)
-        self.has_masters = any(slot.is_master for slot in ordered)
-        self.is_sharded = any(hasattr(slot.param, "to_local") for slot in ordered)
+        self.has_rounded = any(pair.is_rounded for pair in ordered)
+        self.has_masters = any(pair.is_master for pair in ordered)
+        self.is_sharded = any(hasattr(pair.param, "to_local") for pair in ordered)
 
     def prepare(self, grads: Sequence[Tensor | None], submitted: bool = False) -> bool:
         """Get ready for a step with ``grads``, as the optimizer is now.
@@ -262,7 +262,7 @@ class Shadow:
             self.inline or self.why_inline is not None or not self._is_watched
         )
         self._steps_itself = inline and not self.has_masters
-        self.surroundings = Surroundings(self.lane.device)
+        self.thread_context = ThreadContext(self.streams.device)
         self.link_state(grads)
         self.freeze_settings()
         return inline
@@ -294,7 +294,7 @@ class Shadow:
 
     def freeze_settings(self) -> None:
         """Copy every hyperparameter as it stands now: a scheduler moves it a line later."""
-        groups = zip(self.optimizer.param_groups, self.twin.param_groups, strict=True)
+        groups = zip(self.optimizer.param_groups, self.copy.param_groups, strict=True)
         if self.splittable:
             for group, own in groups:
                 for key in own.keys() - group.keys():
@@ -304,11 +304,11 @@ class Shadow:
         if self._steps_itself:
             return
         self._given = given = Settings()
-        given.give(vars(self.optimizer), vars(self.twin), _of_torch())
+        given.give(vars(self.optimizer), vars(self.copy), _of_torch())
         for group, own in groups:
             given.give(group, own, ("params",))
-        for slot in self.slots:
-            given.give(slot.param.__dict__, slot.twin.__dict__)
+        for pair in self.pairs:
+            given.give(pair.param.__dict__, pair.stepped.__dict__)
 
     def collect_settings(self) -> list[str]:
         """Give the optimizer what its own step has changed, in its groups and elsewhere.
@@ -324,12 +324,12 @@ class Shadow:
 
     def _collect_state(self) -> None:
         """Entries that the step has made, replaced or taken away."""
-        state, own = self.optimizer.state, {id(slot.twin): slot.param for slot in self.slots}
-        linked, twin_state = self._linked, self.twin.state
-        for key in [key for key in linked if key not in twin_state]:
+        state, own = self.optimizer.state, {id(pair.stepped): pair.param for pair in self.pairs}
+        linked, copied_state = self._linked, self.copy.state
+        for key in [key for key in linked if key not in copied_state]:
             if state.get(own.get(id(key), key)) is linked[key]:
                 del state[own.get(id(key), key)]
-        for key, entry in twin_state.items():
+        for key, entry in copied_state.items():
             before, name = linked.get(key), own.get(id(key), key)
             if entry is not before and state.get(name) is before:
                 state[name] = entry
@@ -345,23 +345,23 @@ class Shadow:
             state is self._state
             and len(state) == len(self._entries)
             and all(map(is_, state.values(), self._entries))
-            and (len(self._mine) == len(self.slots) or self._has_all(grads))
+            and (len(self._mine) == len(self.pairs) or self._has_all(grads))
         ):
             self._follow_values()
             return
-        twin_state: Any = defaultdict(dict)
-        twin_state.update({k: v for k, v in state.items() if not isinstance(k, Tensor)})
+        copied_state: Any = defaultdict(dict)
+        copied_state.update({k: v for k, v in state.items() if not isinstance(k, Tensor)})
         present = {id(p) for p, g in zip(self.params, grads, strict=True) if g is not None}
         self._mine = []
-        for slot in self.slots:
-            entry = state.get(slot.param)
-            if entry is None and id(slot.param) in present:
-                entry = state[slot.param] = {}
+        for pair in self.pairs:
+            entry = state.get(pair.param)
+            if entry is None and id(pair.param) in present:
+                entry = state[pair.param] = {}
             if entry is not None:
-                settle_entry(slot, entry)
-                twin_state[slot.twin] = entry
+                settle_entry(pair, entry)
+                copied_state[pair.stepped] = entry
                 self._mine.append(entry)
-        self.twin.state = twin_state
+        self.copy.state = copied_state
         self._state, self._entries = state, list(state.values())
         self._values = []
         self._epoch += 1
@@ -370,15 +370,15 @@ class Shadow:
         """No entry is made where there is none: a step may ask whether a parameter has one."""
         if self._steps_itself:
             return
-        state, slots = self.optimizer.state, {id(slot.param): slot for slot in self.slots}
-        twin_state: Any = state.copy()
-        twin_state.clear()
+        state, pairs = self.optimizer.state, {id(pair.param): pair for pair in self.pairs}
+        copied_state: Any = state.copy()
+        copied_state.clear()
         for key, entry in state.items():
-            slot = slots.get(id(key))
-            if slot is not None and isinstance(entry, dict):
-                settle_entry(slot, entry)
-            twin_state[key if slot is None else slot.twin] = entry
-        self.twin.state, self._linked = twin_state, dict(twin_state)
+            pair = pairs.get(id(key))
+            if pair is not None and isinstance(entry, dict):
+                settle_entry(pair, entry)
+            copied_state[key if pair is None else pair.stepped] = entry
+        self.copy.state, self._linked = copied_state, dict(copied_state)
 
     def _follow_values(self) -> None:
         """The entries are the same ones; what they hold may have been exchanged."""
@@ -386,8 +386,8 @@ class Shadow:
             values = [v for entry in self._mine for v in entry.values()]
             known = self._values
             if len(values) != len(known) or not all(map(is_, values, known)):
-                for slot in self.slots:
-                    settle_entry(slot, self.twin.state.get(slot.twin, {}))
+                for pair in self.pairs:
+                    settle_entry(pair, self.copy.state.get(pair.stepped, {}))
                 self._values = [v for entry in self._mine for v in entry.values()]
         groups = self.optimizer.param_groups
         plans: list[tuple[int, AdamGroup]] = []
@@ -403,46 +403,46 @@ class Shadow:
         """On the worker: the memory of what is stepped is not given to others before both streams
         are done with it, whichever it came from. Called before a step, and once it is enqueued.
         """
-        lane = self.lane
-        if not lane.copies_beside:
+        streams = self.streams
+        if not streams.copies_beside:
             return
-        given: list[Any] = [slot.twin.__dict__ for slot in self.slots] if self._given else []
+        given: list[Any] = [pair.stepped.__dict__ for pair in self.pairs] if self._given else []
         if not self.splittable:
-            lane.keep(tensors_in([vars(self.twin), given]), at_home=True)
+            streams.keep(tensors_in([vars(self.copy), given]), at_home=True)
             return
-        lane.keep(t for group in self.twin.param_groups for t in _settings_of(group))
+        streams.keep(t for group in self.copy.param_groups for t in _settings_of(group))
         values = [v for entry in self._mine for v in entry.values()]
         home, known = self._kept
-        if home != lane.home or len(values) != len(known) or not all(map(is_, values, known)):
-            lane.keep(tensors_in(values), at_home=True)
-            self._kept = lane.home, values
+        if home != streams.home or len(values) != len(known) or not all(map(is_, values, known)):
+            streams.keep(tensors_in(values), at_home=True)
+            self._kept = streams.home, values
 
     def load_state(self, state_dict: dict[str, Any], masters: dict[int, Any]) -> None:
         """Load state onto the stepped parameters and share it; the optimizer has the groups."""
-        own = self.twin.param_groups
-        self.twin.param_groups = [dict(group) for group in own]
-        Optimizer.load_state_dict(self.twin, state_dict)
-        self.twin.param_groups = own
+        own = self.copy.param_groups
+        self.copy.param_groups = [dict(group) for group in own]
+        Optimizer.load_state_dict(self.copy, state_dict)
+        self.copy.param_groups = own
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         state = self.optimizer.state
         state.clear()
-        state.update({k: v for k, v in self.twin.state.items() if not isinstance(k, Tensor)})
-        for slot, index in zip(self.slots, saved, strict=True):
-            entry = self.twin.state.get(slot.twin)
+        state.update({k: v for k, v in self.copy.state.items() if not isinstance(k, Tensor)})
+        for pair, index in zip(self.pairs, saved, strict=True):
+            entry = self.copy.state.get(pair.stepped)
             if entry:
-                settle_entry(slot, entry)
-                state[slot.param] = entry
-            if slot.is_master:
+                settle_entry(pair, entry)
+                state[pair.param] = entry
+            if pair.is_master:
                 master = masters.get(index)
-                slot.loaded = None if master is None else local(master)
-                slot.refresh(slot.target if master is None else None)
+                pair.loaded = None if master is None else local(master)
+                pair.refresh(pair.target if master is None else None)
                 self.has_loaded = True
         self._state = None
 
     def forget_loaded(self) -> None:
         """A step begins: the model has been loaded by now, if it ever is."""
-        for slot in self.slots if self.has_loaded else ():
-            slot.loaded = None
+        for pair in self.pairs if self.has_loaded else ():
+            pair.loaded = None
         self.has_loaded = False
 
     def _has_all(self, grads: Sequence[Tensor | None]) -> bool:
@@ -453,8 +453,8 @@ class Shadow:
         """On the worker: the quick way, where every parameter is small and has state."""
         if self._small_epoch != self._epoch:
             self._small_epoch, self._small = self._epoch, None
-            if SmallSteps.suits(self.ordered, self.lane) and self._can_plan(self.parts):
-                self._small = SmallSteps(self.twin, self.ordered, self.ends, self.lane)
+            if SmallSteps.suits(self.ordered, self.streams) and self._can_plan(self.parts):
+                self._small = SmallSteps(self.copy, self.ordered, self.ends, self.streams)
                 for part in self.parts:  # each plan puts the step counts in a buffer of its own
                     part.epoch = -1
         return self._small
@@ -469,7 +469,7 @@ class Shadow:
         if complete and plans is not None:
             for number, plan in plans.items():
                 mine: Any = [grads[place] for place in part.groups[number]]
-                plan.step(self.twin.param_groups[number], mine, grad_scale)
+                plan.step(self.copy.param_groups[number], mine, grad_scale)
             return
         part.epoch = -1  # its first step makes the state that a plan needs
         self._step_in_python(part, grads, grad_scale)
@@ -482,10 +482,10 @@ class Shadow:
             self._small, self._small_epoch = None, -1
             part.plans = {
                 number: AdamGroup(
-                    self.twin,
+                    self.copy,
                     {
-                        **self.twin.param_groups[number],
-                        "params": [part.slots[place].twin for place in places],
+                        **self.copy.param_groups[number],
+                        "params": [part.pairs[place].stepped for place in places],
                     },
                 )
                 for number, places in part.groups.items()
@@ -494,12 +494,12 @@ class Shadow:
 
     def _can_plan(self, parts: Sequence[Part]) -> bool:
         """Whether torch's fused Adam kernel can be called directly for these parts."""
-        slots = [slot for part in parts for slot in part.slots]
+        pairs = [pair for part in parts for pair in part.pairs]
         return (
             type(self.optimizer) in (torch.optim.Adam, torch.optim.AdamW)
-            and all(is_plain(self.twin.param_groups[n]) for part in parts for n in part.groups)
-            and is_uniform([slot.twin.detach() for slot in slots])
-            and all(self.twin.state.get(slot.twin) for slot in slots)
+            and all(is_plain(self.copy.param_groups[n]) for part in parts for n in part.groups)
+            and is_uniform([pair.stepped.detach() for pair in pairs])
+            and all(self.copy.state.get(pair.stepped) for pair in pairs)
         )
 
     def _step_in_python(
@@ -509,54 +509,52 @@ class Shadow:
         if not self.splittable:
             self._step_whole(part, grads, grad_scale)
             return
-        twins = [slot.twin for slot in part.slots]
-        before = [
-            twin.detach().clone() for twin, g in zip(twins, grads, strict=True) if g is not None
-        ]
-        whole = self.twin.param_groups
-        self.twin.param_groups = [
-            {**whole[number], "params": [twins[place] for place in places]}
+        params = [pair.stepped for pair in part.pairs]
+        before = [p.detach().clone() for p, g in zip(params, grads, strict=True) if g is not None]
+        whole = self.copy.param_groups
+        self.copy.param_groups = [
+            {**whole[number], "params": [params[place] for place in places]}
             for number, places in part.groups.items()
         ]
         try:
-            for twin, grad in zip(twins, grads, strict=True):
-                twin.grad = grad
-            self.call_step(twins, grad_scale, self.twin)
+            for p, grad in zip(params, grads, strict=True):
+                p.grad = grad
+            self.call_step(params, grad_scale, self.copy)
         except BaseException:
-            stepped = [twin for twin, g in zip(twins, grads, strict=True) if g is not None]
-            for twin, old in zip(stepped, before, strict=True):
-                twin.detach().copy_(old)
+            stepped = [p for p, g in zip(params, grads, strict=True) if g is not None]
+            for p, old in zip(stepped, before, strict=True):
+                p.detach().copy_(old)
             raise
         finally:
-            self.twin.param_groups = whole
-            for twin in twins:
-                twin.grad = None
+            self.copy.param_groups = whole
+            for p in params:
+                p.grad = None
 
     def _step_whole(
         self, part: Part, grads: list[Tensor | None], grad_scale: Tensor | None
     ) -> None:
         """All of it in one step, which as in torch leaves what it has done where it fails."""
         itself = self._steps_itself
-        params = [slot.param if itself else slot.twin for slot in part.slots]
-        lent = [p for p, grad in zip(params, grads, strict=True) if p.grad is not grad]
+        params = [pair.param if itself else pair.stepped for pair in part.pairs]
+        changed = [p for p, grad in zip(params, grads, strict=True) if p.grad is not grad]
         try:
             for p, grad in zip(params, grads, strict=True):
                 p.grad = grad
-            self.call_step(params, grad_scale, self.optimizer if itself else self.twin)
+            self.call_step(params, grad_scale, self.optimizer if itself else self.copy)
         finally:
-            for p in lent:
+            for p in changed:
                 p.grad = None
 
     def call_step(
         self, params: Sequence[Tensor], grad_scale: Tensor | None, stepped: Any = None
     ) -> Any:
-        """The class's step on ``stepped``, or for a user's function on the twin.
+        """The class's step on ``stepped``, or for a user's function on the copy.
 
         Args:
             params: have the gradients.
         """
         forbid = self._is_watched or stepped is None
-        stepped = self.twin if stepped is None else stepped
+        stepped = self.copy if stepped is None else stepped
         if not getattr(stepped, "_step_supports_amp_scaling", False):
             return self._run_step(stepped, forbid)
         if params and params[0].device.type == "cpu":
@@ -573,10 +571,10 @@ class Shadow:
         return torch.device("cpu") if elsewhere else nullcontext()
 
     def _run_step(self, stepped: Any, forbid: bool) -> Any:
-        with self.surroundings.around_step(), self._beside_masters():
+        with self.thread_context.around_step(), self._beside_masters():
             if self.splittable or self.inline or self.why_inline is not None:
                 return self.raw_step(stepped)
-            watch = Watch(_LATER if forbid else None)
+            watch = OrderedOpsMode(_LATER if forbid else None)
             try:
                 with watch:
                     result = self.raw_step(stepped)
@@ -604,15 +602,15 @@ def _settings_of(group: dict[str, Any]) -> Iterator[Tensor]:
     return tensors_in([value for key, value in group.items() if key != "params"])
 
 
-def settle_entry(slot: Slot, entry: dict[str, Any]) -> None:
+def settle_entry(pair: ParameterPair, entry: dict[str, Any]) -> None:
     """Bring one parameter's state to where it is stepped: shards, the master's device."""
     for key, value in entry.items():
         if not isinstance(value, Tensor):
             continue
         value = local(value)
-        if slot.is_master:
+        if pair.is_master:
             exact = key == "step" or not value.is_floating_point()
-            value = value.to(slot.twin.device, None if exact else torch.float32)
+            value = value.to(pair.stepped.device, None if exact else torch.float32)
         entry[key] = value
 
 

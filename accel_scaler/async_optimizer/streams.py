@@ -1,16 +1,16 @@
 """Copies between a device and host memory, and the stream that updates run on.
 
 The only file that orders streams, by events, and knows pinned memory. On a CPU, and where one queue
-keeps the order, nothing runs beside anything: marks are None, and copies are waited for.
+keeps the order, nothing runs beside anything: events are None, and copies are waited for.
 
 *Home* is the stream that the training thread hands steps over from, *side* the one that updates run
-on, *down* the one of copies to the host. ``ready`` is home's mark at the hand-over; side begins
-after it, and each part of a step ends with a mark of its own.
+on, *down* the one of copies to the host. ``ready`` is home's event at the hand-over; side begins
+after it, and each part of a step ends with a event of its own.
 
 Model's parameters
     Side writes them (``delayed``: those of the step before), home and the user's streams read them.
-    Written after ``ready``, and so after what home followed by then. A use waits for the mark of
-    its part, on its own stream and on home; until the device is past that mark the class stays
+    Written after ``ready``, and so after what home followed by then. A use waits for the event of
+    its part, on its own stream and on home; until the device is past that event the class stays
     pending (:mod:`.pending_parameter`), so each other stream waits as well. ``synchronize()``
     waits on the host, and publishes when no stream has anything left to do. Recorded on side.
 Masters on the device
@@ -30,18 +30,18 @@ What a step needs for itself
 A step on the training thread (``sync`` without offload)
     Home alone, as torch does it. FSDP2's gradients come from a stream of its own: recorded on home.
 Gradients on the host, pinned
-    Down writes them after home; the optimizer thread waits for each copy's mark, then reads. Sent
+    Down writes them after home; the optimizer thread waits for each copy's event, then reads. Sent
     once the step before is done.
 Masters and state on the host
     The optimizer thread alone, while a step is in hand. The copy up reads masters on side: the
-    thread waits for the last mark before it writes them again.
+    thread waits for the last event before it writes them again.
 Staging, pinned
-    The optimizer thread writes it, side's copy up reads it; waited for likewise. A slot has it;
+    The optimizer thread writes it, side's copy up reads it; waited for likewise. A pair has it;
     torch keeps pinned memory that is dropped until its copies are done.
 
-An optimizer that is dropped leaves all of that to the marks: the task has what it still enqueues,
+An optimizer that is dropped leaves all of that to the events: the task has what it still enqueues,
 recorded memory stays until the device is past, and the model's parameters, hooks and gradients
-know the marks without the optimizer.
+know the events without the optimizer.
 """
 
 from __future__ import annotations
@@ -55,102 +55,102 @@ from torch import Tensor
 
 from ..devices import streams_of
 
-__all__ = ["Lane", "Marks", "packs"]
+__all__ = ["PartEvents", "SideStreams", "packs"]
 
 
-class Lane:
+class SideStreams:
     """The side streams of one device: one for the optimizer's work, one for copies to the host.
 
     None of the methods waits on the host, except :meth:`wait_on_host`.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._streams = streams = streams_of(device)
+        self._backend = streams = streams_of(device)
         """None: on a CPU, and where one queue keeps the order."""
         self.device = device if streams is None else streams.device
         self._home: Any = None
         """The stream that the training thread handed the last step over from."""
         self._last: Any = None
-        """The mark of the last work on the side stream."""
+        """The event of the last work on the side stream."""
         self._known: Any = None
-        """A mark that the device is known to be past."""
+        """A event that the device is known to be past."""
         self._work: Any = None if streams is None else streams.new()
         self._down: Any = None if streams is None else streams.new()
 
-    def mark(self, home: bool = False) -> Any:
+    def record(self, home: bool = False) -> Any:
         """A point in the present stream of this thread; None on a CPU.
 
-        ``home``: this is the stream that trains, which follows every mark that anybody follows.
+        ``home``: this is the stream that trains, which follows every event that anybody follows.
         """
-        if self._streams is None:
+        if self._backend is None:
             return None
-        stream = self._streams.current()
+        stream = self._backend.current()
         if home:
             self._home = stream
-        return self._mark(stream)
+        return self._record(stream)
 
-    def _mark(self, stream: Any) -> Any:
-        assert self._streams is not None
-        with self._streams.on(stream):
-            event = self._streams.event()
+    def _record(self, stream: Any) -> Any:
+        assert self._backend is not None
+        with self._backend.on(stream):
+            event = self._backend.event()
             event.record()
             return event
 
-    def follow(self, mark: Any) -> None:
-        """What this thread, or the training thread, enqueues from here on comes after ``mark``."""
-        if mark is None or self._streams is None:
+    def follow(self, event: Any) -> None:
+        """What this thread, or the training thread, enqueues from here on comes after ``event``."""
+        if event is None or self._backend is None:
             return
-        stream = self._streams.current()
+        stream = self._backend.current()
         for each in (stream,) if self._home in (None, stream) else (stream, self._home):
-            with self._streams.on(each):
-                mark.wait()
+            with self._backend.on(each):
+                event.wait()
 
-    def wait_on_host(self, mark: Any) -> None:
-        """Block this thread until the device has come to ``mark``."""
-        if mark is not None:
-            mark.synchronize()
+    def wait_on_host(self, event: Any) -> None:
+        """Block this thread until the device has come to ``event``."""
+        if event is not None:
+            event.synchronize()
 
-    def is_past(self, mark: Any) -> bool:
-        """Whether the device is known to have come to ``mark``: then all streams are after it."""
-        return mark is None or bool(mark.query())
+    def is_past(self, event: Any) -> bool:
+        """Whether the device is known to have come to ``event``: then all streams are after it."""
+        return event is None or bool(event.query())
 
     def follow_last(self, on_host: bool = False) -> None:
         """As :meth:`follow`, for all that the side stream was given, unless it is done.
 
         ``on_host``: so does this thread itself, and with it every stream there is.
         """
-        mark = self._last
-        if mark is self._known:
+        event = self._last
+        if event is self._known:
             return  # not asked again: a graph may be being captured
         if on_host:
-            self.wait_on_host(mark)
-        elif not self.is_past(mark):
-            self.follow(mark)
+            self.wait_on_host(event)
+        elif not self.is_past(event):
+            self.follow(event)
             return
-        self._known = mark
+        self._known = event
 
     def wait_for_all(self) -> None:
         """Block this thread until the device has done all that any stream was given by now."""
-        if self._streams is not None:
-            self._streams.synchronize()
+        if self._backend is not None:
+            self._backend.synchronize()
 
     @contextmanager
     def beside(self, after: Any) -> Iterator[None]:
-        """Enqueue on the side stream, after the mark ``after``."""
-        if self._streams is None:
+        """Enqueue on the side stream, after the event ``after``."""
+        if self._backend is None:
             yield
             return
-        with self._streams.on(self._work):
+        with self._backend.on(self._work):
             after.wait()
             try:
                 yield
             finally:
-                self._last = self._mark(self._work)
+                self._last = self._record(self._work)
 
     @contextmanager
     def as_at_home(self) -> Iterator[None]:
         """What this thread enqueues is in the order of the training stream, whichever its own."""
-        here = None if self._streams is None else self._streams.current()
+        here = None if self._backend is None else self._backend.current()
         if here is None or self._home in (None, here):
             yield
             return
@@ -165,7 +165,7 @@ class Lane:
 
         ``at_home``: nor before the training stream is, if it was taken on the side stream.
         """
-        if self._streams is None:
+        if self._backend is None:
             return
         streams = [self._work, self._home] if at_home and self._home is not None else [self._work]
         for tensor in tensors:
@@ -204,56 +204,56 @@ class Lane:
         return views
 
     def _host_memory(self, length: int, dtype: torch.dtype) -> Tensor:
-        if self._streams is None:
+        if self._backend is None:
             return torch.empty(length, dtype=dtype, device="cpu")
-        with self._streams.on(self._streams.current()):  # or another device would make it its own
+        with self._backend.on(self._backend.current()):  # or another device would make it its own
             return torch.empty(length, dtype=dtype, device="cpu", pin_memory=True)
 
     def down(self, source: Tensor, host: Tensor) -> Any:
-        """Copy to the host behind this thread's stream; returns the mark of its end."""
-        if self._streams is None:
+        """Copy to the host behind this thread's stream; returns the event of its end."""
+        if self._backend is None:
             host.copy_(source)
             return None
-        self._down.wait_stream(self._streams.current())
-        with self._streams.on(self._down):
+        self._down.wait_stream(self._backend.current())
+        with self._backend.on(self._down):
             host.copy_(source, non_blocking=True)
             source.record_stream(self._down)
-            return self._mark(self._down)
+            return self._record(self._down)
 
     def up(self, host: Tensor, target: Tensor, staging: Tensor | None = None) -> None:
         """Copy to the device, inside :meth:`beside`. ``staging``: pinned, of the target's dtype."""
         if staging is not None:
             host = staging.copy_(host)
-        target.copy_(host, non_blocking=self._streams is not None)
+        target.copy_(host, non_blocking=self._backend is not None)
 
     @property
     def is_host(self) -> bool:
         """Whether the device's memory is the host's."""
-        return self._streams is None and self.device.type == "cpu"
+        return self._backend is None and self.device.type == "cpu"
 
     @property
     def copies_beside(self) -> bool:
         """Whether a copy to the host runs while this thread goes on."""
-        return self._streams is not None
+        return self._backend is not None
 
 
-class Marks:
+class PartEvents:
     """Where on the device each part of one step ends; knows no optimizer."""
 
-    def __init__(self, lane: Lane, ends: list[Any]) -> None:
-        self._lane, self._ends = lane, ends
+    def __init__(self, streams: SideStreams, ends: list[Any]) -> None:
+        self._streams, self._ends = streams, ends
 
     def follow(self) -> None:
         """What this thread, or the training thread, enqueues from here on comes after all parts."""
-        for mark in self._ends[-1:]:
-            self._lane.follow(mark)
+        for event in self._ends[-1:]:
+            self._streams.follow(event)
 
     def is_past(self, parts: int | None = None, *, wait: bool = False) -> bool:
         """Whether the device has done the first ``parts`` (default: all); ``wait`` until it has."""
-        for mark in self._ends[-1:] if parts is None else self._ends[parts - 1 : parts]:
+        for event in self._ends[-1:] if parts is None else self._ends[parts - 1 : parts]:
             if wait:
-                self._lane.wait_on_host(mark)
-            elif not self._lane.is_past(mark):
+                self._streams.wait_on_host(event)
+            elif not self._streams.is_past(event):
                 return False
         return True
 

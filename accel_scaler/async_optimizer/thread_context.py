@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import StepError
 
-__all__ = ["Surroundings", "Watch"]
+__all__ = ["OrderedOpsMode", "ThreadContext"]
 
 
-class Surroundings:
+class ThreadContext:
     """Of the thread that makes it: gradient mode, autocast, default device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -61,7 +61,7 @@ class Surroundings:
             yield
 
 
-class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OrderedOpsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Looks for random numbers and collectives in a step.
 
     Args:
@@ -76,7 +76,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._before: Any = None
 
     # Not the base's: it notes modes in flags of the whole process, which dynamo reads on others.
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> OrderedOpsMode:
         if self.forbid is None:
             self._before = _random_states()
         torch._C._push_on_torch_dispatch_stack(self)

@@ -340,11 +340,11 @@ def detach(target: T) -> T:
     for optimizer in list(boundary.adopted):  # free_memory() forgets them, we do not
         if type(optimizer) is ScaledOptimizer:
             try:
-                if optimizer._fences is not None:
-                    optimizer._fences.close()
+                if optimizer._hooks is not None:
+                    optimizer._hooks.close()
             except StepError as error:
                 failed = error
-            for name in ("_fences", "_models"):
+            for name in ("_hooks", "_models"):
                 optimizer.__dict__.pop(name, None)
             become(optimizer, AcceleratedOptimizer)
             optimizer.scaler = stock

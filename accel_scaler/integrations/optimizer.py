@@ -11,7 +11,13 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch.optim import Optimizer
 
-from ..async_optimizer import Fences, make_engine, refuse_sharing, refuse_spread, refuse_unsteppable
+from ..async_optimizer import (
+    SyncHooks,
+    make_stepper,
+    refuse_sharing,
+    refuse_spread,
+    refuse_unsteppable,
+)
 from ..config import ScalerConfig
 from ..errors import UnsupportedError
 from ..optimizer_step import Boundary, async_stepper_of, stepper_of
@@ -36,7 +42,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     """
 
     _boundary: Boundary | None = None
-    _fences: Fences | None = None
+    _hooks: SyncHooks | None = None
     _models: ModelsOf | None = None
 
     @property
@@ -49,7 +55,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self.synchronize()
         state: dict[str, Any] = super().__getstate__()
         # A copy steps like stock, with its own copy of the scaler: windows are the accelerator's.
-        for name in ("_boundary", "_fences", "_models"):
+        for name in ("_boundary", "_hooks", "_models"):
             state.pop(name, None)
         return state
 
@@ -75,7 +81,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     def follow_parameters(self) -> None:
         """Step through masters from now on, where a float16 parameter is trained that was not."""
         accelerator = None if self._models is None else self._models.accelerator
-        if accelerator is not None and _needs_engine(
+        if accelerator is not None and _needs_async_stepper(
             self.stepped_optimizer, accelerator._scaler_config
         ):
             adopt(accelerator, self)
@@ -104,8 +110,8 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             )
         has_stepped = False
         self.follow_parameters()
-        if self._fences is not None and self._models is not None:
-            self._fences.watch(self._models())
+        if self._hooks is not None and self._models is not None:
+            self._hooks.watch(self._models())
         try:
             has_stepped = self._boundary.step(self)
         finally:
@@ -117,29 +123,29 @@ def adopt(accelerator: Any, optimizer: Any) -> None:
     forbid_unsuitable(optimizer, accelerator._scaler_config)
     forbid_sharing([optimizer], accelerator._scaler_config)
     boundary: Boundary = accelerator._boundary
-    fences = _give_engine(accelerator, optimizer)
+    hooks = _give_stepper(accelerator, optimizer)
     become(optimizer, ScaledOptimizer)
     optimizer.scaler = accelerator.scaler
     optimizer._boundary = boundary
     optimizer._models = ModelsOf(accelerator)
-    if fences is not None:
-        optimizer._fences = fences
+    if hooks is not None:
+        optimizer._hooks = hooks
     boundary.adopted.add(optimizer)
     boundary.add(optimizer, accelerator._scaler_config.fold_unscale)
 
 
-def _give_engine(accelerator: Any, optimizer: Any) -> Fences | None:
-    """An engine where the step is not simply the optimizer's own; None: it is, or has one."""
+def _give_stepper(accelerator: Any, optimizer: Any) -> SyncHooks | None:
+    """An async one where the step is not simply the optimizer's own; None: it is, or has one."""
     config, inner = accelerator._scaler_config, inner_of(optimizer)[0]
-    if not _needs_engine(inner, config):
-        return getattr(optimizer, "_fences", None)
+    if not _needs_async_stepper(inner, config):
+        return getattr(optimizer, "_hooks", None)
     boundary = accelerator._boundary
     culprits = boundary.scaler.culprits
-    engine = make_engine(inner, config, accelerator._worker, accelerator.device, culprits)
-    return Fences(engine)
+    stepper = make_stepper(inner, config, accelerator._worker, accelerator.device, culprits)
+    return SyncHooks(stepper)
 
 
-def _needs_engine(inner: Optimizer, config: ScalerConfig) -> bool:
+def _needs_async_stepper(inner: Optimizer, config: ScalerConfig) -> bool:
     if async_stepper_of(inner) is not None:
         return False
     return config.step_mode != "sync" or config.offload != "none" or has_fp16(inner)
@@ -183,7 +189,7 @@ def forbid_unsuitable(optimizer: Any, config: ScalerConfig) -> None:
             "own AcceleratedOptimizer; prepare the torch optimizer instead."
         )
     inner = inner_of(optimizer)[0]
-    if _needs_engine(inner, config):
+    if _needs_async_stepper(inner, config):
         offload = config.offload != "none"
         inline = config.step_mode == "sync" and not offload
         refuse_unsteppable(
@@ -198,7 +204,9 @@ def forbid_unsuitable(optimizer: Any, config: ScalerConfig) -> None:
 def forbid_sharing(optimizers: Iterable[Any], config: ScalerConfig) -> None:
     """Raise ``UnsupportedError``, before anything is changed, for two that may not share."""
     inner = [inner_of(optimizer)[0] for optimizer in optimizers]
-    refuse_sharing([(each, config.step_mode) for each in inner if _needs_engine(each, config)])
+    refuse_sharing(
+        [(each, config.step_mode) for each in inner if _needs_async_stepper(each, config)]
+    )
 
 
 def inner_of(optimizers: Any) -> list[Optimizer]:

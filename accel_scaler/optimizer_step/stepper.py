@@ -1,4 +1,4 @@
-"""What steps an optimizer: one for each, inline here, or the asynchronous engine."""
+"""What steps an optimizer: one for each, inline here, or an asynchronous one."""
 
 from __future__ import annotations
 

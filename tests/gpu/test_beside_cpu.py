@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from accel_scaler import AsyncOptimizer, GradScaler, StepError, UnsupportedError, devices
 from accel_scaler.async_optimizer import replica as replica_module
-from accel_scaler.async_optimizer.replica import Shadow
+from accel_scaler.async_optimizer.replica import Replica
 
 MODES = ["sync", "overlap", "delayed"]
 STEPS, OVERFLOW = 8, 4
@@ -284,7 +284,7 @@ def test_a_real_capture_is_refused() -> None:
 def test_a_failure_on_the_device_says_which_step(
     monkeypatch: pytest.MonkeyPatch, offload: str
 ) -> None:
-    step_part = Shadow.step_part
+    step_part = Replica.step_part
     model = mlp(64).to(DEVICE)
     scaler = GradScaler(KIND, init_scale=1024.0)
     with AsyncOptimizer(
@@ -298,12 +298,12 @@ def test_a_failure_on_the_device_says_which_step(
                 def full(*args: Any) -> None:
                     raise torch.OutOfMemoryError("no memory left")
 
-                monkeypatch.setattr(Shadow, "step_part", full)
+                monkeypatch.setattr(Replica, "step_part", full)
             optimizer.step()
             optimizer.zero_grad()
         with pytest.raises(StepError, match=r"step 2 of SGD failed .*OutOfMemoryError: no memory"):
             optimizer.synchronize()
-        monkeypatch.setattr(Shadow, "step_part", step_part)
+        monkeypatch.setattr(Replica, "step_part", step_part)
         scaler.scale(model(batch(3, DEVICE)).square().mean()).backward()
         optimizer.step()
 

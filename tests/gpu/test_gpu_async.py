@@ -29,8 +29,8 @@ from torch.utils.checkpoint import checkpoint
 
 from accel_scaler import AsyncOptimizer, GradScaler
 from accel_scaler.async_optimizer import replica as replica_module
-from accel_scaler.async_optimizer.replica import Shadow
-from accel_scaler.async_optimizer.streams import Lane
+from accel_scaler.async_optimizer.replica import Replica
+from accel_scaler.async_optimizer.streams import SideStreams
 from accel_scaler.devices import Streams
 
 STEPS, ACCUMULATION, OVERFLOW = 24, 2, 7
@@ -128,17 +128,17 @@ def assert_same(mine: Any, expected: Any) -> None:
 
 def busy_update(optimizer: AsyncOptimizer, step: int) -> None:
     """The update starts late: whoever does not wait for it reads old parameters."""
-    lane = optimizer._engine.lane
-    if lane._work is not None:
-        with on(lane._work):
+    streams = optimizer._stepper.streams
+    if streams._work is not None:
+        with on(streams._work):
             sleep()
 
 
 def busy_copies(optimizer: AsyncOptimizer, step: int) -> None:
     """Gradients travel late: a host that does not wait reads what was there before."""
-    lane = optimizer._engine.lane
-    if lane._down is not None:
-        with on(lane._down):
+    streams = optimizer._stepper.streams
+    if streams._down is not None:
+        with on(streams._down):
             sleep()
 
 
@@ -248,7 +248,7 @@ def test_a_busy_stream_changes_no_number(mode: str, offload: str, half: bool, bu
 def test_a_forward_that_does_not_wait_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sleep is long enough to show a race, so the tests above mean something."""
     expected = train("overlap", before_step=busy_update)
-    monkeypatch.setattr(Lane, "follow", lambda self, mark: None)
+    monkeypatch.setattr(SideStreams, "follow", lambda self, event: None)
     assert not torch.equal(train("overlap", before_step=busy_update)[0], expected[0])
 
 
@@ -257,7 +257,7 @@ def test_a_forward_that_does_not_wait_is_noticed(monkeypatch: pytest.MonkeyPatch
 def test_a_host_that_does_not_wait_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """float16: in float32 the factor that clips, read by the host, follows the copies anyway."""
     expected = train("overlap", "cpu", half=True, before_backward=busy_copies)
-    monkeypatch.setattr(Lane, "wait_on_host", lambda self, mark: None)
+    monkeypatch.setattr(SideStreams, "wait_on_host", lambda self, event: None)
     mine = train("overlap", "cpu", half=True, before_backward=busy_copies)
     assert not torch.equal(mine[0], expected[0])
 
@@ -358,9 +358,9 @@ def order(first: Any, second: Any) -> float:
 def test_the_forward_starts_while_later_parts_are_updated(
     monkeypatch: pytest.MonkeyPatch, offload: str
 ) -> None:
-    step_part = Shadow.step_part
+    step_part = Replica.step_part
 
-    def slowly(self: Shadow, *args: Any) -> None:
+    def slowly(self: Replica, *args: Any) -> None:
         step_part(self, *args)
         sleep()
 
@@ -369,15 +369,15 @@ def test_the_forward_starts_while_later_parts_are_updated(
     with AsyncOptimizer(
         sgd(model.parameters()), model, scaler=scaler, offload=offload
     ) as optimizer:
-        monkeypatch.setattr(Shadow, "step_part", slowly)
+        monkeypatch.setattr(Replica, "step_part", slowly)
         for step in range(4):
             x, _ = batch_of(step, 0)
             entered = model[0](x)
             begun = event(timed=True)
-            marks = optimizer._engine._marks
+            marks = optimizer._stepper._events
             scaler.scale(model[2](model[1](entered)).sum()).backward()
             if step > 1:  # the order of use is known by then
-                optimizer._engine.finish()
+                optimizer._stepper.finish()
                 assert len(marks) == 4
                 assert order(begun, marks[-1]) > 0
             optimizer.step()

@@ -125,11 +125,11 @@ def busy(where: str) -> None:
         sleep(SHORT)
 
 
-def until_gone(engine: Any) -> None:
+def until_gone(stepper: Any) -> None:
     """Collect until it is: the optimizer thread keeps it until all is enqueued."""
     end = time.monotonic() + 10
-    while engine() is not None:
-        assert time.monotonic() < end, "something keeps the engine"
+    while stepper() is not None:
+        assert time.monotonic() < end, "something keeps the stepper"
         time.sleep(0.03)
         gc.collect()
 
@@ -337,17 +337,17 @@ def dropped(where: str, mode: str, offload: str, make: Make, collected: bool) ->
                 busy(where)  # the update starts late
             optimizer.step()
             optimizer.zero_grad()
-        engine = weakref.ref(optimizer._engine)
+        stepper = weakref.ref(optimizer._stepper)
         del optimizer
         if trial % 2:  # the model goes as well, and others get its memory
             del model
             if collected:
-                until_gone(engine)
+                until_gone(stepper)
             kept = [torch.full((n,), 7.0, device=where) for n in (1, 64, 512, 4096) * 20]
             found.append(torch.cat(kept).cpu())
         else:
             if collected:
-                until_gone(engine)
+                until_gone(stepper)
             x, _ = batch_of(0, where)
             with torch.no_grad():
                 found.append(model(x).cpu())
@@ -379,9 +379,9 @@ def dropped_beside_compiled(where: str) -> list[Tensor]:
                 busy(where)
             optimizer.step()
             optimizer.zero_grad()
-        engine = weakref.ref(optimizer._engine)
+        stepper = weakref.ref(optimizer._stepper)
         del optimizer
-        until_gone(engine)
+        until_gone(stepper)
         x, _ = batch_of(0, where)
         found.append(model(x).detach().cpu())
     return found
@@ -402,9 +402,9 @@ def succeeded(where: str) -> list[Tensor]:
         busy(where)
         optimizer.step()
         optimizer.zero_grad()
-        engine = weakref.ref(optimizer._engine)
+        stepper = weakref.ref(optimizer._stepper)
         del optimizer
-        until_gone(engine)
+        until_gone(stepper)
         with AsyncOptimizer(adamw(model.parameters()), model, mode="delayed") as optimizer:
             for p in model.parameters():
                 p.grad = torch.ones_like(p)  # no forward in between
@@ -429,9 +429,9 @@ def test_the_rate_of_a_dropped_optimizer_is_kept_until_the_device_is_done() -> N
             busy(DEVICE)
             optimizer.step()
             optimizer.zero_grad()
-        engine = weakref.ref(optimizer._engine)
+        stepper = weakref.ref(optimizer._stepper)
         del optimizer, inner, rate
-        until_gone(engine)
+        until_gone(stepper)
         litter(DEVICE)
         found = weights(model).cpu()
         assert bool(found.isfinite().all())

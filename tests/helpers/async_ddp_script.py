@@ -30,7 +30,7 @@ from two_ranks import (
     SCALER,
     WARMUP,
     WINDOWS,
-    Watch,
+    OrderedOpsMode,
     batch,
     control,
     copy,
@@ -45,7 +45,7 @@ from two_ranks import (
 )
 
 from accel_scaler import AsyncOptimizer, GradScaler, ScalerConfig, attach, detach
-from accel_scaler.async_optimizer.replica import Shadow
+from accel_scaler.async_optimizer.replica import Replica
 
 CASES = {
     "overlap": {"mode": "overlap"},
@@ -79,7 +79,7 @@ RAW: dict[tuple[str, str], list[str]] = {
 ATTACHED = {"sgd": list(CASES), "adamw": ["overlap", "delayed"]}
 
 
-def raw(results: dict[str, Any], watch: Watch) -> None:
+def raw(results: dict[str, Any], watch: OrderedOpsMode) -> None:
     for (kind, buckets), cases in RAW.items():
         wrap, name = ddp(buckets), f"{kind}, {buckets}"
         # torch's own fused step on a CPU is no reference
@@ -159,7 +159,7 @@ def attached(config: ScalerConfig | None, kind: str, stale_after: int | None = N
     return result
 
 
-def through_accelerate(results: dict[str, Any], watch: Watch) -> None:
+def through_accelerate(results: dict[str, Any], watch: OrderedOpsMode) -> None:
     for kind, cases in ATTACHED.items():
         for stale_after in {STALE_AFTER.get(case) for case in cases}:
             results[f"accelerate torch {stale_after}, {kind}"] = attached(None, kind, stale_after)
@@ -189,15 +189,15 @@ def fail(how: str) -> None:
         model = DistributedDataParallel(net())
     inner = optimizer_of("sgd", model.parameters())
     optimizer = AsyncOptimizer(inner, model, scaler=(scaler := GradScaler("cpu", **SCALER)))
-    step_part = Shadow.step_part
+    step_part = Replica.step_part
 
-    def broken(self: Shadow, *args: Any) -> None:
-        if how == "worker" and optimizer._engine.steps == 3 and dist.get_rank() == 1:
+    def broken(self: Replica, *args: Any) -> None:
+        if how == "worker" and optimizer._stepper.steps == 3 and dist.get_rank() == 1:
             raise ArithmeticError("the kernel of rank 1 failed")
         time.sleep(0.2)
         step_part(self, *args)
 
-    Shadow.step_part = broken  # type: ignore[method-assign]
+    Replica.step_part = broken  # type: ignore[method-assign]
     for window in range(10):
         if window == 3 and how != "worker" and dist.get_rank() == 1:
             os._exit(3)
@@ -214,7 +214,7 @@ def main(folder: Path) -> None:
     results: dict[str, Any] = {}
     accelerator = Accelerator(cpu=True, mixed_precision="fp16")
     assert accelerator.num_processes == 2, "launched as lone processes, not as two ranks"
-    watch = Watch()
+    watch = OrderedOpsMode()
     raw(results, watch)
     through_accelerate(results, watch)
     results["control"] = control(watch)

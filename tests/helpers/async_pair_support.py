@@ -16,9 +16,9 @@ from references import GROWTH_INTERVAL, INIT_SCALE, OPTIMIZERS
 from torch import Tensor
 
 from accel_scaler import AsyncOptimizer, GradScaler, ScalerConfig, attach, detach
-from accel_scaler.async_optimizer.async_stepper import Engine
+from accel_scaler.async_optimizer.async_stepper import AsyncStepper
 from accel_scaler.async_optimizer.flat_buffers import SmallSteps
-from accel_scaler.async_optimizer.replica import Part, Shadow
+from accel_scaler.async_optimizer.replica import Part, Replica
 
 
 class InjectedError(Exception):
@@ -41,7 +41,7 @@ class Fault:
             if self.at < 0:
                 self.at = None
                 raise InjectedError("at this part")
-            self.done += [slot.param for slot in part.slots]
+            self.done += [pair.param for pair in part.pairs]
 
 
 FAULT = Fault()
@@ -53,10 +53,10 @@ def lazy_everywhere() -> Iterator[None]:
     patch = pytest.MonkeyPatch()
     patch.setattr(async_support, "LIMIT_S", 20.0)
     with lazy() as gate:
-        publish, small, begin = Engine._publish, SmallSteps.step, SmallSteps.begin
-        step, run = Shadow.step_part, Engine._run
+        publish, small, begin = AsyncStepper._publish, SmallSteps.step, SmallSteps.begin
+        step, run = Replica.step_part, AsyncStepper._run
 
-        def publishing(self: Engine, part: Part) -> None:
+        def publishing(self: AsyncStepper, part: Part) -> None:
             gate.pass_through()
             publish(self, part)
 
@@ -70,19 +70,19 @@ def lazy_everywhere() -> Iterator[None]:
                 raise InjectedError("before the first part")
             return begin(self, *rest)
 
-        def running(self: Engine, *rest: Any) -> None:
+        def running(self: AsyncStepper, *rest: Any) -> None:
             gate.pass_through()
             run(self, *rest)
 
-        def stepping(self: Shadow, part: Part, *rest: Any) -> None:
+        def stepping(self: Replica, part: Part, *rest: Any) -> None:
             FAULT.pass_part(part)
             step(self, part, *rest)
 
-        patch.setattr(Engine, "_publish", publishing)
-        patch.setattr(Engine, "_run", running)
+        patch.setattr(AsyncStepper, "_publish", publishing)
+        patch.setattr(AsyncStepper, "_run", running)
         patch.setattr(SmallSteps, "step", stepping_small)
         patch.setattr(SmallSteps, "begin", beginning)
-        patch.setattr(Shadow, "step_part", stepping)
+        patch.setattr(Replica, "step_part", stepping)
         try:
             yield
         finally:
@@ -115,7 +115,7 @@ class Raw:
     def optimizers(self) -> list[Any]:
         return [self.optimizer]
 
-    def engine(self, number: int) -> Engine:
+    def stepper(self, number: int) -> AsyncStepper:
         return self.optimizers[number].optimizer.__dict__["_accel_scaler_stepper"]
 
     def loss(self, seed: int, used: Sequence[str]) -> Tensor:

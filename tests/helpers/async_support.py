@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from accel_scaler import ScalerConfig, attach, detach
 from accel_scaler.async_optimizer import replica as replica_module
-from accel_scaler.async_optimizer.replica import Shadow
+from accel_scaler.async_optimizer.replica import Replica
 from accel_scaler.async_optimizer.worker import Task, Worker
 
 INF = float("inf")
@@ -88,7 +88,7 @@ class Gate:
 def lazy() -> Iterator[Gate]:
     """The worker updates a part when somebody waits for it, not before."""
     gate = Gate()
-    wait, execute, submit, step = Task.wait, Task.execute, Worker.submit, Shadow.step_part
+    wait, execute, submit, step = Task.wait, Task.execute, Worker.submit, Replica.step_part
 
     def waiting(self: Task, parts: int | None = None, limit_s: float = LIMIT_S) -> bool:
         gate.want(self, self.parts if parts is None else parts)
@@ -110,7 +110,7 @@ def lazy() -> Iterator[Gate]:
             gate.wanted[id(task)] = 0
         submit(self, task)
 
-    def stepping(self: Shadow, *args: Any) -> None:
+    def stepping(self: Replica, *args: Any) -> None:
         gate.threads.add(threading.get_ident())
         gate.pass_through()
         step(self, *args)
@@ -121,7 +121,7 @@ def lazy() -> Iterator[Gate]:
             (Task, "wait", waiting),
             (Task, "execute", executing),
             (Worker, "submit", submitting),
-            (Shadow, "step_part", stepping),
+            (Replica, "step_part", stepping),
         ),
     ):
         yield gate
@@ -130,14 +130,14 @@ def lazy() -> Iterator[Gate]:
 @contextmanager
 def sleepy(longest_s: float, seed: int = 0) -> Iterator[None]:
     """The worker sleeps for a random time before and after many parts."""
-    generator, step = random.Random(seed), Shadow.step_part
+    generator, step = random.Random(seed), Replica.step_part
 
-    def stepping(self: Shadow, *args: Any) -> None:
+    def stepping(self: Replica, *args: Any) -> None:
         time.sleep(generator.choice((0.0, 0.0, generator.uniform(0.0, longest_s))))
         step(self, *args)
         time.sleep(generator.choice((0.0, 0.0, generator.uniform(0.0, longest_s))))
 
-    with one_part_each(), _replaced((Shadow, "step_part", stepping)):
+    with one_part_each(), _replaced((Replica, "step_part", stepping)):
         yield
 
 

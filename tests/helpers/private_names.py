@@ -154,7 +154,7 @@ TORCH = [
     ("torch", "_fused_adam_", "steps Adam with the kernel's own unscaling, in fused_adam.py"),
     ("torch", "_fused_adamw_", "steps AdamW with the kernel's own unscaling, in fused_adam.py"),
     ("torch", "_fused_sgd_", "tells whether this torch has a fused SGD, in diagnostics.py"),
-    ("torch", "_debug_has_internal_overlap", "refuses twins that overlap, in flat_buffers.py"),
+    ("torch", "_debug_has_internal_overlap", "refuses parameters that overlap, in flat_buffers.py"),
     ("torch", "_C", "is where the next rows stand"),
     ("torch._C", "DisableTorchFunctionSubclass", "reads a waiting tensor, in pending_parameter.py"),
     ("torch._C", "_push_on_torch_dispatch_stack", "watches a step, in thread_context.py"),

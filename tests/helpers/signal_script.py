@@ -19,7 +19,7 @@ import torch
 from children import many
 from fault_run import MODES, Run
 
-from accel_scaler.async_optimizer.replica import Shadow
+from accel_scaler.async_optimizer.replica import Replica
 
 LIMIT_S = 60
 WINDOW = 4
@@ -58,17 +58,17 @@ def run_case(ending: str, mode: str, folder: Path) -> None:
             os.kill(os.getpid(), number)
             time.sleep(SLOW_S)
 
-    step, step_part = torch.optim.SGD.step, Shadow.step_part
+    step, step_part = torch.optim.SGD.step, Replica.step_part
 
     def inline(self: Any, closure: Any = None) -> Any:
         send()
         return step(self, closure)
 
-    def on_worker(self: Shadow, *args: Any) -> None:
+    def on_worker(self: Replica, *args: Any) -> None:
         send()
         step_part(self, *args)
 
-    patched: Any = Shadow
+    patched: Any = Replica
     if mode == "sync":
         run.optimizer.optimizer.step = inline.__get__(run.optimizer.optimizer)
     else:

@@ -78,7 +78,7 @@ class Event:
 
 
 class PaperDevice:
-    """What ``Streams`` of a real device is to :class:`accel_scaler.async_optimizer.streams.Lane`.
+    """What ``Streams`` of a real device is to ``SideStreams`` in async_optimizer.
 
     Args:
         host_worker: tensors made from nothing on a thread other than the first are the host's.

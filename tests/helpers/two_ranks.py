@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import accel_scaler.async_optimizer.replica as replica_module
 from accel_scaler import AsyncOptimizer, GradScaler
-from accel_scaler.async_optimizer.master_params import Slot
-from accel_scaler.async_optimizer.replica import Shadow
+from accel_scaler.async_optimizer.master_params import ParameterPair
+from accel_scaler.async_optimizer.replica import Replica
 
 WINDOWS = 7
 ACCUMULATION = 2
@@ -110,7 +110,7 @@ def slow_worker(most_s: float = 0.004) -> Iterator[None]:
 
     A use of a parameter that does not wait for it then meets the old value.
     """
-    step_part, publish = Shadow.step_part, Slot.publish
+    step_part, publish = Replica.step_part, ParameterPair.publish
     smallest = replica_module.SMALLEST_PART
     main = threading.get_ident()
     draw = torch.Generator().manual_seed(1 + dist.get_rank())
@@ -119,25 +119,25 @@ def slow_worker(most_s: float = 0.004) -> Iterator[None]:
         if threading.get_ident() != main:
             time.sleep(most_s * (0.5 + 0.5 * float(torch.rand((), generator=draw))))
 
-    def slow_step(self: Shadow, *args: Any) -> None:
+    def slow_step(self: Replica, *args: Any) -> None:
         sleep()
         step_part(self, *args)
 
-    def slow_publish(self: Slot, lane: Any) -> None:
+    def slow_publish(self: ParameterPair, streams: Any) -> None:
         sleep()
-        publish(self, lane)
+        publish(self, streams)
 
-    patched: Any = Shadow
-    patched.step_part, Slot.publish = slow_step, slow_publish  # type: ignore[method-assign]
+    patched: Any = Replica
+    patched.step_part, ParameterPair.publish = slow_step, slow_publish  # type: ignore[method-assign]
     replica_module.SMALLEST_PART = 1
     try:
         yield
     finally:
-        patched.step_part, Slot.publish = step_part, publish  # type: ignore[method-assign]
+        patched.step_part, ParameterPair.publish = step_part, publish  # type: ignore[method-assign]
         replica_module.SMALLEST_PART = smallest
 
 
-class Watch:
+class OrderedOpsMode:
     """Which collective ran on which thread.
 
     A kernel in front of every operator of torch's c10d library: whatever communicates goes
@@ -169,7 +169,7 @@ class Watch:
         return [name for name, _ in seen], sum(thread != here for _, thread in seen)
 
 
-def control(watch: Watch) -> int:
+def control(watch: OrderedOpsMode) -> int:
     """What the watch says of a thread that does communicate (alone, so that nobody waits)."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     watch.take()

@@ -46,7 +46,7 @@ from torch.utils.checkpoint import checkpoint
 from versions import release
 
 from accel_scaler import AsyncOptimizer, GradScaler
-from accel_scaler.async_optimizer.replica import Shadow
+from accel_scaler.async_optimizer.replica import Replica
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -631,7 +631,7 @@ def test_updates_run_on_another_thread_and_in_the_order_of_the_forward() -> None
             accelerator.backward(regression(model, step))
             optimizer.step()
             optimizer.zero_grad()
-            orders.append(names_of(optimizer.optimizer._accel_scaler_stepper.shadow.params, model))
+            orders.append(names_of(optimizer.optimizer._accel_scaler_stepper.replica.params, model))
         optimizer.synchronize()
     assert gate.threads
     assert threading.get_ident() not in gate.threads
@@ -644,13 +644,13 @@ def test_updates_run_on_another_thread_and_in_the_order_of_the_forward() -> None
 def test_the_forward_begins_while_the_last_layers_update_has_not() -> None:
     events: list[str] = []
     may_end = threading.Event()
-    step = Shadow.step_part
+    step = Replica.step_part
 
-    def stepping(self: Shadow, part: Any, *args: Any) -> None:
+    def stepping(self: Replica, part: Any, *args: Any) -> None:
         if part is self.parts[-1]:
             assert may_end.wait(60), "the first layer's forward has not run meanwhile"
         step(self, part, *args)
-        events.append("updated " + " ".join(names_of([s.param for s in part.slots], model)))
+        events.append("updated " + " ".join(names_of([s.param for s in part.pairs], model)))
 
     with accelerator_for("overlap", 1) as accelerator, one_part_each():
         model: Any = layers()
@@ -667,7 +667,7 @@ def test_the_forward_begins_while_the_last_layers_update_has_not() -> None:
 
         model[0].register_forward_hook(ended)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Shadow, "step_part", stepping)
+            patch.setattr(Replica, "step_part", stepping)
             optimizer.step()
             loss = regression(model, 2)
         events.append("forward ended")

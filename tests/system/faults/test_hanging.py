@@ -12,7 +12,7 @@ SCRIPT = """
 import sys, threading
 import torch
 from accel_scaler.async_optimizer import worker as worker
-from accel_scaler.async_optimizer.replica import Shadow
+from accel_scaler.async_optimizer.replica import Replica
 from fault_run import Run
 
 worker.EXIT_LIMIT_S = 0.5
@@ -25,7 +25,7 @@ def hangs(*args):
     begun.set()
     threading.Event().wait()
 
-Shadow.step_part = hangs
+Replica.step_part = hangs
 run.train(4)
 assert begun.wait(60)
 print("end of the script")

@@ -20,7 +20,7 @@ from children import in_child, many, seeded
 from fault_run import MODES, Run, same
 
 import accel_scaler
-from accel_scaler.async_optimizer.replica import Shadow
+from accel_scaler.async_optimizer.replica import Replica
 from accel_scaler.async_optimizer.worker import Task
 from accel_scaler.optimizer_step.stepper import async_stepper_of
 
@@ -112,13 +112,13 @@ def test_an_interrupt_while_the_training_thread_waits_for_the_other_is_handled_a
     def body() -> None:
         expected = boundaries(mode)[0][1]
         gate, late = threading.Event(), []
-        step_part, wait = Shadow.step_part, Task.wait
+        step_part, wait = Replica.step_part, Task.wait
         run = Run(mode).train(WINDOW)
         stepper = async_stepper_of(run.optimizer.optimizer)
         assert stepper is not None
         stepper.wait("the test")  # synchronize() would publish, and change what delayed computes
 
-        def gated(self: Shadow, *args: Any) -> None:
+        def gated(self: Replica, *args: Any) -> None:
             late.append(not gate.wait(20))
             step_part(self, *args)
 
@@ -129,7 +129,7 @@ def test_an_interrupt_while_the_training_thread_waits_for_the_other_is_handled_a
             return wait(self, *args)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Shadow, "step_part", gated)
+            patch.setattr(Replica, "step_part", gated)
             patch.setattr(Task, "wait", waiting)
             with pytest.raises(KeyboardInterrupt):
                 run.train(WINDOW + 2)

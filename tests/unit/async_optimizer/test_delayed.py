@@ -26,7 +26,7 @@ from torch import nn
 
 from accel_scaler import AsyncOptimizer, GradScaler, OrderError, ScalerConfig, attach, detach
 from accel_scaler.async_optimizer import replica as replica_module
-from accel_scaler.async_optimizer.replica import Shadow
+from accel_scaler.async_optimizer.replica import Replica
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -142,13 +142,13 @@ def test_one_part_or_many_is_the_same(kind: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_slow_optimizer_thread_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Shadow.step_part
+    whole = Replica.step_part
 
     def slow(*args: Any) -> None:
         time.sleep(0.002)
         whole(*args)
 
-    monkeypatch.setattr(Shadow, "step_part", slow)
+    monkeypatch.setattr(Replica, "step_part", slow)
     assert_same(run_ours("sgd", prompt=3), run_reference("sgd", prompt=3))
 
 

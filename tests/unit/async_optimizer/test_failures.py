@@ -26,7 +26,7 @@ from accel_scaler import (
 )
 from accel_scaler.async_optimizer import worker as worker_module
 from accel_scaler.async_optimizer.pending_parameter import PendingParameter
-from accel_scaler.async_optimizer.replica import Shadow
+from accel_scaler.async_optimizer.replica import Replica
 from accel_scaler.async_optimizer.worker import Task
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -397,13 +397,13 @@ def test_a_hand_over_that_fails_is_told_and_the_next_one_works(
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    gate, step = threading.Event(), Shadow.step_part
+    gate, step = threading.Event(), Replica.step_part
 
-    def gated(self: Shadow, *args: Any) -> None:
+    def gated(self: Replica, *args: Any) -> None:
         assert gate.wait(LIMIT_S)
         step(self, *args)
 
-    monkeypatch.setattr(Shadow, "step_part", gated)
+    monkeypatch.setattr(Replica, "step_part", gated)
     yield gate
     gate.set()
 

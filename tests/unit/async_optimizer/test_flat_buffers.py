@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from accel_scaler import AsyncOptimizer, GradScaler
 from accel_scaler.async_optimizer.flat_buffers import SmallSteps
-from accel_scaler.async_optimizer.master_params import make_slots
-from accel_scaler.async_optimizer.streams import Lane
+from accel_scaler.async_optimizer.master_params import make_pairs
+from accel_scaler.async_optimizer.streams import SideStreams
 from accel_scaler.scaling.deferred_unscale import DeferredUnscale
 
 SIZES = [(7,), (3, 5), (1,), (33,), (8, 4, 2), (1000,)] * 5
-HOST = Lane(torch.device("cpu"))
+HOST = SideStreams(torch.device("cpu"))
 
 
 def parameters(**kwargs: Any) -> list[nn.Parameter]:
@@ -33,7 +33,7 @@ def two_groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
 
 def train(quick: bool, monkeypatch: pytest.MonkeyPatch, missing: bool, clip: float) -> list[Tensor]:
     if not quick:
-        monkeypatch.setattr(SmallSteps, "suits", lambda slots, lane: False)
+        monkeypatch.setattr(SmallSteps, "suits", lambda pairs, streams: False)
     params = parameters()
     inner = torch.optim.AdamW(two_groups(params), lr=0.01, fused=True)
     scaler = GradScaler("cpu", init_scale=4.0, growth_interval=3)
@@ -89,10 +89,10 @@ def test_a_gradient_of_another_size_is_not_taken() -> None:
                 p.grad = torch.ones_like(p)
             optimizer.step()
         optimizer.synchronize()
-        shadow = optimizer._engine.shadow
-        small = shadow.small_steps()
+        replica = optimizer._stepper.replica
+        small = replica.small_steps()
         assert small is not None
-        grads = [torch.ones_like(p) for p in shadow.params]
+        grads = [torch.ones_like(p) for p in replica.params]
         steps = [float(inner.state[p]["step"]) for p in params]
         assert small.begin([*grads[:-1], grads[-1][:1]], DeferredUnscale()) is False
         assert [float(inner.state[p]["step"]) for p in params] == steps
@@ -108,8 +108,8 @@ def test_only_small_dense_parameters_in_place_are_suited(unsuited: str) -> None:
     inner = torch.optim.AdamW(params, fused=True)
     offload = "cpu" if unsuited == "master" else "none"
     with AsyncOptimizer(inner, offload=offload) as optimizer:
-        slots = optimizer._engine.shadow.ordered
-        assert SmallSteps.suits(slots, HOST) is (unsuited == "none")
+        pairs = optimizer._stepper.replica.ordered
+        assert SmallSteps.suits(pairs, HOST) is (unsuited == "none")
 
 
 @pytest.mark.process
@@ -131,5 +131,5 @@ def test_the_overlap_benchmark_runs() -> None:
 def test_only_parameters_in_host_memory_take_the_quick_way(device: str) -> None:
     """Its buffers are there. Tensors of ``meta`` stand in for those of a device with one queue."""
     inner = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3, device=device))], fused=True)
-    slots = make_slots(inner, HOST, offload=False, masters=False, known=())
-    assert SmallSteps.suits(slots, HOST) == (device == "cpu")
+    pairs = make_pairs(inner, HOST, offload=False, masters=False, known=())
+    assert SmallSteps.suits(pairs, HOST) == (device == "cpu")

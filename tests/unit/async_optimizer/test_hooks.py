@@ -481,7 +481,7 @@ PREFACE = """
 import json, os, signal, sys, threading, time
 import torch
 from accel_scaler import AsyncOptimizer, StepError
-from accel_scaler.async_optimizer.replica import Shadow
+from accel_scaler.async_optimizer.replica import Replica
 
 class Failing(torch.optim.SGD):
     # Unknown to torch, so its first step is the training thread's; the second one fails.
@@ -505,7 +505,7 @@ for line in sys.stdin:
 if code is not None:
     w = torch.nn.Parameter(torch.zeros(3))
     model = torch.nn.ParameterList([w])
-    step_part = Shadow.step_part
+    step_part = Replica.step_part
     exec(code)
 """
 """Imports once, then forks for each program: each starts, runs and exits as an interpreter does."""
@@ -574,7 +574,7 @@ def test_the_interpreter_exits_right_after_a_step_and_the_step_is_finished(
             time.sleep(0.3)
             step_part(self, *args)
             print(memory.tolist(), flush=True)
-        Shadow.step_part = slowly
+        Replica.step_part = slowly
         w.grad = torch.ones(3)
         optimizer.step()
         print(memory.tolist(), flush=True)
@@ -618,7 +618,7 @@ def test_ctrl_c_while_somebody_waits_is_ctrl_c_and_the_loop_may_go_on(programs: 
         def on_go(self, *args):
             assert go.wait(60)
             step_part(self, *args)
-        Shadow.step_part = on_go
+        Replica.step_part = on_go
         w.grad = torch.ones(3)
         optimizer.step()
         for use in (w.sum, optimizer.synchronize, model.state_dict, optimizer.step):
@@ -657,7 +657,7 @@ def test_ctrl_c_that_ends_the_program_neither_hangs_nor_hides_itself(programs: P
         def slowly(self, *args):
             time.sleep(0.3)
             step_part(self, *args)
-        Shadow.step_part = slowly
+        Replica.step_part = slowly
         w.grad = torch.ones(3)
         with optimizer:
             optimizer.step()

@@ -23,9 +23,9 @@ from accel_scaler import (
     detach,
 )
 from accel_scaler.async_optimizer import replica as replica_module
-from accel_scaler.async_optimizer.master_params import make_slots, needs_master
-from accel_scaler.async_optimizer.replica import Shadow
-from accel_scaler.async_optimizer.streams import Lane
+from accel_scaler.async_optimizer.master_params import make_pairs, needs_master
+from accel_scaler.async_optimizer.replica import Replica
+from accel_scaler.async_optimizer.streams import SideStreams
 from accel_scaler.async_optimizer.supported_optimizers import is_splittable, refuse_unsteppable
 
 HALF = torch.float16
@@ -262,7 +262,7 @@ def test_close_gives_the_state_back_in_the_parameters_dtype(dtype: torch.dtype, 
     train(model, inner, 3, 4)  # torch goes on from there
 
 
-class Watched(Lane):
+class Watched(SideStreams):
     """Counts the copies to the host."""
 
     down_calls: list[float]
@@ -289,19 +289,19 @@ def test_a_gradient_travels_once_a_step(
     scale: float | None, clips: bool, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When it is final; each of the backwards sent it, and so did a clip."""
-    monkeypatch.setattr("accel_scaler.async_optimizer.async_stepper.Lane", Watched)
+    monkeypatch.setattr("accel_scaler.async_optimizer.async_stepper.SideStreams", Watched)
     scaler = None if scale is None else GradScaler("cpu", init_scale=scale)
     w, optimizer = one_weight(mode, scaler=scaler)
     with optimizer:
-        lane: Any = optimizer._engine.lane
+        streams: Any = optimizer._stepper.streams
         for _ in range(2):
             loss = w.sum()
             (loss if scaler is None else scaler.scale(loss)).backward()
         if clips:
             optimizer.clip_grad_norm_(10.0)
-        assert lane.down_calls == []
+        assert streams.down_calls == []
         optimizer.step()
-        assert lane.down_calls == [2.0]
+        assert streams.down_calls == [2.0]
         optimizer.synchronize()
         assert w.item() == 0.75
 
@@ -349,7 +349,7 @@ def test_accumulated_gradients_arrive_whole(mode: str) -> None:
 def test_under_an_accelerator_a_gradient_travels_once_a_window(
     mode: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("accel_scaler.async_optimizer.async_stepper.Lane", Watched)
+    monkeypatch.setattr("accel_scaler.async_optimizer.async_stepper.SideStreams", Watched)
     accelerator = attach(
         Accelerator(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=2),
         ScalerConfig(step_mode=mode, offload="cpu", init_scale=4.0),
@@ -364,8 +364,8 @@ def test_under_an_accelerator_a_gradient_travels_once_a_window(
             optimizer.zero_grad()
     optimizer.synchronize()
     assert net.weight.item() == 0.5
-    lane: Any = optimizer.optimizer._accel_scaler_stepper.lane
-    assert lane.down_calls == [2.0, 2.0]
+    streams: Any = optimizer.optimizer._accel_scaler_stepper.streams
+    assert streams.down_calls == [2.0, 2.0]
     detach(accelerator)
 
 
@@ -444,13 +444,13 @@ def test_the_worker_has_its_threads_and_everyone_else_theirs(
     """Whatever OMP_NUM_THREADS says, which a launcher sets to 1."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     found = []
-    whole = Shadow.step_part
+    whole = Replica.step_part
 
     def step_part(*args: Any) -> None:
         found.append(torch.get_num_threads())
         whole(*args)
 
-    monkeypatch.setattr(Shadow, "step_part", step_part)
+    monkeypatch.setattr(Replica, "step_part", step_part)
     model = network()
     with AsyncOptimizer(
         OPTIMIZERS[kind](model.parameters()), model, mode=mode, offload="cpu", optimizer_threads=3
@@ -475,13 +475,13 @@ def test_an_accelerator_s_worker_has_its_threads_too(two_threads: None) -> None:
     model, optimizer = accelerator.prepare(net, inner)
     accelerator.backward(loss_of(model, 0))
     hooked: Any = inner
-    whole = hooked._accel_scaler_stepper.shadow.step_part
+    whole = hooked._accel_scaler_stepper.replica.step_part
 
     def step_part(*args: Any) -> None:
         found.append(torch.get_num_threads())
         whole(*args)
 
-    hooked._accel_scaler_stepper.shadow.step_part = step_part
+    hooked._accel_scaler_stepper.replica.step_part = step_part
     optimizer.step()
     optimizer.synchronize()
     assert found == [3] * 4
@@ -501,14 +501,14 @@ def test_host_like_keeps_shapes_and_strides_in_one_buffer_a_dtype() -> None:
         torch.randn(()),
         torch.randn(0, 2),
     ]
-    lane = Lane(CPU)
+    streams = SideStreams(CPU)
     for dtype in (None, torch.float32):
-        hosts = lane.host_like(sources, dtype)
+        hosts = streams.host_like(sources, dtype)
         for source, host in zip(sources, hosts, strict=True):
             assert host.shape == source.shape
             assert host.stride() == source.stride()
             assert host.dtype is (dtype or source.dtype)
-            lane.down(source, host)
+            streams.down(source, host)
         for source, host in zip(sources, hosts, strict=True):
             assert torch.equal(host, source.to(host.dtype))  # none overwrites another
         full = [h for h in hosts if h.dtype is torch.float32 and h.numel()]
@@ -535,9 +535,11 @@ def test_who_needs_a_master(
 
 def test_a_slot_without_master_is_the_parameter_s_memory() -> None:
     w = nn.Parameter(torch.ones(2))
-    (slot,) = make_slots(torch.optim.SGD([w]), Lane(CPU), offload=False, masters=False, known=[])
+    (pair,) = make_pairs(
+        torch.optim.SGD([w]), SideStreams(CPU), offload=False, masters=False, known=[]
+    )
     version = w._version
-    slot.twin.detach().add_(1.0)
+    pair.stepped.detach().add_(1.0)
     assert w.tolist() == [2.0, 2.0]
     assert w._version == version  # autograd of the forward does not see the twin
 
@@ -545,31 +547,34 @@ def test_a_slot_without_master_is_the_parameter_s_memory() -> None:
 def test_slots_are_kept_with_their_masters_until_a_parameter_moves() -> None:
     w, v = nn.Parameter(torch.ones(2).half()), nn.Parameter(torch.ones(2).half())
     optimizer = torch.optim.SGD([w, v])
-    lane = Lane(CPU)
+    streams = SideStreams(CPU)
 
-    def slots(known: Any) -> Any:
-        return make_slots(optimizer, lane, offload=False, masters=False, known=known)
+    def pairs(known: Any) -> Any:
+        return make_pairs(optimizer, streams, offload=False, masters=False, known=known)
 
-    first = slots([])
-    for slot in first:
-        slot.twin.data.add_(2.0**-14)  # rounds to the parameter
-    assert all(a is b for a, b in zip(slots(first), first, strict=True))
+    first = pairs([])
+    for pair in first:
+        pair.stepped.data.add_(2.0**-14)  # rounds to the parameter
+    assert all(a is b for a, b in zip(pairs(first), first, strict=True))
     w.data = torch.tensor([1.0, 5.0]).half()
-    second = slots(first)
+    second = pairs(first)
     assert second[0] is not first[0]
     assert second[1] is first[1]
-    assert second[0].twin.tolist() == [1.0 + 2.0**-14, 5.0]  # what the move kept, the master kept
+    assert second[0].stepped.tolist() == [
+        1.0 + 2.0**-14,
+        5.0,
+    ]  # kept by both
 
 
 def test_publish_rounds_the_master_into_the_model() -> None:
     w = nn.Parameter(torch.ones(1).half())
-    lane = Lane(CPU)
-    (slot,) = make_slots(torch.optim.SGD([w]), lane, offload=True, masters=True, known=[])
-    slot.twin.data.fill_(1.0 + 3 * 2.0**-12)
+    streams = SideStreams(CPU)
+    (pair,) = make_pairs(torch.optim.SGD([w]), streams, offload=True, masters=True, known=[])
+    pair.stepped.data.fill_(1.0 + 3 * 2.0**-12)
     assert w.item() == 1.0
-    slot.publish(lane)
+    pair.publish(streams)
     assert w.item() == 1.0 + 2.0**-10
-    assert slot.twin.item() == 1.0 + 3 * 2.0**-12
+    assert pair.stepped.item() == 1.0 + 3 * 2.0**-12
 
 
 class Whole(torch.optim.SGD):
@@ -614,10 +619,10 @@ def test_what_cannot_be_stepped_elsewhere_is_refused_with_the_reason() -> None:
         AsyncOptimizer(torch.optim.LBFGS(w))
 
 
-def make_shadow(optimizer: torch.optim.Optimizer) -> Shadow:
-    shadow = Shadow(optimizer, Lane(CPU), offload=False, masters=False)
-    shadow.follow()
-    return shadow
+def make_replica(optimizer: torch.optim.Optimizer) -> Replica:
+    replica = Replica(optimizer, SideStreams(CPU), offload=False, masters=False)
+    replica.follow()
+    return replica
 
 
 def test_parts_cover_each_parameter_once_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -625,39 +630,39 @@ def test_parts_cover_each_parameter_once_in_order(monkeypatch: pytest.MonkeyPatc
     sizes = (4, 4, 1, 9, 2)
     params = [nn.Parameter(torch.ones(n)) for n in sizes]
     optimizer = torch.optim.SGD([{"params": params[:3]}, {"params": params[3:], "lr": 1.0}])
-    shadow = make_shadow(optimizer)
-    assert [[slot.param.numel() for slot in part.slots] for part in shadow.parts] == [
+    replica = make_replica(optimizer)
+    assert [[pair.param.numel() for pair in part.pairs] for part in replica.parts] == [
         [4, 4],
         [1, 9],
         [2],
     ]
-    assert [(part.start, part.end) for part in shadow.parts] == [(0, 2), (2, 4), (4, 5)]
-    assert [part.groups for part in shadow.parts] == [{0: [0, 1]}, {0: [0], 1: [1]}, {1: [0]}]
-    shadow.reorder([params[4], params[0], params[4]])
-    assert [slot.param.numel() for slot in shadow.ordered] == [2, 4, 4, 1, 9]
+    assert [(part.start, part.end) for part in replica.parts] == [(0, 2), (2, 4), (4, 5)]
+    assert [part.groups for part in replica.parts] == [{0: [0, 1]}, {0: [0], 1: [1]}, {1: [0]}]
+    replica.reorder([params[4], params[0], params[4]])
+    assert [pair.param.numel() for pair in replica.ordered] == [2, 4, 4, 1, 9]
     assert all(
-        a is b for a, b in zip(shadow.params, [params[i] for i in (4, 0, 1, 2, 3)], strict=True)
+        a is b for a, b in zip(replica.params, [params[i] for i in (4, 0, 1, 2, 3)], strict=True)
     )
-    assert not shadow.follow()  # nothing changed: the order stays
-    assert [slot.param.numel() for slot in shadow.ordered] == [2, 4, 4, 1, 9]
+    assert not replica.follow()  # nothing changed: the order stays
+    assert [pair.param.numel() for pair in replica.ordered] == [2, 4, 4, 1, 9]
 
 
 def test_an_optimizer_with_a_step_of_its_own_is_one_part() -> None:
-    shadow = make_shadow(Whole([nn.Parameter(torch.ones(4)) for _ in range(3)]))
-    assert len(shadow.parts) == 1
+    replica = make_replica(Whole([nn.Parameter(torch.ones(4)) for _ in range(3)]))
+    assert len(replica.parts) == 1
 
 
 def test_settings_are_frozen_when_asked() -> None:
     lr = torch.tensor(0.5)
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=lr, momentum=0.5)
-    shadow = make_shadow(optimizer)
-    shadow.freeze_settings()
+    replica = make_replica(optimizer)
+    replica.freeze_settings()
     lr.fill_(9.0)
     optimizer.param_groups[0]["momentum"] = 0.0
-    (own,) = shadow.twin.param_groups
+    (own,) = replica.copy.param_groups
     assert (float(own["lr"]), own["momentum"]) == (0.5, 0.5)
     del optimizer.param_groups[0]["nesterov"]
-    shadow.freeze_settings()
+    replica.freeze_settings()
     assert "nesterov" not in own
     assert float(own["lr"]) == 9.0
 
@@ -665,9 +670,9 @@ def test_settings_are_frozen_when_asked() -> None:
 def test_new_groups_join_and_keep_the_masters_of_the_old() -> None:
     w, v = nn.Parameter(torch.ones(1).half()), nn.Parameter(torch.ones(1).half())
     optimizer = torch.optim.SGD([w], lr=2.0**-13)
-    shadow = make_shadow(optimizer)
-    shadow.slots[0].twin.data.sub_(2.0**-13)
+    replica = make_replica(optimizer)
+    replica.pairs[0].stepped.data.sub_(2.0**-13)
     optimizer.add_param_group({"params": [v]})
-    assert shadow.follow()
-    assert [slot.twin.item() for slot in shadow.slots] == [1.0 - 2.0**-13, 1.0]
-    assert [slot.group for slot in shadow.slots] == [0, 1]
+    assert replica.follow()
+    assert [pair.stepped.item() for pair in replica.pairs] == [1.0 - 2.0**-13, 1.0]
+    assert [pair.group for pair in replica.pairs] == [0, 1]

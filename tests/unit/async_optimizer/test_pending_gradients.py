@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from accel_scaler import AsyncOptimizer, GradScaler, StepError
 from accel_scaler.async_optimizer.pending_parameter import (
     _PASSIVE,
-    Loan,
+    GradientHold,
     PendingGradient,
-    lend,
+    hold_gradients,
     settle_gradients,
 )
-from accel_scaler.async_optimizer.replica import Shadow
+from accel_scaler.async_optimizer.replica import Replica
 from unit.async_optimizer.test_pending_parameter import AFTER, BEFORE, USES, plain
 from unit.async_optimizer.test_reads_unseen import NO_READ, READS, works
 
@@ -52,7 +52,7 @@ class Lent:
     def __init__(self) -> None:
         self.grad = torch.full((2, 3), BEFORE)
         self.memory, self.waits = self.grad.data, 0
-        lend([self.grad], Loan(self.wait))
+        hold_gradients([self.grad], GradientHold(self.wait))
 
     def wait(self) -> None:
         self.waits += 1
@@ -275,7 +275,7 @@ def test_gradients_of_a_failed_step_are_gone(mode: str, monkeypatch: pytest.Monk
         held = model[0].weight.grad
         assert held is not None
         with monkeypatch.context() as patch:
-            patch.setattr(Shadow, "step_part", fail)
+            patch.setattr(Replica, "step_part", fail)
             optimizer.step()
             with pytest.raises(StepError, match="planted"):
                 held.sum()
@@ -296,7 +296,7 @@ def test_a_gradient_that_is_kept_keeps_no_optimizer(mode: str) -> None:
     backward(model, scaler)
     grad = model[0].bias.grad
     optimizer.step()
-    gone = weakref.ref(optimizer._engine)
+    gone = weakref.ref(optimizer._stepper)
     optimizer._worker.stop()
     del optimizer
     gc.collect()
@@ -318,7 +318,7 @@ def test_a_dropped_gradient_is_kept_by_nobody_once_its_part_is_done(mode: str) -
             grads = [weakref.ref(p.grad) for p in model.parameters()]
             optimizer.step()
             optimizer.zero_grad()
-            task = optimizer._engine._task
+            task = optimizer._stepper._task
             assert task is not None
             assert task.wait()
             optimizer._worker.stop()  # what the thread itself still holds

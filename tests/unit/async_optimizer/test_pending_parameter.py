@@ -18,7 +18,11 @@ from torch import Tensor, nn
 
 from accel_scaler import StepError
 from accel_scaler.async_optimizer import pending_parameter as pending_parameter_module
-from accel_scaler.async_optimizer.pending_parameter import Hold, PendingParameter, can_be_held
+from accel_scaler.async_optimizer.pending_parameter import (
+    ParameterHold,
+    PendingParameter,
+    can_hold_parameters,
+)
 
 LIMIT_S = 20.0
 BEFORE, AFTER = 1.0, 3.0
@@ -41,7 +45,7 @@ class Source:
         self.params = [nn.Parameter(torch.full((2, 3), BEFORE, dtype=dtype)) for _ in range(count)]
         self.waited: list[int] = []
         self.memory = [p.detach() for p in self.params]
-        self.hold = Hold(
+        self.hold = ParameterHold(
             self.params,
             list(range(1, count + 1)),
             {id(p): place for place, p in enumerate(self.params, 1)},
@@ -405,7 +409,7 @@ def test_a_parameter_of_two_steps_waits_for_both() -> None:
         other.append(parts)
         return parts
 
-    hold = Hold([p], [1], {id(p): 1}, wait)
+    hold = ParameterHold([p], [1], {id(p): 1}, wait)
     assert torch.equal(p + 0, torch.full((2, 3), AFTER))
     assert (source.waited, other) == ([1], [1])
     hold.release()
@@ -426,9 +430,9 @@ def test_only_plain_parameters_can_be_held() -> None:
         pass
 
     plain = nn.Parameter(torch.ones(1))
-    assert can_be_held([plain])
-    assert not can_be_held([plain, Own(torch.ones(1))])
-    assert not can_be_held([torch.ones(1, requires_grad=True)])
+    assert can_hold_parameters([plain])
+    assert not can_hold_parameters([plain, Own(torch.ones(1))])
+    assert not can_hold_parameters([torch.ones(1, requires_grad=True)])
 
 
 def test_a_pickle_knows_nothing_of_the_pending_class() -> None:
@@ -451,8 +455,8 @@ def test_a_deepcopied_model_keeps_its_ties() -> None:
 
 def test_a_hold_that_has_gone_holds_nothing_and_leaves_no_number_behind() -> None:
     params = [nn.Parameter(torch.ones(1)) for _ in range(3)]
-    kept = Hold(params[:1], [1], {id(params[0]): 1}, lambda parts: parts)
-    gone = Hold(params, [3], dict.fromkeys(map(id, params), 1), lambda parts: parts)
+    kept = ParameterHold(params[:1], [1], {id(params[0]): 1}, lambda parts: parts)
+    gone = ParameterHold(params, [3], dict.fromkeys(map(id, params), 1), lambda parts: parts)
     assert set(pending_parameter_module._holders) == set(map(id, params))
     del gone
     gc.collect()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from accel_scaler import AsyncOptimizer, OrderError, StepError
 from accel_scaler.async_optimizer import pending_parameter as pending_parameter_module
-from accel_scaler.async_optimizer.pending_parameter import Hold, PendingParameter
+from accel_scaler.async_optimizer.pending_parameter import ParameterHold, PendingParameter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -189,7 +189,7 @@ class Source:
 
     def __init__(self, params: list[nn.Parameter]) -> None:
         self.inside, self.go, self.waits = threading.Semaphore(0), threading.Event(), 0
-        self.hold = Hold(
+        self.hold = ParameterHold(
             params,
             list(range(1, len(params) + 1)),
             {id(p): place for place, p in enumerate(params, 1)},
@@ -237,7 +237,9 @@ def test_holds_that_come_and_go_disturb_nobody_who_settles() -> None:
         mine = [nn.Parameter(torch.ones(1)) for _ in range(4)]
         while not stop.is_set():
             try:
-                hold = Hold(mine, [4], dict.fromkeys(map(id, mine), 1), lambda parts: parts)
+                hold = ParameterHold(
+                    mine, [4], dict.fromkeys(map(id, mine), 1), lambda parts: parts
+                )
                 mine[2].sum()
                 hold.release()
             except BaseException as error:
@@ -251,7 +253,7 @@ def test_holds_that_come_and_go_disturb_nobody_who_settles() -> None:
         try:
             for _ in range(2000):
                 p = nn.Parameter(torch.ones(1))
-                kept = Hold([p], [1], {id(p): 1}, lambda parts: parts)
+                kept = ParameterHold([p], [1], {id(p): 1}, lambda parts: parts)
                 p.sum()
                 assert type(p) is nn.Parameter
                 del kept

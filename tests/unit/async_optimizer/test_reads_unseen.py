@@ -35,7 +35,7 @@ from accel_scaler import (
     attach,
     detach,
 )
-from accel_scaler.async_optimizer.pending_parameter import _PASSIVE, Hold, PendingParameter
+from accel_scaler.async_optimizer.pending_parameter import _PASSIVE, ParameterHold, PendingParameter
 from accel_scaler.scaling.gradients import leaves_of
 
 pytestmark = [
@@ -58,7 +58,7 @@ class Due:
     def __init__(self) -> None:
         self.p = nn.Parameter(torch.full((2, 3), BEFORE))
         self.memory, self.waits = self.p.detach(), 0
-        self.hold = Hold([self.p], [1], {id(self.p): 1}, self.wait)
+        self.hold = ParameterHold([self.p], [1], {id(self.p): 1}, self.wait)
 
     def wait(self, parts: int) -> int:
         self.waits += 1
@@ -237,7 +237,7 @@ def test_a_failed_wait_is_raised_where_torch_asks_for_the_class() -> None:
 
     for read in (READS["torch.tensor"], READS["isinstance"], scripted_function, READS["grad"]):
         p = nn.Parameter(torch.ones(2, 3))
-        hold = Hold([p], [1], {id(p): 1}, fail)
+        hold = ParameterHold([p], [1], {id(p): 1}, fail)
         with pytest.raises(StepError, match="lost"):
             read(p)
         assert type(p) is nn.Parameter
@@ -908,4 +908,4 @@ def test_a_frozen_layer_of_a_replica_is_no_evaluation(monkeypatch: pytest.Monkey
             model(torch.ones(4, 3)).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert optimizer._engine.unpublished
+        assert optimizer._stepper.unpublished

@@ -34,7 +34,7 @@ from accel_scaler import (
     attach,
     detach,
 )
-from accel_scaler.async_optimizer.thread_context import Watch
+from accel_scaler.async_optimizer.thread_context import OrderedOpsMode
 from accel_scaler.optimizer_step.stepper import async_stepper_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -910,13 +910,13 @@ def test_noise_that_comes_later_ends_that_step_before_a_number_is_drawn(
 
 
 def test_a_watch_leaves_no_mode_behind_and_says_nothing_of_quiet_steps() -> None:
-    quiet = Watch()
+    quiet = OrderedOpsMode()
     with quiet:
         torch.zeros(3).add_(1.0)
     assert quiet.seen is None
-    with pytest.raises(RuntimeError, match="size"), Watch():
+    with pytest.raises(RuntimeError, match="size"), OrderedOpsMode():
         torch.zeros(3) + torch.zeros(4)
-    with pytest.raises(StepError, match="draws random numbers"), Watch("No."):
+    with pytest.raises(StepError, match="draws random numbers"), OrderedOpsMode("No."):
         torch.rand(2)
     assert torch._C._len_torch_dispatch_stack() == 0
 

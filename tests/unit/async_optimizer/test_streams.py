@@ -24,10 +24,10 @@ from torch.distributed.fsdp import fully_shard
 from accel_scaler import AsyncOptimizer, GradScaler, UnsupportedError, devices
 from accel_scaler.async_optimizer import async_stepper as async_stepper_module
 from accel_scaler.async_optimizer import replica as replica_module
-from accel_scaler.async_optimizer.async_stepper import Engine
+from accel_scaler.async_optimizer.async_stepper import AsyncStepper
 from accel_scaler.async_optimizer.inflight_step import Flight
-from accel_scaler.async_optimizer.replica import Shadow
-from accel_scaler.async_optimizer.streams import Lane, Marks, packs
+from accel_scaler.async_optimizer.replica import Replica
+from accel_scaler.async_optimizer.streams import PartEvents, SideStreams, packs
 from accel_scaler.async_optimizer.worker import Task, Worker
 from accel_scaler.errors import StepError
 from accel_scaler.optimizer_step.boundary import Boundary
@@ -40,14 +40,14 @@ STEPS = 6
 
 @pytest.fixture
 def paper(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], PaperDevice]:
-    """Puts a paper device under every Lane made from here on."""
+    """Puts a paper device under every SideStreams made from here on."""
 
     def put(offload: bool) -> PaperDevice:
         device = PaperDevice(host_worker=offload)
 
-        class PaperLane(Lane):
+        class PaperStreams(SideStreams):
             def __init__(self, _: torch.device) -> None:
-                self.device, self._streams = torch.device("cpu"), device
+                self.device, self._backend = torch.device("cpu"), device
                 self._home: Any = None
                 self._last: Any = None
                 self._known: Any = None
@@ -71,7 +71,7 @@ def paper(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], PaperDevice]:
                 return type(due)(**{name: copied})
             return due
 
-        monkeypatch.setattr(async_stepper_module, "Lane", PaperLane)
+        monkeypatch.setattr(async_stepper_module, "SideStreams", PaperStreams)
         monkeypatch.setattr(async_stepper_module, "_on_host", on_host)
         monkeypatch.setattr(torch, "empty", pinned)
         monkeypatch.setattr(Tensor, "record_stream", lambda t, s: device.record_stream(t, s))
@@ -170,7 +170,7 @@ def _steps(
         ours.clip_grad_norm_(0.5)
         ours.step()
         ours.zero_grad()
-        task, limit = ours._engine._task, time.monotonic() + 10
+        task, limit = ours._stepper._task, time.monotonic() + 10
         while step % 2 and task is not None and not task.finished and time.monotonic() < limit:
             time.sleep(0.001)  # the thread that enqueues is far ahead of the forward
         _litter(model)
@@ -228,7 +228,7 @@ def _release_what_is_only_enqueued(patch: pytest.MonkeyPatch) -> None:
         return task.done
 
     patch.setattr(Flight, "_await_part", careless)
-    patch.setattr(Marks, "is_past", lambda *_, **__: True)
+    patch.setattr(PartEvents, "is_past", lambda *_, **__: True)
 
 
 def _start_at_once(patch: pytest.MonkeyPatch) -> None:
@@ -244,25 +244,25 @@ def _start_at_once(patch: pytest.MonkeyPatch) -> None:
 
 def _trust_what_was_sent_up(patch: pytest.MonkeyPatch) -> None:
     """The host waits for gradients alone, not for the masters' way up."""
-    wait = Lane.wait_on_host
-    work = Engine._work
+    wait = SideStreams.wait_on_host
+    work = AsyncStepper._work
 
     def working(self: Any, *args: Any) -> None:
         given = args[3]
 
-        def but_not_the_start(lane: Lane, mark: Any) -> None:
-            if mark is not given and not any(mark is m for m in self._marks):
-                wait(lane, mark)
+        def but_not_the_start(streams: SideStreams, mark: Any) -> None:
+            if mark is not given and not any(mark is m for m in self._events):
+                wait(streams, mark)
 
-        patch.setattr(Lane, "wait_on_host", but_not_the_start)
+        patch.setattr(SideStreams, "wait_on_host", but_not_the_start)
         work(self, *args)
 
-    patch.setattr(Engine, "_work", working)
+    patch.setattr(AsyncStepper, "_work", working)
 
 
 FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], tuple[Any, ...]]] = {
     "the forward does not wait": (
-        without_wait(Lane, "follow", lambda self, mark: None),
+        without_wait(SideStreams, "follow", lambda self, mark: None),
         ("overlap", False, False),
     ),
     "the forward waits for one part and takes all": (
@@ -280,7 +280,7 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], tuple[Any, ...]]] 
     ),
     "the host does not wait for gradients": (
         # In float32 the factor that clips, read by the host, follows the copies anyway.
-        without_wait(Lane, "wait_on_host", lambda self, mark: None),
+        without_wait(SideStreams, "wait_on_host", lambda self, mark: None),
         ("overlap", True, True),
     ),
     "the host does not wait for masters on their way up": (
@@ -288,7 +288,7 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], tuple[Any, ...]]] 
         ("delayed", True, False),
     ),
     "gradients go back to the allocator at once": (
-        without_wait(Lane, "keep", lambda self, tensors, **_: None),
+        without_wait(SideStreams, "keep", lambda self, tensors, **_: None),
         ("delayed", False, True),
     ),
 }
@@ -334,15 +334,15 @@ def test_after_a_failure_the_forward_waits_for_what_had_begun(
     paper: Any, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
     device = paper(False)
-    step_part, calls = Shadow.step_part, []
+    step_part, calls = Replica.step_part, []
 
-    def half_way(self: Shadow, *args: Any) -> None:
+    def half_way(self: Replica, *args: Any) -> None:
         step_part(self, *args)
         calls.append(None)
         if len(calls) == failing:
             raise ArithmeticError("half-way")
 
-    monkeypatch.setattr(Shadow, "step_part", half_way)
+    monkeypatch.setattr(Replica, "step_part", half_way)
     model = mlp()
     optimizer = AsyncOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     with device.watch():
@@ -359,11 +359,11 @@ def test_memory_of_sparse_gradients_is_kept_too(paper: Any) -> None:
     device = paper(False)
     model = nn.Linear(2, 2)
     with AsyncOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model) as optimizer:
-        lane = optimizer._engine.lane
+        streams = optimizer._stepper.streams
         device.recorded.clear()
         sparse = torch.eye(3).to_sparse()
         elsewhere = torch.ones(3, device="meta")
-        lane.keep([None, sparse, elsewhere, torch.ones(2)])
+        streams.keep([None, sparse, elsewhere, torch.ones(2)])
     assert [name for *_, name in device.recorded] == ["side 1"] * 3
 
 
@@ -402,7 +402,7 @@ def test_a_backend_without_streams_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(torch, "Stream", none)
     with pytest.raises(UnsupportedError, match=r"on xla:0, .*\(torch.Stream: Backend doesn't"):
-        Lane(torch.device("xla:0"))
+        SideStreams(torch.device("xla:0"))
     assert devices.streams_of(torch.device("cpu")) is None
 
 
@@ -411,18 +411,18 @@ def test_streams_of_another_accelerator_are_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch, "Stream", lambda device: (device, next(made)))
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
     with pytest.raises(UnsupportedError, match=r"on cuda:0, .*torch.accelerator is xpu"):
-        Lane(torch.device("cuda:0"))
+        SideStreams(torch.device("cuda:0"))
 
 
 def test_one_queue_keeps_the_order_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of Apple's MPS, where torch makes the same stream again and again."""
     monkeypatch.setattr(torch, "Stream", lambda device: (device, 0))
-    lane = Lane(torch.device("mps:0"))
-    assert not lane.copies_beside
-    assert not lane.is_host  # so that what is for host memory alone is not used there
-    assert lane.mark() is None
-    (held,) = lane.host_like([torch.ones(3)])
-    assert lane.down(torch.ones(3), held) is None
+    streams = SideStreams(torch.device("mps:0"))
+    assert not streams.copies_beside
+    assert not streams.is_host  # so that what is for host memory alone is not used there
+    assert streams.record() is None
+    (held,) = streams.host_like([torch.ones(3)])
+    assert streams.down(torch.ones(3), held) is None
     assert held.tolist() == [1.0, 1.0, 1.0]
 
 
@@ -528,9 +528,9 @@ def test_pinned_memory_is_in_several_buffers(paper: Any, monkeypatch: pytest.Mon
     model = nn.Sequential(*[nn.Linear(31, 33, bias=False) for _ in range(9)])
     optimizer = AsyncOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     with optimizer:
-        lane = optimizer._engine.lane
+        streams = optimizer._stepper.streams
         monkeypatch.setattr(torch, "empty", counted)
-        views = lane.host_like([p.detach() for p in model.parameters()])
+        views = streams.host_like([p.detach() for p in model.parameters()])
     assert made == [8 * 1023, 1023]
     assert [v.shape for v in views] == [p.shape for p in model.parameters()]
     for number, view in enumerate(views):

@@ -12,14 +12,13 @@ from typing import Any
 from .integrations.accelerator import ScaledAccelerator, _empty
 from .integrations.optimizer import ScaledOptimizer
 from .scaling.grad_scaler import GradScaler
-from .scaling.overflow_streak import Evidence
-from .scaling.parameter_names import Culprits
+from .scaling.overflow_streak import Evidence, OverflowStreak
 
 __all__ = ["keep_old_paths"]
 
 OLD: dict[str, dict[str, Any]] = {
     "accel_scaler.attach": {"ScaledAccelerator": ScaledAccelerator, "_empty": _empty},
-    "accel_scaler.culprits": {"Culprits": Culprits},
+    "accel_scaler.culprits": {"Culprits": OverflowStreak},
     "accel_scaler.prepared": {"ScaledOptimizer": ScaledOptimizer},
     "accel_scaler.remedies": {"Evidence": Evidence},
     "accel_scaler.scaler": {"GradScaler": GradScaler},

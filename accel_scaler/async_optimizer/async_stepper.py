@@ -29,8 +29,8 @@ from ..errors import OrderError, StepError, UnsupportedError
 from ..optimizer_step import Stepper, Undivided, async_stepper_of, register, unregister
 from ..scaling import (
     LOW_PRECISION,
-    Culprits,
     DeferredUnscale,
+    ParameterNames,
     local,
     parameters_of,
     reduce_partial_gradients,
@@ -70,7 +70,7 @@ class AsyncStepper(Flight, Stepper):
         device: where the model's parameters are.
         delay_warmup_steps: so many first steps of ``delayed`` are not stale.
         worker: the optimizer thread, perhaps shared with other steppers.
-        culprits: names parameters in errors.
+        parameter_names: names parameters in errors.
         guards_backward: no scaled loss tells of a backward, so a hook on each parameter does.
     """
 
@@ -83,7 +83,7 @@ class AsyncStepper(Flight, Stepper):
         device: torch.device,
         delay_warmup_steps: int = 0,
         worker: Worker,
-        culprits: Culprits | None = None,
+        parameter_names: ParameterNames | None = None,
         guards_backward: bool = False,
     ) -> None:
         if async_stepper_of(optimizer) is not None:
@@ -95,7 +95,7 @@ class AsyncStepper(Flight, Stepper):
         refuse_sharing([(optimizer, mode)])
         self.optimizer, self.mode, self.offload, self.worker = optimizer, mode, offload, worker
         self.delay_warmup_steps = delay_warmup_steps
-        self.culprits = culprits or Culprits(None)
+        self.parameter_names = parameter_names or ParameterNames()
         self.streams = SideStreams(device)
         self.replica = Replica(
             optimizer,
@@ -623,7 +623,7 @@ class AsyncStepper(Flight, Stepper):
 
     def know(self, model: Module) -> None:
         """Take parameters' names for error messages."""
-        self.culprits.know(model)
+        self.parameter_names.add_module(model)
 
 
 def _present() -> list[AsyncStepper]:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ..devices import refuse_capture
 from ..errors import OrderError, StepError, listed
-from ..scaling import MOST_NAMES, Culprits, StepTiming, local
+from ..scaling import MOST_NAMES, ParameterNames, StepTiming, local
 from .master_params import ParameterPair, place_of
 from .pending_parameter import ParameterHold, can_hold_parameters, is_held
 from .replica import Replica
@@ -42,7 +42,7 @@ class Flight:
     steps: int
     replica: Replica
     streams: SideStreams
-    culprits: Culprits
+    parameter_names: ParameterNames
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -352,7 +352,7 @@ class Flight:
             self.drop_lost()
 
     def _names(self, params: Sequence[Tensor]) -> str:
-        names = self.culprits.names(params[:MOST_NAMES], self.optimizer)
+        names = self.parameter_names.of(params[:MOST_NAMES], self.optimizer)
         return listed(names, len(params)) or "none"
 
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ..config import ScalerConfig
 from ..errors import ConfigError, OrderError
 from ..optimizer_step import Boundary, boundary_of
-from ..scaling import Culprits, GradScaler, StepTiming, parameters_of, whole
+from ..scaling import GradScaler, ParameterNames, StepTiming, parameters_of, whole
 from ..telemetry import History
 from .async_stepper import AsyncStepper
 from .hooks import SyncHooks
@@ -101,10 +101,15 @@ class AsyncOptimizer(Optimizer):
         config = self._config
         self._worker = Worker(threads_of(config))
         device = parameters_of(self.optimizer)[0].device
-        culprits = self.scaler.culprits if self.scaler else None
+        parameter_names = self.scaler.parameter_names if self.scaler else None
         scaled = self.scaler is not None and self.scaler.is_enabled()
         self._stepper = make_stepper(
-            self.optimizer, config, self._worker, device, culprits, guards_backward=not scaled
+            self.optimizer,
+            config,
+            self._worker,
+            device,
+            parameter_names,
+            guards_backward=not scaled,
         )
         self._hooks = SyncHooks(self._stepper)
         try:
@@ -394,7 +399,7 @@ def make_stepper(
     config: ScalerConfig,
     worker: Worker,
     device: torch.device,
-    culprits: Culprits | None,
+    parameter_names: ParameterNames | None,
     guards_backward: bool = False,
 ) -> AsyncStepper:
     """The stepper that steps ``optimizer`` as ``config`` says."""
@@ -405,7 +410,7 @@ def make_stepper(
         device=device,
         delay_warmup_steps=config.delay_warmup_steps,
         worker=worker,
-        culprits=culprits,
+        parameter_names=parameter_names,
         guards_backward=guards_backward,
     )
 

@@ -140,8 +140,8 @@ def _give_stepper(accelerator: Any, optimizer: Any) -> SyncHooks | None:
     if not _needs_async_stepper(inner, config):
         return getattr(optimizer, "_hooks", None)
     boundary = accelerator._boundary
-    culprits = boundary.scaler.culprits
-    stepper = make_stepper(inner, config, accelerator._worker, accelerator.device, culprits)
+    parameter_names = boundary.scaler.parameter_names
+    stepper = make_stepper(inner, config, accelerator._worker, accelerator.device, parameter_names)
     return SyncHooks(stepper)
 
 

@@ -658,7 +658,7 @@ class Boundary:
             type(optimizer).__name__,
             PATIENCE,
             len(params),
-            next(iter(self.scaler.culprits.names(params[:1], optimizer)), "not there"),
+            next(iter(self.scaler.parameter_names.of(params[:1], optimizer)), "not there"),
             frozen,
         )
 
@@ -679,13 +679,13 @@ class Boundary:
                 record.forget_returned()
                 timing = self._apply(stepper, record.deferred)
                 record.deferred = DeferredUnscale()
-        culprits = scaler.culprits
-        record.names = culprits.names(record.overflowed, optimizer)
+        streak = scaler.overflow_streak
+        record.names = scaler.parameter_names.of(record.overflowed, optimizer)
         record.let_go()  # a model may be dropped now
-        culprits.count(record.names)
+        streak.count(record.names)
         if found_inf:
-            culprits.look(optimizer, scaler.read_state().consecutive_skips - 1)
-            culprits.tell_broken_statistics()
+            streak.search(optimizer, scaler.read_state().consecutive_skips - 1)
+            streak.tell_broken_statistics()
         names = dict.fromkeys(name for each in window.states.values() for name in each.names)
         scale = self._window_scale()
         self.recorder.add(optimizer, window, scale, window.found_inf, names, timing)

@@ -16,6 +16,7 @@ from .gradients import (
     check_norms,
     clip_coefficient,
     count_nonfinite,
+    first_nonfinite,
     gradients_of,
     is_power_of_two,
     is_uniform,
@@ -28,7 +29,7 @@ from .gradients import (
     run_on_one_thread,
 )
 from .norms import GradNorm, GradNorms
-from .parameter_names import MOST_NAMES, Culprits, first_nonfinite
+from .parameter_names import MOST_NAMES, ParameterNames
 from .window import (
     WAIT_LIMIT_S,
     OptimizerRecord,
@@ -44,13 +45,13 @@ __all__ = [
     "MOST_NAMES",
     "SMALL",
     "WAIT_LIMIT_S",
-    "Culprits",
     "DeferredUnscale",
     "GradNorm",
     "GradNorms",
     "GradScaler",
     "NormCheck",
     "OptimizerRecord",
+    "ParameterNames",
     "Snapshot",
     "StepTiming",
     "StillScaled",

@@ -25,7 +25,8 @@ from .gradients import (
     parameters_of,
     unscale_in_place,
 )
-from .parameter_names import Culprits
+from .overflow_streak import OverflowStreak
+from .parameter_names import ParameterNames
 from .thread_windows import ThreadedScaler
 from .update_rule import Rule, ScaleState
 from .window import OptimizerRecord, Snapshot, Window, stepped
@@ -92,7 +93,10 @@ class GradScaler(ThreadedScaler):
                 hysteresis=hysteresis,
                 max_consecutive_skips=max_consecutive_skips,
             )
-        self.culprits = Culprits(max_consecutive_skips, min_scale)
+        self.parameter_names = ParameterNames()
+        self.overflow_streak = OverflowStreak(
+            max_consecutive_skips, min_scale, self.parameter_names
+        )
         self._make_transient()
         super().__init__(
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
@@ -108,7 +112,7 @@ class GradScaler(ThreadedScaler):
         """
         if self._enabled and self._bound is None:
             self._notice_changes(self.open_window())
-            self.culprits.note_losses(_tensors(outputs))
+            self.overflow_streak.note_losses(_tensors(outputs))
         scaled = super().scale(outputs)
         if self._enabled and self._bound is None:
             self._wait_before_backward(scaled)
@@ -248,7 +252,9 @@ class GradScaler(ThreadedScaler):
                 window.scale = None if self._live is None else self._live.clone()
             # Of others too, that somebody has unscaled or stepped by hand.
             found_inf = found_inf or any(each.found_inf for each in window.states.values())
-            self.culprits.saw(window.before.scale, found_inf and not window.found_inf)
+            self.overflow_streak.window_closed(
+                window.before.scale, found_inf and not window.found_inf
+            )
             window.found_inf = window.found_inf or found_inf
             self.write_state(self.rule.advance(window.before, window.found_inf))
 
@@ -387,7 +393,7 @@ class GradScaler(ThreadedScaler):
 
     def end_streak(self) -> None:
         """Raise ``OverflowStreakError`` if the run of skips is over its limit."""
-        self.culprits.raise_if_over(self._consecutive_skips, self.get_scale)
+        self.overflow_streak.check(self._consecutive_skips, self.get_scale)
 
     def _step_fused(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """torch's fused branch, with the skip decided on the host where the kernel cannot."""
@@ -405,7 +411,7 @@ class GradScaler(ThreadedScaler):
         found = self._total_found_inf(state, scale.device)
         on_host = scale.device.type == "cpu" or any(not optimizer.state.get(p) for p in params)
         if on_host and bool(found):
-            self.culprits.note(optimizer, self._consecutive_skips)
+            self.overflow_streak.note_skip(optimizer, self._consecutive_skips)
             state["stage"] = OptState.STEPPED
             return None
         if scale.device.type == "cpu":
@@ -423,7 +429,7 @@ class GradScaler(ThreadedScaler):
         self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> float | None:
         if any(v.item() for v in optimizer_state["found_inf_per_device"].values()):
-            self.culprits.note(optimizer, self._consecutive_skips)
+            self.overflow_streak.note_skip(optimizer, self._consecutive_skips)
             skip = getattr(optimizer, "skip_step", None)  # an AsyncOptimizer wants to know
             if skip is not None:
                 skip()
@@ -481,10 +487,10 @@ class GradScaler(ThreadedScaler):
             self.end_streak()
 
     def _apply_rule(self, scale: Tensor, tracker: Tensor, found_inf: Tensor | bool) -> None:
-        waits = self._hysteresis > 1 or self.culprits.limit is not None
+        waits = self._hysteresis > 1 or self.overflow_streak.limit is not None
         if isinstance(found_inf, bool) or waits or scale.device.type == "cpu":
             before, found = self.read_state(), bool(found_inf)
-            self.culprits.saw(before.scale, found)
+            self.overflow_streak.window_closed(before.scale, found)
             self.write_state(self.rule.advance(before, found))
             return
         torch._amp_update_scale_(
@@ -543,8 +549,8 @@ class GradScaler(ThreadedScaler):
             skipped = not self._window.closed and self._overflowed(self._targets())
             if skipped:
                 for target in self._targets():
-                    self.culprits.note(target, self._consecutive_skips)
-                self.culprits.saw(self.get_scale(), True)
+                    self.overflow_streak.note_skip(target, self._consecutive_skips)
+                self.overflow_streak.window_closed(self.get_scale(), True)
             rule = Rule(2.0, factor, 1, self._min_scale, self._max_scale)
             state = rule.advance(self.read_state(), True)
             skips = self._consecutive_skips + int(skipped)

@@ -21,6 +21,7 @@ __all__ = [
     "clip_coefficient",
     "count_nonfinite",
     "differ",
+    "first_nonfinite",
     "gradients_of",
     "has_nonfinite_gradient",
     "is_power_of_two",
@@ -262,6 +263,12 @@ def local(t: Any) -> Tensor:
 def has_nonfinite_gradient(param: Tensor) -> bool:
     """:func:`nonfinite` of its ``.grad``; False without one."""
     return param.grad is not None and nonfinite(param.grad)
+
+
+def first_nonfinite(optimizer: Optimizer) -> list[Tensor]:
+    """Some parameters with a non-finite gradient, small ones first: few, to keep a skip cheap."""
+    by_size = sorted(parameters_of(optimizer), key=lambda p: p.numel())
+    return list(islice((p for p in by_size if has_nonfinite_gradient(p)), MOST_NAMED))
 
 
 @torch.no_grad()

@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from ..config import is_count, is_number, shown
 from ..errors import ConfigError
-from .parameter_names import Culprits
+from .overflow_streak import OverflowStreak
+from .parameter_names import ParameterNames
 from .update_rule import Rule, ScaleState
 from .window import WAIT_LIMIT_S, Job, Window
 
@@ -31,8 +32,9 @@ class ScalerMemory(torch.amp.GradScaler):
     """The state behind :class:`accel_scaler.GradScaler`; torch's methods work on it unchanged."""
 
     _growth_tracker: Tensor | None
-    culprits: Culprits
-    """Names the tensors that overflow."""
+    parameter_names: ParameterNames
+    overflow_streak: OverflowStreak
+    """Of the windows skipped in a row, if the last one was."""
     _min_scale: float | None = None
     _max_scale: float | None = None
     _hysteresis: int = 1
@@ -86,7 +88,7 @@ class ScalerMemory(torch.amp.GradScaler):
         if self._window.opened_by is not None:
             self._window.let_go()
             self._last = self._window
-        self.culprits.next_window()
+        self.overflow_streak.next_window()
         self._window = Window(self._window.index + int(self._window.opened_by is not None))
 
     @property
@@ -266,4 +268,7 @@ class ScalerMemory(torch.amp.GradScaler):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._make_transient()
+        if "culprits" in state:  # written before names and streak were two
+            state["overflow_streak"] = state.pop("culprits")
+            state["parameter_names"] = state["overflow_streak"].names = ParameterNames()
         super().__setstate__(state)

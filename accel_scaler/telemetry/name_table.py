@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..scaling import Culprits
+from ..scaling import ParameterNames
 
 __all__ = ["NameTable"]
 
@@ -21,8 +21,8 @@ class NameTable:
     Holds parameters weakly.
     """
 
-    def __init__(self, culprits: Culprits) -> None:
-        self._culprits = culprits
+    def __init__(self, parameter_names: ParameterNames) -> None:
+        self._parameter_names = parameter_names
         self._clear()
 
     def _clear(self) -> None:
@@ -33,7 +33,7 @@ class NameTable:
         self._numbers: dict[int, int] = {}
         self._refs: list[Any] = []
         self._stale = False
-        self._version = self._culprits.version
+        self._version = self._parameter_names.version
         self._last: tuple[list[int], list[int]] = ([], [])
         self._in_order: list[int] | None = None
         """The list in ``_last``, if it is simply all numbers in order."""
@@ -50,7 +50,7 @@ class NameTable:
             optimizer: names those that no known model holds.
             ids: ``id`` of each, from a caller who knows them: thousands take a while.
         """
-        if self._stale or self._version != self._culprits.version:
+        if self._stale or self._version != self._parameter_names.version:
             self._clear()
         ids = list(map(id, params)) if ids is None else ids
         if ids == self._last[0]:
@@ -65,7 +65,7 @@ class NameTable:
 
     def _add(self, params: Iterable[Tensor], optimizer: Optimizer | None) -> None:
         unique = list({id(p): p for p in params}.values())
-        place = {key: number for number, key in enumerate(self._culprits.known())}
+        place = {key: number for number, key in enumerate(self._parameter_names.by_id())}
         ref = weakref.ref(self)
 
         def gone(_: object) -> None:
@@ -76,7 +76,7 @@ class NameTable:
         for p in unique:
             self._numbers[id(p)] = len(self._numbers)
             self._refs.append(weakref.ref(p, gone))
-        self.names += tuple(self._culprits.names(unique, optimizer))
+        self.names += tuple(self._parameter_names.of(unique, optimizer))
         self.places += tuple(place.get(id(p), len(place) + i) for i, p in enumerate(unique))
         self.elements += tuple(p.numel() for p in unique)
 

@@ -68,11 +68,11 @@ class Recorder:
         self.history = History()
         self.timeline = None if journal is None else Timeline()
         self.underflow_interval = underflow_interval
-        self._table = NameTable(scaler.culprits)
+        self._table = NameTable(scaler.parameter_names)
         self._pending = Backlog(journal, self._table)
         self._counted: tuple[tuple[int, ...], Tensor] | None = None
         self._start = time.perf_counter() if journal is None else journal.start_s
-        scaler.culprits.keeps_losses |= journal is not None
+        scaler.overflow_streak.keeps_losses |= journal is not None
         self._finish = weakref.finalize(self, self._pending.close)
 
     @property
@@ -100,7 +100,7 @@ class Recorder:
             prepared: what the training loop calls.
             inner: the model in it, whose parameters' names are known.
         """
-        self.scaler.culprits.know(inner)
+        self.scaler.parameter_names.add_module(inner)
         if self.timeline is not None:
             self.timeline.watch(prepared)
         if self.finder is not None:
@@ -183,7 +183,7 @@ class Recorder:
             offenders = dict(details.get("nonfinite", ()))
             offenders |= {n: c for n, c in zip(numbers, counts, strict=True) if c}
             details["nonfinite"] = tuple(offenders.items())
-            details["loss_nonfinite"] = self.scaler.culprits.bad_losses()
+            details["loss_nonfinite"] = self.scaler.overflow_streak.bad_losses()
         found = [(m.parameters, m.ids, m.each) for m in window.grad_norms]
         details["norms"] = self._table.place_norms(found, optimizer)
         if not self._table.names:  # nothing was measured, but waits want names
@@ -196,7 +196,7 @@ class Recorder:
         found = None if self.finder is None else self.finder.find()
         if found is None:
             return None
-        evidence = self.scaler.culprits.evidence
+        evidence = self.scaler.overflow_streak.evidence
         evidence.first = found.text + ". "
         made = found.where == "forward" and found.input and all(map(isfinite, found.input))
         evidence.module = f"{found.module or 'the model'} ({found.cls})" if made else ""

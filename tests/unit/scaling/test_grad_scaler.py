@@ -251,7 +251,7 @@ def test_the_error_names_the_tensors_by_the_modules_names() -> None:
     scaler = GradScaler("cpu", max_consecutive_skips=2)
     assert "parameter 3 of group 0, shape (1,)." in streak(scaler, optimizer, net)
     scaler = GradScaler("cpu", max_consecutive_skips=2)
-    scaler.culprits.know(net)
+    scaler.parameter_names.add_module(net)
     assert "Non-finite gradients in: 1.bias." in streak(scaler, optimizer, net)
 
 
@@ -269,7 +269,7 @@ def test_a_finite_window_ends_the_run_of_skips() -> None:
 def test_backoff_ends_a_run_as_update_does_and_names_tensors_before_any_optimizer() -> None:
     net = nn.Linear(2, 1)
     scaler = GradScaler("cpu", init_scale=64.0, max_consecutive_skips=1)
-    scaler.culprits.know(net)
+    scaler.parameter_names.add_module(net)
     scaler.scale(net.bias.sum() * INF + net.weight.sum()).backward()
     assert scaler.get_overflow_flag()
     scaler.backoff()

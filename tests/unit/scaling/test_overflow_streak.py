@@ -1,14 +1,25 @@
-"""What was seen in a run of skips, and which three remedies that leads to, in which order."""
+"""A run of skips: what is seen and said of it, its end, and the three remedies, in their order."""
 
 from __future__ import annotations
 
 import itertools
+import pickle
 import re
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from accel_scaler.scaling.overflow_streak import MOST_SCALES, Evidence, remedies, scale_path
+from accel_scaler import OverflowStreakError
+from accel_scaler.scaling.overflow_streak import (
+    MOST_SCALES,
+    Evidence,
+    OverflowStreak,
+    remedies,
+    scale_path,
+)
+from accel_scaler.scaling.parameter_names import MOST_NAMES, ParameterNames
 
 KINDS = {
     "parameters": "parameters are inf or NaN themselves",
@@ -99,6 +110,7 @@ def test_who_has_find_overflow_is_not_told_to_set_it() -> None:
 
 
 def test_there_are_three_whatever_was_seen() -> None:
+    assert len(remedies(Evidence(), 1.0)) == 3  # a plain scaler may raise before it has looked
     for scale, floor, bad, broken, began, first in itertools.product(
         (0.25, 1.0, 64.0), (None, 0.25, 1.0), (0, 3), ([], ["w"]), ({}, {"w": 9}), ("", "x. ")
     ):
@@ -108,11 +120,6 @@ def test_there_are_three_whatever_was_seen() -> None:
         found = advise(scale, looked=9, first=first, **seen)
         assert len(found) == 3
         assert len(set(found)) == 3
-
-
-def test_without_a_window_there_is_advice_all_the_same() -> None:
-    """A plain scaler may raise before it has looked."""
-    assert len(remedies(Evidence(), 1.0)) == 3
 
 
 def test_evidence_counts_windows_and_bad_losses_and_forgets() -> None:
@@ -155,3 +162,59 @@ def test_a_long_path_keeps_its_ends() -> None:
     assert text == "65536 -> 32768 -> 16384 -> 8192 -> ... -> 8 -> 4 -> 2 -> 1"
     eight = scale_path([2.0**n for n in range(7, 0, -1)], 1.0)
     assert re.findall(r"\d+", eight) == [str(2**n) for n in range(7, -1, -1)]
+
+
+def streak(limit: int | None = 1) -> OverflowStreak:
+    return OverflowStreak(limit, None, ParameterNames())
+
+
+def broken(*shape: int) -> nn.Parameter:
+    """A parameter whose gradient holds an inf."""
+    p = nn.Parameter(torch.zeros(shape))
+    p.grad = torch.full(shape, float("inf"))
+    return p
+
+
+def test_only_the_skip_that_warns_or_ends_the_run_counts_offenders() -> None:
+    fine, none, bad = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2)), broken(2)
+    fine.grad = torch.ones(2)
+    optimizer = torch.optim.SGD([("fine", fine), ("none", none), ("bad", bad)], lr=1.0)
+    ours, unlimited = streak(2), streak(None)
+    ours.note_skip(optimizer, 1)
+    assert ours.seen == {}
+    ours.note_skip(optimizer, 2)
+    ours.note_skip(fine, 2)  # what no optimizer is known of
+    ours.note_skip(broken(3), 2)
+    assert ours.seen == {"bad": 1, "a parameter of shape (3,)": 1}
+    unlimited.note_skip(optimizer, 99)
+    assert unlimited.seen == {}
+
+
+def test_nothing_is_raised_up_to_the_limit() -> None:
+    streak(None).check(10**6, lambda: 1.0)
+    streak(3).check(3, lambda: 1.0)
+    with pytest.raises(OverflowStreakError, match="Non-finite gradients in: unknown tensors"):
+        streak(3).check(4, lambda: 1.0)
+
+
+def test_the_error_names_the_worst_first_and_counts_the_rest() -> None:
+    ours = streak(1)
+    ours.count(f"layer{i}" for i in range(MOST_NAMES + 2))
+    ours.count(["layer3"])
+    with pytest.raises(OverflowStreakError) as caught:
+        ours.check(2, lambda: 0.125)
+    text = str(caught.value)
+    assert "Non-finite gradients in: layer3, layer0, layer1, layer2, layer4 and 2 more." in text
+    assert "2 windows in a row overflowed, max_consecutive_skips=1 allows 1" in text
+    assert "Scale: 0.125. " in text
+    assert ours.seen == {}
+
+
+def test_a_finite_window_forgets_the_offenders_and_a_pickle_does_not() -> None:
+    ours = streak(1)
+    ours.count(["w"])
+    ours.check(1, lambda: 1.0)
+    again = pickle.loads(pickle.dumps(ours))
+    assert (again.limit, again.seen) == (1, {"w": 1})
+    ours.check(0, lambda: 1.0)
+    assert ours.seen == {}

@@ -156,7 +156,7 @@ def test_a_copy_has_everything_and_shares_nothing(clone: Any, used: bool) -> Non
     scaler, optimizer = fixture(
         init_scale=64.0, min_scale=2.0, max_scale=128.0, hysteresis=2, max_consecutive_skips=9
     )
-    scaler.culprits.know(net)
+    scaler.parameter_names.add_module(net)
     if used:
         window(scaler, optimizer)
         window(scaler, optimizer, overflow=True)
@@ -164,7 +164,7 @@ def test_a_copy_has_everything_and_shares_nothing(clone: Any, used: bool) -> Non
     assert type(twin) is GradScaler
     assert twin.state_dict() == scaler.state_dict()
     assert twin.rule == scaler.rule
-    assert twin.culprits.limit == 9
+    assert twin.overflow_streak.limit == 9
     assert twin.read_state() == scaler.read_state()
     window(twin, optimizer, overflow=True)
     assert twin.get_scale() == (32.0 if used else 64.0)

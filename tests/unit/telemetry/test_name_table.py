@@ -11,15 +11,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from accel_scaler.scaling.parameter_names import Culprits
+from accel_scaler.scaling.parameter_names import ParameterNames
 from accel_scaler.telemetry.name_table import NameTable
 
 
 def table_of(*models: nn.Module) -> NameTable:
-    culprits = Culprits(None)
+    names = ParameterNames()
     for model in models:
-        culprits.know(model)
-    return NameTable(culprits)
+        names.add_module(model)
+    return NameTable(names)
 
 
 def chain() -> nn.Sequential:
@@ -125,11 +125,11 @@ def test_a_parameter_at_the_address_of_one_that_is_gone_is_another() -> None:
 
 
 def test_a_model_that_is_known_later_renames_its_parameters() -> None:
-    model, culprits = chain(), Culprits(None)
-    table = NameTable(culprits)
+    model, names = chain(), ParameterNames()
+    table = NameTable(names)
     table.numbers_of(list(model.parameters()))
     assert table.names[0] == "a parameter of shape (3, 2)"
-    culprits.know(model)
+    names.add_module(model)
     table.numbers_of(list(model.parameters()))
     assert table.names == ("0.weight", "0.bias", "1.weight", "1.bias")
 

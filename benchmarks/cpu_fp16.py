@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel_scaler.integrations.cpu_float16 import float16_products, has_float16_kernels
+from accel_scaler.integrations.cpu_float16 import emulate_float16, has_float16_kernels
 
 VARIANTS = ("fp32", "torch", "ours")
 AS_IF = {"ONEDNN_MAX_CPU_ISA": "AVX2"}
@@ -46,7 +46,7 @@ def block(width: int, heads: int) -> nn.Module:
 def step(model: nn.Module, x: Tensor, variant: str) -> float:
     """Seconds of one forward and backward."""
     model.zero_grad()
-    products: Any = float16_products() if variant == "ours" else nullcontext()
+    products: Any = emulate_float16() if variant == "ours" else nullcontext()
     start = time.perf_counter()
     with products:
         with torch.autocast("cpu", dtype=torch.float16, enabled=variant != "fp32"):

@@ -231,7 +231,7 @@ def ours(mode: str, offload: str, dtype: torch.dtype) -> Callable[[Job], Loop]:
             lambda batches: backward(batches, accelerator.scaler.abandon_window),
             lambda: detach(accelerator) and None,
             model,
-            f"{torch.get_num_threads()}, {accelerator._worker.threads} to the optimizer",
+            f"{torch.get_num_threads()}, {accelerator._attachment.worker.threads} to the optimizer",
         )
 
     return set_up

@@ -6,7 +6,8 @@ No function of another library is replaced. The folder computes no gradient itse
 launcher.
 """
 
-from .accelerator import ScaledAccelerator, attach, detach
+from .accelerator import ScaledAccelerator
+from .attaching import attach, attach_default, detach
 from .stock_scaler import scaled_elsewhere
 
-__all__ = ["ScaledAccelerator", "attach", "detach", "scaled_elsewhere"]
+__all__ = ["ScaledAccelerator", "attach", "attach_default", "detach", "scaled_elsewhere"]

@@ -12,7 +12,7 @@ from accelerate.utils.modeling import get_mixed_precision_context_manager
 from ..errors import UnsupportedError
 from . import cpu_float16
 
-__all__ = ["add_autocast", "add_products", "remove_autocast", "remove_products"]
+__all__ = ["add_autocast", "add_emulation", "remove_autocast", "remove_emulation"]
 
 
 def add_autocast(accelerator: Any, models: list[torch.nn.Module]) -> None:
@@ -41,7 +41,7 @@ def add_autocast(accelerator: Any, models: list[torch.nn.Module]) -> None:
         else:
             wrapped = MethodType(context(plain), inner)
             inner.forward = MethodType(convert_outputs_to_fp32(wrapped.__func__), inner)
-        add_products(accelerator, model)
+        add_emulation(accelerator, model)
 
 
 def remove_autocast(accelerator: Any, model: torch.nn.Module) -> None:
@@ -58,8 +58,8 @@ def remove_autocast(accelerator: Any, model: torch.nn.Module) -> None:
         holder.forward = original
 
 
-def add_products(accelerator: Any, model: torch.nn.Module) -> None:
-    """Around the prepared model's forward, autocast and all: :func:`products.float16_products`.
+def add_emulation(accelerator: Any, model: torch.nn.Module) -> None:
+    """Around the prepared model's forward, autocast and all: :func:`products.emulate_float16`.
 
     Does nothing off the CPU, or where the processor has kernels for them.
     """
@@ -67,18 +67,18 @@ def add_products(accelerator: Any, model: torch.nn.Module) -> None:
         return
     holder: Any = accelerator.unwrap_model(model)
     plain = getattr(holder.forward, "__func__", None)
-    wrapped: Any = cpu_float16.with_float16_products(plain or holder.forward)
-    wrapped._accel_scaler_products = wrapped  # itself: whoever wraps it copies its attributes
+    wrapped: Any = cpu_float16.emulating_float16(plain or holder.forward)
+    wrapped._accel_scaler_emulation = wrapped  # itself: whoever wraps it copies its attributes
     holder.forward = wrapped if plain is None else MethodType(wrapped, holder)
 
 
-def remove_products(accelerator: Any, model: torch.nn.Module) -> None:
-    """Give the model back the forward that :func:`add_products` found."""
+def remove_emulation(accelerator: Any, model: torch.nn.Module) -> None:
+    """Give the model back the forward that :func:`add_emulation` found."""
     holder: Any = accelerator.unwrap_model(model)
     forward: Any = holder.forward
     bound = hasattr(forward, "__func__")
     plain: Any = forward.__func__ if bound else forward
-    mark: Any = getattr(plain, "_accel_scaler_products", None)
+    mark: Any = getattr(plain, "_accel_scaler_emulation", None)
     if mark is plain:
         inner = mark.__wrapped__
         holder.forward = MethodType(inner, holder) if bound else inner

@@ -1,7 +1,7 @@
 """float16 products on a processor without float16 instructions: in float32, rounded once.
 
 There torch has no kernel for the products that float16 autocast casts on a CPU, and falls back to
-one slow thread. Within :func:`float16_products` they are computed as tensor cores do: operands as
+one slow thread. Within :func:`emulate_float16` they are computed as tensor cores do: operands as
 they are in float16, the product in float32, the result rounded to float16, where what is beyond
 65504 becomes inf. That happens below autograd and autocast: graph, casts, their cache and what is
 saved for the backward stay torch's. So what is called outside of it (a backward by hand, another
@@ -22,7 +22,7 @@ from torch._ops import OpOverload
 from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["float16_products", "has_float16_kernels", "with_float16_products"]
+__all__ = ["emulate_float16", "emulating_float16", "has_float16_kernels"]
 
 # As they arrive below autograd: linear, matmul, einsum and the layers of torch.nn end in these.
 PRODUCTS = (
@@ -44,7 +44,7 @@ def has_float16_kernels() -> bool:
 
 
 @contextmanager
-def float16_products() -> Iterator[None]:
+def emulate_float16() -> Iterator[None]:
     """This thread's float16 products on the CPU: in float32, rounded to float16.
 
     Does nothing where the processor has kernels for them, or inside another one.
@@ -60,14 +60,14 @@ def float16_products() -> Iterator[None]:
         _this_thread.inside = False
 
 
-def with_float16_products(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, called within :func:`float16_products`."""
+def emulating_float16(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, called within :func:`emulate_float16`."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # a mode is no part of a graph
             return function(*args, **kwargs)
-        with float16_products():
+        with emulate_float16():
             return function(*args, **kwargs)
 
     return call

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from functools import wraps
-from typing import Any, cast
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
@@ -20,17 +20,18 @@ from ..async_optimizer import (
 )
 from ..config import ScalerConfig
 from ..errors import UnsupportedError
-from ..optimizer_step import Boundary, async_stepper_of, stepper_of
-from ..scaling import stepped
-from .stock_scaler import has_fp16
+from ..optimizer_step import async_stepper_of, stepper_of
+from ..scaling import parameters_of, stepped
+
+if TYPE_CHECKING:
+    from .attachment import Attachment
 
 __all__ = [
     "ScaledOptimizer",
     "adopt",
-    "become",
-    "forbid_sharing",
-    "forbid_unsuitable",
     "inner_of",
+    "refuse_sharing_of",
+    "refuse_unsuitable",
 ]
 
 
@@ -41,9 +42,34 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     synchronisation a step.
     """
 
-    _boundary: Boundary | None = None
+    _attachment: Attachment | None = None
     _hooks: SyncHooks | None = None
-    _models: ModelsOf | None = None
+
+    def join(self, attachment: Attachment, hooks: SyncHooks | None) -> None:
+        """Step through the attachment's boundary from now on; ``hooks``: on another thread."""
+        self._attachment, self._hooks = attachment, hooks or self._hooks
+        self.scaler = attachment.scaler if attachment.scales else None
+        attachment.optimizers.add(self)
+        attachment.boundary.add(self, attachment.config.fold_unscale)
+
+    def leave(self, attachment: Attachment) -> None:
+        """Be Accelerate's again, unless another accelerator has taken it over.
+
+        Raises:
+            StepError: the step in hand failed; it has left all the same.
+        """
+        if self._attachment is not attachment:
+            return
+        hooks = self._hooks
+        for name in ("_attachment", "_hooks"):
+            self.__dict__.pop(name, None)
+        try:
+            if hooks is not None:
+                hooks.close()
+        finally:
+            stepper_of(self).fold_unscale = False
+            self.scaler = attachment.stock_scaler
+            _change_class(self, AcceleratedOptimizer)
 
     @property
     def stepped_optimizer(self) -> Optimizer:
@@ -55,7 +81,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self.synchronize()
         state: dict[str, Any] = super().__getstate__()
         # A copy steps like stock, with its own copy of the scaler: windows are the accelerator's.
-        for name in ("_boundary", "_hooks", "_models"):
+        for name in ("_attachment", "_hooks"):
             state.pop(name, None)
         return state
 
@@ -80,11 +106,11 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     def follow_parameters(self) -> None:
         """Step through masters from now on, where a float16 parameter is trained that was not."""
-        accelerator = None if self._models is None else self._models.accelerator
-        if accelerator is not None and _needs_async_stepper(
-            self.stepped_optimizer, accelerator._scaler_config
+        attachment = self._attachment
+        if attachment is not None and _needs_async_stepper(
+            self.stepped_optimizer, attachment.config
         ):
-            adopt(accelerator, self)
+            adopt(self, attachment)
 
     def state_dict(self) -> dict[str, Any]:
         """As Accelerate's, after :meth:`synchronize`; on any thread."""
@@ -100,7 +126,8 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     def step(self, closure: Any = None) -> None:
         """At a boundary: check, update the scale, step or skip. Elsewhere: nothing."""
         as_stock = closure is not None and self.scaler is None  # nothing scaled, not recorded
-        if self._boundary is None or not self.gradient_state.sync_gradients or as_stock:
+        attachment = self._attachment
+        if attachment is None or not self.gradient_state.sync_gradients or as_stock:
             super().step(closure)
             return
         if closure is not None:
@@ -110,64 +137,46 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             )
         has_stepped = False
         self.follow_parameters()
-        if self._hooks is not None and self._models is not None:
-            self._hooks.watch(self._models())
+        if self._hooks is not None:
+            self._hooks.watch(attachment.models)
         try:
-            has_stepped = self._boundary.step(self)
+            has_stepped = attachment.boundary.step(self)
         finally:
             self._is_overflow = not has_stepped
 
 
-def adopt(accelerator: Any, optimizer: Any) -> None:
-    """Make a prepared optimizer step through the accelerator's boundary."""
-    forbid_unsuitable(optimizer, accelerator._scaler_config)
-    forbid_sharing([optimizer], accelerator._scaler_config)
-    boundary: Boundary = accelerator._boundary
-    hooks = _give_stepper(accelerator, optimizer)
-    become(optimizer, ScaledOptimizer)
-    optimizer.scaler = accelerator.scaler
-    optimizer._boundary = boundary
-    optimizer._models = ModelsOf(accelerator)
-    if hooks is not None:
-        optimizer._hooks = hooks
-    boundary.adopted.add(optimizer)
-    boundary.add(optimizer, accelerator._scaler_config.fold_unscale)
+def adopt(optimizer: Any, attachment: Attachment) -> None:
+    """Make a prepared optimizer step through the attachment's boundary.
 
-
-def _give_stepper(accelerator: Any, optimizer: Any) -> SyncHooks | None:
-    """An async one where the step is not simply the optimizer's own; None: it is, or has one."""
-    config, inner = accelerator._scaler_config, inner_of(optimizer)[0]
-    if not _needs_async_stepper(inner, config):
-        return getattr(optimizer, "_hooks", None)
-    boundary = accelerator._boundary
-    parameter_names = boundary.scaler.parameter_names
-    stepper = make_stepper(inner, config, accelerator._worker, accelerator.device, parameter_names)
-    return SyncHooks(stepper)
+    Raises:
+        UnsupportedError: it cannot; nothing was changed.
+    """
+    config, inner = attachment.config, inner_of(optimizer)[0]
+    refuse_unsuitable(optimizer, config)
+    refuse_sharing_of([optimizer], config)
+    hooks = None
+    if _needs_async_stepper(inner, config):
+        names = attachment.scaler.parameter_names
+        stepper = make_stepper(inner, config, attachment.worker, attachment.device, names)
+        hooks = SyncHooks(stepper)
+    _change_class(optimizer, ScaledOptimizer)
+    optimizer.join(attachment, hooks)
 
 
 def _needs_async_stepper(inner: Optimizer, config: ScalerConfig) -> bool:
     if async_stepper_of(inner) is not None:
         return False
-    return config.step_mode != "sync" or config.offload != "none" or has_fp16(inner)
+    return config.step_mode != "sync" or config.offload != "none" or _has_float16(inner)
 
 
-class ModelsOf:
-    """The models that an accelerator has prepared, without keeping it alive."""
-
-    def __init__(self, accelerator: Any) -> None:
-        self._accelerator = weakref.ref(accelerator)
-
-    @property
-    def accelerator(self) -> Any:
-        """None: it is gone."""
-        return self._accelerator()
-
-    def __call__(self) -> list[torch.nn.Module]:
-        accelerator = self.accelerator
-        return [] if accelerator is None else list(accelerator._models)
+def _has_float16(optimizer: Optimizer) -> bool:
+    """Whether some trainable parameter is float16: it is updated through a float32 master."""
+    # Asked at every backward, so in no loop of Python's.
+    trained = filter(attrgetter("requires_grad"), parameters_of(optimizer))
+    return torch.float16 in map(attrgetter("dtype"), trained)
 
 
-def become(optimizer: Any, cls: Any) -> None:
+def _change_class(optimizer: Any, cls: Any) -> None:
     """Change the class; an LR scheduler's wrapper on the instance then calls that one's step."""
     optimizer.__class__ = cls
     if hasattr(optimizer.__dict__.get("step"), "_wrapped_by_lr_sched"):
@@ -181,7 +190,7 @@ def become(optimizer: Any, cls: Any) -> None:
         optimizer.step = counted
 
 
-def forbid_unsuitable(optimizer: Any, config: ScalerConfig) -> None:
+def refuse_unsuitable(optimizer: Any, config: ScalerConfig) -> None:
     """Raise ``UnsupportedError``, before anything is changed, for what cannot be adopted."""
     if type(optimizer) not in (AcceleratedOptimizer, ScaledOptimizer):
         raise UnsupportedError(
@@ -194,14 +203,14 @@ def forbid_unsuitable(optimizer: Any, config: ScalerConfig) -> None:
         inline = config.step_mode == "sync" and not offload
         refuse_unsteppable(
             inner,
-            masters=offload or config.step_mode == "delayed" or has_fp16(inner),
+            masters=offload or config.step_mode == "delayed" or _has_float16(inner),
             inline=inline,
         )
         if not inline:
             refuse_spread(inner)
 
 
-def forbid_sharing(optimizers: Iterable[Any], config: ScalerConfig) -> None:
+def refuse_sharing_of(optimizers: Iterable[Any], config: ScalerConfig) -> None:
     """Raise ``UnsupportedError``, before anything is changed, for two that may not share."""
     inner = [inner_of(optimizer)[0] for optimizer in optimizers]
     refuse_sharing(

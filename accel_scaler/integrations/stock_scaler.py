@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from operator import attrgetter
 from typing import Any
 
-import torch
 from accelerate import Accelerator
-from accelerate import __version__ as accelerate_version
-from torch.optim import Optimizer
 
 from ..config import ScalerConfig
 from ..errors import UnsupportedError
-from ..scaling import GradScaler, parameters_of
+from ..scaling import GradScaler
 
-__all__ = ["facts_of", "forbid_other_scalers", "has_fp16", "make_scaler", "scaled_elsewhere"]
+__all__ = ["make_scaler", "refuse_other_scalers", "scaled_elsewhere"]
 
 _SCALED_ELSEWHERE = {
     "DEEPSPEED": "DeepSpeed's engine scales the loss; set `fp16: {initial_scale_power, "
@@ -29,13 +26,6 @@ _SCALED_ELSEWHERE = {
 }
 """By the name of Accelerate's ``DistributedType``, or of the precision."""
 
-_OF_THE_STEP = (
-    *("step_mode", "delay_warmup_steps", "offload", "optimizer_threads", "fold_unscale"),
-    "sharded",
-    *("telemetry", "underflow_interval", "find_overflow"),
-)
-"""Settings that are not the scaler's."""
-
 
 def scaled_elsewhere(kind: str, precision: str = "no") -> str | None:
     """Who scales in this package's place, and where it is set; None: nobody.
@@ -47,7 +37,7 @@ def scaled_elsewhere(kind: str, precision: str = "no") -> str | None:
     return _SCALED_ELSEWHERE.get(kind) or _SCALED_ELSEWHERE.get(precision)
 
 
-def forbid_other_scalers(accelerator: Accelerator) -> None:
+def refuse_other_scalers(accelerator: Accelerator) -> None:
     """Raise where somebody else scales, saying who."""
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     # Accelerate asks DeepSpeed's own config for the precision, so the kind is asked first.
@@ -66,9 +56,8 @@ def make_scaler(accelerator: Any, config: ScalerConfig, stock: Any) -> GradScale
         values |= {k: state[k] for k in ("growth_factor", "backoff_factor", "growth_interval")}
     elif stock is not None:
         values["enabled"] = False
-    changed = config.changed()
-    for name in _OF_THE_STEP:
-        changed.pop(name, None)
+    own = inspect.signature(GradScaler).parameters
+    changed = {name: value for name, value in config.changed().items() if name in own}
     if state and stock._scale is not None:
         # Training has begun: go on with its scale, as far as the new bounds allow.
         changed.pop("init_scale", None)
@@ -78,21 +67,3 @@ def make_scaler(accelerator: Any, config: ScalerConfig, stock: Any) -> GradScale
     if state and state["_growth_tracker"]:
         scaler.load_state_dict(scaler.state_dict() | {"_growth_tracker": state["_growth_tracker"]})
     return scaler
-
-
-def has_fp16(optimizer: Optimizer) -> bool:
-    """Whether some trainable parameter is float16: it is updated through a float32 master."""
-    # Asked at every backward, so in no loop of Python's.
-    trained = filter(attrgetter("requires_grad"), parameters_of(optimizer))
-    return torch.float16 in map(attrgetter("dtype"), trained)
-
-
-def facts_of(accelerator: Accelerator) -> dict[str, Any]:
-    """What a telemetry file says of a run at its start."""
-    return {
-        "rank": accelerator.process_index,
-        "ranks": accelerator.num_processes,
-        "device": accelerator.device.type,
-        "precision": str(accelerator.mixed_precision),
-        "accelerate": accelerate_version,
-    }

@@ -13,14 +13,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 
 from ..config import ScalerConfig
 from ..errors import StepError
-from .accelerator import (
-    ScaledAccelerator,
-    ScaledOptimizer,
-    attach,
-    detach,
-    scaled_class,
-    stock_class,
-)
+from .attaching import attach, detach, scaled_class
+from .attachment import Attachment, attachment_of
 from .checkpoints import check_trainer_folder, saving_trainer
 
 __all__ = ["attach_trainer", "detach_trainer"]
@@ -32,12 +26,16 @@ class ScaledTrainer(Trainer):  # type: ignore[misc]
     """A Trainer whose accelerators are attached, the later ones of a search too."""
 
     _scaler_config: ScalerConfig
+    _stock_class: type
+
+    @property
+    def _attachment(self) -> Attachment | None:
+        return attachment_of(getattr(self, "accelerator", None))
 
     def create_accelerator_and_postprocess(self) -> None:
         """As the Trainer's, then ``attach``; the telemetry of the one before ends here."""
-        boundary = getattr(getattr(self, "accelerator", None), "_boundary", None)
-        if boundary is not None:
-            boundary.recorder.close()
+        if self._attachment is not None:
+            self._attachment.recorder.close()
         super().create_accelerator_and_postprocess()
         attach(self.accelerator, self._scaler_config)
 
@@ -54,20 +52,26 @@ class ScaledTrainer(Trainer):  # type: ignore[misc]
             result = super().train(resume_from_checkpoint, *args, **kwargs)
         except BaseException:
             try:
-                self._synchronize()
+                self._finish()
             except StepError:  # must not hide what ended the training
                 logger.exception("the last optimizer step failed")
-            self._flush()
             raise
-        self._synchronize()
-        self._flush()
+        self._finish()
         return result
+
+    def _finish(self) -> None:
+        """The parameters are the newest, and the telemetry file is complete."""
+        if self._attachment is not None:
+            try:
+                self._attachment.synchronize()
+            finally:
+                self._attachment.recorder.flush()
 
     def _check_checkpoint(self, asked: str | bool | None) -> None:
         if asked is True:
             home = self.args.output_dir or ""
             asked = get_last_checkpoint(home) if os.path.isdir(home) else None
-        if self.accelerator._boundary is not None and asked and os.path.isdir(asked):
+        if self._attachment is not None and asked and os.path.isdir(asked):
             check_trainer_folder(Path(asked))
 
     def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
@@ -77,21 +81,12 @@ class ScaledTrainer(Trainer):  # type: ignore[misc]
         with saving_trainer(folder, self.args.should_save):
             super()._save_checkpoint(model, trial, *args, **kwargs)
 
-    def _flush(self) -> None:
-        if self.accelerator._boundary is not None:
-            self.accelerator._boundary.recorder.flush()
-
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As the Trainer's; to the training's own values adds the scaler's."""
         if "loss" in logs:
             for name, value in self.accelerator.scaler_history.progress().items():
                 logs.setdefault(f"scaler_{name}", value)
         super().log(logs, *args, **kwargs)
-
-    def _synchronize(self) -> None:
-        for optimizer in self.accelerator._optimizers:
-            if isinstance(optimizer, ScaledOptimizer):
-                optimizer.synchronize()
 
 
 class ShowScale(TrainerCallback):  # type: ignore[misc]
@@ -117,30 +112,28 @@ class ShowScale(TrainerCallback):  # type: ignore[misc]
 
 def attach_trainer(trainer: Any, config: ScalerConfig | None) -> Any:
     """:func:`accel_scaler.attach` for a Trainer or a subclass."""
-    attach(trainer.accelerator, config)
-    if not isinstance(trainer.accelerator, ScaledAccelerator):
-        return trainer
-    # What the environment said now holds for later accelerators too.
-    trainer._scaler_config = trainer.accelerator._scaler_config
-    if not isinstance(trainer, ScaledTrainer):
-        trainer.__class__ = scaled_class(type(trainer), ScaledTrainer)
-        trainer.add_callback(ShowScale(trainer))
+    attached = attachment_of(attach(trainer.accelerator, config))
+    if attached is not None:
+        # What the environment said now holds for later accelerators too.
+        trainer._scaler_config = attached.config
+        if not isinstance(trainer, ScaledTrainer):
+            trainer._stock_class = type(trainer)
+            trainer.__class__ = scaled_class(type(trainer), ScaledTrainer)
+            trainer.add_callback(ShowScale(trainer))
     return trainer
 
 
 def detach_trainer(trainer: Any) -> Any:
     """:func:`accel_scaler.detach` for a Trainer."""
+    failed: StepError | None = None
     try:
         detach(trainer.accelerator)
-    except StepError:  # detached all the same
-        _make_plain(trainer)
-        raise
-    _make_plain(trainer)
-    return trainer
-
-
-def _make_plain(trainer: Any) -> None:
+    except StepError as error:  # detached all the same
+        failed = error
     if isinstance(trainer, ScaledTrainer):
-        trainer.__class__ = stock_class(type(trainer), ScaledTrainer)
+        trainer.__class__ = trainer._stock_class
         trainer.remove_callback(ShowScale)
-        del trainer._scaler_config
+        del trainer._scaler_config, trainer._stock_class
+    if failed is not None:
+        raise failed
+    return trainer

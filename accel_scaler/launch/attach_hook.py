@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from ..integrations import ScaledAccelerator, attach
+from ..integrations import ScaledAccelerator, attach, attach_default
 
 __all__ = ["meet_accelerator", "meet_trainer"]
 
@@ -29,11 +29,8 @@ def meet_accelerator(accelerator: Any) -> None:
     if isinstance(accelerator, ScaledAccelerator):
         return
     with _without_warning():
-        attach(accelerator)
+        attach_default(accelerator)
     is_attached = isinstance(accelerator, ScaledAccelerator)
-    if is_attached:
-        # attach(accelerator, config) in the script outranks what the launcher was given.
-        accelerator._attached_by_launcher = True
     if accelerator.mixed_precision != "fp16" and accelerator.is_local_main_process:
         _say_once(
             f"accel-scaler: mixed_precision={accelerator.mixed_precision!r} needs no gradient "

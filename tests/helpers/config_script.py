@@ -62,7 +62,8 @@ def train() -> dict[str, Any]:
 
 
 def _optimizer_threads(accelerator: Any) -> int | None:
-    worker = getattr(accelerator, "_worker", None)
+    attachment = getattr(accelerator, "_attachment", None)
+    worker = None if attachment is None else attachment.worker
     return None if worker is None else int(worker.threads)
 
 

@@ -293,7 +293,7 @@ def test_a_hyperparameter_search_finds_what_sync_finds(tmp_path: Path, mode: str
             )
             found.append((best.objective, best.hyperparameters, recorder.skipped, recorder.scales))
             assert recorder.skipped == [False, True, False] * 2
-            assert trainer.accelerator._scaler_config == config(each)
+            assert trainer.accelerator._attachment.config == config(each)
     assert found[1] == found[0]
 
 

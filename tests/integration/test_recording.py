@@ -301,7 +301,7 @@ def test_where_it_began_is_looked_for_only_after_an_overflow(
     """To look reads from the device."""
     with attached(find_overflow=True) as accelerator:
         model, optimizer = prepared(accelerator, mlp())
-        finder, looks = accelerator._boundary.recorder.finder, []
+        finder, looks = accelerator._attachment.recorder.finder, []
         monkeypatch.setattr(finder, "find", lambda: looks.append(1))
         steps(3, accelerator, model, optimizer)
         assert looks == []

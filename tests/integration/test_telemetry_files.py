@@ -554,11 +554,11 @@ def test_a_watched_model_may_be_copied(tmp_path: Path, again: Callable[[Any], An
     path, plain = tmp_path / "run.jsonl", mlp()
     hooked = nn.Sequential(plain)
     with attached(path) as accelerator:
-        accelerator._boundary.recorder.watch(hooked, hooked)
+        accelerator._attachment.recorder.watch(hooked, hooked)
         other = again(hooked)
         x, _ = batch(0)
         assert torch.equal(other(x), hooked(x))
-        assert len(accelerator._boundary.recorder.timeline.take()) == 1
+        assert len(accelerator._attachment.recorder.timeline.take()) == 1
 
 
 @pytest.mark.parametrize("file", [True, False], ids=["file", "no file"])

@@ -37,6 +37,8 @@ KEPT = {"telemetry": {"Record", "Span"}}
 ONLY_IN = {
     "accelerate": {
         "integrations/accelerator",
+        "integrations/attaching",
+        "integrations/attachment",
         "integrations/autocast",
         "integrations/optimizer",
         "integrations/stock_scaler",

@@ -83,12 +83,8 @@ OURS = {name for tree in TREES.values() for name in own_names(tree)}
 PUBLIC_PARTS = {
     "_python_dispatch": "torch documents TorchDispatchMode, of this module alone",
     "_accel_scaler": "our own mark on others' objects",
-    "_accel_scaler_products": "our own mark on others' objects",
+    "_accel_scaler_emulation": "our own mark on others' objects",
     "_accel_scaler_stepper": "our own mark on others' objects",
-    "_attached_by_launcher": "our own mark on others' objects",
-    "_made_by_attach": "our own mark on others' objects",
-    "_asked_config": "our own mark on others' objects",
-    "_stock_scaler": "our own mark on others' objects",
     "_progress": "our own, by its class's name",
     "_global_optimizer_": "the start of two names in the list",
     "_optimizer_step_": "the start of two names in the list",

@@ -263,10 +263,10 @@ def test_trainers_are_attached_as_a_whole(folder: Path, monkeypatch: pytest.Monk
     trainer.train()
     assert found["transformers"]["weights"] == launched_trainers.weights(trainer.model)
     # What a script gives attach() outranks the launcher, for accelerators to come as well.
-    trainer.accelerator._attached_by_launcher = True
+    trainer.accelerator._attachment.is_default = True
     trainer.model.zero_grad()
     attach(trainer, ScalerConfig(init_scale=64.0))
-    assert trainer._scaler_config == trainer.accelerator._scaler_config
+    assert trainer._scaler_config == trainer.accelerator._attachment.config
     assert trainer._scaler_config == ScalerConfig(init_scale=64.0)
 
 

@@ -149,7 +149,7 @@ MODE = """
 from accelerate import Accelerator
 def test_mode():
     accelerator = Accelerator(cpu=True, mixed_precision="fp16")
-    assert accelerator._scaler_config.step_mode == "delayed"
+    assert accelerator._attachment.config.step_mode == "delayed"
 """
 run("delayed", OPTION, "--accel-scaler-mode", "delayed", test_mode=MODE)
 

@@ -495,7 +495,7 @@ def test_a_frozen_float16_base_costs_no_engine_until_it_is_trained() -> None:
     pickle.loads(pickle.dumps(optimizer))
     detach(accelerator)
     assert async_stepper_of(optimizer.optimizer) is None
-    assert not {"_models", "_hooks", "_boundary"} & set(vars(optimizer))
+    assert not {"_attachment", "_hooks"} & set(vars(optimizer))
 
 
 def test_masters_are_loaded_for_a_parameter_that_is_unfrozen_by_then() -> None:

@@ -25,7 +25,7 @@ from accel_scaler import (
     attach,
     detach,
 )
-from accel_scaler.integrations.accelerator import ScaledOptimizer
+from accel_scaler.integrations.optimizer import ScaledOptimizer
 
 INF = float("inf")
 
@@ -82,10 +82,8 @@ def test_attach_and_detach(build: Any, late: bool) -> None:
     assert accelerator.scaler is stocks_scaler
     assert optimizer.scaler is stocks_scaler
     assert accelerator.native_amp is native_amp
-    assert not {"_boundary", "_stock_scaler", "_scaler_config", "_made_by_attach"} & set(
-        accelerator.__dict__
-    )
-    assert "_boundary" not in optimizer.__dict__
+    assert "_attachment" not in accelerator.__dict__
+    assert not {"_attachment", "_hooks"} & set(optimizer.__dict__)
     assert inner_dtype(model) is (torch.float16 if native_amp else torch.float32)
     if not native_amp:
         assert not {"forward", "_original_forward"} & set(model.__dict__)
@@ -114,10 +112,10 @@ def test_attach_after_prepare_on_a_cpu_equals_before() -> None:
 def test_twice_changes_nothing() -> None:
     config = ScalerConfig(init_scale=256.0)
     accelerator = attach(cpu(), config)
-    scaler, boundary = accelerator.scaler, accelerator._boundary
+    scaler, attachment = accelerator.scaler, accelerator._attachment
     for again in (None, config, ScalerConfig(init_scale=256.0)):
         attach(accelerator, again)
-    assert (accelerator.scaler, accelerator._boundary) == (scaler, boundary)
+    assert (accelerator.scaler, accelerator._attachment) == (scaler, attachment)
     with pytest.raises(OrderError, match="detach"):
         attach(accelerator, ScalerConfig(init_scale=512.0))
     assert accelerator.scaler.get_scale() == 256.0
@@ -206,7 +204,7 @@ def test_scaled_accelerator_used_directly() -> None:
     assert accelerator.scaler_history.boundaries == 3
     detach(accelerator)
     assert type(accelerator) is ScaledAccelerator
-    assert (accelerator._boundary, accelerator.scaler) == (None, None)
+    assert (accelerator._attachment, accelerator.scaler) == (None, None)
     assert accelerator.scaler_history.boundaries == 0
     attach(accelerator, ScalerConfig())
     train(accelerator, model, optimizer)
@@ -269,7 +267,7 @@ def assert_untouched(accelerator: Any) -> None:
     """As ``cpu()`` left it, and still able to train."""
     assert type(accelerator) is Accelerator
     assert (accelerator.scaler, accelerator.native_amp) == (None, False)
-    assert "_boundary" not in accelerator.__dict__
+    assert "_attachment" not in accelerator.__dict__
     assert all("_original_forward" not in model.__dict__ for model in accelerator._models)
     assert not any(isinstance(o, ScaledOptimizer) for o in accelerator._optimizers)
     model, optimizer = prepared(accelerator)
@@ -355,7 +353,7 @@ def test_nothing_to_scale(precision: str) -> None:
     with pytest.warns(UserWarning, match=f"{precision}.*needs no gradient scaling"):
         assert attach(accelerator, ScalerConfig()) is accelerator
     assert type(accelerator) is Accelerator
-    assert (accelerator.scaler, "_boundary" in accelerator.__dict__) == (None, False)
+    assert (accelerator.scaler, "_attachment" in accelerator.__dict__) == (None, False)
     assert detach(accelerator) is accelerator
     with pytest.warns(UserWarning, match="needs no gradient scaling"):
         direct: Any = ScaledAccelerator(cpu=True, mixed_precision=precision)
@@ -618,7 +616,7 @@ def test_free_memory_before_detach_leaves_no_optimizer_behind() -> None:
     accelerator.free_memory()
     detach(accelerator)
     assert type(optimizer) is AcceleratedOptimizer
-    assert "_boundary" not in optimizer.__dict__
+    assert "_attachment" not in optimizer.__dict__
     assert optimizer.scaler is None
 
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from accel_scaler import ScalerConfig, attach, detach
 from accel_scaler.integrations import cpu_float16
-from accel_scaler.integrations.cpu_float16 import float16_products
+from accel_scaler.integrations.cpu_float16 import emulate_float16
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -207,7 +207,7 @@ def test_whole_numbers_are_those_of_torch_bit_for_bit(case: str) -> None:
     inputs = [whole(*shape, seed=i, grad=True) for i, shape in enumerate(shapes)]
     watch = Watch()
     with watch:
-        ours = run(function, inputs, float16_products)
+        ours = run(function, inputs, emulate_float16)
     assert not watch.seen, "a float16 kernel was called"
     assert_same(ours, run(function, inputs))
 
@@ -216,7 +216,7 @@ def test_whole_numbers_are_those_of_torch_bit_for_bit(case: str) -> None:
 def test_random_numbers_are_a_rounding_apart(case: str) -> None:
     function, shapes = CASES[case]
     inputs = [normal(*shape, seed=i, grad=True) for i, shape in enumerate(shapes)]
-    ours, torchs = run(function, inputs, float16_products), run(function, inputs)
+    ours, torchs = run(function, inputs, emulate_float16), run(function, inputs)
     assert_a_rounding_apart(ours, torchs, exact(function, inputs))
 
 
@@ -224,7 +224,7 @@ def test_random_numbers_are_a_rounding_apart(case: str) -> None:
 def test_float16_inputs(case: str) -> None:
     function, shapes = CASES[case]
     inputs = [whole(*shape, seed=i).half().requires_grad_() for i, shape in enumerate(shapes)]
-    assert_same(run(function, inputs, float16_products), run(function, inputs))
+    assert_same(run(function, inputs, emulate_float16), run(function, inputs))
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
@@ -232,7 +232,7 @@ def test_float16_inputs(case: str) -> None:
 def test_an_input_without_gradient(case: str, frozen: int) -> None:
     function, shapes = CASES[case]
     inputs = [whole(*shape, seed=i, grad=i != frozen) for i, shape in enumerate(shapes)]
-    ours = run(function, inputs, float16_products)
+    ours = run(function, inputs, emulate_float16)
     assert ours[1][frozen] is None
     assert_same(ours, run(function, inputs))
 
@@ -245,7 +245,7 @@ def test_inference_mode(case: str) -> None:
     watch = Watch()
     with torch.inference_mode():
         with watch:
-            ours = run(function, inputs, float16_products)
+            ours = run(function, inputs, emulate_float16)
         torchs = run(function, inputs)
     assert not set(watch.seen) & {"mm", "addmm", "bmm", "convolution"}
     assert_same(ours, torchs)
@@ -257,7 +257,7 @@ def test_attention(case: str) -> None:
     inputs = [normal(2, 2, 6, 8, seed=i, grad=True) for i in range(3)]
     watch = Watch()
     with watch:
-        ours = run(ATTENTION[case], inputs, float16_products)
+        ours = run(ATTENTION[case], inputs, emulate_float16)
     assert not watch.seen
     torchs = run(ATTENTION[case], inputs)
     for a, b in zip((ours[0], *ours[1]), (torchs[0], *torchs[1]), strict=True):
@@ -277,7 +277,7 @@ def test_nearer_to_the_exact_result_than_a_rounding(case: str) -> None:
     exact = function(*(x.half().double() for x in inputs))
     if "added mask" in case:
         function = ATTENTION[case]
-    ours = run(function, inputs, float16_products)[0].double()
+    ours = run(function, inputs, emulate_float16)[0].double()
     assert float(((ours - exact).abs() / exact.abs().clamp(min=2**-14)).max()) <= 2**-11 * 1.01
 
 
@@ -289,19 +289,19 @@ def test_beyond_float16_is_inf_forward_and_backward() -> None:
 
     a = torch.tensor([[300.0, 1.0], [-300.0, 1.0]], requires_grad=True)
     b = torch.tensor([[300.0, 0.5], [0.0, 0.5]], requires_grad=True)
-    out, grads = run(product, [a, b], float16_products)
+    out, grads = run(product, [a, b], emulate_float16)
     assert out[:, 0].tolist() == [INF, -INF]
     assert out[:, 1].isfinite().all()
     large = torch.tensor([[40000.0]], requires_grad=True)
-    (overflows,) = run(lambda x: x @ x.new_full((1, 1), 1e4), [large], float16_products)[1]
+    (overflows,) = run(lambda x: x @ x.new_full((1, 1), 1e4), [large], emulate_float16)[1]
     assert overflows is not None
     assert overflows.isfinite().all()
     assert_same((out, grads), run(product, [a, b]))
     # In the backward the gradient, 9, times the other operand, 20,000, is the product.
     x, w = torch.ones(1, 1, requires_grad=True), torch.full((1, 1), 20000.0)
-    with float16_products(), torch.autocast("cpu", dtype=HALF):
+    with emulate_float16(), torch.autocast("cpu", dtype=HALF):
         y = F.linear(x, w)
-    with float16_products():
+    with emulate_float16():
         y.backward(torch.tensor([[9.0]], dtype=HALF))
     assert x.grad is not None
     assert x.grad.item() == INF
@@ -310,7 +310,7 @@ def test_beyond_float16_is_inf_forward_and_backward() -> None:
 def test_operands_are_rounded_to_float16_first() -> None:
     """1 + 2**-12 is 1 in float16."""
     a = torch.full((1, 4096), 1 + 2**-12)
-    out, _ = run(torch.mm, [a, torch.ones(4096, 1)], float16_products)
+    out, _ = run(torch.mm, [a, torch.ones(4096, 1)], emulate_float16)
     assert out.item() == 4096.0
 
 
@@ -318,7 +318,7 @@ def test_a_cast_weight_is_cached_by_torch() -> None:
     """One cast of a weight used twice, and its two gradients are added in float16, as in torch."""
     w, x = whole(8, 8, seed=1, grad=True), whole(2, 8).half()
     watch = Watch()
-    with watch, float16_products(), torch.autocast("cpu", dtype=HALF):
+    with watch, emulate_float16(), torch.autocast("cpu", dtype=HALF):
         F.linear(F.linear(x, w), w)
     assert watch.casts == 1
 
@@ -330,7 +330,7 @@ def test_double_backward() -> None:
         return slope.float().square().sum()
 
     inputs = [normal(3, 4, grad=True), normal(4, 4, seed=1, grad=True)]
-    ours = run(penalty, inputs, float16_products)
+    ours = run(penalty, inputs, emulate_float16)
     torchs = run(penalty, inputs)
     for a, b in zip((ours[0], *ours[1]), (torchs[0], *torchs[1]), strict=True):
         assert a is not None
@@ -342,7 +342,7 @@ def test_in_place_and_out() -> None:
     a, b = whole(5, 8).half(), whole(8, 4, seed=1).half()
     plain = whole(5, 4, seed=2).half()
     expected = torch.addmm(plain, a, b)
-    with float16_products():
+    with emulate_float16():
         changed = plain.clone()
         assert changed.addmm_(a, b) is changed
         into = torch.empty(0, dtype=HALF)
@@ -354,7 +354,7 @@ def test_in_place_and_out() -> None:
 
 def test_what_torch_refuses_is_refused() -> None:
     a, b = torch.ones(2, 2, dtype=HALF), torch.ones(2, 2)
-    for around in (own, float16_products):
+    for around in (own, emulate_float16):
         with around(), pytest.raises(RuntimeError, match="same dtype"):
             torch.mm(a, b)
         with around(), pytest.raises(RuntimeError, match="cannot be multiplied"):
@@ -366,12 +366,12 @@ def test_other_dtypes_are_left_alone(dtype: torch.dtype) -> None:
     a, b = normal(16, 64).to(dtype), normal(64, 16, seed=1).to(dtype)
     expected = a @ b
     with (
-        float16_products(),
+        emulate_float16(),
         torch.autocast("cpu", dtype=HALF),
         torch.autocast("cpu", enabled=False),
     ):
         assert torch.equal(a @ b, expected)
-    with float16_products(), torch.autocast("cpu", dtype=torch.bfloat16):
+    with emulate_float16(), torch.autocast("cpu", dtype=torch.bfloat16):
         inside = a @ b
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(a @ b, inside)
@@ -410,7 +410,7 @@ def test_layers_of_torch(kind: str, train: bool) -> None:
     watch = Watch()
     with torch.set_grad_enabled(train):
         with watch:
-            ours = run(layer, [x], float16_products)
+            ours = run(layer, [x], emulate_float16)
         torchs = run(layer, [x])
     assert not watch.seen
     for a, b in zip((ours[0], *ours[1]), (torchs[0], *torchs[1]), strict=True):
@@ -424,9 +424,9 @@ def test_lstm() -> None:
     """torch itself has no such kernel on a processor without float16 instructions, and raises."""
     layer, x = nn.LSTM(8, 8), normal(3, 2, 8, grad=True)
     expected, _ = layer(x)
-    with float16_products(), torch.autocast("cpu", dtype=HALF):
+    with emulate_float16(), torch.autocast("cpu", dtype=HALF):
         out, _ = layer(x)
-    with float16_products():
+    with emulate_float16():
         out.float().sum().backward()
     assert x.grad is not None
     ours, x.grad = x.grad, None
@@ -444,14 +444,14 @@ def depth() -> int:
 
 def test_a_processor_with_the_kernels_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_float16, "has_float16_kernels", lambda: True)
-    with float16_products():
+    with emulate_float16():
         assert depth() == 0
 
 
 def test_nested_raising_and_another_thread() -> None:
     seen: list[int] = []
-    with float16_products():
-        with float16_products():
+    with emulate_float16():
+        with emulate_float16():
             assert depth() == 1
         assert depth() == 1
         thread = threading.Thread(target=lambda: seen.append(depth()))
@@ -460,13 +460,13 @@ def test_nested_raising_and_another_thread() -> None:
     assert seen == [0]
 
     def fail() -> None:
-        with float16_products():
+        with emulate_float16():
             raise KeyError
 
     with pytest.raises(KeyError):
         fail()
     assert depth() == 0
-    with float16_products():
+    with emulate_float16():
         assert depth() == 1
 
 
@@ -477,13 +477,13 @@ def test_two_threads_at_once() -> None:
     expected, results = a @ a, []
 
     def other() -> None:
-        with float16_products():
+        with emulate_float16():
             first.set()
             second.wait(10)
             results.append(a @ a)
 
     thread = threading.Thread(target=other)
-    with float16_products():
+    with emulate_float16():
         thread.start()
         assert first.wait(10)
     second.set()
@@ -510,7 +510,7 @@ class Wrapped(Tensor):
 
 def test_a_class_that_dispatches_by_itself() -> None:
     a, watch = whole(4, 4).half(), Watch()
-    with watch, float16_products():
+    with watch, emulate_float16():
         product = torch.mm(Wrapped(a), a)
     assert torch.equal(product, a @ a)
     assert not watch.seen
@@ -526,7 +526,7 @@ def test_function_transforms() -> None:
         with torch.autocast("cpu", dtype=HALF):
             return torch.func.vmap(torch.func.grad(loss), (None, 0))(w, x)
 
-    with float16_products():
+    with emulate_float16():
         ours = each()
     assert torch.equal(ours, each())
 

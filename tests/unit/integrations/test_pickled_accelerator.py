@@ -92,5 +92,5 @@ def test_one_made_directly_keeps_its_class() -> None:
     train(accelerator, *prepared(accelerator))
     copied = pickle.loads(pickle.dumps(accelerator))
     assert type(copied) is ScaledAccelerator
-    assert copied._boundary is None
+    assert copied._attachment is None
     assert torch.isfinite(go_on(copied)).all()

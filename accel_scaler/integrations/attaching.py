@@ -1,0 +1,102 @@
+"""``attach`` and ``detach``, for an accelerator or a Trainer."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, TypeVar, cast
+
+from accelerate import Accelerator
+
+from ..config import ScalerConfig
+from ..errors import ConfigError, OrderError
+from .accelerator import ScaledAccelerator
+from .attachment import attachment_of, begin
+
+__all__ = ["attach", "attach_default", "detach", "scaled_class"]
+
+T = TypeVar("T")
+
+_scaled_classes: dict[type, type] = {}
+
+
+def attach(target: T, config: ScalerConfig | None = None) -> T:
+    """Scale ``target``'s fp16 training with :class:`GradScaler`; returns ``target``.
+
+    Args:
+        target: an ``accelerate.Accelerator``, before or after ``prepare``, or a
+            ``transformers.Trainer``. Attaching twice changes nothing, unless ``config`` is
+            given and differs: then detach first.
+        config: the settings; None reads ``ACCEL_SCALER_*`` from the environment. Settings that
+            stay at their defaults are taken from the scaler that is replaced
+            (``GradScalerKwargs``), as is its state.
+
+    Raises:
+        UnsupportedError: DeepSpeed, Megatron-LM, XLA or fp8 (they scale themselves), a model
+            compiled before it could be autocast, an optimizer that another thread cannot step.
+        ConfigError: a wrong setting, or a target of another type.
+    """
+    trainer = _trainer_module(target)
+    if trainer is not None:
+        return cast(T, trainer.attach_trainer(target, config))
+    if not isinstance(target, Accelerator):
+        raise ConfigError(
+            f"attach: got a {type(target).__name__}, expected an accelerate.Accelerator or a "
+            "transformers.Trainer."
+        )
+    accelerator: Any = target
+    attached = attachment_of(accelerator)
+    if attached is not None:
+        if config is None or config in (attached.config, attached.asked_config):
+            return target
+        if not attached.is_default:
+            raise OrderError(
+                "attach: already attached with other settings; call detach(accelerator) first."
+            )
+        detach(accelerator)
+    attached = begin(accelerator, config)
+    if attached is not None and not isinstance(accelerator, ScaledAccelerator):
+        attached.stock_class = type(accelerator)
+        accelerator.__class__ = scaled_class(type(accelerator), ScaledAccelerator)
+    return target
+
+
+def attach_default(target: Any) -> None:
+    """:func:`attach`, with settings that are outranked by an ``attach(target, config)`` to come."""
+    attached = attachment_of(attach(target))
+    if attached is not None:
+        attached.is_default = True
+
+
+def detach(target: T) -> T:
+    """Undo :func:`attach`: stock classes, the stock scaler with the present scale. Idempotent.
+
+    Raises:
+        OrderError: a window is open; nothing was undone.
+        StepError: the step in hand failed; detached all the same.
+    """
+    trainer = _trainer_module(target)
+    if trainer is not None:
+        return cast(T, trainer.detach_trainer(target))
+    attached = attachment_of(target)
+    if attached is not None:
+        attached.take_off(target)
+    return target
+
+
+def scaled_class(cls: Any, scaled: Any) -> Any:
+    """``scaled``, or for a user's own subclass of its base, ``scaled`` on top of that."""
+    if cls in scaled.__bases__:
+        return scaled
+    if cls not in _scaled_classes:
+        _scaled_classes[cls] = type(f"Scaled{cls.__name__}", (scaled, cls), {})
+    return _scaled_classes[cls]
+
+
+def _trainer_module(target: object) -> Any:
+    """The Trainer layer if ``target`` is a Trainer; never imports transformers by itself."""
+    transformers = sys.modules.get("transformers.trainer")
+    if transformers is None or not isinstance(target, transformers.Trainer):
+        return None
+    from . import trainer
+
+    return trainer

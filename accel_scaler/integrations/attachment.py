@@ -1,0 +1,189 @@
+"""What :func:`accel_scaler.attach` adds to one accelerator: how it comes, and how it goes."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import torch
+from accelerate import __version__ as accelerate_version
+from accelerate.utils import DistributedType
+from torch.nn import Module
+
+from ..async_optimizer import Worker, threads_of
+from ..config import ScalerConfig
+from ..errors import OrderError, StepError
+from ..optimizer_step import Boundary
+from ..telemetry import make_recorder
+from .autocast import add_autocast, remove_autocast, remove_emulation
+from .optimizer import ScaledOptimizer, adopt, refuse_sharing_of, refuse_unsuitable
+from .stock_scaler import make_scaler, refuse_other_scalers
+
+__all__ = ["Attachment", "attachment_of", "begin"]
+
+
+class Attachment:
+    """Everything that is added to one accelerator, which keeps it as its one new attribute.
+
+    Made by :func:`begin`. Knows its accelerator weakly: an optimizer that outlives it does not
+    keep its models.
+
+    Args:
+        asked_config: as given; ``config`` is what comes of it.
+
+    Raises:
+        UnsupportedError: an optimizer that cannot be adopted; nothing was changed.
+    """
+
+    def __init__(self, accelerator: Any, asked_config: ScalerConfig, config: ScalerConfig) -> None:
+        for optimizer in accelerator._optimizers:
+            refuse_unsuitable(optimizer, config)
+        refuse_sharing_of(accelerator._optimizers, config)
+        self._accelerator = weakref.ref(accelerator)
+        self.config, self.asked_config = config, asked_config
+        self.is_default = False
+        """Settings that a later ``attach`` gives outrank these."""
+        self.device: torch.device = accelerator.device
+        self.scales: bool = accelerator.mixed_precision == "fp16"
+        """False: only telemetry is written."""
+        self.stock_class: type | None = None
+        """What ``attach`` has changed the class from."""
+        self.stock_scaler = accelerator.scaler
+        self.scaler = make_scaler(accelerator, config, self.stock_scaler)
+        is_fsdp = accelerator.distributed_type == DistributedType.FSDP
+        self.scaler.sharded = config.sharded or is_fsdp
+        self.recorder = make_recorder(self.scaler, config, _facts_of(accelerator))
+        self.boundary = Boundary(self.scaler, self.device, recorder=self.recorder)
+        self.worker = Worker(threads_of(config))
+        self.optimizers: weakref.WeakSet[ScaledOptimizer] = weakref.WeakSet()
+        """Adopted ones, those too that ``free_memory`` makes the accelerator forget."""
+        self._added_autocast = False
+
+    @property
+    def models(self) -> list[Module]:
+        """What the accelerator has prepared."""
+        accelerator = self._accelerator()
+        return [] if accelerator is None else list(accelerator._models)
+
+    @property
+    def emulates_float16(self) -> bool:
+        """float16 products are computed on a CPU, which may have no kernels for them."""
+        return self.scales and self.device.type == "cpu"
+
+    def put_on(self, accelerator: Any) -> None:
+        """Scale from now on: autocast, scaler, names, optimizers.
+
+        Raises:
+            UnsupportedError: a model that cannot be autocast any more; nothing was changed.
+        """
+        if self.scales and not accelerator.native_amp:
+            # Stock Accelerate leaves fp16 on a CPU without autocast and without a scaler.
+            add_autocast(accelerator, self.models)
+            accelerator.native_amp = self._added_autocast = True
+        if self.scales:
+            accelerator.scaler = self.scaler
+        accelerator._attachment = self
+        for model in self.models:
+            self.recorder.watch(model, accelerator.unwrap_model(model))
+        for optimizer in accelerator._optimizers:
+            adopt(optimizer, self)
+
+    def take_off(self, accelerator: Any) -> None:
+        """Undo what was done to the accelerator, and to what it has prepared.
+
+        Raises:
+            OrderError: a window is open; nothing was undone.
+            StepError: the step in hand failed; everything was undone.
+        """
+        self._hand_back_scale()
+        failed: StepError | None = None
+        for optimizer in list(self.optimizers):
+            try:
+                optimizer.leave(self)
+            except StepError as error:
+                failed = error
+        for model in self.models:
+            if self._added_autocast:
+                remove_autocast(accelerator, model)
+            remove_emulation(accelerator, model)
+        if self._added_autocast:
+            accelerator.native_amp = False
+        accelerator.scaler = self.stock_scaler
+        self.worker.stop()
+        self.recorder.close()
+        del accelerator._attachment
+        if self.stock_class is not None:
+            accelerator.__class__ = self.stock_class
+        if failed is not None:
+            raise failed
+
+    def _hand_back_scale(self) -> None:
+        """The scaler that was replaced goes on with the present scale."""
+        scaler, stock = self.scaler, self.stock_scaler
+        if not scaler.is_enabled():
+            return
+        if scaler.window.opened_by is not None and not scaler.window.closed:
+            raise OrderError(
+                "detach: a window is open, its gradients are scaled. Detach after "
+                "optimizer.step(), or zero the gradients and call "
+                "accelerator.scaler.abandon_window() first."
+            )
+        if stock is not None:
+            stock.load_state_dict(scaler.state_dict())
+            if scaler.has_begun and stock._scale is None:
+                # Or an attach() after this one would take it for a scaler at its start.
+                stock._lazy_init_scale_growth_tracker(self.device)
+
+    def follow_parameters(self) -> None:
+        """A backward is about to begin: float16 parameters may be trained that were not."""
+        for optimizer in list(self.optimizers):
+            optimizer.follow_parameters()
+
+    def synchronize(self) -> None:
+        """Wait for every step in hand, and publish it."""
+        for optimizer in list(self.optimizers):
+            optimizer.synchronize()
+
+
+def attachment_of(accelerator: Any) -> Attachment | None:
+    """What is attached to an accelerator; None: it is stock."""
+    return getattr(accelerator, "_attachment", None)
+
+
+def begin(accelerator: Any, config: ScalerConfig | None) -> Attachment | None:
+    """Attach to a stock accelerator.
+
+    Returns None where this is no fp16 run, said in a warning, and no telemetry is wanted.
+    """
+    asked = config = ScalerConfig.from_env() if config is None else config
+    refuse_other_scalers(accelerator)
+    if accelerator.mixed_precision != "fp16":
+        does = (
+            "nothing is attached, training is as before"
+            if config.telemetry is None
+            else "training is as before, only telemetry is written"
+        )
+        warnings.warn(
+            f"accel_scaler: mixed_precision={accelerator.mixed_precision!r} needs no gradient "
+            f"scaling; {does}. Set it to 'fp16' to scale.",
+            stacklevel=3,
+        )
+        if config.telemetry is None:
+            return None
+        config = replace(config, step_mode="sync", offload="none", enabled=False)
+    attachment = Attachment(accelerator, asked, config)
+    attachment.put_on(accelerator)
+    return attachment
+
+
+def _facts_of(accelerator: Any) -> dict[str, Any]:
+    """What a telemetry file says of a run at its start."""
+    return {
+        "rank": accelerator.process_index,
+        "ranks": accelerator.num_processes,
+        "device": accelerator.device.type,
+        "precision": str(accelerator.mixed_precision),
+        "accelerate": accelerate_version,
+    }

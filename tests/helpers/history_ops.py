@@ -1,28 +1,13 @@
-"""The operations of a random training history, how they are drawn, and how a failing one prints.
-
-Every operation is legal at every point (where it means nothing it does nothing), so a history that
-fails may lose any of its operations on the way to the shortest one that still does.
-"""
+"""The operations of a random training history through Accelerate, and how they are drawn."""
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
-INF, NAN = math.inf, math.nan
+from histories import INF, NAN, Short
+
 Row = tuple[float, ...]
-
-
-class Short:
-    """A ``repr`` that can be pasted into a test: what differs from its default."""
-
-    def __repr__(self) -> str:
-        own = [(f.name, getattr(self, f.name), f.default) for f in fields(self)]  # type: ignore[arg-type]
-        text = ", ".join(f"{name}={value!r}" for name, value, usual in own if value != usual)
-        return f"{type(self).__name__}({text})".replace("inf", "INF").replace("nan", "NAN")
 
 
 @dataclass(frozen=True, repr=False)
@@ -46,6 +31,9 @@ class Setup(Short):
     offload: str = "none"
     warmup: int = 0
     telemetry: bool = False
+    worker: str = "free"
+    """The optimizer thread is itself (``free``), in many ``parts``, or waits until somebody waits
+    (``lazy``)."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -159,6 +147,7 @@ def draw_setup(r: random.Random) -> Setup:
         offload=r.choice(("none", "none", "cpu")),
         warmup=r.choice((0, 0, 2)),
         telemetry=r.random() < 0.3,
+        worker=r.choice(("free", "parts", "lazy")),
     )
 
 
@@ -228,62 +217,3 @@ def draw_history(r: random.Random, most: int = 9) -> tuple[Setup, list[Op]]:
         at = r.randrange(1, len(ops) + 1)
         ops[at:at] = [Detach(), draw_epoch(r), draw_switch(r), draw_epoch(r)]
     return setup, ops
-
-
-# The shortest history that still fails.
-
-
-def shortest(
-    setup: Setup, ops: Sequence[Op], fails: Callable[[Setup, list[Op]], bool], tries: int = 400
-) -> tuple[Setup, list[Op]]:
-    """Leave out, one by one, what the failure does not need; at most ``tries`` runs."""
-    best: tuple[Setup, list[Op]] = (setup, list(ops))
-    changed = True
-    while changed:
-        changed = False
-        for candidate in _smaller(*best):
-            tries -= 1
-            if tries < 0:
-                return best
-            if fails(*candidate):
-                best, changed = candidate, True
-                break
-    return best
-
-
-def _smaller(setup: Setup, ops: list[Op]) -> Any:
-    for n in range(len(ops)):
-        yield setup, ops[:n] + ops[n + 1 :]
-    for spec in fields(Setup):
-        if getattr(setup, spec.name) != spec.default:
-            yield replace(setup, **{spec.name: spec.default}), ops
-    for n, op in enumerate(ops):
-        for less in _simpler(op):
-            yield setup, [*ops[:n], less, *ops[n + 1 :]]
-
-
-def _simpler(op: Op) -> Any:
-    """The same operation with one thing less in it."""
-    if not isinstance(op, Epoch):
-        for spec in fields(op):
-            if getattr(op, spec.name) != spec.default:
-                yield replace(op, **{spec.name: spec.default})
-        return
-    for n in range(len(op.rows)):
-        yield replace(op, rows=op.rows[:n] + op.rows[n + 1 :])
-    for n in range(len(op.script)):
-        yield replace(op, script=op.script[:n] + op.script[n + 1 :])
-        for spec in fields(Micro):
-            if getattr(op.script[n], spec.name) != spec.default:
-                plain = replace(op.script[n], **{spec.name: spec.default})
-                yield replace(op, script=(*op.script[:n], plain, *op.script[n + 1 :]))
-    for name, value in (("batch", 1), ("iterable", False), ("thread", False), ("reader", False),
-                        ("zeroes", "none")):  # fmt: skip
-        if getattr(op, name) != value:
-            yield replace(op, **{name: value})
-
-
-def as_test(setup: Setup, ops: Sequence[Op]) -> str:
-    """What to paste into ``tests/property/test_histories.py``."""
-    lines = "".join(f"    {op!r},\n" for op in ops)
-    return f"play({setup!r}, [\n{lines}])"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import tempfile
 import threading
 from collections import Counter
@@ -14,8 +13,9 @@ from typing import Any
 
 import torch
 from async_support import lazy, one_part_each
+from histories import Kind
 from history_model import Model, Window
-from history_ops import Epoch, Op, Restore, Save, Setup, Switch
+from history_ops import Epoch, Op, Restore, Save, Setup, Switch, draw_history
 from history_world import Caught, Stream, World, same
 from torch.utils.data import DataLoader
 
@@ -159,24 +159,10 @@ class Player:
             self.seen["records in a file"] += len(found)
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Each accelerator says once that it clips at boundaries only; there are thousands."""
-    logger = logging.getLogger("accel_scaler")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-
-
-def play(
-    setup: Setup, ops: Sequence[Op], worker: str = "free", seen: Counter[str] | None = None
-) -> Counter[str]:
+def play(setup: Setup, ops: Sequence[Op], seen: Counter[str] | None = None) -> None:
     """Play a history; raises AssertionError where the real thing differs from the model."""
     seen = Counter() if seen is None else seen
-    with quiet(), WORKERS[worker](), tempfile.TemporaryDirectory() as folder:
+    with WORKERS[setup.worker](), tempfile.TemporaryDirectory() as folder:
         player = Player(setup, Path(folder), seen)
         done = False
         try:
@@ -187,5 +173,6 @@ def play(
         finally:
             if not done:
                 player.world.close(failed=True)
-    seen["histories"] += 1
-    return seen
+
+
+KIND = Kind(draw_history, play)

@@ -154,8 +154,8 @@ class World:
         if setup.telemetry:
             more["telemetry"] = str(self.folder / "run.jsonl")
         config = ScalerConfig(
-            step_mode=model.mode,  # type: ignore[arg-type]
-            offload=model.offload,  # type: ignore[arg-type]
+            step_mode=model.mode,
+            offload=model.offload,
             delay_warmup_steps=model.warmup,
             hysteresis=setup.hysteresis,
             optimizer_threads=1,
@@ -461,7 +461,7 @@ class World:
         if not self.model.attached:
             return
         found = [
-            Window(r.scale, r.next_scale, r.skipped, r.grad_norm, list(r.lr))  # type: ignore[arg-type]
+            Window(r.scale, r.next_scale, r.skipped, r.grad_norm, list(r.lr))
             for r in self.accelerator.scaler_history.records
         ]
         same("records", found, self.model.windows[self.since :])

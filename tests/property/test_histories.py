@@ -1,36 +1,27 @@
-"""Random training histories through Accelerate equal a model in plain Python, bit for bit.
+"""Random histories of a training equal a reference that knows nothing of us, bit for bit.
 
-``history_model.py`` says what must happen, ``history_world.py`` does it, ``history_ops.py`` draws
-what to do, ``history_play.py`` brings them together.
-``HISTORIES=6000 pytest tests/property/test_histories.py`` plays more of them; ``make soak``,
-an hour.
+Three kinds: through Accelerate beside a model in plain Python (``history_model.py``), asynchronous
+training beside plain torch (``history_twin.py``), calls on our scaler beside torch's.
+``HISTORIES=6000 pytest tests/property/test_histories.py`` plays more of each; ``make soak``, for an
+hour.
 """
 
 from __future__ import annotations
 
-import math
 import os
-import random
 from collections import Counter
 
+import history_async
+import history_play
+import history_scaler
 import pytest
-from history_model import START, Model, f16, f32
-from history_ops import (
-    INF,
-    NAN,
-    Detach,
-    Epoch,
-    Micro,
-    Op,
-    Restore,
-    Save,
-    Setup,
-    Switch,
-    as_test,
-    draw_history,
-    shortest,
-)
-from history_play import WORKERS, play
+from histories import INF, NAN, Call, Found, Kind, quiet, run
+from history_async import LAYERS
+from history_model import START, Model, f32
+from history_ops import Detach, Epoch, Micro, Op, Restore, Save, Setup, Switch
+from history_twin import Setup as Async
+
+from accel_scaler.scaling.update_rule import Rule
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -38,9 +29,10 @@ pytestmark = [
     pytest.mark.timeout(3600 if "HISTORIES" in os.environ else 300),
 ]
 
-EACH = int(os.environ.get("HISTORIES", "360")) // len(WORKERS)
-LEAST = 5
-EVENTS = (
+LEAST = 3
+"""Each event happens so often: the histories went everywhere."""
+
+ACCELERATE = (
     *("window", "boundary", "off the boundary", "skipped", "one of them skipped", "grew"),
     *("no clip", "clip each", "clip all", "clip first", "unscale", "refused", "no backward"),
     *("backward in threads", "in another thread", "peeked", "one model idle", "short batch"),
@@ -56,40 +48,60 @@ EVENTS = (
     *(f"to {a} from {b}" for a in ("sync", "overlap", "delayed") for b in ("sync", "overlap")),
     *("to sync from delayed", "to overlap from delayed", "to delayed from delayed"),
 )
+ASYNC = (
+    *(name for name in history_async.CHOICES if name != "torch_loop"),
+    *("overflow", "several micro-batches", "stepped", "skipped", "failed", "refused"),
+    *("zeroed: none", "zeroed: zeros", "zeroed: model none", "zeroed: model zeros"),
+)
+SCALER = (
+    *("scale", "unscale_", "step", "update", "set_scale", "exchange", "iteration", "grew", "fell"),
+    *("replace by resume", "replace by pickle", "replace by deepcopy"),
+    *(
+        "scale_what_is_no_tensor raised ValueError",
+        "set_scale_to_a_bad_tensor raised AssertionError",
+    ),
+    *("unscale_ raised RuntimeError", "unscale_ raised AssertionError"),
+    *("step raised RuntimeError", "step raised AssertionError"),
+    *("step_with_closure raised RuntimeError", "update raised AssertionError"),
+    "replace raised AssertionError",
+)
+KINDS: dict[str, tuple[Kind, int, tuple[str, ...]]] = {
+    "accelerate": (history_play.KIND, 160, ACCELERATE),
+    "async": (history_async.KIND, 160, ASYNC),
+    "scaler": (history_scaler.KIND, 800, SCALER),
+}
 
 
-def said(setup: Setup, ops: list[Op], worker: str, seed: int, error: Exception) -> str:
-    """The shortest history that fails like this one."""
-
-    def fails(setup: Setup, ops: list[Op]) -> bool:
-        try:
-            play(setup, ops, worker)
-        except type(error):
-            return True
-        except Exception:
-            return False
-        return False
-
-    return f"seed {seed}, worker {worker!r}: {error}\n{as_test(*shortest(setup, ops, fails))}"
-
-
-@pytest.mark.parametrize("worker", WORKERS)
-def test_random_histories_equal_the_model(worker: str) -> None:
+@pytest.mark.parametrize("name", KINDS)
+def test_random_histories_equal_their_reference(name: str) -> None:
+    kind, count, events = KINDS[name]
     seen: Counter[str] = Counter()
-    first = EACH * list(WORKERS).index(worker)
-    for seed in range(first, first + EACH):
-        setup, ops = draw_history(random.Random(seed))
-        try:
-            play(setup, ops, worker, seen)
-        except Exception as error:
-            raise AssertionError(said(setup, ops, worker, seed, error)) from error
-    # The histories went everywhere.
-    assert seen["histories"] == EACH
-    assert {event: seen[event] for event in EVENTS if seen[event] < LEAST} == {}
+    for number in range(int(os.environ.get("HISTORIES", count))):
+        run(kind, str(number), seen)
+    assert {event: seen[event] for event in events if seen[event] < LEAST} == {}
 
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_wrong_rule_is_found_and_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the shortest history that shows it."""
+    monkeypatch.setattr(Rule, "advance", lambda self, state, found_inf: state)
+    kind = KINDS[name][0]
+
+    def runs() -> None:
+        for number in range(20):
+            run(kind, str(number), Counter())
+
+    with pytest.raises(Found, match="shortened from") as found:
+        runs()
+    short, _, long = str(found.value).partition("shortened from")
+    assert "play(" in short
+    assert len(short) < len(long)
+
+
+# Histories that have shown a fault, and some that can be told.
 
 ROWS = ((5.0, -4.0, 3.0), (1.0, 8.0, 2.0), (3.0, 3.0, 0.0))
-FOUND: dict[str, tuple[Setup, list[Op]]] = {
+TOLD: dict[str, tuple[Setup, list[Op]]] = {
     "the scale fell, then another mode, its init_scale in our settings": (
         Setup(stock="config"),
         [Epoch(rows=((-6.0, 8.0, 4.0),)), Switch()],
@@ -110,15 +122,6 @@ FOUND: dict[str, tuple[Setup, list[Op]]] = {
             Epoch(rows=ROWS[:2], zeroes="zeros", script=(Micro(used=()), Micro(used=(1,)))),
         ],
     ),
-}
-
-
-@pytest.mark.parametrize("name", FOUND)
-def test_histories_that_have_shown_a_fault(name: str) -> None:
-    play(*FOUND[name])
-
-
-SPOKEN: dict[str, tuple[Setup, list[Op]]] = {
     "an epoch that ends inside a window, which the next one goes on with": (
         Setup(accumulation=2, sync_with_dataloader=False),
         [Epoch(rows=ROWS), Epoch(rows=ROWS, iterable=True)],
@@ -140,7 +143,7 @@ SPOKEN: dict[str, tuple[Setup, list[Op]]] = {
         [Epoch(rows=ROWS), Save(), Epoch(rows=ROWS), Restore(fresh=True), Epoch(rows=ROWS)],
     ),
     "sync, overlap, delayed, stock, and back": (
-        Setup(stock="kwargs", telemetry=True),
+        Setup(stock="kwargs", telemetry=True, worker="lazy"),
         [
             *(Epoch(rows=ROWS), Switch(mode="overlap"), Epoch(rows=ROWS)),
             *(Switch(mode="delayed", warmup=1), Epoch(rows=ROWS), Detach(), Epoch(rows=ROWS)),
@@ -150,10 +153,59 @@ SPOKEN: dict[str, tuple[Setup, list[Op]]] = {
 }
 
 
-@pytest.mark.parametrize("worker", WORKERS)
-@pytest.mark.parametrize("name", SPOKEN)
-def test_histories_that_can_be_told(name: str, worker: str) -> None:
-    assert play(*SPOKEN[name], worker)["histories"] == 1
+@pytest.mark.parametrize("name", TOLD)
+def test_histories_through_accelerate(name: str) -> None:
+    history_play.play(*TOLD[name])
+
+
+BACKWARD: Call = ("backward", {"used": LAYERS, "bad": False})
+OVERFLOW: Call = ("backward", {"used": LAYERS, "bad": True})
+STEP: Call = ("step", {"zero": "none", "fails": None, "told": "synchronize"})
+STATES: Call = ("state_dict", {})
+BACK: Call = ("go_back", {"model_first": False})
+SHOWN: dict[str, list[Call]] = {
+    "moved between a load and the next step": [
+        *(BACKWARD, STEP, ("save", {}), BACKWARD, STEP, BACK),
+        *(("move", {"how": "apply", "which": 0}), STATES),
+    ],
+    "closed while a submitted function is due": [
+        *(BACKWARD, ("submit", {"most": 0.125}), ("reopen", {})),
+    ],
+    "evaluated after the very first step": [
+        *(BACKWARD, STEP, ("evaluate", {"training": True, "aside": False})),
+    ],
+    "back to where nothing had been stepped": [
+        *(("save", {}), BACKWARD, STEP, BACK, BACKWARD, STEP, STATES),
+    ],
+    "a group that no step has seen yet, copied": [
+        *(BACKWARD, STEP, ("add_group", {}), ("copy_all", {"stay": False})),
+    ],
+    "frozen while the order of the forward is learnt": [
+        *(BACKWARD, STEP, ("freeze", {"which": 0})),
+    ],
+    "zeroed with set_to_none, then without": [BACKWARD, STEP, ("zero_grad", {"how": "zeros"})],
+    "a window without gradients after one that was skipped": [OVERFLOW, STEP, STEP],
+    "an overflow in torch's own loop": [
+        *(BACKWARD, STEP, OVERFLOW, ("torch_loop", {"most": 0.125})),
+        ("read", {"which": 0, "aside": False}),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+@pytest.mark.parametrize("mode", ["overlap", "delayed"])
+@pytest.mark.parametrize("attached", [False, True], ids=["raw", "attached"])
+def test_asynchronous_histories_that_have_shown_a_fault(
+    name: str, mode: str, attached: bool
+) -> None:
+    with quiet():
+        for offload in ("none", "cpu"):
+            for dtype in ("float32", "float16"):
+                setup = Async(mode=mode, offload=offload, attached=attached, dtype=dtype)
+                history_async.play(setup, SHOWN[name])
+
+
+# The reference, by hand.
 
 
 def test_the_model_does_the_sums_of_a_sheet_of_paper() -> None:
@@ -176,41 +228,4 @@ def test_the_model_does_the_sums_of_a_sheet_of_paper() -> None:
     (window,) = model.windows
     assert (window.scale, window.next_scale, window.skipped) == (1024.0, 512.0, True)
     assert (window.norm, window.lr) == (52.0, [2.0**-8, 2.0**-8])
-
-
-def test_the_model_rounds_as_the_formats_do() -> None:
     assert f32(1.0 + 2.0**-24) == 1.0  # a tie, to even
-    assert f32(1.0 + 3 * 2.0**-24) == 1.0 + 2.0**-22
-    assert f16(1.0 + 2.0**-11) == 1.0
-    assert f16(65519.0) == 65504.0
-    assert math.isnan(f32(math.nan))
-
-
-def test_an_update_held_back_shows_at_the_next_boundary() -> None:
-    model = Model(Setup(mode="delayed", momentum=0.0))
-    (own,) = model.optimizers
-    for c in (1.0, 1.0):
-        before = own.w
-        model.micro_batch(is_last=False)
-        model.backward([(c,)], [0])
-        model.step(0)
-        assert own.shown == before != own.w
-        own.zero(to_none=True)
-    assert model.saved().optimizers[0].shown == own.w
-
-
-def test_a_failing_history_becomes_short_and_can_be_pasted() -> None:
-    setup, ops = draw_history(random.Random(11))
-
-    def fails(setup: Setup, ops: list[Op]) -> bool:
-        epochs = [op for op in ops if isinstance(op, Epoch)]
-        bad = any(not math.isfinite(v) for op in epochs for row in op.rows for v in row)
-        return bad and any(isinstance(op, Save) for op in ops)
-
-    ops = [*ops, Epoch(rows=(*ROWS, (1.0, -INF, 2.0)), batch=2), Save(by_hand=True), Detach()]
-    less = shortest(setup, ops, fails)
-    assert less == (Setup(), [Epoch(rows=((1.0, -INF, 2.0),)), Save()])
-    text = as_test(*less)
-    assert text == "play(Setup(), [\n    Epoch(rows=((1.0, -INF, 2.0),)),\n    Save(),\n])"
-    names = {"play": lambda *a: a, **{k: v for k, v in globals().items() if k[0].isupper()}}
-    assert eval(as_test(setup, ops), names) == (setup, ops)

@@ -2,10 +2,9 @@
 
     python tests/stress/soak.py --minutes 60 [--seed S] [--jobs 1] [--every 60]
 
-Three kinds take turns: training histories through Accelerate (``history_play.py``), calls on our
-scaler beside torch's (``test_scaler_machine.py``), asynchronous training beside plain torch
-(``test_async_machine.py``). Exit status 1 after a failure, with the seed and the operations, or
-where threads, file descriptors, our objects or memory grow. Ctrl-C ends it with the verdict so far.
+The kinds of ``test_histories.py`` take turns. Exit status 1 after a failure, with the seed and the
+operations, or where threads, file descriptors, our objects or memory grow. Ctrl-C ends it with the
+verdict so far.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import faulthandler
 import gc
 import logging
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -28,22 +26,20 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 TESTS = Path(__file__).resolve().parents[1]
 # This tree, whatever is installed.
-sys.path[:0] = [*(str(TESTS / each) for each in ("helpers", "property")), str(TESTS.parent)]
+sys.path[:0] = [str(TESTS / "helpers"), str(TESTS.parent)]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import history_async
+import history_play
+import history_scaler
 import psutil
-import test_scaler_machine as scaler_machine
 import torch
-from async_pair_support import lazy_everywhere
-from history_ops import Op, Setup, as_test, draw_history, shortest
-from history_play import WORKERS, play
-from references import OPTIMIZERS
-from test_async_machine import AFTERS, ENDINGS, FORWARDS, MODES, History
+from histories import Found, Kind, run
 
 HANG_S = 600.0
 """A turn takes a second; after this time every thread's stack is printed and the process ended."""
@@ -109,118 +105,22 @@ def measure(start: float) -> Sample:
     )
 
 
-# The three kinds. Each takes random numbers and a count of what happened.
-
-
-def history(r: random.Random, seen: Counter[str]) -> None:
-    setup, ops = draw_history(r)
-    worker = r.choice(sorted(WORKERS))
-    try:
-        play(setup, ops, worker, seen)
-    except Exception as error:
-        raise Found(_shortest(setup, ops, worker, type(error))) from error
-    seen["operations"] += len(ops)
-
-
-class Found(Exception):  # noqa: N818
-    """A failing history, as text."""
-
-
-def _shortest(setup: Setup, ops: list[Op], worker: str, kind: type[Exception]) -> str:
-    def fails(setup: Setup, ops: list[Op]) -> bool:
-        try:
-            play(setup, ops, worker)
-        except kind:
-            return True
-        except Exception:
-            return False
-        return False
-
-    first = as_test(setup, ops)
-    return f"worker={worker!r}\n{as_test(*shortest(setup, ops, fails))}\nshortened from\n{first}"
-
-
-def calls_beside_torch(r: random.Random, seen: Counter[str]) -> None:
-    arguments: dict[str, Any] = {
-        "init_scale": r.choice((2.0**16, 1000.0, 3.0, 2.0**126)),
-        "growth_factor": r.choice((2.0, 1.5, 3.0)),
-        "backoff_factor": r.choice((0.5, 0.7, 0.25)),
-        "growth_interval": r.randint(1, 4),
-        "fused": r.random() < 0.5,
-        "calls": [r.choice(scaler_machine.CALLS) for _ in range(r.randint(10, 20))],
-    }
-    machine = scaler_machine.SideBySide()
-    try:
-        machine.start(**arguments)
-    except Exception as error:
-        raise Found(f"SideBySide().start(**{arguments!r})") from error
-    seen["operations"] += len(arguments["calls"])
-    seen["histories"] += 1
-
-
-def _machine(mode: str, offload: str, attached: bool) -> type[History]:
-    class Machine(History):
-        seen: ClassVar[Counter[str]] = Counter()
-
-    Machine.mode, Machine.offload, Machine.attached = mode, offload, attached
-    return Machine
-
-
-MACHINES = [
-    _machine(mode, offload, attached) for mode, offload in MODES for attached in (False, True)
-]
-
-
-def asynchronous(r: random.Random, seen: Counter[str]) -> None:
-    kind = r.choice(MACHINES)
-    arguments: dict[str, Any] = {
-        "kind": r.choice(sorted(OPTIMIZERS)),
-        "dtypes": r.choice(("float32", "float16", "both")),
-        "prompt": r.choice((0, 0, 3)),
-        "split": r.random() < 0.5,
-        "parts": r.random() < 0.5,
-        "saved": r.random() < 0.5,
-        "calls": [
-            (r.choice(FORWARDS), r.choice(ENDINGS), r.choice(AFTERS))
-            for _ in range(r.randint(8, 14))
-        ],
-    }
-    before = Counter(kind.seen)
-    try:
-        with lazy_everywhere():
-            machine = kind()
-            try:
-                machine.start(**arguments)
-            finally:
-                machine.teardown()
-    except Exception as error:
-        where = f"mode={kind.mode!r} offload={kind.offload!r} attached={kind.attached!r}"
-        raise Found(f"{where}\nmachine.start(**{arguments!r})") from error
-    new = kind.seen - before
-    seen["operations"] += 3 * len(arguments["calls"])
-    seen["window"] += new["stepped"] + new["skipped"]
-    seen["skipped"] += new["skipped"]
-    seen["restored"] += new["go back"] + new["fresh pair"]
-    seen["histories"] += 1
-
-
-Turn = Callable[[random.Random, Counter[str]], None]
-KINDS: dict[str, tuple[Turn, int]] = {
-    "history": (history, 8),
-    "calls": (calls_beside_torch, 12),
-    "async": (asynchronous, 3),
+KINDS: dict[str, tuple[Kind, int]] = {
+    "history": (history_play.KIND, 8),
+    "calls": (history_scaler.KIND, 12),
+    "async": (history_async.KIND, 6),
 }
 """And how many of each in a turn."""
 
 
 def turn(kind: str, number: int, seed: int, seen: Counter[str]) -> Failure | None:
     """Several of one kind, each with random numbers of its own."""
-    run, times = KINDS[kind]
+    play, times = KINDS[kind]
     for n in range(times):
         own = f"{seed}/{kind}/{number}/{n}"
         try:
-            run(random.Random(own), seen)
-        except Exception as error:
+            run(play, own, seen)
+        except Found as error:
             text = "".join(traceback.format_exception(error.__cause__ or error))
             return Failure(own, str(error), text)
     return None
@@ -268,10 +168,11 @@ def grown(first: Sample, samples: Sequence[Sample]) -> list[str]:
 
 
 def line(sample: Sample, seen: Counter[str]) -> str:
-    restored = seen["restored"] + seen["restored, fresh"]
+    restored = seen["restored"] + seen["restored, fresh"] + seen["go_back"]
+    windows = seen["window"] + seen["stepped"]
     return (
         f"{sample.seconds / 60:6.1f} min  {seen['histories']:,} histories  "
-        f"{seen['operations']:,} operations  {seen['window']:,} windows  {seen['skipped']:,} skips"
+        f"{seen['operations']:,} operations  {windows:,} windows  {seen['skipped']:,} skips"
         f"  {restored:,} restored  {sample.memory_mib:.1f} MiB  {sample.threads} threads  "
         f"{sample.fds} fds  {sample.objects} objects"
     )

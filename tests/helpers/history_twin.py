@@ -1,4 +1,4 @@
-"""The network of the random asynchronous histories, and its training in plain torch."""
+"""A network, and its training in plain torch: what random asynchronous histories must equal."""
 
 from __future__ import annotations
 
@@ -7,26 +7,79 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from references import GROWTH_INTERVAL, INIT_SCALE, OPTIMIZERS
+from histories import Short
+from references import GROWTH_INTERVAL, INIT_SCALE
+from references import OPTIMIZERS as COMMON
 from torch import Tensor, nn
 
 LAYERS = ("inner", "gain", "outer", "extra")
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    **COMMON,
+    "adam": lambda ps: torch.optim.Adam(ps, lr=0.01, amsgrad=True),
+    "rmsprop": lambda ps: torch.optim.RMSprop(ps, lr=0.01, momentum=0.5),
+}
+LOW, FULL = torch.float16, torch.float32
+DTYPES = {"float32": (FULL, FULL, FULL), "float16": (LOW, LOW, LOW), "both": (LOW, FULL, FULL)}
+
+
+@dataclass(frozen=True, repr=False)
+class Setup(Short):
+    """What the two sides have in common."""
+
+    mode: str = "overlap"
+    offload: str = "none"
+    attached: bool = False
+    """To an accelerator; else one ``AsyncOptimizer``."""
+    optimizer: str = "sgd"
+    dtype: str = "float32"
+    """Of the parameters: ``float32``, ``float16``, or ``both``."""
+    warmup: int = 0
+    two: bool = False
+    """Two optimizers, one for ``outer``: of an accelerator alone."""
+    parts: bool = False
+    """Each parameter is a part of the update; else most are in one."""
+    width: int = 3
+    fold: bool = False
+    inner_schedule: bool = False
+    """The schedule is the inner optimizer's."""
+    other_stream: bool = False
+    """On a device: trains on a stream that is not the default one."""
+    dropped: bool = False
+    """On a device: at the end without ``close``."""
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        return DTYPES[self.dtype]
+
+    @property
+    def split(self) -> bool:
+        return self.two and self.attached
+
+    def groups(self, net: Net) -> list[list[dict[str, Any]]]:
+        """For each optimizer its groups; the order is unlike that of the forward."""
+        outer = {"params": list(net.outer.parameters()), "lr": 0.02}
+        rest = {"params": [net.gain, *net.inner.parameters()]}
+        return [[outer], [rest]] if self.split else [[outer, rest]]
 
 
 class Net(nn.Module):
     """Layers that a forward may leave out; one parameter has no module of its own."""
 
-    def __init__(self, dtypes: Sequence[torch.dtype]) -> None:
+    def __init__(self, setup: Setup, device: str = "cpu") -> None:
         super().__init__()
-        with torch.random.fork_rng():
+        self.width, self.device, dtypes = setup.width, device, setup.dtypes
+        width = self.width
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(3)
-            self.inner = nn.Linear(3, 3).to(dtypes[0])
-            self.gain = nn.Parameter(torch.ones(3, dtype=dtypes[1]))
-            self.outer = nn.Linear(3, 2).to(dtypes[2])
+            self.inner = nn.Linear(width, width).to(dtypes[0])
+            self.gain = nn.Parameter(torch.ones(width, dtype=dtypes[1]))
+            self.outer = nn.Linear(width, 2).to(dtypes[2])
         self.extra = nn.ParameterList()
+        self.to(device)
 
     def grow(self) -> nn.Parameter:
-        self.extra.append(nn.Parameter(torch.full((3,), 0.25, dtype=self.gain.dtype)))
+        some = torch.full((self.width,), 0.25, dtype=self.gain.dtype, device=self.device)
+        self.extra.append(nn.Parameter(some))
         return self.extra[-1]
 
     def forward(self, x: Tensor, used: Sequence[str]) -> Tensor:
@@ -41,42 +94,24 @@ class Net(nn.Module):
             x = self.outer(x.to(self.outer.weight.dtype))
         return (x.float() ** 2).mean()
 
-
-def inputs(seed: int) -> Tensor:
-    return torch.randn(2, 3, generator=torch.Generator().manual_seed(seed))
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What the two sides have in common."""
-
-    mode: str
-    offload: str
-    kind: str
-    dtypes: tuple[torch.dtype, ...]
-    prompt: int
-    split: bool
-    """Two optimizers, one for ``outer``."""
-
-    def groups(self, net: Net) -> list[list[dict[str, Any]]]:
-        """For each optimizer its groups; the order is unlike that of the forward."""
-        outer = {"params": list(net.outer.parameters()), "lr": 0.02}
-        rest = {"params": [net.gain, *net.inner.parameters()]}
-        return [[outer], [rest]] if self.split else [[outer, rest]]
+    def loss(self, seed: int, used: Sequence[str]) -> Tensor:
+        x = torch.randn(2, self.width, generator=torch.Generator().manual_seed(seed))
+        loss: Tensor = self(x.to(self.device), used)
+        return loss
 
 
 class Twin:
     """The same training in plain torch: float32 masters, a scale, and when the model sees them."""
 
     def __init__(self, setup: Setup) -> None:
-        self.setup, self.net = setup, Net(setup.dtypes)
+        self.setup, self.net = setup, Net(setup)
         groups = setup.groups(self.net)
         self.masters: dict[Tensor, nn.Parameter] = {}
         for p in self.net.parameters():
             self.masters[p] = nn.Parameter(p.detach().float().clone())
         self.optimizers = [
-            OPTIMIZERS[setup.kind](
-                [{**g, "params": [self.masters[p] for p in g["params"]]} for g in each]  # type: ignore[arg-type]
+            OPTIMIZERS[setup.optimizer](
+                [{**g, "params": [self.masters[p] for p in g["params"]]} for g in each]
             )
             for each in groups
         ]
@@ -94,10 +129,6 @@ class Twin:
     def has_master(self, p: Tensor) -> bool:
         everywhere = self.setup.mode == "delayed" or self.setup.offload == "cpu"
         return p.requires_grad and (everywhere or p.dtype is torch.float16)
-
-    def loss(self, seed: int, used: Sequence[str]) -> Tensor:
-        loss: Tensor = self.net(inputs(seed), used)
-        return loss
 
     def backward(self, loss: Tensor) -> None:
         if self.stepped or not self.opened:  # the first backward after a step opens a window
@@ -129,6 +160,11 @@ class Twin:
     def unscaled(self, number: int) -> dict[Tensor, Tensor]:
         inverse = 1.0 / self.before[0] if self.opened else 1.0
         return {p: p.grad.float() * inverse for p in self.owned[number] if p.grad is not None}
+
+    @property
+    def overflows(self) -> bool:
+        grads = [g for n in range(len(self.owned)) for g in self.unscaled(n).values()]
+        return not all(bool(g.isfinite().all()) for g in grads)
 
     def clip(self, order: Sequence[Tensor], clip: Callable[[list[Tensor]], Any]) -> Any:
         """``clip`` on masters whose gradients are what the optimizers will see."""
@@ -181,7 +217,7 @@ class Twin:
             self.optimizers[number].step()
             self.optimizers[number].zero_grad()
         self.waiting[number] = True
-        if self.setup.mode != "delayed" or self.steps[number] <= self.setup.prompt:
+        if self.setup.mode != "delayed" or self.steps[number] <= self.setup.warmup:
             self.publish(number)
         return finite
 

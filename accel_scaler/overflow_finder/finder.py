@@ -11,7 +11,6 @@ import itertools
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,15 +20,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..devices import is_capturing
 from ..errors import listed
-from .hooks import AtParameter, AtTensor, Enter, Leave, edge_of, hook_inputs
-from .ranges import Range, Ranges, shown, tensors_in
-from .search import First, search
-from .trace import MOST, Call, Entry, Listener, Loss, Own, Pass, Place, Share, Window
+from .hooks import Hook, gradient_edge, hook_inputs
+from .ranges import Range, in_words, tensors_in
+from .search import Origin, search
+from .trace import Call, Entry, InputGradient, Loss, ParameterGradient, Place, Uses, Window
 
-__all__ = ["First", "OverflowFinder"]
-
-MOST_LISTENING = 256
-"""Calls remembered for one tensor: one that lives as long as the run is met in every forward."""
+__all__ = ["Origin", "OverflowFinder"]
 
 
 @dataclass
@@ -39,7 +35,7 @@ class _Seen:
     version: int
     window: int
     range: Range | None
-    listener: Listener | None = None
+    uses: Uses | None = None
 
 
 class OverflowFinder:
@@ -58,16 +54,14 @@ class OverflowFinder:
         self._handles: list[Any] = []
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._params: Any = WeakTensorKeyDictionary()
+        self._parameters: Any = WeakTensorKeyDictionary()
         """parameter -> ``(place, name, handle or None)``, in the models' order."""
-        self._frozen: list[weakref.ref[Tensor]] = []
         self._seen: Any = WeakTensorKeyDictionary()
-        self._ranges = Ranges()
-        self._numbers, self._orders = itertools.count(), itertools.count()
+        self._numbers = itertools.count()
         self._window = Window(next(self._numbers))
         self._threads = threading.local()
         self._is_over = False
-        self._is_open = True
+        self._is_closed = False
 
     def watch(self, model: nn.Module) -> None:
         """Put hooks on every module and parameter of a model, once each.
@@ -78,37 +72,37 @@ class OverflowFinder:
         Args:
             model: names are those of its ``named_modules()``.
         """
-        self._is_open = True
-        closed = []
+        self._is_closed = False
+        compiled = []
         for name, module in model.named_modules():
             place = Place(
                 name,
                 type(module).__name__,
                 type(model).__name__,
                 weakref.ref(module),
-                next(module.children(), None) is None,
-                getattr(type(module), "forward", None) is not nn.Sequential.forward,
+                is_leaf=next(module.children(), None) is None,
+                has_code=getattr(type(module), "forward", None) is not nn.Sequential.forward,
             )
-            if _is_closed(module):
-                closed.append(str(place))
+            if _is_compiled(module):
+                compiled.append(str(place))
             for own, p in module.named_parameters(recurse=False):
-                if p not in self._params:
-                    self._params[p] = (place, own, None)
-                    self._frozen.append(weakref.ref(p))
+                if p not in self._parameters:
+                    self._parameters[p] = (place, own, None)
             if module in self._modules or isinstance(module, torch.jit.ScriptModule):
                 continue
             self._modules.add(module)
+            enter, leave = Hook(self, "enter", place), Hook(self, "leave", place)
             self._handles += [
-                module.register_forward_pre_hook(Enter(self, place), with_kwargs=True),
-                module.register_forward_hook(Leave(self, place), always_call=True),
+                module.register_forward_pre_hook(enter, with_kwargs=True),
+                module.register_forward_hook(leave, always_call=True),
             ]
         self._watch_parameters()
         if model not in self._roots:
             self._roots.add(model)
-            if closed:
+            if compiled:
                 warnings.warn(
                     "find_overflow cannot see into compiled or scripted modules: "
-                    f"{listed(closed[:3], len(closed))}. It will name a loss or a parameter at "
+                    f"{listed(compiled[:3], len(compiled))}. It will name a loss or a parameter at "
                     "best. Run the model uncompiled to find the module.",
                     stacklevel=2,
                 )
@@ -122,7 +116,6 @@ class OverflowFinder:
         """Forget everything seen so far: a window was closed or given up."""
         self._is_over = False
         self._window = Window(next(self._numbers))
-        self._ranges.clear()
         self._threads = threading.local()  # a forward that was interrupted never left
 
     def note_loss(self, loss: Any) -> None:
@@ -139,72 +132,59 @@ class OverflowFinder:
             seen = self._look(tensor)
             if seen.range is not None:
                 dtype = str(tensor.dtype).removeprefix("torch.")
-                noted = Loss(window.micro, seen.range, dtype)
-                window.losses.append(noted)
+                window.losses.append(Loss(window.micro, seen.range, dtype))
                 if tensor.requires_grad:
-                    self._listen(tensor, seen).loss = noted
+                    self._uses_of(tensor, seen).loss = window.losses[-1]
 
-    def find(self) -> First | None:
+    def find(self) -> Origin | None:
         """Where the overflow of the present window began; None: nothing non-finite was seen.
 
         Synchronises with each device once.
         """
-        return search(self._window, len(self._roots) > 1) or self._summed()
+        return search(self._window, len(self._roots) > 1) or self._search_sums()
 
     def close(self) -> None:
         """Remove every hook and forget everything."""
-        for handle in self._handles:
-            handle.remove()
-        for _, _, handle in self._params.values():
+        for handle in (*self._handles, *(each[-1] for each in self._parameters.values())):
             if handle is not None:
                 handle.remove()
-        self._is_open = False  # hooks on tensors of a graph that is still alive
-        self._handles.clear()
-        self._frozen.clear()
-        for each in (self._modules, self._roots):
+        self._is_closed = True  # hooks on tensors of a graph that is still alive
+        for each in (self._handles, self._modules, self._roots):
             each.clear()
-        self._params, self._seen = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
+        self._parameters, self._seen = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
         self.new_window()
 
     def _watch_parameters(self) -> None:
         """Also those that were frozen when the model was watched, and are no longer."""
-        still = []
-        for ref in self._frozen:
-            p = ref()
-            if p is None:
-                continue
-            place, name, _ = self._params[p]
-            if p.requires_grad:
-                handle = _hook_on(p, AtParameter(self, place, name))
-                self._params[p] = (place, name, handle)
-            else:
-                still.append(ref)
-        self._frozen = still
+        for p, (place, name, handle) in list(self._parameters.items()):
+            if handle is None and p.requires_grad:
+                hook = Hook(self, "add_parameter_gradient", place, name)
+                self._parameters[p] = (place, name, p.register_hook(hook))
 
-    def _summed(self) -> First | None:
+    def _search_sums(self) -> Origin | None:
         """Every part was finite: a sum over micro-batches or ranks may not be."""
-        taken = []
-        for p, (place, name, _) in list(self._params.items()):
-            made = None if p.grad is None else self._ranges.take(p.grad)
-            if made is not None:
-                taken.append((made, place, name))
-        Ranges.read(made for made, _, _ in taken)
-        for made, place, name in taken:
-            if made.is_broken:
+        summed = [
+            (made, place, name)
+            for p, (place, name, _) in list(self._parameters.items())
+            if p.grad is not None and (made := Range.of(p.grad)) is not None
+        ]
+        Range.read(made for made, _, _ in summed)
+        for made, place, name in summed:
+            if not made.is_finite:
                 micro = self._window.micro
                 text = (
                     f"gradient of parameter {name} of {place}, micro-batch {micro}: "
-                    f"{shown(made.values)} when it was summed, over micro-batches or ranks; what "
-                    "was seen here to go into it is finite"
+                    f"{in_words(made.values)} when it was summed, over micro-batches or ranks; "
+                    "what was seen here to go into it is finite"
                 )
-                return First("parameter", place.name, place.cls, micro, None, None, text)
+                return Origin("parameter", place.name, place.cls, micro, None, None, text)
         return None
 
     # Called by hooks.
 
-    def enter(self, place: Place, value: Any) -> None:
+    def enter(self, place: Place, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """A module's forward begins."""
-        if not self._is_open or _is_blind():
+        if not self._is_listening():
             return
         stack = self._stack()
         parent = stack[-1] if stack else None
@@ -216,69 +196,71 @@ class OverflowFinder:
                 stack = self._stack()
             self._watch_parameters()
         window = self._window
-        first = window.latest.get(place) if _is_in_backward() else None
+        earlier = window.latest.get(place) if _is_in_backward() else None
         if parent is not None:
-            walk = parent.walk
-        elif first is not None:
+            forward = parent.forward
+        elif earlier is not None:
             # A checkpoint's second run: it lies where the first one lay.
-            parent, walk = first.parent, first.walk
+            parent, forward = earlier.parent, earlier.forward
         else:
-            walk = window.open_pass(next(self._orders))
-        call = Call(place, parent, walk)
+            forward = window.open_forward(next(self._numbers))
+        call = Call(place, parent, forward, is_first=earlier is None)
         stack.append(call)
-        call.inputs = self._entries(value, call, consumes=True)
-        call.is_counted = first is None
-        if first is None:
+        call.inputs = self._entries({**dict(enumerate(args)), **kwargs}, call, consumes=True)
+        if call.is_first:
             window.latest[place] = call
-            self._add(walk, False, call)
+            forward.add(False, call)
 
-    def leave(self, place: Place, value: Any) -> None:
-        """A module's forward ends, by an exception too (then ``value`` is None)."""
+    def leave(self, place: Place, module: nn.Module, args: Any, output: Any) -> None:
+        """A module's forward ends, by an exception too (then ``output`` is None)."""
         stack = self._stack()
         if not stack or stack[-1].place is not place:
             return
         call = stack.pop()
-        if not self._is_open or _is_blind():
-            call.edges = []
+        edges, call.edges = call.edges, []  # they hold the graph
+        if not self._is_listening():
             return
-        call.outputs = self._entries(value, call, consumes=False)
-        if call.edges:
-            hook_inputs(self, call, call.edges, [t for _, t in tensors_in(value)])
-            call.edges = []  # they hold the graph
-        if call.is_counted:
-            self._add(call.walk, True, call)
+        call.outputs = self._entries(output, call, consumes=False)
+        if edges:
+            outputs = [tensor for _, tensor in tensors_in(output)]
+            hook_inputs(edges, outputs, lambda number: Hook(self, "add_share", call, number))
+        if call.is_first:
+            call.forward.add(True, call)
 
-    def arrive(self, listener: Listener, grad: Any) -> None:
+    def add_gradient(self, uses: Uses, grad: Any) -> None:
         """A gradient came to a tensor."""
-        made = self._ranges.take(grad) if self._can_take(grad) else None
+        made = self._range_of(grad)
         if made is not None:
-            self._window.arrive(listener, made)
+            self._window.add_gradient(uses, made)
 
-    def share(self, call: Call, grad: Any) -> None:
+    def add_share(self, call: Call, number: int, grads: Any, _: Any) -> None:
         """A module adds this to the gradient of its input."""
-        made = self._ranges.take(grad) if self._can_take(grad) else None
+        made = self._range_of(grads[number])
         if made is not None:
-            self._window.shares.append(Share(self._window.micro, call, made))
+            self._window.input_gradients.append(InputGradient(self._window.micro, made, call))
 
-    def arrive_at_parameter(self, place: Place, name: str, grad: Any) -> None:
+    def add_parameter_gradient(self, place: Place, name: str, grad: Any) -> None:
         """A gradient came to a parameter."""
-        made = self._ranges.take(grad) if self._can_take(grad) else None
+        made = self._range_of(grad)
         if made is not None:
-            self._window.own.append(Own(self._window.micro, place, name, made))
+            came = ParameterGradient(self._window.micro, made, place, name)
+            self._window.parameter_gradients.append(came)
 
-    def _can_take(self, grad: Any) -> bool:
-        return isinstance(grad, Tensor) and self._is_open and not _is_blind()
+    def _range_of(self, grad: Any) -> Range | None:
+        is_seen = isinstance(grad, Tensor) and self._is_listening()
+        return Range.of(grad) if is_seen else None
 
-    @staticmethod
-    def _add(walk: Pass, left: bool, call: Call) -> None:
-        if walk.size < MOST:
-            walk.events.append((left, call))
-            walk.size += 1 + len(call.outputs if left else call.inputs)
+    def _is_listening(self) -> bool:
+        """Not where tensors have no values, or a range would become part of a program."""
+        return not (
+            self._is_closed
+            or torch._C._is_tracing()
+            or torch._C._functorch.peek_interpreter_stack() is not None
+            or is_capturing()
+        )
 
     def _stack(self) -> list[Call]:
-        if not hasattr(self._threads, "stack"):
-            self._threads.stack = []
-        stack: list[Call] = self._threads.stack
+        stack: list[Call] = self._threads.__dict__.setdefault("stack", [])
         return stack
 
     def _entries(self, value: Any, call: Call, consumes: bool) -> list[Entry]:
@@ -293,13 +275,11 @@ class OverflowFinder:
             dtype = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
             entries.append(Entry(path, seen.range, tensor.requires_grad, dtype))
             if tensor.requires_grad:
-                listener = self._listen(tensor, seen)
-                calls = listener.consumers if consumes else listener.producers
-                if len(calls) < MOST_LISTENING:
-                    calls.append(call)
-                call.walk.is_hooked = True
+                uses = self._uses_of(tensor, seen)
+                (uses.consumers if consumes else uses.producers).append(call)
+                call.forward.has_hooks = True
                 if consumes and torch.is_grad_enabled() and call.place.is_leaf:
-                    call.edges.append(edge_of(tensor))
+                    call.edges.append(gradient_edge(tensor))
         return entries
 
     def _look(self, tensor: Tensor) -> _Seen:
@@ -308,40 +288,27 @@ class OverflowFinder:
         version = 0 if tensor.is_inference() else tensor._version
         seen: _Seen | None = self._seen.get(tensor)
         if seen is None or seen.version != version:
-            seen = _Seen(version, number, self._ranges.take(tensor.detach()))
-            self._seen[tensor] = seen
+            seen = self._seen[tensor] = _Seen(version, number, Range.of(tensor.detach()))
         elif seen.window != number:
             # Through .data it may have changed; a leaf has met nobody yet in this window.
-            seen.window, seen.range = number, self._ranges.take(tensor.detach())
-            if tensor.is_leaf and seen.listener is not None:
-                seen.listener.consumers.clear()
+            seen.window, seen.range = number, Range.of(tensor.detach())
+            if tensor.is_leaf and seen.uses is not None:
+                seen.uses.consumers.clear()
         return seen
 
-    def _listen(self, tensor: Tensor, seen: _Seen) -> Listener:
-        if seen.listener is None:
-            seen.listener = Listener()
-            _hook_on(tensor, AtTensor(self, seen.listener))
-        return seen.listener
-
-
-def _hook_on(tensor: Any, hook: Callable[[Any], None]) -> Any:
-    return tensor.register_hook(hook)
-
-
-def _is_blind() -> bool:
-    """Where tensors have no values to look at, or a range would become part of a program."""
-    return (
-        torch._C._is_tracing()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or is_capturing()
-    )
+    def _uses_of(self, tensor: Tensor, seen: _Seen) -> Uses:
+        if seen.uses is None:
+            seen.uses = Uses()
+            hook: Any = Hook(self, "add_gradient", seen.uses)
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+        return seen.uses
 
 
 def _is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _is_closed(module: Any) -> bool:
+def _is_compiled(module: Any) -> bool:
     return (
         isinstance(module, (torch.jit.ScriptModule, torch._dynamo.OptimizedModule))
         or module._compiled_call_impl is not None

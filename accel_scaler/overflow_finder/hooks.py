@@ -8,20 +8,9 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .trace import Call
-
-__all__ = [
-    "AtInput",
-    "AtParameter",
-    "AtTensor",
-    "Enter",
-    "Leave",
-    "edge_of",
-    "hook_inputs",
-    "inert",
-]
+__all__ = ["Hook", "gradient_edge", "hook_inputs", "inert"]
 
 MOST_NODES = 64
 """Nodes of one module's graph that are searched for the edge to its input."""
@@ -39,75 +28,36 @@ def inert() -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return getattr, (nullcontext(), "__exit__")
 
 
-class _Hook:
-    def __init__(self, finder: Any, *about: Any) -> None:
-        self._finder, self._about = weakref.ref(finder), about
+class Hook:
+    """Calls ``finder.method(*about, *what the hook is given)``, while the finder lives."""
+
+    def __init__(self, finder: Any, method: str, *about: Any) -> None:
+        self._finder, self._method, self._about = weakref.ref(finder), method, about
 
     def __reduce__(self) -> Any:
         return inert()
 
-    def find(self) -> Any:
-        """The finder; None when it is gone, or while a compiler traces.
-
-        Traced to nothing, a hook does not break the graph of a compiled model.
-        """
-        return None if torch.compiler.is_compiling() else self._finder()
-
-
-class Enter(_Hook):
-    """Before the forward of a module. About: its place."""
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        finder = self.find()
+    def __call__(self, *given: Any) -> None:
+        # Traced to nothing, a hook does not break the graph of a compiled model.
+        finder = None if torch.compiler.is_compiling() else self._finder()
         if finder is not None:
-            finder.enter(*self._about, {**dict(enumerate(args)), **kwargs})
+            getattr(finder, self._method)(*self._about, *given)
 
 
-class Leave(_Hook):
-    """After it. About: its place."""
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        finder = self.find()
-        if finder is not None:
-            finder.leave(*self._about, output)
-
-
-class AtTensor(_Hook):
-    """A gradient came to a tensor. About: its listener."""
-
-    def __call__(self, grad: Any) -> None:
-        finder = self.find()
-        if finder is not None:
-            finder.arrive(*self._about, grad)
-
-
-class AtParameter(_Hook):
-    """A gradient came to a parameter. About: its module's place, its name."""
-
-    def __call__(self, grad: Any) -> None:
-        finder = self.find()
-        if finder is not None:
-            finder.arrive_at_parameter(*self._about, grad)
-
-
-class AtInput(_Hook):
-    """A module's share in the gradient of its input. About: its call, a number."""
-
-    def __call__(self, grad_inputs: Any, grad_outputs: Any) -> None:
-        finder = self.find()
-        if finder is not None:
-            call, number = self._about
-            finder.share(call, grad_inputs[number])
-
-
-def edge_of(tensor: Tensor) -> Edge:
+def gradient_edge(tensor: Tensor) -> Edge:
     """Where a tensor's gradient goes."""
     edge = torch.autograd.graph.get_gradient_edge(tensor)
     return edge.node, edge.output_nr
 
 
-def hook_inputs(finder: Any, call: Call, inputs: list[Edge], outputs: list[Tensor]) -> None:
-    """Watch what a module adds to the gradient of each input: others may have taken it too."""
+def hook_inputs(
+    inputs: list[Edge], outputs: list[Tensor], hook_of: Callable[[int], Callable[..., None]]
+) -> None:
+    """Watch what a module adds to the gradient of each input: others may have taken it too.
+
+    Args:
+        hook_of: the hook on a node whose gradient of this number goes to an input.
+    """
     ends = {node for node, _ in inputs}
     stack = [t.grad_fn for t in outputs if t.grad_fn is not None]
     seen: set[Any] = set()
@@ -120,5 +70,5 @@ def hook_inputs(finder: Any, call: Call, inputs: list[Edge], outputs: list[Tenso
             if after is None:
                 continue
             if any(after is end and output == at for end, at in inputs):
-                node.register_hook(AtInput(finder, call, number))
+                node.register_hook(hook_of(number))
             stack.append(after)

@@ -10,10 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Range", "Ranges", "joined", "shown", "tensors_in"]
-
-PACKED = 512
-"""Ranges that share one tensor: one by one, each would take a block of the allocator."""
+__all__ = ["Pair", "Range", "in_words", "joined", "tensors_in"]
 
 DEEPEST = 6
 """Nesting of containers up to which tensors are looked for."""
@@ -24,94 +21,61 @@ Pair = tuple[float, float]
 class Range:
     """``(lo, hi)`` of one tensor; NaN in both where it holds a NaN."""
 
-    __slots__ = ("_held", "_row", "values")
+    __slots__ = ("_held", "values")
 
     def __init__(self, held: Tensor) -> None:
         self._held: Tensor | None = held
-        self._row = 0
         self.values: Pair | None = None
-        """Set by :meth:`Ranges.read`."""
+        """Set by :meth:`read`."""
 
-    @property
-    def is_broken(self) -> bool:
-        """Whether the tensor held an inf or a NaN. Only after it was read."""
-        return self.values is not None and not all(map(math.isfinite, self.values))
-
-    @property
-    def is_masked(self) -> bool:
-        """Whether -inf is all that is wrong with it, as in a masked score."""
-        return self.is_broken and joined([self])[1] < math.inf
-
-
-class Ranges:
-    """Takes ranges without synchronising, and reads many in one transfer a device."""
-
-    def __init__(self) -> None:
-        self._loose: dict[tuple[torch.device, torch.dtype], list[Range]] = {}
-
+    @classmethod
     @torch.no_grad()
-    def take(self, tensor: Tensor) -> Range | None:
-        """The range of a tensor; None for integers, empty tensors and those without memory."""
+    def of(cls, tensor: Tensor) -> Range | None:
+        """The range of a tensor; None for integers, empty tensors and those without memory.
+
+        Does not synchronise.
+        """
         values = _values(tensor)
         if values is None:
             return None
         held = torch.stack(torch.aminmax(values))
-        if held.dtype is not torch.float64:
-            held = held.float()
-        made = Range(held)
-        loose = self._loose.setdefault((held.device, held.dtype), [])
-        loose.append(made)
-        if len(loose) >= PACKED:
-            _pack(loose)
-            loose.clear()
-        return made
+        return cls(held if held.dtype is torch.float64 else held.float())
 
     @staticmethod
-    @torch.no_grad()
-    def read(wanted: Iterable[Range]) -> None:
+    def read(ranges: Iterable[Range]) -> None:
         """Fill in ``values``. Synchronises once for each device."""
-        todo = {id(r): r for r in wanted if r.values is None}
-        by_device: dict[torch.device, dict[int, Tensor]] = {}
-        for r in todo.values():
-            held = r._held
-            assert held is not None
-            by_device.setdefault(held.device, {})[id(held)] = held
-        rows: dict[int, list[list[float]]] = {}
-        for parts in by_device.values():
-            flat = iter(torch.cat([t.view(-1, 2) for t in parts.values()]).tolist())
-            for key, t in parts.items():
-                rows[key] = [next(flat) for _ in range(t.numel() // 2)]
-        for r in todo.values():
-            lo, hi = rows[id(r._held)][r._row]
-            r.values = (lo, hi)
-        for r in todo.values():
-            r._held = None
+        by_device: dict[torch.device, dict[Range, Tensor]] = {}
+        for each in ranges:
+            if each._held is not None:
+                by_device.setdefault(each._held.device, {})[each] = each._held
+        for held in by_device.values():
+            rows = torch.cat([*held.values()]).view(-1, 2).tolist()
+            for each, (lo, hi) in zip(held, rows, strict=True):
+                each.values, each._held = (lo, hi), None
 
-    def clear(self) -> None:
-        """Forget what is not packed yet."""
-        self._loose.clear()
+    @property
+    def is_finite(self) -> bool:
+        """False: the tensor held an inf or a NaN. Only after it was read."""
+        return self.values is None or all(map(math.isfinite, self.values))
 
-
-def _pack(loose: list[Range]) -> None:
-    open_ = [r for r in loose if r._held is not None]
-    if not open_:
-        return
-    together = torch.stack([r._held for r in open_ if r._held is not None])
-    for row, r in enumerate(open_):
-        r._held, r._row = together, row
+    @property
+    def is_masked(self) -> bool:
+        """-inf is all that is wrong with it, as in a masked score."""
+        return not self.is_finite and joined([self])[1] < math.inf
 
 
 def _values(tensor: Any) -> Tensor | None:
     """The elements that this rank holds, as a real strided tensor of a type with an order."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    if isinstance(local, torch._subclasses.FakeTensor) or local.is_meta or local.is_quantized:
-        return None
     if local.is_sparse:
         local = local._values()
-    elif local.is_nested or local.layout is not torch.strided:
-        if not hasattr(local, "values") or local.is_mkldnn:
-            return None
-        local = local.values()
+    if (
+        isinstance(local, torch._subclasses.FakeTensor)
+        or local.is_meta
+        or local.is_nested
+        or local.layout is not torch.strided
+    ):
+        return None
     if local.is_complex():
         local = torch.view_as_real(local.resolve_conj())
     if not local.is_floating_point() or local.numel() == 0:
@@ -140,16 +104,16 @@ def tensors_in(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str
 def joined(ranges: Iterable[Range]) -> Pair:
     """The range of several; NaN wins; ``(inf, -inf)`` for none at all."""
     lo, hi = math.inf, -math.inf
-    for r in ranges:
-        if r.values is not None:
-            if math.isnan(r.values[0]) or math.isnan(r.values[1]):
+    for each in ranges:
+        if each.values is not None:
+            if math.isnan(each.values[0]) or math.isnan(each.values[1]):
                 return math.nan, math.nan
-            lo, hi = min(lo, r.values[0]), max(hi, r.values[1])
+            lo, hi = min(lo, each.values[0]), max(hi, each.values[1])
     return lo, hi
 
 
-def shown(pair: Pair | None) -> str:
-    """In words: ``in [-3.1, 4]``, or what it reached."""
+def in_words(pair: Pair | None) -> str:
+    """``in [-3.1, 4]``, or what it reached."""
     if pair is None:
         return "not seen"
     lo, hi = pair

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .ranges import Pair, Ranges, joined, shown
-from .trace import Call, Entry, Gradient, Loss, Own, Pass, Place, Window, pair_of
+from .ranges import Pair, Range, in_words, joined
+from .trace import Call, Entry, Forward, Gradient, Loss, ParameterGradient, Place, Window, pair_of
 
-__all__ = ["First", "search"]
+__all__ = ["Origin", "search"]
 
 
 @dataclass(frozen=True)
-class First:
+class Origin:
     """Where an overflow began.
 
     ``input`` and ``output`` are ``(lo, hi)``, NaN in both where there was a NaN, None where
@@ -56,310 +56,295 @@ def _as_json(pair: Pair | None) -> list[float | str] | None:
     return None if pair is None else [x if math.isfinite(x) else str(x) for x in pair]
 
 
-class _Suspect(NamedTuple):
-    """A call in whose forward something broken appeared."""
-
-    call: Call
-    made: list[Entry]
-    is_given: bool = False
-    """It was broken when the model got it."""
-
-
-def search(window: Window, with_roots: bool) -> First | None:
+def search(window: Window, with_roots: bool) -> Origin | None:
     """Look through a window, one micro-batch after the other; None: all was finite.
 
     Args:
         with_roots: several models are watched; say which.
     """
-    Ranges.read(window.ranges())
-    return _Search(window, with_roots).run()
+    Range.read(window.ranges())
+    for micro in window.micro_batches():
+        each = _MicroBatch(window, micro, with_roots)
+        found = each.forward() or each.loss() or each.backward() or each.parameter()
+        if found is not None:
+            return found
+    return None
 
 
-class _Search:
-    def __init__(self, window: Window, with_roots: bool) -> None:
-        self.window, self.with_roots = window, with_roots
+class _Suspect(NamedTuple):
+    """A call in whose forward something appeared that is not finite."""
 
-    def run(self) -> First | None:
-        window = self.window
-        seen = {walk.micro for walk in window.passes} | {loss.micro for loss in window.losses}
-        seen |= {each.micro for each in window.gradients} | {each.micro for each in window.own}
-        for micro in sorted(seen):
-            found = (
-                self._forward(micro)
-                or self._loss(micro)
-                or self._backward(micro)
-                or self._parameter(micro)
-            )
-            if found is not None:
-                return found
-        return None
+    call: Call
+    made: list[Entry]
+    is_data: bool = False
+    """The model was given it."""
 
-    # The forward.
 
-    def _forward(self, micro: int) -> First | None:
-        losses = [loss for loss in self.window.losses if loss.micro == micro]
-        is_lost = any(loss.range.is_broken for loss in losses)
-        walks = sorted(
-            (
-                w
-                for w in self.window.passes
-                if w.micro == micro and (w.is_reached or not w.is_hooked)
-            ),
-            key=lambda walk: walk.order,
-        )
-        # Under a finite loss a masked score is as it should be.
+class _MicroBatch:
+    """The search in one micro-batch, in the order in which it ran."""
+
+    def __init__(self, window: Window, micro: int, with_roots: bool) -> None:
+        self.window, self.micro, self.with_roots = window, micro, with_roots
+        self.losses = [loss for loss in window.losses if loss.micro == micro]
+
+    def forward(self) -> Origin | None:
+        """The first module that made what it was not given, where that got out of it."""
+        is_loss_finite = all(loss.range.is_finite for loss in self.losses)
         suspects = [
-            s
-            for walk in walks
-            for s in _suspects(walk)
-            if is_lost or not losses or not all(entry.range.is_masked for entry in s.made)
+            suspect
+            for forward in sorted(self.window.forwards, key=lambda f: f.order)
+            if forward.micro == self.micro and (forward.got_gradient or not forward.has_hooks)
+            for suspect in _suspects(forward)
+            # Under a finite loss a masked score is as it should be.
+            if not (
+                self.losses
+                and is_loss_finite
+                and all(entry.range.is_masked for entry in suspect.made)
+            )
         ]
-        spread = [s for s in suspects if _spreads(s)]
-        chosen = next(iter(spread), None)
-        if chosen is None and is_lost:  # it may have left by another way, as an auxiliary loss
-            chosen = next(iter(suspects), None)
+        chosen = next(filter(_spreads, suspects), None)
+        if chosen is None and suspects and not is_loss_finite:
+            chosen = suspects[0]  # it may have left by another way, as an auxiliary loss
         if chosen is None:
             return None
-        if chosen.is_given:
+        if chosen.is_data:
             chosen = self._made_without_gradient(chosen) or chosen
-        return self._tell_forward(chosen, micro)
+        return self._in_forward(chosen)
 
     def _made_without_gradient(self, given: _Suspect) -> _Suspect | None:
         """A detached tensor: another watched model may have made it, as a generator does."""
-        for walk in sorted(self.window.passes, key=lambda walk: walk.order):
-            if walk.order >= given.call.walk.order:
-                return None
-            for suspect in _suspects(walk):
-                if _spreads(suspect) and not suspect.is_given:
-                    return suspect
+        for forward in sorted(self.window.forwards, key=lambda f: f.order):
+            if forward.order < given.call.forward.order:
+                for suspect in _suspects(forward):
+                    if _spreads(suspect) and not suspect.is_data:
+                        return suspect
         return None
 
-    def _tell_forward(self, s: _Suspect, micro: int) -> First:
-        call, made = s.call, pair_of(entry.range for entry in s.made)
-        if s.is_given:
+    def _in_forward(self, suspect: _Suspect) -> Origin:
+        call, made = suspect.call, pair_of(entry.range for entry in suspect.made)
+        if suspect.is_data:
             text = (
-                f"input of {self._label(call.place)}, micro-batch {micro}: {shown(made)} before "
-                "any module saw it: look at the data"
+                f"input of {self._label(call.place)}, micro-batch {self.micro}: {in_words(made)} "
+                "before any module saw it: look at the data"
             )
-            return self._first("forward", call.place, micro, made, _outputs(call), text)
-        given = pair_of(entry.range for entry in call.inputs if not entry.is_broken)
-        names = [entry.path for entry in s.made if entry.path]
+            return self._origin("forward", call.place, made, _output_of(call), text)
+        given = pair_of(entry.range for entry in call.inputs if entry.is_finite)
+        names = [entry.path for entry in suspect.made if entry.path]
         which = f"output {', '.join(names)}" if names and len(call.outputs) > 1 else "output"
-        if not call.broken:
+        if not call.bad_outputs:
             which = "a value inside"
         text = (
-            f"forward of {self._label(call.place)}, micro-batch {micro}: input {shown(given)}, "
-            f"{which} {shown(made)}{_weights_of(call)}"
+            f"forward of {self._label(call.place)}, micro-batch {self.micro}: input "
+            f"{in_words(given)}, {which} {in_words(made)}{_bad_weights(call)}"
         )
-        return self._first("forward", call.place, micro, given, made, text)
+        return self._origin("forward", call.place, given, made, text)
 
-    def _loss(self, micro: int) -> First | None:
-        for loss in self.window.losses:
-            if loss.micro == micro and loss.range.is_broken:
-                text = (
-                    f"loss ({loss.dtype}), micro-batch {micro}: {shown(loss.range.values)}, "
-                    f"though every activation seen is finite{self._blind()}: look at how the "
-                    "loss is computed"
-                )
-                return First("loss", "", loss.dtype, micro, None, loss.range.values, text)
-        return None
-
-    # The backward.
-
-    def _backward(self, micro: int) -> First | None:
-        first = next(
-            (g for g in self.window.gradients if g.micro == micro and g.range.is_broken), None
+    def loss(self) -> Origin | None:
+        """A loss of finite activations."""
+        loss = next((loss for loss in self.losses if not loss.range.is_finite), None)
+        if loss is None:
+            return None
+        text = (
+            f"loss ({loss.dtype}), micro-batch {self.micro}: {in_words(loss.range.values)}, "
+            f"though every activation seen is finite{self._unseen()}: look at how the "
+            "loss is computed"
         )
+        return Origin("loss", "", loss.dtype, self.micro, None, loss.range.values, text)
+
+    def backward(self) -> Origin | None:
+        """What made the first gradient that is not finite: a module, its own code, or the loss."""
+        gradients = (g for g in self.window.gradients if g.micro == self.micro)
+        first = next((g for g in gradients if not g.range.is_finite), None)
         if first is None:
             return None
-        listener = first.listener
-        if listener.loss is not None:
-            return self._tell_scale(first, listener.loss)
-        consumers = _innermost(
-            c for c in listener.consumers if all(c is not p for p in listener.producers)
-        )
+        uses = first.uses
+        if uses.loss is not None:
+            return self._at_loss(first, uses.loss)
+        consumers = _innermost(c for c in uses.consumers if c not in uses.producers)
         # A module whose output nobody used got no gradient, and made none.
-        active = [c for c in consumers if self._came(c, first)] or consumers
+        active = [c for c in consumers if self._gradient_at_output(c, first)] or consumers
         shares = [
-            s for s in self.window.shares if s.micro == micro and any(s.call is c for c in active)
+            s for s in self.window.input_gradients if s.micro == self.micro and s.call in active
         ]
-        for share in shares:
-            if share.range.is_broken:
-                return self._tell_backward(share.call, first, [])
-        unknown = [c for c in active if all(s.call is not c for s in shares)]
+        bad = next((share.call for share in shares if not share.range.is_finite), None)
+        if bad is not None:
+            return self._in_backward(bad, first, [])
+        unknown = [c for c in active if all(share.call is not c for share in shares)]
         if active and not unknown:  # every share is finite: other code, or their sum
-            around = [c for c in listener.consumers if c.place.has_code and _holds_all(c, active)]
+            around = [c for c in uses.consumers if c.place.has_code and _holds_all(c, active)]
             if around:
-                return self._tell_sum(max(around, key=lambda call: call.depth), first, active)
-            if listener.producers:
-                return self._tell_between(first)
+                return self._in_sum(max(around, key=lambda call: call.depth), first, active)
+            if uses.producers:
+                return self._between(first)
         active = unknown or active
         if active:
-            return self._tell_backward(active[-1], first, active[:-1])
-        return self._tell_between(first)
+            return self._in_backward(active[-1], first, active[:-1])
+        return self._between(first)
 
-    def _came(self, call: Call, first: Gradient) -> Pair | None:
-        """Range of the gradient at a call's output, before the first broken one."""
-        return self.window.gradient_at_output([call], first.micro, first)
+    def _gradient_at_output(self, call: Call, first: Gradient) -> Pair | None:
+        """Its range, before the first one that is not finite."""
+        return self.window.gradient_at_output([call], self.micro, first)
 
-    def _tell_scale(self, first: Gradient, loss: Loss) -> First:
-        went, value = first.range.values, loss.range.values
+    def _at_loss(self, first: Gradient, loss: Loss) -> Origin:
+        made, value = first.range.values, loss.range.values
         text = (
-            f"gradient of the loss ({loss.dtype}), micro-batch {first.micro}: {shown(went)} while "
-            f"the loss is {shown(value)}: the scale does not fit {loss.dtype}; compute the loss in "
-            "float32"
+            f"gradient of the loss ({loss.dtype}), micro-batch {self.micro}: {in_words(made)} "
+            f"while the loss is {in_words(value)}: the scale does not fit {loss.dtype}; compute "
+            "the loss in float32"
         )
-        return First("loss", "", loss.dtype, first.micro, went, value, text)
+        return Origin("loss", "", loss.dtype, self.micro, made, value, text)
 
-    def _tell_backward(self, call: Call, first: Gradient, others: list[Call]) -> First:
-        came = self._came(call, first)
+    def _in_backward(self, call: Call, first: Gradient, others: list[Call]) -> Origin:
+        came, made = self._gradient_at_output(call, first), first.range.values
         shared = ", ".join(dict.fromkeys(str(c.place) for c in others if c.place is not call.place))
         text = (
-            f"backward of {self._label(call.place)}, micro-batch {first.micro}: gradient of its "
-            f"output {shown(came)}, gradient of its input {shown(first.range.values)}"
+            f"backward of {self._label(call.place)}, micro-batch {self.micro}: gradient of its "
+            f"output {in_words(came)}, gradient of its input {in_words(made)}"
             f"{_forward_of(call)}{f'; or of {shared}, with the same input' if shared else ''}"
         )
-        return self._first("backward", call.place, first.micro, first.range.values, came, text)
+        return self._origin("backward", call.place, made, came, text)
 
-    def _tell_sum(self, call: Call, first: Gradient, parts: list[Call]) -> First:
-        came, went = self._came(call, first), first.range.values
+    def _in_sum(self, call: Call, first: Gradient, parts: list[Call]) -> Origin:
+        came, made = self._gradient_at_output(call, first), first.range.values
         names = ", ".join(dict.fromkeys(str(part.place) for part in parts))
         text = (
-            f"backward of {self._label(call.place)}, micro-batch {first.micro}, in its own code or "
+            f"backward of {self._label(call.place)}, micro-batch {self.micro}, in its own code or "
             f"the sum of what comes from there and from {names}: gradient of its output "
-            f"{shown(came)}, gradient of its input {shown(went)}{_forward_of(call)}"
+            f"{in_words(came)}, gradient of its input {in_words(made)}{_forward_of(call)}"
         )
-        return self._first("backward", call.place, first.micro, went, came, text)
+        return self._origin("backward", call.place, made, came, text)
 
-    def _tell_between(self, first: Gradient) -> First:
-        """The broken gradient was made in code between modules."""
-        made = self._last_producer(first)
-        went = first.range.values
-        if made.parent is None:
+    def _between(self, first: Gradient) -> Origin:
+        """It was made in code between modules."""
+        before = self._last_producer(first)
+        made, call = first.range.values, before.parent
+        if call is None:
             text = (
-                f"backward of the loss, micro-batch {first.micro}: gradient of the output of "
-                f"{self._label(made.place)} {shown(went)} before any module's backward: look at "
-                "how the loss is computed"
+                f"backward of the loss, micro-batch {self.micro}: gradient of the output of "
+                f"{self._label(before.place)} {in_words(made)} before any module's backward: look "
+                "at how the loss is computed"
             )
-            return First("backward", "", "loss", first.micro, went, None, text)
-        call = made.parent
-        came = self._came(call, first)
+            return Origin("backward", "", "loss", self.micro, made, None, text)
+        came = self._gradient_at_output(call, first)
         text = (
-            f"backward of {self._label(call.place)}, micro-batch {first.micro}, in its own code "
-            f"after {made.place}: gradient of its output {shown(came)}, gradient of what "
-            f"{made.place} gave it {shown(went)}{_forward_of(made)}"
+            f"backward of {self._label(call.place)}, micro-batch {self.micro}, in its own code "
+            f"after {before.place}: gradient of its output {in_words(came)}, gradient of what "
+            f"{before.place} gave it {in_words(made)}{_forward_of(before)}"
         )
-        return self._first("backward", call.place, first.micro, went, came, text)
+        return self._origin("backward", call.place, made, came, text)
 
     def _last_producer(self, first: Gradient) -> Call:
-        """The outermost module that ended before the code that made the broken gradient.
+        """The outermost module that ended before the code that made the gradient.
 
         One that had got a gradient before, at another output (a model that returns its loss
         beside the logits), holds that code itself.
         """
-        outside_in = sorted(first.listener.producers, key=lambda call: call.depth)
-        for call in outside_in[:-1]:
-            if self._came(call, first) is None:
-                return call
-        return outside_in[-1]
+        *outer, last = sorted(first.uses.producers, key=lambda call: call.depth)
+        return next((c for c in outer if self._gradient_at_output(c, first) is None), last)
 
-    def _parameter(self, micro: int) -> First | None:
-        for own in self.window.own:
-            if own.micro == micro and own.range.is_broken:
-                return self._tell_parameter(own)
+    def parameter(self) -> Origin | None:
+        """A parameter's gradient, of finite activations and gradients."""
+        for each in self.window.parameter_gradients:
+            if each.micro == self.micro and not each.range.is_finite:
+                return self._at_parameter(each)
         return None
 
-    def _tell_parameter(self, own: Own) -> First:
-        calls = self.window.calls_of(own.place, own.micro)
-        came = self.window.gradient_at_output(calls, own.micro)
-        given = pair_of(e.range for call in calls for e in call.inputs if not e.is_broken)
+    def _at_parameter(self, gradient: ParameterGradient) -> Origin:
+        place = gradient.place
+        calls = self.window.calls_of(place, self.micro)
+        came = self.window.gradient_at_output(calls, self.micro)
+        given = pair_of(e.range for call in calls for e in call.inputs if e.is_finite)
         text = (
-            f"gradient of parameter {own.name} of {self._label(own.place)}, micro-batch "
-            f"{own.micro}: {shown(own.range.values)}, though activations and their gradients are "
-            f"finite; module input {shown(given)}, gradient of its output {shown(came)}"
-            f"{self._blind()}"
+            f"gradient of parameter {gradient.name} of {self._label(place)}, micro-batch "
+            f"{self.micro}: {in_words(gradient.range.values)}, though activations and their "
+            f"gradients are finite; module input {in_words(given)}, gradient of its output "
+            f"{in_words(came)}{self._unseen()}"
         )
-        return self._first("parameter", own.place, own.micro, given, came, text)
+        return self._origin("parameter", place, given, came, text)
 
-    def _blind(self) -> str:
-        return "" if self.window.passes else " (no forward was seen: is the model compiled?)"
+    def _unseen(self) -> str:
+        return "" if self.window.forwards else " (no forward was seen: is the model compiled?)"
 
     def _label(self, place: Place) -> str:
         return f"{place} of {place.root}" if self.with_roots and place.name else str(place)
 
-    @staticmethod
-    def _first(
-        where: str, place: Place, micro: int, given: Pair | None, made: Pair | None, text: str
-    ) -> First:
-        return First(where, place.name, place.cls, micro, given, made, text)
+    def _origin(
+        self, where: str, place: Place, input_: Pair | None, output: Pair | None, text: str
+    ) -> Origin:
+        return Origin(where, place.name, place.cls, self.micro, input_, output, text)
 
 
-def _suspects(walk: Pass) -> Iterator[_Suspect]:
-    """In order of time: calls given what is finite, in which something broken appeared."""
-    for left, call in walk.events:
-        if left:
-            if call.broken and not call.is_fed_badly:
-                yield _Suspect(call, call.broken)
-        elif call.is_fed_badly:
-            found = [entry for entry in call.inputs if entry.is_broken]
+def _suspects(forward: Forward) -> Iterator[_Suspect]:
+    """In order of time: calls given what is finite, in which something else appeared."""
+    for is_over, call in forward.events:
+        bad_inputs = call.bad_inputs
+        if is_over:
+            if call.bad_outputs and not bad_inputs:
+                yield _Suspect(call, call.bad_outputs)
+        elif bad_inputs:
             if call.parent is None:
-                yield _Suspect(call, found, is_given=True)
-            elif not call.parent.is_fed_badly:
-                yield _Suspect(call.parent, found)  # its own code, or the module before: seen
+                yield _Suspect(call, bad_inputs, is_data=True)
+            elif not call.parent.bad_inputs:
+                yield _Suspect(call.parent, bad_inputs)  # its own code, or the module before: seen
 
 
-def _spreads(s: _Suspect) -> bool:
-    """Whether what broke got out, instead of being masked or replaced on the way."""
-    outer = list(s.call.parents())
-    if not s.call.broken or s.is_given:
-        outer.insert(0, s.call)
-    if any(call.outputs and not call.broken for call in outer):
+def _spreads(suspect: _Suspect) -> bool:
+    """Whether what is not finite got out, instead of being masked or replaced on the way."""
+    call = suspect.call
+    outer = list(call.parents())
+    if not call.bad_outputs or suspect.is_data:
+        outer.insert(0, call)
+    if any(each.outputs and not each.bad_outputs for each in outer):
         return False
-    made = {id(entry.range) for entry in s.made}
-    inside = {id(call) for call in (s.call, *outer)}
+    made = {entry.range for entry in suspect.made}
     takers = [
-        call
-        for left, call in s.call.walk.events
-        if left and id(call) not in inside and any(id(entry.range) in made for entry in call.inputs)
+        each
+        for is_over, each in call.forward.events
+        if is_over
+        and each is not call
+        and each not in outer
+        and any(entry.range in made for entry in each.inputs)
     ]
-    return not takers or any(call.broken or not call.outputs for call in takers)
+    return not takers or any(each.bad_outputs or not each.outputs for each in takers)
 
 
 def _innermost(calls: Iterable[Call]) -> list[Call]:
     """Those that contain none of the others, in order."""
-    found = list({id(call): call for call in calls}.values())
-    outer = {id(parent) for call in found for parent in call.parents()}
-    return [call for call in found if id(call) not in outer]
+    found = list(dict.fromkeys(calls))
+    outer = {parent for call in found for parent in call.parents()}
+    return [call for call in found if call not in outer]
 
 
 def _holds_all(outer: Call, calls: list[Call]) -> bool:
-    return all(any(parent is outer for parent in call.parents()) for call in calls)
+    return all(outer in call.parents() for call in calls)
 
 
-def _outputs(call: Call) -> Pair | None:
+def _output_of(call: Call) -> Pair | None:
     return pair_of(entry.range for entry in call.outputs)
 
 
 def _forward_of(call: Call) -> str:
     given = pair_of(entry.range for entry in call.inputs)
-    return f" (forward of {call.place}: input {shown(given)}, output {shown(_outputs(call))})"
+    return (
+        f" (forward of {call.place}: input {in_words(given)}, output {in_words(_output_of(call))})"
+    )
 
 
-def _weights_of(call: Call) -> str:
+def _bad_weights(call: Call) -> str:
     """Names a module's own parameters and buffers that broke before its output could."""
     module = call.place.module()
     if module is None:
         return ""
-    ranges = Ranges()
     own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-    taken = [(name, made) for name, tensor in own if (made := ranges.take(tensor)) is not None]
-    ranges.read(made for _, made in taken)
-    bad = [name for name, made in taken if made.is_broken and not made.is_masked]
+    ranges = [(name, made) for name, tensor in own if (made := Range.of(tensor)) is not None]
+    Range.read(made for _, made in ranges)
+    bad = [name for name, made in ranges if not made.is_finite and not made.is_masked]
     if bad:
         return f"; its {', '.join(bad)} is not finite itself"
     most = min((torch.finfo(e.dtype).max for e in call.outputs), default=math.inf)
-    for name, made in taken:
+    for name, made in ranges:
         lo, hi = joined([made])
         if max(-lo, hi) > most:
-            return f"; its {name} is {shown((lo, hi))}, beyond {most:g}, the most its output holds"
+            words = in_words((lo, hi))
+            return f"; its {name} is {words}, beyond {most:g}, the most its output holds"
     return ""

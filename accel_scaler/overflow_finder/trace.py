@@ -6,7 +6,7 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -17,18 +17,22 @@ from .ranges import Pair, Range, joined
 __all__ = [
     "Call",
     "Entry",
+    "Forward",
     "Gradient",
-    "Listener",
+    "InputGradient",
     "Loss",
-    "Own",
-    "Pass",
+    "ParameterGradient",
     "Place",
-    "Share",
+    "Uses",
     "Window",
+    "pair_of",
 ]
 
 MOST = 1 << 17
 """Ranges kept, of each kind, where no boundary ever comes."""
+
+MOST_USES = 256
+"""Calls remembered for one tensor: one that lives as long as the run is met in every forward."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,40 +58,44 @@ class Entry(NamedTuple):
 
     path: str
     range: Range
-    grad: bool
-    """It requires a gradient."""
+    requires_grad: bool
     dtype: torch.dtype
 
     @property
-    def is_broken(self) -> bool:
-        """Whether it holds what it should not; a mask of 0 and -inf may."""
-        r = self.range
-        return r.is_broken and not (not self.grad and r.is_masked and joined([r])[1] <= 0)
+    def is_finite(self) -> bool:
+        """Whether it holds what it should; a mask of 0 and -inf may hold that."""
+        if self.range.is_finite:
+            return True
+        return not self.requires_grad and self.range.is_masked and joined([self.range])[1] <= 0
 
 
+@dataclass(eq=False, slots=True)
 class Call:
     """One run of a module's forward."""
 
-    __slots__ = ("depth", "edges", "inputs", "is_counted", "outputs", "parent", "place", "walk")
+    place: Place
+    parent: Call | None
+    forward: Forward
+    is_first: bool = True
+    """Not the second run of a checkpoint."""
+    depth: int = field(init=False)
+    edges: list[tuple[Any, int]] = field(default_factory=list)
+    """Where the gradients of its inputs go; while it runs."""
+    inputs: list[Entry] = field(default_factory=list)
+    outputs: list[Entry] = field(default_factory=list)
 
-    def __init__(self, place: Place, parent: Call | None, walk: Pass) -> None:
-        self.place, self.parent, self.walk = place, parent, walk
-        self.depth: int = parent.depth + 1 if parent else 0
-        self.is_counted = True
-        """Not the second run of a checkpoint."""
-        self.edges: list[tuple[Any, int]] = []
-        """Where the gradients of its inputs go; while it runs."""
-        self.inputs: list[Entry] = []
-        self.outputs: list[Entry] = []
-
-    @property
-    def is_fed_badly(self) -> bool:
-        return any(entry.is_broken for entry in self.inputs)
+    def __post_init__(self) -> None:
+        self.depth = self.parent.depth + 1 if self.parent else 0
 
     @property
-    def broken(self) -> list[Entry]:
-        """Its outputs that are not finite."""
-        return [entry for entry in self.outputs if entry.is_broken]
+    def bad_inputs(self) -> list[Entry]:
+        """Those that are not finite."""
+        return [entry for entry in self.inputs if not entry.is_finite]
+
+    @property
+    def bad_outputs(self) -> list[Entry]:
+        """Those that are not finite."""
+        return [entry for entry in self.outputs if not entry.is_finite]
 
     def parents(self) -> Iterator[Call]:
         """From the next one outwards to the model."""
@@ -97,74 +105,69 @@ class Call:
             call = call.parent
 
 
-class Pass:
+@dataclass(eq=False, slots=True)
+class Forward:
     """One forward of a model, from the outermost watched module."""
 
-    __slots__ = (
-        "__weakref__",
-        "events",
-        "is_hooked",
-        "is_reached",
-        "micro",
-        "order",
-        "size",
-        "window",
-    )
+    order: int
+    micro: int
+    window: int
+    events: list[tuple[bool, Call]] = field(default_factory=list)
+    """``(is over, call)``, in order of time: a module's forward began, or was over."""
+    has_hooks: bool = False
+    """A gradient may come to one of its tensors."""
+    got_gradient: bool = False
+    size: int = 0
 
-    def __init__(self, order: int, micro: int, window: int) -> None:
-        self.order, self.micro, self.window = order, micro, window
-        self.events: list[tuple[bool, Call]] = []
-        """``(left, call)``, in order of time: a module was entered, or left."""
-        self.is_hooked = False
-        """A gradient may come to one of its tensors."""
-        self.is_reached = False
-        """A gradient came."""
-        self.size = 0
+    def add(self, is_over: bool, call: Call) -> None:
+        """A module's forward begins, or is over."""
+        if self.size < MOST:
+            self.events.append((is_over, call))
+            self.size += 1 + len(call.outputs if is_over else call.inputs)
 
 
-class Listener:
+class Uses:
     """The calls that made one tensor, and those that took it."""
 
     __slots__ = ("consumers", "loss", "producers")
 
     def __init__(self) -> None:
-        self.producers: list[Call] = []
-        self.consumers: list[Call] = []
+        self.producers: deque[Call] = deque(maxlen=MOST_USES)
+        self.consumers: deque[Call] = deque(maxlen=MOST_USES)
         self.loss: Loss | None = None
+
+
+class Loss(NamedTuple):
+    """A loss, before it was scaled."""
+
+    micro: int
+    range: Range
+    dtype: str
 
 
 class Gradient(NamedTuple):
     """A gradient that arrived at a tensor."""
 
     micro: int
-    listener: Listener
     range: Range
+    uses: Uses
 
 
-class Share(NamedTuple):
+class InputGradient(NamedTuple):
     """What one call added to the gradient of its input."""
 
     micro: int
-    call: Call
     range: Range
+    call: Call
 
 
-class Own(NamedTuple):
+class ParameterGradient(NamedTuple):
     """A gradient that arrived at a parameter."""
 
     micro: int
+    range: Range
     place: Place
     name: str
-    range: Range
-
-
-class Loss:
-    """A loss, before it was scaled."""
-
-    __slots__ = ("dtype", "micro", "range")
-
-    def __init__(self, micro: int, range_: Range, dtype: str) -> None:
-        self.micro, self.range, self.dtype = micro, range_, dtype
 
 
 class Window:
@@ -173,11 +176,11 @@ class Window:
     def __init__(self, number: int) -> None:
         self.number = number
         self.backwards = 0
-        self.passes: list[Pass] = []
-        self.gradients: deque[Gradient] = deque(maxlen=MOST)
-        self.shares: deque[Share] = deque(maxlen=MOST)
-        self.own: deque[Own] = deque(maxlen=MOST)
+        self.forwards: list[Forward] = []
         self.losses: deque[Loss] = deque(maxlen=MOST)
+        self.gradients: deque[Gradient] = deque(maxlen=MOST)
+        self.input_gradients: deque[InputGradient] = deque(maxlen=MOST)
+        self.parameter_gradients: deque[ParameterGradient] = deque(maxlen=MOST)
         self.latest: dict[Place, Call] = {}
 
     @property
@@ -185,60 +188,62 @@ class Window:
         """The micro-batch whose backward is running."""
         return max(self.backwards - 1, 0)
 
-    def open_pass(self, order: int) -> Pass:
+    def open_forward(self, order: int) -> Forward:
         """A new forward; forgets the oldest ones, those without a backward first."""
-        total = sum(p.size for p in self.passes)
+        total = sum(each.size for each in self.forwards)
         while total > MOST:
-            oldest = next((p for p in self.passes if not p.is_reached), self.passes[0])
-            self.passes.remove(oldest)
+            oldest = next((f for f in self.forwards if not f.got_gradient), self.forwards[0])
+            self.forwards.remove(oldest)
             total -= oldest.size
-        made = Pass(order, self.backwards, self.number)
-        self.passes.append(made)
+        made = Forward(order, self.backwards, self.number)
+        self.forwards.append(made)
         return made
 
-    def arrive(self, listener: Listener, range_: Range) -> None:
+    def add_gradient(self, uses: Uses, range_: Range) -> None:
         """A gradient came: also to forwards of an earlier window, as a generator's."""
-        for call in (*listener.producers, *listener.consumers):
-            walk = call.walk
-            if walk.window != self.number:
-                walk.window, walk.micro = self.number, self.micro
-                self.passes.append(walk)
-            elif not walk.is_reached:
-                walk.micro = max(walk.micro, self.micro)
-            walk.is_reached = True
-        self.gradients.append(Gradient(self.micro, listener, range_))
+        for call in (*uses.producers, *uses.consumers):
+            forward = call.forward
+            if forward.window != self.number:
+                forward.window, forward.micro = self.number, self.micro
+                self.forwards.append(forward)
+            elif not forward.got_gradient:
+                forward.micro = max(forward.micro, self.micro)
+            forward.got_gradient = True
+        self.gradients.append(Gradient(self.micro, range_, uses))
 
     def ranges(self) -> Iterator[Range]:
         """All that were taken."""
-        for walk in self.passes:
-            for _, call in walk.events:
-                yield from (entry.range for entry in call.inputs)
-                yield from (entry.range for entry in call.outputs)
-        yield from (each.range for each in self.gradients)
-        yield from (each.range for each in self.shares)
-        yield from (each.range for each in self.own)
-        yield from (each.range for each in self.losses)
+        for forward in self.forwards:
+            for _, call in forward.events:
+                yield from (entry.range for entry in (*call.inputs, *call.outputs))
+        for kind in (self.losses, self.gradients, self.input_gradients, self.parameter_gradients):
+            yield from (each.range for each in kind)
+
+    def micro_batches(self) -> list[int]:
+        """The numbers of those in which anything was seen."""
+        kinds = (self.forwards, self.losses, self.gradients, self.parameter_gradients)
+        return sorted({each.micro for kind in kinds for each in kind})
 
     def gradient_at_output(
         self, calls: Iterable[Call], micro: int, until: Gradient | None = None
     ) -> Pair | None:
         """Range of what came to the outputs of these calls in one backward, before ``until``."""
-        wanted = set(map(id, calls))
+        wanted = set(calls)
         return pair_of(
             each.range
             for each in itertools.takewhile(lambda g: g is not until, self.gradients)
-            if each.micro == micro and any(id(c) in wanted for c in each.listener.producers)
+            if each.micro == micro and not wanted.isdisjoint(each.uses.producers)
         )
 
     def calls_of(self, place: Place, micro: int) -> list[Call]:
         """The runs of one module in one micro-batch."""
         found = [
             call
-            for walk in self.passes
-            for left, call in walk.events
-            if not left and call.place is place
+            for forward in self.forwards
+            for is_over, call in forward.events
+            if not is_over and call.place is place
         ]
-        return [call for call in found if call.walk.micro == micro] or found
+        return [call for call in found if call.forward.micro == micro] or found
 
 
 def pair_of(ranges: Iterable[Range]) -> Pair | None:

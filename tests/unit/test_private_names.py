@@ -89,6 +89,7 @@ PUBLIC_PARTS = {
     "_global_optimizer_": "the start of two names in the list",
     "_optimizer_step_": "the start of two names in the list",
     "_hooks": "the end of names in the list",
+    "_backward": "the end of a name in the list",
 }
 
 

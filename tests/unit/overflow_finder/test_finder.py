@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from versions import before_torch
 
-from accel_scaler.async_optimizer.pending_parameter import Hold, PendingParameter
+from accel_scaler.async_optimizer.pending_parameter import ParameterHold, PendingParameter
 from accel_scaler.overflow_finder import trace
-from accel_scaler.overflow_finder.finder import First, OverflowFinder
-from accel_scaler.overflow_finder.ranges import PACKED, Ranges
+from accel_scaler.overflow_finder.finder import Origin, OverflowFinder
+from accel_scaler.overflow_finder.ranges import Range
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -54,7 +54,7 @@ def micro_batch(
     (loss * scale).backward()
 
 
-def first(model: nn.Module, *inputs: Any, **how: Any) -> First:
+def first(model: nn.Module, *inputs: Any, **how: Any) -> Origin:
     """What is found after one micro-batch; the search must find something."""
     finder = OverflowFinder()
     finder.watch(model)
@@ -213,7 +213,7 @@ def test_a_loss_that_is_nan_by_itself_is_named_with_its_dtype() -> None:
 
 
 def test_a_scale_that_a_float16_loss_cannot_hold_is_named() -> None:
-    def run(loss_of: Callable[[Any], Tensor]) -> First | None:
+    def run(loss_of: Callable[[Any], Tensor]) -> Origin | None:
         finder, net = OverflowFinder(), nn.Linear(4, 4)
         finder.watch(net)
         micro_batch(finder, net, torch.ones(2, 4), loss_of=loss_of, scale=65536.0)
@@ -543,10 +543,10 @@ def test_odd_tensors_pass_through() -> None:
 
 def test_a_range_is_that_of_the_values() -> None:
     def of(tensor: Tensor) -> Any:
-        made = Ranges().take(tensor)
+        made = Range.of(tensor)
         if made is None:
             return None
-        Ranges.read([made, made])
+        Range.read([made, made])
         return made.values
 
     x = torch.randn(7, 3)
@@ -667,7 +667,7 @@ def test_the_second_run_of_a_checkpoint_is_no_forward_of_its_own(reentrant: bool
     outer = Apply(lambda x: checkpoint(net, x, use_reentrant=reentrant))
     finder.watch(outer)
     micro_batch(finder, outer, x)
-    calls = [call for walk in finder._window.passes for left, call in walk.events if left]
+    calls = [call for forward in finder._window.forwards for left, call in forward.events if left]
     assert len(runs) == 2
     assert [call.place.cls for call in calls] == ["Linear", "Sequential", "Apply"]
 
@@ -781,8 +781,8 @@ def test_an_interrupted_forward_is_forgotten_with_its_window() -> None:
     net[1].function = root
     finder.new_window()
     micro_batch(finder, net, torch.ones(1, 4))
-    (walk,) = finder._window.passes
-    assert [call.depth for left, call in walk.events if left] == [1, 1, 0]
+    (forward,) = finder._window.forwards
+    assert [call.depth for left, call in forward.events if left] == [1, 1, 0]
     found = finder.find()
     assert found is not None
     assert (found.where, found.module) == ("backward", "1")
@@ -803,7 +803,7 @@ def test_recurrent_convolutional_and_reparametrised_modules_pass_through() -> No
             out: Tensor = self.attn(y, y, y)[0]
             return out
 
-    def train(watched: bool) -> tuple[list[Tensor], First | None]:
+    def train(watched: bool) -> tuple[list[Tensor], Origin | None]:
         torch.manual_seed(1)
         net, finder = Mixed(), OverflowFinder()
         if watched:
@@ -829,17 +829,17 @@ def test_memory_is_bounded_where_no_boundary_comes(monkeypatch: pytest.MonkeyPat
     with torch.no_grad():
         for _ in range(5):
             net(torch.ones(1, 4))
-    assert finder._window.passes == []
+    assert finder._window.forwards == []
     monkeypatch.setattr(trace, "MOST", 100)
     for _ in range(50):
         net(torch.ones(1, 4))
-    assert sum(walk.size for walk in finder._window.passes) < 150
+    assert sum(forward.size for forward in finder._window.forwards) < 150
     assert len(finder._seen) <= 4
     micro_batch(finder, net, torch.ones(1, 4))
-    reached = [walk for walk in finder._window.passes if walk.is_reached]
+    reached = [forward for forward in finder._window.forwards if forward.got_gradient]
     for _ in range(50):
         net(torch.ones(1, 4))
-    assert reached[0] in finder._window.passes  # those with a backward go last
+    assert reached[0] in finder._window.forwards  # those with a backward go last
 
 
 def test_nothing_is_read_before_find_and_then_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -861,14 +861,12 @@ def test_nothing_is_read_before_find_and_then_at_once(monkeypatch: pytest.Monkey
     finder = OverflowFinder()
     finder.watch(net)
     with Reads() as reads:
-        for _ in range(4):  # enough for ranges to be packed
+        for _ in range(4):
             micro_batch(finder, net, torch.ones(2, 4))
     synchronising = ("_local_scalar_dense", "is_nonzero", "nonzero", "equal", "item")
     assert any("aminmax" in name for name in reads.names)
     assert [n for n in reads.names if any(f"aten.{s}." in n for s in synchronising)] == []
     assert lists == []
-    assert sum(1 for _ in finder._window.ranges()) > PACKED
-    assert all(len(loose) < PACKED for loose in finder._ranges._loose.values())
     found = finder.find()
     assert found is not None
     assert found.module == "40"
@@ -891,7 +889,7 @@ def test_parameters_whose_update_is_due_are_not_waited_for() -> None:
 
     net, finder = Detached(), OverflowFinder()
     waits: list[int] = []
-    hold = Hold([net.weight], [1], {id(net.weight): 1}, lambda n: waits.append(n) or n)
+    hold = ParameterHold([net.weight], [1], {id(net.weight): 1}, lambda n: waits.append(n) or n)
     finder.watch(net)
     x = torch.ones(2, 4, requires_grad=True)
     micro_batch(finder, net, x)
@@ -956,8 +954,8 @@ def test_copies_and_pickles_of_a_watched_model_are_free_of_it(tmp_path: Path) ->
     finder.new_window()
     for each in copies:
         each(ids).last_hidden_state.sum().backward()
-    assert finder._window.passes == []
-    assert len(finder._window.own) == 0
+    assert finder._window.forwards == []
+    assert len(finder._window.parameter_gradients) == 0
     for key, value in net.state_dict().items():
         assert torch.equal(copies[3].state_dict()[key], value)
 
@@ -1011,10 +1009,10 @@ def test_transforms_and_scripts_go_unseen_and_unharmed() -> None:
 
 
 def test_a_first_goes_to_strict_json() -> None:
-    made = First("forward", "a.b", "Linear", 2, (-1.5, 2.0), (-INF, INF), "text")
+    made = Origin("forward", "a.b", "Linear", 2, (-1.5, 2.0), (-INF, INF), "text")
     assert json.dumps(made.as_json(), allow_nan=False) == (
         '{"where": "forward", "module": "a.b", "class": "Linear", "micro_batch": 2, '
         '"input": [-1.5, 2.0], "output": ["-inf", "inf"], "text": "text"}'
     )
-    nan = First("loss", "", "float16", 0, None, (math.nan, math.nan), "text").as_json()
+    nan = Origin("loss", "", "float16", 0, None, (math.nan, math.nan), "text").as_json()
     assert (nan["input"], nan["output"]) == (None, ["nan", "nan"])

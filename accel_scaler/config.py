@@ -1,267 +1,29 @@
-"""Settings: everything a user can set, checked where it is set."""
+"""Settings: one table of everything a user can set, and who may set it.
+
+A setting comes from an argument, a flag of ``accel-scaler launch``, a variable
+``ACCEL_SCALER_<FIELD>`` or the section of a config file; whichever it is, the same row of the
+table reads and checks it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import itertools
 import os
-import reprlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .errors import ConfigError
+from .config_file import SECTION, ConfigFile, read_config
+from .errors import ConfigError, shown
 
-__all__ = [
-    "ScalerConfig",
-]
+__all__ = ["ScalerConfig"]
 
 ENV_PREFIX = "ACCEL_SCALER_"
-SECTION = "accel_scaler"
-ATTACH = "attach"
-"""Beside the fields, in the environment and in a section: read by ``accel-scaler launch`` alone."""
 SMALLEST_FLOAT32 = 2.0**-149
 LARGEST_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
-LARGEST_FILE = 1 << 18
-"""Bytes of a config file: a few hundred are usual, and YAML is read slowly."""
-MOST_VALUES = 1 << 16
-"""In a config file, with what its aliases repeat: a few lines can name billions."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScalerConfig:
-    """Every setting of the scaler and of the optimizer step, checked on construction.
-
-    Raises:
-        ConfigError: naming the field, the value it got, and what is allowed.
-    """
-
-    init_scale: float = field(
-        default=2.0**16, metadata={"allowed": "a finite number > 0 (float32)"}
-    )
-    """Scale of the first window (a factor on the loss, no unit)."""
-    growth_factor: float = field(default=2.0, metadata={"allowed": "a finite number > 1"})
-    """Factor on the scale after ``growth_interval`` windows in a row without overflow."""
-    backoff_factor: float = field(default=0.5, metadata={"allowed": "a number in (0, 1)"})
-    """Factor on the scale after a window that overflowed."""
-    growth_interval: int = field(default=2000, metadata={"allowed": "an integer from 1 to 2**53"})
-    """Windows in a row without overflow that make the scale grow."""
-    enabled: bool = field(default=True, metadata={"allowed": "true or false"})
-    """False: no scaling; ``step`` calls the optimizer, everything else does nothing."""
-    min_scale: float | None = field(
-        default=None, metadata={"allowed": "a finite number > 0 (float32), or none"}
-    )
-    """The scale never falls below this. None: torch's behaviour, no floor."""
-    max_scale: float | None = field(
-        default=None, metadata={"allowed": "a finite number > 0 (float32), or none"}
-    )
-    """The scale never grows above this. None: torch's behaviour, float32's range."""
-    hysteresis: int = field(default=1, metadata={"allowed": "an integer from 1 to 2**53"})
-    """Overflows in a row before the scale backs off (each one still skips its step)."""
-    max_consecutive_skips: int | None = field(
-        default=None, metadata={"allowed": "an integer from 1 to 2**53, or none"}
-    )
-    """Skipped windows in a row that are allowed; one more raises, naming the tensors."""
-    step_mode: Literal["sync", "overlap", "delayed"] = field(
-        default="sync", metadata={"allowed": "'sync', 'overlap' or 'delayed'"}
-    )
-    """When parameters are updated: ``sync``, inside ``optimizer.step()``; ``overlap``, on the
-    optimizer thread, each parameter awaited where it is next used; ``delayed``, on the optimizer
-    thread, the update published at the next boundary (one step stale)."""
-    delay_warmup_steps: int = field(default=0, metadata={"allowed": "an integer from 0 to 2**53"})
-    """``delayed``: the first N steps are not stale (they run as ``overlap``). A resumed run goes on
-    counting where the optimizer's state has a ``step``; else it warms up again."""
-    offload: Literal["none", "cpu"] = field(default="none", metadata={"allowed": "'none' or 'cpu'"})
-    """Where optimizer state lives: ``none``, with the parameters; ``cpu``, in host memory, with
-    float32 master weights, updated there."""
-    optimizer_threads: int | Literal["auto"] = field(
-        default="auto", metadata={"allowed": "an integer from 1 to 2**53, or 'auto'"}
-    )
-    """Threads of the optimizer's CPU kernels off the training thread, whatever OMP_NUM_THREADS
-    says. ``auto``: physical cores / ranks on this host, less one, at least 1."""
-    fold_unscale: bool = field(default=False, metadata={"allowed": "true or false"})
-    """Let the fused kernel unscale and clip: faster, but ``.grad`` stays scaled until the step,
-    and results may differ by one rounding while clipping is active."""
-    sharded: bool = field(default=False, metadata={"allowed": "true or false"})
-    """Ranks hold different gradients in a way that the parameters do not show (expert or tensor
-    parallelism by hand), so they agree on each verdict: one all-reduce a window. DTensors and FSDP
-    are seen without it."""
-    telemetry: str | None = field(
-        default=None, metadata={"allowed": "the path of a file to append to, or none"}
-    )
-    """JSON-lines file with one record a window, written by rank 0; with ``{rank}`` in the path each
-    rank writes its own. It is appended to, never overwritten. ``accel-scaler report`` reads it."""
-    underflow_interval: int = field(default=100, metadata={"allowed": "an integer from 1 to 2**53"})
-    """With ``telemetry``: windows between two counts of zero and subnormal float16 gradients."""
-    find_overflow: bool = field(default=False, metadata={"allowed": "true or false"})
-    """For debugging: watch every module's activations and gradients, and say of each overflow in
-    which module it began. Slow; computes the same numbers."""
-
-    def __post_init__(self) -> None:
-        for spec in dataclasses.fields(self):
-            value = getattr(self, spec.name)
-            if not _CHECKS[spec.name](value):
-                raise ConfigError(_complaint(spec, shown(value)))
-        check_bounds(self.init_scale, self.min_scale, self.max_scale)
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any], where: str = "the settings") -> ScalerConfig:
-        """Build from plain values; ``where`` is named in errors about unknown fields."""
-        names = [spec.name for spec in dataclasses.fields(cls)]
-        unknown = [key for key in values if key not in names]
-        if unknown:
-            raise ConfigError(
-                f"{where}: unknown field {shown(unknown[0])}; the fields are {', '.join(names)}."
-            )
-        try:
-            return cls(**values)
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from None
-
-    @classmethod
-    def from_env(cls, environ: Mapping[str, str] | None = None) -> ScalerConfig:
-        """Read ``ACCEL_SCALER_<FIELD>`` variables; unset ones keep their defaults."""
-        environ = os.environ if environ is None else environ
-        specs = {ENV_PREFIX + spec.name.upper(): spec for spec in dataclasses.fields(cls)}
-        values: dict[str, Any] = {}
-        for key in sorted(environ):
-            if not key.startswith(ENV_PREFIX) or key == ENV_PREFIX + ATTACH.upper():
-                continue
-            if key not in specs:
-                name = key if key.isidentifier() else shown(key)
-                raise ConfigError(
-                    f"the environment: unknown variable {name}; known are {', '.join(specs)}."
-                )
-            values[specs[key].name] = _parse(specs[key], environ[key], key)
-        return cls.from_mapping(values, "the environment")
-
-    @classmethod
-    def from_yaml(cls, path: str | os.PathLike[str]) -> ScalerConfig:
-        """Read the top-level ``accel_scaler:`` section of an Accelerate config file.
-
-        A file without the section gives the defaults.
-
-        Raises:
-            ConfigError: the file cannot be read, is too large, or a setting is wrong.
-        """
-        import yaml  # comes with accelerate; needed by those who use a file
-
-        loader: Any = None
-        try:
-            loader = yaml.SafeLoader(read_text(path))
-            node = loader.get_single_node()
-            forbid_bomb(node, path)
-            document = None if node is None else loader.construct_document(node)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{path}{yaml_line(error)}: not valid YAML: {flat(error)}") from error
-        except UNREADABLE as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(f"{path}: a value that YAML cannot read: {flat(error)}") from error
-        finally:
-            if loader is not None:
-                loader.dispose()
-        if document is not None and not isinstance(document, dict):
-            raise ConfigError(
-                f"{path}: expected a mapping at the top, got {type(document).__name__}."
-            )
-        section = (document or {}).get(SECTION, {})
-        if not isinstance(section, dict):
-            raise ConfigError(
-                f"{path}: `{SECTION}:` must be a mapping of fields, got {shown(section)}."
-            )
-        fields = {key: value for key, value in section.items() if key != ATTACH}
-        return cls.from_mapping(fields, f"{path}, section `{SECTION}:`")
-
-    def to_env(self) -> dict[str, str]:
-        """The variables that make ``from_env`` give this config again (defaults left out)."""
-        return {ENV_PREFIX + name.upper(): _render(value) for name, value in self.changed().items()}
-
-    def changed(self) -> dict[str, Any]:
-        """The fields that differ from their defaults, in order."""
-        return {
-            spec.name: getattr(self, spec.name)
-            for spec in dataclasses.fields(self)
-            if getattr(self, spec.name) != spec.default
-        }
-
-
-# What PyYAML's constructors raise besides YAMLError, for text such as `!!bool 7` or `2024-13-01`.
-UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError)
-
-
-def read_text(path: str | os.PathLike[str]) -> str:
-    """A config file's text, of at most ``LARGEST_FILE`` bytes.
-
-    Raises:
-        ConfigError: it cannot be read as UTF-8, or is larger.
-    """
-    try:
-        with open(path, "rb") as file:
-            data = file.read(LARGEST_FILE + 1)
-        if len(data) > LARGEST_FILE:
-            raise ConfigError(
-                f"{path}: expected a config file of at most {LARGEST_FILE >> 10} KiB, got a larger "
-                "one; is it one?"
-            )
-        return data.decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}") from error
-
-
-def yaml_line(error: Exception) -> str:
-    """Where PyYAML's error knows it."""
-    mark = getattr(error, "problem_mark", None)
-    return "" if mark is None else f", line {mark.line + 1}"
-
-
-def flat(error: BaseException) -> str:
-    """What a reader says, on one line."""
-    if isinstance(error, RecursionError):
-        return "it is nested too deeply"
-    problem = getattr(error, "problem", None)
-    return " ".join(str(problem or error).split()) or type(error).__name__
-
-
-def forbid_bomb(node: Any, path: object) -> None:
-    """Refuse a YAML node that its aliases blow up, or that contains itself.
-
-    Raises:
-        ConfigError: saying so.
-    """
-    counts: dict[int, int] = {}
-
-    def count(node: Any) -> int:
-        key = id(node)
-        if key not in counts:
-            counts[key] = MOST_VALUES + 1  # met again before it is counted: it contains itself
-            parts = node.value if isinstance(node.value, list) else ()
-            flat = (each for part in parts for each in (part if type(part) is tuple else (part,)))
-            counts[key] = 1 + sum(map(count, flat))
-        return counts[key]
-
-    if node is not None and count(node) > MOST_VALUES:
-        raise ConfigError(
-            f"{path}: expected at most {MOST_VALUES} values, got more (aliases repeat what they "
-            "name, and one may contain itself); write out what is needed."
-        )
-
-
-class _Repr(reprlib.Repr):
-    """Of what a file or a caller gave: all of it where it is short."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlevel, self.maxdict, self.maxlist, self.maxtuple, self.maxset = 3, 8, 8, 8, 8
-        self.maxstring = self.maxother = 400
-
-    def repr_int(self, x: int, level: int) -> str:
-        """Python refuses to write integers of thousands of digits, which it has read as hex."""
-        return repr(x) if x.bit_length() < 4096 else f"an integer of {x.bit_length()} bits"
-
-
-shown = _Repr().repr
-"""``repr``, of bounded length whatever the value is."""
 
 
 def is_number(value: object) -> bool:
@@ -281,11 +43,6 @@ def is_positive(value: Any) -> bool:
     return is_number(value) and SMALLEST_FLOAT32 <= value <= LARGEST_FLOAT32
 
 
-def is_path(value: object) -> bool:
-    """Text that a file may be named, and that the environment does not take for None."""
-    return isinstance(value, str) and value.strip().lower() not in _NONE_WORDS and "\0" not in value
-
-
 def check_bounds(scale: float, low: float | None, high: float | None) -> None:
     """Raise ``ConfigError`` unless ``low <= scale <= high`` (None: no bound)."""
     if low is not None and high is not None and low > high:
@@ -300,59 +57,346 @@ def check_bounds(scale: float, low: float | None, high: float | None) -> None:
         )
 
 
-_CHECKS: dict[str, Any] = {
-    "init_scale": is_positive,
-    "growth_factor": lambda v: is_number(v) and v > 1,
-    "backoff_factor": lambda v: is_number(v) and 0 < v < 1,
-    "growth_interval": is_count,
-    "enabled": lambda v: isinstance(v, bool),
-    "min_scale": lambda v: v is None or is_positive(v),
-    "max_scale": lambda v: v is None or is_positive(v),
-    "hysteresis": is_count,
-    "max_consecutive_skips": lambda v: v is None or is_count(v),
-    "step_mode": lambda v: v in ("sync", "overlap", "delayed"),
-    "delay_warmup_steps": lambda v: is_count(v) or (type(v) is int and v == 0),
-    "offload": lambda v: v in ("none", "cpu"),
-    "optimizer_threads": lambda v: v == "auto" or is_count(v),
-    "fold_unscale": lambda v: isinstance(v, bool),
-    "sharded": lambda v: isinstance(v, bool),
-    "telemetry": lambda v: v is None or is_path(v),
-    "underflow_interval": is_count,
-    "find_overflow": lambda v: isinstance(v, bool),
+@dataclass(frozen=True)
+class Kind:
+    """What a setting may be, and how a text says it."""
+
+    allowed: str
+    """In words, for errors and help."""
+    check: Callable[[Any], bool]
+    convert: Callable[[str], Any] = str
+    words: Mapping[str, Any] = field(default_factory=dict)
+    """Texts that stand for a value; capital letters and spaces around do not matter."""
+
+    def parse(self, text: str) -> Any:
+        """The value that a text stands for; the text itself, for ``check`` to refuse, if none."""
+        word = text.strip().lower()
+        if word in self.words:
+            return self.words[word]
+        try:
+            return self.convert(text)
+        except ValueError:
+            return text
+
+
+def _or_none(kind: Kind) -> Kind:
+    return Kind(
+        f"{kind.allowed}, or none",
+        lambda value: value is None or kind.check(value),
+        kind.convert,
+        dict.fromkeys(("", "none", "null")),
+    )
+
+
+def _one_of(first: str, *others: str) -> Kind:
+    allowed = " or ".join([", ".join(map(repr, [first, *others[:-1]])), repr(others[-1])])
+    return Kind(allowed, lambda value: value in (first, *others), str.strip)
+
+
+SWITCH = Kind(
+    "true or false",
+    lambda value: isinstance(value, bool),
+    words=dict.fromkeys(("true", "1", "yes", "on"), True)
+    | dict.fromkeys(("false", "0", "no", "off"), False),
+)
+SCALE = Kind("a finite number > 0 (float32)", is_positive, float)
+COUNT = Kind("an integer from 1 to 2**53", is_count, int)
+PATH = Kind(  # what the environment takes for None is no path
+    "the path of a file to append to",
+    lambda value: (
+        isinstance(value, str)
+        and value.strip().lower() not in ("", "none", "null")
+        and "\0" not in value
+    ),
+)
+
+
+def setting(default: Any, kind: Kind, about: str) -> Any:
+    """A row of the table: a dataclass field with all that is known of it."""
+    return field(default=default, metadata={"kind": kind, "about": about})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalerConfig:
+    """Every setting of the scaler and of the optimizer step, checked on construction.
+
+    Raises:
+        ConfigError: naming the field, the value it got, and what is allowed.
+    """
+
+    init_scale: float = setting(
+        2.0**16, SCALE, "Scale of the first window (a factor on the loss, no unit)."
+    )
+    growth_factor: float = setting(
+        2.0,
+        Kind("a finite number > 1", lambda value: is_number(value) and value > 1, float),
+        "Factor on the scale after growth_interval windows in a row without overflow.",
+    )
+    backoff_factor: float = setting(
+        0.5,
+        Kind("a number in (0, 1)", lambda value: is_number(value) and 0 < value < 1, float),
+        "Factor on the scale after a window that overflowed.",
+    )
+    growth_interval: int = setting(
+        2000, COUNT, "Windows in a row without overflow that make the scale grow."
+    )
+    enabled: bool = setting(
+        True, SWITCH, "False: no scaling; step calls the optimizer, everything else does nothing."
+    )
+    min_scale: float | None = setting(
+        None,
+        _or_none(SCALE),
+        "The scale never falls below this. None: torch's behaviour, no floor.",
+    )
+    max_scale: float | None = setting(
+        None,
+        _or_none(SCALE),
+        "The scale never grows above this. None: torch's behaviour, float32's range.",
+    )
+    hysteresis: int = setting(
+        1, COUNT, "Overflows in a row before the scale backs off (each one still skips its step)."
+    )
+    max_consecutive_skips: int | None = setting(
+        None,
+        _or_none(COUNT),
+        "Skipped windows in a row that are allowed; one more raises, naming the tensors.",
+    )
+    step_mode: Literal["sync", "overlap", "delayed"] = setting(
+        "sync",
+        _one_of("sync", "overlap", "delayed"),
+        "When parameters are updated: sync, inside optimizer.step(); overlap, on the optimizer "
+        "thread, each parameter awaited where it is next used; delayed, on the optimizer thread, "
+        "the update published at the next boundary (one step stale).",
+    )
+    delay_warmup_steps: int = setting(
+        0,
+        Kind(
+            "an integer from 0 to 2**53",
+            lambda value: is_count(value) or (type(value) is int and value == 0),
+            int,
+        ),
+        "delayed: the first N steps are not stale (they run as overlap). A resumed run goes on "
+        "counting where the optimizer's state has a step; else it warms up again.",
+    )
+    offload: Literal["none", "cpu"] = setting(
+        "none",
+        _one_of("none", "cpu"),
+        "Where optimizer state lives: none, with the parameters; cpu, in host memory, with "
+        "float32 master weights, updated there.",
+    )
+    optimizer_threads: int | Literal["auto"] = setting(
+        "auto",
+        Kind(
+            "an integer from 1 to 2**53, or 'auto'",
+            lambda value: value == "auto" or is_count(value),
+            int,
+            {"auto": "auto"},
+        ),
+        "Threads of the optimizer's CPU kernels off the training thread, whatever OMP_NUM_THREADS "
+        "says. auto: physical cores / ranks on this host, less one, at least 1.",
+    )
+    fold_unscale: bool = setting(
+        False,
+        SWITCH,
+        "Let the fused kernel unscale and clip: faster, but .grad stays scaled until the step, "
+        "and results may differ by one rounding while clipping is active.",
+    )
+    sharded: bool = setting(
+        False,
+        SWITCH,
+        "Ranks hold different gradients in a way that the parameters do not show (expert or "
+        "tensor parallelism by hand), so they agree on each verdict: one all-reduce a window. "
+        "DTensors and FSDP are seen without it.",
+    )
+    telemetry: str | None = setting(
+        None,
+        _or_none(PATH),
+        "JSON-lines file with one record a window, written by rank 0; with {rank} in the path "
+        "each rank writes its own. It is appended to, never overwritten. accel-scaler report "
+        "reads it.",
+    )
+    underflow_interval: int = setting(
+        100,
+        COUNT,
+        "With telemetry: windows between two counts of zero and subnormal float16 gradients.",
+    )
+    find_overflow: bool = setting(
+        False,
+        SWITCH,
+        "For debugging: watch every module's activations and gradients, and say of each overflow "
+        "in which module it began. Slow; computes the same numbers.",
+    )
+
+    def __post_init__(self) -> None:
+        for spec in dataclasses.fields(self):
+            value = getattr(self, spec.name)
+            if not spec.metadata["kind"].check(value):
+                raise _wrong(spec.name, value, spec)
+        check_bounds(self.init_scale, self.min_scale, self.max_scale)
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any], where: str = "the settings") -> ScalerConfig:
+        """Build from plain values; ``where`` is named in errors."""
+        for name in values:
+            _expect_known(name, cls.__dataclass_fields__, where, name)
+        try:
+            return cls(**values)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> ScalerConfig:
+        """Read ``ACCEL_SCALER_<FIELD>`` variables; unset ones keep their defaults.
+
+        Raises:
+            ConfigError: a variable of no field, or with a value that its field does not take.
+        """
+        return resolve(in_environment(os.environ if environ is None else environ)).config
+
+    @classmethod
+    def from_yaml(cls, path: str | os.PathLike[str]) -> ScalerConfig:
+        """Read the top-level ``accel_scaler:`` section of an Accelerate config file.
+
+        A file without the section gives the defaults.
+
+        Raises:
+            ConfigError: the file cannot be read, or a setting is wrong.
+        """
+        return resolve(in_section(read_config(path))).config
+
+    def to_env(self) -> dict[str, str]:
+        """The variables that make ``from_env`` give this config again (defaults left out)."""
+        return {
+            ENV_PREFIX + name.upper(): str(value).lower()
+            if isinstance(value, bool) or value is None
+            else str(value)
+            for name, value in self.changed().items()
+        }
+
+    def changed(self) -> dict[str, Any]:
+        """The fields that differ from their defaults, in order."""
+        return {
+            spec.name: getattr(self, spec.name)
+            for spec in dataclasses.fields(self)
+            if getattr(self, spec.name) != spec.default
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class LauncherConfig:
+    """What ``accel-scaler launch`` reads beside :class:`ScalerConfig`, which overlooks it."""
+
+    attach: bool = setting(
+        True,
+        SWITCH,
+        "Attach every Accelerator and Trainer of the script. False: only where it calls attach.",
+    )
+
+
+FIELDS: dict[str, dataclasses.Field[Any]] = {
+    spec.name: spec
+    for spec in (*dataclasses.fields(LauncherConfig), *dataclasses.fields(ScalerConfig))
 }
+"""The table: ``metadata`` holds each one's ``kind`` and ``about``."""
 
-_NONE_WORDS = ("", "none", "null")
-_WORDS = {"true": True, "1": True, "yes": True, "on": True}
-_WORDS |= {"false": False, "0": False, "no": False, "off": False}
-
-
-def _complaint(spec: dataclasses.Field[Any], got: str) -> str:
-    return f"{spec.name}: got {got}, expected {spec.metadata['allowed']}."
+ScalerConfig.__doc__ = f"{ScalerConfig.__doc__}\n    Fields:\n" + "".join(
+    f"        {name}: {spec.metadata['about']} ({spec.metadata['kind'].allowed})\n"
+    for name, spec in ScalerConfig.__dataclass_fields__.items()
+)
 
 
-def _parse(spec: dataclasses.Field[Any], text: str, key: str) -> Any:
-    """A variable's text as its field's type; a text that does not parse is an error."""
-    kind = str(spec.type)
-    word = text.strip().lower()
-    if "None" in kind and word in _NONE_WORDS:
-        return None
-    if "auto" in kind and word == "auto":
-        return word
-    if kind == "bool" and word in _WORDS:
-        return _WORDS[word]
-    if kind.startswith("str"):
-        return text
-    if kind.startswith("Literal"):
-        return text.strip()
+@dataclass(frozen=True)
+class Settings:
+    """Every setting, and who set it."""
+
+    config: ScalerConfig
+    attach: bool
+    sources: dict[str, str]
+    """Of each field that someone set: the flag, the variable, or the file and line. The rest
+    stands at its default."""
+
+
+Found = tuple[str, Any, str]
+"""A field, its value, and who says so."""
+
+
+def resolve(*found: Iterable[Found]) -> Settings:
+    """Merge settings of several sources; a later one outranks those before it.
+
+    Raises:
+        ConfigError: two fields contradict each other; it says where both come from.
+    """
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for name, value, source in itertools.chain(*found):
+        values[name], sources[name] = value, source
+    attach = values.pop("attach", True)
     try:
-        if kind.startswith("int"):
-            return int(word)
-        if kind.startswith("float"):
-            return float(word)
-    except ValueError:
-        pass
-    raise ConfigError(f"{key}: got {shown(text)}, expected {spec.metadata['allowed']}.")
+        return Settings(ScalerConfig(**values), attach, sources)
+    except ConfigError as error:
+        named = [f"{name}: {sources[name]}" for name in sources if f"{name}=" in str(error)]
+        raise ConfigError(f"{error} ({'; '.join(named)})") from None
 
 
-def _render(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
+def in_section(file: ConfigFile) -> Iterator[Found]:
+    """The settings of a config file's section; each is checked, used or not.
+
+    Raises:
+        ConfigError: naming the file, the line and the field.
+    """
+    for name, value in file.values.items():
+        line = file.lines.get(str(name))
+        source = f"{file.path}, line {line}" if line else f"{file.path}"
+        spec = _expect_known(name, FIELDS, f"{source}, section `{SECTION}:`", name)
+        yield spec.name, _read(spec, value, f"{source}: {name}"), source
+
+
+def in_environment(environ: Mapping[str, str]) -> Iterator[Found]:
+    """The settings of the ``ACCEL_SCALER_<FIELD>`` variables; others are ignored.
+
+    Raises:
+        ConfigError: naming the variable.
+    """
+    for key in sorted(environ):
+        if key.startswith(ENV_PREFIX):
+            name = key.removeprefix(ENV_PREFIX)
+            name = name.lower() if name == name.upper() else key
+            spec = _expect_known(name, FIELDS, "the environment", key)
+            yield spec.name, _read(spec, environ[key], key), key
+
+
+def in_flags(flags: Mapping[str, str]) -> Iterator[Found]:
+    """The settings of a command line, ``{field: text}``.
+
+    Raises:
+        ConfigError: naming the flag.
+    """
+    for name, text in flags.items():
+        is_off = FIELDS[name].metadata["kind"] is SWITCH and text == "false"
+        flag = f"--no_{name}" if is_off else f"--{name}"
+        yield name, _read(FIELDS[name], text, flag), flag
+
+
+def _read(spec: dataclasses.Field[Any], value: Any, where: str) -> Any:
+    """A value from outside; a text is parsed (YAML, too, takes ``1e4`` for one)."""
+    read = spec.metadata["kind"].parse(value) if isinstance(value, str) else value
+    if not spec.metadata["kind"].check(read):
+        raise _wrong(where, value, spec)
+    return read
+
+
+def _wrong(where: str, value: object, spec: dataclasses.Field[Any]) -> ConfigError:
+    allowed = spec.metadata["kind"].allowed
+    return ConfigError(f"{where}: got {shown(value)}, expected {allowed}.")
+
+
+def _expect_known(
+    name: object, known: Mapping[str, dataclasses.Field[Any]], where: str, written: object
+) -> dataclasses.Field[Any]:
+    if isinstance(name, str) and name in known:
+        return known[name]
+    near = difflib.get_close_matches(str(name)[:80], known, n=1)
+    meant = f" Did you mean {near[0]}?" if near else ""
+    raise ConfigError(
+        f"{where}: unknown field {shown(written)}.{meant} The fields are {', '.join(known)}."
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "StepError",
     "UnsupportedError",
     "listed",
+    "shown",
 ]
 
 
@@ -46,3 +48,20 @@ def listed(names: Sequence[str], total: int) -> str:
     """``a, b and 3 more``: some names of ``total``; "" for none."""
     more = total - len(names)
     return ", ".join(names) + (f" and {more} more" if more > 0 else "")
+
+
+class _Repr(reprlib.Repr):
+    """All of a value where it is short."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxdict, self.maxlist, self.maxtuple, self.maxset = 3, 8, 8, 8, 8
+        self.maxstring = self.maxother = 400
+
+    def repr_int(self, x: int, level: int) -> str:
+        """Python refuses to write integers of thousands of digits."""
+        return repr(x) if x.bit_length() < 4096 else f"an integer of {x.bit_length()} bits"
+
+
+shown = _Repr().repr
+"""``repr``, of bounded length whatever the value is."""

@@ -27,7 +27,6 @@ for ``launch`` in a command to have it explained. The script may be left out.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import os
@@ -36,34 +35,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..config import Settings
 from ..console import plain, say
 from ..errors import AccelScalerError
 from ..integrations import scaled_elsewhere
-from ..launch.launcher import (
-    _DEST,
-    _expect_script,
-    _read_by_accelerate,
-    _refuse_other_scalers,
-    _without_section,
-    find_settings,
-    make_parser,
-)
-from ..launch.settings import FIELDS, Settings
-from .diagnostics import Hazard, hazards, mended
+from ..launch import launcher
+from .diagnostics import hazards, mended
 from .environment import Survey, survey
 
-__all__ = ["FORMAT", "examine", "main", "make_doctor_parser", "parse"]
+__all__ = ["FORMAT", "main", "parse"]
 
 FORMAT = 1
 """Version of the ``--json`` output."""
 
 _NO_SCRIPT = "<no script>"
-_TITLE = "accel-scaler doctor Arguments"
 
 
-def make_doctor_parser() -> argparse.ArgumentParser:
-    """The parser of ``accel-scaler launch``, with ``--json``."""
-    parser = make_parser()
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str], bool]:
+    """``(arguments of Accelerate's parser, {field: text} of the flags, --json)``.
+
+    ``training_script`` is None where there is none.
+    """
+    parser = launcher.make_parser()
     parser.prog = "accel-scaler doctor"
     parser.usage = "accel-scaler doctor [--json] [arguments of accel-scaler launch] [script ...]"
     parser.description = (
@@ -72,40 +65,23 @@ def make_doctor_parser() -> argparse.ArgumentParser:
         "a setting cannot be used."
     )
     # The formatter shows those groups whose titles it knows.
-    group = next(g for g in parser._action_groups if g.title == "accel_scaler Arguments")
+    group = next(group for group in parser._action_groups if group.title == launcher.TITLE)
     group.add_argument("--json", action="store_true", help="for machines: keys that do not change")
-    return parser
-
-
-def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str], bool]:
-    """``(arguments of Accelerate's parser, {field: text} of the flags, --json)``.
-
-    ``training_script`` is None where there is none.
-    """
-    before, parser = sys.argv, make_doctor_parser()
-    sys.argv = ["accelerate-launch", *argv]  # where Accelerate's help looks for what is used
-    try:
-        # Accelerate's parser wants a script; behind one, these are arguments of the script's.
-        args = parser.parse_args([*argv, _NO_SCRIPT, _NO_SCRIPT])
-    finally:
-        sys.argv = before
-    script = args.training_script
-    args.training_script = None if script == _NO_SCRIPT else script
-    if _NO_SCRIPT in [value for value in vars(args).values() if isinstance(value, str)]:
+    # Accelerate's parser wants a script; behind one, these are arguments of the script's.
+    args, flags = launcher.parse(parser, [*argv, _NO_SCRIPT, _NO_SCRIPT])
+    if args.training_script == _NO_SCRIPT:
+        args.training_script = None
+    if _NO_SCRIPT in (*flags.values(), *(v for v in vars(args).values() if isinstance(v, str))):
         parser.error(f"argument {argv[-1]}: expected one argument")
-    flags = {}
-    for name in FIELDS:
-        text = args.__dict__.pop(_DEST + name)
-        if text is not None:
-            flags[name] = text
     return args, flags, args.__dict__.pop("json")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``accel-scaler doctor``: 0, or 1 where a setting cannot be used, one line on stderr."""
+    """Run ``accel-scaler doctor``: 0, or 1 where a launch would refuse, one line on stderr."""
     args, flags, as_json = parse(argv)
     try:
-        path, found = examine(args, flags)
+        with launcher.prepared(args, flags) as (path, settings):
+            found = survey(args, settings, os.environ)
     except AccelScalerError as error:
         line = " ".join(str(error).split())
         if as_json:
@@ -114,24 +90,6 @@ def main(argv: Sequence[str]) -> int:
         return 1
     say(json.dumps(as_dict(path, found), indent=2) if as_json else as_text(path, found))
     return 0
-
-
-def examine(args: argparse.Namespace, flags: dict[str, str]) -> tuple[Path | None, Survey]:
-    """``(the config file, what was found)``, read and merged as ``accel-scaler launch`` does.
-
-    Raises:
-        AccelScalerError: where ``accel-scaler launch`` would refuse to start.
-    """
-    path, file, settings = find_settings(args, flags)
-    if args.training_script is not None:
-        _expect_script(args)
-    with contextlib.ExitStack() as stack:
-        if file is not None:
-            args.config_file = stack.enter_context(_without_section(file))
-            _read_by_accelerate(args, file, settings)
-        elif settings.attach:
-            _refuse_other_scalers(args, None)
-        return path, survey(args, settings, os.environ)
 
 
 def scaling(found: Survey) -> dict[str, str | None]:
@@ -164,12 +122,8 @@ def scaling(found: Survey) -> dict[str, str | None]:
 def settings_of(settings: Settings) -> dict[str, dict[str, Any]]:
     """The value of every field, and who set it."""
     values = {"attach": settings.attach, **dataclasses.asdict(settings.config)}
-    sources = {
-        name: f"--no_{name}" if source == f"--{name}" and values[name] is False else source
-        for name, source in settings.sources.items()
-    }
     return {
-        name: {"value": value, "source": sources.get(name, "default")}
+        name: {"value": value, "source": settings.sources.get(name, "default")}
         for name, value in values.items()
     }
 
@@ -200,12 +154,14 @@ def as_text(path: Path | None, found: Survey) -> str:
         ("scaling", str(scaling(found)["text"])),
         ("threads", _threads(found)),
     ]
-    parts = [_table(lines), "settings\n" + _settings(found.settings)]
-    those = hazards(found)
-    parts.append("hazards\n" + _hazards(those) if those else "hazards: none found")
-    if away := mended(found):
-        ids = ", ".join(f"{hazard.id} ({hazard.text})" for hazard in away)
-        parts.append(f"mended by attaching: {ids}")
+    settings = [
+        (name, json.dumps(one["value"]), one["source"])
+        for name, one in settings_of(found.settings).items()
+    ]
+    parts = [_table(lines), "settings\n" + _table(settings, "  ")]
+    for title, those in (("hazards", hazards(found)), ("mended by attaching", mended(found))):
+        rows = [(hazard.id, hazard.text) for hazard in those]
+        parts.append(f"{title}\n{_table(rows, '  ')}" if rows else f"{title}: none found")
     return "\n\n".join(parts)
 
 
@@ -216,18 +172,6 @@ def _table(rows: Sequence[tuple[str, ...]], indent: str = "") -> str:
         indent + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
         for row in rows
     )
-
-
-def _settings(settings: Settings) -> str:
-    rows = [
-        (name, json.dumps(one["value"]), one["source"])
-        for name, one in settings_of(settings).items()
-    ]
-    return _table(rows, "  ")
-
-
-def _hazards(those: Sequence[Hazard]) -> str:
-    return _table([(hazard.id, hazard.text) for hazard in those], "  ")
 
 
 def _devices(found: Survey) -> str:

@@ -22,9 +22,9 @@ from accelerate.utils import patch_environment
 from accelerate.utils.environment import str_to_bool
 
 from ..async_optimizer import default_threads
+from ..config import Settings
 from ..devices import JOINS_BY_ITSELF
 from ..errors import ConfigError
-from ..launch.settings import Settings
 from ..version import __version__
 
 __all__ = ["Devices", "Job", "Survey", "Threads", "survey"]
@@ -79,10 +79,6 @@ class Threads:
     own_thread: bool
     """The optimizer steps on a thread of its own, or is awaited there."""
 
-    def share(self, job: Job) -> int:
-        """Cores for each rank on this host."""
-        return max(1, self.cores // job.processes_here)
-
 
 @dataclass(frozen=True)
 class Survey:
@@ -94,6 +90,11 @@ class Survey:
     job: Job
     threads: Threads
     settings: Settings
+
+    @property
+    def share(self) -> int:
+        """Cores for each rank on this host."""
+        return max(1, self.threads.cores // self.job.processes_here)
 
     @property
     def attached(self) -> bool:

@@ -6,6 +6,7 @@ Called by ``startup/sitecustomize.py``, once each has been constructed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import warnings
 from collections.abc import Iterator
@@ -14,8 +15,6 @@ from typing import Any
 from ..integrations import ScaledAccelerator, attach, attach_default
 
 __all__ = ["meet_accelerator", "meet_trainer"]
-
-_said: set[str] = set()
 
 
 def meet_accelerator(accelerator: Any) -> None:
@@ -55,7 +54,6 @@ def _without_warning() -> Iterator[None]:
         yield
 
 
+@functools.cache
 def _say_once(text: str) -> None:
-    if text not in _said:
-        _said.add(text)
-        print(text, file=sys.stderr, flush=True)
+    print(text, file=sys.stderr, flush=True)

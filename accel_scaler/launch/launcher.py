@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 from accelerate.commands.config import default_config_file, load_config_from_file
 from accelerate.commands.launch import (
     CustomHelpFormatter,
@@ -28,15 +30,22 @@ from accelerate.commands.launch import (
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from ..config import ENV_PREFIX
-from ..config_file import PACKAGE, ConfigFile, find_config, read_config
+from ..config import (
+    ENV_PREFIX,
+    FIELDS,
+    SWITCH,
+    Settings,
+    in_environment,
+    in_flags,
+    in_section,
+    resolve,
+)
+from ..config_file import PACKAGE, find_config, read_config
 from ..console import plain
 from ..errors import ConfigError, UnsupportedError
 from ..integrations import scaled_elsewhere
-from .settings import FIELDS, Settings, descriptions, resolve
-from .signals import Ended, end_children, ended_by_signals, shell_status
 
-__all__ = ["launch", "main", "make_parser"]
+__all__ = ["STARTUP", "TITLE", "main", "make_parser", "parse", "prepared"]
 
 STARTUP = str(PACKAGE / "launch" / "startup")
 """The folder in front of PYTHONPATH: its ``sitecustomize`` attaches."""
@@ -65,11 +74,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.prog, parser.description = "accel-scaler launch", _DESCRIPTION
     parser.formatter_class = _HelpFormatter
     group = parser.add_argument_group(TITLE, "Settings of the scaler and the optimizer step.")
-    texts = descriptions()
     for name, spec in FIELDS.items():
-        about = f"{texts[name]} ({spec.metadata['allowed']})".replace("%", "%%")
-        dest = _DEST + name
-        if spec.type == "bool":  # as Accelerate's own: no value, or the next word would be one
+        kind, dest = spec.metadata["kind"], _DEST + name
+        about = f"{spec.metadata['about']} ({kind.allowed})".replace("%", "%%")
+        if kind is SWITCH:  # as Accelerate's own: no value, or the next word would be one
             group.add_argument(
                 f"--{name}", dest=dest, action="store_const", const="true", help=about
             )
@@ -81,54 +89,77 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def parse(
+    parser: argparse.ArgumentParser, argv: Sequence[str]
+) -> tuple[argparse.Namespace, dict[str, str]]:
+    """The arguments for Accelerate, and ``{field: text}`` of our flags, which leave them."""
+    before = sys.argv
+    sys.argv = ["accelerate-launch", *argv]  # where Accelerate's help looks for what is used
+    try:
+        args = parser.parse_args(argv)
+    finally:
+        sys.argv = before
+    given = {name: args.__dict__.pop(_DEST + name) for name in FIELDS}
+    return args, {name: text for name, text in given.items() if text is not None}
+
+
 def main(argv: Sequence[str]) -> int:
     """Run ``accel-scaler launch``; returns the exit status of the job.
 
     Raises:
         AccelScalerError: a setting, a file or a script that cannot be used; nothing was started.
     """
-    before = sys.argv
-    sys.argv = ["accelerate-launch", *argv]  # where Accelerate's help looks for what is used
-    try:
-        args = make_parser().parse_args(argv)
-    finally:
-        sys.argv = before
-    flags = {}
-    for name in FIELDS:
-        text = args.__dict__.pop(_DEST + name)
-        if text is not None:
-            flags[name] = text
-    return launch(args, flags)
+    args, flags = parse(make_parser(), argv)
+    with _signals_passed_on(), prepared(args, flags) as (_, settings), _environment(settings):
+        if not args.quiet:
+            print(plain(_announcement(settings)), file=sys.stderr, flush=True)
+        return _run(args)
 
 
-def find_settings(
+@contextlib.contextmanager
+def prepared(
     args: argparse.Namespace, flags: Mapping[str, str]
-) -> tuple[Path | None, ConfigFile | None, Settings]:
-    """The config file of a command line, if any, where it is, and all settings merged."""
+) -> Iterator[tuple[Path | None, Settings]]:
+    """The config file of a launch, if any, and its settings; ``args`` are ready for Accelerate.
+
+    While this lasts ``args.config_file`` has no section of ours.
+
+    Args:
+        args: of Accelerate's parser; a ``training_script`` of None is not looked for.
+        flags: ``{field: text}`` of the command line.
+
+    Raises:
+        ConfigError: a setting, a file or a script that cannot be used, said before the ranks do,
+            each in its way.
+        UnsupportedError: a job in which nothing can be attached.
+    """
     path: Path | None = None
     if args.config_file is not None:
         path = find_config(args.config_file)
     elif os.path.isfile(default_config_file) and not args.cpu:  # as Accelerate decides it
         path = Path(default_config_file)
     file = None if path is None else read_config(path)
-    return path, file, resolve(file, os.environ, flags)
-
-
-def launch(args: argparse.Namespace, flags: Mapping[str, str]) -> int:
-    """Start the job of ``args`` (of Accelerate's parser) with the settings merged."""
-    _, file, settings = find_settings(args, flags)
+    settings = resolve(
+        () if file is None else in_section(file), in_environment(os.environ), in_flags(flags)
+    )
     _expect_script(args)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(ended_by_signals())
+        defaults = None
         if file is not None:
-            args.config_file = stack.enter_context(_without_section(file))
-            _read_by_accelerate(args, file, settings)
-        elif settings.attach:
-            _refuse_other_scalers(args, None)
-        stack.enter_context(_environment(settings))
-        if not args.quiet:
-            print(plain(_announcement(settings)), file=sys.stderr, flush=True)
-        return _run(args)
+            handed_over = file.path
+            if file.rest is not None:
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="accel_scaler_"))
+                handed_over = Path(folder) / file.path.name  # its ending tells JSON from YAML
+                handed_over.write_text(file.rest, encoding="utf-8")
+            args.config_file = str(handed_over)
+            try:
+                defaults = load_config_from_file(args.config_file)
+            except Exception as error:  # of whatever class: Accelerate has none of its own
+                text = " ".join(str(error).split()).replace(args.config_file, str(path))
+                raise ConfigError(f"{path}: Accelerate cannot use it: {text}") from error
+        if settings.attach:
+            _refuse_other_scalers(args, defaults)
+        yield path, settings
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -137,44 +168,51 @@ def _run(args: argparse.Namespace) -> int:
     try:
         launch_command(args)
     except subprocess.CalledProcessError as error:
-        status = shell_status(error.returncode)
         if not quiet:
             what = f"exited with status {error.returncode}"
             if error.returncode < 0:
                 what = f"was ended by signal {-error.returncode}"
             print(plain(f"accel-scaler: {args.training_script} {what}"), file=sys.stderr)
-        return status
+        return _shell_status(error.returncode)
     except ChildFailedError as error:
         print(error, file=sys.stderr)  # torchrun's table: which rank, its status, when
-        return shell_status(error.get_first_failure()[1].exitcode)
+        return _shell_status(error.get_first_failure()[1].exitcode)
     except SignalException as error:  # torchrun has ended its ranks
         return 128 + int(error.sigval)
-    except (KeyboardInterrupt, Ended) as error:
-        return end_children(error)
     return 0
 
 
+def _shell_status(code: int) -> int:
+    """An exit status as a shell gives it: 128 + n for a process that signal n ended."""
+    return code if code >= 0 else 128 - code
+
+
 @contextlib.contextmanager
-def _without_section(file: ConfigFile) -> Iterator[str]:
-    """The path of a file that Accelerate reads; a temporary one if a section was taken out."""
-    if file.rest is None:
-        yield str(file.path)
-        return
-    with tempfile.TemporaryDirectory(prefix="accel_scaler_") as folder:
-        handed_over = Path(folder) / file.path.name  # its ending tells JSON from YAML
-        handed_over.write_text(file.rest, encoding="utf-8")
-        yield str(handed_over)
+def _signals_passed_on() -> Iterator[None]:
+    """The script decides what SIGTERM, SIGHUP and Ctrl-C end; the launcher waits for its status.
 
+    A terminal sends a Ctrl-C to the script, too. A signal that is ignored (nohup) stays so.
+    torchrun has handlers of its own: it ends its ranks.
+    """
 
-def _read_by_accelerate(args: argparse.Namespace, file: ConfigFile, settings: Settings) -> None:
-    """Let Accelerate read its part before anything starts: errors name the user's file."""
+    def pass_on(number: int, frame: object) -> None:
+        children = psutil.Process().children()
+        if not children:  # nothing has been started
+            raise SystemExit(128 + number)
+        for child in children if number != signal.SIGINT else ():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.send_signal(number)
+
+    names = [name for name in ("SIGTERM", "SIGHUP", "SIGINT") if hasattr(signal, name)]
+    before = {number: signal.getsignal(number) for number in map(signal.Signals.__getitem__, names)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, pass_on)
     try:
-        defaults = load_config_from_file(args.config_file)
-    except Exception as error:  # of whatever class: Accelerate has none of its own
-        text = " ".join(str(error).split()).replace(args.config_file, str(file.path))
-        raise ConfigError(f"{file.path}: Accelerate cannot use it: {text}") from error
-    if settings.attach:
-        _refuse_other_scalers(args, defaults)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _refuse_other_scalers(args: argparse.Namespace, defaults: Any) -> None:
@@ -194,9 +232,8 @@ def _refuse_other_scalers(args: argparse.Namespace, defaults: Any) -> None:
 
 
 def _expect_script(args: argparse.Namespace) -> None:
-    """Say of a script that is not there before the ranks do, each in its way."""
     script = args.training_script
-    if args.module or script == "-":
+    if script is None or args.module or script == "-":
         return  # Python says it
     if args.no_python:
         if shutil.which(script) is None:
@@ -209,23 +246,21 @@ def _expect_script(args: argparse.Namespace) -> None:
 def _environment(settings: Settings) -> Iterator[None]:
     """The environment that the ranks inherit; afterwards it is as before."""
     before = dict(os.environ)
-    for key in before:
-        if key.startswith(ENV_PREFIX):
-            del os.environ[key]
-    os.environ.update(settings.config.to_env())
-    python_path = before.get("PYTHONPATH", "")
-    entries = [entry for entry in python_path.split(os.pathsep) if entry != STARTUP]
+    python_path = before.get("PYTHONPATH")
+    entries = [] if not python_path else python_path.split(os.pathsep)
+    entries = [entry for entry in entries if entry != STARTUP]  # launched from a launched script
     if settings.attach:
         if os.pathsep in STARTUP:
             raise ConfigError(
                 f"the package lies in {STARTUP!r}; a path with {os.pathsep!r} cannot stand in "
                 "PYTHONPATH, so nothing can be attached. Install it elsewhere, or add --no_attach."
             )
-        # An empty entry would mean the current directory.
-        os.environ["PYTHONPATH"] = os.pathsep.join(
-            [STARTUP, *entries] if python_path else [STARTUP]
-        )
-    elif STARTUP in python_path.split(os.pathsep):  # launched from a launched script
+        entries.insert(0, STARTUP)
+    for key in before:
+        if key.startswith(ENV_PREFIX):
+            del os.environ[key]
+    os.environ.update(settings.config.to_env())
+    if settings.attach or python_path is not None:
         os.environ["PYTHONPATH"] = os.pathsep.join(entries)
     try:
         yield

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..config import is_count, is_number, shown
-from ..errors import ConfigError
+from ..config import is_count, is_number
+from ..errors import ConfigError, shown
 from .overflow_streak import OverflowStreak
 from .parameter_names import ParameterNames
 from .update_rule import Rule, ScaleState

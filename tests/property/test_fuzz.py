@@ -21,11 +21,17 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from accel_scaler import ConfigError, ScalerConfig, attach, detach
-from accel_scaler.config import ENV_PREFIX
+from accel_scaler.config import (
+    ENV_PREFIX,
+    FIELDS,
+    in_environment,
+    in_flags,
+    in_section,
+    resolve,
+)
 from accel_scaler.config_file import read_config, shipped_configs
 from accel_scaler.errors import UnsupportedError
-from accel_scaler.launch.launcher import _read_by_accelerate, make_parser
-from accel_scaler.launch.settings import FIELDS, Settings, resolve
+from accel_scaler.launch.launcher import make_parser, parse, prepared
 from accel_scaler.report.findings import facts, in_words
 from accel_scaler.report.html import html_page
 from accel_scaler.report.reader import read_run
@@ -102,34 +108,26 @@ def try_config(path: Path) -> str:
     refused = []
     try:
         file = read_config(path)
-        found = resolve(file, {}, {})
-        assert isinstance(found, Settings)
-        assert set(file.lines) == set(file.values)
-        again = resolve(None, found.config.to_env(), {}).config
-        assert again == found.config, "the ranks get the same settings"
+        config = resolve(in_section(file)).config
+        assert ScalerConfig.from_env(config.to_env()) == config, "the ranks get the same settings"
     except ConfigError as error:
         one_line(error, path)
         refused.append("launch")
-    else:
-        handed_over = path.with_name("rest" + path.suffix)
-        if file.rest is not None:
-            handed_over.write_text(file.rest, encoding="utf-8")
-        args = make_parser().parse_args(["--config_file", str(handed_over), "script.py"])
-        if file.rest is not None:
-            try:
-                _read_by_accelerate(args, file, found)
-            except ConfigError as error:
-                one_line(error, path)
-                refused.append("accelerate")
-            except UnsupportedError as error:
-                one_line(error)
-                refused.append("accelerate")
-    if path.suffix == ".yaml":
-        try:
-            ScalerConfig.from_yaml(path)
-        except ConfigError as error:
-            one_line(error, path)
-            refused.append("from_yaml")
+    try:
+        args, flags = parse(make_parser(), ["--config_file", str(path), __file__])
+        with prepared(args, flags):
+            assert "launch" not in refused
+    except ConfigError as error:
+        one_line(error, path)
+        refused.append("accelerate")
+    except UnsupportedError as error:
+        one_line(error)
+        refused.append("other scalers")
+    try:
+        assert ScalerConfig.from_yaml(path) == config
+    except ConfigError as error:
+        one_line(error, path)
+        assert "launch" in refused
     return " ".join(refused) or "read"
 
 
@@ -228,7 +226,7 @@ def test_any_variable_and_flag_is_a_setting_or_refused(
     environ = {ENV_PREFIX + name.upper(): text for name, text in variables.items()}
     for each in (environ, environ | {ENV_PREFIX + stray: "1"}):
         try:
-            resolve(None, each, flags)
+            resolve(in_environment(each), in_flags(flags))
         except ConfigError as error:
             one_line(error)
         try:

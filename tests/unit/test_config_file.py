@@ -1,4 +1,4 @@
-"""The ``accel_scaler:`` section: fields with lines, the rest unchanged, every mistake named."""
+"""The ``accel_scaler:`` section: fields with lines, the rest unchanged, every mistake one line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_scaler import ConfigError, ScalerConfig
-from accel_scaler.config_file import ConfigFile, find_config, read_config, shipped_configs
+from accel_scaler.config_file import find_config, read_config, shipped_configs
 
 BEFORE = "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'   # one process\n"
 AFTER = "num_processes: 1\nmixed_precision: fp16\n"
@@ -30,18 +30,17 @@ def write(folder: Path, text: str, name: str = "config.yaml") -> Path:
     return path
 
 
-def read(folder: Path, text: str, name: str = "config.yaml") -> ConfigFile:
-    return read_config(write(folder, text, name))
-
-
-def refused(folder: Path, text: str, name: str = "config.yaml") -> str:
-    """The error's message, with the path checked and left out."""
-    path = write(folder, text, name)
+def refused(path: Path) -> str:
+    """The error's message, the same from both ways in; the path is left out."""
     with pytest.raises(ConfigError) as caught:
         read_config(path)
+    with pytest.raises(ConfigError) as again:
+        ScalerConfig.from_yaml(path)
     message = str(caught.value)
+    assert str(again.value)[: len(str(path)) + 40] == message[: len(str(path)) + 40]
     assert message.startswith(str(path))
     assert "\n" not in message
+    assert len(message) < 1_500
     return message.removeprefix(str(path))
 
 
@@ -55,7 +54,7 @@ def refused(folder: Path, text: str, name: str = "config.yaml") -> str:
 )
 def test_a_yaml_section_is_read_with_its_lines_and_taken_out(tmp_path: Path, section: str) -> None:
     text = BEFORE + section + AFTER
-    file = read(tmp_path, text)
+    file = read_config(write(tmp_path, text))
     assert file.values == {"step_mode": "overlap", "min_scale": 0.5}
     numbered = list(enumerate(text.splitlines(), 1))
     assert file.lines == {
@@ -65,35 +64,30 @@ def test_a_yaml_section_is_read_with_its_lines_and_taken_out(tmp_path: Path, sec
     assert yaml.safe_load(file.rest) == REST
 
 
-def test_a_json_section_is_read_with_its_lines_and_taken_out(tmp_path: Path) -> None:
-    text = """{
-\t"distributed_type": "NO", "fsdp_config": {"accel_scaler": {"min_scale": 7}},
-\t"accel_scaler": {
-\t\t"step_mode"
-\t\t: "a \\" { tricky : [text", "offload": ["min_scale", {"max_scale": 1}],
-\t\t"min_scale": 0.5}, "tpu_env": ["x:y", {"a": 1}]
-}"""
-    file = read(tmp_path, text, "config.json")
-    assert file.values == {
-        "step_mode": 'a " { tricky : [text',
-        "offload": ["min_scale", {"max_scale": 1}],
-        "min_scale": 0.5,
+def test_a_json_section_is_read_and_taken_out_and_the_rest_stays_json(tmp_path: Path) -> None:
+    document = {
+        "distributed_type": "NO",
+        "fsdp_config": {"accel_scaler": {"min_scale": 7}},
+        "accel_scaler": {"step_mode": 'a " { tricky : [text', "min_scale": 1e-05},
     }
-    assert file.lines == {"step_mode": 4, "offload": 5, "min_scale": 6}
-    assert file.rest is not None
-    assert json.loads(file.rest) == {
-        key: value for key, value in json.loads(text).items() if key != "accel_scaler"
-    }
+    file = read_config(write(tmp_path, json.dumps(document, indent="\t"), "config.json"))
+    assert file.values == document.pop("accel_scaler")
+    assert json.loads(file.rest or "") == document
 
 
-@pytest.mark.parametrize(("name", "text"), [("a.yaml", BEFORE + AFTER), ("a.json", '{"a": 1}')])
-def test_a_file_without_the_section_needs_no_copy(tmp_path: Path, name: str, text: str) -> None:
-    file = read(tmp_path, text, name)
+@pytest.mark.parametrize(
+    ("name", "text"), [("a.yaml", BEFORE + AFTER), ("a.json", '{"a": 1}'), ("a.yaml", "")]
+)
+def test_a_file_without_the_section_needs_no_copy_and_gives_the_defaults(
+    tmp_path: Path, name: str, text: str
+) -> None:
+    file = read_config(write(tmp_path, text, name))
     assert (file.values, file.lines, file.rest) == ({}, {}, None)
+    assert ScalerConfig.from_yaml(file.path) == ScalerConfig()
 
 
 def test_an_empty_section_in_braces_is_a_section(tmp_path: Path) -> None:
-    file = read(tmp_path, BEFORE + "accel_scaler: {}\n" + AFTER)
+    file = read_config(write(tmp_path, BEFORE + "accel_scaler: {}\n" + AFTER))
     assert file.values == {}
     assert yaml.safe_load(file.rest or "") == REST
 
@@ -103,60 +97,108 @@ def test_merge_keys_and_anchors_work_across_the_section(tmp_path: Path) -> None:
         "accel_scaler: &s\n  <<: {min_scale: 2.0, hysteresis: 3}\n  min_scale: 1.0\n"
         "distributed_type: 'NO'\nfsdp_config: *s\n"
     )
-    file = read(tmp_path, text)
+    file = read_config(write(tmp_path, text))
     assert file.values == yaml.safe_load(text)["accel_scaler"]
     assert file.lines == {"hysteresis": 2, "min_scale": 3}
     expected = {key: yaml.safe_load(text)[key] for key in ("distributed_type", "fsdp_config")}
     assert yaml.safe_load(file.rest or "") == expected
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("accel_scaler:\n  min_scale: 1\n  hysteresis: 2\n  min_scale: 2\n", "line 4: 'min_scale'"),
-        ("a: 1\naccel_scaler: {}\nb: 2\naccel_scaler: {}\n", "line 4: a second `accel_scaler:`"),
-        ("a: 1\naccel_scaler: overlap\n", "line 2: `accel_scaler:` must be a mapping"),
-        ("a: 1\naccel_scaler:\nb: 1\n", "line 2: `accel_scaler:` must be a mapping"),
-        ("a: 1\naccel_scaler: [step_mode]\n", "line 2: `accel_scaler:` must be a mapping"),
-        ("a: 1\naccel_scaler:\n  5: 6\n", "line 3: 5 in `accel_scaler:` is no field's name"),
-        ("a: 1\n b: 2\n", "line 2: not valid YAML"),
-        ("a: 1\n--- \nb: 2\n", "line 2: not valid YAML"),
-        ("a: !!bool 7\n", "a value that YAML cannot read"),
-        ("a: !!python/object/apply:os.system ['true']\n", "line 1: not valid YAML"),
-        ("accel_scaler:\n  min_scale: 2024-13-01\n", "a value that YAML cannot read"),
-        ("- a\n- b\n", "expected a mapping of Accelerate's settings"),
-        ("", "got an empty file"),
-        ("a: " + "[" * 3000, "YAML"),
-    ],
-)
-def test_a_broken_yaml_file_is_refused_with_its_line(
-    tmp_path: Path, text: str, message: str
+BOOM = "boom"
+"""What a file that is executed would make in the present folder."""
+
+TWICE = "stands twice in a mapping; keep one."
+BROKEN = {
+    "a field twice": (
+        "accel_scaler:\n  a: 1\n  b: 2\n  a: 2\n",
+        f", line 4: not valid YAML: 'a' {TWICE}",
+    ),
+    "a section twice": (
+        "a: 1\naccel_scaler: {}\naccel_scaler: {}\n",
+        f", line 3: not valid YAML: 'accel_scaler' {TWICE}",
+    ),
+    "a word": ("a: 1\naccel_scaler: overlap\n", "`accel_scaler:` must be a mapping of fields"),
+    "nothing": ("a: 1\naccel_scaler:\nb: 1\n", "`accel_scaler:` must be a mapping of fields"),
+    "a list": ("accel_scaler: [step_mode]\n", "got ['step_mode']."),
+    "wrong indent": ("a: 1\n b: 2\n", ", line 2: not valid YAML"),
+    "two documents": ("a: 1\n--- \nb: 2\n", ", line 2: not valid YAML"),
+    "a wrong tag": ("a: !!bool 7\n", "not valid YAML: '7'"),
+    "no such day": ("accel_scaler:\n  min_scale: 2024-13-01\n", "not valid YAML: month must be"),
+    "NUL": ("accel_scaler: {offload: 'c\0pu'}\n", "not valid YAML"),
+    "no mapping": ("- a\n- b\n", "got ['a', 'b'], expected a mapping of Accelerate's settings"),
+    "nested deeply": ("a: " + "[" * 3000, "not valid YAML"),
+    "a call": (f"accel_scaler: !!python/object/apply:os.mkdir [{BOOM}]\n", ", line 1: not valid"),
+    "a call beside": (f"a: !!python/object/apply:os.mkdir [{BOOM}]\n", ", line 1: not valid YAML"),
+    "a call in a field": (
+        f"accel_scaler: {{telemetry: !!python/object/new:os.system ['mkdir {BOOM}']}}\n",
+        ", line 1: not valid YAML",
+    ),
+    "itself as a key": ("a: &a {? *a : 1}\n", "not valid YAML"),
+}  # fmt: skip
+BROKEN_JSON = {
+    "a field twice": ('{"accel_scaler": {"a": 1, "a": 2}}', f": not valid JSON: 'a' {TWICE}"),
+    "a section twice": (
+        '{"accel_scaler": {}, "accel_scaler": {}}',
+        f": not valid JSON: 'accel_scaler' {TWICE}",
+    ),
+    "a number": ('{"a": 1, "accel_scaler": 5}', "`accel_scaler:` must be a mapping of fields"),
+    "no colon": ('{"a": 1,\n"b" 5}', "not valid JSON: Expecting ':' delimiter: line 2"),
+    "a list": ("[1, 2]", "got [1, 2], expected a mapping"),
+    "nested deeply": ('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", "not valid JSON"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_yaml_file_is_refused_in_a_line_and_nothing_is_executed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    assert message in refused(tmp_path, text)
+    monkeypatch.chdir(tmp_path)
+    text, part = BROKEN[name]
+    assert part in refused(write(tmp_path, text))
+    assert not Path(BOOM).exists()
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"accel_scaler": {"min_scale": 1,\n"min_scale": 2}}', "line 2: 'min_scale' stands twice"),
-        ('{"accel_scaler": {},\n\n"accel_scaler": {}}', "line 3: a second"),
-        ('{"a": 1,\n"accel_scaler": 5}', "line 2: `accel_scaler:` must be a mapping"),
-        ('{"a": 1,\n"b" 5}', "line 2: not valid JSON"),
-        ("[1, 2]", "expected a mapping"),
-        ('{"a": ' + "1" * 5000 + "}", "not valid JSON"),
-    ],
-)
-def test_a_broken_json_file_is_refused_with_its_line(
-    tmp_path: Path, text: str, message: str
-) -> None:
-    assert message in refused(tmp_path, text, "config.json")
+@pytest.mark.parametrize("name", BROKEN_JSON)
+def test_a_broken_json_file_is_refused_in_a_line(tmp_path: Path, name: str) -> None:
+    text, part = BROKEN_JSON[name]
+    assert part in refused(write(tmp_path, text, "config.json"))
 
 
-def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="cannot be read as UTF-8"):
-        read_config(path)
+# What chance would hardly find: values of kinds that a setting is not.
+WRONG_VALUES = {
+    "{min_scale: .nan}": "min_scale: got nan",
+    "{max_scale: .inf}": "max_scale: got inf",
+    "{growth_interval: 0xffffffffffffffff}": "2**53",
+    "{hysteresis: 0x" + "f" * 9000 + "}": "got an integer of 36000 bits",
+    "{growth_interval: true}": "growth_interval: got True",
+    "{offload: !!binary '////'}": "offload: got b'",
+    "{offload: !!set {a, b}}": "offload: got {",
+    "{min_scale: 2001-02-03}": "min_scale: got datetime.date",
+    "{offload: 1:2:3}": "offload: got 3723",
+    '{telemetry: "a\\0b"}': "telemetry: got 'a\\x00b'",
+    "&a {min_scale: *a}": "min_scale: got {",
+    "{offload: " + "x" * 100_000 + "}": "offload: got 'xxx",
+    "{" + "x" * 1_000 + ": 1}": "unknown field 'xxx",
+}
+
+
+@pytest.mark.parametrize("section", WRONG_VALUES, ids=lambda text: text[:20])
+def test_a_value_that_no_setting_takes_is_shown_in_a_line(tmp_path: Path, section: str) -> None:
+    path = write(tmp_path, f"accel_scaler: {section}\n")
+    with pytest.raises(ConfigError) as caught:
+        ScalerConfig.from_yaml(path)
+    message = str(caught.value)
+    assert WRONG_VALUES[section] in message
+    assert message.startswith(f"{path}, line 1")
+    assert len(message) < 1_500
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "loop.yaml").symlink_to("loop.yaml")
+    (tmp_path / "folder.yaml").symlink_to(".")
+    for name in ("bytes.yaml", "loop.yaml", "folder.yaml", "missing.yaml"):
+        assert "cannot be read as UTF-8" in refused(tmp_path / name)
 
 
 names = st.sampled_from(["accel_scaler", "a", "min_scale", "<<", "yes", "1e3", "ß", "#", ""])
@@ -182,7 +224,7 @@ documents = st.dictionaries(
 
 
 @given(documents, st.booleans(), st.sampled_from([None, True, False]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_any_mapping_comes_back_in_two_parts(
     tmp_path_factory: pytest.TempPathFactory, document: Any, as_json: bool, style: bool | None
 ) -> None:
@@ -201,14 +243,14 @@ def test_any_mapping_comes_back_in_two_parts(
         return
     file = read_config(path)
     assert file.values == section
-    assert set(file.lines) == set(section)
+    assert as_json or set(file.lines) == set(section)
     lines = text.splitlines()
     assert all(1 <= line <= len(lines) for line in file.lines.values())
     assert load(text if file.rest is None else file.rest) == expected
 
 
 @given(st.text(alphabet="ab:{}[]\n -&*!<>'\"#|%@`,?=~.0123eTn\t\\", max_size=60), st.booleans())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_any_text_is_read_or_refused_in_one_line(
     tmp_path_factory: pytest.TempPathFactory, text: str, as_json: bool
 ) -> None:
@@ -223,11 +265,11 @@ def test_any_text_is_read_or_refused_in_one_line(
     if message:
         assert message.startswith(str(path))
         assert "\n" not in message
-    else:
-        whole = (json.loads if as_json else yaml.safe_load)(text)
-        assert file.values == whole.pop("accel_scaler")
-        rest = (json.loads if as_json else yaml.safe_load)(file.rest or "")
-        assert repr(rest) == repr(whole)  # repr: a NaN equals itself
+        return
+    whole = (json.loads if as_json else yaml.safe_load)(text)
+    assert file.values == whole.pop("accel_scaler")
+    rest = (json.loads if as_json else yaml.safe_load)(file.rest or "")
+    assert repr(rest) == repr(whole)  # repr: a NaN equals itself
 
 
 def test_shipped_files_are_found_by_name_and_a_file_on_disk_wins(
@@ -235,7 +277,6 @@ def test_shipped_files_are_found_by_name_and_a_file_on_disk_wins(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     shipped = shipped_configs()
-    assert {"cpu_fp16", "gpu_fp16"} <= set(shipped)
     assert find_config("cpu_fp16") == find_config("cpu_fp16.yaml") == shipped["cpu_fp16"]
     write(tmp_path, BEFORE, "cpu_fp16.yaml")
     assert find_config("cpu_fp16.yaml") == Path("cpu_fp16.yaml")
@@ -252,9 +293,3 @@ def test_a_file_that_is_not_there_names_those_that_are(
     assert repr(name) in str(caught.value)
     with pytest.raises(ConfigError, match="is not a file"):
         find_config(str(tmp_path))
-
-
-@pytest.mark.parametrize("name", sorted(shipped_configs()))
-def test_every_shipped_file_has_fields_that_the_scaler_takes(name: str) -> None:
-    file = read_config(shipped_configs()[name])
-    ScalerConfig(**{k: v for k, v in file.values.items() if k != "attach"})

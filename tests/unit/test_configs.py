@@ -18,9 +18,9 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from places import ROOT
 
 from accel_scaler import ScalerConfig
+from accel_scaler.config import in_section, resolve
 from accel_scaler.config_file import find_config, read_config, shipped_configs
 from accel_scaler.launch.launcher import make_parser
-from accel_scaler.launch.settings import resolve
 
 # Of each file: processes, machines, the launcher Accelerate takes, and the section's settings.
 EXPECTED: dict[str, tuple[int, int, str | None, ScalerConfig | None]] = {
@@ -90,7 +90,7 @@ def test_our_section_is_what_the_file_says_it_is(name: str) -> None:
     expected = EXPECTED[name][3]
     file = read_config(find_config(name))
     assert (file.rest is None) == (expected is None)
-    settings = resolve(file, {}, {})
+    settings = resolve(in_section(file))
     assert settings.config == (expected or ScalerConfig())
     assert settings.attach
 

@@ -14,7 +14,7 @@ from places import ROOT
 PACKAGE = ROOT / "accel_scaler"
 
 ORDER = [
-    *("version", "errors", "console", "devices", "config", "config_file"),
+    *("version", "errors", "console", "devices", "config_file", "config"),
     "overflow_finder/",
     "scaling/",
     "optimizer_step/",
@@ -47,18 +47,15 @@ ONLY_IN = {
     },
     "matplotlib": {"report/command", "report/figures", "report/heatmap", "report/theme"},
     "numpy": {"report/heatmap"},
-    "psutil": {"async_optimizer/worker", "launch/signals", "doctor/environment"},
-    "packaging": {"doctor/diagnostics"},
+    "psutil": {"async_optimizer/worker", "launch/launcher", "doctor/environment"},
     "PIL": {"report/theme"},
     "transformers": {"integrations/trainer"},
-    "yaml": {"config", "config_file", "launch/settings"},
+    "yaml": {"config_file"},
 }
 """Whose modules may import another library; torch is everywhere but in ``WITHOUT_TORCH``."""
 
 WITHOUT_TORCH = {"report", "config", "config_file", "console", "errors", "version", "cli"}
 
-_PARTS = "doctor reads a launch as the launcher does, from its parts: to be functions of launch"
-_CHECKS = "the checks of a field belong to the one table of fields, which config is to hand out"
 _DECODING = "one reader of lines is to hand out records; its small checks have names too plain"
 
 NOT_YET = {
@@ -73,14 +70,6 @@ NOT_YET = {
     ("report/html", "looks into telemetry/decoding"): _DECODING,
     ("report/reader", "looks into telemetry/decoding"): _DECODING,
     ("report/window_fields", "looks into telemetry/decoding"): _DECODING,
-    ("launch/settings", "takes config: _CHECKS"): _CHECKS,
-    ("launch/settings", "takes config: _complaint"): _CHECKS,
-    ("launch/settings", "takes config: _parse"): _CHECKS,
-    ("doctor/command", "takes launch/launcher: _DEST"): _PARTS,
-    ("doctor/command", "takes launch/launcher: _expect_script"): _PARTS,
-    ("doctor/command", "takes launch/launcher: _read_by_accelerate"): _PARTS,
-    ("doctor/command", "takes launch/launcher: _refuse_other_scalers"): _PARTS,
-    ("doctor/command", "takes launch/launcher: _without_section"): _PARTS,
 }
 """What still breaks a rule, as :func:`broken` says it, and why. It may only shrink."""
 

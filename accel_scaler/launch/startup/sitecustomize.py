@@ -44,34 +44,26 @@ class Finder:
             return None
         self._asking.add(key)
         try:
-            return self._ask(name, path, target)
+            finders = list(sys.meta_path)
+            if self in finders:  # those in front have been asked, or are asking now
+                del finders[: finders.index(self) + 1]
+            for finder in finders:
+                spec = finder.find_spec(name, path, target)
+                if spec is not None and spec.loader is not None:
+                    follow(spec.loader, name)
+                    return spec
         finally:
             self._asking.discard(key)
-
-    def _ask(self, name: str, path: Any, target: Any) -> Any:
-        finders: list[Any] = list(sys.meta_path)
-        if self in finders:  # those in front have been asked, or are asking now
-            del finders[: finders.index(self) + 1]
-        for finder in finders:
-            find = getattr(finder, "find_spec", None)
-            spec = None if find is None else find(name, path, target)
-            if spec is not None and spec.loader is not None:
-                follow(spec.loader, name)
-                return spec
         return None
 
 
 def follow(loader: Any, name: str) -> None:
-    """Let ``loader`` change the class once it has executed the module; it is as before then."""
+    """Let ``loader`` change the class once it has executed the module."""
     execute = loader.exec_module
-    before = vars(loader).get("exec_module")
 
     def exec_module(module: Any) -> None:
-        if vars(loader).get("exec_module") is exec_module:  # nobody follows it after us
-            if before is None:
-                del loader.exec_module
-            else:
-                loader.exec_module = before
+        if vars(loader).get("exec_module") is exec_module:  # it is as Python made it again
+            del loader.exec_module
         execute(module)
         change(module, name)
 

@@ -317,7 +317,8 @@ def test_a_launcher_that_is_told_to_end_ends_the_script(
         _, err = process.communicate(timeout=60)
     finally:
         end(process)
-    assert process.returncode == 128 + number
+    # The status is the script's own, which has a handler for SIGTERM; torchrun's is its signal's.
+    assert process.returncode == (7 if number == signal.SIGTERM and ranks == 1 else 128 + number)
     assert not any(child.is_running() for child in family)
     assert not list((folder / "tmp").glob("accel_scaler_*"))
     if number == signal.SIGTERM:

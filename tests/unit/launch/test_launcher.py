@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import argparse
 import ast
-import inspect
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from accel_scaler import AccelScalerError, ConfigError, ScalerConfig, UnsupportedError
-from accel_scaler.config import ENV_PREFIX
-from accel_scaler.config_file import ConfigFile, read_config
+from accel_scaler import AccelScalerError, ScalerConfig, UnsupportedError
+from accel_scaler.config import ENV_PREFIX, FIELDS
 from accel_scaler.launch import launcher as launcher_module
-from accel_scaler.launch import signals
 from accel_scaler.launch.launcher import STARTUP, main, make_parser
-from accel_scaler.launch.settings import FIELDS, descriptions, resolve
-from accel_scaler.launch.signals import Ended, end_children, ended_by_signals, shell_status
 
 ACCELERATE = "distributed_type: 'NO'\nuse_cpu: true\nmixed_precision: fp16\n"
 LINES_BEFORE = ACCELERATE.count("\n") + 1
@@ -37,6 +33,7 @@ class Started:
 
     def __init__(self) -> None:
         self.end: BaseException | None = None
+        self.meanwhile: Callable[[], object] = bool
         self.args: Any = None
         self.environment: dict[str, str] = {}
         self.config: Any = None
@@ -47,6 +44,7 @@ class Started:
         if args.config_file is not None:
             self.config_file = Path(args.config_file)
             self.config = yaml.safe_load(self.config_file.read_text())
+        self.meanwhile()
         if self.end is not None:
             raise self.end
 
@@ -77,90 +75,6 @@ def with_section(text: str, name: str = "config.yaml") -> str:
     return name
 
 
-def file_of(text: str, folder: Path) -> ConfigFile:
-    path = folder / "config.yaml"
-    path.write_text(f"accel_scaler:\n{text}")
-    return read_config(path)
-
-
-# --- merging ------------------------------------------------------------------------------------
-
-
-def test_a_flag_outranks_a_variable_that_the_file_that_the_default(tmp_path: Path) -> None:
-    names = ("hysteresis", "growth_interval", "max_consecutive_skips")
-    file = file_of("".join(f"  {name}: 3\n" for name in names), tmp_path)
-    environ = {ENV_PREFIX + name.upper(): "5" for name in names[:2]} | {"OTHER": "x"}
-    settings = resolve(file, environ, {names[0]: "7"})
-    assert settings.config == ScalerConfig(hysteresis=7, growth_interval=5, max_consecutive_skips=3)
-    assert settings.sources == {
-        "hysteresis": "--hysteresis",
-        "growth_interval": "ACCEL_SCALER_GROWTH_INTERVAL",
-        "max_consecutive_skips": f"{file.path}, line 4",
-    }
-    assert resolve(None, {}, {}).config == ScalerConfig()
-    assert resolve(None, {}, {}).attach
-
-
-def test_a_default_value_outranks_what_is_below_it(tmp_path: Path) -> None:
-    file = file_of("  min_scale: 1.0\n  step_mode: overlap\n", tmp_path)
-    settings = resolve(file, {"ACCEL_SCALER_MIN_SCALE": "none"}, {"step_mode": "sync"})
-    assert settings.config == ScalerConfig()
-
-
-def test_two_fields_that_contradict_name_both_places(tmp_path: Path) -> None:
-    file = file_of("  min_scale: 70000.0\n", tmp_path)
-    with pytest.raises(ConfigError) as caught:
-        resolve(file, {}, {"max_scale": "60000"})
-    assert f"min_scale: {file.path}, line 2; max_scale: --max_scale" in str(caught.value)
-    # Each alone contradicts a default, and together they do not.
-    good = resolve(file, {"ACCEL_SCALER_INIT_SCALE": "80000"}, {})
-    assert good.config == ScalerConfig(min_scale=70000.0, init_scale=80000.0)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("min_sacle: 1", "section `accel_scaler:`: unknown field 'min_sacle'. Did you mean min_s"),
-        ("min_scale: -1", "min_scale: got -1, expected a finite number > 0"),
-        ("init_scale: 1e4", "got '1e4', expected a finite number > 0 (float32). The file has a "
-         "text there; write 10000.0."),
-        ("min_scale: 1e-5", "write 1.0e-05."),
-        ("min_scale: none", "write null."),
-        ("attach: 'no'", "attach: got 'no', expected true or false. The file has a text there; "
-         "write false."),
-        ("attach: 0", "attach: got 0, expected true or false."),
-        ("step_mode: [overlap]", "step_mode: got ['overlap'], expected 'sync'"),
-        ("hysteresis: 1.0", "hysteresis: got 1.0, expected an integer from 1 to 2**53."),
-    ],
-)  # fmt: skip
-def test_a_wrong_field_in_the_file_is_named_with_its_line(
-    tmp_path: Path, text: str, message: str
-) -> None:
-    file = file_of(f"  growth_factor: 4\n  {text}\n", tmp_path)
-    with pytest.raises(ConfigError) as caught:
-        resolve(file, {}, {"min_scale": "1", "step_mode": "sync", "hysteresis": "1"})
-    assert str(caught.value).startswith(f"{file.path}, line 3")
-    assert message in str(caught.value)
-    hint = str(caught.value).rpartition("write ")[2].rstrip(".")
-    if "write " in message:  # the remedy is one
-        name = text.partition(":")[0]
-        resolve(file_of(f"  {name}: {hint}\n", tmp_path), {}, {})
-
-
-@pytest.mark.parametrize("value", ["two", "1.5", "0", ""])
-def test_a_wrong_variable_or_flag_is_named(value: str) -> None:
-    with pytest.raises(ConfigError, match=f"^ACCEL_SCALER_HYSTERESIS: got '{value}', expected"):
-        resolve(None, {"ACCEL_SCALER_HYSTERESIS": value}, {"hysteresis": "2"})
-    with pytest.raises(ConfigError, match=f"^--hysteresis: got '{value}', expected"):
-        resolve(None, {}, {"hysteresis": value})
-
-
-@pytest.mark.parametrize("key", ["ACCEL_SCALER_NOPE", "ACCEL_SCALER_min_scale", "ACCEL_SCALER_"])
-def test_an_unknown_variable_is_refused(key: str) -> None:
-    with pytest.raises(ConfigError, match=f"the environment: unknown field '{key}'"):
-        resolve(None, {key: "1"}, {})
-
-
 @pytest.mark.parametrize("name", sorted(set(FIELDS) - {"attach"}))
 def test_every_field_travels_from_each_source_to_the_ranks(started: Started, name: str) -> None:
     value = {
@@ -184,15 +98,11 @@ def test_every_field_travels_from_each_source_to_the_ranks(started: Started, nam
         assert started.settings == expected.to_env()
 
 
-def test_every_field_has_a_flag_with_its_docstring() -> None:
-    texts = descriptions()
-    assert list(texts) == list(FIELDS)
+def test_every_field_has_a_flag_with_its_help() -> None:
     shown = " ".join(make_parser().format_help().split()).replace("- ", "-")
-    for name, text in texts.items():
+    for name, spec in FIELDS.items():
         assert f"--{name}" in shown
-        assert text.split(".")[0].replace("- ", "-") in shown
-    source = " ".join(inspect.getsource(ScalerConfig).replace("``", "").split())
-    assert all(texts[name] in source for name in set(FIELDS) - {"attach"})
+        assert spec.metadata["about"].replace("- ", "-") in shown
 
 
 def test_help_shows_all_of_accelerates_groups_and_ours(capsys: pytest.CaptureFixture[str]) -> None:
@@ -405,14 +315,6 @@ def test_off_by_one_setting(started: Started, monkeypatch: pytest.MonkeyPatch, h
     assert started.environment["PYTHONPATH"] == f"{STARTUP}:b"
 
 
-def test_a_script_that_reads_the_settings_itself_overlooks_the_launchers_own(
-    started: Started,
-) -> None:
-    assert ScalerConfig.from_env({"ACCEL_SCALER_ATTACH": "0"}) == ScalerConfig()
-    name = with_section("attach: false\nmin_scale: 2.0")
-    assert ScalerConfig.from_yaml(name) == ScalerConfig(min_scale=2.0)
-
-
 def test_a_section_that_switches_off_lets_other_scalers_run(started: Started) -> None:
     text = "distributed_type: {}\ndeepspeed_config: {{}}\n"
     for kind, reason in (("DEEPSPEED", "DeepSpeed"), ("MEGATRON_LM", "Megatron"), ("XLA", "XLA")):
@@ -474,60 +376,43 @@ def test_other_ends_pass_and_leave_nothing_behind(started: Started, end: BaseExc
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-@pytest.mark.parametrize(
-    ("end", "status"), [(KeyboardInterrupt(), 130), (Ended(signal.SIGTERM), 143)]
-)
-def test_an_interrupt_leaves_nothing_behind(
-    started: Started, end: BaseException, status: int
+def test_signals_reach_the_script_whose_end_is_the_launchers(
+    started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started.end = end
-    assert main(["--config_file", with_section("min_scale: 2"), "train.py"]) == status
-    assert started.config_file is not None
-    assert not started.config_file.parent.exists()
+    sent: list[int] = []
+    children = [SimpleNamespace(send_signal=sent.append)]
+    monkeypatch.setattr(
+        launcher_module.psutil, "Process", lambda: SimpleNamespace(children=lambda: children)
+    )
 
+    def told() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.raise_signal(number)
 
-DEAF = (
-    "import signal, sys, time\n"
-    "for number in (signal.SIGTERM, signal.SIGINT): signal.signal(number, signal.SIG_IGN)\n"
-    "print('up', flush=True); time.sleep(300)"
-)
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("end", [KeyboardInterrupt(), Ended(signal.SIGTERM)])
-def test_a_script_that_does_not_end_is_killed(
-    monkeypatch: pytest.MonkeyPatch, end: BaseException
-) -> None:
-    child = subprocess.Popen([sys.executable, "-c", DEAF], stdout=subprocess.PIPE, text=True)
-    try:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "up\n"
-        found = psutil.Process(child.pid)
-
-        own = [found]
-        monkeypatch.setattr(psutil.Process, "children", lambda self, recursive=False: own)
-        monkeypatch.setattr(signals, "GRACE", 0.2)
-        monkeypatch.setattr(signals, "LAST", 0.2)
-        assert end_children(end) == (130 if isinstance(end, KeyboardInterrupt) else 143)
-        monkeypatch.undo()
-        found.wait(timeout=30)
-    finally:
-        child.kill()
-        child.communicate(timeout=30)
-
-
-def test_signals_are_turned_into_an_end_and_given_back() -> None:
-    with pytest.raises(Ended) as caught, ended_by_signals():
-        signal.raise_signal(signal.SIGTERM)
-    assert caught.value.args == (signal.SIGTERM,)
+    started.meanwhile = told
+    started.end = killed(-15)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
     try:
-        with ended_by_signals():
-            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert main(["--cpu", "train.py"]) == 143
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+    # Ctrl-C has reached it through the terminal.
+    assert sent == [signal.SIGTERM]
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    assert [shell_status(code) for code in (0, 3, -9)] == [0, 3, 137]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_signal_before_anything_is_started_ends_the_launcher(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher_module.psutil, "Process", lambda: SimpleNamespace(children=list))
+    started.meanwhile = lambda: signal.raise_signal(signal.SIGINT)
+    with pytest.raises(SystemExit) as caught:
+        main(["--config_file", with_section("min_scale: 2"), "train.py"])
+    assert caught.value.code == 130
+    assert started.config_file is not None
+    assert not started.config_file.parent.exists()
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import struct
 import subprocess
 import sys
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from telemetry_runs import kinds_of, lines_of, parse, windows_of
 from accel_scaler import ConfigError
 from accel_scaler.telemetry import writer as writer_module
 from accel_scaler.telemetry.record import Record
-from accel_scaler.telemetry.writer import FORMAT, Journal
+from accel_scaler.telemetry.writer import FORMAT, Journal, check_path
 
 INF, NAN = math.inf, math.nan
 FACTS = {"package": "0", "rank": 0, "ranks": 1, "device": "cpu", "precision": "fp16"}
@@ -465,3 +466,32 @@ def test_a_tensor_of_numbers_never_reaches_the_file(tmp_path: Path) -> None:
     put(journal, record(0, lr=(float(torch.tensor(0.1)),)))
     journal.close()
     assert windows_of(path)[0]["lr"] == [float(torch.tensor(0.1))]
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["run.jsonl", "new/below/run.jsonl", "ours.jsonl", "cut.jsonl", "empty", ".",
+     "file/run.jsonl", "file/below/run.jsonl", "file", "newer.jsonl"],
+)  # fmt: skip
+def test_a_check_beforehand_refuses_what_a_journal_refuses_and_leaves_no_trace(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("not telemetry\n")
+    Path("empty").write_text("")
+    Path("ours.jsonl").write_text('{"kind": "start", "format": 1}\n')
+    Path("cut.jsonl").write_text('{"kind": "sta')
+    Path("newer.jsonl").write_text('{"kind": "start", "format": 99}\n')
+    before = {p: p.is_file() and p.read_bytes() for p in tmp_path.rglob("*")}
+
+    def refuses(attempt: Callable[[str], object]) -> bool:
+        try:
+            attempt(path)
+        except ConfigError:
+            return True
+        return False
+
+    expected = path in (".", "file/run.jsonl", "file/below/run.jsonl", "file", "newer.jsonl")
+    assert refuses(check_path) == expected
+    assert {p: p.is_file() and p.read_bytes() for p in tmp_path.rglob("*")} == before
+    assert refuses(lambda path: Journal(path, {}).close()) == expected

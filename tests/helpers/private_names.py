@@ -153,7 +153,6 @@ TORCH = [
     ("torch", "_foreach_copy_", "copies lists of small tensors, in flat_buffers.py"),
     ("torch", "_fused_adam_", "steps Adam with the kernel's own unscaling, in fused_adam.py"),
     ("torch", "_fused_adamw_", "steps AdamW with the kernel's own unscaling, in fused_adam.py"),
-    ("torch", "_fused_sgd_", "tells whether this torch has a fused SGD, in diagnostics.py"),
     ("torch", "_debug_has_internal_overlap", "refuses parameters that overlap, in flat_buffers.py"),
     ("torch", "_C", "is where the next rows stand"),
     ("torch._C", "DisableTorchFunctionSubclass", "reads a waiting tensor, in pending_parameter.py"),

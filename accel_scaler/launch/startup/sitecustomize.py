@@ -58,12 +58,16 @@ class Finder:
 
 
 def follow(loader: Any, name: str) -> None:
-    """Let ``loader`` change the class once it has executed the module."""
+    """Let ``loader`` change the class once it has executed the module; it is as before then."""
     execute = loader.exec_module
+    before = vars(loader).get("exec_module")
 
     def exec_module(module: Any) -> None:
-        if vars(loader).get("exec_module") is exec_module:  # it is as Python made it again
-            del loader.exec_module
+        if vars(loader).get("exec_module") is exec_module:  # nobody follows it after us
+            if before is None:
+                del loader.exec_module
+            else:
+                loader.exec_module = before
         execute(module)
         change(module, name)
 

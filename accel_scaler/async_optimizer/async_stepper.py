@@ -8,6 +8,7 @@ while the model keeps the parameters before; they are published at the next boun
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 import weakref
 from collections import Counter
@@ -26,7 +27,7 @@ from torch.optim import optimizer as optimizer_module
 
 from ..devices import refuse_capture
 from ..errors import OrderError, StepError, UnsupportedError
-from ..optimizer_step import Stepper, Undivided, async_stepper_of, register, unregister
+from ..optimizer_step import Stepper, async_stepper_of, register, unregister
 from ..scaling import (
     LOW_PRECISION,
     DeferredUnscale,
@@ -50,6 +51,8 @@ from .streams import PartEvents, SideStreams
 from .worker import Task, Worker
 
 __all__ = ["AsyncStepper", "refuse_sharing"]
+
+logger = logging.getLogger("accel_scaler")
 
 _steppers: list[weakref.ref[AsyncStepper]] = []
 """Those that step an optimizer."""
@@ -197,7 +200,7 @@ class AsyncStepper(Flight, Stepper):
             reduce_partial_gradients(self.replica.params)
         grads = [p.grad for p in self.replica.params]
         if any(grad is not None for grad in grads):
-            with Undivided(), self.lock:
+            with self.lock:
                 self._hand_over(grads, deferred or DeferredUnscale(), None)
         self._run_hooks("post")
 
@@ -215,7 +218,7 @@ class AsyncStepper(Flight, Stepper):
         self._finish_for_boundary()
         self.settle_gradients()
         fn = prepare()
-        with Undivided(), self.lock:
+        with self.lock:
             self._hand_over(
                 [p.grad for p in self.replica.params], deferred or DeferredUnscale(), fn
             )
@@ -272,32 +275,44 @@ class AsyncStepper(Flight, Stepper):
         work = partial(self._work, grads, events, deferred, ready, publish_first, stale, fn)
         self._lead = parts * publish_first
         task = Task(work, (1 if fn is not None else parts) + self._lead)
-        self._task, self._events, self._of_user = task, [], fn is not None
-        if fn is not None:
-            for p in replica.params:
-                if id(p) not in self._shared:
-                    p.grad = None
-        order = self.order_of_parts()
-        for number, part in enumerate(replica.parts, self._lead + 1) if held else ():
-            mine = [grad for grad in held[part.start : part.end] if grad is not None]
-            hold_gradients(
-                mine, GradientHold(self.wait_for(task, self._events, number), order, number)
-            )
-        # Not what stays as it is: another branch's backward may still need it.
-        stepped = [fn is not None or grad is not None for grad in found]
-        written = compress(replica.params, () if stale else stepped)
-        torch.autograd.graph.increment_version([*(self._newer if publish_first else ()), *written])
-        self._newer = list(compress(replica.params, stepped)) if stale else []
-        if replica.has_masters:
-            self._versions = [p._version for p in replica.params]
-        self.timing = task.timing
-        self.steps += 1
-        self.unpublished = stale
-        self.optimizer.__dict__["_opt_called"] = True  # what an LR scheduler's wrapper sets
         try:
+            self._task, self._events, self._of_user = task, [], fn is not None
+            if fn is not None:
+                for p in replica.params:
+                    if id(p) not in self._shared:
+                        p.grad = None
+            order = self.order_of_parts()
+            for number, part in enumerate(replica.parts, self._lead + 1) if held else ():
+                mine = [grad for grad in held[part.start : part.end] if grad is not None]
+                hold_gradients(
+                    mine, GradientHold(self.wait_for(task, self._events, number), order, number)
+                )
+            # Not what stays as it is: another branch's backward may still need it.
+            stepped = [fn is not None or grad is not None for grad in found]
+            written = compress(replica.params, () if stale else stepped)
+            torch.autograd.graph.increment_version(
+                [*(self._newer if publish_first else ()), *written]
+            )
+            self._newer = list(compress(replica.params, stepped)) if stale else []
+            if replica.has_masters:
+                self._versions = [p._version for p in replica.params]
+            self.timing = task.timing
+            self.steps += 1
+            self.unpublished = stale
+            self.optimizer.__dict__["_opt_called"] = True  # what an LR scheduler's wrapper sets
             self._launch(task, inline, publish_first, whole=fn is not None and not publish_first)
         except BaseException as error:  # Ctrl-C, or no thread to be had
-            task.abandon(error)
+            if task.abandon(error):
+                self._task = None
+                self._release(learn=False)
+                self.drop_lost()
+                self.unpublished = publish_first
+                logger.error(
+                    "%s: its update was not handed over (%s): no parameter has moved, its "
+                    "gradients are lost. Training goes on with new ones.",
+                    type(self.optimizer).__name__,
+                    type(error).__name__,
+                )
             raise
 
     def _hold_gradients(
@@ -365,6 +380,7 @@ class AsyncStepper(Flight, Stepper):
             task.timing.inline = True
             task.execute()
             if task.error is not None and not isinstance(task.error, Exception):
+                logger.error("%s", self._failure_of(task))
                 self._task = None
                 raise task.error  # Ctrl-C and exit() go on as they would from optimizer.step()
             self.finish()

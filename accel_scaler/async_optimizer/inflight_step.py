@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from ..devices import refuse_capture
 from ..errors import OrderError, StepError, listed
-from ..scaling import MOST_NAMES, ParameterNames, StepTiming, local
+from ..optimizer_step import StepTiming
+from ..scaling import MOST_NAMES, ParameterNames, local
 from .master_params import ParameterPair, place_of
 from .pending_parameter import ParameterHold, can_hold_parameters, is_held
 from .replica import Replica

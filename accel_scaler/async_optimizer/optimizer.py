@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from ..config import ScalerConfig
 from ..errors import ConfigError, OrderError
-from ..optimizer_step import Boundary, boundary_of
-from ..scaling import GradScaler, ParameterNames, StepTiming, parameters_of, whole
-from ..telemetry import History
+from ..optimizer_step import Boundary, StepTiming, boundary_of
+from ..scaling import GradScaler, ParameterNames, parameters_of, whole
+from ..telemetry import History, Recorder
 from .async_stepper import AsyncStepper
 from .hooks import SyncHooks
 from .worker import Worker
@@ -121,7 +121,9 @@ class AsyncOptimizer(Optimizer):
         self._boundary: Boundary | None = None
         if self.scaler is not None:
             # One for all optimizers of a scaler, an attached accelerator's too.
-            self._boundary = boundary_of(self.scaler) or Boundary(self.scaler, device)
+            self._boundary = boundary_of(self.scaler) or Boundary(
+                self.scaler, device, Recorder(self.scaler)
+            )
             self._boundary.add(self, config.fold_unscale)
 
     def _models(self) -> list[Module]:
@@ -163,7 +165,8 @@ class AsyncOptimizer(Optimizer):
     @property
     def history(self) -> History:
         """What the scaler did, one record a window; empty without ``scaler``."""
-        return History() if self._boundary is None else self._boundary.history
+        observer = None if self._boundary is None else self._boundary.observer
+        return observer.history if isinstance(observer, Recorder) else History()
 
     @property
     def timing(self) -> StepTiming | None:
@@ -231,7 +234,7 @@ class AsyncOptimizer(Optimizer):
         chosen = parameters_of(self.optimizer) if parameters is None else list(parameters)
         if self._boundary is None:
             return whole(torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type))
-        return self._boundary.clip_norm(chosen, max_norm, norm_type)
+        return self._boundary.clipping.clip_norm(chosen, max_norm, norm_type)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. ``set_to_none=False`` waits for the step that reads the gradients."""

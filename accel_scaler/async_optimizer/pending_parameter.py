@@ -369,15 +369,19 @@ class ParameterHold:
         self.seen: list[Tensor] = []
         """Parameters in the order in which the thread that trains first used them."""
         self._ref = mine = weakref.ref(self, partial(_forget, self._left, order))
-        with _lock:
-            done = [order for order in set(_orphans.values()) if order.is_past()]
-            for key in [key for key, each in _orphans.items() if each in done]:
-                del _orphans[key]
-            _holds.add(self)
-            for p in params:
-                others = _holders.get(id(p))
-                _holders[id(p)] = (mine,) if others is None else (*others, mine)
-                _CLASS.__set__(p, PendingParameter)
+        try:
+            with _lock:
+                done = [order for order in set(_orphans.values()) if order.is_past()]
+                for key in [key for key, each in _orphans.items() if each in done]:
+                    del _orphans[key]
+                _holds.add(self)
+                for p in params:
+                    others = _holders.get(id(p))
+                    _holders[id(p)] = (mine,) if others is None else (*others, mine)
+                    _CLASS.__set__(p, PendingParameter)
+        except BaseException:  # Ctrl-C, with some of them held
+            self.release()
+            raise
 
     def holds(self, p: Tensor) -> bool:
         """Whether ``p`` waits for this task. Under the lock."""

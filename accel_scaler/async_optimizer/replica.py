@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import UnsupportedError
-from ..optimizer_step import ATTRIBUTE, AdamGroup, is_plain, nothing_found
-from ..scaling import LOW_PRECISION, is_uniform, local, match_layout, parameters_of
+from ..optimizer_step import ATTRIBUTE, AdamGroup, is_plain
+from ..scaling import LOW_PRECISION, is_uniform, local, match_layout, nothing_found, parameters_of
 from .flat_buffers import SmallSteps
 from .master_params import ParameterPair, make_pairs
 from .optimizer_attributes import (

@@ -16,7 +16,8 @@ from collections.abc import Callable
 import torch
 
 from ..errors import OrderError, StepError
-from ..scaling import WAIT_LIMIT_S, StepTiming
+from ..optimizer_step import StepTiming
+from ..scaling import WAIT_LIMIT_S
 
 __all__ = ["Task", "Worker", "default_threads"]
 
@@ -82,12 +83,14 @@ class Task:
                 self.finished = True
                 self._changed.notify_all()
 
-    def abandon(self, error: BaseException) -> None:
-        """Handing it over failed: unless it runs already, it never will, and ``error`` is why."""
+    def abandon(self, error: BaseException) -> bool:
+        """Handing it over failed with ``error``. True: it never ran and never will."""
         with self._changed:
-            if self._run is not None:
-                self._run, self.error, self.finished = None, error, True
-                self._changed.notify_all()
+            if self._run is None:
+                return False
+            self._run, self.error, self.finished = None, error, True
+            self._changed.notify_all()
+            return True
 
     def wait(self, parts: int | None = None, limit_s: float = WAIT_LIMIT_S) -> bool:
         """Block until the first ``parts`` (default: all) are done; False if the task failed first.

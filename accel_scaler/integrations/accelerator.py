@@ -87,10 +87,8 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
             super().backward(loss, **kwargs)
             return
         attachment.follow_parameters()  # before anything looks at the gradients
-        recorder = attachment.recorder
-        attachment.boundary.before_backward()
-        recorder.before_backward(loss)
-        with recorder.span("backward"), self._emulation():
+        attachment.boundary.before_backward(loss)
+        with attachment.recorder.span("backward"), self._emulation():
             super().backward(loss, **kwargs)
 
     @contextmanager
@@ -132,14 +130,16 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         if not self.sync_gradients:
             if self.scaler is None:  # only telemetry is wanted: as stock, which clips here too
                 return super().clip_grad_norm_(parameters, max_norm, norm_type)
-            return self._attachment.boundary.norm_so_far(parameters, norm_type)
+            return self._attachment.boundary.clipping.norm_so_far(parameters, norm_type)
         with self._attachment.recorder.span("clip"):
             if self.distributed_type != DistributedType.FSDP:
-                return self._attachment.boundary.clip_norm(parameters, max_norm, norm_type)
-            if self._attachment.boundary.unscale(self._attachment.boundary.owners(parameters)):
+                return self._attachment.boundary.clipping.clip_norm(parameters, max_norm, norm_type)
+            if self._attachment.boundary.unscale(
+                self._attachment.boundary.check.owners(parameters)
+            ):
                 return torch.full((), float("inf"), device=self.device)
             norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
-            self._attachment.boundary.note_norm(parameters, norm, max_norm, norm_type)
+            self._attachment.boundary.clipping.note_norm(parameters, norm, max_norm, norm_type)
             return norm
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
@@ -154,7 +154,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
             super().clip_grad_value_(parameters, clip_value)  # refuses
             return
         parameters = [p for p in parameters if p.grad is not None]
-        self._attachment.boundary.clip_value(parameters, clip_value)
+        self._attachment.boundary.clipping.clip_value(parameters, clip_value)
 
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """As Accelerate's; of a parameter (``LocalSGD`` averages them) the newest values."""

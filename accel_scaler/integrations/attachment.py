@@ -55,7 +55,7 @@ class Attachment:
         is_fsdp = accelerator.distributed_type == DistributedType.FSDP
         self.scaler.sharded = config.sharded or is_fsdp
         self.recorder = make_recorder(self.scaler, config, _facts_of(accelerator))
-        self.boundary = Boundary(self.scaler, self.device, recorder=self.recorder)
+        self.boundary = Boundary(self.scaler, self.device, self.recorder)
         self.worker = Worker(threads_of(config))
         self.optimizers: weakref.WeakSet[ScaledOptimizer] = weakref.WeakSet()
         """Adopted ones, those too that ``free_memory`` makes the accelerator forget."""

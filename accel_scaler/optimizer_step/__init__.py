@@ -7,21 +7,28 @@ is a Stepper like any other.
 """
 
 from .boundary import Boundary, boundary_of
-from .fused_adam import AdamGroup, call_fused, is_plain, nothing_found
-from .interrupts import Undivided
-from .stepper import ATTRIBUTE, Stepper, async_stepper_of, register, stepper_of, unregister
+from .fused_adam import AdamGroup, is_plain
+from .observer import Observer
+from .stepper import (
+    ATTRIBUTE,
+    Stepper,
+    StepTiming,
+    async_stepper_of,
+    register,
+    stepper_of,
+    unregister,
+)
 
 __all__ = [
     "ATTRIBUTE",
     "AdamGroup",
     "Boundary",
+    "Observer",
+    "StepTiming",
     "Stepper",
-    "Undivided",
     "async_stepper_of",
     "boundary_of",
-    "call_fused",
     "is_plain",
-    "nothing_found",
     "register",
     "stepper_of",
     "unregister",

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 from torch.optim import optimizer as optimizer_module
 
-from ..scaling import SMALL, is_uniform, match_layout, parameters_of, run_on_one_thread
+from ..scaling import SMALL, call_fused, is_uniform, match_layout, parameters_of, run_on_one_thread
 
-__all__ = ["AdamGroup", "FusedAdam", "call_fused", "is_plain", "nothing_found", "step_fused"]
+__all__ = ["AdamGroup", "FusedAdam", "is_plain", "step_fused"]
 
 
 class AdamGroup:
@@ -238,26 +238,3 @@ def step_fused(
         match_layout(params)
     call_fused(optimizer, grad_scale, None)
     return plan
-
-
-def nothing_found(optimizer: Optimizer) -> Tensor | None:
-    """``found_inf`` for finite gradients: torch's own optimizers save a pass without one; others
-    get the zero that torch would give them, float32, shape ()."""
-    if type(optimizer).__module__.startswith("torch.optim."):
-        return None
-    params = parameters_of(optimizer)
-    return torch.zeros((), dtype=torch.float32, device=params[0].device if params else "cpu")
-
-
-def call_fused(
-    optimizer: Any, grad_scale: Tensor | None, found_inf: Tensor | None, *args: Any, **kwargs: Any
-) -> float | None:
-    """``optimizer.step`` with the two attributes that fused optimizers read."""
-    if found_inf is None:
-        found_inf = nothing_found(optimizer)
-    optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf
-    try:
-        result: float | None = optimizer.step(*args, **kwargs)
-        return result
-    finally:
-        del optimizer.grad_scale, optimizer.found_inf

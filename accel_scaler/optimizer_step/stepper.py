@@ -2,29 +2,49 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 
-from ..scaling import DeferredUnscale, StepTiming, gradients_of, parameters_of, stepped
+from ..scaling import DeferredUnscale, gradients_of, parameters_of, stepped
 from .fused_adam import FusedAdam, step_fused
 
 __all__ = [
     "ATTRIBUTE",
     "InlineStepper",
+    "StepTiming",
     "Stepper",
     "async_stepper_of",
     "register",
     "stepper_of",
     "unregister",
 ]
+
+logger = logging.getLogger("accel_scaler")
+
+
+@dataclass(slots=True)
+class StepTiming:
+    """When one update ran, and who waited for it: host time, seconds of ``perf_counter``."""
+
+    start: float = 0.0
+    busy: float = 0.0
+    """How long it ran."""
+    finished: bool = False
+    inline: bool = False
+    """On the training thread, which so waits for all of it."""
+    waits: list[tuple[float, float, Any]] = field(default_factory=list)
+    """``(start, length, where)``: the parameter whose use waited, or what else did."""
 
 
 class Stepper(ABC):
@@ -109,11 +129,22 @@ class InlineStepper(Stepper):
         """One update. ``deferred`` may only hold what the kernel divides by."""
         optimizer, start = self.optimizer, time.perf_counter()
         assert deferred is None or deferred.multiply is None
-        if takes_grad_scale(optimizer):
-            divide = None if deferred is None else deferred.divide
-            self._plan = step_fused(optimizer, self._plan, divide)
-        else:
-            optimizer.step()
+        try:
+            if takes_grad_scale(optimizer):
+                divide = None if deferred is None else deferred.divide
+                self._plan = step_fused(optimizer, self._plan, divide)
+            else:
+                optimizer.step()
+        except BaseException as error:  # Ctrl-C, a handler of a signal, the optimizer itself
+            logger.error(
+                "the update of %s ended in %s: of its %d parameters, and of their state, some may "
+                "have moved and others not. The window is closed, so training goes on with new "
+                "gradients; to have all as before the step load the last checkpoint.",
+                type(optimizer).__name__,
+                type(error).__name__,
+                len(parameters_of(optimizer)),
+            )
+            raise
         self.timing = StepTiming(start, time.perf_counter() - start, finished=True, inline=True)
 
 

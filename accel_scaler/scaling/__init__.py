@@ -7,7 +7,8 @@ no file and no step mode; it has the only collectives of the package.
 """
 
 from .collectives import agree_on_overflow, is_sharded, reduce_partial_gradients, whole
-from .deferred_unscale import DeferredUnscale, StepTiming
+from .deferred_unscale import DeferredUnscale
+from .fused_call import call_fused, nothing_found
 from .grad_scaler import GradScaler
 from .gradients import (
     LOW_PRECISION,
@@ -53,10 +54,10 @@ __all__ = [
     "OptimizerRecord",
     "ParameterNames",
     "Snapshot",
-    "StepTiming",
     "StillScaled",
     "Window",
     "agree_on_overflow",
+    "call_fused",
     "check_norms",
     "clip_coefficient",
     "count_nonfinite",
@@ -69,6 +70,7 @@ __all__ = [
     "match_layout",
     "nonfinite",
     "nonzero",
+    "nothing_found",
     "parameters_of",
     "raise_mixed",
     "reciprocal",

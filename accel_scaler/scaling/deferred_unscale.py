@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["DeferredUnscale", "StepTiming"]
+__all__ = ["DeferredUnscale"]
 
 
 @dataclass(slots=True)
@@ -31,17 +30,3 @@ class DeferredUnscale:
 
     def __bool__(self) -> bool:
         return self.multiply is not None or self.divide is not None
-
-
-@dataclass(slots=True)
-class StepTiming:
-    """When one update ran, and who waited for it: host time, seconds of ``perf_counter``."""
-
-    start: float = 0.0
-    busy: float = 0.0
-    """How long it ran."""
-    finished: bool = False
-    inline: bool = False
-    """On the training thread, which so waits for all of it."""
-    waits: list[tuple[float, float, Any]] = field(default_factory=list)
-    """``(start, length, where)``: the parameter whose use waited, or what else did."""

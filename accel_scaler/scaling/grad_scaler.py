@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from ..config import ScalerConfig, is_number, is_positive
 from ..errors import ConfigError, OrderError, UnsupportedError
 from .collectives import agree_on_overflow, is_sharded
+from .fused_call import call_fused
 from .gradients import (
     has_nonfinite_gradient,
     leaves_of,
@@ -31,12 +32,20 @@ from .thread_windows import ThreadedScaler
 from .update_rule import Rule, ScaleState
 from .window import OptimizerRecord, Snapshot, Window, stepped
 
-if TYPE_CHECKING:
-    from ..optimizer_step import Stepper
-
 __all__ = ["GradScaler"]
 
 T = TypeVar("T")
+
+
+class GradientReader(Protocol):
+    """What steps an optimizer, perhaps while the next backward runs."""
+
+    @property
+    def unscales(self) -> bool:
+        """Its step reads and writes ``.grad`` on another thread."""
+
+    def settle_gradients(self) -> None:
+        """Wait until no step reads ``.grad``."""
 
 
 class GradScaler(ThreadedScaler):
@@ -124,10 +133,9 @@ class GradScaler(ThreadedScaler):
 
     def _wait_before_backward(self, scaled: Any) -> None:
         """A backward adds to gradients that a step may still be reading, and asks nobody."""
-        from ..optimizer_step import async_stepper_of
-
-        found = filter(None, map(async_stepper_of, self.managed))
-        waiting = [weakref.ref(stepper) for stepper in found if stepper.unscales]
+        waiting = [
+            ref for ref in self._steppers.values() if (s := ref()) is not None and s.unscales
+        ]
         if waiting and not isinstance(scaled, (Tensor, list, tuple)):
             _settle_gradients(waiting)  # scaled one by one, later
         tensor: Any
@@ -258,12 +266,13 @@ class GradScaler(ThreadedScaler):
             window.found_inf = window.found_inf or found_inf
             self.write_state(self.rule.advance(window.before, window.found_inf))
 
-    def manage(self, optimizer: Optimizer) -> None:
-        """A boundary steps this optimizer (held weakly): see :meth:`_notice_changes`.
+    def manage(self, optimizer: Optimizer, stepper: GradientReader) -> None:
+        """A boundary steps this optimizer, by ``stepper`` (both held weakly).
 
         Where gradients are there already, and no loss was scaled, synchronises with the device.
         """
         self._known.add(optimizer)
+        self._steppers[id(optimizer)] = weakref.ref(stepper)
         known = self._managed.get(id(optimizer))
         if known is None or known() is not optimizer:
             self._managed.pop(id(optimizer), None)  # of one that is gone: it comes last now
@@ -276,6 +285,7 @@ class GradScaler(ThreadedScaler):
         """No boundary steps these any more."""
         for optimizer in optimizers:
             self._managed.pop(id(optimizer), None)
+            self._steppers.pop(id(optimizer), None)
 
     @property
     def managed(self) -> list[Optimizer]:
@@ -293,6 +303,13 @@ class GradScaler(ThreadedScaler):
             if self._window.opened_by is None:
                 self._window.opened_by = threading.get_ident()
             return self._window
+
+    @property
+    def window_scale(self) -> float:
+        """The scale of the open window, or of the one that was closed last. As :meth:`get_scale`
+        otherwise."""
+        before = self._window.before
+        return self.get_scale() if before is None else before.scale
 
     def abandon_window(self) -> None:
         """Give up the open window, if any: the next :meth:`scale` opens another.
@@ -419,8 +436,6 @@ class GradScaler(ThreadedScaler):
         own = getattr(optimizer, "grad_scale", None)
         ready = state["stage"] is OptState.READY
         grad_scale = scale * (1.0 if own is None else own) if ready else own
-        from ..optimizer_step import call_fused
-
         result = call_fused(optimizer, grad_scale, None if on_host else found, *args, **kwargs)
         state["stage"] = OptState.STEPPED
         return result
@@ -626,7 +641,9 @@ def _tensors(outputs: Any) -> list[Tensor]:
     return []
 
 
-def _settle_gradients(waiting: Iterable[weakref.ref[Stepper]], _: Tensor | None = None) -> None:
+def _settle_gradients(
+    waiting: Iterable[weakref.ref[GradientReader]], _: Tensor | None = None
+) -> None:
     for ref in waiting:
         stepper = ref()
         if stepper is not None:

@@ -23,7 +23,7 @@ __all__ = ["ScalerMemory"]
 
 _TRANSIENT = (
     *("_window", "_last", "_live", "_mirror", "_local", "_lock", "_jobs", "_known", "_leaves"),
-    "_managed",
+    *("_managed", "_steppers"),
 )
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
@@ -55,6 +55,7 @@ class ScalerMemory(torch.amp.GradScaler):
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """Optimizers whose gradients :meth:`get_overflow_flag` looks at."""
         self._managed: dict[int, weakref.ref[Optimizer]] = {}
+        self._steppers: dict[int, weakref.ref[Any]] = {}
         """Optimizers that a boundary steps, under their ``id``, in the order they came."""
         self._leaves: list[weakref.ref[Tensor]] = []
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from ..scaling import StepTiming
+from ..optimizer_step import StepTiming
 from .name_table import NameTable
 from .record import Record, Span
 from .writer import Journal

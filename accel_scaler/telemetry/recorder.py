@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from math import isfinite
@@ -17,11 +16,11 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from ..config import ScalerConfig
+from ..optimizer_step import Observer, StepTiming
 from ..overflow_finder import OverflowFinder
 from ..scaling import (
     GradNorms,
     GradScaler,
-    StepTiming,
     Window,
     count_nonfinite,
     gradients_of,
@@ -45,7 +44,7 @@ SMALLEST_NORMAL = 2.0**-14
 """Of float16."""
 
 
-class Recorder:
+class Recorder(Observer):
     """Collects what happens in a window and puts it on record: in memory, and in a file if any.
 
     Args:
@@ -63,8 +62,7 @@ class Recorder:
         underflow_interval: int = 100,
     ) -> None:
         self.scaler, self.journal, self.finder = scaler, journal, finder
-        self.is_asked = False
-        """Somebody writes a file: this rank, or (then all ranks must know) another one."""
+        self.wants_norms = self.wants_each_norm = journal is not None
         self.history = History()
         self.timeline = None if journal is None else Timeline()
         self.underflow_interval = underflow_interval
@@ -83,11 +81,6 @@ class Recorder:
     @_open.setter
     def _open(self, window: OpenRecord | None) -> None:
         self._pending.open = window
-
-    @property
-    def keeps(self) -> bool:
-        """Whether norms of each parameter are wanted."""
-        return self.journal is not None
 
     def span(self, kind: str) -> AbstractContextManager[None]:
         """What runs inside takes its place in the timeline."""
@@ -111,24 +104,23 @@ class Recorder:
         if self.finder is not None:
             self.finder.note_loss(loss)
 
-    def before_update(self, optimizer: Optimizer, window: Window, found_inf: bool) -> None:
+    def before_update(self, optimizer: Optimizer, window: Window) -> None:
         """Look at what the update will take away; the check has just waited for the device."""
         window.grad_norms.fetch()
         self._read_underflow()
-        if self.keeps and not found_inf and window.index % self.underflow_interval == 0:
+        counts = self.wants_each_norm and window.index % self.underflow_interval == 0
+        if counts and not window.record(optimizer).found_inf:
             self._count_underflow(optimizer)
 
-    def add(
-        self,
-        optimizer: Optimizer,
-        window: Window,
-        scale: float,
-        found_inf: bool,
-        overflowed: Iterable[str] = (),
-        timing: StepTiming | None = None,
+    def optimizer_stepped(
+        self, optimizer: Optimizer, window: Window, timing: StepTiming | None, start: float
     ) -> None:
         """Put the window, or what one more optimizer did in it, on record."""
-        index, grad_norms = window.index, window.grad_norms
+        index, measured, closed_at = window.index, window.grad_norms, window.before
+        assert closed_at is not None
+        scaled = self.scaler.is_enabled()
+        found_inf = window.found_inf if scaled else not measured.are_finite
+        names = [name for each in window.states.values() for name in each.names]
         if self._open is None or self._open.record.index != index:
             self._close_window()
             before = None
@@ -136,16 +128,16 @@ class Recorder:
             before = self._open.record
         record = Record(
             index=index,
-            scale=scale,
+            scale=closed_at.scale,
             next_scale=self.scaler.get_scale(),
-            skipped=found_inf and self.scaler.is_enabled(),
-            grad_norm=grad_norms.total,
-            overflowed=tuple(overflowed),
+            skipped=found_inf and scaled,
+            grad_norm=measured.total,
+            overflowed=tuple(dict.fromkeys(names)),
             found_inf=found_inf,
             growth_tracker=self.scaler._get_growth_tracker(),
             lr=(before.lr if before else ()) + tuple(map(_lr, optimizer.param_groups)),
             time=time.perf_counter() - self._start,
-            **_clip(grad_norms, found_inf),
+            **_clip(measured, found_inf),
             **self._details(optimizer, window, found_inf, before),
         )
         self._open = self._open if before is not None and self._open else OpenRecord(record)
@@ -155,9 +147,6 @@ class Recorder:
             self._open.timings.append(timing)
         self.history.add(record)
         self._warn(record)
-
-    def end_step(self, start: float) -> None:
-        """A step that began at ``start`` (of ``perf_counter``) is on record and over."""
         if self.timeline is not None and self._open is not None:
             self.timeline.add("step", start)
             self._open.spans += self.timeline.take()
@@ -174,7 +163,7 @@ class Recorder:
             details["first"] = before.first
         if found_inf and self.finder is not None and details.get("first") is None:
             details["first"] = self._find(window.index)
-        if not self.keeps:
+        if not self.wants_each_norm:
             return details
         if found_inf:
             params = [p for p in parameters_of(optimizer) if p.grad is not None]
@@ -249,6 +238,10 @@ class Recorder:
                 self.history.complete(window.completed(self._table))
             self._pending.add(window)
 
+    def run_ended(self, error: str) -> None:
+        """Write all that is known: ``error`` ends the run."""
+        self.flush(error)
+
     def flush(self, error: str | None = None) -> None:
         """Write what is known of the last window now. ``error``: what ends the run."""
         self._read_underflow()
@@ -295,5 +288,5 @@ def make_recorder(scaler: GradScaler, config: ScalerConfig, facts: dict[str, Any
         journal = Journal(path.replace(RANK, str(facts["rank"])), {**facts, **own})
     finder = OverflowFinder() if config.find_overflow else None
     recorder = Recorder(scaler, journal, finder, config.underflow_interval)
-    recorder.is_asked = path is not None
+    recorder.wants_norms = path is not None
     return recorder

@@ -66,9 +66,8 @@ def test_the_boundary_equals_torch_bit_for_bit(kind: str) -> None:
     boundary.add(optimizer)
     scales, norms, stepped = [], [], []
     for step in range(STEPS):
-        boundary.before_backward()
         scaler.scale(loss_of(model, step)).backward()
-        norms.append(float(boundary.clip_norm(list(model.parameters()), 0.5)))
+        norms.append(float(boundary.clipping.clip_norm(list(model.parameters()), 0.5)))
         stepped.append(boundary.step(optimizer))
         optimizer.zero_grad()
         scales.append(scaler.get_scale())
@@ -162,18 +161,17 @@ def test_a_boundary_synchronises_once(
     config = ScalerConfig(telemetry=str(tmp_path / "run.jsonl") if telemetry else None)
     recorder = make_recorder(scaler, config, {"rank": 0, "ranks": 1})
     recorder.watch(model, model)
-    boundary = Boundary(scaler, torch.device(DEVICE), recorder=recorder)
+    boundary = Boundary(scaler, torch.device(DEVICE), recorder)
     boundary.add(optimizer, fold)
     parameters = list(model.parameters())
 
     def finish() -> None:
         if clip:
-            boundary.clip_norm(parameters, 0.5)
+            boundary.clipping.clip_norm(parameters, 0.5)
         assert boundary.step(optimizer)
 
     counts = []
     for step in range(STEPS):
-        boundary.before_backward()
         scaler.scale(loss_of(model, step, overflow=None)).backward()
         counts.append(synchronisations(finish))
         optimizer.zero_grad()

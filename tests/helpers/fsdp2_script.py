@@ -79,7 +79,6 @@ def boundary_loop(kind: str) -> dict[str, Any]:
     boundary.add(optimizer)
     result: dict[str, Any] = {"moved": [], "scales": []}
     for step in range(STEPS):
-        boundary.before_backward()
         backward(model, scaler, step)
         result["moved"].append(boundary.step(optimizer))
         optimizer.zero_grad()

@@ -147,9 +147,9 @@ TORCH = [
     ),
     ("torch", "_lazy_clone", "keeps what a gradient held, in gradients.py"),
     ("torch._C", "_is_cow_tensor", "tells whether it was written to since, in gradients.py"),
-    ("torch", "_foreach_norm", "takes the norms, in boundary.py and gradients.py"),
-    ("torch", "_foreach_mul_", "unscales and clips, in boundary.py and async_stepper.py"),
-    ("torch", "_foreach_div_", "divides gradients of late optimizers, in boundary.py"),
+    ("torch", "_foreach_norm", "takes the norms, in clipping.py and gradients.py"),
+    ("torch", "_foreach_mul_", "unscales and clips, in clipping.py and async_stepper.py"),
+    ("torch", "_foreach_div_", "divides gradients of late optimizers, in overflow_check.py"),
     ("torch", "_foreach_copy_", "copies lists of small tensors, in flat_buffers.py"),
     ("torch", "_fused_adam_", "steps Adam with the kernel's own unscaling, in fused_adam.py"),
     ("torch", "_fused_adamw_", "steps AdamW with the kernel's own unscaling, in fused_adam.py"),
@@ -306,7 +306,6 @@ PRIVATE = [
 ]
 
 OPTIONAL = {
-    "_signal": "absent: the public module, slower, in interrupts.py",
     "_is_mkldnn_fp16_supported": "absent: doctor cannot tell how fast fp16 is, in environment.py",
 }
 """Names that we live without, and how."""

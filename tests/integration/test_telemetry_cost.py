@@ -34,15 +34,14 @@ def reads(clip: bool, telemetry: str | None) -> list[int]:
     scaler = GradScaler("cpu", init_scale=1024.0)
     recorder = make_recorder(scaler, ScalerConfig(telemetry=telemetry), {"rank": 0, "ranks": 1})
     recorder.watch(model, model)
-    boundary = Boundary(scaler, torch.device("cpu"), recorder=recorder)
+    boundary = Boundary(scaler, torch.device("cpu"), recorder)
     boundary.add(optimizer)
     counts = []
     for _ in range(6):
-        boundary.before_backward()
         scaler.scale(model(torch.randn(16, 8)).pow(2).mean()).backward()
         with Reads() as seen:
             if clip:
-                boundary.clip_norm(list(model.parameters()), 0.5)
+                boundary.clipping.clip_norm(list(model.parameters()), 0.5)
             boundary.step(optimizer)
         counts.append(seen.count)
         optimizer.zero_grad()

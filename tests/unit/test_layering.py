@@ -59,13 +59,6 @@ WITHOUT_TORCH = {"report", "config", "config_file", "console", "errors", "versio
 _DECODING = "one reader of lines is to hand out records; its small checks have names too plain"
 
 NOT_YET = {
-    ("scaling/grad_scaler", "looks up to optimizer_step"): (
-        "GradScaler.step() calls torch's fused kernel and asks who steps an optimizer, late, or it "
-        "would be a circle. One stepper for every optimizer, given to the scaler, ends it"
-    ),
-    ("optimizer_step/boundary", "looks up to telemetry"): (
-        "it makes a Recorder where it is given none; to be an observer that is told"
-    ),
     ("report/command", "looks into telemetry/decoding"): _DECODING,
     ("report/html", "looks into telemetry/decoding"): _DECODING,
     ("report/reader", "looks into telemetry/decoding"): _DECODING,

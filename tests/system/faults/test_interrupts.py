@@ -1,219 +1,230 @@
-"""Signals that are held back for the length of a block: none is lost, every handler comes back.
+"""Ctrl-C, and what else a signal's handler raises, inside an update: told, and training goes on.
 
-In a child, whose handlers are its own and whose thread is the process's first.
+The interrupt is a real signal on the training thread, at a line of a boundary, of this package or
+of torch's optimizers. ``FAULT_MOMENTS=50`` tries fifty times as many lines.
 """
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
-import threading
-import traceback
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
+import torch
+from accelerate import Accelerator
+from children import many, seeded
+from fault_run import MODES, reset, same
+from torch import nn
 
-from accel_scaler.optimizer_step import interrupts
-from accel_scaler.optimizer_step.interrupts import NUMBERS, Undivided
+import accel_scaler
+from accel_scaler import ScalerConfig, attach, detach
+from accel_scaler.async_optimizer.worker import Worker
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 
-def in_child(body: Callable[[], object]) -> None:
-    """Run it in a fork; a failure there is one here."""
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            signal.alarm(60)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            body()
-            status = 0
-        except BaseException:
-            traceback.print_exc(file=sys.__stderr__)
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
-
-def test_a_signal_is_handled_after_the_block() -> None:
-    def body() -> None:
-        done = []
-
-        def block() -> None:
-            with Undivided():
-                signal.raise_signal(signal.SIGINT)
-                done.append("all of it")
-
-        with pytest.raises(KeyboardInterrupt):
-            block()
-        assert done == ["all of it"]
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-
-    in_child(body)
-
-
-@pytest.mark.parametrize("inner", [nullcontext, Undivided], ids=["alone", "in an inner block"])
-def test_a_second_one_is_handled_at_once(inner: Callable[[], AbstractContextManager[Any]]) -> None:
-    def body() -> None:
-        done = []
-
-        def block() -> None:
-            with Undivided():
-                signal.raise_signal(signal.SIGINT)
-                with inner():
-                    signal.raise_signal(signal.SIGINT)
-                    done.append("never")
-
-        with pytest.raises(KeyboardInterrupt):
-            block()
-        assert done == []
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-    in_child(body)
-
-
-def test_each_handler_gets_its_signal_in_the_order_of_arrival() -> None:
-    def body() -> None:
-        seen: list[Any] = []
-        for number in NUMBERS:
-            signal.signal(number, lambda n, frame: seen.append((n, type(frame))))
-        with Undivided():
-            for number in reversed(NUMBERS):
-                signal.raise_signal(number)
-            assert seen == []
-        assert seen == [(number, FrameType) for number in reversed(NUMBERS)]
-
-    in_child(body)
-
-
-def test_what_has_no_handler_in_python_is_left_alone() -> None:
-    def body() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        before = [signal.getsignal(number) for number in NUMBERS]
-        with Undivided():
-            assert [signal.getsignal(number) for number in NUMBERS] == before
-            signal.raise_signal(signal.SIGINT)
-        assert [signal.getsignal(number) for number in NUMBERS] == before
-
-    in_child(body)
-
-
-def test_a_handler_that_the_block_sets_stays() -> None:
-    def mine(number: int, frame: FrameType | None) -> None:
-        pass
-
-    def body() -> None:
-        with Undivided():
-            signal.signal(signal.SIGINT, mine)
-        assert signal.getsignal(signal.SIGINT) is mine
-
-    in_child(body)
-
-
-def test_an_error_of_the_block_comes_out_and_the_interrupt_has_it_as_context() -> None:
-    def fails(interrupted: bool) -> None:
-        with Undivided():
-            if interrupted:
-                signal.raise_signal(signal.SIGINT)
-            raise ValueError("of the block")
-
-    def body() -> None:
-        with pytest.raises(ValueError, match="of the block"):
-            fails(False)
-        with pytest.raises(KeyboardInterrupt) as caught:
-            fails(True)
-        assert isinstance(caught.value.__context__, ValueError)
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-    in_child(body)
-
-
-def test_a_block_within_a_block_waits_for_the_outer_one() -> None:
-    def body() -> None:
-        done = []
-
-        def block() -> None:
-            with Undivided():
-                with Undivided():
-                    signal.raise_signal(signal.SIGINT)
-                done.append("the outer one, too")
-
-        with pytest.raises(KeyboardInterrupt):
-            block()
-        assert done == ["the outer one, too"]
-
-    in_child(body)
-
-
-def test_on_another_thread_it_does_nothing() -> None:
-    seen = []
-
-    def block() -> None:
-        with Undivided():
-            seen.append(signal.getsignal(signal.SIGINT))
-
-    before = signal.getsignal(signal.SIGINT)
-    thread = threading.Thread(target=block)
-    thread.start()
-    thread.join(30)
-    assert seen == [before]
-
-
-class Told(BaseException):
-    pass
-
-
-def tell(number: int, frame: FrameType | None) -> None:
-    raise Told(number)
+WINDOW = 3
+"""The one that is interrupted; at its end the scale grows."""
+SCALE = 2.0**10
+MOMENTS = 8
+WATCHED = (str(Path(accel_scaler.__file__).parent), str(Path(torch.optim.__file__).parent))
+PARTLY = "may have moved"
+"""What the log says of an update that may be made in part."""
 
 
 class At:
-    """Raises a signal at one of the lines of the module under test."""
+    """Counts lines that this thread runs in ``WATCHED``; raises SIGINT at one of them."""
 
-    def __init__(self, number: int, line: int) -> None:
-        self.number, self.line, self.count = number, line, 0
+    def __init__(self, line: int | None = None) -> None:
+        self.count, self.line, self.where = 0, line, ""
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if frame.f_code.co_filename != interrupts.__file__:
+        if not frame.f_code.co_filename.startswith(WATCHED):
             return None
         if event == "line":
             self.count += 1
             if self.count == self.line:
-                signal.raise_signal(self.number)
+                self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+                signal.raise_signal(signal.SIGINT)
         return self
 
+    def __enter__(self) -> At:
+        sys.settrace(self)
+        return self
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_at_any_line_of_it_is_handled_once_and_leaves_the_handlers(number: int) -> None:
-    """All handlers raise: one may while the others are being put back."""
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
 
-    def interrupted(line: int) -> bool:
-        """False: there are fewer lines."""
-        for each in NUMBERS:
-            signal.signal(each, tell)
-        at, told = At(number, line), 0
-        sys.settrace(at)
-        try:
-            with Undivided():
-                pass
-        except Told:
-            told = 1
-        finally:
-            sys.settrace(None)
-        assert told == int(at.count >= line), line
-        assert all(signal.getsignal(each) is tell for each in NUMBERS), line
-        assert not Undivided._inside, line
-        return bool(told)
 
-    def body() -> None:
-        line = 1
-        while interrupted(line):
-            line += 1
-        assert line > 20
+class Run:
+    """A loop whose window ``n`` has batch ``n``."""
 
-    in_child(body)
+    def __init__(self, mode: str, optimizer: Any = torch.optim.SGD) -> None:
+        self.mode, self.kind = mode, optimizer
+        torch.manual_seed(3)
+        settings = {"init_scale": SCALE, "growth_interval": WINDOW + 1, "optimizer_threads": 1}
+        config = ScalerConfig(**MODES[mode], **settings)
+        self.accelerator: Any = attach(Accelerator(cpu=True, mixed_precision="fp16"), config)
+        layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        inner = optimizer(layers.parameters(), lr=0.1, momentum=0.9)
+        self.layers, self.inner = layers, inner
+        self.model, self.optimizer = self.accelerator.prepare(layers, inner)
+
+    def backward(self, window: int) -> None:
+        x = torch.sin(torch.arange(12.0).reshape(3, 4) + window)
+        loss = nn.functional.mse_loss(self.model(x).float(), x[:, :2])
+        self.accelerator.backward(loss)
+        self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)
+
+    def train(self, *windows: int) -> Run:
+        for window in windows:
+            self.backward(window)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return self
+
+    def state(self) -> list[list[Any]]:
+        """Weights with momentum; scale with counters."""
+        self.optimizer.synchronize()
+        saved = self.inner.state_dict()["state"]
+        moved = [p.detach().clone() for p in self.layers.parameters()]
+        moved += [saved[key]["momentum_buffer"].clone() for key in sorted(saved)]
+        return [moved, sorted(self.accelerator.scaler.state_dict().items())]
+
+    def close(self) -> None:
+        self.accelerator.scaler.abandon_window()
+        detach(self.accelerator)
+        reset()
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
+    """What was logged, as one text."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield lambda: "\n".join(record.getMessage() for record in caplog.records)
+    signal.signal(signal.SIGINT, before)
+
+
+def goes_on(run: Run, folder: Path) -> None:
+    """From here it is, bit for bit, a run that was never interrupted, through a checkpoint."""
+    run.optimizer.zero_grad()
+    run.accelerator.save_state(str(folder))
+    mine = run.train(WINDOW + 1, WINDOW + 2).state()
+    run.close()
+    fresh = Run(run.mode, run.kind)
+    fresh.accelerator.load_state(str(folder))
+    assert same(mine, fresh.train(WINDOW + 1, WINDOW + 2).state())
+    fresh.close()
+
+
+def states(mode: str, optimizer: Any = torch.optim.SGD) -> tuple[list[Any], list[Any], int]:
+    """Before and after window ``WINDOW``, and how many lines its step takes."""
+    run = Run(mode, optimizer).train(*range(WINDOW))
+    before = run.state()
+    run.close()
+    run = Run(mode, optimizer).train(*range(WINDOW))
+    run.backward(WINDOW)
+    with At() as at:
+        run.optimizer.step()
+    after = run.state()
+    run.close()
+    return before, after, at.count
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_interrupt_at_a_random_line_of_a_step_is_told_and_training_goes_on(
+    mode: str, told: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    before, after, lines = states(mode)
+    assert lines > 100
+    draw = seeded(mode)
+    for line in [draw.randrange(1, lines) for _ in range(many(MOMENTS))]:
+        caplog.clear()
+        run, at = Run(mode).train(*range(WINDOW)), At(line)
+        run.backward(WINDOW)
+        with pytest.raises(KeyboardInterrupt), at:
+            run.optimizer.step()
+        moved, scaler = run.state()
+        assert scaler in (before[1], after[1]), at.where
+        if PARTLY in told():
+            for mine, *either in zip(moved, before[0], after[0], strict=True):
+                assert any(same(mine, each) for each in either), at.where
+        else:
+            assert any(same(moved, each) for each in (before[0], after[0])), at.where
+        goes_on(run, tmp_path / f"{line}")
+
+
+class StopsHalfWay(torch.optim.SGD):
+    """Once, when it has stepped the first parameter, something raises."""
+
+    error: BaseException | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                p.sub_(buffer.mul_(group["momentum"]).add_(p.grad), alpha=group["lr"])
+                error, self.error = self.error, None
+                if error is not None:
+                    raise error
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, TimeoutError])
+def test_an_update_that_is_ended_half_way_says_so(
+    error: type[BaseException], told: Any, tmp_path: Path
+) -> None:
+    """``TimeoutError``: what a handler of SIGALRM raises, usually."""
+    before, after, _ = states("sync", StopsHalfWay)
+    run = Run("sync", StopsHalfWay).train(*range(WINDOW))
+    run.backward(WINDOW)
+    run.inner.error = error()
+    with pytest.raises(error):
+        run.optimizer.step()
+    assert f"the update of StopsHalfWay ended in {error.__name__}: of its 4 parameters" in told()
+    moved, scaler = run.state()
+    assert same(scaler, after[1])
+    assert same(moved[0], after[0][0])
+    assert same(moved[1:4], before[0][1:4])
+    goes_on(run, tmp_path)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_interrupt_once_the_step_is_made_leaves_it_whole(
+    mode: str, told: Any, tmp_path: Path
+) -> None:
+    """In a post hook: on the training thread, after the update or its hand-over."""
+    _, after, _ = states(mode)
+    run = Run(mode).train(*range(WINDOW))
+    hook = run.inner.register_step_post_hook(lambda *_: signal.raise_signal(signal.SIGINT))
+    run.backward(WINDOW)
+    with pytest.raises(KeyboardInterrupt):
+        run.optimizer.step()
+    hook.remove()
+    assert same(run.state(), after)
+    goes_on(run, tmp_path)
+
+
+@pytest.mark.parametrize("mode", ["overlap", "delayed", "sync offload"])
+def test_an_interrupted_hand_over_moves_nothing_and_says_so(
+    mode: str, told: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    before, after, _ = states(mode)
+    run = Run(mode).train(*range(WINDOW))
+    run.backward(WINDOW)
+
+    def interrupted(*_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Worker, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run.optimizer.step()
+    assert "was not handed over (KeyboardInterrupt): no parameter has moved" in told()
+    assert same(run.state(), [before[0], after[1]])
+    goes_on(run, tmp_path)

@@ -15,7 +15,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim import optimizer as optimizer_module
 from torch.optim.lr_scheduler import StepLR
 
-from accel_scaler.optimizer_step.fused_adam import FusedAdam, call_fused, step_fused
+from accel_scaler.optimizer_step.fused_adam import FusedAdam, step_fused
+from accel_scaler.scaling import call_fused
 
 SHAPES = [(3, 5), (7,), (), (80, 60), (4096,), (4097,)]
 

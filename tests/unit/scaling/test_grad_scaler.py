@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_scaler import ConfigError, GradScaler, OverflowStreakError, UnsupportedError
+from accel_scaler.optimizer_step import stepper_of
 
 INF, NAN = float("inf"), float("nan")
 Stock = torch.amp.GradScaler
@@ -380,7 +381,7 @@ def test_the_overflow_flag_is_about_the_open_window() -> None:
     assert scaler.get_overflow_flag(second) is True
     scaler.unscale_(optimizer)
     assert scaler.get_overflow_flag() is False, "only known optimizers, once there is one"
-    scaler.manage(second)
+    scaler.manage(second, stepper_of(second))
     assert scaler.get_overflow_flag() is True
 
 

@@ -1,0 +1,255 @@
+"""The verdict on the gradients of one optimizer: inf or NaN anywhere, on any rank?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import isinf
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from ..errors import OrderError, UnsupportedError
+from ..scaling import (
+    LOW_PRECISION,
+    DeferredUnscale,
+    GradNorm,
+    GradScaler,
+    NormCheck,
+    OptimizerRecord,
+    Snapshot,
+    agree_on_overflow,
+    check_norms,
+    gradients_of,
+    is_power_of_two,
+    is_sharded,
+    is_uniform,
+    parameters_of,
+    reciprocal,
+    reduce_partial_gradients,
+)
+from .observer import Observer
+from .stepper import Stepper, stepper_of
+
+__all__ = ["OverflowCheck"]
+
+
+class OverflowCheck:
+    """Checks gradients once a window, and unscales them then or leaves that to the step.
+
+    What it finds is written to the optimizer's record in the window, and read there.
+
+    Args:
+        scaler: whose windows these are.
+        device: where ranks communicate.
+        observer: asked whether each norm is wanted.
+    """
+
+    def __init__(self, scaler: GradScaler, device: torch.device, observer: Observer) -> None:
+        self.scaler, self.device, self.observer = scaler, device, observer
+
+    def owners(self, parameters: Iterable[Tensor]) -> list[Optimizer]:
+        """The optimizers that hold any of ``parameters``, in the order they came."""
+        wanted = set(map(id, parameters))
+        managed = self.scaler.managed
+        return [o for o in managed if not wanted.isdisjoint(map(id, parameters_of(o)))]
+
+    def is_sharded(self, optimizer: Optimizer) -> bool:
+        """Ranks may hold different gradients of it."""
+        return self.scaler.sharded or is_sharded(parameters_of(optimizer))
+
+    def record(self, optimizer: Optimizer) -> OptimizerRecord:
+        """What is known of the optimizer in this window.
+
+        Raises:
+            OrderError: no loss was scaled; it has stepped; scaled gradients were added to
+                unscaled ones.
+        """
+        window = self.scaler.window
+        if window.opened_by is None:
+            raise OrderError(
+                "there are gradients to unscale, but no loss was scaled since the last step. "
+                "Call accelerator.backward(loss) instead of loss.backward()."
+            )
+        record = window.record(optimizer)
+        if record.stage is OptState.STEPPED:
+            raise OrderError(
+                f"{type(optimizer).__name__} has already stepped in this window. Clip before "
+                "optimizer.step(), and call accelerator.backward(loss) before the next step."
+            )
+        record.forbid_mixture(type(optimizer).__name__)
+        count = len(parameters_of(optimizer))
+        if record.stage is OptState.UNSCALED and record.count not in (None, count):
+            raise OrderError(
+                f"{type(optimizer).__name__} had {record.count} parameters when its gradients were "
+                f"unscaled or clipped, and has {count} now: the new ones' are scaled, and were not "
+                "checked. Add parameters before that, or after the step; zero the gradients to go "
+                "on."
+            )
+        self.forbid_edits(optimizer, record)
+        return record
+
+    def forbid_edits(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
+        """Raise ``OrderError`` where gradients that the caller got back scaled were changed."""
+        if record.returned is not None and record.returned.is_changed:
+            raise OrderError(
+                f"the gradients of {type(optimizer).__name__} were changed after they were "
+                "clipped, while they still are scaled: they are float16, or fold_unscale leaves "
+                "unscaling to the kernel, so the change would be scaled too. Change them before "
+                "clip_grad_norm_, or load the model in float32, without fold_unscale; zero the "
+                "gradients to go on."
+            )
+
+    def check(self, optimizer: Optimizer) -> OptimizerRecord:
+        """Check, unless somebody did in this window; unscale, or leave that to the step.
+
+        Synchronises with the device, and with other ranks where they hold other gradients.
+        """
+        record = self.record(optimizer)
+        if record.stage is OptState.READY:
+            self._look(optimizer, record)
+        if record.verdict is None:
+            self._agree(optimizer, record, record.found_inf)
+        return record
+
+    def _look(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
+        stepper = stepper_of(optimizer)
+        if is_sharded(parameters_of(optimizer)):
+            reduce_partial_gradients(parameters_of(optimizer))
+        if stepper.defers_unscale and self._look_at_scaled(optimizer, record, stepper):
+            return
+        if stepper.keeps_scaled and self.unscaled_elsewhere([optimizer]):
+            raise OrderError(
+                f"{type(optimizer).__name__}: some of its gradients are unscaled already (clipped "
+                "before it had their parameters, or for another optimizer), and float16 ones stay "
+                "scaled until the step. Make the optimizer before the backward; zero the gradients "
+                "to go on."
+            )
+        if stepper.keeps_scaled:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__}: its float16 gradients are sharded, sparse or on "
+                "several devices; load the model in float32."
+            )
+        self.scaler.unscale_(optimizer)
+
+    def _look_at_scaled(
+        self, optimizer: Optimizer, record: OptimizerRecord, stepper: Stepper
+    ) -> bool:
+        """Check without unscaling, which is deferred; False: not possible with these gradients."""
+        params = [p for p in parameters_of(optimizer) if p.grad is not None]
+        norms = self.one_pass([optimizer], [stepper], params)
+        if norms is None:
+            return False
+        self.note(optimizer, record, params, norms)
+        if norms.total is not None:
+            self.scaler.window.grad_norms.add(GradNorm(params, norms.host_total, norms.each))
+        inv_scale = torch.full(
+            (), reciprocal(self.scaler.window_scale), device=gradients_of(params)[0].device
+        )
+        if self.divides(stepper):
+            record.deferred = DeferredUnscale(divide=1.0 / inv_scale)
+        else:
+            record.deferred = DeferredUnscale(multiply=inv_scale)
+        return True
+
+    def one_pass(
+        self,
+        owners: Sequence[Optimizer],
+        steppers: Sequence[Stepper],
+        params: Sequence[Tensor],
+    ) -> NormCheck | None:
+        """Norm and check from one read of gradients that are all scaled still.
+
+        None: the norm would not be, bit for bit, that of the unscaled ones, or a kernel does not
+        take all of them together. Synchronises.
+        """
+        scale, grads = self.scaler.window_scale, gradients_of(params)
+        stay_scaled = [stepper.keeps_scaled for stepper in steppers]
+        dtypes = frozenset({torch.float32}) | (LOW_PRECISION if any(stay_scaled) else frozenset())
+        if not (is_power_of_two(scale) or all(stay_scaled)) or not is_uniform(grads, dtypes):
+            return None
+        if self.unscaled_elsewhere(owners):
+            return None
+        inv_scale = torch.full((), reciprocal(scale), device=grads[0].device)
+        return check_norms(grads, inv_scale, self.observer.wants_each_norm)
+
+    def unscaled_elsewhere(self, optimizers: Sequence[Optimizer]) -> list[Tensor]:
+        """Parameters of optimizers that nobody has looked at, whose gradients were unscaled for
+        another optimizer, or for none."""
+        mine = (p for optimizer in optimizers for p in parameters_of(optimizer))
+        return self.scaler.window.unscaled_among(mine)
+
+    def note(
+        self,
+        optimizer: Optimizer,
+        record: OptimizerRecord,
+        params: Sequence[Tensor],
+        norms: NormCheck,
+    ) -> None:
+        """Put what one pass has found where ``GradScaler`` looks for it too."""
+        found, device = bool(norms.overflowed), params[0].device
+        record.stage, record.count = OptState.UNSCALED, len(parameters_of(optimizer))
+        record["found_inf_per_device"] = {device: torch.full((), float(found), device=device)}
+        record.overflowed = [params[i] for i in norms.overflowed]
+        self._agree(optimizer, record, found)
+
+    def _agree(self, optimizer: Optimizer, record: OptimizerRecord, found: bool) -> None:
+        lost = isinf(reciprocal(self.scaler.window_scale))  # no gradient survived such a scale
+        record.verdict = agree_on_overflow(found or lost, self.device, self.is_sharded(optimizer))
+
+    def divides(self, stepper: Stepper, returned: bool = False) -> bool:
+        """Unscaling is left to its kernel: no other optimizer here has some of the gradients.
+
+        Args:
+            returned: the caller gets them back before the step, scaled. That he has not changed
+                them is known for nothing on a CPU alone; elsewhere it costs more than is saved.
+        """
+        mine, managed = stepper.optimizer, self.scaler.managed
+        if not stepper.divides or (returned and parameters_of(mine)[0].device.type != "cpu"):
+            return False
+        if len(managed) <= 1:
+            return True
+        own = set(map(id, parameters_of(mine)))
+        others = (p for other in managed if other is not mine for p in parameters_of(other))
+        return own.isdisjoint(map(id, others))
+
+    def unscale(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
+        """Do in place what is deferred, because somebody wants to see unscaled gradients.
+
+        Raises:
+            UnsupportedError: they are float16 or bfloat16.
+        """
+        stepper = stepper_of(optimizer)
+        if stepper.keeps_scaled:
+            raise UnsupportedError(
+                "unscale_gradients: some gradients are float16 or bfloat16; unscaled, they would "
+                "lose what is small, so they are unscaled in float32 within the step. Use "
+                "clip_grad_norm_ or clip_grad_value_, which know this, or load the model in "
+                "float32. A hook before the step (register_step_pre_hook) sees gradients too."
+            )
+        record.forget_returned()
+        if record.deferred.multiply is not None:
+            stepper.multiply(record.deferred.multiply)
+        elif record.deferred.divide is not None:
+            torch._foreach_div_(gradients_of(parameters_of(optimizer)), record.deferred.divide)
+        record.deferred = DeferredUnscale()
+        self.scaler.window.unscaled.update(map(id, parameters_of(optimizer)))
+
+    def give_back(
+        self,
+        owners: Sequence[Optimizer],
+        records: Sequence[OptimizerRecord],
+        parameters: Sequence[Tensor] = (),
+    ) -> None:
+        """The caller is about to have the gradients back: what changes them now is not ours."""
+        for owner, record in zip(owners, records, strict=True):
+            record.forget_returned()
+            if record.deferred:
+                record.returned = Snapshot.with_contents(parameters_of(owner))
+            if record.unscaled_before is not None:
+                record.unscaled_before = Snapshot.of(parameters_of(owner))
+        unowned = self.scaler.window.unowned
+        for p in parameters if unowned else ():
+            if id(p) in unowned and unowned[id(p)][1] is not None:
+                unowned[id(p)] = p, Snapshot.of([p])

@@ -126,13 +126,6 @@ def test_twice_changes_nothing() -> None:
     assert accelerator.scaler.get_scale() == 512.0
 
 
-def test_detach_of_what_was_never_attached() -> None:
-    accelerator = stock()
-    scaler = accelerator.scaler
-    assert detach(accelerator) is accelerator
-    assert accelerator.scaler is scaler
-
-
 def test_the_stock_scaler_goes_on_with_the_present_scale() -> None:
     accelerator = attach(stock(), ScalerConfig(growth_interval=100))
     model, optimizer = prepared(accelerator)
@@ -261,6 +254,7 @@ def test_a_wrong_environment_changes_nothing(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ConfigError, match="ACCEL_SCALER_INIT_SCALE"):
         attach(accelerator)
     assert_untouched(accelerator)
+    assert_untouched(detach(accelerator))
 
 
 def assert_untouched(accelerator: Any) -> None:
@@ -275,7 +269,8 @@ def assert_untouched(accelerator: Any) -> None:
     assert not torch.equal(weights(train(accelerator, model, optimizer)), before)
 
 
-def test_a_disabled_stock_scaler_stays_disabled() -> None:
+def test_a_disabled_scaler_stays_disabled() -> None:
+    """The stock one that is replaced, or ours by its settings; detach hands the stock one back."""
     accelerator = attach(stock(kwargs_handlers=[GradScalerKwargs(enabled=False)]), ScalerConfig())
     assert accelerator.scaler.is_enabled() is False
     model, optimizer = prepared(accelerator)
@@ -284,17 +279,12 @@ def test_a_disabled_stock_scaler_stays_disabled() -> None:
     assert optimizer.step_was_skipped is False
     detach(accelerator)
     assert accelerator.scaler.is_enabled() is False
-
-
-def test_disabled_by_config_and_back() -> None:
     accelerator = attach(stock(), ScalerConfig(enabled=False))
     assert accelerator.scaler.get_scale() == 1.0
-    detach(accelerator)
-    assert accelerator.scaler.get_scale() == 2.0**16
+    assert detach(accelerator).scaler.get_scale() == 2.0**16
 
 
-@pytest.mark.parametrize("offload", ["none", "cpu"])
-@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
+@pytest.mark.parametrize(("mode", "offload"), [("sync", "none"), ("overlap", "cpu")])
 def test_several_optimizers_and_a_scheduler(mode: Any, offload: Any) -> None:
     """All step through one boundary, and the schedule waits for a skipped one."""
     accelerator = attach(cpu(), ScalerConfig(step_mode=mode, offload=offload))
@@ -319,30 +309,23 @@ def test_several_optimizers_and_a_scheduler(mode: Any, offload: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "who"),
+    ("kind", "precision", "who"),
     [
-        (DistributedType.DEEPSPEED, "DeepSpeed's engine"),
-        (DistributedType.MEGATRON_LM, "Megatron-LM's optimizer"),
-        (DistributedType.XLA, "torch_xla"),
+        (DistributedType.DEEPSPEED, "fp16", "DeepSpeed's engine"),
+        (DistributedType.MEGATRON_LM, "fp16", "Megatron-LM's optimizer"),
+        (DistributedType.XLA, "fp16", "torch_xla"),
+        (DistributedType.NO, "fp8", "TransformerEngine"),
     ],
 )
-def test_who_scales_elsewhere(kind: Any, who: str) -> None:
+def test_who_scales_elsewhere(kind: Any, precision: str, who: str) -> None:
     accelerator = cpu()
     _, optimizer = prepared(accelerator)
-    accelerator.state.distributed_type = kind
+    accelerator.state.distributed_type, accelerator.state._mixed_precision = kind, precision
     with pytest.raises(UnsupportedError, match=f"{who}.*scales"):
         attach(accelerator, ScalerConfig())
     accelerator.state.distributed_type = DistributedType.NO
-    assert type(optimizer) is AcceleratedOptimizer
-    assert_untouched(accelerator)
-
-
-def test_fp8_scales_by_itself() -> None:
-    accelerator = cpu()
-    accelerator.state._mixed_precision = "fp8"
-    with pytest.raises(UnsupportedError, match="TransformerEngine"):
-        attach(accelerator, ScalerConfig())
     accelerator.state._mixed_precision = "fp16"
+    assert type(optimizer) is AcceleratedOptimizer
     assert_untouched(accelerator)
 
 
@@ -424,8 +407,7 @@ def masters_by_hand(steps: int) -> list[Tensor]:
 FP16_LR = 0.004
 
 
-@pytest.mark.parametrize("mode", ["sync", "overlap"])
-@pytest.mark.parametrize("late", [False, True], ids=["before prepare", "after prepare"])
+@pytest.mark.parametrize(("late", "mode"), [(False, "overlap"), (True, "sync")])
 def test_trainable_fp16_parameters_train_through_masters(late: bool, mode: Any) -> None:
     """Each step is too small for float16, their sum is not."""
     accelerator, model = cpu(), mlp().half()
@@ -469,7 +451,6 @@ def refuse_compiled(accelerator: Any) -> Any:
     [
         (refuse_closure, "overlap"),
         (refuse_wrapper, "sync"),
-        (refuse_wrapper, "delayed"),
         (refuse_compiled, "sync"),
     ],
 )
@@ -486,19 +467,20 @@ def test_a_refusal_leaves_everything_as_it_was(refused: Any, mode: Any) -> None:
     assert_untouched(accelerator)
 
 
-def test_another_wrapper_is_refused_in_prepare() -> None:
-    accelerator = attach(cpu(), ScalerConfig())
-    other = OtherWrapper(SGD(mlp().parameters(), lr=0.1))
-    other._is_accelerate_prepared = True
-    with pytest.raises(UnsupportedError, match="OtherWrapper"):
-        accelerator.prepare(other)
-    assert accelerator._optimizers == []
-
-
-def test_an_optimizer_that_needs_a_closure_is_refused_in_prepare() -> None:
-    accelerator = attach(cpu(), ScalerConfig(step_mode="overlap"))
-    with pytest.raises(UnsupportedError, match=r"LBFGS.*closure"):
-        accelerator.prepare(torch.optim.LBFGS(mlp().parameters()))
+@pytest.mark.parametrize(
+    ("optimizer", "mode", "why"),
+    [(OtherWrapper, "sync", "OtherWrapper"), (torch.optim.LBFGS, "overlap", "LBFGS.*closure")],
+)
+def test_a_refusal_in_prepare_leaves_nothing_prepared(optimizer: Any, mode: Any, why: str) -> None:
+    accelerator = attach(cpu(), ScalerConfig(step_mode=mode))
+    params = mlp().parameters()
+    if optimizer is OtherWrapper:
+        refused = OtherWrapper(SGD(params, lr=0.1))
+        refused._is_accelerate_prepared = True
+    else:
+        refused = optimizer(params)
+    with pytest.raises(UnsupportedError, match=why):
+        accelerator.prepare(refused)
     assert accelerator._optimizers == []
 
 
@@ -540,24 +522,16 @@ def test_compiled_by_the_user() -> None:
 
 
 def test_detach_with_an_open_window() -> None:
+    """Refused, until it was stepped or given up."""
     accelerator = attach(stock(), ScalerConfig())
     model, optimizer = prepared(accelerator)
-    train(accelerator, model, optimizer)
-    accelerator.backward(model(torch.ones(2, 8)).mean() / 16)
-    with pytest.raises(OrderError, match="window is open"):
-        detach(accelerator)
-    assert type(accelerator) is ScaledAccelerator
-    optimizer.step()
-    detach(accelerator)
-    assert type(accelerator) is Accelerator
-
-
-def test_detach_after_the_window_was_given_up() -> None:
-    accelerator = attach(stock(), ScalerConfig())
-    model, optimizer = prepared(accelerator)
-    accelerator.backward(model(torch.ones(2, 8)).mean() / 16)
-    optimizer.zero_grad()
-    accelerator.scaler.abandon_window()
+    for end in (optimizer.step, accelerator.scaler.abandon_window):
+        accelerator.backward(model(torch.ones(2, 8)).mean() / 16)
+        with pytest.raises(OrderError, match="window is open"):
+            detach(accelerator)
+        assert type(accelerator) is ScaledAccelerator
+        end()
+        optimizer.zero_grad()
     detach(accelerator)
     assert type(accelerator) is Accelerator
 
@@ -586,28 +560,6 @@ def test_a_copy_of_a_prepared_optimizer_steps_by_itself(through: Any) -> None:
     kept = weights(model)
     assert not torch.equal(weights(train(accelerator, model, optimizer)), kept)
     assert accelerator.scaler_history.boundaries == 6
-
-
-def test_load_state_gives_up_the_open_window(tmp_path: Any) -> None:
-    """Gradients from before a checkpoint was loaded are not stepped on."""
-    accelerator = attach(stock(), ScalerConfig(growth_interval=2))
-    model, optimizer = prepared(accelerator)
-    train(accelerator, model, optimizer)
-    saved = weights(model), accelerator.scaler.state_dict()
-    accelerator.save_state(str(tmp_path / "checkpoint"))
-    train(accelerator, model, optimizer, 4)
-    accelerator.backward(model(torch.ones(2, 8)).mean() / 16)
-    accelerator.clip_grad_norm_(model.parameters(), 1.0)
-    accelerator.load_state(str(tmp_path / "checkpoint"))
-    assert torch.equal(weights(model), saved[0])
-    assert accelerator.scaler.state_dict() == saved[1]
-    with pytest.raises(OrderError, match="no loss was scaled"):
-        optimizer.step()
-    assert torch.equal(weights(model), saved[0])
-    optimizer.zero_grad()
-    train(accelerator, model, optimizer, 1)
-    assert optimizer.step_was_skipped is False
-    assert accelerator.scaler.state_dict()["_growth_tracker"] == 0
 
 
 def test_free_memory_before_detach_leaves_no_optimizer_behind() -> None:
@@ -640,10 +592,18 @@ def _last_micro_batch(accelerator: Any, model: Any) -> None:
     accelerator.backward(model(torch.ones(4, 8)).float().square().mean())
 
 
-@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
-@pytest.mark.parametrize("call", ["step", "clip", "unscale"])
-@pytest.mark.parametrize("come", ["attach on a CPU", "attach as on a GPU", "prepare"])
-def test_gradients_from_before_attach_are_not_added_to(mode: Any, call: str, come: str) -> None:
+@pytest.mark.parametrize(
+    ("come", "call", "mode"),
+    [
+        ("attach on a CPU", "step", "sync"),
+        ("attach on a CPU", "clip", "overlap"),
+        ("attach as on a GPU", "unscale", "sync"),
+        ("attach as on a GPU", "step", "delayed"),
+        ("prepare", "clip", "sync"),
+        ("prepare", "step", "overlap"),
+    ],
+)
+def test_gradients_from_before_attach_are_not_added_to(come: str, call: str, mode: Any) -> None:
     """Not scaled, or by another scaler: what they were scaled by cannot be known.
 
     It moved 1,000 times too little, or too far.

@@ -220,13 +220,6 @@ def test_random_numbers_are_a_rounding_apart(case: str) -> None:
     assert_a_rounding_apart(ours, torchs, exact(function, inputs))
 
 
-@BY_NAME
-def test_float16_inputs(case: str) -> None:
-    function, shapes = CASES[case]
-    inputs = [whole(*shape, seed=i).half().requires_grad_() for i, shape in enumerate(shapes)]
-    assert_same(run(function, inputs, emulate_float16), run(function, inputs))
-
-
 @pytest.mark.parametrize("frozen", [0, 1])
 @pytest.mark.parametrize("case", ["linear", "bmm", "conv2d", "matmul, batches broadcast"])
 def test_an_input_without_gradient(case: str, frozen: int) -> None:
@@ -265,20 +258,6 @@ def test_attention(case: str) -> None:
         assert b is not None
         assert (a.dtype, a.stride()) == (b.dtype, b.stride())
         assert float((a - b).abs().max() / b.abs().max()) <= 2 * 2**-10
-
-
-@pytest.mark.parametrize("case", ["linear", "addbmm", "conv2d", "conv_tbc", *ATTENTION])
-def test_nearer_to_the_exact_result_than_a_rounding(case: str) -> None:
-    """float64 on the float16 operands, rounded once."""
-    function, shapes = CASES.get(case) or (ATTENTION[case], [(2, 2, 6, 8)] * 3)
-    inputs = [normal(*shape, seed=i) for i, shape in enumerate(shapes)]
-    if "added mask" in case:
-        function = attend(attn_mask=whole(2, 1, 6, 6, seed=5).double())
-    exact = function(*(x.half().double() for x in inputs))
-    if "added mask" in case:
-        function = ATTENTION[case]
-    ours = run(function, inputs, emulate_float16)[0].double()
-    assert float(((ours - exact).abs() / exact.abs().clamp(min=2**-14)).max()) <= 2**-11 * 1.01
 
 
 def test_beyond_float16_is_inf_forward_and_backward() -> None:
@@ -470,28 +449,6 @@ def test_nested_raising_and_another_thread() -> None:
         assert depth() == 1
 
 
-def test_two_threads_at_once() -> None:
-    """Each has its own, entered and left in any order."""
-    first, second = threading.Event(), threading.Event()
-    a = whole(4, 4).half()
-    expected, results = a @ a, []
-
-    def other() -> None:
-        with emulate_float16():
-            first.set()
-            second.wait(10)
-            results.append(a @ a)
-
-    thread = threading.Thread(target=other)
-    with emulate_float16():
-        thread.start()
-        assert first.wait(10)
-    second.set()
-    thread.join()
-    assert torch.equal(results[0], expected)
-    assert depth() == 0
-
-
 class Wrapped(Tensor):
     """Holds a tensor and dispatches by itself, as shards and quantized weights do."""
 
@@ -592,14 +549,6 @@ def test_the_block_autocast(watch: Watch) -> None:
         assert depth() == 1, "only the watching one"
 
 
-def test_detach_gives_the_forward_back() -> None:
-    accelerator = attached()
-    model = accelerator.prepare(mlp())
-    assert model(torch.ones(2, 8)).dtype is torch.float32
-    detach(accelerator)
-    assert not {"forward", "_original_forward"} & model.__dict__.keys()
-
-
 def test_detach_from_autocast_that_is_not_ours() -> None:
     """Switched on by hand before: it stays, the products go."""
     accelerator = stock_fp16_on_cpu(Accelerator(cpu=True, mixed_precision="fp16"))
@@ -611,20 +560,6 @@ def test_detach_from_autocast_that_is_not_ours() -> None:
     with Watch() as watch:
         assert model(torch.ones(2, 8)).dtype is torch.float32
     assert "addmm" in watch.seen
-
-
-def test_a_forward_set_on_the_instance() -> None:
-    model: Any = mlp()
-    plain = model.forward
-    model.forward = lambda x: plain(x) + 1
-    ours = model.forward
-    accelerator = attached()
-    prepared = accelerator.prepare(model)
-    with Watch() as watch:
-        prepared(torch.ones(2, 8))
-    assert not watch.seen
-    detach(accelerator)
-    assert model.forward is ours
 
 
 def test_a_copy_and_an_unwrapped_model() -> None:

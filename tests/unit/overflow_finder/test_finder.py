@@ -184,8 +184,9 @@ LOSS = [
          linear, loss_of=lambda out: out.mean(), scale=65536.0),
 ]  # fmt: skip
 BACKWARD = [
-    case("a masked score under a finite loss", "backward 3 Apply", "",
-         lambda: Seq(linear(), masked(), nn.Softmax(-1), Apply(root)), x=SQUARE),
+    case("masked logits under a finite loss", "backward 1 Apply", "",
+         lambda: Seq(linear(), Apply(root), masked()), x=SQUARE,
+         loss_of=lambda out: out.float().softmax(-1).pow(2).sum()),
     case("a module", "backward 2 Apply", "(forward of 2 (Apply): input in [0, 0], output in [0",
          lambda: Seq(filled(-9.0), nn.ReLU(inplace=True), Apply(torch.sqrt), linear())),
     case("code in the innermost", "backward 1.parts.0.0 Code", "after 1.parts.0.0.parts.0 (Linear)",

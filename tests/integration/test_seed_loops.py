@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -59,12 +60,23 @@ def agree(loop: Loop, data: list[Batch], **settings: Any) -> Any:
     return mine
 
 
-def typical(scaler: Any, net: nn.Module, optimizer: Any, data: list[Batch]) -> list[float]:
+def typical(
+    scaler: Any,
+    net: nn.Module,
+    optimizer: Any,
+    data: list[Batch],
+    *,
+    before_step: Callable[[], object] = lambda: None,
+    autocast: bool = False,
+) -> list[float]:
     scales = []
     for x, y in data:
         optimizer.zero_grad()
-        loss = mse_loss(net(x), y)
-        scaler.scale(loss).backward()
+        with torch.autocast("cpu", dtype=torch.float16, enabled=autocast):
+            out = net(x)
+        assert out.dtype is (torch.float16 if autocast else torch.float32)
+        scaler.scale(mse_loss(out.float(), y)).backward()
+        before_step()
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
@@ -79,21 +91,7 @@ def test_the_typical_loop() -> None:
 
 def test_the_typical_loop_in_real_half_precision() -> None:
     """Scales that only float16 overflows at: the search comes down, then training starts."""
-
-    def half(scaler: Any, net: nn.Module, optimizer: Any, data: list[Batch]) -> list[float]:
-        scales = []
-        for x, y in data:
-            optimizer.zero_grad()
-            with torch.autocast("cpu", dtype=torch.float16):
-                out = net(x)
-                assert out.dtype is torch.float16
-            loss = mse_loss(out.float(), y)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            scales.append(scaler.get_scale())
-        return scales
-
+    half = partial(typical, autocast=True)
     scales = agree(half, batches(16), init_scale=2.0**24, growth_interval=4)
     assert scales[0] == 2.0**23, "the first window overflowed"
     assert any(later > earlier for earlier, later in pairwise(scales))
@@ -103,13 +101,12 @@ def test_the_typical_loop_in_real_half_precision() -> None:
 def test_clipping_after_unscale(limit: float) -> None:
     def clipped(scaler: Any, net: nn.Module, optimizer: Any, data: list[Batch]) -> list[str]:
         norms = []
-        for x, y in data:
-            optimizer.zero_grad()
-            scaler.scale(mse_loss(net(x), y)).backward()
+
+        def clip() -> None:
             scaler.unscale_(optimizer)
             norms.append(str(nn.utils.clip_grad_norm_(net.parameters(), limit).item()))
-            scaler.step(optimizer)
-            scaler.update()
+
+        typical(scaler, net, optimizer, data, before_step=clip)
         return norms
 
     norms = agree(clipped, batches(8, OVERFLOWING))
@@ -120,17 +117,14 @@ def test_clipping_scaled_gradients_by_mistake_is_the_same_mistake() -> None:
     """Clipping before unscaling bounds the scaled norm; the scaler must not repair it silently."""
 
     def clipped(scaler: Any, net: nn.Module, optimizer: Any, data: list[Batch]) -> None:
-        for x, y in data:
-            optimizer.zero_grad()
-            scaler.scale(mse_loss(net(x), y)).backward()
-            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-            scaler.step(optimizer)
-            scaler.update()
+        clip = partial(nn.utils.clip_grad_norm_, list(net.parameters()), 1.0)
+        typical(scaler, net, optimizer, data, before_step=clip)
 
     agree(clipped, batches(5))
 
 
 def test_accumulation_keeps_one_scale_for_the_window() -> None:
+    """Clipped at its end, as large language models are trained."""
     micro_steps = 3
 
     def accumulate(scaler: Any, net: nn.Module, optimizer: Any, data: list[Batch]) -> list[float]:
@@ -140,41 +134,17 @@ def test_accumulation_keeps_one_scale_for_the_window() -> None:
             scaler.scale(loss).backward()
             scales.append(scaler.get_scale())
             if (index + 1) % micro_steps == 0:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(net.parameters(), 1.0)
                 scaler.step(optimizer)
                 scaler.update()
-                optimizer.zero_grad()
+                optimizer.zero_grad(set_to_none=True)
         return scales
 
     # The overflow is in the middle of the second window.
     scales = agree(accumulate, batches(12, (4,)), growth_interval=1)
     assert [len(set(scales[i : i + 3])) for i in range(0, 12, 3)] == [1, 1, 1, 1]
     assert scales[::3] == [1024.0, 2048.0, 1024.0, 2048.0]
-
-
-def test_accumulate_then_clip_as_large_language_models_do() -> None:
-    """Micro-batches prefetched, the loss divided, unscale, clip, step, update, gradients freed."""
-    micro_steps, limit = 4, 1.0
-
-    def gpt(scaler: Any, net: nn.Module, optimizer: Any, data: list[Batch]) -> list[str]:
-        supply = iter([*data, data[0]])
-        x, y = next(supply)
-        reported = []
-        for _ in range(len(data) // micro_steps):
-            for _ in range(micro_steps):
-                with torch.autocast("cpu", dtype=torch.float16):
-                    loss = mse_loss(net(x).float(), y) / micro_steps
-                x, y = next(supply)
-                scaler.scale(loss).backward()
-            if limit != 0.0:
-                scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_(net.parameters(), limit)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad(set_to_none=True)
-            reported.append(str(loss.item() * micro_steps))
-        return reported
-
-    assert len(agree(gpt, batches(16, (5,)))) == 4
 
 
 def test_gradient_penalty() -> None:
@@ -219,23 +189,6 @@ def test_a_scale_set_by_hand() -> None:
     assert agree(manual, batches(7, OVERFLOWING))[0] == 128.0
 
 
-def test_norms_of_each_layer() -> None:
-    def watched(scaler: Any, net: nn.Module, optimizer: Any, data: list[Batch]) -> list[Any]:
-        norms = []
-        for x, y in data:
-            optimizer.zero_grad()
-            scaler.scale(mse_loss(net(x), y)).backward()
-            scaler.unscale_(optimizer)
-            norms.append({n: str(p.grad.norm().item()) for n, p in net.named_parameters()})  # type: ignore[union-attr]
-            scaler.step(optimizer)
-            scaler.update()
-        return norms
-
-    norms = agree(watched, batches(5, (3,)))
-    assert len(norms[0]) == 4
-    assert norms[3]["2.bias"] == "inf" or norms[3]["2.bias"] == "nan"
-
-
 def asking(scaler: Any, net: nn.Module, optimizer: Any, data: list[Batch]) -> list[bool]:
     """Look before stepping; after an overflow ask for the factor and back off with it."""
     flags = []
@@ -252,7 +205,7 @@ def asking(scaler: Any, net: nn.Module, optimizer: Any, data: list[Batch]) -> li
     return flags
 
 
-@pytest.mark.parametrize("overflowing", [(), (0,), (0, 1), (3,), (0, 3, 4)])
+@pytest.mark.parametrize("overflowing", [(), (0, 3, 4)])
 def test_the_loop_that_asks_for_the_overflow(overflowing: tuple[int, ...]) -> None:
     data = batches(8, overflowing)
     settings: dict[str, Any] = {"init_scale": 1024.0, "growth_interval": 3, "backoff_factor": 0.25}
@@ -286,7 +239,7 @@ def roundpipe(scaler: Any, net: nn.Module, optimizer: Any, data: list[Batch]) ->
     return scales
 
 
-@pytest.mark.parametrize("overflowing", [(), (0,), (0, 3), (2, 3, 4)])
+@pytest.mark.parametrize("overflowing", [(), (0, 2, 3, 4)])
 def test_the_step_on_another_thread(overflowing: tuple[int, ...]) -> None:
     data = batches(9, overflowing)
     settings: dict[str, Any] = {"init_scale": 1024.0, "growth_interval": 3}

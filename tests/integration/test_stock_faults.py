@@ -121,9 +121,6 @@ def test_f5_clip_on_every_micro_batch() -> None:
     """Stock raises on the second one; ours clips once, at the end."""
     with pytest.raises(RuntimeError, match="already been called"):
         accumulate_two(stock(gradient_accumulation_steps=2), lambda last: True)
-
-
-def test_f5_clip_on_every_micro_batch_ours() -> None:
     assert accumulate_two(ours(gradient_accumulation_steps=2), lambda last: True).moved == 1.0
 
 
@@ -200,14 +197,11 @@ def half_step(accelerator: Any) -> Linear:
     return model
 
 
-def test_f7_float16_parameters_stock() -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_f7_float16_parameters(mode: str) -> None:
+    """Stock raises; ours trains them through float32 masters, so small steps add up."""
     with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
         half_step(stock(kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)]))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_f7_float16_parameters_ours(mode: str) -> None:
-    """They train through float32 masters, so small steps add up."""
     accelerator = in_mode(mode, init_scale=1024.0)
     model = half_step(accelerator)
     detach(accelerator)
@@ -225,14 +219,11 @@ def overflow(accelerator: Any, times: int) -> Linear:
     return model
 
 
-def test_f11_a_run_of_skips_in_stock_ends_at_a_scale_of_zero() -> None:
+def test_f11_a_run_of_skips_ends_with_the_name_of_the_tensor() -> None:
+    """Stock goes on to a scale of 0; ours keeps a minimum, and raises after as many as told."""
     accelerator = stock()
     overflow(accelerator, 170)
     assert accelerator.scaler.get_scale() == 0.0
-
-
-def test_f11_a_run_of_skips_ends_with_the_name_of_the_tensor() -> None:
-    """Ours keeps a minimum scale, and raises after as many skips as it was told."""
     accelerator = attach(
         Accelerator(cpu=True, mixed_precision="fp16"),
         ScalerConfig(min_scale=128.0, max_consecutive_skips=20),

@@ -72,10 +72,9 @@ def test_a_run_equals_the_stock_run_bit_for_bit(tmp_path: Path) -> None:
     assert [record.skipped for record in history.records] == theirs[1].skipped
 
 
-@pytest.mark.parametrize("norm", [0.0, 1e9], ids=["off", "never reached"])
-def test_without_clipping_it_equals_the_stock_run(tmp_path: Path, norm: float) -> None:
+def test_without_clipping_it_equals_the_stock_run(tmp_path: Path) -> None:
     """With ``max_grad_norm=0`` the Trainer only asks for the norm."""
-    ours, theirs = pair(tmp_path, max_grad_norm=norm, max_steps=6)
+    ours, theirs = pair(tmp_path, max_grad_norm=0.0, max_steps=6)
     assert_same(ours, theirs)
     assert sum(theirs[1].skipped) == 2
 
@@ -139,20 +138,6 @@ def test_detached_it_trains_on_as_stock(tmp_path: Path) -> None:
     assert logs(ours) == logs(fresh)
 
 
-def test_detached_and_attached_again_goes_on_like_stock(tmp_path: Path) -> None:
-    (ours, recorder), theirs = make(tmp_path / "a", max_steps=4), make(tmp_path / "b", max_steps=4)
-    train(attach(ours, CONFIG))
-    scale = ours.accelerator.scaler.get_scale()
-    attach(detach(ours), ScalerConfig(init_scale=scale, growth_interval=3))
-    train(ours)
-    train(as_stock(theirs[0]))
-    state = theirs[0].accelerator.scaler.state_dict() | {"_growth_tracker": 0}
-    theirs[0].accelerator.scaler.load_state_dict(state)  # a stock CPU run keeps no scaler
-    train(theirs[0])
-    assert_same((ours, recorder), theirs)
-    assert sum(theirs[1].skipped) == 2
-
-
 def test_a_subclass_trains_through_its_own_methods(tmp_path: Path) -> None:
     calls: list[str] = []
 
@@ -179,16 +164,6 @@ def test_evaluation_runs_in_float16_and_touches_no_scale(tmp_path: Path) -> None
     assert set(dtypes) == {torch.float16}
     assert trainer.accelerator.scaler.state_dict() == before
     assert recorder.skipped == [False, False, True]
-
-
-def test_mixed_precision_off_trains_as_before(tmp_path: Path) -> None:
-    ours, theirs = (make(tmp_path / name, (), fp16=False, max_steps=2) for name in "ab")
-    with pytest.warns(UserWarning, match="needs no gradient scaling"):
-        attach(ours[0])
-    train(ours[0])
-    train(theirs[0])
-    assert type(ours[0]) is Trainer
-    assert_same(ours, theirs)
 
 
 def test_a_hyperparameter_search_stays_attached_with_a_fresh_scaler(tmp_path: Path) -> None:

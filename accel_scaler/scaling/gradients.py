@@ -335,7 +335,11 @@ def differ(grads: Sequence[Tensor], before: Sequence[Tensor]) -> bool:
     """
     # A gradient that still shares the memory of what was kept was not written to.
     copied = [pair for pair in zip(grads, before, strict=True) if not _is_shared(pair[0])]
-    unlike = [(_values(grad) != _values(was)).any() for grad, was in copied]
+    # A NaN is what it was.
+    unlike = [
+        ~torch.isclose(_values(grad), _values(was), rtol=0.0, atol=0.0, equal_nan=True).all()
+        for grad, was in copied
+    ]
     return bool(unlike) and bool(torch.stack(unlike).any())
 
 

@@ -619,6 +619,16 @@ def test_what_stays_scaled_is_not_copied_unless_somebody_writes_to_it() -> None:
     assert grads[0].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
+def test_a_nan_that_stays_is_no_edit() -> None:
+    """What is not torch's own memory is copied, as everything is on a device."""
+    p = nn.Parameter(torch.zeros(3))
+    p.grad = torch.from_numpy(torch.tensor([float("nan"), INF, 1.0]).numpy().copy())
+    snapshot = Snapshot.with_contents([p])
+    assert not snapshot.is_changed
+    p.grad.data[2] = 2.0
+    assert snapshot.is_changed
+
+
 @pytest.mark.parametrize("mode", ["overlap", "delayed"])
 def test_a_hook_that_would_see_scaled_float16_gradients_is_refused(mode: Any) -> None:
     model = mlp().half()

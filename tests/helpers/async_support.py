@@ -28,9 +28,9 @@ from accel_scaler.async_optimizer.replica import Replica
 from accel_scaler.async_optimizer.worker import Task, Worker
 
 INF = float("inf")
-STEPS = 200
+STEPS = 60
 ACCUMULATION = 2
-OVERFLOWS = frozenset({0, 3, 4, 31, 90, 91, 92, 150})
+OVERFLOWS = frozenset({0, 3, 4, 21, 30, 31, 32, 50})
 """Windows whose gradients overflow."""
 SCALER = {"init_scale": 2.0**12, "growth_interval": 9, "optimizer_threads": 1}
 LIMIT_S = 60.0

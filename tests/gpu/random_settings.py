@@ -27,8 +27,8 @@ sys.path[:0] = [str(TESTS / "helpers"), str(TESTS.parent)]
 
 import torch
 from accelerators import DEVICE, MISSING, is_simulated, module
-from history_async import draw, play
 from histories import Call, as_test, quiet
+from history_async import draw, play
 from history_twin import Setup
 from support import use_torchs_products
 

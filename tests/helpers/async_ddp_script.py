@@ -51,6 +51,7 @@ CASES = {
     "overlap": {"mode": "overlap"},
     "overlap offload": {"mode": "overlap", "offload": "cpu"},
     "sync": {"mode": "sync"},
+    "late": {"mode": "sync"},
     "sync offload": {"mode": "sync", "offload": "cpu"},
     "delayed": {"mode": "delayed"},
     "delayed offload": {"mode": "delayed", "offload": "cpu"},
@@ -70,7 +71,7 @@ def ddp(buckets: str) -> Any:
 
 
 RAW: dict[tuple[str, str], list[str]] = {
-    ("sgd", "views"): list(CASES),
+    ("sgd", "views"): [case for case in CASES if case != "late"],
     ("sgd", "views, one each"): ["overlap", "delayed", "delayed offload"],
     ("sgd", "copies"): ["overlap", "delayed"],
     ("adamw", "views"): ["overlap", "delayed", "overlap offload"],
@@ -106,13 +107,18 @@ def settings() -> dict[str, Any]:
     }
 
 
-def attached(config: ScalerConfig | None, kind: str, stale_after: int | None = None) -> Any:
-    """Through Accelerate; without ``config`` stock, on a copy of the parameters."""
+def attached(
+    config: ScalerConfig | None, kind: str, stale_after: int | None = None, late: bool = False
+) -> Any:
+    """Through Accelerate; without ``config`` stock, on a copy of the parameters.
+
+    ``late``: attached after ``prepare``, when a schedule has wrapped the optimizer's ``step``.
+    """
     if config is None:
         accelerator = stock(**settings())
     else:
         plain = Accelerator(cpu=True, mixed_precision="fp16", **settings())
-        accelerator = attach(plain, config)
+        accelerator = plain if late else attach(plain, config)
     layers, updates = net(), 0
     model = accelerator.prepare(layers)
     params = list(layers.parameters())
@@ -121,11 +127,14 @@ def attached(config: ScalerConfig | None, kind: str, stale_after: int | None = N
         held = [nn.Parameter(p.detach().clone(), p.requires_grad) for p in params]
     inner = optimizer_of(kind, held)
     optimizer, schedule = accelerator.prepare(inner, schedule_of(inner))
+    if late:
+        attach(accelerator, config)
     result: dict[str, Any] = {"losses": [], "norms": [], "skipped": [], "scales": [], "rates": []}
     for window in range(WINDOWS):
         for index in range(ACCUMULATION):
             x, y = batch(window, index)
             with accelerator.accumulate(model):
+                assert model.require_backward_grad_sync is (index == ACCUMULATION - 1)
                 loss = nn.functional.mse_loss(model(x), y)
                 result["losses"].append(float(loss.detach()))
                 if (window, index, accelerator.process_index) == (OVERFLOW, 0, 1):
@@ -173,7 +182,7 @@ def through_accelerate(results: dict[str, Any], watch: OrderedOpsMode) -> None:
             )
             watch.take()
             with slow_worker(0.002):
-                result = attached(config, kind)
+                result = attached(config, kind, late=case == "late")
             result["collectives"] = watch.take()
             results[f"accelerate {case}, {kind}"] = result
 

@@ -262,6 +262,9 @@ def main(folder: Path) -> None:
     for kind, first, second, full in CHANGES:
         results[f"{first} to {second}, {kind}"] = resume(kind, first, second, full)
         results[f"stock {full}, {kind}"] = resume(kind, None, None, full)
+    for kind in ("sgd", "adamw"):
+        run = reference(LAYOUTS["resharded"], kind, look=4, kind_of_scaler=GradScaler)
+        results[f"plain loop, {kind}"] = run
     results["refused"] = refusals()
     results["control"] = control(watch)
     torch.save(results, folder / f"rank{dist.get_rank()}.pt")

@@ -257,6 +257,7 @@ def reference(
     stale_after: int | None = None,
     look: int = -1,
     order: Callable[[list[Any]], Any] = list,
+    kind_of_scaler: type[torch.amp.GradScaler] = torch.amp.GradScaler,
     **kwargs: Any,
 ) -> Result:
     """torch's scaler, clipping and optimizer, on a copy of the parameters.
@@ -264,7 +265,7 @@ def reference(
     The model sees the copy as it is after each step; once there were ``stale_after`` updates, as
     it was before it.
     """
-    loop, scaler = Loop(wrap, **kwargs), torch.amp.GradScaler("cpu", **SCALER)
+    loop, scaler = Loop(wrap, **kwargs), kind_of_scaler("cpu", **SCALER)
     scaler = scaler if loop.scaled else torch.amp.GradScaler("cpu", enabled=False)
     masters = [nn.Parameter(p.detach().clone(), p.requires_grad) for p in loop.params]
     ordered = order(masters)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 INF = float("inf")
 SCALE = 1024.0
 MODES = ["sync", "overlap", "delayed"]
-WAYS = [(mode, offload) for mode in MODES for offload in ("none", "cpu")]
+WAYS = [("sync", "none"), ("sync", "cpu"), ("overlap", "none"), ("delayed", "cpu")]
 NAMES = [f"{mode}-{offload}" for mode, offload in WAYS]
 ways = pytest.mark.parametrize(("mode", "offload"), WAYS, ids=NAMES)
 
@@ -112,6 +113,7 @@ class Plain:
         *max_norms: float | None,
         factor: float = 1.0,
         edit: Callable[[Tensor], Any] | None = None,
+        unscaled: bool = False,
     ) -> list[float]:
         """One window, clipped by each of ``max_norms``; ``edit`` changes gradients after that.
 
@@ -119,7 +121,7 @@ class Plain:
         """
         self.scaler.scale(loss_of(self.model, step, factor)).backward()
         limits = [limit for limit in max_norms if limit is not None]
-        if limits:
+        if limits or unscaled:
             self.scaler.unscale_(self.inner)
         params = list(self.model.parameters())
         norms = [float(torch.nn.utils.clip_grad_norm_(params, limit)) for limit in limits]
@@ -135,49 +137,67 @@ class Plain:
 faces = pytest.mark.parametrize("face", ["accelerate", "by hand"])
 
 
-# (1) The caller unscales, the boundary steps.
+# (1), (7a) and (9) Who unscales, who clips, what others see of the gradients and change in them.
+
+EDITS: dict[str, Callable[[Tensor], Any]] = {
+    "in place": lambda p: p.grad.add_(p.detach(), alpha=0.01),
+    "through .data": lambda p: p.grad.data.add_(p.detach(), alpha=0.01),
+    "replaced": lambda p: setattr(p, "grad", p.grad + 0.01 * p.detach()),
+}
+
+
+def clip_by_hand(ours: Loop) -> None:
+    ours.scaler.unscale_(ours.optimizer)
+    torch.nn.utils.clip_grad_norm_(ours.parameters, 0.25)
+
+
+WINDOWS: dict[str, tuple[tuple[float, ...], Callable[[Loop], Any]]] = {
+    "not clipped": ((), lambda ours: None),
+    "unscaled by hand": ((), lambda ours: ours.scaler.unscale_(ours.inner)),
+    "unscaled by hand through ours": ((), lambda ours: ours.scaler.unscale_(ours.optimizer)),
+    "unscaled and clipped by hand": ((0.25,), clip_by_hand),
+    "clipped": ((0.25,), lambda ours: [ours.clip(0.25)]),
+    "not reached by its clip": ((1e6,), lambda ours: [ours.clip(1e6)]),
+    "clipped again": ((0.5, 0.25), lambda ours: [ours.clip(0.5), ours.clip(0.25)]),
+}
 
 
 @faces
 @ways
-@pytest.mark.parametrize("whom", ["wrapped", "face"])
-@pytest.mark.parametrize("overflow", [False, True])
-def test_unscaled_by_hand(face: str, mode: str, offload: str, whom: str, overflow: bool) -> None:
-    """``scaler.unscale_`` of either, then the step: its verdict counts, nothing is unscaled twice.
-
-    Before, an overflow was applied, and every parameter NaN.
-    """
-    reference = Plain()
-    for step in range(3):
-        reference.window(step, factor=INF if overflow and step == 1 else 1.0)
-    with loop(face, mode, offload, delay_warmup_steps=99) as ours:
-        skips = []
-        for step in range(3):
-            ours.backward(step, INF if overflow and step == 1 else 1.0)
-            ours.scaler.unscale_(ours.inner if whom == "wrapped" else ours.optimizer)
-            ours.optimizer.step()
-            skips.append(ours.optimizer.step_was_skipped)
-            ours.optimizer.zero_grad()
-        ours.optimizer.synchronize()
-        assert torch.equal(weights(ours.model), weights(reference.model))
-        assert skips == [False, overflow, False]
-        assert ours.scaler.get_scale() == reference.scaler.get_scale()
-
-
-@faces
-@ways
-def test_unscaled_and_clipped_by_hand(face: str, mode: str, offload: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "edit"),
+    [*((name, "") for name in WINDOWS), *product(("not clipped", "clipped"), EDITS)],
+)
+def test_a_window_is_that_of_torchs_own_calls(
+    face: str, mode: str, offload: str, name: str, edit: str
+) -> None:
+    """The verdict of who unscales counts, nothing is unscaled twice, a second clip clips what the
+    first left, ``.grad`` is what torch leaves there after a clip, an edit before the step counts
+    (of what was not unscaled yet, too; with offload it may have been sent by then)."""
+    limits, act = WINDOWS[name]
+    change = EDITS.get(edit)
     reference = Plain()
     with loop(face, mode, offload, delay_warmup_steps=99) as ours:
         for step in range(4):
-            reference.window(step, 0.25)
-            ours.backward(step)
-            ours.scaler.unscale_(ours.optimizer)
-            torch.nn.utils.clip_grad_norm_(ours.parameters, 0.25)
+            overflow = step == 1 and not edit
+            factor, unscaled = INF if overflow else 1.0, name != "not clipped"
+            expected = reference.window(
+                step, *limits, factor=factor, edit=change, unscaled=unscaled
+            )
+            ours.backward(step, factor)
+            norms = act(ours)
+            for p in ours.parameters if change is not None else ():
+                change(p)
+            if not overflow:
+                assert norms in (None, expected)
+                for p, grad in zip(ours.parameters, reference.grads, strict=True):
+                    assert torch.equal(p.grad, grad)
             ours.optimizer.step()
+            assert ours.optimizer.step_was_skipped is overflow
             ours.optimizer.zero_grad()
         ours.optimizer.synchronize()
         assert torch.equal(weights(ours.model), weights(reference.model))
+        assert ours.scaler.get_scale() == reference.scaler.get_scale()
 
 
 @ways
@@ -390,79 +410,6 @@ def test_an_async_optimizer_with_the_accelerators_scaler(
         assert accelerator.scaler.get_scale() == SCALE / 2
 
 
-# (7a) and (9) What others see of the gradients.
-
-
-@faces
-@ways
-@pytest.mark.parametrize("max_norm", [0.25, 1e6], ids=["clips", "does not clip"])
-def test_after_a_clip_gradients_are_what_torch_leaves(
-    face: str, mode: str, offload: str, max_norm: float
-) -> None:
-    """A callback that logs them read 34,550 for 0.05."""
-    reference = Plain()
-    with loop(face, mode, offload, delay_warmup_steps=99) as ours:
-        for step in range(3):
-            expected = reference.window(step, max_norm)
-            ours.backward(step)
-            assert [ours.clip(max_norm)] == expected
-            for p, grad in zip(ours.parameters, reference.grads, strict=True):
-                assert torch.equal(p.grad, grad)
-            ours.optimizer.step()
-            ours.optimizer.zero_grad()
-        ours.optimizer.synchronize()
-        assert torch.equal(weights(ours.model), weights(reference.model))
-
-
-EDITS: dict[str, Callable[[Tensor], Any]] = {
-    "in place": lambda p: p.grad.add_(p.detach(), alpha=0.01),  # type: ignore[union-attr]
-    "through .data": lambda p: p.grad.data.add_(p.detach(), alpha=0.01),  # type: ignore[union-attr]
-    "replaced": lambda p: setattr(p, "grad", p.grad + 0.01 * p.detach()),  # type: ignore[operator]
-}
-
-
-@faces
-@ways
-@pytest.mark.parametrize("edit", EDITS)
-@pytest.mark.parametrize("clipped", [True, False])
-def test_an_edit_before_the_step_counts(
-    face: str, mode: str, offload: str, edit: str, clipped: bool
-) -> None:
-    """Between clip and step, or between backward and step: then of scaled gradients, as in torch.
-
-    With offload they may have been sent by then.
-    """
-    reference = Plain()
-    with loop(face, mode, offload, delay_warmup_steps=99) as ours:
-        for step in range(3):
-            reference.window(step, 0.25 if clipped else None, edit=EDITS[edit])
-            ours.backward(step)
-            if clipped:
-                ours.clip(0.25)
-            for p in ours.parameters:
-                EDITS[edit](p)
-            ours.optimizer.step()
-            ours.optimizer.zero_grad()
-        ours.optimizer.synchronize()
-        assert torch.equal(weights(ours.model), weights(reference.model))
-
-
-@faces
-@ways
-def test_a_second_clip_clips_what_the_first_left(face: str, mode: str, offload: str) -> None:
-    """Before, the update vanished."""
-    reference = Plain()
-    with loop(face, mode, offload, delay_warmup_steps=99) as ours:
-        for step in range(3):
-            expected = reference.window(step, 0.5, 0.25)
-            ours.backward(step)
-            assert [ours.clip(0.5), ours.clip(0.25)] == expected
-            ours.optimizer.step()
-            ours.optimizer.zero_grad()
-        ours.optimizer.synchronize()
-        assert torch.equal(weights(ours.model), weights(reference.model))
-
-
 @faces
 @ways
 @pytest.mark.parametrize("clipped", [True, False])
@@ -543,9 +490,11 @@ UNSEEN: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("edit", UNSEEN)
+@pytest.mark.parametrize(
+    ("edit", "then"),
+    [*product(UNSEEN, ["step"]), *product([".data"], ["clip", "scaler.step", "submit"])],
+)
 @pytest.mark.parametrize("mode", ["sync", "overlap"])
-@pytest.mark.parametrize("then", ["step", "clip", "scaler.step", "submit"])
 @pytest.mark.parametrize("kind", ["float16", "fold", "fold, numpy's memory"])
 def test_an_unseen_edit_of_what_stays_scaled_is_refused(
     edit: str, mode: str, then: str, kind: str
@@ -1043,9 +992,14 @@ def load_scale(scaler: GradScaler) -> None:
 
 @faces
 @pytest.mark.parametrize("mode", ["sync", "overlap"])
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize(
+    ("end", "then"),
+    [
+        *product(ENDS, ["step"]),
+        *product(["abandon_window"], ["clip", "scaler.step", "scaler.unscale_"]),
+    ],
+)
 @pytest.mark.parametrize("clipped", [True, False])
-@pytest.mark.parametrize("then", ["step", "clip", "scaler.step", "scaler.unscale_"])
 def test_a_window_that_ends_half_way_leaves_no_gradients_to_add_to(
     face: str, mode: str, end: str, clipped: bool, then: str
 ) -> None:

@@ -60,6 +60,15 @@ def test_an_overflow_in_one_shard_is_one_skip_on_both_ranks(
         assert bool(result["weights"].isfinite().all())
 
 
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_our_scaler_in_torchs_own_loop_is_torchs(ranks: Results, kind: str) -> None:
+    """``unscale_``, clip, ``step``, ``update``: an inf in one shard is found on both ranks."""
+    for rank in ranks:
+        mine = rank[f"plain loop, {kind}"]
+        assert differing(mine, rank[f"torch None, {kind}, resharded"]) == []
+        assert mine["skipped"] == SKIPPED
+
+
 def test_the_references_differ_where_they_should(ranks: Results) -> None:
     """Or the tests above would show nothing: the delay changes the numbers, clipping clips."""
     newest, stale, warm = (

@@ -13,10 +13,11 @@ for ``launch`` in a command to have it explained. The script may be left out.
     devices       {"accelerator": type or null, "names": [one for each], "cpu_fp16": the processor
                   has fp16 instructions: true, false, null (unknown)}
     job           {"precision", "kind", "device", "wants_cpu", "hosts", "processes",
-                  "processes_here", "joined"}, as in ``survey.Job``
+                  "processes_here", "joined"}, as in ``environment.Job``
     scaling       {"scaler": "accel_scaler", "torch" (stock Accelerate's), "other" or null,
                   "autocast": "float16", "bfloat16" or null, "text": a sentence}
-    threads       {"cores", "training", "auto", "optimizer", "own_thread"}, as in ``survey.Threads``
+    threads       {"cores", "training", "auto", "optimizer", "own_thread"}, as in
+                  ``environment.Threads``
     settings      {field: {"value", "source": flag, variable, "file, line n" or "default"}}
     hazards       [{"id": "F1" to "F12" or a word, "text": a line}]
     mended        the same, of what attaching mends in this launch
@@ -35,7 +36,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..config import Settings
 from ..console import plain, say
 from ..errors import AccelScalerError
 from ..integrations import scaled_elsewhere
@@ -47,8 +47,6 @@ __all__ = ["FORMAT", "main", "parse"]
 
 FORMAT = 1
 """Version of the ``--json`` output."""
-
-_NO_SCRIPT = "<no script>"
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str], bool]:
@@ -67,12 +65,9 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str], bool
     # The formatter shows those groups whose titles it knows.
     group = next(group for group in parser._action_groups if group.title == launcher.TITLE)
     group.add_argument("--json", action="store_true", help="for machines: keys that do not change")
-    # Accelerate's parser wants a script; behind one, these are arguments of the script's.
-    args, flags = launcher.parse(parser, [*argv, _NO_SCRIPT, _NO_SCRIPT])
-    if args.training_script == _NO_SCRIPT:
-        args.training_script = None
-    if _NO_SCRIPT in (*flags.values(), *(v for v in vars(args).values() if isinstance(v, str))):
-        parser.error(f"argument {argv[-1]}: expected one argument")
+    script = next(action for action in parser._actions if action.dest == "training_script")
+    script.nargs, script.required = "?", False
+    args, flags = launcher.parse(parser, argv)
     return args, flags, args.__dict__.pop("json")
 
 
@@ -88,7 +83,8 @@ def main(argv: Sequence[str]) -> int:
             say(json.dumps({"format": FORMAT, "error": line}))
         print("accel-scaler: error:", plain(line), file=sys.stderr)
         return 1
-    say(json.dumps(as_dict(path, found), indent=2) if as_json else as_text(path, found))
+    facts = as_dict(path, found)
+    say(json.dumps(facts, indent=2) if as_json else as_text(facts))
     return 0
 
 
@@ -119,17 +115,10 @@ def scaling(found: Survey) -> dict[str, str | None]:
     return {"scaler": scaler, "autocast": autocast, "text": text}
 
 
-def settings_of(settings: Settings) -> dict[str, dict[str, Any]]:
-    """The value of every field, and who set it."""
-    values = {"attach": settings.attach, **dataclasses.asdict(settings.config)}
-    return {
-        name: {"value": value, "source": settings.sources.get(name, "default")}
-        for name, value in values.items()
-    }
-
-
 def as_dict(path: Path | None, found: Survey) -> dict[str, Any]:
     """What ``--json`` prints; the keys stand in the module's docstring."""
+    settings, sources = found.settings, found.settings.sources
+    values = {"attach": settings.attach, **dataclasses.asdict(settings.config)}
     return {
         "format": FORMAT,
         "config_file": None if path is None else str(path),
@@ -138,29 +127,31 @@ def as_dict(path: Path | None, found: Survey) -> dict[str, Any]:
         "job": dataclasses.asdict(found.job),
         "scaling": scaling(found),
         "threads": dataclasses.asdict(found.threads),
-        "settings": settings_of(found.settings),
+        "settings": {
+            name: {"value": value, "source": sources.get(name, "default")}
+            for name, value in values.items()
+        },
         "hazards": [dataclasses.asdict(hazard) for hazard in hazards(found)],
         "mended": [dataclasses.asdict(hazard) for hazard in mended(found)],
     }
 
 
-def as_text(path: Path | None, found: Survey) -> str:
-    """What a person reads."""
-    lines = [
-        ("config file", "none" if path is None else str(path)),
-        ("versions", ", ".join(f"{k} {v}" for k, v in found.versions.items() if v is not None)),
-        ("devices", _devices(found)),
-        ("job", _job(found)),
-        ("scaling", str(scaling(found)["text"])),
-        ("threads", _threads(found)),
-    ]
+def as_text(facts: dict[str, Any]) -> str:
+    """What a person reads: the same, in columns."""
+    lines = [("config file", str(facts["config_file"] or "none"))]
+    for key in ("versions", "devices", "job", "scaling", "threads"):
+        values = [
+            f"{name} {value}" for name, value in facts[key].items() if value not in (None, ())
+        ]
+        lines.append((key, facts[key].get("text") or ", ".join(values)))
+    parts = [_table(lines)]
     settings = [
-        (name, json.dumps(one["value"]), one["source"])
-        for name, one in settings_of(found.settings).items()
+        (name, json.dumps(one["value"]), one["source"]) for name, one in facts["settings"].items()
     ]
-    parts = [_table(lines), "settings\n" + _table(settings, "  ")]
-    for title, those in (("hazards", hazards(found)), ("mended by attaching", mended(found))):
-        rows = [(hazard.id, hazard.text) for hazard in those]
+    parts.append("settings\n" + _table(settings, "  "))
+    for key in ("hazards", "mended"):
+        rows = [(one["id"], one["text"]) for one in facts[key]]
+        title = "mended by attaching" if key == "mended" else key
         parts.append(f"{title}\n{_table(rows, '  ')}" if rows else f"{title}: none found")
     return "\n\n".join(parts)
 
@@ -172,31 +163,3 @@ def _table(rows: Sequence[tuple[str, ...]], indent: str = "") -> str:
         indent + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
         for row in rows
     )
-
-
-def _devices(found: Survey) -> str:
-    devices = found.devices
-    cpu = {True: "with", False: "without", None: "perhaps with"}[devices.cpu_fp16]
-    if devices.accelerator is None:
-        return f"CPU {cpu} fp16 instructions, no accelerator"
-    return f"{devices.accelerator}: {', '.join(devices.names)}; CPU {cpu} fp16 instructions"
-
-
-def _job(found: Survey) -> str:
-    job = found.job
-    who = "one process" if job.processes == 1 else f"{job.processes} processes"
-    how = "" if job.kind == "one process" else f", {job.kind}"
-    if job.hosts > 1:
-        how += f", {job.hosts} hosts, {job.processes_here} on each"
-    return f"{who} on {job.device}{how}, mixed_precision={job.precision}"
-
-
-def _threads(found: Survey) -> str:
-    threads, job = found.threads, found.job
-    text = f"{threads.cores} cores, {job.processes_here} rank(s) on this host; of each rank: "
-    text += f"training {threads.training} (OMP_NUM_THREADS)"
-    if not (found.attached and threads.own_thread):
-        return f"{text}, the optimizer steps on the training thread"
-    asked = found.settings.config.optimizer_threads
-    origin = "optimizer_threads=auto" if asked == "auto" else f"auto would be {threads.auto}"
-    return f"{text}, optimizer thread {threads.optimizer} ({origin})"

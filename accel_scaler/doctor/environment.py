@@ -121,34 +121,27 @@ def survey(args: argparse.Namespace, settings: Settings, environ: Mapping[str, s
     Raises:
         ConfigError: Accelerate refuses these arguments, in its words.
     """
-    _fill_in(args)
-    devices = _devices()
-    job = _job(args, devices, environ)
-    return Survey(_versions(), devices, job, _threads(args, job, settings), settings)
-
-
-def _fill_in(args: argparse.Namespace) -> None:
-    """Accelerate's own merge of flags, config file and defaults, without its remarks."""
     log = logging.getLogger("accelerate.commands.launch")
     was_disabled, log.disabled = log.disabled, True
     try:
-        _validate_launch_command(args)
+        _validate_launch_command(args)  # merges flags, config file and defaults
     except Exception as error:  # of whatever class: Accelerate has none of its own
         text = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"Accelerate refuses these arguments: {text}") from error
     finally:
         log.disabled = was_disabled
+    devices = _devices()
+    job = _job(args, devices, environ)
+    versions: dict[str, str | None] = {name: _version(name) for name in PACKAGES}
+    versions = {"python": platform.python_version(), "accel_scaler": __version__, **versions}
+    return Survey(versions, devices, job, _threads(args, job, settings), settings)
 
 
-def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    found["accel_scaler"] = __version__
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)  # importing transformers would take seconds
-        except PackageNotFoundError:
-            found[name] = None
-    return found
+def _version(name: str) -> str | None:
+    try:
+        return version(name)  # importing transformers would take seconds
+    except PackageNotFoundError:
+        return None
 
 
 def _devices() -> Devices:

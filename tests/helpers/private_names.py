@@ -303,6 +303,7 @@ PRIVATE = [
         "_action_groups",
         "shows our settings' group, in doctor/command.py",
     ),
+    Private("argparse", launch_parser, "_actions", "needs no script, in doctor/command.py"),
 ]
 
 OPTIONAL = {

@@ -15,7 +15,6 @@ import signal
 import socket
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -212,17 +211,3 @@ def test_every_shipped_file_is_launched_here_or_named_with_its_reason() -> None:
     text = Path(__file__).read_text()
     assert [name for name in shipped_configs() if text.count(f'"{name}"') < 1] == []
     assert all(name in (__doc__ or "") for name in NO_FILE)
-
-
-def test_the_wheel_ships_every_file(tmp_path: Path) -> None:
-    pytest.importorskip("hatchling")
-    done = subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
-        cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        for name, path in shipped_configs().items():
-            inside = archive.read(f"accel_scaler/accelerate_configs/{name}.yaml")
-            assert inside == path.read_bytes()

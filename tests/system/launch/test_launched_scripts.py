@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -349,25 +348,3 @@ def test_a_rank_that_fails_ends_the_others(folder: Path) -> None:
     assert code == 6
     assert "rank      : 1" in err
     assert not psutil.pid_exists(int((folder / "pid0").read_text()))
-
-
-def test_the_wheel_ships_the_config_files_and_the_hook(folder: Path) -> None:
-    pytest.importorskip("hatchling")
-    done = subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder / "dist")],
-        cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    (wheel,) = (folder / "dist").glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(folder / "installed")
-        (points,) = [name for name in archive.namelist() if name.endswith("entry_points.txt")]
-        assert b"accel-scaler = accel_scaler.cli:main" in archive.read(points)
-    code = "from accel_scaler import config_file as s; print(s.find_config('cpu_fp16').resolve())"
-    shown = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, text=True, capture_output=True, timeout=LIMIT,
-        check=True, env=environment(TMPDIR=str(folder), PYTHONPATH=str(folder / "installed")),
-    )  # fmt: skip
-    package = folder / "installed" / "accel_scaler"
-    assert Path(shown.stdout.strip()) == (package / "accelerate_configs/cpu_fp16.yaml").resolve()
-    assert (package / "launch" / "startup" / "sitecustomize.py").is_file()

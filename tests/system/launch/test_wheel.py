@@ -55,6 +55,8 @@ def test_the_wheel_holds_the_package_and_its_files_alone(built: Path) -> None:
     for config in (ROOT / "accelerate_configs").glob("*.yaml"):
         assert inside[f"accel_scaler/accelerate_configs/{config.name}"] == config.read_bytes()
     assert any(name.endswith("licenses/LICENSE") for name in inside)
+    (points,) = [name for name in inside if name.endswith("entry_points.txt")]
+    assert b"accel-scaler = accel_scaler.cli:main" in inside[points]
 
 
 def test_the_sdist_builds_the_same_wheel(built: Path, tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_the_words_say_what_the_json_says(capsys: pytest.CaptureFixture[str]) ->
     for name, version in found["versions"].items():
         assert (f"{name} {version}" in text) == (version is not None)
     assert found["scaling"]["text"] in text
-    assert "one process on cpu, mixed_precision=fp16" in text
+    assert "precision fp16, kind one process, device cpu" in text
 
 
 def test_the_keys_are_those_that_are_documented(capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,8 +164,8 @@ def test_arguments_are_those_of_launch_and_the_script_keeps_its_own() -> None:
     assert not as_json
     assert flags == {"min_scale": "2", "fold_unscale": "false"}
     assert args.training_script == "train.py"
-    assert args.training_script_args[:3] == stock.training_script_args == ["--json", *command[-2:]]
-    ours = {"training_script_args", *(key for key in vars(stock) if key.startswith("accel_scal"))}
+    assert args.training_script_args == stock.training_script_args == ["--json", *command[-2:]]
+    ours = {*(key for key in vars(stock) if key.startswith("accel_scal"))}
     assert {k: v for k, v in vars(args).items() if k not in ours} == {
         k: v for k, v in vars(stock).items() if k not in ours
     }
@@ -369,7 +369,7 @@ def test_an_option_without_its_value_is_a_usage_error(
     with pytest.raises(SystemExit) as caught:
         cli.main(["doctor", *argv])
     assert caught.value.code == 2
-    assert f"argument {argv[-1]}: expected one argument" in capsys.readouterr().err
+    assert f"argument {argv[-1]}" in capsys.readouterr().err
 
 
 # --- what it leaves -----------------------------------------------------------------------------

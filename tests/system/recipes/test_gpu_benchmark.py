@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,14 +47,6 @@ def trained(gpu: Any, name: str, accumulation: int, windows: int = 4) -> torch.T
     return torch.cat([p.detach().flatten().float() for p in loop.model.parameters()])
 
 
-def test_the_shape_counts_its_parameters(gpu: Any) -> None:
-    job = job_of(gpu, 1)
-    model = sys.modules["peers"].model_of(job, torch.float32)
-    assert sum(p.numel() for p in model.parameters()) == job.shape.parameters
-    defaults = gpu.parse([])
-    assert 1.0e9 < gpu.shape_of(defaults).parameters < 1.1e9
-
-
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_every_variant_of_ours_trains_as_stock_does(gpu: Any, accumulation: int) -> None:
     stock = trained(gpu, "stock", accumulation)
@@ -87,18 +78,6 @@ def test_a_measurement_holds_what_the_table_needs(gpu: Any) -> None:
         assert result.parameters == gpu.Shape(**TINY).parameters
 
 
-def test_a_variant_that_fails_says_why(gpu: Any) -> None:
-    def broken(job: Any) -> Any:
-        raise RuntimeError("no such thing\nand more")
-
-    def full(job: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
-
-    for set_up, said in ((broken, "RuntimeError: no such thing"), (full, "out of memory")):
-        variant = type(gpu.VARIANTS["stock"])("stock", set_up)
-        assert gpu.measure(variant, job_of(gpu, 1), 1, 1).error == said
-
-
 def test_the_table_has_ratios_of_medians(gpu: Any) -> None:
     gib = 2**30
     results = [
@@ -125,48 +104,6 @@ def test_the_table_has_ratios_of_medians(gpu: Any) -> None:
     ]
     assert lines[3].split() == ["overlap", "500", "1.25", "10.00", "1.25", "1.60"]
     assert lines[4].split() == ["offload+sync", *"-----", "out", "of", "memory"]
-
-
-@pytest.mark.parametrize(
-    ("whole", "alone", "most"),
-    [(2.0, 1.0, 2.0), (4.0, 3.0, 4 / 3), (4.0, 1.0, 4 / 3), (1.0, 1.1, 1)],
-)
-def test_the_ceiling_is_what_hiding_all_would_give(
-    gpu: Any, whole: float, alone: float, most: float
-) -> None:
-    assert gpu.ceiling(whole, alone) == pytest.approx(most)
-
-
-def test_a_peer_that_is_not_installed_is_absent(gpu: Any, monkeypatch: Any) -> None:
-    variant = type(gpu.VARIANTS["stock"])("torchao", lambda job: None, "no-such-package-anywhere")
-    monkeypatch.setitem(gpu.VARIANTS, "torchao", variant)
-    assert not variant.is_installed
-    (row,) = gpu.rows_of([], ["torchao"], 1)
-    assert row.remark == "no-such-package-anywhere: not installed"
-    assert gpu.show([row]).splitlines()[1].split()[:6] == ["torchao", *"-----"]
-    assert gpu.VARIANTS["stock"].version.startswith("torch 2.")
-    assert gpu.VARIANTS["sync"].version.startswith("accel_scaler ")
-
-
-@pytest.mark.parametrize("limit", [1, 7, 64, 100])
-def test_the_search_finds_the_largest_that_fits(gpu: Any, limit: int) -> None:
-    for most in range(limit + 20):
-        tried: list[int] = []
-
-        def fits(n: int, most: int = most, tried: list[int] = tried) -> bool:
-            tried.append(n)
-            return n <= most
-
-        assert gpu.largest(fits, limit) == min(most, limit)
-        assert len(tried) == len(set(tried)) <= 16
-        assert all(1 <= n <= limit for n in tried)
-
-
-def test_what_a_process_did_not_say_is_an_error(gpu: Any) -> None:
-    said = gpu.MARK + json.dumps({"variant": "sync", "accumulation": 4, "seconds": [1.0]})
-    first, second = gpu.filled("sync", [4, 16], f"noise\n{said}\n", "killed")
-    assert (first.seconds, first.error) == ([1.0], "")
-    assert (second.accumulation, second.error) == (16, "killed")
 
 
 @before_torch(2, 7, "torch 2.6: fully_shard wants the streams of a device")

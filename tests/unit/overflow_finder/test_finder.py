@@ -279,6 +279,7 @@ def test_the_micro_batch_is_counted_in_its_window(at: int) -> None:
         assert (finder.find() is not None) == (window == 1)
     found = origin(finder)
     assert (found.where, found.module, found.micro_batch) == ("backward", "1", at)
+    assert found.output == (0.0, 0.0)  # in the other micro-batches it was not
 
 
 def test_an_evaluation_and_a_forward_without_backward_are_not_named() -> None:

@@ -124,37 +124,32 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         Returns the total norm before clipping, unscaled, shape (); inf after an overflow.
         Synchronises with the device once.
         """
-        if self._attachment is None:
+        attachment = self._attachment
+        # Where only telemetry is wanted, stock clips on every micro-batch.
+        if attachment is None or not (self.sync_gradients or attachment.scales):
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        boundary = attachment.boundary
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if not self.sync_gradients:
-            if self.scaler is None:  # only telemetry is wanted: as stock, which clips here too
-                return super().clip_grad_norm_(parameters, max_norm, norm_type)
-            return self._attachment.boundary.clipping.norm_so_far(parameters, norm_type)
-        with self._attachment.recorder.span("clip"):
+            return boundary.clipping.norm_so_far(parameters, norm_type)
+        with attachment.recorder.span("clip"):
             if self.distributed_type != DistributedType.FSDP:
-                return self._attachment.boundary.clipping.clip_norm(parameters, max_norm, norm_type)
-            if self._attachment.boundary.unscale(
-                self._attachment.boundary.check.owners(parameters)
-            ):
+                return boundary.clipping.clip_norm(parameters, max_norm, norm_type)
+            if boundary.unscale(boundary.check.owners(parameters)):
                 return torch.full((), float("inf"), device=self.device)
             norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
-            self._attachment.boundary.clipping.note_norm(parameters, norm, max_norm, norm_type)
+            boundary.clipping.note_norm(parameters, norm, max_norm, norm_type)
             return norm
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Unscale, then clip each element to ``[-clip_value, clip_value]``; at boundaries."""
-        if self._attachment is None:
-            super().clip_grad_value_(parameters, clip_value)
-            return
-        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if not self.sync_gradients and self.scaler is not None:
-            return
-        if self.distributed_type == DistributedType.FSDP:
-            super().clip_grad_value_(parameters, clip_value)  # refuses
-            return
-        parameters = [p for p in parameters if p.grad is not None]
-        self._attachment.boundary.clipping.clip_value(parameters, clip_value)
+        attachment = self._attachment
+        if attachment is None or self.distributed_type == DistributedType.FSDP:
+            super().clip_grad_value_(parameters, clip_value)  # under FSDP it refuses
+        elif self.sync_gradients or not attachment.scales:
+            parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            parameters = [p for p in parameters if p.grad is not None]
+            attachment.boundary.clipping.clip_value(parameters, clip_value)
 
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """As Accelerate's; of a parameter (``LocalSGD`` averages them) the newest values."""

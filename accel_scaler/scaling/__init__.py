@@ -31,8 +31,8 @@ from .gradients import (
 )
 from .norms import GradNorm, GradNorms
 from .parameter_names import MOST_NAMES, ParameterNames
+from .thread_windows import WAIT_LIMIT_S
 from .window import (
-    WAIT_LIMIT_S,
     OptimizerRecord,
     Snapshot,
     StillScaled,

@@ -5,17 +5,18 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from ..config import ScalerConfig, is_number, is_positive
+from ..config import ScalerConfig, is_count, is_number, is_positive, shown
 from ..errors import ConfigError, OrderError, UnsupportedError
 from .collectives import agree_on_overflow, is_sharded
 from .fused_call import call_fused
@@ -26,15 +27,19 @@ from .gradients import (
     parameters_of,
     unscale_in_place,
 )
+from .host_mirror import HostMirror
 from .overflow_streak import OverflowStreak
 from .parameter_names import ParameterNames
-from .thread_windows import ThreadedScaler
+from .thread_windows import Job, ThreadWindows
 from .update_rule import Rule, ScaleState
 from .window import OptimizerRecord, Snapshot, Window, stepped
 
 __all__ = ["GradScaler"]
 
 T = TypeVar("T")
+
+_TRANSIENT = ("_windows", "_live", "_mirror", "_local", "_lock", "_known", "_leaves", "_managed")
+_TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
 class GradientReader(Protocol):
@@ -48,7 +53,12 @@ class GradientReader(Protocol):
         """Wait until no step reads ``.grad``."""
 
 
-class GradScaler(ThreadedScaler):
+class _Managed(NamedTuple):
+    optimizer: weakref.ref[Optimizer]
+    stepper: weakref.ref[GradientReader]
+
+
+class GradScaler(torch.amp.GradScaler):
     """A drop-in ``torch.amp.GradScaler`` that several threads may use.
 
     In a plain loop it does what torch's does, call for call and bit for bit, except that a
@@ -76,6 +86,15 @@ class GradScaler(ThreadedScaler):
     Raises:
         ConfigError: an argument out of its range, naming it and what is allowed.
     """
+
+    sharded: bool = False
+    """Ranks hold different gradients, whatever the parameters say, so they agree on a verdict."""
+    _growth_tracker: Tensor | None
+    _min_scale: float | None = None
+    _max_scale: float | None = None
+    _hysteresis: int = 1
+    _consecutive_skips: int = 0
+    _was_loaded: bool = False
 
     def __init__(
         self,
@@ -113,17 +132,54 @@ class GradScaler(ThreadedScaler):
         self._min_scale, self._max_scale = min_scale, max_scale
         self._hysteresis = hysteresis
 
+    def _make_transient(self) -> None:
+        """What belongs to this process and is not pickled."""
+        self._windows = ThreadWindows()
+        self._live: Tensor | None = None
+        self._mirror = HostMirror()
+        self._local = threading.local()
+        self._lock = threading.RLock()
+        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """Optimizers whose gradients :meth:`get_overflow_flag` looks at."""
+        self._managed: dict[int, _Managed] = {}
+        """Optimizers that a boundary steps, under their ``id``, in the order they came."""
+        self._leaves: list[weakref.ref[Tensor]] = []
+
+    # torch's methods read the next two; they are those of the window this thread works in.
+
+    @property
+    def _scale(self) -> Tensor | None:
+        self._mirror.finish()
+        bound = self._windows.bound
+        return self._live if bound is None or bound.scale is None else bound.scale
+
+    @_scale.setter
+    def _scale(self, value: Tensor | None) -> None:
+        self._live = value
+
+    @property
+    def _per_optimizer_states(self) -> Any:
+        return self._windows.current.states
+
+    @_per_optimizer_states.setter
+    def _per_optimizer_states(self, value: Any) -> None:
+        """torch assigns an empty dict where a window is over."""
+        self._next_window()
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
+        super()._lazy_init_scale_growth_tracker(torch.device(dev))
+
     def scale(self, outputs: Any) -> Any:
         """Multiply a tensor, or each of a list, tuple or iterable, by the window's scale.
 
         Opens a window if none is open. Returns ``outputs`` itself where scaling is disabled.
         Does not synchronise.
         """
-        if self._enabled and self._bound is None:
-            self._notice_changes(self.open_window())
+        if self._enabled and self._windows.bound is None:
+            self._start_over_where_dropped(self.open_window())
             self.overflow_streak.note_losses(_tensors(outputs))
         scaled = super().scale(outputs)
-        if self._enabled and self._bound is None:
+        if self._enabled and self._windows.bound is None:
             self._wait_before_backward(scaled)
         if self._enabled and not self._known:
             # Until an optimizer is seen, only the graph tells whose gradients to check.
@@ -133,9 +189,8 @@ class GradScaler(ThreadedScaler):
 
     def _wait_before_backward(self, scaled: Any) -> None:
         """A backward adds to gradients that a step may still be reading, and asks nobody."""
-        waiting = [
-            ref for ref in self._steppers.values() if (s := ref()) is not None and s.unscales
-        ]
+        steppers = [each.stepper for each in self._managed.values()]
+        waiting = [ref for ref in steppers if (stepper := ref()) is not None and stepper.unscales]
         if waiting and not isinstance(scaled, (Tensor, list, tuple)):
             _settle_gradients(waiting)  # scaled one by one, later
         tensor: Any
@@ -155,11 +210,11 @@ class GradScaler(ThreadedScaler):
         """
         if not self._enabled:
             return
-        with self._lock, self.inside(self._due_window()):
+        with self._lock, self._windows.inside(self._windows.to_step()):
             self._forbid_stranger(optimizer)
             self._check_scale_growth_tracker("unscale_")
-            window, record = self.known_window, self.record_of(optimizer)
-            if self._bound is None:
+            window, record = self._windows.current, self.record_of(optimizer)
+            if self._windows.bound is None:
                 record.forbid_mixture(type(stepped(optimizer)).__name__)
             params = parameters_of(optimizer)
             done = window.unscaled_among(params) if record.stage is OptState.READY else []
@@ -199,11 +254,11 @@ class GradScaler(ThreadedScaler):
         with self._lock:
             self._forbid_stranger(optimizer)
             self._known.add(stepped(optimizer))
-            window = self._due_window()
+            window = self._windows.to_step()
         fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         outer, self._local.stepping = getattr(self._local, "stepping", None), optimizer
         try:
-            with self.inside(window):
+            with self._windows.inside(window):
                 self._before_step(optimizer)
                 if not fused or "grad_scaler" in inspect.signature(optimizer.step).parameters:
                     return super().step(optimizer, *args, **kwargs)
@@ -213,9 +268,9 @@ class GradScaler(ThreadedScaler):
             self._after_step(optimizer)
 
     def _before_step(self, optimizer: Optimizer) -> None:
-        window = self.known_window
+        window = self._windows.current
         record = window.known(optimizer)
-        if record is not None and self._bound is None:
+        if record is not None and self._windows.bound is None:
             record.forbid_mixture(type(stepped(optimizer)).__name__)
         if stepped(optimizer) is not optimizer:
             window.record(optimizer)
@@ -232,8 +287,8 @@ class GradScaler(ThreadedScaler):
 
     def _after_step(self, optimizer: Optimizer) -> None:
         """In a window that another optimizer has closed already its verdict counts, too."""
-        window = self._window
-        if self._bound is None and window.closed:
+        window = self.window
+        if self._windows.bound is None and window.closed:
             record = window.known(optimizer)
             if record is not None and record.found_inf and not window.found_inf:
                 self.close_window(True)
@@ -251,13 +306,13 @@ class GradScaler(ThreadedScaler):
         disabled the window closes, with scale 1. Does not synchronise.
         """
         with self._lock:
-            window = self._window
+            window = self.window
             if not self._enabled:
                 window.before = ScaleState(1.0, 0)
                 return
             if window.before is None:
-                window.before = self.read_state()
                 window.scale = None if self._live is None else self._live.clone()
+                window.before = self.read_state()
             # Of others too, that somebody has unscaled or stepped by hand.
             found_inf = found_inf or any(each.found_inf for each in window.states.values())
             self.overflow_streak.window_closed(
@@ -272,43 +327,50 @@ class GradScaler(ThreadedScaler):
         Where gradients are there already, and no loss was scaled, synchronises with the device.
         """
         self._known.add(optimizer)
-        self._steppers[id(optimizer)] = weakref.ref(stepper)
         known = self._managed.get(id(optimizer))
-        if known is None or known() is not optimizer:
+        is_new = known is None or known.optimizer() is not optimizer
+        if is_new:
             self._managed.pop(id(optimizer), None)  # of one that is gone: it comes last now
-            self._managed[id(optimizer)] = weakref.ref(optimizer)
-            if self._window.opened_by is None:  # else they may be of the window
-                why = "had gradients before it was given to this scaler, not scaled by it"
-                self._mark_carried_over(optimizer, parameters_of(optimizer), why)
+        if is_new or (known is not None and known.stepper() is not stepper):
+            self._managed[id(optimizer)] = _Managed(weakref.ref(optimizer), weakref.ref(stepper))
+        if is_new and self.window.opened_by is None:  # else they may be of the window
+            why = "had gradients before it was given to this scaler, not scaled by it"
+            self._mark_carried_over(optimizer, why)
 
     def release(self, *optimizers: Optimizer) -> None:
         """No boundary steps these any more."""
         for optimizer in optimizers:
             self._managed.pop(id(optimizer), None)
-            self._steppers.pop(id(optimizer), None)
 
     @property
     def managed(self) -> list[Optimizer]:
         """Optimizers that a boundary steps, in the order they came: the same on every rank."""
-        refs = list(self._managed.values())
-        return [optimizer for ref in refs if (optimizer := ref()) is not None]
+        found = (each.optimizer() for each in list(self._managed.values()))
+        return [optimizer for optimizer in found if optimizer is not None]
+
+    @property
+    def window(self) -> Window:
+        """The open window, or the last one until :meth:`scale` opens the next."""
+        return self._windows.open
+
+    def record_of(self, optimizer: Optimizer) -> OptimizerRecord:
+        """What is known of ``optimizer`` in the window that calls on this thread mean."""
+        return self._windows.current.record(optimizer)
 
     def open_window(self) -> Window:
         """The open window; a new one if the last one was stepped."""
         with self._lock:
-            if self._window.closed:
-                before = self._window
+            if self.window.closed:
                 self._next_window()
-                self._find_carried_over(before)
-            if self._window.opened_by is None:
-                self._window.opened_by = threading.get_ident()
-            return self._window
+            if self.window.opened_by is None:
+                self.window.opened_by = threading.get_ident()
+            return self.window
 
     @property
     def window_scale(self) -> float:
         """The scale of the open window, or of the one that was closed last. As :meth:`get_scale`
         otherwise."""
-        before = self._window.before
+        before = self.window.before
         return self.get_scale() if before is None else before.scale
 
     def abandon_window(self) -> None:
@@ -320,93 +382,26 @@ class GradScaler(ThreadedScaler):
             self._next_window()
 
     def _next_window(self) -> None:
-        before = self._window
-        super()._next_window()
-        if not before.closed:  # given up, or ended by hand
-            self._find_carried_over(before)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class or of ``torch.amp.GradScaler``. No-op if disabled.
-
-        Raises:
-            ConfigError: a missing entry, one that is no number, or a scale of 0 without
-                ``min_scale`` to raise it; nothing has been changed.
-            RuntimeError: an empty dict (from a disabled scaler).
-        """
-        if not self._enabled:
-            return
-        with self._lock:
-            before = self.read_state().scale
-            super().load_state_dict(state_dict)
-            now = self.read_state().scale
-            if now != before:
-                why = f"has gradients scaled by {before:g}, and a state with {now:g} was loaded"
-                for optimizer in self.managed:
-                    self._mark_carried_over(optimizer, parameters_of(optimizer), why)
-
-    def _mark_carried_over(self, optimizer: Optimizer, params: Iterable[Tensor], why: str) -> None:
-        """Gradients that the next window's must not be added to, unless they are zeroed first."""
-        if self._enabled and not Snapshot.of(params).is_zero:
-            self._window.record(optimizer).carried_over = why
-
-    def _find_carried_over(self, before: Window) -> None:
-        """Of a window that ended without their optimizer's step (checked where some are left)."""
+        """Leave the window; what its optimizers have not stepped is carried over to the next."""
+        left = self._windows.next()
+        self.overflow_streak.next_window()
         managed = self.managed if self._enabled else []
-        if not managed:
-            return
-        now = self.read_state().scale
-        if before.before is not None:
-            scale = before.before.scale
-        else:
-            scale = now if before.scale is None else float(before.scale)
-        for optimizer in managed:
-            record, params = before.known(optimizer), parameters_of(optimizer)
-            stage = OptState.READY if record is None else record.stage
-            if record is not None and stage is OptState.STEPPED:
-                if record.still_scaled is not None:
-                    record.still_scaled.unscale()
-                continue
-            if record is not None and record.carried_over:
-                why = record.carried_over
-            elif stage is OptState.UNSCALED or scale != now:
-                how = (
-                    "unscaled"
-                    if stage is OptState.UNSCALED
-                    else f"scaled by {scale:g}, now {now:g}"
-                )
-                why = f"sat out the window before with gradients in it, which are {how}"
-            else:
-                continue  # goes on accumulating
-            self._mark_carried_over(optimizer, params, why)
+        if managed:
+            now = self.read_state().scale
+            for optimizer, why in left.carried_over(managed, now):
+                self._mark_carried_over(optimizer, why)
 
-    def _notice_changes(self, window: Window) -> None:
-        """Before another loss is scaled: which gradients of the window are unscaled already?
+    def _mark_carried_over(self, optimizer: Optimizer, why: str) -> None:
+        """Gradients that the next window's must not be added to, unless they are zeroed first."""
+        if self._enabled and not Snapshot.of(parameters_of(optimizer)).is_zero:
+            self.window.record(optimizer).carried_over = why
 
-        Where they are gone or zero (a batch thrown away after a look at its norm) their owner
-        starts over: what comes next is scaled, and not checked yet. The others are remembered,
-        for a backward must not add scaled gradients to them. In a plain loop, which no boundary
-        steps, that is left to the caller, as torch does.
-        """
-        if window.closed:
-            return
-        for optimizer in self.managed:
-            record = window.known(optimizer)
-            if record is None:
-                continue
-            if record.carried_over and Snapshot.of(parameters_of(optimizer)).is_zero:
-                record.carried_over = ""
-            if record.stage is not OptState.UNSCALED:
-                continue
+    def _start_over_where_dropped(self, window: Window) -> None:
+        """Before another loss is scaled: whose unscaled gradients are gone, on every rank?"""
+        for optimizer, kept in window.scaled_again(self.managed):
             params = parameters_of(optimizer)
-            record.unscaled_before = Snapshot.of(params)
-            kept = not record.unscaled_before.is_zero
             if not agree_on_overflow(kept, params[0].device, self.sharded or is_sharded(params)):
                 window.forget(optimizer)
-        for key, (p, _) in list(window.unowned.items()):
-            now = Snapshot.of([p])
-            window.unowned[key] = p, now
-            if now.is_zero:
-                del window.unowned[key]
 
     def end_streak(self) -> None:
         """Raise ``OverflowStreakError`` if the run of skips is over its limit."""
@@ -477,20 +472,20 @@ class GradScaler(ThreadedScaler):
         if not self._enabled:
             return
         with self._lock:
-            self._forbid_other_thread("update")
+            self._windows.forbid_other_thread("update")
             scale, tracker = self._check_scale_growth_tracker("update")
-            if self._window.closed:
+            if self.window.closed:
                 # Its boundary has updated the scale, once for all of its optimizers.
                 self._next_window()
                 if new_scale is None:
                     return
             # A step still due on another thread divides by what this window was scaled with.
-            self._window.scale = scale.clone()
+            self.window.scale = scale.clone()
             if new_scale is not None:
                 self._set_scale(scale, new_scale)
                 self._next_window()
                 return
-            records = [r for r in self._window.states.values() if r["found_inf_per_device"]]
+            records = [r for r in self.window.states.values() if r["found_inf_per_device"]]
             if not records:
                 raise AssertionError("No inf checks were recorded prior to update.")
             if all(record.verdict is not None for record in records):  # the host knows
@@ -559,9 +554,9 @@ class GradScaler(ThreadedScaler):
         if not (is_number(factor) and 0 < factor < 1):
             raise ConfigError(f"backoff: got factor={factor!r}, expected a number in (0, 1).")
         with self._lock:
-            self._forbid_other_thread("backoff")
+            self._windows.forbid_other_thread("backoff")
             scale, _ = self._check_scale_growth_tracker("backoff")
-            skipped = not self._window.closed and self._overflowed(self._targets())
+            skipped = not self.window.closed and self._overflowed(self._targets())
             if skipped:
                 for target in self._targets():
                     self.overflow_streak.note_skip(target, self._consecutive_skips)
@@ -569,7 +564,7 @@ class GradScaler(ThreadedScaler):
             rule = Rule(2.0, factor, 1, self._min_scale, self._max_scale)
             state = rule.advance(self.read_state(), True)
             skips = self._consecutive_skips + int(skipped)
-            self._window.scale = scale.clone()
+            self.window.scale = scale.clone()
             self.write_state(ScaleState(state.scale, 0, skips))
             self._next_window()
             self.end_streak()
@@ -588,7 +583,7 @@ class GradScaler(ThreadedScaler):
 
     def _targets(self) -> list[Optimizer | Tensor]:
         here = self._per_optimizer_states
-        bound = self._bound is not None
+        bound = self._windows.bound is not None
         known = [o for o in self._known if not bound or id(o) in here]
         return cast("list[Optimizer | Tensor]", known or self._seen())
 
@@ -598,7 +593,7 @@ class GradScaler(ThreadedScaler):
                 if has_nonfinite_gradient(target):
                     return True
                 continue
-            state = self.known_window.known(target)
+            state = self._windows.current.known(target)
             if state and state["found_inf_per_device"]:
                 if any(bool(f) for f in state["found_inf_per_device"].values()):
                     return True
@@ -609,6 +604,216 @@ class GradScaler(ThreadedScaler):
 
     def _seen(self) -> list[Tensor]:
         return [leaf for ref in self._leaves if (leaf := ref()) is not None]
+
+    def bind(self, fn: Callable[[], T], *optimizers: Optimizer) -> Job[T]:
+        """Tie ``fn`` to the open window, so that another thread can run it later.
+
+        The gradients of ``optimizers`` are checked here, before anything is handed over, so
+        that :meth:`update` straight after has its verdict and never waits. Inside ``fn``,
+        ``unscale_``, ``step`` and ``get_scale`` mean a window of the job's own, with the scale
+        and the verdict of this one: host numbers, so that neither the training thread nor another
+        stream writes to what the other reads. Leave these gradients alone until the job has run.
+
+        Synchronises with the device, and with the other ranks where they hold other gradients.
+
+        Returns:
+            A callable without arguments, to be called once, on any thread.
+
+        Raises:
+            ConfigError: no optimizer given.
+            AssertionError: before any :meth:`scale`.
+        """
+        if not optimizers:
+            raise ConfigError("bind: got no optimizer, expected each one that the function steps.")
+        if not self._enabled:
+            return self._windows.job(fn, Window())
+        with self._lock:
+            self._check_scale_growth_tracker("bind")
+            window = self.window
+            if window.closed or window.opened_by is None:
+                raise OrderError("bind: no window is open; call scale() and backward first.")
+            for optimizer in optimizers:
+                record, params = window.record(optimizer), parameters_of(optimizer)
+                if not record["found_inf_per_device"]:
+                    self._check_inf_per_device(optimizer)
+                sharded = self.sharded or is_sharded(params)
+                record.decide(agree_on_overflow(record.found_inf, params[0].device, sharded))
+                self._known.add(stepped(optimizer))
+            return self._windows.job(fn, window.for_job(optimizers, self.read_state().scale))
+
+    def _forbid_stranger(self, optimizer: Optimizer) -> None:
+        """Inside a job, only optimizers whose gradients were checked before the hand-over."""
+        bound = self._windows.bound
+        if bound is not None and bound.sealed and bound.known(optimizer) is None:
+            raise OrderError(
+                f"{type(optimizer).__name__} was not given to GradScaler.bind() with this job; "
+                "name every optimizer that the job unscales or steps."
+            )
+
+    @property
+    def rule(self) -> Rule:
+        """The update rule with the present settings."""
+        return Rule(
+            self._growth_factor,
+            self._backoff_factor,
+            self._growth_interval,
+            self._min_scale,
+            self._max_scale,
+            self._hysteresis,
+        )
+
+    @property
+    def has_begun(self) -> bool:
+        """Its scale comes from training: it has scaled a loss, or loaded a state."""
+        return self._live is not None or self._was_loaded
+
+    def read_state(self) -> ScaleState:
+        """Scale and counters on the host. Synchronises only if the device has newer ones.
+
+        On any thread: what one has read is not kept beside what another writes meanwhile.
+        """
+        with self._lock:
+            live, tracker = self._live, self._growth_tracker
+            if live is None or tracker is None:
+                numbers = self._init_scale, self._init_growth_tracker
+            else:
+                numbers = self._mirror.read(live, tracker)
+            return ScaleState(*numbers, self._consecutive_skips)
+
+    def write_state(self, state: ScaleState) -> None:
+        """Set scale and counters. Does not synchronise."""
+        with self._lock:
+            self._consecutive_skips = state.consecutive_skips
+            live, tracker = self._live, self._growth_tracker
+            if live is None or tracker is None:
+                self._init_scale, self._init_growth_tracker = state.scale, state.growth_tracker
+            else:
+                self._mirror.write(live, tracker, (state.scale, state.growth_tracker))
+
+    def get_scale(self) -> float:
+        """The scale as a float; 1.0 if disabled; in a bound job, its window's.
+
+        Synchronises if the last update ran on the device.
+        """
+        if self._enabled and self._windows.bound is None:
+            return self.read_state().scale
+        return super().get_scale()
+
+    def _get_growth_tracker(self) -> int:
+        return self.read_state().growth_tracker if self._enabled else 0
+
+    def get_growth_factor(self, up_to_date: bool = False) -> float:
+        """The growth factor; ``up_to_date=True`` waits for every bound job first."""
+        if up_to_date:
+            self._windows.wait_for_jobs()
+        return super().get_growth_factor()
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set the growth factor: a finite number of at least 1 (1: the scale never grows)."""
+        if not (is_number(new_factor) and new_factor >= 1):
+            raise ConfigError(f"growth_factor: got {new_factor!r}, expected a finite number >= 1.")
+        super().set_growth_factor(new_factor)
+
+    def get_backoff_factor(self, up_to_date: bool = False) -> float:
+        """The back-off factor; ``up_to_date=True`` waits for every bound job first."""
+        if up_to_date:
+            self._windows.wait_for_jobs()
+        return super().get_backoff_factor()
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set the back-off factor: a number in (0, 1] (1: the scale never falls)."""
+        if not (is_number(new_factor) and 0 < new_factor <= 1):
+            raise ConfigError(f"backoff_factor: got {new_factor!r}, expected a number in (0, 1].")
+        super().set_backoff_factor(new_factor)
+
+    def get_growth_interval(self, up_to_date: bool = False) -> int:
+        """The growth interval; ``up_to_date=True`` waits for every bound job first."""
+        if up_to_date:
+            self._windows.wait_for_jobs()
+        return super().get_growth_interval()
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set the growth interval: an integer of at least 1."""
+        if not is_count(new_interval):
+            raise ConfigError(
+                f"growth_interval: got {shown(new_interval)}, expected an integer from 1 to 2**53."
+            )
+        super().set_growth_interval(new_interval)
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's five entries and ``_consecutive_skips``; {} if disabled. Plain numbers.
+
+        torch's own scaler loads it too. Synchronises if the last update ran on the device.
+        """
+        state = super().state_dict()
+        if self._enabled:
+            state["_consecutive_skips"] = self._consecutive_skips
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this class or of ``torch.amp.GradScaler``. No-op if disabled.
+
+        Raises:
+            ConfigError: a missing entry, one that is no number, or a scale of 0 without
+                ``min_scale`` to raise it; nothing has been changed.
+            RuntimeError: an empty dict (from a disabled scaler).
+        """
+        if not self._enabled:
+            return
+        if state_dict:
+            missing = [key for key in _TORCH_KEYS if key not in state_dict]
+            if missing:
+                raise ConfigError(
+                    f"scaler state dict: {missing[0]!r} is missing, got {sorted(state_dict)}; "
+                    "expected what GradScaler.state_dict() returns."
+                )
+            for key in (*_TORCH_KEYS, "_consecutive_skips"):
+                if not is_number(state_dict.get(key, 0)):
+                    raise ConfigError(
+                        f"scaler state dict: got {key}={state_dict[key]!r}, expected a number."
+                    )
+            if state_dict["scale"] <= 0 and self._min_scale is None:
+                raise ConfigError(
+                    f"scaler state dict: got scale={state_dict['scale']!r}, expected a number > 0. "
+                    "A long run of skips has brought it there, and every window would be skipped "
+                    "from here on. Load an earlier checkpoint, or set min_scale (1.0, say), which "
+                    "the scale is raised to."
+                )
+        with self._lock:
+            before = self.read_state().scale
+            super().load_state_dict(state_dict)
+            self._was_loaded = True
+            self._consecutive_skips = int(state_dict.get("_consecutive_skips", 0))
+            state = self.read_state()
+            bounded = replace(state, scale=self.rule.clamp(state.scale))
+            if bounded != state:
+                self.write_state(bounded)
+            if self.window.closed:
+                self._next_window()
+            now = self.read_state().scale
+            why = f"has gradients scaled by {before:g}, and a state with {now:g} was loaded"
+            for optimizer in self.managed if now != before else ():
+                self._mark_carried_over(optimizer, why)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {key: value for key, value in self.__dict__.items() if key not in _TRANSIENT}
+        if self._enabled:
+            if self.window.states and not self.window.closed:
+                raise AssertionError(
+                    "A GradScaler instance may only be pickled at the beginning of an iteration, "
+                    "or at the end after scaler.update()."
+                )
+            now = self.read_state()
+            state["_init_scale"], state["_init_growth_tracker"] = now.scale, now.growth_tracker
+            state["_growth_tracker"] = None
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._make_transient()
+        if "culprits" in state:  # written before names and streak were two
+            state["overflow_streak"] = state.pop("culprits")
+            state["parameter_names"] = state["overflow_streak"].names = ParameterNames()
+        super().__setstate__(state)
 
 
 @contextmanager

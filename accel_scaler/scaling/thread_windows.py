@@ -1,114 +1,135 @@
-"""Which window a thread works in: the open one, the last one, or that of its job."""
+"""Which window a thread means: the open one, the last one, or that of its job."""
 
 from __future__ import annotations
 
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
-from torch.optim import Optimizer
+from ..errors import OrderError
+from .window import Window
 
-from ..errors import ConfigError, OrderError
-from .collectives import agree_on_overflow, is_sharded
-from .gradients import parameters_of
-from .scaler_state import ScalerMemory
-from .window import Job, OptimizerRecord, Window, stepped
-
-__all__ = ["ThreadedScaler"]
+__all__ = ["WAIT_LIMIT_S", "Job", "ThreadWindows"]
 
 T = TypeVar("T")
 
+WAIT_LIMIT_S = 600.0
+"""Longest wait for a job on another thread, in seconds."""
 
-class ThreadedScaler(ScalerMemory):
-    """The part of :class:`accel_scaler.GradScaler` that keeps threads and windows apart."""
+
+class ThreadWindows:
+    """The open window, the one before, and the threads that work in either or in one of their own.
+
+    A window belongs to the thread that opens it, the training thread.
+    """
+
+    def __init__(self) -> None:
+        self.open = Window()
+        """The open window; after its end that one, until the next is opened."""
+        self._last: Window | None = None
+        self._local = threading.local()
+        self._jobs: weakref.WeakSet[Job[Any]] = weakref.WeakSet()
 
     @property
-    def window(self) -> Window:
-        """The open window, or the last one until :meth:`scale` opens the next."""
-        return self._window
+    def bound(self) -> Window | None:
+        """The window that this thread was sent to, other than the open one."""
+        return getattr(self._local, "window", None)
 
     @property
-    def known_window(self) -> Window:
+    def current(self) -> Window:
         """The window that calls on this thread mean."""
-        return self._bound or self._window
-
-    def record_of(self, optimizer: Optimizer) -> OptimizerRecord:
-        """What is known of ``optimizer`` in the window that calls on this thread mean."""
-        return self.known_window.record(optimizer)
+        return self.bound or self.open
 
     @contextmanager
     def inside(self, window: Window | None) -> Iterator[None]:
         """Within the block this thread's calls mean ``window`` (None: the open one)."""
-        outer, self._local.window = self._bound, window
+        outer, self._local.window = self.bound, window
         try:
             yield
         finally:
             self._local.window = outer
 
-    def _due_window(self) -> Window | None:
-        """The window meant by a call on this thread; None: the open one, or the job's.
+    def to_step(self) -> Window | None:
+        """The window meant by an unscale or a step on this thread; None: the open one.
 
         Between windows another thread still works on the last one, whose gradients it holds.
         """
+        if self.bound is not None:
+            return self.bound
+        if self.open.closed:
+            return self.open  # its own scale, not the next one's
         last = self._last
-        if self._bound is None and self._window.closed and self._enabled:
-            return self._window  # its own scale, not the next one's
-        if self._bound is not None or self._window.opened_by is not None or last is None:
-            return self._bound
+        if self.open.opened_by is not None or last is None:
+            return None
         return None if last.opened_by == threading.get_ident() else last
 
-    def bind(self, fn: Callable[[], T], *optimizers: Optimizer) -> Job[T]:
-        """Tie ``fn`` to the open window, so that another thread can run it later.
+    def next(self) -> Window:
+        """Leave the window, which is returned; a step of another thread still finds it."""
+        left = self.open
+        if left.opened_by is not None:
+            left.let_go()
+            self._last = left
+        self.open = Window(left.index + int(left.opened_by is not None))
+        return left
 
-        The gradients of ``optimizers`` are checked here, before anything is handed over, so
-        that :meth:`update` straight after has its verdict and never waits. Inside ``fn``,
-        ``unscale_``, ``step`` and ``get_scale`` mean a window of the job's own, with the scale
-        and the verdict of this one: host numbers, so that neither the training thread nor another
-        stream writes to what the other reads. Leave these gradients alone until the job has run.
+    def job(self, fn: Callable[[], T], window: Window) -> Job[T]:
+        """``fn``, to be run on any thread, where calls mean ``window`` then."""
+        job = Job(fn, window, self)
+        self._jobs.add(job)
+        return job
 
-        Synchronises with the device, and with the other ranks where they hold other gradients.
+    def wait_for_jobs(self) -> None:
+        """Until every job there is has run."""
+        end = time.monotonic() + WAIT_LIMIT_S
+        for job in list(self._jobs):
+            job.wait(max(end - time.monotonic(), 0.0))
 
-        Returns:
-            A callable without arguments, to be called once, on any thread.
-
-        Raises:
-            ConfigError: no optimizer given.
-            AssertionError: before any :meth:`scale`.
-        """
-        if not optimizers:
-            raise ConfigError("bind: got no optimizer, expected each one that the function steps.")
-        if not self._enabled:
-            return Job(fn, Window(), threading.local())
-        with self._lock:
-            self._check_scale_growth_tracker("bind")
-            window = self._window
-            if window.closed or window.opened_by is None:
-                raise OrderError("bind: no window is open; call scale() and backward first.")
-            for optimizer in optimizers:
-                record, params = window.record(optimizer), parameters_of(optimizer)
-                if not record["found_inf_per_device"]:
-                    self._check_inf_per_device(optimizer)
-                sharded = self.sharded or is_sharded(params)
-                record.decide(agree_on_overflow(record.found_inf, params[0].device, sharded))
-                self._known.add(stepped(optimizer))
-            job = Job(fn, window.for_job(optimizers, self.read_state().scale), self._local)
-            self._jobs.add(job)
-            return job
-
-    def _forbid_stranger(self, optimizer: Optimizer) -> None:
-        """Inside a job, only optimizers whose gradients were checked before the hand-over."""
-        bound = self._bound
-        if bound is not None and bound.sealed and bound.known(optimizer) is None:
-            raise OrderError(
-                f"{type(optimizer).__name__} was not given to GradScaler.bind() with this job; "
-                "name every optimizer that the job unscales or steps."
-            )
-
-    def _forbid_other_thread(self, call: str) -> None:
-        owner = self._window.opened_by
-        if self._bound is not None or (owner is not None and owner != threading.get_ident()):
+    def forbid_other_thread(self, call: str) -> None:
+        """Raise ``OrderError`` on another thread than the one that has opened the window."""
+        owner = self.open.opened_by
+        if self.bound is not None or (owner is not None and owner != threading.get_ident()):
             raise OrderError(
                 f"{call}() was called on thread {threading.current_thread().name!r}; call it on "
                 "the thread that called scale() for this window."
             )
+
+
+class Job(Generic[T]):
+    """A function bound to a window; call it once, on any thread."""
+
+    def __init__(self, fn: Callable[[], T], window: Window, windows: ThreadWindows) -> None:
+        self._fn, self._window, self._windows = fn, window, windows
+        self._thread: threading.Thread | None = None
+        self._claim = threading.Lock()
+        self._done = threading.Event()
+
+    def __call__(self) -> T:
+        if not self._claim.acquire(blocking=False):
+            raise OrderError(
+                "a bound job runs once; call GradScaler.bind() again for the next window."
+            )
+        self._thread = threading.current_thread()
+        try:
+            with self._windows.inside(self._window):
+                return self._fn()
+        finally:
+            self._done.set()
+
+    def wait(self, limit_s: float = WAIT_LIMIT_S) -> None:
+        """Block until the job has run; raise if its thread is gone or ``limit_s`` is over."""
+        if self._thread is threading.current_thread():
+            return
+        end = time.monotonic() + limit_s
+        while not self._done.wait(0.2):
+            thread = self._thread
+            if thread is not None and not thread.is_alive() and not self._done.is_set():
+                raise OrderError(f"the thread {thread.name!r} died while it ran a bound job.")
+            if time.monotonic() > end:
+                state = "has not started" if thread is None else f"still runs on {thread.name!r}"
+                raise OrderError(
+                    f"waited {limit_s:g} s for a job bound to window {self._window.index}: it "
+                    f"{state}. Run every job that GradScaler.bind() returns, or drop it."
+                )

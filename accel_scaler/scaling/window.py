@@ -1,14 +1,12 @@
-"""Accumulation windows: all that is known of one, and the jobs that carry one to another thread."""
+"""Accumulation windows: all that is known of one."""
 
 from __future__ import annotations
 
-import threading
-import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,14 +19,9 @@ from .gradients import differ, kept, local, make_own, nonzero, parameters_of, re
 from .norms import GradNorms
 from .update_rule import ScaleState
 
-__all__ = ["WAIT_LIMIT_S", "Job", "OptimizerRecord", "Snapshot", "Window", "raise_mixed", "stepped"]
-
-T = TypeVar("T")
+__all__ = ["OptimizerRecord", "Snapshot", "Window", "raise_mixed", "stepped"]
 
 HOST = torch.device("cpu")
-
-WAIT_LIMIT_S = 600.0
-"""Longest wait for a job on another thread, in seconds."""
 
 
 def stepped(optimizer: Any) -> Any:
@@ -279,6 +272,57 @@ class Window:
         for record in self.states.values():
             record.let_go()
 
+    def carried_over(
+        self, optimizers: Iterable[Optimizer], now: float
+    ) -> Iterator[tuple[Optimizer, str]]:
+        """It is over: those of ``optimizers`` that have not stepped in it, and what is wrong with
+        the gradients that they may still have.
+
+        Args:
+            now: the scale of the next window.
+        """
+        scale = now if self.scale is None else float(self.scale)
+        if self.before is not None:
+            scale = self.before.scale
+        for optimizer in optimizers:
+            record = self.known(optimizer)
+            stage = OptState.READY if record is None else record.stage
+            if record is not None and stage is OptState.STEPPED:
+                if record.still_scaled is not None:
+                    record.still_scaled.unscale()
+            elif record is not None and record.carried_over:
+                yield optimizer, record.carried_over
+            elif stage is OptState.UNSCALED or scale != now:  # else it goes on accumulating
+                is_unscaled = stage is OptState.UNSCALED
+                how = "unscaled" if is_unscaled else f"scaled by {scale:g}, now {now:g}"
+                yield (
+                    optimizer,
+                    f"sat out the window before with gradients in it, which are {how}",
+                )
+
+    def scaled_again(self, optimizers: Iterable[Optimizer]) -> Iterator[tuple[Optimizer, bool]]:
+        """Another loss was scaled: those of ``optimizers`` whose gradients were unscaled before,
+        and whether they still have some. Remembers these: scaled ones must not be added to them.
+
+        Where they are gone or zero (a batch thrown away after a look at its norm) their owner may
+        start over: what comes next is scaled, and not checked yet. In a plain loop, which no
+        boundary steps, that is left to the caller, as torch does.
+        """
+        for optimizer in optimizers:
+            record = self.known(optimizer)
+            if record is None:
+                continue
+            if record.carried_over and Snapshot.of(parameters_of(optimizer)).is_zero:
+                record.carried_over = ""
+            if record.stage is OptState.UNSCALED:
+                record.unscaled_before = Snapshot.of(parameters_of(optimizer))
+                yield optimizer, not record.unscaled_before.is_zero
+        for key, (p, _) in list(self.unowned.items()):
+            now = Snapshot.of([p])
+            self.unowned[key] = p, now
+            if now.is_zero:
+                del self.unowned[key]
+
     def for_job(self, optimizers: Iterable[Optimizer], scale: float) -> Window:
         """A window of a job's own, with what is known here of ``optimizers``, and host numbers."""
         own = Window(self.index)
@@ -299,43 +343,3 @@ class Window:
         params = parameters_of(optimizer)
         self.grad_norms.forget(params)
         self.unscaled.difference_update(map(id, params))
-
-
-class Job(Generic[T]):
-    """A function bound to a window; call it once, on any thread."""
-
-    def __init__(self, fn: Callable[[], T], window: Window, local: threading.local) -> None:
-        self._fn, self._window, self._local = fn, window, local
-        self._thread: threading.Thread | None = None
-        self._claim = threading.Lock()
-        self._done = threading.Event()
-
-    def __call__(self) -> T:
-        if not self._claim.acquire(blocking=False):
-            raise OrderError(
-                "a bound job runs once; call GradScaler.bind() again for the next window."
-            )
-        self._thread = threading.current_thread()
-        outer = getattr(self._local, "window", None)
-        self._local.window = self._window
-        try:
-            return self._fn()
-        finally:
-            self._local.window = outer
-            self._done.set()
-
-    def wait(self, limit_s: float = WAIT_LIMIT_S) -> None:
-        """Block until the job has run; raise if its thread is gone or ``limit_s`` is over."""
-        if self._thread is threading.current_thread():
-            return
-        end = time.monotonic() + limit_s
-        while not self._done.wait(0.2):
-            thread = self._thread
-            if thread is not None and not thread.is_alive() and not self._done.is_set():
-                raise OrderError(f"the thread {thread.name!r} died while it ran a bound job.")
-            if time.monotonic() > end:
-                state = "has not started" if thread is None else f"still runs on {thread.name!r}"
-                raise OrderError(
-                    f"waited {limit_s:g} s for a job bound to window {self._window.index}: it "
-                    f"{state}. Run every job that GradScaler.bind() returns, or drop it."
-                )

@@ -104,24 +104,24 @@ TORCH_SCALER = [
     ("_scale", "takes over the scale of a stock scaler, in stock_scaler.py"),
     (
         "_growth_tracker",
-        "takes over the tracker of a stock scaler, in stock_scaler.py and scaler_state.py",
+        "takes over the tracker of a stock scaler, in stock_scaler.py and grad_scaler.py",
     ),
-    ("_init_scale", "starts from it before the first backward, in scaler_state.py"),
-    ("_init_growth_tracker", "starts from it before the first backward, in scaler_state.py"),
+    ("_init_scale", "starts from it before the first backward, in grad_scaler.py"),
+    ("_init_growth_tracker", "starts from it before the first backward, in grad_scaler.py"),
     ("_growth_factor", "gives it to the update rule, in grad_scaler.py"),
     ("_backoff_factor", "gives it to the update rule, in grad_scaler.py"),
     ("_growth_interval", "gives it to the update rule, in grad_scaler.py"),
     ("_enabled", "does nothing when the scaler is off, in grad_scaler.py"),
     ("_device", "names the device in errors, in grad_scaler.py"),
-    ("_per_optimizer_states", "keeps them by window, so overrides this, in scaler_state.py"),
-    ("_lazy_init_scale_growth_tracker", "extends it, in scaler_state.py"),
+    ("_per_optimizer_states", "keeps them by window, so overrides this, in grad_scaler.py"),
+    ("_lazy_init_scale_growth_tracker", "extends it, in grad_scaler.py"),
     (
         "_check_scale_growth_tracker",
-        "asks for the scale through it, in grad_scaler.py and thread_windows.py",
+        "asks for the scale through it, in grad_scaler.py",
     ),
     (
         "_check_inf_per_device",
-        "looks for overflow through it, in grad_scaler.py and thread_windows.py",
+        "looks for overflow through it, in grad_scaler.py",
     ),
     ("_unscale_grads_", "does it without the kernel where that has no bfloat16, in grad_scaler.py"),
 ]
@@ -129,7 +129,7 @@ TORCH_SCALER = [
 TENSOR = [
     (
         "_version",
-        "sees edits made in place, in window.py, scaler_state.py, async_stepper.py and others",
+        "sees edits made in place, in window.py, host_mirror.py, async_stepper.py and others",
     ),
     ("_is_view", "tells a gradient that owns its memory, in grad_handoff.py"),
     ("_indices", "keeps a sparse gradient's parts for a stream, in streams.py"),

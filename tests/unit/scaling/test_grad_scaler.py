@@ -558,7 +558,7 @@ def test_closing_a_window_updates_once_for_all_its_optimizers() -> None:
     assert scaler.get_scale() == 32.0, "from 64, not from 128"
     scaler.close_window(False)
     assert scaler.get_scale() == 32.0
-    with scaler.inside(first):
+    with scaler._windows.inside(first):
         scaler.unscale_(optimizer)
     assert p.grad is not None
     assert torch.equal(p.grad, torch.ones(2)), "divided by the window's own 64"

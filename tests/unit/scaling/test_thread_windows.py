@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from accel_scaler import ConfigError, GradScaler, OrderError, UnsupportedError
-from accel_scaler.scaling import scaler_state as scaler_memory
+from accel_scaler.scaling import host_mirror
+from accel_scaler.scaling.update_rule import ScaleState
 
 T = TypeVar("T")
 LIMIT_S = 60.0
@@ -283,7 +284,7 @@ def test_an_up_to_date_getter_inside_the_job_does_not_wait_for_itself() -> None:
 
 
 def test_a_job_that_never_runs_is_an_error_and_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accel_scaler.scaling.scaler_state.WAIT_LIMIT_S", 0.01)
+    monkeypatch.setattr("accel_scaler.scaling.thread_windows.WAIT_LIMIT_S", 0.01)
     p, optimizer = one()
     scaler = GradScaler("cpu")
     backward(scaler, p)
@@ -295,7 +296,7 @@ def test_a_job_that_never_runs_is_an_error_and_no_hang(monkeypatch: pytest.Monke
 
 
 def test_a_job_that_runs_too_long_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accel_scaler.scaling.scaler_state.WAIT_LIMIT_S", 0.01)
+    monkeypatch.setattr("accel_scaler.scaling.thread_windows.WAIT_LIMIT_S", 0.01)
     p, optimizer = one()
     scaler = GradScaler("cpu")
     backward(scaler, p)
@@ -386,7 +387,7 @@ def test_an_exception_in_a_job_reaches_its_caller_and_ends_the_wait() -> None:
         bound()
     assert scaler.get_growth_factor(up_to_date=True) == 2.0
     assert scaler.get_scale() == 4.0, "this thread is back in the open window"
-    assert scaler._bound is None
+    assert scaler._windows.bound is None
 
 
 def test_an_fp16_gradient_in_a_job_is_torchs_error() -> None:
@@ -460,10 +461,10 @@ def test_inside_another_window_this_thread_means_that_window() -> None:
     backward(scaler, p)
     window = scaler.window
     scaler.update(4.0)
-    with scaler.inside(window):
+    with scaler._windows.inside(window):
         assert scaler.get_scale() == 1024.0
         assert elsewhere(scaler.get_scale) == 4.0
-        with scaler.inside(None):
+        with scaler._windows.inside(None):
             assert scaler.get_scale() == 4.0
         assert scaler.get_scale() == 1024.0
     assert scaler.get_scale() == 4.0
@@ -483,20 +484,20 @@ def test_a_reader_keeps_no_scale_that_is_no_more(monkeypatch: pytest.MonkeyPatch
     scaler = GradScaler("cpu", init_scale=1024.0)
     scaler.scale(torch.ones(()))
     inside, go_on = threading.Event(), threading.Event()
-    original = scaler_memory.ScaleState
 
-    def slow(*args: Any) -> Any:
+    def slow(scale: torch.Tensor) -> float:
+        number = float(scale)
         if threading.current_thread() is not threading.main_thread():
             inside.set()
             go_on.wait(0.5)  # nobody comes where a lock keeps the writer out
-        return original(*args)
+        return number
 
     scaler._live.add_(0.0)  # type: ignore[union-attr]  # what is known of it is out of date
-    monkeypatch.setattr(scaler_memory, "ScaleState", slow)
+    monkeypatch.setattr(host_mirror, "float", slow, raising=False)
     reader = threading.Thread(target=scaler.get_scale)
     reader.start()
     assert inside.wait(10)
-    scaler.write_state(original(512.0, 0))
+    scaler.write_state(ScaleState(512.0, 0))
     go_on.set()
     reader.join(10)
     assert scaler.get_scale() == 512.0

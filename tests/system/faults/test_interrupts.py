@@ -1,7 +1,7 @@
 """Ctrl-C, and what else a signal's handler raises, inside an update: told, and training goes on.
 
-The interrupt is a real signal on the training thread, at a line of a boundary, of this package or
-of torch's optimizers. ``FAULT_MOMENTS=50`` tries fifty times as many lines.
+The interrupt is a real signal on the training thread, at a place of a boundary, of this package or
+of torch's optimizers. ``FAULT_MOMENTS=50`` tries fifty times as many places.
 """
 
 from __future__ import annotations
@@ -36,27 +36,26 @@ PARTLY = "may have moved"
 
 
 class At:
-    """Counts lines that this thread runs in ``WATCHED``; raises SIGINT at one of them."""
+    """Counts the places where this thread may meet a signal in ``WATCHED``: where a function of
+    Python begins, where one of C is over. Raises SIGINT at one of them."""
 
-    def __init__(self, line: int | None = None) -> None:
-        self.count, self.line, self.where = 0, line, ""
+    def __init__(self, place: int | None = None) -> None:
+        self.count, self.place, self.where = 0, place, ""
 
-    def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(WATCHED):
-            return None
-        if event == "line":
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
+        code = frame.f_code
+        if event in ("call", "c_return") and code.co_filename.startswith(WATCHED):
             self.count += 1
-            if self.count == self.line:
-                self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+            if self.count == self.place:
+                self.where = f"{Path(code.co_filename).name}:{frame.f_lineno}"
                 signal.raise_signal(signal.SIGINT)
-        return self
 
     def __enter__(self) -> At:
-        sys.settrace(self)
+        sys.setprofile(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
+        sys.setprofile(None)
 
 
 class Run:
@@ -121,7 +120,7 @@ def goes_on(run: Run, folder: Path) -> None:
 
 
 def states(mode: str, optimizer: Any = torch.optim.SGD) -> tuple[list[Any], list[Any], int]:
-    """Before and after window ``WINDOW``, and how many lines its step takes."""
+    """Before and after window ``WINDOW``, and how many places its step has."""
     run = Run(mode, optimizer).train(*range(WINDOW))
     before = run.state()
     run.close()
@@ -135,15 +134,15 @@ def states(mode: str, optimizer: Any = torch.optim.SGD) -> tuple[list[Any], list
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_an_interrupt_at_a_random_line_of_a_step_is_told_and_training_goes_on(
+def test_an_interrupt_at_a_random_place_of_a_step_is_told_and_training_goes_on(
     mode: str, told: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    before, after, lines = states(mode)
-    assert lines > 100
+    before, after, places = states(mode)
+    assert places > 100
     draw = seeded(mode)
-    for line in [draw.randrange(1, lines) for _ in range(many(MOMENTS))]:
+    for place in [draw.randrange(1, places + 1) for _ in range(many(MOMENTS))]:
         caplog.clear()
-        run, at = Run(mode).train(*range(WINDOW)), At(line)
+        run, at = Run(mode).train(*range(WINDOW)), At(place)
         run.backward(WINDOW)
         with pytest.raises(KeyboardInterrupt), at:
             run.optimizer.step()
@@ -154,7 +153,7 @@ def test_an_interrupt_at_a_random_line_of_a_step_is_told_and_training_goes_on(
                 assert any(same(mine, each) for each in either), at.where
         else:
             assert any(same(moved, each) for each in (before[0], after[0])), at.where
-        goes_on(run, tmp_path / f"{line}")
+        goes_on(run, tmp_path / f"{place}")
 
 
 class StopsHalfWay(torch.optim.SGD):

@@ -159,11 +159,12 @@ class _ShortInterval:
                 self._put_back()
             self.__init__()  # type: ignore[misc]
         with self._lock:
-            if not self._tasks:
+            is_first = not self._tasks
+            self._tasks[id(owner)] += 1
+            if is_first:
                 self._before = sys.getswitchinterval()
                 sys.setswitchinterval(min(self._before, SWITCH_INTERVAL_S))
                 self._ours = sys.getswitchinterval()
-            self._tasks[id(owner)] += 1
 
     def end(self, owner: object, everything: bool = False) -> None:
         """One task is done; or the thread is gone, and nothing of its queue ever will be."""
@@ -214,8 +215,12 @@ class Worker:
         if self._thread is None or not self._thread.is_alive() or self._pid != os.getpid():
             self._start()
         task._thread, task._pid = self._thread, self._pid
-        _short_interval.begin(self._queue)
-        self._queue.put(task)
+        try:
+            _short_interval.begin(self._queue)
+            self._queue.put(task)
+        except BaseException:  # Ctrl-C
+            _short_interval.end(self._queue)
+            raise
 
     def is_current(self) -> bool:
         """Whether the caller is this worker's thread."""

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from ..config import ScalerConfig, is_count, is_number, is_positive, shown
-from ..errors import ConfigError, OrderError, UnsupportedError
+from ..config import ScalerConfig, is_count, is_number, is_positive
+from ..errors import ConfigError, OrderError, UnsupportedError, shown
 from .collectives import agree_on_overflow, is_sharded
 from .fused_call import call_fused
 from .gradients import (

@@ -45,6 +45,8 @@ class At:
     def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
         code = frame.f_code
         if event in ("call", "c_return") and code.co_filename.startswith(WATCHED):
+            if code.co_name == "_forget":  # of a weak reference: Python drops what it raises
+                return
             self.count += 1
             if self.count == self.place:
                 self.where = f"{Path(code.co_filename).name}:{frame.f_lineno}"

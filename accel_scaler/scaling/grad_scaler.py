@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -51,11 +51,6 @@ class GradientReader(Protocol):
 
     def settle_gradients(self) -> None:
         """Wait until no step reads ``.grad``."""
-
-
-class _Managed(NamedTuple):
-    optimizer: weakref.ref[Optimizer]
-    stepper: weakref.ref[GradientReader]
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -141,8 +136,9 @@ class GradScaler(torch.amp.GradScaler):
         self._lock = threading.RLock()
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """Optimizers whose gradients :meth:`get_overflow_flag` looks at."""
-        self._managed: dict[int, _Managed] = {}
-        """Optimizers that a boundary steps, under their ``id``, in the order they came."""
+        self._managed: weakref.WeakKeyDictionary[Optimizer, weakref.ref[GradientReader]]
+        self._managed = weakref.WeakKeyDictionary()
+        """Optimizers that a boundary steps, in the order they came, and what steps them."""
         self._leaves: list[weakref.ref[Tensor]] = []
 
     # torch's methods read the next two; they are those of the window this thread works in.
@@ -189,7 +185,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _wait_before_backward(self, scaled: Any) -> None:
         """A backward adds to gradients that a step may still be reading, and asks nobody."""
-        steppers = [each.stepper for each in self._managed.values()]
+        steppers = list(self._managed.values())
         waiting = [ref for ref in steppers if (stepper := ref()) is not None and stepper.unscales]
         if waiting and not isinstance(scaled, (Tensor, list, tuple)):
             _settle_gradients(waiting)  # scaled one by one, later
@@ -327,12 +323,8 @@ class GradScaler(torch.amp.GradScaler):
         Where gradients are there already, and no loss was scaled, synchronises with the device.
         """
         self._known.add(optimizer)
-        known = self._managed.get(id(optimizer))
-        is_new = known is None or known.optimizer() is not optimizer
-        if is_new:
-            self._managed.pop(id(optimizer), None)  # of one that is gone: it comes last now
-        if is_new or (known is not None and known.stepper() is not stepper):
-            self._managed[id(optimizer)] = _Managed(weakref.ref(optimizer), weakref.ref(stepper))
+        is_new = optimizer not in self._managed
+        self._managed[optimizer] = weakref.ref(stepper)
         if is_new and self.window.opened_by is None:  # else they may be of the window
             why = "had gradients before it was given to this scaler, not scaled by it"
             self._mark_carried_over(optimizer, why)
@@ -340,13 +332,12 @@ class GradScaler(torch.amp.GradScaler):
     def release(self, *optimizers: Optimizer) -> None:
         """No boundary steps these any more."""
         for optimizer in optimizers:
-            self._managed.pop(id(optimizer), None)
+            self._managed.pop(optimizer, None)
 
     @property
     def managed(self) -> list[Optimizer]:
         """Optimizers that a boundary steps, in the order they came: the same on every rank."""
-        found = (each.optimizer() for each in list(self._managed.values()))
-        return [optimizer for optimizer in found if optimizer is not None]
+        return list(self._managed)
 
     @property
     def window(self) -> Window:

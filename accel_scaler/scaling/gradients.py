@@ -51,9 +51,6 @@ LOW_PRECISION = frozenset({torch.float16, torch.bfloat16})
 SMALL = 1 << 12
 """Elements up to which one thread works faster on a tensor than several."""
 
-PIECE = 1 << 20
-"""Elements that are counted at a time."""
-
 ACCUMULATES = "torch::autograd::AccumulateGrad"
 """Name of the node of a graph that adds to a leaf's gradient."""
 
@@ -185,39 +182,18 @@ def count_nonfinite(grads: Sequence[Tensor]) -> list[int]:
     """How many elements of each gradient, as far as this rank holds it, are inf or NaN.
 
     Reads all of them once, by their norms, and once more those whose norm is not finite.
-    Synchronises twice.
+    Synchronises for each of these.
     """
-    values = [v.reshape(-1) for v in map(_values, grads)]
-    counts = [0] * len(values)
+    values = list(map(_values, grads))
     if is_uniform(values, frozenset({torch.float32, *LOW_PRECISION})):
         suspects = _not_finite(torch.stack(list(_norms_of(values))))
     else:
-        suspects = [i for i, v in enumerate(values) if v.numel()]
-    small = [i for i in suspects if values[i].numel() <= SMALL]
-    found = [_count_large(values[i]) for i in suspects if values[i].numel() > SMALL]
-    found += [_count_each([values[i] for i in small])] if small else []
-    order = [i for i in suspects if values[i].numel() > SMALL] + small
-    if found:
-        on_one = torch.cat([count.reshape(-1).to(found[0].device) for count in found])
-        for i, count in zip(order, on_one.tolist(), strict=True):
-            counts[i] = count
+        suspects = list(range(len(values)))
+    finite = [torch.isfinite(values[i]).sum() for i in suspects]
+    counts = [0] * len(values)
+    for i, count in zip(suspects, finite, strict=True):
+        counts[i] = values[i].numel() - int(count)
     return counts
-
-
-def _count_large(value: Tensor) -> Tensor:
-    """Piece by piece: what ``isfinite`` makes on the way would be several times the gradient."""
-    # inf - inf and NaN - NaN are NaN, everything else 0; bytes are summed faster than truths.
-    pieces: Sequence[Tensor] = torch.split(value, PIECE)
-    bad = [(piece - piece).ne(0).view(torch.uint8) for piece in pieces]
-    return torch.stack([piece.sum(dtype=torch.int64) for piece in bad]).sum()
-
-
-def _count_each(values: Sequence[Tensor]) -> Tensor:
-    """Shape (n,), for many small tensors: one pass over all of them together."""
-    joined = torch.cat([v.to(values[0].device) for v in values])
-    ends = torch.tensor([v.numel() for v in values], device=joined.device).cumsum(0)
-    so_far = (joined - joined).ne(0).cumsum(0)[ends - 1]
-    return torch.diff(so_far, prepend=so_far.new_zeros(1))
 
 
 def _not_finite(values: Tensor) -> list[int]:

@@ -12,7 +12,7 @@ from ranks_script import TIMEOUT_S
 from accel_scaler.async_optimizer.worker import EXIT_LIMIT_S
 from accel_scaler.integrations.checkpoints import MARK
 from accel_scaler.scaling import WAIT_LIMIT_S
-from accel_scaler.scaling.parameter_names import MOST_WARNINGS, TOLD_AT
+from accel_scaler.scaling.overflow_streak import MOST_WARNINGS, TOLD_AT
 from accel_scaler.telemetry.writer import LONGEST_WAIT_S, MOST_WAITING
 
 COLUMNS = 5

@@ -107,6 +107,12 @@ class AsyncStepper(Flight, Stepper):
             masters=mode == "delayed",
             inline=mode == "sync" and not offload,
         )
+        if mode != "sync" and not self.replica.splittable:
+            logger.warning(
+                "%s is stepped on the training thread, so nothing of it is hidden behind forward "
+                "and backward: it is not one of torch's, whose steps treat each parameter alone",
+                type(optimizer).__name__,
+            )
         self.steps = 0
         """Updates handed over since the start."""
         self.was_skipped = False
@@ -248,12 +254,12 @@ class AsyncStepper(Flight, Stepper):
         replica = self.replica
         if replica.has_masters:
             forbid_sparse(replica.ordered, found, self._names)
-        stays = replica.prepare(found, submitted=fn is not None)
+        replica.prepare(found, submitted=fn is not None)
         replica.forget_loaded()
         stale = self.mode == "delayed" and self.steps >= self.delay_warmup_steps
         publish_first = self.unpublished
         parts = len(replica.parts)
-        inline = fn is None and (stays or (self.mode == "sync" and not self.offload))
+        inline = fn is None and replica.inline
         if fn is not None and deferred.divide is not None:
             deferred = DeferredUnscale(multiply=1.0 / deferred.divide)
         grads = [None if grad is None else local(grad) for grad in found]
@@ -554,13 +560,6 @@ class AsyncStepper(Flight, Stepper):
         stale: bool,
         task: Task,
     ) -> None:
-        complete: Any = grads if not sent and all(grad is not None for grad in grads) else None
-        small = None if complete is None else self.replica.small_steps()
-        if small is not None and small.begin(complete, deferred):
-            for number, part in enumerate(self.replica.parts):
-                small.step(number, complete[part.start : part.end], deferred)
-                self._done(task)
-            return
         for part in self.replica.parts:
             mine = slice(part.start, part.end)
             final = self._bring(part, grads[mine], sent[mine], deferred.multiply)

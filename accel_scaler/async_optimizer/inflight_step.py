@@ -209,7 +209,6 @@ class Flight:
         if everywhere:
             self.streams.follow_last(on_host=True)
         failure: StepError | None = None
-        lost: list[str] = []
         with self.lock:
             if self._task is task:
                 self._follow(self._events[-1:])
@@ -217,7 +216,6 @@ class Flight:
                 self._release(learn=ok)
                 if ok or self.is_trained_here:
                     self._task = None
-                    lost = self.replica.collect_settings()
                     if not ok:
                         self.drop_lost()
                 if self.is_trained_here:
@@ -232,13 +230,6 @@ class Flight:
                 f"{type(self.optimizer).__name__} failed on the optimizer thread "
                 f"({type(task.error).__name__}: {task.error})."
             ) from task.error
-        if lost:
-            raise OrderError(
-                f"{', '.join(map(repr, lost))} of {type(self.optimizer).__name__} changed while a "
-                "step that changes it too was in hand, in ways that exclude each other. The step's "
-                "change of it is lost, the other stays; all else is stepped. Call "
-                "optimizer.synchronize() before changing it."
-            )
 
     def _release(self, learn: bool = True) -> None:
         hold, self._hold = self._hold, None
@@ -273,9 +264,8 @@ class Flight:
         updated = max(task.done - self._lead, 0)
         params = self.replica.params
         if not self.replica.splittable and not updated:
-            where = "training" if task.timing.inline else "optimizer"
             return StepError(
-                f"{name} failed on the {where} thread "
+                f"{name} failed on the training thread "
                 f"({type(error).__name__}: {error}). It is stepped whole, as torch does it: what "
                 f"it had updated by then of {self._names(params)}, and of its state, stays "
                 "updated. The gradients of this step are gone; the next step works with new ones."

@@ -1,53 +1,43 @@
-"""The copy of an optimizer that the worker steps: own parameters, shared state, frozen settings.
+"""What is stepped: a copy of the optimizer with own parameters, shared state, frozen settings.
 
 The user's optimizer stays what schedulers, checkpoints and log lines look at. Its copy has the
-same class, the same state entries, and hyperparameters copied when a step is handed over.
+same class, the same state entries, and hyperparameters copied when a step is handed over. Only
+torch's optimizers, whose steps treat each parameter alone, are copied: another one steps itself,
+on the training thread.
 """
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain, pairwise
 from operator import attrgetter, is_
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import UnsupportedError
 from ..optimizer_step import ATTRIBUTE, AdamGroup, is_plain
 from ..scaling import LOW_PRECISION, is_uniform, local, match_layout, nothing_found, parameters_of
-from .flat_buffers import SmallSteps
 from .master_params import ParameterPair, make_pairs
-from .optimizer_attributes import (
-    Settings,
-    attributes_of_every_optimizer,
-    find_parameters,
-    find_unlike,
-    frozen,
-    tensors_in,
-)
 from .streams import SideStreams
 from .supported_optimizers import (
+    attributes_of_every_optimizer,
     is_splittable,
     known_class,
     raw_step,
+    refuse_elsewhere,
     refuse_replaced,
     refuse_spread,
-    refuse_unlike,
     refuse_unshardable,
     refuse_unsteppable,
 )
-from .thread_context import OrderedOpsMode, ThreadContext
+from .thread_context import ThreadContext
 
 __all__ = ["Part", "Replica", "refuse_spread", "refuse_unsteppable"]
-
-logger = logging.getLogger("accel_scaler")
 
 PARTS = 32
 """About how many parts a step has: each costs some Python, and a forward waits for whole ones."""
@@ -72,9 +62,7 @@ class Part:
 class Replica:
     """Pairs, parts and the copy of one optimizer. Main thread only, except where said.
 
-    torch's optimizers are stepped part by part. Another one is stepped whole: its first step by
-    itself, on the training thread, which shows whether it draws random numbers or communicates;
-    from then on its copy, on the worker. Where the copy may differ it goes on by itself.
+    torch's optimizers are stepped part by part. Another one is stepped whole, by itself.
 
     Args:
         offload: state and masters live in host memory.
@@ -92,20 +80,14 @@ class Replica:
         inline: bool = False,
     ) -> None:
         self.optimizer, self.streams = optimizer, streams
-        self.offload, self.masters, self.inline = offload, masters or offload, inline
+        self.offload, self.masters = offload, masters or offload
         self._refuse_unsteppable()
         refuse_unshardable(optimizer)
         self.splittable = is_splittable(optimizer)
+        self.inline = inline or not self.splittable
+        """Steps run on the training thread."""
         self.thread_context = ThreadContext(streams.device)
         """Of the thread that has handed the last step over."""
-        self.why_inline: str | None = None
-        """Why the steps stay on the training thread, if they do."""
-        self._steps_itself = False
-        """The step in hand is the optimizer's own, not its copy's."""
-        self._is_watched = False
-        """Its first step is done."""
-        self._given: Settings | None = None
-        self._linked: dict[Any, Any] = {}
         self.raw_step = raw_step(type(optimizer))
         self.pairs: list[ParameterPair] = []
         self.ordered: list[ParameterPair] = []
@@ -125,8 +107,6 @@ class Replica:
         self.copy: Any = None
         self._epoch = 0
         """Grows when state entries are other ones than before."""
-        self._small: SmallSteps | None = None
-        self._small_epoch = -1
         self._order: list[int] = []
         self._known: list[Tensor] = []
         self._places: object = None
@@ -192,12 +172,11 @@ class Replica:
         masters = self.masters or any(
             p.requires_grad and p.dtype is torch.float16 for p in parameters_of(self.optimizer)
         )
-        refuse_unsteppable(self.optimizer, masters=masters, inline=self.inline)
+        refuse_unsteppable(self.optimizer, masters=masters)
 
     def _make_copy(self) -> None:
-        cls: Any = known_class(type(self.optimizer)) if self.splittable else type(self.optimizer)
-        if not self.splittable and find_unlike(self.optimizer) is not None:
-            cls = Optimizer  # it only holds the groups; another's __del__ would run at its end
+        # Of another one it only holds the groups.
+        cls: Any = known_class(type(self.optimizer)) if self.splittable else Optimizer
         copy: Any = object.__new__(cls)
         hidden = ("step", "param_groups", "state", ATTRIBUTE)
         copy.__dict__.update({k: v for k, v in vars(self.optimizer).items() if k not in hidden})
@@ -224,7 +203,6 @@ class Replica:
         if cuts[-1] != len(ordered):
             cuts.append(len(ordered))
         self.parts = [Part(ordered[a:b], a) for a, b in pairwise(cuts)]
-        self._small, self._small_epoch = None, -1
         self.ordered = ordered
         self.params = [pair.param for pair in ordered]
         self.ends = [part.end for part in self.parts]
@@ -237,109 +215,44 @@ class Replica:
         self.has_masters = any(pair.is_master for pair in ordered)
         self.is_sharded = any(hasattr(pair.param, "to_local") for pair in ordered)
 
-    def prepare(self, grads: Sequence[Tensor | None], submitted: bool = False) -> bool:
+    def prepare(self, grads: Sequence[Tensor | None], submitted: bool = False) -> None:
         """Get ready for a step with ``grads``, as the optimizer is now.
 
         Args:
             submitted: a function of the user's steps, on the optimizer thread.
 
-        Returns whether the step has to run on the training thread.
-
         Raises:
             UnsupportedError: it may not be stepped so; nothing was changed.
         """
         refuse_replaced(self.optimizer)
-        if self.splittable:
-            if not is_splittable(self.optimizer):
-                raise UnsupportedError(
-                    f"{type(self.optimizer).__name__}: a method that its step uses was replaced "
-                    "on this instance while a copy of it was stepped. Replace it before, or in a "
-                    "subclass."
-                )
-        elif submitted or self.has_masters or not (self.inline or self.why_inline):
-            self._look_for_differences(submitted)
-        inline = not (self.splittable or submitted) and (
-            self.inline or self.why_inline is not None or not self._is_watched
-        )
-        self._steps_itself = inline and not self.has_masters
-        self.thread_context = ThreadContext(self.streams.device)
-        self.link_state(grads)
-        self.freeze_settings()
-        return inline
-
-    def _look_for_differences(self, submitted: bool) -> None:
-        why = find_unlike(self.optimizer)
-        if why is None and (where := find_parameters(self.optimizer)) is not None:
-            why = f"{where} holds parameters or another optimizer"
-        if self.has_masters:
-            refuse_unlike(self.optimizer, why)
-        elif why is not None and not submitted:
-            self.stay_inline(why)
-        if submitted and (why := why or self.why_inline) is not None:
+        name = type(self.optimizer).__name__
+        if self.splittable != is_splittable(self.optimizer):
             raise UnsupportedError(
-                f"submit(): {type(self.optimizer).__name__} cannot be stepped on the optimizer "
-                f"thread: {why}. Call optimizer.step() instead, which steps it on this one."
+                f"{name}: a method that its step uses was replaced on this instance while a copy "
+                "of it was stepped. Replace it before, or in a subclass."
             )
-
-    def stay_inline(self, why: str) -> None:
-        """Every step from now on runs on the training thread, which is said once."""
-        if self.why_inline is None and not self.inline:
-            logger.warning(
-                "%s is stepped on the training thread, so nothing of it is hidden behind forward "
-                "and backward: %s",
-                type(self.optimizer).__name__,
-                why,
+        if submitted and not self.splittable:
+            raise UnsupportedError(
+                f"submit(): {name} cannot be stepped on the optimizer thread, as torch's own "
+                "optimizers can. Call optimizer.step() instead, which steps it on this one."
             )
-        self.why_inline = self.why_inline or why
+        if self.has_masters and not self.splittable:
+            refuse_elsewhere(self.optimizer)
+        self.thread_context = ThreadContext(self.streams.device)
+        if self.splittable:
+            self.link_state(grads)
+            self.freeze_settings()
 
     def freeze_settings(self) -> None:
         """Copy every hyperparameter as it stands now: a scheduler moves it a line later."""
         groups = zip(self.optimizer.param_groups, self.copy.param_groups, strict=True)
-        if self.splittable:
-            for group, own in groups:
-                for key in own.keys() - group.keys():
-                    del own[key]
-                own.update({k: frozen(v) for k, v in group.items() if k != "params"})
-            return
-        if self._steps_itself:
-            return
-        self._given = given = Settings()
-        given.give(vars(self.optimizer), vars(self.copy), _of_torch())
         for group, own in groups:
-            given.give(group, own, ("params",))
-        for pair in self.pairs:
-            given.give(pair.param.__dict__, pair.stepped.__dict__)
-
-    def collect_settings(self) -> list[str]:
-        """Give the optimizer what its own step has changed, in its groups and elsewhere.
-
-        Returns the attributes and keys of which a change is lost.
-        """
-        given, self._given = self._given, None
-        if given is None:
-            return []
-        lost = given.collect()
-        self._collect_state()
-        return lost
-
-    def _collect_state(self) -> None:
-        """Entries that the step has made, replaced or taken away."""
-        state, own = self.optimizer.state, {id(pair.stepped): pair.param for pair in self.pairs}
-        linked, copied_state = self._linked, self.copy.state
-        for key in [key for key in linked if key not in copied_state]:
-            if state.get(own.get(id(key), key)) is linked[key]:
-                del state[own.get(id(key), key)]
-        for key, entry in copied_state.items():
-            before, name = linked.get(key), own.get(id(key), key)
-            if entry is not before and state.get(name) is before:
-                state[name] = entry
-        self._linked = {}
+            for key in own.keys() - group.keys():
+                del own[key]
+            own.update({k: frozen(v) for k, v in group.items() if k != "params"})
 
     def link_state(self, grads: Sequence[Tensor | None]) -> None:
         """Share the optimizer's state entries, also those that somebody has put there since."""
-        if not self.splittable:
-            self._link_whole()
-            return
         state = self.optimizer.state
         if (
             state is self._state
@@ -366,20 +279,6 @@ class Replica:
         self._values = []
         self._epoch += 1
 
-    def _link_whole(self) -> None:
-        """No entry is made where there is none: a step may ask whether a parameter has one."""
-        if self._steps_itself:
-            return
-        state, pairs = self.optimizer.state, {id(pair.param): pair for pair in self.pairs}
-        copied_state: Any = state.copy()
-        copied_state.clear()
-        for key, entry in state.items():
-            pair = pairs.get(id(key))
-            if pair is not None and isinstance(entry, dict):
-                settle_entry(pair, entry)
-            copied_state[key if pair is None else pair.stepped] = entry
-        self.copy.state, self._linked = copied_state, dict(copied_state)
-
     def _follow_values(self) -> None:
         """The entries are the same ones; what they hold may have been exchanged."""
         if self.has_masters or self.is_sharded:
@@ -391,8 +290,6 @@ class Replica:
                 self._values = [v for entry in self._mine for v in entry.values()]
         groups = self.optimizer.param_groups
         plans: list[tuple[int, AdamGroup]] = []
-        if self._small is not None and self._small_epoch == self._epoch:
-            plans += self._small.groups.items()
         for part in self.parts:
             if part.plans is not None and part.epoch == self._epoch:
                 plans += part.plans.items()
@@ -406,11 +303,8 @@ class Replica:
         streams = self.streams
         if not streams.copies_beside:
             return
-        given: list[Any] = [pair.stepped.__dict__ for pair in self.pairs] if self._given else []
-        if not self.splittable:
-            streams.keep(tensors_in([vars(self.copy), given]), at_home=True)
-            return
-        streams.keep(t for group in self.copy.param_groups for t in _settings_of(group))
+        for group in self.copy.param_groups:
+            streams.keep(tensors_in(value for key, value in group.items() if key != "params"))
         values = [v for entry in self._mine for v in entry.values()]
         home, known = self._kept
         if home != streams.home or len(values) != len(known) or not all(map(is_, values, known)):
@@ -449,16 +343,6 @@ class Replica:
         state = self.optimizer.state
         return all(p in state for p, g in zip(self.params, grads, strict=True) if g is not None)
 
-    def small_steps(self) -> SmallSteps | None:
-        """On the worker: the quick way, where every parameter is small and has state."""
-        if self._small_epoch != self._epoch:
-            self._small_epoch, self._small = self._epoch, None
-            if SmallSteps.suits(self.ordered, self.streams) and self._can_plan(self.parts):
-                self._small = SmallSteps(self.copy, self.ordered, self.ends, self.streams)
-                for part in self.parts:  # each plan puts the step counts in a buffer of its own
-                    part.epoch = -1
-        return self._small
-
     def step_part(self, part: Part, grads: list[Tensor | None], grad_scale: Tensor | None) -> None:
         """On the worker: update a part with gradients that are final but for ``grad_scale``."""
         plans = self._plans_of(part)
@@ -479,7 +363,6 @@ class Replica:
             return part.plans
         part.epoch, part.plans = self._epoch, None
         if self._can_plan([part]):
-            self._small, self._small_epoch = None, -1
             part.plans = {
                 number: AdamGroup(
                     self.copy,
@@ -507,7 +390,7 @@ class Replica:
     ) -> None:
         """The optimizer's own step on the part; what it was before, if that fails half-way."""
         if not self.splittable:
-            self._step_whole(part, grads, grad_scale)
+            self._step_itself(part, grads, grad_scale)
             return
         params = [pair.stepped for pair in part.pairs]
         before = [p.detach().clone() for p, g in zip(params, grads, strict=True) if g is not None]
@@ -530,76 +413,88 @@ class Replica:
             for p in params:
                 p.grad = None
 
-    def _step_whole(
+    def _step_itself(
         self, part: Part, grads: list[Tensor | None], grad_scale: Tensor | None
     ) -> None:
         """All of it in one step, which as in torch leaves what it has done where it fails."""
-        itself = self._steps_itself
-        params = [pair.param if itself else pair.stepped for pair in part.pairs]
-        changed = [p for p, grad in zip(params, grads, strict=True) if p.grad is not grad]
-        try:
+        if not self.has_masters:
+            self.call_step([pair.param for pair in part.pairs], grad_scale, self.optimizer)
+            return
+        params = [pair.stepped for pair in part.pairs]
+        with self._on_masters():
             for p, grad in zip(params, grads, strict=True):
                 p.grad = grad
-            self.call_step(params, grad_scale, self.optimizer if itself else self.copy)
+            try:
+                self.call_step(params, grad_scale, self.optimizer)
+            finally:
+                for p in params:
+                    p.grad = None
+
+    @contextmanager
+    def _on_masters(self) -> Iterator[None]:
+        """The optimizer's own groups and state are of what is stepped."""
+        state = self.optimizer.state
+        for pair in self.pairs:
+            if isinstance(entry := state.get(pair.param), dict):
+                settle_entry(pair, entry)
+            vars(pair.stepped).update(vars(pair.param))
+        self._exchange({id(pair.param): pair.stepped for pair in self.pairs})
+        try:
+            yield
         finally:
-            for p in changed:
-                p.grad = None
+            self._exchange({id(pair.stepped): pair.param for pair in self.pairs})
+
+    def _exchange(self, places: dict[int, Tensor]) -> None:
+        for group in self.optimizer.param_groups:
+            group["params"][:] = [places[id(p)] for p in group["params"]]
+        state = self.optimizer.state
+        entries = list(state.items())
+        state.clear()
+        for key, entry in entries:
+            state[places.get(id(key), key)] = entry
 
     def call_step(
         self, params: Sequence[Tensor], grad_scale: Tensor | None, stepped: Any = None
     ) -> Any:
-        """The class's step on ``stepped``, or for a user's function on the copy.
+        """The class's step on ``stepped``, by default the copy.
 
         Args:
             params: have the gradients.
         """
-        forbid = self._is_watched or stepped is None
         stepped = self.copy if stepped is None else stepped
-        if not getattr(stepped, "_step_supports_amp_scaling", False):
-            return self._run_step(stepped, forbid)
-        if params and params[0].device.type == "cpu":
-            match_layout(params)
-        stepped.grad_scale, stepped.found_inf = grad_scale, nothing_found(stepped)
-        try:
-            return self._run_step(stepped, forbid)
-        finally:
-            del stepped.grad_scale, stepped.found_inf
+        with self.thread_context.around_step(), self._beside_masters():
+            if not getattr(stepped, "_step_supports_amp_scaling", False):
+                return self.raw_step(stepped)
+            if params and params[0].device.type == "cpu":
+                match_layout(params)
+            stepped.grad_scale, stepped.found_inf = grad_scale, nothing_found(stepped)
+            try:
+                return self.raw_step(stepped)
+            finally:
+                del stepped.grad_scale, stepped.found_inf
 
     def _beside_masters(self) -> AbstractContextManager[Any]:
         """What the step makes without naming a device lies where the masters are."""
         elsewhere = self.offload and torch.get_default_device().type != "cpu"
         return torch.device("cpu") if elsewhere else nullcontext()
 
-    def _run_step(self, stepped: Any, forbid: bool) -> Any:
-        with self.thread_context.around_step(), self._beside_masters():
-            if self.splittable or self.inline or self.why_inline is not None:
-                return self.raw_step(stepped)
-            watch = OrderedOpsMode(_LATER if forbid else None)
-            try:
-                with watch:
-                    result = self.raw_step(stepped)
-            finally:
-                if watch.seen is not None:
-                    self.stay_inline(f"it {watch.seen}, in the order of the training thread")
-            self._is_watched = self._is_watched or not forbid
-            return result
+
+def frozen(value: Any) -> Any:
+    """As it is now: a hyperparameter, or a list, tuple or dict of some."""
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        return value.detach().clone()
+    if type(value) in (list, tuple):
+        return type(value)(map(frozen, value))
+    return {key: frozen(item) for key, item in value.items()} if type(value) is dict else value
 
 
-_LATER = (
-    "It ran on the optimizer thread, where its place among the training thread's operations is "
-    "lost. Load the last checkpoint: later steps run on the training thread. Or use "
-    "step_mode='sync' without offload."
-)
-
-
-@cache
-def _of_torch() -> frozenset[str]:
-    """Attributes that are not copied as values."""
-    return (attributes_of_every_optimizer() - {"defaults"}) | {ATTRIBUTE}
-
-
-def _settings_of(group: dict[str, Any]) -> Iterator[Tensor]:
-    return tensors_in([value for key, value in group.items() if key != "params"])
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Those among ``values``, and in lists and tuples among them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(value)
 
 
 def settle_entry(pair: ParameterPair, entry: dict[str, Any]) -> None:

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import UnsupportedError
+from ..optimizer_step import ATTRIBUTE
 from ..scaling import parameters_of
-from .optimizer_attributes import attributes_of_every_optimizer, find_parameters, find_unlike
 
 __all__ = [
+    "attributes_of_every_optimizer",
     "is_splittable",
     "known_class",
     "raw_step",
+    "refuse_elsewhere",
     "refuse_replaced",
     "refuse_spread",
-    "refuse_unlike",
     "refuse_unshardable",
     "refuse_unsteppable",
 ]
@@ -46,6 +50,15 @@ _NOT_OF_THE_STEP = frozenset(
 """Methods that a subclass may have of its own, for no step calls them."""
 
 _ACCESS = ("__getattr__", "__getattribute__", "__setattr__", "__delattr__")
+
+
+@cache
+def attributes_of_every_optimizer() -> frozenset[str]:
+    """What torch itself puts on an instance. Not at import: the first optimizer loads dynamo."""
+    return frozenset(vars(torch.optim.SGD([torch.zeros(1, device="cpu")]))) | {
+        "step",
+        "param_groups",
+    }
 
 
 def raw_step(cls: type[Optimizer]) -> Callable[..., Any]:
@@ -123,14 +136,11 @@ def refuse_replaced(optimizer: Optimizer) -> None:
         )
 
 
-def refuse_unsteppable(
-    optimizer: Optimizer, *, masters: bool = False, inline: bool = False
-) -> None:
+def refuse_unsteppable(optimizer: Optimizer, *, masters: bool = False) -> None:
     """Raise ``UnsupportedError`` for optimizers that cannot be stepped in this way.
 
     Args:
-        masters: parameters are stepped through float32 copies, so a copy has to step them.
-        inline: on the training thread; without ``masters`` the optimizer itself does.
+        masters: parameters are stepped through float32 copies.
     """
     cls = type(optimizer)
     name = cls.__name__
@@ -148,16 +158,65 @@ def refuse_unsteppable(
             "(fully_shard; fsdp_version: 2 in an Accelerate config), or step_mode='sync' without "
             "offload, without AsyncOptimizer."
         )
-    if inline and not masters:
-        return
+    if masters:
+        refuse_elsewhere(optimizer)
+
+
+def refuse_elsewhere(optimizer: Optimizer) -> None:
+    """Raise ``UnsupportedError`` where a step could reach parameters past their masters."""
     where = find_parameters(optimizer)
     if where is not None:
         raise UnsupportedError(
-            f"{name} keeps parameters or another optimizer in {where}, so another thread cannot "
-            "step a copy of it. Use step_mode='sync' without offload."
+            f"{type(optimizer).__name__} keeps parameters or another optimizer in {where}; its "
+            "step would use those instead of their float32 masters (offload, step_mode "
+            "'delayed', float16 parameters). Use step_mode='sync' or 'overlap' without offload, "
+            "with float32 parameters."
         )
-    if masters and not is_splittable(optimizer):
-        refuse_unlike(optimizer, find_unlike(optimizer))
+
+
+def find_parameters(optimizer: Optimizer) -> str | None:
+    """Where the optimizer keeps its parameters, or another optimizer, besides its groups."""
+    own = set(map(id, parameters_of(optimizer)))
+    for where, value in _held(optimizer):
+        if _reaches(value, own, set()):
+            return where
+    for key, entry in optimizer.state.items():
+        inner = entry.values() if isinstance(entry, dict) else (entry,)
+        if any(id(value) in own for value in inner):
+            return "its state" if isinstance(key, Tensor) else f"{key!r} of its state"
+    return None
+
+
+def _reaches(value: Any, own: set[int], seen: set[int]) -> bool:
+    if isinstance(value, Tensor):
+        return id(value) in own
+    if type(value) is int:
+        return value in own  # found again by id(p), under which the copy's are not known
+    if isinstance(value, Optimizer):
+        return True
+    if isinstance(value, nn.Module):
+        return any(id(p) in own for p in nn.Module.parameters(value))
+    if not isinstance(value, (dict, list, tuple, set, frozenset, deque)) or id(value) in seen:
+        return False
+    seen.add(id(value))
+    items = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+    return any(_reaches(item, own, seen) for item in items)
+
+
+def _held(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+    """All that a step may read on the optimizer, its groups and its parameters, with its place."""
+    torchs = attributes_of_every_optimizer() | {ATTRIBUTE}
+    for key, value in vars(optimizer).items():
+        if key not in torchs:
+            yield f"its attribute {key!r}", value
+    yield "its attribute 'defaults'", optimizer.__dict__.get("defaults")
+    for number, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if key != "params":
+                yield f"{key!r} of its group {number}", value
+        for p in group["params"]:
+            for key, value in vars(p).items():
+                yield f"the attribute {key!r} of one of its parameters", value
 
 
 def refuse_spread(optimizer: Optimizer, device: torch.device | None = None) -> None:
@@ -177,17 +236,6 @@ def refuse_spread(optimizer: Optimizer, device: torch.device | None = None) -> N
 def is_on(place: torch.device, device: torch.device) -> bool:
     """Whether they are the same; one may leave the number out."""
     return place.type == device.type and (None in (place.index, device.index) or place == device)
-
-
-def refuse_unlike(optimizer: Optimizer, why: str | None) -> None:
-    """Raise ``UnsupportedError`` where a copy has to step, and ``why`` says that it may not."""
-    if why is not None:
-        raise UnsupportedError(
-            f"{type(optimizer).__name__} cannot be copied: {why}; and float32 masters (offload, "
-            "step_mode 'delayed', float16 parameters) are stepped by a copy. Use step_mode='sync' "
-            "or 'overlap' without offload, with float32 parameters: then the optimizer itself "
-            "steps, on the training thread."
-        )
 
 
 def refuse_unshardable(optimizer: Optimizer) -> None:

@@ -204,7 +204,6 @@ def refuse_unsuitable(optimizer: Any, config: ScalerConfig) -> None:
         refuse_unsteppable(
             inner,
             masters=offload or config.step_mode == "delayed" or _has_float16(inner),
-            inline=inline,
         )
         if not inline:
             refuse_spread(inner)

@@ -6,10 +6,10 @@ used. Whoever looks from outside meets a hook that waits. The worker reads nothi
 communicates; the folder knows no Accelerate and no Trainer.
 """
 
-from .async_stepper import refuse_sharing
 from .hooks import SyncHooks
 from .optimizer import AsyncOptimizer, make_stepper, threads_of
 from .replica import refuse_spread, refuse_unsteppable
+from .shared_parameters import refuse_sharing
 from .worker import Worker, default_threads
 
 __all__ = [

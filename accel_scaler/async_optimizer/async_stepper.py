@@ -7,16 +7,12 @@ while the model keeps the parameters before; they are published at the next boun
 
 from __future__ import annotations
 
-import gc
 import logging
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import partial
-from itertools import chain, compress
-from operator import attrgetter, itemgetter
+from contextlib import contextmanager
+from itertools import compress
 from typing import Any
 
 import torch
@@ -26,46 +22,52 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 
 from ..devices import refuse_capture
-from ..errors import OrderError, StepError, UnsupportedError
-from ..optimizer_step import Stepper, async_stepper_of, register, unregister
+from ..errors import OrderError, StepError, UnsupportedError, listed
+from ..optimizer_step import Stepper, StepTiming, async_stepper_of, register, unregister
 from ..scaling import (
-    LOW_PRECISION,
+    MOST_NAMES,
     DeferredUnscale,
     ParameterNames,
     local,
     parameters_of,
     reduce_partial_gradients,
 )
-from .grad_handoff import can_hold_gradients, forbid_sparse, is_part, send_down
-from .inflight_step import Flight
-from .master_params import ParameterPair
+from .grad_handoff import (
+    forbid_sparse,
+    guard_backward,
+    is_part,
+    keep_sent,
+    on_host,
+    read_in_place,
+    send_down,
+    unguard,
+    unscale_in_place,
+)
+from .inflight_step import InflightStep, wait_for_gradient
+from .master_params import ParameterPair, place_of
 from .pending_parameter import (
     GradientHold,
     any_pending,
     hold_gradients,
+    is_held,
     settle_gradients,
     settle_pending,
 )
-from .replica import Part, Replica
-from .streams import PartEvents, SideStreams
-from .worker import Task, Worker
+from .replica import Replica
+from .shared_parameters import enter, find_shared, leave, others_of, refuse_sharing
+from .streams import SideStreams
+from .worker import Worker
 
-__all__ = ["AsyncStepper", "refuse_sharing"]
+__all__ = ["AsyncStepper"]
 
 logger = logging.getLogger("accel_scaler")
 
-_steppers: list[weakref.ref[AsyncStepper]] = []
-"""Those that step an optimizer."""
 
-_sizes: list[int] = []
-"""The lengths of all their groups when shared parameters were last looked for."""
-
-_deref: Callable[[weakref.ref[AsyncStepper]], AsyncStepper | None] = weakref.ref.__call__
-_groups_of, _params_of = attrgetter("optimizer.param_groups"), itemgetter("params")
-
-
-class AsyncStepper(Flight, Stepper):
+class AsyncStepper(Stepper):
     """Steps for ``optimizer``. Every method is the training thread's, except where said.
+
+    Any thread may wait for the step in flight. ``lock`` guards what a wait leaves behind; nobody
+    waits under it for a step that another thread has handed over.
 
     Args:
         mode: ``"sync"``, ``"overlap"`` or ``"delayed"``.
@@ -94,7 +96,6 @@ class AsyncStepper(Flight, Stepper):
                 f"this {type(optimizer).__name__} is stepped by an AsyncOptimizer or an attached "
                 "accelerator already; close() or detach() that one first."
             )
-        super().__init__()
         refuse_sharing([(optimizer, mode)])
         self.optimizer, self.mode, self.offload, self.worker = optimizer, mode, offload, worker
         self.delay_warmup_steps = delay_warmup_steps
@@ -113,18 +114,50 @@ class AsyncStepper(Flight, Stepper):
                 "and backward: it is not one of torch's, whose steps treat each parameter alone",
                 type(optimizer).__name__,
             )
+        self.lock = threading.RLock()
+        """Reentrant: a signal handler may look while its thread has it."""
         self.steps = 0
         """Updates handed over since the start."""
         self.was_skipped = False
         """The last boundary was one without an update."""
-        self._guards_backward = guards_backward
-        self._shared: frozenset[int] = frozenset()
+        self.timing: StepTiming | None = None
+        """When the last update handed over ran, and who waited for it."""
+        self.unpublished = False
+        """Masters are newer than the model (``delayed``)."""
+        self.waits_at_root = False
+        """A compiled or sharded model: its forward waits, not each use of a parameter."""
+        self.waits_at_step = False
+        """Something reads parameters that no hook can be put before: the step itself waits."""
+        self.shared: frozenset[int] = frozenset()
         """``id`` of parameters that another optimizer steps too: it needs their gradients."""
+        self._inflight: InflightStep | None = None
+        self._guards_backward = guards_backward
+        self._learning = False
+        """The next step shows the order in which the forward uses parameters."""
+        self._versions: list[int] = []
+        """With masters: of each parameter when it last was what its master rounds to."""
         self._newer: list[Tensor] = []
         """Parameters of which a newer value waits to be published."""
+        self._broken: str | None = None
+        self._trainer = threading.current_thread()
+        """The thread that trains, as far as is known."""
         register(self)
-        _steppers.append(weakref.ref(self))
-        _find_shared()
+        enter(self)
+
+    def claim(self) -> None:
+        """This thread trains from here on: it steps, loads or closes, and is told of failures."""
+        self._trainer = threading.current_thread()
+
+    def claim_if_gone(self) -> None:
+        """The same in a training forward, where the thread that trained before has ended."""
+        if not self._trainer.is_alive():
+            self.claim()
+
+    @property
+    def is_trained_here(self) -> bool:
+        """Whether this thread is the one that trains, or that one is gone."""
+        trainer = self._trainer
+        return trainer is threading.current_thread() or not trainer.is_alive()
 
     @property
     def keeps_scaled(self) -> bool:
@@ -156,18 +189,18 @@ class AsyncStepper(Flight, Stepper):
             settle_pending(parameters_of(self.optimizer))  # of another optimizer's step
         # Masters made in an evaluation are stepped outside of it.
         with self.lock, torch.inference_mode(False), self.streams.as_at_home():
-            if self._task is not None:
+            if self._inflight is not None:
                 return  # of the thread that trains, which has asked for itself
             before, pairs = self.replica.params, self.replica.pairs
             if not self.replica.is_current():
                 refuse_sharing([(self.optimizer, self.mode)])
                 self.replica.follow()
-                _find_shared()
+                find_shared()
                 self._learning = self.mode != "sync" and self.replica.splittable
                 self._follow_order(before)
-                _unguard(pairs, kept=self.replica.pairs)
+                unguard(pairs, kept=self.replica.pairs)
                 if self.unpublished:
-                    self.keep_newer(pairs)
+                    self._keep_newer(pairs)
             if self._versions:
                 self._follow_edits()
 
@@ -238,11 +271,8 @@ class AsyncStepper(Flight, Stepper):
 
     def _finish_for_boundary(self) -> None:
         self.finish("optimizer.step")
-        if _sizes_now() != _sizes:
-            _find_shared()  # add_param_group, perhaps another optimizer's
-        if self._shared:
-            for other in [e for e in _present() if e is not self and e._shared & self._shared]:
-                other.finish("optimizer.step")
+        for other in others_of(self):
+            other.finish("optimizer.step")
         self.refresh()
 
     def _hand_over(
@@ -256,63 +286,69 @@ class AsyncStepper(Flight, Stepper):
             forbid_sparse(replica.ordered, found, self._names)
         replica.prepare(found, submitted=fn is not None)
         replica.forget_loaded()
-        stale = self.mode == "delayed" and self.steps >= self.delay_warmup_steps
-        publish_first = self.unpublished
-        parts = len(replica.parts)
         inline = fn is None and replica.inline
+        publishes_first = self.unpublished
+        is_stale = self.mode == "delayed" and self.steps >= self.delay_warmup_steps
         if fn is not None and deferred.divide is not None:
             deferred = DeferredUnscale(multiply=1.0 / deferred.divide)
         grads = [None if grad is None else local(grad) for grad in found]
         if fn is not None:
             grads = self._own(grads)
         held: list[Tensor | None] = []
-        events: list[Any] = []
+        sent: list[Any] = []
         if self.offload:
-            self._unscale_in_place(grads, deferred)
-            deferred, events = _on_host(deferred), send_down(replica.ordered, grads, self.streams)
-            self._keep_sent(grads, events)
-            grads = [
-                pair.host_grad if grad is not None and pair.host_grad is not None else grad
-                for pair, grad in zip(replica.ordered, grads, strict=True)
-            ]
+            # What the kernel divides by, it divides the copies by.
+            unscale_in_place(replica.ordered, grads, DeferredUnscale(deferred.multiply))
+            deferred, there = on_host(deferred), grads
+            grads, sent = send_down(replica.ordered, there, self.streams)
+            if self.mode != "sync" and self.streams.copies_beside:
+                keep_sent(there, sent, self.streams)
         elif fn is None and self.mode != "sync" and not inline:
-            grads, held = self._hold_gradients(grads, deferred)
-        ready = self.streams.record(home=True)
-        work = partial(self._work, grads, events, deferred, ready, publish_first, stale, fn)
-        self._lead = parts * publish_first
-        task = Task(work, (1 if fn is not None else parts) + self._lead)
+            grads, held = read_in_place(replica.ordered, grads, deferred)
+            if self._guards_backward:
+                guard_backward(replica.ordered)
+        step = InflightStep(
+            self,
+            replica,
+            self.streams,
+            grads,
+            sent,
+            deferred,
+            ready=self.streams.record(home=True),
+            publishes_first=publishes_first,
+            is_stale=is_stale,
+            fn=fn,
+            number=self.steps + 1,
+        )
         try:
-            self._task, self._events, self._of_user = task, [], fn is not None
+            self._inflight = step
             if fn is not None:
                 for p in replica.params:
-                    if id(p) not in self._shared:
+                    if id(p) not in self.shared:
                         p.grad = None
-            order = self.order_of_parts()
-            for number, part in enumerate(replica.parts, self._lead + 1) if held else ():
+            me, order = weakref.ref(self), step.order
+            for number, part in enumerate(replica.parts, step.lead + 1) if held else ():
                 mine = [grad for grad in held[part.start : part.end] if grad is not None]
-                hold_gradients(
-                    mine, GradientHold(self.wait_for(task, self._events, number), order, number)
-                )
+                wait = wait_for_gradient(me, step, number)
+                hold_gradients(mine, GradientHold(wait, order, number))
             # Not what stays as it is: another branch's backward may still need it.
             stepped = [fn is not None or grad is not None for grad in found]
-            written = compress(replica.params, () if stale else stepped)
+            written = compress(replica.params, () if is_stale else stepped)
             torch.autograd.graph.increment_version(
-                [*(self._newer if publish_first else ()), *written]
+                [*(self._newer if publishes_first else ()), *written]
             )
-            self._newer = list(compress(replica.params, stepped)) if stale else []
+            self._newer = list(compress(replica.params, stepped)) if is_stale else []
             if replica.has_masters:
                 self._versions = [p._version for p in replica.params]
-            self.timing = task.timing
+            self.timing = step.timing
             self.steps += 1
-            self.unpublished = stale
+            self.unpublished = is_stale
             self.optimizer.__dict__["_opt_called"] = True  # what an LR scheduler's wrapper sets
-            self._launch(task, inline, publish_first, whole=fn is not None and not publish_first)
+            self._launch(step, inline)
         except BaseException as error:  # Ctrl-C, or no thread to be had
-            if task.abandon(error):
-                self._task = None
-                self._release(learn=False)
-                self.drop_lost()
-                self.unpublished = publish_first
+            if step.task.abandon(error):
+                self._lose(step)
+                self.unpublished = publishes_first
                 logger.error(
                     "%s: its update was not handed over (%s): no parameter has moved, its "
                     "gradients are lost. Training goes on with new ones.",
@@ -321,87 +357,173 @@ class AsyncStepper(Flight, Stepper):
                 )
             raise
 
-    def _hold_gradients(
-        self, grads: Sequence[Tensor | None], deferred: DeferredUnscale
-    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """What the optimizer thread reads, and which of ``grads`` it so shares: those wait."""
-        shares = can_hold_gradients(grads)
-        held = [grad if yes else None for grad, yes in zip(grads, shares, strict=True)]
-        copied = [None if yes else grad for grad, yes in zip(grads, shares, strict=True)]
-        taken = [
-            grad if grad is None else grad.data if yes else grad.clone()
-            for grad, yes in zip(grads, shares, strict=True)
-        ]
-        self._unscale_in_place(copied, deferred)
-        if deferred.multiply is not None:  # there, which autograd would not see
-            torch.autograd.graph.increment_version(self._unscaled_in_place(held))
-        for pair in self.replica.ordered if self._guards_backward else ():
-            if pair.guard is None and pair.param.requires_grad:
-                param: Any = pair.param
-                pair.guard = param.register_hook(partial(_before_adding, weakref.ref(param)))
-        return taken, held
-
     def _own(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Those that a function is given, for good: what others write to, or need, is copied."""
         return [
-            grad.clone() if grad is not None and (is_part(grad) or id(p) in self._shared) else grad
+            grad.clone() if grad is not None and (is_part(grad) or id(p) in self.shared) else grad
             for p, grad in zip(self.replica.params, grads, strict=True)
         ]
 
-    def _unscale_in_place(self, grads: Sequence[Tensor | None], deferred: DeferredUnscale) -> None:
-        """What is due, where a copy of ``grads`` is stepped."""
-        mine = self._unscaled_in_place(grads)
-        if mine and deferred.multiply is not None:
-            torch._foreach_mul_(mine, deferred.multiply)
-        elif mine and deferred.divide is not None and not self.offload:
-            torch._foreach_div_(mine, deferred.divide)
-
-    def _unscaled_in_place(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
-        """All but those, float16 or bfloat16, that are unscaled on their way to a master."""
-        return [
-            grad
-            for pair, grad in zip(self.replica.ordered, grads, strict=True)
-            if grad is not None and not _goes_to_master(pair, grad)
-        ]
-
-    def _keep_sent(self, grads: Sequence[Tensor | None], events: Sequence[Any]) -> None:
-        """Nobody writes to them before their copies have arrived."""
-        if self.mode == "sync" or not self.streams.copies_beside:
-            return
-        for grad, event, shares in zip(grads, events, can_hold_gradients(grads), strict=True):
-            if grad is None or event is None:
-                continue
-            if shares:
-                hold_gradients(
-                    [grad],
-                    GradientHold(
-                        partial(self.streams.follow, event), PartEvents(self.streams, [event])
-                    ),
-                )
-            else:
-                self.streams.follow(event)
-
-    def _launch(self, task: Task, inline: bool, publish_first: bool, whole: bool) -> None:
+    def _launch(self, step: InflightStep, inline: bool) -> None:
+        task = step.task
         if inline:
             task.timing.inline = True
             task.execute()
             if task.error is not None and not isinstance(task.error, Exception):
-                logger.error("%s", self._failure_of(task))
-                self._task = None
+                logger.error("%s", step.failure(type(self.optimizer).__name__, self._names))
+                self._inflight = None
                 raise task.error  # Ctrl-C and exit() go on as they would from optimizer.step()
             self.finish()
             return
-        seen_by_next_forward = publish_first or not self.unpublished
-        if self.mode != "sync" and seen_by_next_forward:
-            self.hold_parameters(task, whole)
+        is_seen = self.mode != "sync" and step.is_seen_by_next_forward
+        if is_seen and not (self.waits_at_root or self.waits_at_step):
+            step.hold_parameters(self.await_part, self._learning)
         self.worker.submit(task)
-        held = self._hold is not None or (self.waits_at_root and not self.waits_at_step)
-        if self.mode == "sync" or (seen_by_next_forward and not held):
+        waits = step.hold is not None or (self.waits_at_root and not self.waits_at_step)
+        if self.mode == "sync" or (is_seen and not waits):
             # Nobody would see the parameters used.
             if self.unpublished:
-                self._await(self._lead, "optimizer.step")
+                self.await_part(step, step.lead, "optimizer.step")
             else:
                 self.finish("optimizer.step")
+
+    def await_part(self, step: InflightStep, part: int, where: str | None = None) -> int:
+        """Wait for a part of ``step``; this thread's stream too. Any thread.
+
+        Returns how many parts it need not ask for any more, at least ``part``.
+
+        Raises:
+            StepError: the step failed before it.
+        """
+        # Where a compiled model meets this line dynamo breaks its graph, once; not further down.
+        if self.streams.copies_beside:
+            refuse_capture(where or "a parameter whose update is due")
+        if not step.wait(part, where):
+            self._finish(step, "forward")
+        step.follow(part)
+        # Later parts are enqueued perhaps, but the device has not been told to wait for them.
+        return part if self.streams.copies_beside else step.task.done
+
+    def wait(self, where: str) -> bool:
+        """Wait until the step in flight, if any, is over. False: it failed, as :meth:`finish` says.
+
+        Raises:
+            StepError: it will never be over.
+        """
+        step = self._inflight
+        return True if step is None else self._wait(step, where)
+
+    def _wait(self, step: InflightStep, where: str) -> bool:
+        try:
+            return step.wait(where=where)
+        except StepError as error:
+            with self.lock:
+                if self._inflight is step:
+                    self._broken = str(error)
+                    self._lose(step)
+            raise
+
+    def finish(self, where: str = "synchronize", everywhere: bool = False) -> None:
+        """Wait for the step in flight, if any. In ``delayed`` the model is as it was.
+
+        ``everywhere``: for the device as well, and so on whatever stream it is looked at.
+
+        Raises:
+            StepError: it failed; says which parameters were updated. Once on the thread that
+                trains: the next call works. Other threads are told until that one is.
+        """
+        step = self._inflight
+        if step is not None:
+            self._finish(step, where, everywhere)
+
+    def _finish(self, step: InflightStep, where: str, everywhere: bool = False) -> None:
+        if self.streams.copies_beside:
+            refuse_capture(where)
+        ok = self._wait(step, where)
+        if everywhere:
+            self.streams.follow_last(on_host=True)
+        error, name = step.task.error, type(self.optimizer).__name__
+        failure: StepError | None = None
+        with self.lock:
+            if self._inflight is step:
+                step.follow()
+                failure = None if ok else step.failure(name, self._names)
+                self._release(step, learn=ok)
+                if ok or self.is_trained_here:
+                    self._inflight = None
+                    if not ok:
+                        self._drop_lost()
+                if self.is_trained_here:
+                    # Kernels that ran on one thread have made the worker's number the default of
+                    # new threads.
+                    torch.set_num_threads(torch.get_num_threads())
+        if not ok:
+            # None: the thread that trains was told while this one waited.
+            raise failure or StepError(
+                f"{name} failed on the optimizer thread ({type(error).__name__}: {error})."
+            ) from error
+
+    def _release(self, step: InflightStep, learn: bool = True) -> None:
+        hold, step.hold = step.hold, None
+        if hold is None:
+            return
+        hold.release()
+        # Compiled code checks the class of its parameters before any of ours runs.
+        self.waits_at_step |= hold.was_traced
+        if self._learning and learn:
+            self._learning = False
+            before = self.replica.params
+            self.replica.reorder(hold.seen)
+            self._follow_order(before)
+
+    def _lose(self, step: InflightStep) -> None:
+        """``step`` is given up. Under the lock."""
+        self._inflight = None
+        self._release(step, learn=False)
+        self._drop_lost()
+
+    def _drop_lost(self) -> None:
+        """Gradients of a step that failed are gone: ``.grad`` is None."""
+        for p in self.replica.params:
+            if is_held(p.grad):
+                p.grad = None
+
+    def forgive(self) -> None:
+        """State is about to be replaced: a lost step no longer matters."""
+        self.claim()
+        if self._broken is not None:
+            self._broken = None
+            self._drop_lost()
+
+    def _follow_order(self, before: Sequence[Tensor]) -> None:
+        """With masters: each parameter's last known version, where it stands in the parts now."""
+        known = dict(zip(map(id, before), self._versions, strict=False))
+        if self.replica.has_masters:
+            self._versions = [known.get(id(p), p._version) for p in self.replica.params]
+        else:
+            self._versions = []
+
+    def settle_parts(self, params: Iterable[Tensor]) -> None:
+        """Wait for parameters that cannot be held (shards), part by part."""
+        step, wanted = self._inflight, {id(p) for p in params}
+        if step is None or not step.is_seen_by_next_forward:
+            return
+        last = 0
+        for number, part in enumerate(self.replica.parts, 1):
+            if any(id(pair.param) in wanted for pair in part.pairs):
+                last = number
+        if last:
+            self.await_part(step, min(last, step.task.parts), "forward")
+
+    def finish_model(self) -> None:
+        """Wait until the model is what the next forward shall see, all of it."""
+        step = self._inflight
+        if step is None:
+            self.streams.follow_last()  # who waited for it may have been on another stream
+        elif not step.is_stale:
+            self.finish("forward")
+        elif step.publishes_first:
+            self.await_part(step, step.lead, "forward")
 
     def synchronize(self) -> None:
         """Finish the step in hand and publish it, so that the model and the state are the newest.
@@ -431,13 +553,13 @@ class AsyncStepper(Flight, Stepper):
         while True:
             self.synchronize()
             with self.lock:
-                if self._task is None and not self.unpublished:
+                if self._inflight is None and not self.unpublished:
                     yield
                     return
 
     def _publish_newest(self) -> None:
         with self.lock, torch.inference_mode(False):
-            if self.unpublished and self._task is None:
+            if self.unpublished and self._inflight is None:
                 # Readers on other streams are in order before the next step, which this is not.
                 self.streams.wait_for_all()
                 self._follow_edits()
@@ -452,7 +574,7 @@ class AsyncStepper(Flight, Stepper):
 
     def synchronize_memory(self, tensors: Iterable[Tensor]) -> None:
         """:meth:`synchronize`, where any of ``tensors`` shares a parameter's memory."""
-        if self._task is None and not self.unpublished:
+        if self._inflight is None and not self.unpublished:
             return
         held = [local(t) for t in tensors]
         asked = {t.untyped_storage().data_ptr() for t in held if t.layout is torch.strided}
@@ -493,131 +615,15 @@ class AsyncStepper(Flight, Stepper):
             self.synchronize()
             self.settle_gradients()
         finally:
-            self._release()
-            _unguard(self.replica.pairs)
+            if self._inflight is not None:
+                self._release(self._inflight)
+            unguard(self.replica.pairs)
             unregister(self.optimizer)
-            _steppers[:] = [ref for ref in _steppers if ref() is not self]
-            _find_shared()
+            leave(self)
             state = self.optimizer.state
             for p in [p for p, entry in state.items() if isinstance(p, Tensor) and not entry]:
                 del state[p]
-            self._task = None
-
-    # The work itself, on the optimizer thread.
-
-    @torch.no_grad()
-    def _work(
-        self,
-        grads: list[Tensor | None],
-        sent: list[Any],
-        deferred: DeferredUnscale,
-        ready: Any,
-        publish_first: bool,
-        stale: bool,
-        fn: Callable[[], object] | None,
-        task: Task,
-    ) -> None:
-        # What the training thread steps itself is in order on its own stream.
-        if task.timing.inline and self.replica.is_sharded:
-            self.streams.keep(grads, at_home=True)  # FSDP2 took them on a stream of its own
-        with nullcontext() if task.timing.inline else self._beside(grads, deferred, ready):
-            try:
-                for part in self.replica.parts if publish_first else ():
-                    self._publish(part)
-                    self._done(task)
-                if self.offload:
-                    # Masters are overwritten from here on; what was sent up has to be there.
-                    self.streams.wait_on_host(self._events[-1] if self._events else ready)
-                if fn is None:
-                    self._update(grads, sent, deferred, stale, task)
-                    return
-                self._run(fn, grads, sent, deferred)
-                for part in [] if stale else self.replica.parts:
-                    self._publish(part)
-                self._done(task)
-            finally:
-                if task.done < task.parts:  # a part has failed, perhaps after its first kernels
-                    self._events.append(self.streams.record())
-
-    @contextmanager
-    def _beside(
-        self, grads: list[Tensor | None], deferred: DeferredUnscale, ready: Any
-    ) -> Iterator[None]:
-        """On the side stream; all memory that is used there stays until it is done."""
-        with self.streams.beside(ready):
-            self.streams.keep([*grads, deferred.multiply, deferred.divide])
-            self.replica.keep()
-            try:
-                yield
-            finally:
-                self.replica.keep()
-
-    def _update(
-        self,
-        grads: list[Tensor | None],
-        sent: list[Any],
-        deferred: DeferredUnscale,
-        stale: bool,
-        task: Task,
-    ) -> None:
-        for part in self.replica.parts:
-            mine = slice(part.start, part.end)
-            final = self._bring(part, grads[mine], sent[mine], deferred.multiply)
-            grads[mine] = [None] * len(final)
-            self.replica.step_part(part, final, deferred.divide)
-            if not stale:
-                self._publish(part)
-            self._done(task)
-
-    def _done(self, task: Task) -> None:
-        self._events.append(self.streams.record())
-        task.advance()
-
-    def _bring(
-        self, part: Part, grads: list[Tensor | None], sent: list[Any], multiply: Tensor | None
-    ) -> list[Tensor | None]:
-        """Gradients as the part is stepped with, float32 for masters, times ``multiply``."""
-        for event in sent:
-            self.streams.wait_on_host(event)
-        brought: list[Tensor | None] = []
-        scaled: list[Tensor] = []
-        for pair, grad in zip(part.pairs, grads, strict=True):
-            if grad is not None:
-                rounded = _goes_to_master(pair, grad)
-                grad = grad.float() if rounded else grad
-                if rounded or not self.offload:  # there it was unscaled before it was sent
-                    scaled.append(grad)
-            brought.append(grad)
-        if multiply is not None and scaled:
-            torch._foreach_mul_(scaled, multiply)
-        return brought
-
-    def _publish(self, part: Part) -> None:
-        for pair in part.pairs if self.replica.has_masters else ():
-            pair.publish(self.streams)
-
-    def _run(
-        self,
-        fn: Callable[[], object],
-        grads: list[Tensor | None],
-        sent: list[Any],
-        deferred: DeferredUnscale,
-    ) -> None:
-        pairs = self.replica.ordered
-        try:
-            for part in self.replica.parts:
-                mine = slice(part.start, part.end)
-                for pair, grad in zip(
-                    part.pairs,
-                    self._bring(part, grads[mine], sent[mine], deferred.multiply),
-                    strict=True,
-                ):
-                    pair.stepped.grad = grad
-            with self.replica.thread_context.around():
-                fn()
-        finally:
-            for pair in pairs:
-                pair.stepped.grad = None
+            self._inflight = None
 
     def _run_hooks(self, when: str) -> None:
         """The optimizer's own and the global step hooks, on the training thread, as torch does.
@@ -640,89 +646,37 @@ class AsyncStepper(Flight, Stepper):
         """Take parameters' names for error messages."""
         self.parameter_names.add_module(model)
 
+    def _keep_newer(self, before: Iterable[ParameterPair]) -> None:
+        """Publish masters that a change from outside has ended, where the model still is.
 
-def _present() -> list[AsyncStepper]:
-    return list(filter(None, map(_deref, _steppers)))
+        Raises:
+            OrderError: it is elsewhere, or of another size.
+        """
+        now, moved = {id(pair.param): pair for pair in self.replica.pairs}, []
+        for pair in before:
+            if pair.is_master and now.get(id(pair.param)) is not pair:
+                held = local(pair.param.detach())
+                if place_of(held) == place_of(pair.target):
+                    pair.publish(self.streams)
+                else:
+                    moved.append(pair.param)
+        if moved:
+            raise OrderError(
+                f"{self._names(moved)} moved or changed shape while a newer value was waiting to "
+                "be published (step_mode='delayed'). The newer value is lost, the change stays. "
+                "Call optimizer.synchronize() before changing parameters."
+            )
 
+    def export_masters(self) -> list[Tensor | None]:
+        """Masters that hold more than the model, in the optimizer's order; call it when idle."""
+        return [pair.stepped.data if pair.is_rounded else None for pair in self.replica.pairs]
 
-def _sizes_now() -> list[int]:
-    """Each step of each stepper looks at all, so nothing here is a call of Python's."""
-    groups = chain.from_iterable(map(_groups_of, filter(None, map(_deref, _steppers))))
-    return list(map(len, map(_params_of, groups)))
+    def import_masters(self, masters: Iterable[Tensor | None]) -> None:
+        """What :meth:`export_masters` of an optimizer like this one gave."""
+        for pair, master in zip(self.replica.pairs, masters, strict=True):
+            if master is not None:
+                pair.refresh(master)
 
-
-def _find_shared() -> None:
-    """Tell every stepper which of its parameters others step, too."""
-    for attempt in (1, 2):
-        _steppers[:] = [ref for ref in _steppers if ref() is not None]
-        _sizes[:] = _sizes_now()
-        steppers = _present()
-        held = [set(map(id, parameters_of(stepper.optimizer))) for stepper in steppers]
-        counts = Counter(chain.from_iterable(held))
-        for stepper, own in zip(steppers, held, strict=True):
-            stepper._shared = frozenset(i for i in own if counts[i] > 1)
-        if attempt == 2 or not any(stepper._shared for stepper in steppers):
-            return
-        del stepper, steppers
-        gc.collect()  # an optimizer that nobody has any more steps nothing
-
-
-def refuse_sharing(wanted: Sequence[tuple[Optimizer, str]]) -> None:
-    """Raise ``UnsupportedError`` where two optimizers would have a master each for a parameter.
-
-    Args:
-        wanted: optimizers to be stepped, and the mode of each; those that are already count too.
-    """
-    said = _sharing(wanted)
-    if said is not None:
-        gc.collect()  # as above
-        said = _sharing(wanted)
-    if said is not None:
-        raise UnsupportedError(said)
-
-
-def _sharing(wanted: Sequence[tuple[Optimizer, str]]) -> str | None:
-    asked = {id(optimizer) for optimizer, _ in wanted}
-    present = [(e.optimizer, e.mode) for e in _present() if id(e.optimizer) not in asked]
-    for place, (one, mode) in enumerate(wanted):
-        own = set(map(id, parameters_of(one)))
-        for other, its_mode in [*present, *wanted[:place]]:
-            common = [p for p in parameters_of(other) if id(p) in own and p.requires_grad]
-            rounded = any(p.dtype is torch.float16 for p in common)
-            if common and (rounded or "delayed" in (mode, its_mode)):
-                why = "the parameters are float16" if rounded else "step_mode='delayed'"
-                return (
-                    f"{type(one).__name__} shares {len(common)} parameters with a "
-                    f"{type(other).__name__} that is stepped as well. Each would step float32 "
-                    f"masters of its own ({why}) and not see the other's update. Use step_mode="
-                    "'overlap' or 'sync' with float32 parameters, close() or detach() the other "
-                    "one first, or put the parameters in one optimizer."
-                )
-    return None
-
-
-def _goes_to_master(pair: ParameterPair, grad: Tensor) -> bool:
-    return pair.is_master and grad.dtype in LOW_PRECISION
-
-
-def _before_adding(ref: weakref.ref[Tensor], _: Tensor) -> None:
-    """A backward is about to add to the gradient of a parameter."""
-    p = ref()
-    if p is not None:
-        settle_gradients([p])
-
-
-def _unguard(pairs: Iterable[ParameterPair], kept: Iterable[ParameterPair] = ()) -> None:
-    staying = set(map(id, kept))
-    for pair in pairs:
-        if pair.guard is not None and id(pair) not in staying:
-            pair.guard.remove()
-            pair.guard = None
-
-
-def _on_host(deferred: DeferredUnscale) -> DeferredUnscale:
-    """The same numbers on the CPU; waits for the device, which the check has just done."""
-    return DeferredUnscale(
-        None if deferred.multiply is None else deferred.multiply.cpu(),
-        None if deferred.divide is None else deferred.divide.cpu(),
-    )
+    def _names(self, params: Sequence[Tensor]) -> str:
+        names = self.parameter_names.of(params[:MOST_NAMES], self.optimizer)
+        return listed(names, len(params)) or "none"

@@ -1,8 +1,10 @@
-"""Gradients on their way to the optimizer thread: held, copied, or sent to host memory."""
+"""Gradients on their way to the optimizer thread: read in place, copied, or sent to host memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,10 +12,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import UnsupportedError
+from ..scaling import LOW_PRECISION, DeferredUnscale
 from .master_params import ParameterPair
-from .streams import SideStreams
+from .pending_parameter import GradientHold, hold_gradients, settle_gradients
+from .streams import PartEvents, SideStreams
 
-__all__ = ["can_hold_gradients", "forbid_sparse", "is_part", "send_down"]
+__all__ = [
+    "can_hold_gradients",
+    "forbid_sparse",
+    "goes_to_master",
+    "guard_backward",
+    "is_part",
+    "on_host",
+    "read_in_place",
+    "send_down",
+    "unguard",
+    "unscale_in_place",
+]
 
 
 def can_hold_gradients(grads: Sequence[Tensor | None]) -> list[bool]:
@@ -36,18 +51,87 @@ def is_part(grad: Tensor) -> bool:
     return grad._is_view() or grad.untyped_storage().nbytes() > grad.nbytes
 
 
+def goes_to_master(pair: ParameterPair, grad: Tensor) -> bool:
+    """Whether ``grad``, float16 or bfloat16, is unscaled on its way to a master, in float32."""
+    return pair.is_master and grad.dtype in LOW_PRECISION
+
+
+def read_in_place(
+    pairs: Sequence[ParameterPair], grads: Sequence[Tensor | None], deferred: DeferredUnscale
+) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """What the optimizer thread reads, and which of ``grads`` it so shares: those are to wait.
+
+    The rest is copied, and unscaled here as there.
+    """
+    shares = can_hold_gradients(grads)
+    held = [grad if yes else None for grad, yes in zip(grads, shares, strict=True)]
+    copied = [None if yes else grad for grad, yes in zip(grads, shares, strict=True)]
+    taken = [
+        grad if grad is None else grad.data if yes else grad.clone()
+        for grad, yes in zip(grads, shares, strict=True)
+    ]
+    unscale_in_place(pairs, copied, deferred)
+    if deferred.multiply is not None:  # there, which autograd would not see
+        torch.autograd.graph.increment_version(_unscaled_in_place(pairs, held))
+    return taken, held
+
+
+def unscale_in_place(
+    pairs: Sequence[ParameterPair], grads: Sequence[Tensor | None], deferred: DeferredUnscale
+) -> None:
+    """Do what is ``deferred`` to ``grads``, of which copies are stepped."""
+    mine = _unscaled_in_place(pairs, grads)
+    if mine and deferred.multiply is not None:
+        torch._foreach_mul_(mine, deferred.multiply)
+    elif mine and deferred.divide is not None:
+        torch._foreach_div_(mine, deferred.divide)
+
+
+def _unscaled_in_place(
+    pairs: Sequence[ParameterPair], grads: Sequence[Tensor | None]
+) -> list[Tensor]:
+    return [
+        grad
+        for pair, grad in zip(pairs, grads, strict=True)
+        if grad is not None and not goes_to_master(pair, grad)
+    ]
+
+
 def send_down(
     pairs: Sequence[ParameterPair], grads: Sequence[Tensor | None], streams: SideStreams
-) -> list[Any]:
-    """Copy each gradient to its pair's host buffer; for each the event of its end, or None.
+) -> tuple[list[Tensor | None], list[Any]]:
+    """Copy gradients to their pairs' host buffers: what is stepped, and the event of each copy.
 
     Once a step, and here: what is sent while a backward runs may be edited before the step
     through ``.data``, which no version counter sees.
     """
-    return [
-        None if grad is None or pair.host_grad is None else streams.down(grad, pair.host_grad)
-        for pair, grad in zip(pairs, grads, strict=True)
-    ]
+    stepped: list[Tensor | None] = []
+    events: list[Any] = []
+    for pair, grad in zip(pairs, grads, strict=True):
+        goes = grad is not None and pair.host_grad is not None
+        events.append(streams.down(grad, pair.host_grad) if goes else None)  # type: ignore[arg-type]
+        stepped.append(pair.host_grad if goes else grad)
+    return stepped, events
+
+
+def keep_sent(grads: Sequence[Tensor | None], events: Sequence[Any], streams: SideStreams) -> None:
+    """Nobody writes to ``grads`` before their copies have arrived."""
+    for grad, event, holds in zip(grads, events, can_hold_gradients(grads), strict=True):
+        if grad is None or event is None:
+            continue
+        if holds:
+            hold = GradientHold(partial(streams.follow, event), PartEvents(streams, [event]))
+            hold_gradients([grad], hold)
+        else:
+            streams.follow(event)
+
+
+def on_host(deferred: DeferredUnscale) -> DeferredUnscale:
+    """The same numbers on the CPU; waits for the device, which the check has just done."""
+    multiply, divide = deferred.multiply, deferred.divide
+    return DeferredUnscale(
+        None if multiply is None else multiply.cpu(), None if divide is None else divide.cpu()
+    )
 
 
 def forbid_sparse(
@@ -63,3 +147,26 @@ def forbid_sparse(
                 "step_mode 'delayed') do not take. Use Embedding(sparse=False), or step_mode "
                 "'sync' or 'overlap' without offload."
             )
+
+
+def guard_backward(pairs: Iterable[ParameterPair]) -> None:
+    """A backward waits for the gradient that it adds to, by a hook on each parameter."""
+    for pair in pairs:
+        if pair.guard is None and pair.param.requires_grad:
+            param: Any = pair.param
+            pair.guard = param.register_hook(partial(_before_adding, weakref.ref(param)))
+
+
+def _before_adding(ref: weakref.ref[Tensor], _: Tensor) -> None:
+    p = ref()
+    if p is not None:
+        settle_gradients([p])
+
+
+def unguard(pairs: Iterable[ParameterPair], kept: Iterable[ParameterPair] = ()) -> None:
+    """Take those hooks away, but for ``kept``."""
+    staying = set(map(id, kept))
+    for pair in pairs:
+        if pair.guard is not None and id(pair) not in staying:
+            pair.guard.remove()
+            pair.guard = None

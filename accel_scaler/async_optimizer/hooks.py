@@ -392,7 +392,7 @@ class _BeforeGather(_Hook):
             stepper.finish_model()
         else:
             stepper.settle_parts(p for each in together for p in _own_parameters(each))
-        stepper.wait_for_device()  # it gathers on streams that wait for ours at the root only
+        stepper.streams.wait_for_followed()  # it gathers on streams of its own
 
 
 def _is_fsdp2(module: Module) -> bool:

@@ -29,7 +29,7 @@ from .supported_optimizers import (
     is_splittable,
     known_class,
     raw_step,
-    refuse_elsewhere,
+    refuse_hidden,
     refuse_replaced,
     refuse_spread,
     refuse_unshardable,
@@ -237,7 +237,7 @@ class Replica:
                 "optimizers can. Call optimizer.step() instead, which steps it on this one."
             )
         if self.has_masters and not self.splittable:
-            refuse_elsewhere(self.optimizer)
+            refuse_hidden(self.optimizer, (pair.stepped for pair in self.pairs))
         self.thread_context = ThreadContext(self.streams.device)
         if self.splittable:
             self.link_state(grads)

@@ -72,6 +72,8 @@ class SideStreams:
         """The stream that the training thread handed the last step over from."""
         self._last: Any = None
         """The event of the last work on the side stream."""
+        self._followed: Any = None
+        """The event that somebody followed last."""
         self._known: Any = None
         """A event that the device is known to be past."""
         self._work: Any = None if streams is None else streams.new()
@@ -104,6 +106,11 @@ class SideStreams:
         for each in (stream,) if self._home in (None, stream) else (stream, self._home):
             with self._backend.on(each):
                 event.wait()
+        self._followed = event
+
+    def wait_for_followed(self) -> None:
+        """Block this thread until what was followed last is there, for whatever stream reads it."""
+        self.wait_on_host(self._followed)
 
     def wait_on_host(self, event: Any) -> None:
         """Block this thread until the device has come to ``event``."""

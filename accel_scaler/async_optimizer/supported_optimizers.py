@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
 from functools import cache
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import UnsupportedError
@@ -21,7 +23,7 @@ __all__ = [
     "is_splittable",
     "known_class",
     "raw_step",
-    "refuse_elsewhere",
+    "refuse_hidden",
     "refuse_replaced",
     "refuse_spread",
     "refuse_unshardable",
@@ -48,6 +50,13 @@ _NOT_OF_THE_STEP = frozenset(
     )
 )
 """Methods that a subclass may have of its own, for no step calls them."""
+
+_PLAIN = (
+    *(type(None), bool, int, float, complex, str, bytes, Enum, range, slice, type),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+    torch.Generator,
+)
+"""What leads to no parameter."""
 
 _ACCESS = ("__getattr__", "__getattribute__", "__setattr__", "__delattr__")
 
@@ -158,58 +167,34 @@ def refuse_unsteppable(optimizer: Optimizer, *, masters: bool = False) -> None:
             "(fully_shard; fsdp_version: 2 in an Accelerate config), or step_mode='sync' without "
             "offload, without AsyncOptimizer."
         )
-    if masters:
-        refuse_elsewhere(optimizer)
+    if masters and not is_splittable(optimizer):
+        refuse_hidden(optimizer)
 
 
-def refuse_elsewhere(optimizer: Optimizer) -> None:
-    """Raise ``UnsupportedError`` where a step could reach parameters past their masters."""
-    where = find_parameters(optimizer)
-    if where is not None:
-        raise UnsupportedError(
-            f"{type(optimizer).__name__} keeps parameters or another optimizer in {where}; its "
-            "step would use those instead of their float32 masters (offload, step_mode "
-            "'delayed', float16 parameters). Use step_mode='sync' or 'overlap' without offload, "
-            "with float32 parameters."
-        )
-
-
-def find_parameters(optimizer: Optimizer) -> str | None:
-    """Where the optimizer keeps its parameters, or another optimizer, besides its groups."""
-    own = set(map(id, parameters_of(optimizer)))
-    for where, value in _held(optimizer):
-        if _reaches(value, own, set()):
-            return where
-    for key, entry in optimizer.state.items():
-        inner = entry.values() if isinstance(entry, dict) else (entry,)
-        if any(id(value) in own for value in inner):
-            return "its state" if isinstance(key, Tensor) else f"{key!r} of its state"
-    return None
-
-
-def _reaches(value: Any, own: set[int], seen: set[int]) -> bool:
-    if isinstance(value, Tensor):
-        return id(value) in own
-    if type(value) is int:
-        return value in own  # found again by id(p), under which the copy's are not known
-    if isinstance(value, Optimizer):
-        return True
-    if isinstance(value, nn.Module):
-        return any(id(p) in own for p in nn.Module.parameters(value))
-    if not isinstance(value, (dict, list, tuple, set, frozenset, deque)) or id(value) in seen:
-        return False
-    seen.add(id(value))
-    items = [*value.keys(), *value.values()] if isinstance(value, dict) else value
-    return any(_reaches(item, own, seen) for item in items)
+def refuse_hidden(optimizer: Optimizer, masters: Iterable[Tensor] = ()) -> None:
+    """Raise ``UnsupportedError`` where a step could reach parameters or state past their masters,
+    or these when they are others: by what the optimizer holds besides its groups and its state."""
+    params = [*parameters_of(optimizer), *masters]
+    entries = [v if isinstance(v, dict) else {"": v} for v in optimizer.state.values()]
+    stored = [t for entry in entries for t in entry.values() if isinstance(t, Tensor)]
+    memory, seen = {_storage(t) for t in [*params, *stored]}, set(map(id, params))
+    held = [("its state", t) for t in stored if id(t) in seen] + list(_held(optimizer))
+    for where, value in held:
+        if (what := _hidden_in(value, optimizer, seen, memory)) is not None:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__}: {where} holds {what}, by which its step could reach "
+                "parameters or state past their float32 masters (offload, step_mode 'delayed', "
+                "float16 parameters). Use step_mode='sync' or 'overlap' without offload, with "
+                "float32 parameters."
+            )
 
 
 def _held(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
     """All that a step may read on the optimizer, its groups and its parameters, with its place."""
     torchs = attributes_of_every_optimizer() | {ATTRIBUTE}
     for key, value in vars(optimizer).items():
-        if key not in torchs:
+        if key not in torchs or key == "defaults":
             yield f"its attribute {key!r}", value
-    yield "its attribute 'defaults'", optimizer.__dict__.get("defaults")
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             if key != "params":
@@ -217,6 +202,36 @@ def _held(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
         for p in group["params"]:
             for key, value in vars(p).items():
                 yield f"the attribute {key!r} of one of its parameters", value
+
+
+def _hidden_in(value: Any, optimizer: Optimizer, ids: set[int], memory: set[int]) -> str | None:
+    """What ``value`` holds that leads to parameters, or may; None: plain values alone."""
+    if isinstance(value, Tensor):
+        leads = id(value) in ids or _storage(value) in memory
+        return "a parameter, or its memory" if leads else None
+    if type(value) is int and value in ids:
+        return "the id of a parameter"
+    owner = getattr(value, "__self__", None)
+    if isinstance(value, _PLAIN) or owner is optimizer:
+        return None
+    if isinstance(value, BuiltinFunctionType) and isinstance(owner, (type(None), ModuleType)):
+        return None
+    if isinstance(value, FunctionType) and not (value.__closure__ or value.__defaults__):
+        return None
+    if not isinstance(value, (dict, list, tuple, set, frozenset, deque)):
+        return f"a {type(value).__name__}"
+    if id(value) in ids:
+        return "itself"
+    items = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+    found = (_hidden_in(item, optimizer, ids | {id(value)}, memory) for item in items)
+    return next(filter(None, found), None)
+
+
+def _storage(t: Tensor) -> int:
+    try:
+        return t.untyped_storage().data_ptr() or -id(t)
+    except (NotImplementedError, RuntimeError):  # a kind of tensor without memory of its own
+        return -id(t)
 
 
 def refuse_spread(optimizer: Optimizer, device: torch.device | None = None) -> None:

@@ -374,12 +374,12 @@ def test_the_forward_starts_while_later_parts_are_updated(
             x, _ = batch_of(step, 0)
             entered = model[0](x)
             begun = event(timed=True)
-            marks = optimizer._stepper._events
+            inflight = optimizer._stepper._inflight
             scaler.scale(model[2](model[1](entered)).sum()).backward()
             if step > 1:  # the order of use is known by then
                 optimizer._stepper.finish()
-                assert len(marks) == 4
-                assert order(begun, marks[-1]) > 0
+                assert len(inflight.events) == 4
+                assert order(begun, inflight.events[-1]) > 0
             optimizer.step()
             optimizer.zero_grad()
 

@@ -30,7 +30,7 @@ from two_ranks import (
     SCALER,
     WARMUP,
     WINDOWS,
-    OrderedOpsMode,
+    Watch,
     batch,
     control,
     copy,
@@ -80,7 +80,7 @@ RAW: dict[tuple[str, str], list[str]] = {
 ATTACHED = {"sgd": list(CASES), "adamw": ["overlap", "delayed"]}
 
 
-def raw(results: dict[str, Any], watch: OrderedOpsMode) -> None:
+def raw(results: dict[str, Any], watch: Watch) -> None:
     for (kind, buckets), cases in RAW.items():
         wrap, name = ddp(buckets), f"{kind}, {buckets}"
         # torch's own fused step on a CPU is no reference
@@ -168,7 +168,7 @@ def attached(
     return result
 
 
-def through_accelerate(results: dict[str, Any], watch: OrderedOpsMode) -> None:
+def through_accelerate(results: dict[str, Any], watch: Watch) -> None:
     for kind, cases in ATTACHED.items():
         for stale_after in {STALE_AFTER.get(case) for case in cases}:
             results[f"accelerate torch {stale_after}, {kind}"] = attached(None, kind, stale_after)
@@ -223,7 +223,7 @@ def main(folder: Path) -> None:
     results: dict[str, Any] = {}
     accelerator = Accelerator(cpu=True, mixed_precision="fp16")
     assert accelerator.num_processes == 2, "launched as lone processes, not as two ranks"
-    watch = OrderedOpsMode()
+    watch = Watch()
     raw(results, watch)
     through_accelerate(results, watch)
     results["control"] = control(watch)

@@ -27,7 +27,7 @@ from two_ranks import (
     CLIP,
     SCALER,
     WARMUP,
-    OrderedOpsMode,
+    Watch,
     batch,
     control,
     net,
@@ -112,7 +112,7 @@ def reference_key(kind: str, layout: str, case: str) -> str:
     return f"torch {STALE_AFTER.get(case)}{way}, {kind}, {layout}"
 
 
-def train(results: dict[str, Any], watch: OrderedOpsMode) -> None:
+def train(results: dict[str, Any], watch: Watch) -> None:
     for (kind, layout), cases in RUNS.items():
         # torch cannot unscale or clip sharded and plain gradients together
         common: dict[str, Any] = {"look": 4, "scaled": layout != "plain root"}
@@ -257,7 +257,7 @@ def main(folder: Path) -> None:
     dist.init_process_group("gloo")
     assert dist.get_world_size() == 2, "launched as a lone process"
     results: dict[str, Any] = {}
-    watch = OrderedOpsMode()
+    watch = Watch()
     train(results, watch)
     for kind, first, second, full in CHANGES:
         results[f"{first} to {second}, {kind}"] = resume(kind, first, second, full)

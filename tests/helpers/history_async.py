@@ -40,8 +40,7 @@ from accel_scaler import (
     detach,
 )
 from accel_scaler.async_optimizer import replica as replica_module
-from accel_scaler.async_optimizer.async_stepper import AsyncStepper
-from accel_scaler.async_optimizer.flat_buffers import SmallSteps
+from accel_scaler.async_optimizer.inflight_step import InflightStep
 from accel_scaler.async_optimizer.replica import Part, Replica
 
 
@@ -73,28 +72,17 @@ FAULT = Fault()
 
 @contextmanager
 def lazy_everywhere() -> Iterator[None]:
-    """As :func:`lazy`, and what only publishes, small steps and ``submit`` wait as well."""
+    """As :func:`lazy`, and what only publishes, and ``submit``, wait as well."""
     patch = pytest.MonkeyPatch()
     patch.setattr(async_support, "LIMIT_S", 20.0)
     with lazy() as gate:
-        publish, small, begin = AsyncStepper._publish, SmallSteps.step, SmallSteps.begin
-        step, run = Replica.step_part, AsyncStepper._run
+        publish, step, run = InflightStep._publish, Replica.step_part, InflightStep._run
 
-        def publishing(self: AsyncStepper, part: Part) -> None:
+        def publishing(self: InflightStep, part: Part) -> None:
             gate.pass_through()
             publish(self, part)
 
-        def stepping_small(self: SmallSteps, part: int, *rest: Any) -> None:
-            gate.pass_through()
-            small(self, part, *rest)
-
-        def beginning(self: SmallSteps, *rest: Any) -> bool:
-            if FAULT.at is not None:
-                FAULT.at = None
-                raise InjectedError("before the first part")
-            return begin(self, *rest)
-
-        def running(self: AsyncStepper, *rest: Any) -> None:
+        def running(self: InflightStep, *rest: Any) -> None:
             gate.pass_through()
             run(self, *rest)
 
@@ -102,10 +90,8 @@ def lazy_everywhere() -> Iterator[None]:
             FAULT.pass_part(part)
             step(self, part, *rest)
 
-        patch.setattr(AsyncStepper, "_publish", publishing)
-        patch.setattr(AsyncStepper, "_run", running)
-        patch.setattr(SmallSteps, "step", stepping_small)
-        patch.setattr(SmallSteps, "begin", beginning)
+        patch.setattr(InflightStep, "_publish", publishing)
+        patch.setattr(InflightStep, "_run", running)
         patch.setattr(Replica, "step_part", stepping)
         try:
             yield

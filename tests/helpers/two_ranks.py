@@ -137,7 +137,7 @@ def slow_worker(most_s: float = 0.004) -> Iterator[None]:
         replica_module.SMALLEST_PART = smallest
 
 
-class OrderedOpsMode:
+class Watch:
     """Which collective ran on which thread.
 
     A kernel in front of every operator of torch's c10d library: whatever communicates goes
@@ -169,7 +169,7 @@ class OrderedOpsMode:
         return [name for name, _ in seen], sum(thread != here for _, thread in seen)
 
 
-def control(watch: OrderedOpsMode) -> int:
+def control(watch: Watch) -> int:
     """What the watch says of a thread that does communicate (alone, so that nobody waits)."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     watch.take()

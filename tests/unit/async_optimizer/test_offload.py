@@ -18,7 +18,6 @@ from accel_scaler import (
     AsyncOptimizer,
     GradScaler,
     ScalerConfig,
-    UnsupportedError,
     attach,
     detach,
 )
@@ -26,7 +25,7 @@ from accel_scaler.async_optimizer import replica as replica_module
 from accel_scaler.async_optimizer.master_params import make_pairs, needs_master
 from accel_scaler.async_optimizer.replica import Replica
 from accel_scaler.async_optimizer.streams import SideStreams
-from accel_scaler.async_optimizer.supported_optimizers import is_splittable, refuse_unsteppable
+from accel_scaler.async_optimizer.supported_optimizers import is_splittable
 
 HALF = torch.float16
 CPU = torch.device("cpu")
@@ -595,28 +594,6 @@ def test_which_optimizers_step_part_by_part() -> None:
     assert is_splittable(Renamed(w))
     assert not is_splittable(Whole(w))
     assert not is_splittable(torch.optim.LBFGS(w))
-
-
-class Wrapper(torch.optim.SGD):
-    """Keeps what the test gives it."""
-
-    def __init__(self, params: Any, kept: Any) -> None:
-        super().__init__(params)
-        self.kept = kept
-
-
-def test_what_cannot_be_stepped_elsewhere_is_refused_with_the_reason() -> None:
-    w = [nn.Parameter(torch.ones(2))]
-    inner = torch.optim.SGD(w)
-    refuse_unsteppable(inner)
-    refuse_unsteppable(Wrapper(w, nn.Parameter(torch.ones(2))))  # not one of its own
-    with pytest.raises(UnsupportedError, match=r"LBFGS.*closure"):
-        refuse_unsteppable(torch.optim.LBFGS(w))
-    for kept in (inner, w[0], list(w), (inner,)):
-        with pytest.raises(UnsupportedError, match="'kept'"):
-            refuse_unsteppable(Wrapper(w, kept))
-    with pytest.raises(UnsupportedError, match="closure"):
-        AsyncOptimizer(torch.optim.LBFGS(w))
 
 
 def make_replica(optimizer: torch.optim.Optimizer) -> Replica:

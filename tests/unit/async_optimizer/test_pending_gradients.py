@@ -318,7 +318,7 @@ def test_a_dropped_gradient_is_kept_by_nobody_once_its_part_is_done(mode: str) -
             grads = [weakref.ref(p.grad) for p in model.parameters()]
             optimizer.step()
             optimizer.zero_grad()
-            task = optimizer._stepper._task
+            task = optimizer._stepper._inflight.task
             assert task is not None
             assert task.wait()
             optimizer._worker.stop()  # what the thread itself still holds

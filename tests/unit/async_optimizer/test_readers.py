@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from accel_scaler import AsyncOptimizer, OrderError, StepError
 from accel_scaler.async_optimizer import pending_parameter as pending_parameter_module
 from accel_scaler.async_optimizer.pending_parameter import ParameterHold, PendingParameter
+from accel_scaler.async_optimizer.replica import Replica
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -264,46 +265,36 @@ def test_holds_that_come_and_go_disturb_nobody_who_settles() -> None:
     assert errors == []
 
 
-class Failing(torch.optim.SGD):
-    fails = True
-
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        if Failing.fails:
-            raise RuntimeError("no")
-        return super().step(closure)
+def fail(*_: Any) -> None:
+    raise RuntimeError("no")
 
 
-def step_once(model: Net, optimizer: AsyncOptimizer) -> None:
-    """The first step of such an optimizer runs on the thread that trains."""
-    Failing.fails = False
-    model(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
-    optimizer.synchronize()
-    Failing.fails = True
-
-
-def test_a_failure_that_a_reader_meets_is_told_to_the_thread_that_trains_too() -> None:
+def test_a_failure_that_a_reader_meets_is_told_to_the_thread_that_trains_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = network()
-    with AsyncOptimizer(Failing(model.parameters(), lr=1.0), model) as optimizer:
-        step_once(model, optimizer)
+    with AsyncOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model) as optimizer:
+        monkeypatch.setattr(Replica, "step_part", fail)
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
         with Readers([lambda: model.state_dict()] * 2) as readers:
             for thread in readers.threads:
                 thread.join(LIMIT_S)
         assert [type(error) for error in readers.errors] == [StepError] * 2
-        with pytest.raises(StepError, match=r"on the optimizer thread .* stepped whole"):
+        with pytest.raises(StepError, match=r"on the optimizer thread .* As before"):
             optimizer.step()
-        Failing.fails = False
+        monkeypatch.undo()
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
         optimizer.synchronize()
 
 
-def test_a_thread_that_trained_and_is_gone_leaves_its_failure_to_who_asks_next() -> None:
+def test_a_thread_that_trained_and_is_gone_leaves_its_failure_to_who_asks_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = network()
-    with AsyncOptimizer(Failing(model.parameters(), lr=1.0), model) as optimizer:
-        step_once(model, optimizer)
+    monkeypatch.setattr(Replica, "step_part", fail)
+    with AsyncOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model) as optimizer:
 
         def step() -> None:
             model(torch.ones(1, 4)).sum().backward()

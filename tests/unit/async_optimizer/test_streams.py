@@ -25,7 +25,7 @@ from accel_scaler import AsyncOptimizer, GradScaler, UnsupportedError, devices
 from accel_scaler.async_optimizer import async_stepper as async_stepper_module
 from accel_scaler.async_optimizer import replica as replica_module
 from accel_scaler.async_optimizer.async_stepper import AsyncStepper
-from accel_scaler.async_optimizer.inflight_step import Flight
+from accel_scaler.async_optimizer.inflight_step import InflightStep
 from accel_scaler.async_optimizer.replica import Replica
 from accel_scaler.async_optimizer.streams import PartEvents, SideStreams, packs
 from accel_scaler.async_optimizer.worker import Task, Worker
@@ -51,6 +51,7 @@ def paper(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], PaperDevice]:
                 self._home: Any = None
                 self._last: Any = None
                 self._known: Any = None
+                self._followed: Any = None
                 self._work, self._down = device.new(), device.new()
 
         empty = torch.empty
@@ -72,7 +73,7 @@ def paper(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], PaperDevice]:
             return due
 
         monkeypatch.setattr(async_stepper_module, "SideStreams", PaperStreams)
-        monkeypatch.setattr(async_stepper_module, "_on_host", on_host)
+        monkeypatch.setattr(async_stepper_module, "on_host", on_host)
         monkeypatch.setattr(torch, "empty", pinned)
         monkeypatch.setattr(Tensor, "record_stream", lambda t, s: device.record_stream(t, s))
         _order_threads(monkeypatch, device)
@@ -170,7 +171,8 @@ def _steps(
         ours.clip_grad_norm_(0.5)
         ours.step()
         ours.zero_grad()
-        task, limit = ours._stepper._task, time.monotonic() + 10
+        inflight, limit = ours._stepper._inflight, time.monotonic() + 10
+        task = None if inflight is None else inflight.task
         while step % 2 and task is not None and not task.finished and time.monotonic() < limit:
             time.sleep(0.001)  # the thread that enqueues is far ahead of the forward
         _litter(model)
@@ -221,13 +223,13 @@ def without_wait(
 
 
 def _release_what_is_only_enqueued(patch: pytest.MonkeyPatch) -> None:
-    await_part = Flight._await_part
+    await_part = AsyncStepper.await_part
 
-    def careless(self: Flight, task: Task, *args: Any) -> int:
-        await_part(self, task, *args)
-        return task.done
+    def careless(self: AsyncStepper, step: InflightStep, *args: Any) -> int:
+        await_part(self, step, *args)
+        return step.task.done
 
-    patch.setattr(Flight, "_await_part", careless)
+    patch.setattr(AsyncStepper, "await_part", careless)
     patch.setattr(PartEvents, "is_past", lambda *_, **__: True)
 
 
@@ -245,19 +247,19 @@ def _start_at_once(patch: pytest.MonkeyPatch) -> None:
 def _trust_what_was_sent_up(patch: pytest.MonkeyPatch) -> None:
     """The host waits for gradients alone, not for the masters' way up."""
     wait = SideStreams.wait_on_host
-    work = AsyncStepper._work
+    work = InflightStep._work
 
     def working(self: Any, *args: Any) -> None:
-        given = args[3]
+        given = args[4]
 
         def but_not_the_start(streams: SideStreams, mark: Any) -> None:
-            if mark is not given and not any(mark is m for m in self._events):
+            if mark is not given and not any(mark is m for m in self.events):
                 wait(streams, mark)
 
         patch.setattr(SideStreams, "wait_on_host", but_not_the_start)
         work(self, *args)
 
-    patch.setattr(AsyncStepper, "_work", working)
+    patch.setattr(InflightStep, "_work", working)
 
 
 FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], tuple[Any, ...]]] = {

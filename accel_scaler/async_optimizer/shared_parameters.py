@@ -1,0 +1,112 @@
+"""Parameters that several optimizers step: each gets their gradients, none a master of its own."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import chain
+from operator import attrgetter, itemgetter
+from typing import TYPE_CHECKING
+
+import torch
+from torch.optim import Optimizer
+
+from ..errors import UnsupportedError
+from ..scaling import parameters_of
+
+if TYPE_CHECKING:
+    from .async_stepper import AsyncStepper
+
+__all__ = ["enter", "find_shared", "leave", "others_of", "refuse_sharing"]
+
+_steppers: list[weakref.ref[AsyncStepper]] = []
+"""Those that step an optimizer."""
+
+_sizes: list[int] = []
+"""The lengths of all their groups when shared parameters were last looked for."""
+
+_deref: Callable[[weakref.ref[AsyncStepper]], AsyncStepper | None] = weakref.ref.__call__
+_groups_of, _params_of = attrgetter("optimizer.param_groups"), itemgetter("params")
+
+
+def enter(stepper: AsyncStepper) -> None:
+    """It steps its optimizer from now on."""
+    _steppers.append(weakref.ref(stepper))
+    find_shared()
+
+
+def leave(stepper: AsyncStepper) -> None:
+    """It does not any more."""
+    _steppers[:] = [ref for ref in _steppers if ref() is not stepper]
+    find_shared()
+
+
+def others_of(stepper: AsyncStepper) -> list[AsyncStepper]:
+    """Those that step some of its parameters, too."""
+    if _sizes_now() != _sizes:
+        find_shared()  # add_param_group, perhaps another optimizer's
+    if not stepper.shared:
+        return []
+    return [e for e in _present() if e is not stepper and e.shared & stepper.shared]
+
+
+def find_shared() -> None:
+    """Tell every stepper which of its parameters others step, too."""
+    for attempt in (1, 2):
+        _steppers[:] = [ref for ref in _steppers if ref() is not None]
+        _sizes[:] = _sizes_now()
+        steppers = _present()
+        owned = [set(map(id, parameters_of(stepper.optimizer))) for stepper in steppers]
+        counts = Counter(chain.from_iterable(owned))
+        for stepper, own in zip(steppers, owned, strict=True):
+            stepper.shared = frozenset(i for i in own if counts[i] > 1)
+        if attempt == 2 or not any(stepper.shared for stepper in steppers):
+            return
+        del stepper, steppers
+        gc.collect()  # an optimizer that nobody has any more steps nothing
+
+
+def _present() -> list[AsyncStepper]:
+    return list(filter(None, map(_deref, _steppers)))
+
+
+def _sizes_now() -> list[int]:
+    """Each step of each stepper looks at all, so nothing here is a call of Python's."""
+    groups = chain.from_iterable(map(_groups_of, filter(None, map(_deref, _steppers))))
+    return list(map(len, map(_params_of, groups)))
+
+
+def refuse_sharing(wanted: Sequence[tuple[Optimizer, str]]) -> None:
+    """Raise ``UnsupportedError`` where two optimizers would have a master each for a parameter.
+
+    Args:
+        wanted: optimizers to be stepped, and the mode of each; those that are already count too.
+    """
+    said = _sharing(wanted)
+    if said is not None:
+        gc.collect()  # as above
+        said = _sharing(wanted)
+    if said is not None:
+        raise UnsupportedError(said)
+
+
+def _sharing(wanted: Sequence[tuple[Optimizer, str]]) -> str | None:
+    asked = {id(optimizer) for optimizer, _ in wanted}
+    present = [(e.optimizer, e.mode) for e in _present() if id(e.optimizer) not in asked]
+    for place, (one, mode) in enumerate(wanted):
+        own = set(map(id, parameters_of(one)))
+        for other, its_mode in [*present, *wanted[:place]]:
+            common = [p for p in parameters_of(other) if id(p) in own and p.requires_grad]
+            rounded = any(p.dtype is torch.float16 for p in common)
+            if common and (rounded or "delayed" in (mode, its_mode)):
+                why = "the parameters are float16" if rounded else "step_mode='delayed'"
+                return (
+                    f"{type(one).__name__} shares {len(common)} parameters with a "
+                    f"{type(other).__name__} that is stepped as well. Each would step float32 "
+                    f"masters of its own ({why}) and not see the other's update. Use step_mode="
+                    "'overlap' or 'sync' with float32 parameters, close() or detach() the other "
+                    "one first, or put the parameters in one optimizer."
+                )
+    return None

@@ -7,7 +7,7 @@ communicates; the folder knows no Accelerate and no Trainer.
 """
 
 from .hooks import SyncHooks
-from .optimizer import AsyncOptimizer, make_stepper, threads_of
+from .optimizer import AsyncOptimizer, step_beside
 from .replica import refuse_spread, refuse_unsteppable
 from .shared_parameters import refuse_sharing
 from .worker import Worker, default_threads
@@ -17,9 +17,8 @@ __all__ = [
     "SyncHooks",
     "Worker",
     "default_threads",
-    "make_stepper",
     "refuse_sharing",
     "refuse_spread",
     "refuse_unsteppable",
-    "threads_of",
+    "step_beside",
 ]

@@ -55,6 +55,13 @@ class SyncHooks:
             optimizer.register_load_state_dict_post_hook(self._after_loading),
         ]
 
+    @property
+    def stepper(self) -> AsyncStepper:
+        """Whose hooks these are; it lives while its optimizer does."""
+        stepper = self._stepper()
+        assert stepper is not None
+        return stepper
+
     def close(self) -> None:
         """Finish the stepper's step, remove every hook, leave the optimizer as torch has it.
 

@@ -19,7 +19,7 @@ from .async_stepper import AsyncStepper
 from .hooks import SyncHooks
 from .worker import Worker
 
-__all__ = ["AsyncOptimizer", "make_stepper", "threads_of"]
+__all__ = ["AsyncOptimizer", "step_beside"]
 
 
 class AsyncOptimizer(Optimizer):
@@ -99,11 +99,11 @@ class AsyncOptimizer(Optimizer):
 
     def _open(self) -> None:
         config = self._config
-        self._worker = Worker(threads_of(config))
+        self._worker = Worker(config.optimizer_threads)
         device = parameters_of(self.optimizer)[0].device
         parameter_names = self.scaler.parameter_names if self.scaler else None
         scaled = self.scaler is not None and self.scaler.is_enabled()
-        self._stepper = make_stepper(
+        self._hooks = step_beside(
             self.optimizer,
             config,
             self._worker,
@@ -111,7 +111,7 @@ class AsyncOptimizer(Optimizer):
             parameter_names,
             guards_backward=not scaled,
         )
-        self._hooks = SyncHooks(self._stepper)
+        self._stepper = self._hooks.stepper
         try:
             self._stepper.refresh()
             self._hooks.watch(self._models())
@@ -397,30 +397,27 @@ class AsyncOptimizer(Optimizer):
         return f"AsyncOptimizer(mode={self._config.step_mode!r}, {self.optimizer!r})"
 
 
-def make_stepper(
+def step_beside(
     optimizer: Optimizer,
     config: ScalerConfig,
     worker: Worker,
     device: torch.device,
     parameter_names: ParameterNames | None,
     guards_backward: bool = False,
-) -> AsyncStepper:
-    """The stepper that steps ``optimizer`` as ``config`` says."""
-    return AsyncStepper(
-        optimizer,
-        mode=config.step_mode,
-        offload=config.offload == "cpu",
-        device=device,
-        delay_warmup_steps=config.delay_warmup_steps,
-        worker=worker,
-        parameter_names=parameter_names,
-        guards_backward=guards_backward,
+) -> SyncHooks:
+    """Step ``optimizer`` as ``config`` says from now on, until what this returns is closed."""
+    return SyncHooks(
+        AsyncStepper(
+            optimizer,
+            mode=config.step_mode,
+            offload=config.offload == "cpu",
+            device=device,
+            delay_warmup_steps=config.delay_warmup_steps,
+            worker=worker,
+            parameter_names=parameter_names,
+            guards_backward=guards_backward,
+        )
     )
-
-
-def threads_of(config: ScalerConfig) -> int | None:
-    """Threads for the worker; None: it finds out."""
-    return None if config.optimizer_threads == "auto" else int(config.optimizer_threads)
 
 
 def _check_arguments(optimizer: Any, model: Any, scaler: Any) -> None:

@@ -195,11 +195,11 @@ class Worker:
     garbage collector runs on any thread, and holds whatever locks that one has.
 
     Args:
-        threads: of its CPU kernels; other threads keep theirs. None: :func:`default_threads`.
+        threads: of its CPU kernels; other threads keep theirs. "auto": :func:`default_threads`.
     """
 
-    def __init__(self, threads: int | None = None) -> None:
-        self.threads = default_threads() if threads is None else threads
+    def __init__(self, threads: int | str = "auto") -> None:
+        self.threads = default_threads() if threads == "auto" else int(threads)
         self._queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._failed: list[Task] = []
         self._thread: threading.Thread | None = None

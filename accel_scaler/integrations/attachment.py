@@ -12,7 +12,7 @@ from accelerate import __version__ as accelerate_version
 from accelerate.utils import DistributedType
 from torch.nn import Module
 
-from ..async_optimizer import Worker, threads_of
+from ..async_optimizer import Worker
 from ..config import ScalerConfig
 from ..errors import OrderError, StepError
 from ..optimizer_step import Boundary
@@ -56,7 +56,7 @@ class Attachment:
         self.scaler.sharded = config.sharded or is_fsdp
         self.recorder = make_recorder(self.scaler, config, _facts_of(accelerator))
         self.boundary = Boundary(self.scaler, self.device, self.recorder)
-        self.worker = Worker(threads_of(config))
+        self.worker = Worker(config.optimizer_threads)
         self.optimizers: weakref.WeakSet[ScaledOptimizer] = weakref.WeakSet()
         """Adopted ones, those too that ``free_memory`` makes the accelerator forget."""
         self._added_autocast = False

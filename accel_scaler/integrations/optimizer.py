@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 
 from ..async_optimizer import (
     SyncHooks,
-    make_stepper,
     refuse_sharing,
     refuse_spread,
     refuse_unsteppable,
+    step_beside,
 )
 from ..config import ScalerConfig
 from ..errors import UnsupportedError
@@ -157,8 +157,7 @@ def adopt(optimizer: Any, attachment: Attachment) -> None:
     hooks = None
     if _needs_async_stepper(inner, config):
         names = attachment.scaler.parameter_names
-        stepper = make_stepper(inner, config, attachment.worker, attachment.device, names)
-        hooks = SyncHooks(stepper)
+        hooks = step_beside(inner, config, attachment.worker, attachment.device, names)
     _change_class(optimizer, ScaledOptimizer)
     optimizer.join(attachment, hooks)
 

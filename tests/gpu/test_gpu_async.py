@@ -292,26 +292,19 @@ def test_a_fence_sees_finished_parameters(mode: str, offload: str) -> None:
 @pytest.mark.usefixtures("side_streams")
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 def test_training_on_another_stream(offload: str) -> None:
-    expected = train("sync", offload)
-    side = torch.Stream(DEVICE)
-    side.wait_stream(current_stream())
-    with on(side):
-        assert_same(train("overlap", offload, before_step=busy_update), expected)
-    current_stream().wait_stream(side)
-
-
-@pytest.mark.usefixtures("side_streams")
-@pytest.mark.parametrize("offload", ["none", "cpu"])
-def test_an_evaluation_on_another_stream_leaves_training_in_order(offload: str) -> None:
-    side = torch.Stream(DEVICE)
+    """And what looks at it from the one that was the present one before."""
+    expected, home, side = train("sync", offload), current_stream(), torch.Stream(DEVICE)
 
     def look(optimizer: AsyncOptimizer, step: int) -> None:
-        with on(side):
+        with on(home):
             optimizer.synchronize()
 
-    expected = train("sync", offload)
-    mine = train("overlap", offload, before_step=busy_update, after_step=look)
-    assert_same(mine, expected)
+    side.wait_stream(home)
+    with on(side):
+        assert_same(train("overlap", offload, before_step=busy_update), expected)
+        mine = train("overlap", offload, before_step=busy_update, after_step=look)
+        assert_same(mine, expected)
+    home.wait_stream(side)
 
 
 class Recomputed(nn.Module):

@@ -36,7 +36,7 @@ def start(
     """Run Python in a folder, with this process's environment less what others have set."""
     others = ("ACCELERATE_", "ACCEL_SCALER_", "PYTEST_", "PYTHONPATH")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(others)}
-    path = os.pathsep.join([str(ROOT), str(HELPERS), str(THEIRS)])
+    path = os.pathsep.join(map(str, [ROOT, ROOT / "tests/plugin", HELPERS, THEIRS]))
     offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HOME": str(folder)}
     return subprocess.run(
         [sys.executable, *command],

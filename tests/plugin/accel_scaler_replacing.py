@@ -23,16 +23,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["PARTS", "VARIABLE", "Replacement", "current", "start_from_environment"]
+__all__ = ["VARIABLE", "Replacement", "current", "start_from_environment"]
 
 VARIABLE = "PYTEST_WITH_ACCEL_SCALER"
 """What a child process must know, as JSON: the arguments of :class:`Replacement`."""
 
-PARTS = {
-    "torch": {"torch.amp.grad_scaler": "GradScaler"},
-    "accelerate": {"accelerate.accelerator": "Accelerator", "transformers.trainer": "Trainer"},
+CLASSES = {
+    "torch.amp.grad_scaler": "GradScaler",
+    "accelerate.accelerator": "Accelerator",
+    "transformers.trainer": "Trainer",
 }
-"""What can be replaced: the modules to change, and the class in each."""
+"""The modules to change, and the class in each."""
 
 SHARDED = "torch.distributed.fsdp.sharded_grad_scaler"
 """Its scaler overrides torch's internals for FSDP1: left alone, unless an Accelerator has it."""
@@ -45,12 +46,11 @@ class Replacement:
 
     Args:
         startup: the folder of ``accel_scaler``'s own ``sitecustomize``.
-        parts: which of ``PARTS``.
         tally: a file to which each event of this and of child processes is appended, one a line.
     """
 
-    def __init__(self, startup: str, parts: list[str], tally: str) -> None:
-        self.startup, self.parts, self.tally = startup, parts, tally
+    def __init__(self, startup: str, tally: str) -> None:
+        self.startup, self.tally = startup, tally
         self.active = False
         self._changed: list[tuple[Any, Any, Any]] = []
         self._meets = {
@@ -59,7 +59,7 @@ class Replacement:
             "Trainer": self._followed_by(self._meet_trainer),
         }
         self._hook: Any = _load(Path(startup) / "sitecustomize.py", "_accel_scaler_startup")
-        self._hook.CLASSES = {m: c for part in parts for m, c in PARTS[part].items()}
+        self._hook.CLASSES = CLASSES
         self._hook.change = self._change
         self._finder = self._hook.Finder()
 
@@ -69,7 +69,7 @@ class Replacement:
         if _current is not None:
             raise RuntimeError("a replacement is installed already; undo() it first.")
         _current, self.active = self, True
-        for name in self._hook.CLASSES:
+        for name in CLASSES:
             if name in sys.modules:
                 self._change(sys.modules[name], name)
         sys.meta_path.insert(0, self._finder)
@@ -87,7 +87,7 @@ class Replacement:
 
     def to_environment(self) -> str:
         """The value of ``VARIABLE`` for child processes."""
-        return json.dumps({"startup": self.startup, "parts": self.parts, "tally": self.tally})
+        return json.dumps({"startup": self.startup, "tally": self.tally})
 
     def note(self, event: str) -> None:
         """Append a line to the tally; a process that outlives the test run has nobody to tell."""
@@ -103,7 +103,7 @@ class Replacement:
         return Counter(Path(self.tally).read_text(encoding="utf-8").splitlines())
 
     def _change(self, module: ModuleType, name: str) -> None:
-        cls = getattr(module, self._hook.CLASSES[name])
+        cls = getattr(module, CLASSES[name])
         stock = cls.__init__
         if self.active:  # undone before the import was through
             cls.__init__ = changed = self._meets[cls.__name__](stock)

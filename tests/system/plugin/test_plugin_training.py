@@ -28,9 +28,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     assert done.returncode == 0, done.stdout + done.stderr
     said = {part.split("\n")[0]: part for part in done.stdout.split("RUN ")[1:]}
     for run in ("sync", "overlap"):
-        counted = "0 GradScalers replaced, 3 Accelerators attached, 2 Trainers attached"
+        counted = "GradScalers replaced: 0, Accelerators attached: 3, Trainers attached: 2"
         assert counted in said[run], said[run]
-    assert "accel_scaler" not in said["stock"]
+    assert "GradScalers replaced" not in said["stock"]
     return {
         run: {name: torch.load(folder / run / f"{name}.pt") for name in TRAININGS} for run in said
     }
@@ -62,4 +62,4 @@ def test_the_scripts_that_accelerate_ships_pass_in_fp16(tmp_path: Path) -> None:
     done = start(["-m", "pytest", "-p", "no:cacheprovider", OPTION, sample], tmp_path, **fp16)
     assert Ended(done.stdout).counts == {"passed": 2}, done.stdout + done.stderr
     # The two are test_script's own, in bfloat16 and in no precision of its own.
-    assert "16 Accelerators attached; left alone: 2 Accelerators without fp16" in done.stdout
+    assert "Accelerators attached: 16, Trainers attached: 0; left alone: 2 Acc" in done.stdout

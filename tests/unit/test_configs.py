@@ -40,16 +40,6 @@ LAUNCHERS = ("multi_gpu", "use_fsdp", "use_deepspeed", "use_megatron_lm", "tpu")
 NAMES = sorted(EXPECTED)
 
 
-def without_section(name: str, folder: Path) -> Path:
-    """The file that the launcher hands over to Accelerate."""
-    file = read_config(find_config(name))
-    if file.rest is None:
-        return file.path
-    path = folder / file.path.name
-    path.write_text(file.rest)
-    return path
-
-
 def as_accelerate_reads(path: Path, *more: str) -> Any:
     """The arguments as Accelerate's launcher has them, from file and flags."""
     args = launch_command_parser().parse_args(["--config_file", str(path), *more, "x.py"])
@@ -71,9 +61,22 @@ def test_these_files_are_shipped() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_accelerate_reads_every_file(name: str, tmp_path: Path) -> None:
-    processes, machines, launcher, _ = EXPECTED[name]
-    path = without_section(name, tmp_path)
+def test_accelerate_reads_every_file_and_our_section_is_what_is_expected(
+    name: str, tmp_path: Path
+) -> None:
+    processes, machines, launcher, config = EXPECTED[name]
+    file = read_config(find_config(name))
+    settings = resolve(in_section(file))
+    assert settings.config == (config or ScalerConfig())
+    assert settings.attach
+    path = file.path
+    if config is None:  # a script that calls attach can be launched by Accelerate alone
+        assert file.rest is None
+    else:
+        with pytest.raises(ValueError, match=r"unknown keys \(\['accel_scaler'\]\)"):
+            load_config_from_file(str(path))
+        path = tmp_path / path.name
+        path.write_text(file.rest or "")
     args = as_accelerate_reads(path)
     assert (args.num_processes, args.num_machines) == (processes, machines)
     assert [flag for flag in LAUNCHERS if getattr(args, flag)] == ([launcher] if launcher else [])
@@ -83,26 +86,6 @@ def test_accelerate_reads_every_file(name: str, tmp_path: Path) -> None:
     # A command line outranks the file, as the headers say.
     more = as_accelerate_reads(path, "--num_processes", "8", "--machine_rank", "1")
     assert (more.num_processes, more.machine_rank) == (8, 1)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_our_section_is_what_the_file_says_it_is(name: str) -> None:
-    expected = EXPECTED[name][3]
-    file = read_config(find_config(name))
-    assert (file.rest is None) == (expected is None)
-    settings = resolve(in_section(file))
-    assert settings.config == (expected or ScalerConfig())
-    assert settings.attach
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_accelerate_alone_takes_the_files_without_a_section_only(name: str) -> None:
-    path = str(find_config(name))
-    if EXPECTED[name][3] is None:
-        assert load_config_from_file(path).mixed_precision == "fp16"
-    else:
-        with pytest.raises(ValueError, match=r"unknown keys \(\['accel_scaler'\]\)"):
-            load_config_from_file(path)
 
 
 @pytest.mark.parametrize("name", NAMES)

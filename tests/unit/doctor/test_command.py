@@ -21,18 +21,16 @@ from places import ROOT
 
 from accel_scaler import ScalerConfig, cli
 from accel_scaler.async_optimizer.worker import default_threads
-from accel_scaler.config import ENV_PREFIX, FIELDS, Settings
+from accel_scaler.config import ENV_PREFIX, FIELDS
 from accel_scaler.doctor import command as doctor
-from accel_scaler.doctor import diagnostics
 from accel_scaler.doctor import environment as environment_module
-from accel_scaler.doctor.environment import Devices, Job, Survey, Threads
+from accel_scaler.doctor.environment import Devices
 from accel_scaler.launch import launcher
 from accel_scaler.launch.launcher import make_parser
 
 T4S = Devices("cuda", ("Tesla T4", "Tesla T4"), True)
 BARE = Devices(None, (), True)
 SECTION = "distributed_type: 'NO'\nuse_cpu: true\nmixed_precision: fp16\naccel_scaler:\n"
-ON_A_DEVICE = ["F1", "F2", "F3", "F4", "F5", "F7"]
 
 
 @pytest.fixture(autouse=True)
@@ -170,93 +168,6 @@ def test_arguments_are_those_of_launch_and_the_script_keeps_its_own() -> None:
         k: v for k, v in vars(stock).items() if k not in ours
     }
     assert doctor.parse(["--json", *command])[2]
-
-
-# --- hazards ------------------------------------------------------------------------------------
-
-
-def found_with(
-    *,
-    devices: Devices = T4S,
-    precision: str = "fp16",
-    device: str = "cuda",
-    ranks: int = 1,
-    cores: int = 8,
-    training: int = 4,
-    **settings: Any,
-) -> Survey:
-    """A survey of a launch with these settings, all of them from the command line."""
-    attach = settings.pop("attach", True)
-    config = ScalerConfig(**settings)
-    share = max(1, cores // ranks)
-    auto = max(1, share - 1)
-    asked = config.optimizer_threads
-    own = config.step_mode != "sync" or config.offload != "none"
-    kind = "one process" if ranks == 1 else "DDP"
-    job = Job(precision, kind, device, device == "cpu", 1, ranks, ranks, True)
-    threads = Threads(cores, training, auto, auto if asked == "auto" else asked, own)
-    versions = dict.fromkeys(("torch", "accelerate", "transformers"))
-    sources = {name: f"--{name}" for name in settings}
-    return Survey(versions, devices, job, threads, Settings(config, attach, sources))
-
-
-STREAK = {"max_consecutive_skips": 50}
-
-
-@pytest.mark.parametrize(
-    ("facts", "expected", "mended"),
-    [
-        # fp16 on a GPU
-        ({}, ["F11"], ON_A_DEVICE),
-        (STREAK, [], ON_A_DEVICE),
-        ({"attach": False, "training": 1}, [*ON_A_DEVICE, "F11"], []),
-        ({"enabled": False}, [*ON_A_DEVICE, "F11"], []),
-        ({"offload": "cpu", **STREAK}, [], ON_A_DEVICE),
-        ({"training": 1, "offload": "cpu", **STREAK}, [], [*ON_A_DEVICE, "F12"]),
-        # fp16 on the CPU
-        ({"device": "cpu", **STREAK}, [], ["F6"]),
-        ({"device": "cpu", "training": 1, **STREAK}, ["F12"], ["F6"]),
-        ({"device": "cpu", "training": 1, "ranks": 8, **STREAK}, [], ["F6"]),
-        ({"device": "cpu", "training": 1, "step_mode": "overlap", **STREAK}, [], ["F6", "F12"]),
-        ({"device": "cpu", "attach": False}, ["F6"], []),
-        # nothing to scale
-        ({"precision": "bf16"}, [], []),
-        ({"precision": "no", "device": "cpu"}, [], []),
-        # hazards with a word
-        ({"device": "cpu", "devices": Devices(None, (), False), **STREAK}, ["slow-fp16"], ["F6"]),
-        ({"device": "cpu", "devices": Devices(None, (), None), **STREAK}, [], ["F6"]),
-        ({"ranks": 2, **STREAK}, [], ON_A_DEVICE),
-        ({"ranks": 3, **STREAK}, ["too-few-devices"], ON_A_DEVICE),
-        # an optimizer thread and its cores
-        ({"step_mode": "overlap", "cores": 1, **STREAK}, [], ON_A_DEVICE),
-        ({"offload": "cpu", "step_mode": "overlap", "cores": 2, **STREAK}, [], ON_A_DEVICE),
-        ({"offload": "cpu", "step_mode": "overlap", "cores": 2, "ranks": 2, **STREAK},
-         ["few-cores"], ON_A_DEVICE),
-        ({"offload": "cpu", "cores": 1, **STREAK}, [], ON_A_DEVICE),
-        ({"device": "cpu", "step_mode": "overlap", "training": 2, **STREAK},
-         ["few-cores"], ["F6"]),
-        # settings that nothing reads, or that cannot be used
-        ({"attach": False, "precision": "no", "hysteresis": 2}, ["unused-settings"], []),
-        ({"precision": "no", "hysteresis": 2}, ["unused-settings"], []),
-        ({"precision": "no", "telemetry": "run.jsonl", "underflow_interval": 5}, [], []),
-        ({"telemetry": ".", **STREAK}, ["telemetry"], ON_A_DEVICE),
-        ({"telemetry": ".", "attach": False, "precision": "no"}, ["unused-settings"], []),
-    ],
-)  # fmt: skip
-def test_each_hazard_is_seen_where_it_is_met(
-    facts: dict[str, Any], expected: list[str], mended: list[str]
-) -> None:
-    found = found_with(**facts)
-    assert [one.id for one in diagnostics.hazards(found)] == expected
-    assert [one.id for one in diagnostics.mended(found)] == mended
-    for one in diagnostics.hazards(found):
-        assert "\n" not in one.text
-
-
-def test_unused_settings_are_named() -> None:
-    found = found_with(precision="no", telemetry="run.jsonl", hysteresis=2, step_mode="overlap")
-    (one,) = diagnostics.hazards(found)
-    assert one.text.startswith("hysteresis, step_mode: set, but not used")
 
 
 # --- the job ------------------------------------------------------------------------------------

@@ -75,27 +75,33 @@ def with_section(text: str, name: str = "config.yaml") -> str:
     return name
 
 
-@pytest.mark.parametrize("name", sorted(set(FIELDS) - {"attach"}))
-def test_every_field_travels_from_each_source_to_the_ranks(started: Started, name: str) -> None:
-    value = {
-        "init_scale": 512.0, "growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 9,
-        "enabled": False, "min_scale": 2.0, "max_scale": 2.0**17, "hysteresis": 4,
-        "max_consecutive_skips": 6, "step_mode": "delayed", "delay_warmup_steps": 8,
-        "offload": "cpu", "optimizer_threads": 3, "fold_unscale": True, "telemetry": "a b.jsonl",
-        "underflow_interval": 7, "find_overflow": True, "sharded": True,
-    }[name]  # fmt: skip
-    expected = ScalerConfig(**{name: value})
-    flag = [f"--{name}", str(value)] if not isinstance(value, bool) else [f"--no_{name}"]
-    if value is True:
-        flag = [f"--{name}"]
-    config = ["--config_file", with_section(yaml.safe_dump({name: value}))]
-    for argv, environ in ((flag, {}), (config, {}), (["--cpu"], expected.to_env())):
-        with pytest.MonkeyPatch.context() as patch:
-            for key, text in environ.items():
-                patch.setenv(key, text)
-            assert main([*argv, "train.py"]) == 0
-        assert ScalerConfig.from_env(started.environment) == expected
-        assert started.settings == expected.to_env()
+EVERY = ScalerConfig(
+    init_scale=512.0, growth_factor=3.0, backoff_factor=0.25, growth_interval=9, enabled=False,
+    min_scale=2.0, max_scale=2.0**17, hysteresis=4, max_consecutive_skips=6, step_mode="delayed",
+    delay_warmup_steps=8, offload="cpu", optimizer_threads=3, fold_unscale=True,
+    telemetry="a b.jsonl", underflow_interval=7, find_overflow=True, sharded=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("source", ["flags", "file", "environment"])
+def test_every_field_travels_from_each_source_to_the_ranks(
+    started: Started, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    values = EVERY.changed()
+    assert {"attach", *values} == set(FIELDS), "each one is changed"
+    argv = ["--cpu"]
+    if source == "file":
+        argv = ["--config_file", with_section(yaml.safe_dump(values))]
+    for name, value in values.items():
+        if source == "environment":
+            monkeypatch.setenv(ENV_PREFIX + name.upper(), EVERY.to_env()[ENV_PREFIX + name.upper()])
+        elif source == "flags" and isinstance(value, bool):
+            argv += [f"--{name}" if value else f"--no_{name}"]
+        elif source == "flags":
+            argv += [f"--{name}", str(value)]
+    assert main([*argv, "train.py"]) == 0
+    assert ScalerConfig.from_env(started.environment) == EVERY
+    assert started.settings == EVERY.to_env()
 
 
 def test_every_field_has_a_flag_with_its_help() -> None:
@@ -185,16 +191,6 @@ def test_accelerates_default_file_may_have_a_section(started: Started) -> None:
     assert started.settings == {}
 
 
-@pytest.mark.process
-def test_the_default_file_is_the_one_accelerate_finds(tmp_path: Path) -> None:
-    code = "from accel_scaler.launch import launcher as launch; print(launch.default_config_file)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120,
-        env=os.environ | {"HF_HOME": str(tmp_path)},
-    )  # fmt: skip
-    assert done.stdout.strip() == str(tmp_path / "accelerate" / "default_config.yaml")
-
-
 def test_the_hook_needs_nothing_but_the_standard_library() -> None:
     tree = ast.parse(Path(STARTUP, "sitecustomize.py").read_text())
     for node in ast.walk(tree):
@@ -239,9 +235,15 @@ class Guarded(Other):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("restore", ["del spec.loader.exec_module", "pass"])
-@pytest.mark.parametrize("kind", ["Other", "Guarded"])
-@pytest.mark.parametrize("place", ["in front", "behind"])
+@pytest.mark.parametrize(
+    ("place", "kind", "restore"),
+    [
+        ("in front", "Other", "pass"),
+        ("in front", "Guarded", "del spec.loader.exec_module"),
+        ("behind", "Other", "del spec.loader.exec_module"),
+        ("behind", "Guarded", "pass"),
+    ],
+)
 def test_a_hook_beside_that_asks_everybody_too(
     place: str, kind: str, restore: str, tmp_path: Path
 ) -> None:

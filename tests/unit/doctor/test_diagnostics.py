@@ -1,0 +1,99 @@
+"""Which hazards a launch meets, and what attaching mends, from a survey made by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from accel_scaler import ScalerConfig
+from accel_scaler.config import Settings
+from accel_scaler.doctor.diagnostics import hazards, mended
+from accel_scaler.doctor.environment import Devices, Job, Survey, Threads
+
+T4S = Devices("cuda", ("Tesla T4", "Tesla T4"), True)
+ON_A_DEVICE = ["F1", "F2", "F3", "F4", "F5", "F7"]
+
+
+def found_with(
+    *,
+    devices: Devices = T4S,
+    precision: str = "fp16",
+    device: str = "cuda",
+    ranks: int = 1,
+    cores: int = 8,
+    training: int = 4,
+    **settings: Any,
+) -> Survey:
+    """A survey of a launch with these settings, all of them from the command line."""
+    attach = settings.pop("attach", True)
+    config = ScalerConfig(**settings)
+    share = max(1, cores // ranks)
+    auto = max(1, share - 1)
+    asked = config.optimizer_threads
+    own = config.step_mode != "sync" or config.offload != "none"
+    kind = "one process" if ranks == 1 else "DDP"
+    job = Job(precision, kind, device, device == "cpu", 1, ranks, ranks, True)
+    threads = Threads(cores, training, auto, auto if asked == "auto" else asked, own)
+    versions = dict.fromkeys(("torch", "accelerate", "transformers"))
+    sources = {name: f"--{name}" for name in settings}
+    return Survey(versions, devices, job, threads, Settings(config, attach, sources))
+
+
+STREAK = {"max_consecutive_skips": 50}
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected", "away"),
+    [
+        # fp16 on a GPU
+        ({}, ["F11"], ON_A_DEVICE),
+        (STREAK, [], ON_A_DEVICE),
+        ({"attach": False, "training": 1}, [*ON_A_DEVICE, "F11"], []),
+        ({"enabled": False}, [*ON_A_DEVICE, "F11"], []),
+        ({"offload": "cpu", **STREAK}, [], ON_A_DEVICE),
+        ({"training": 1, "offload": "cpu", **STREAK}, [], [*ON_A_DEVICE, "F12"]),
+        # fp16 on the CPU
+        ({"device": "cpu", **STREAK}, [], ["F6"]),
+        ({"device": "cpu", "training": 1, **STREAK}, ["F12"], ["F6"]),
+        ({"device": "cpu", "training": 1, "ranks": 8, **STREAK}, [], ["F6"]),
+        ({"device": "cpu", "training": 1, "step_mode": "overlap", **STREAK}, [], ["F6", "F12"]),
+        ({"device": "cpu", "attach": False}, ["F6"], []),
+        # nothing to scale
+        ({"precision": "bf16"}, [], []),
+        ({"precision": "no", "device": "cpu"}, [], []),
+        # hazards with a word
+        ({"device": "cpu", "devices": Devices(None, (), False), **STREAK}, ["slow-fp16"], ["F6"]),
+        ({"device": "cpu", "devices": Devices(None, (), None), **STREAK}, [], ["F6"]),
+        ({"ranks": 2, **STREAK}, [], ON_A_DEVICE),
+        ({"ranks": 3, **STREAK}, ["too-few-devices"], ON_A_DEVICE),
+        # an optimizer thread and its cores
+        ({"step_mode": "overlap", "cores": 1, **STREAK}, [], ON_A_DEVICE),
+        ({"offload": "cpu", "step_mode": "overlap", "cores": 2, **STREAK}, [], ON_A_DEVICE),
+        ({"offload": "cpu", "step_mode": "overlap", "cores": 2, "ranks": 2, **STREAK},
+         ["few-cores"], ON_A_DEVICE),
+        ({"offload": "cpu", "cores": 1, **STREAK}, [], ON_A_DEVICE),
+        ({"device": "cpu", "step_mode": "overlap", "training": 2, **STREAK},
+         ["few-cores"], ["F6"]),
+        # settings that nothing reads, or that cannot be used
+        ({"attach": False, "precision": "no", "hysteresis": 2}, ["unused-settings"], []),
+        ({"precision": "no", "hysteresis": 2}, ["unused-settings"], []),
+        ({"precision": "no", "telemetry": "run.jsonl", "underflow_interval": 5}, [], []),
+        ({"telemetry": ".", **STREAK}, ["telemetry"], ON_A_DEVICE),
+        ({"telemetry": ".", "attach": False, "precision": "no"}, ["unused-settings"], []),
+    ],
+)  # fmt: skip
+def test_each_hazard_is_seen_where_it_is_met(
+    facts: dict[str, Any], expected: list[str], away: list[str]
+) -> None:
+    found = found_with(**facts)
+    assert [one.id for one in hazards(found)] == expected
+    assert [one.id for one in mended(found)] == away
+    for one in hazards(found):
+        assert "\n" not in one.text
+
+
+def test_unused_settings_are_named() -> None:
+    found = found_with(precision="no", telemetry="run.jsonl", hysteresis=2, step_mode="overlap")
+    (one,) = hazards(found)
+    assert one.text.startswith("hysteresis, step_mode: set, but not used")

@@ -12,7 +12,6 @@ import io
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +21,7 @@ import config_script
 import pytest
 import torch
 from accelerate.state import AcceleratorState, PartialState
+from launching import free_port
 from places import HELPERS, ROOT
 from versions import before_torch
 
@@ -34,12 +34,6 @@ OURS = [sys.executable, "-m", "accel_scaler", "launch"]
 STOCK = [sys.executable, "-m", "accelerate.commands.launch"]
 GLOO = {"ACCELERATE_USE_CPU": "true"}
 NO_FILE = ["fsdp2_fp16"]
-
-
-def free_port() -> str:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return str(sock.getsockname()[1])
 
 
 def environment(folder: Path, extra: dict[str, str]) -> dict[str, str]:
@@ -164,9 +158,9 @@ def test_the_files_for_several_gpus_train_on_two_gloo_ranks(
     tmp_path: Path, weights: list[list[Any]]
 ) -> None:
     plain = ["--config_file", str(shipped_configs()["multi_gpu_fp16"])]
-    overlap = ["--config_file", "multi_gpu_fp16_overlap", "--main_process_port", free_port()]
+    overlap = ["--config_file", "multi_gpu_fp16_overlap", "--main_process_port", str(free_port())]
     # Without a section, a script that calls attach() can be launched by Accelerate alone.
-    alone = [*STOCK, *plain, "--main_process_port", free_port(), SCRIPT]
+    alone = [*STOCK, *plain, "--main_process_port", str(free_port()), SCRIPT]
     processes = [
         start(alone, tmp_path, GLOO | {"CALL_ATTACH": "1"}),
         launch(overlap, tmp_path, GLOO),
@@ -184,7 +178,7 @@ def test_the_files_for_several_gpus_train_on_two_gloo_ranks(
 def test_the_file_for_two_nodes_joins_two_launchers(
     tmp_path: Path, weights: list[list[Any]]
 ) -> None:
-    command = ["--config_file", "two_nodes_fp16", "--main_process_port", free_port()]
+    command = ["--config_file", "two_nodes_fp16", "--main_process_port", str(free_port())]
     nodes = [[*command, "--machine_rank", str(rank)] for rank in range(2)]
     facts = finish([launch(node, tmp_path, GLOO) for node in nodes])
     as_trained(facts)
@@ -199,7 +193,7 @@ def test_the_file_for_two_nodes_joins_two_launchers(
 def test_ranks_that_doctor_calls_lone_are_alone(tmp_path: Path) -> None:
     if torch.accelerator.is_available():
         pytest.skip("ranks join on an accelerator")
-    arguments = ["--config_file", "multi_gpu_fp16", "--main_process_port", free_port()]
+    arguments = ["--config_file", "multi_gpu_fp16", "--main_process_port", str(free_port())]
     facts = finish([launch(arguments, tmp_path, {})])
     assert [fact["ranks"] for fact in facts] == [1, 1]
     said = doctor(arguments, tmp_path, {})

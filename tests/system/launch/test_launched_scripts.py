@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from launching import free_port
 from places import HELPERS, ROOT
 
 from accel_scaler import ScalerConfig, attach
@@ -41,12 +41,6 @@ num_processes: 1
 """
 OURS = [sys.executable, "-m", "accel_scaler", "launch"]
 STOCK = [sys.executable, "-m", "accelerate.commands.launch"]
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def environment(**extra: str) -> dict[str, str]:

@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,7 +54,7 @@ class Started:
 
 
 @pytest.fixture
-def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Started:
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
     """A folder with a script, no default config file, and nothing that starts."""
     (tmp_path / "train.py").write_text("")
     monkeypatch.chdir(tmp_path)
@@ -65,7 +65,9 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Started:
     monkeypatch.delenv("PYTHONPATH", raising=False)
     fake = Started()
     monkeypatch.setattr(launcher_module, "launch_command", fake)
-    return fake
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
+    yield fake
+    signal.signal(signal.SIGINT, before)
 
 
 def with_section(text: str, name: str = "config.yaml") -> str:

@@ -1,0 +1,294 @@
+"""attach and detach: what changes on an accelerator, and that it comes back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from attached import assert_untouched, cpu, inner_dtype, prepared, train
+from support import mlp, stock, weights
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from accel_scaler import (
+    ConfigError,
+    GradScaler,
+    OrderError,
+    ScaledAccelerator,
+    ScalerConfig,
+    UnsupportedError,
+    attach,
+    detach,
+)
+from accel_scaler.integrations.optimizer import ScaledOptimizer
+
+INF = float("inf")
+
+
+@pytest.mark.parametrize("build", [stock, cpu], ids=["as on a GPU", "on a CPU"])
+@pytest.mark.parametrize("late", [False, True], ids=["before prepare", "after prepare"])
+def test_attach_and_detach(build: Any, late: bool) -> None:
+    accelerator = build()
+    stocks_scaler, native_amp = accelerator.scaler, accelerator.native_amp
+    if late:
+        model, optimizer = prepared(accelerator)
+    assert attach(accelerator, ScalerConfig()) is accelerator
+    if not late:
+        model, optimizer = prepared(accelerator)
+    assert type(accelerator) is ScaledAccelerator
+    assert type(accelerator.scaler) is GradScaler
+    assert type(optimizer) is ScaledOptimizer
+    assert optimizer.scaler is accelerator.scaler
+    assert inner_dtype(model) is torch.float16
+    train(accelerator, model, optimizer)
+    assert accelerator.scaler_history.boundaries == 3
+    assert detach(accelerator) is accelerator
+    assert type(accelerator) is Accelerator
+    assert type(optimizer) is AcceleratedOptimizer
+    assert accelerator.scaler is stocks_scaler
+    assert optimizer.scaler is stocks_scaler
+    assert accelerator.native_amp is native_amp
+    assert "_attachment" not in accelerator.__dict__
+    assert not {"_attachment", "_hooks"} & set(optimizer.__dict__)
+    assert inner_dtype(model) is (torch.float16 if native_amp else torch.float32)
+    if not native_amp:
+        assert not {"forward", "_original_forward"} & set(model.__dict__)
+    before = weights(model)
+    train(accelerator, model, optimizer)
+    assert not torch.equal(weights(model), before)
+
+
+def test_attach_after_prepare_on_a_cpu_equals_before() -> None:
+    """Both autocast and scale from the first step on, bit for bit."""
+    ends = []
+    for late in (False, True):
+        accelerator = cpu()
+        if not late:
+            attach(accelerator, ScalerConfig(growth_interval=2))
+        model, optimizer = prepared(accelerator)
+        attach(accelerator, ScalerConfig(growth_interval=2))
+        train(accelerator, model, optimizer, 6)
+        ends.append((weights(model), accelerator.scaler.state_dict()))
+    assert torch.equal(ends[0][0], ends[1][0])
+    assert ends[0][1] == ends[1][1]
+    unscaled = cpu()
+    assert not torch.equal(weights(train(unscaled, *prepared(unscaled), 6)), ends[0][0])
+
+
+def test_twice_changes_nothing() -> None:
+    config = ScalerConfig(init_scale=256.0)
+    accelerator = attach(cpu(), config)
+    scaler, attachment = accelerator.scaler, accelerator._attachment
+    for again in (None, config, ScalerConfig(init_scale=256.0)):
+        attach(accelerator, again)
+    assert (accelerator.scaler, accelerator._attachment) == (scaler, attachment)
+    with pytest.raises(OrderError, match="detach"):
+        attach(accelerator, ScalerConfig(init_scale=512.0))
+    assert accelerator.scaler.get_scale() == 256.0
+    detach(accelerator)
+    assert detach(accelerator) is accelerator
+    assert type(accelerator) is Accelerator
+    attach(accelerator, ScalerConfig(init_scale=512.0))
+    assert accelerator.scaler.get_scale() == 512.0
+
+
+class Mine(Accelerator):  # type: ignore[misc]
+    """A user's own subclass with a method of its own and one overridden."""
+
+    backwards = 0
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        self.backwards += 1
+        super().backward(loss, **kwargs)
+
+    def hello(self) -> str:
+        return "hello"
+
+
+def test_a_users_own_subclass() -> None:
+    accelerator: Any = attach(Mine(cpu=True, mixed_precision="fp16"), ScalerConfig())
+    assert isinstance(accelerator, ScaledAccelerator)
+    assert isinstance(accelerator, Mine)
+    assert type(accelerator).__name__ == "ScaledMine"
+    other = attach(Mine(cpu=True, mixed_precision="fp16"), ScalerConfig())
+    assert type(other) is type(accelerator)
+    model, optimizer = prepared(accelerator)
+    train(accelerator, model, optimizer, 2)
+    assert (accelerator.backwards, accelerator.hello()) == (2, "hello")
+    assert accelerator.scaler_history.boundaries == 2
+    detach(accelerator)
+    assert type(accelerator) is Mine
+
+
+def test_scaled_accelerator_used_directly() -> None:
+    config = ScalerConfig(init_scale=64.0)
+    accelerator: Any = ScaledAccelerator(cpu=True, mixed_precision="fp16", scaler_config=config)
+    model, optimizer = prepared(accelerator)
+    train(accelerator, model, optimizer)
+    assert accelerator.scaler.get_scale() == 64.0
+    assert accelerator.scaler_history.boundaries == 3
+    detach(accelerator)
+    assert type(accelerator) is ScaledAccelerator
+    assert (accelerator._attachment, accelerator.scaler) == (None, None)
+    assert accelerator.scaler_history.boundaries == 0
+    attach(accelerator, ScalerConfig())
+    train(accelerator, model, optimizer)
+    assert accelerator.scaler_history.boundaries == 3
+    detach(accelerator)
+    assert type(accelerator) is ScaledAccelerator
+
+
+def test_the_environment_is_read_unless_a_config_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCEL_SCALER_INIT_SCALE", "512")
+    monkeypatch.setenv("ACCEL_SCALER_MIN_SCALE", "16")
+    accelerator = attach(cpu())
+    assert accelerator.scaler.get_scale() == 512.0
+    assert accelerator.scaler._min_scale == 16.0
+    detach(accelerator)
+    attach(accelerator, ScalerConfig())
+    assert accelerator.scaler.get_scale() == 2.0**16
+    direct = ScaledAccelerator(cpu=True, mixed_precision="fp16")
+    assert direct.scaler.get_scale() == 512.0
+
+
+def test_a_wrong_environment_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCEL_SCALER_INIT_SCALE", "many")
+    accelerator = cpu()
+    with pytest.raises(ConfigError, match="ACCEL_SCALER_INIT_SCALE"):
+        attach(accelerator)
+    assert_untouched(accelerator)
+    assert_untouched(detach(accelerator))
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_nothing_to_scale(precision: str) -> None:
+    """A warning, and a plain accelerator that trains as before."""
+    accelerator: Any = Accelerator(cpu=True, mixed_precision=precision)
+    with pytest.warns(UserWarning, match=f"{precision}.*needs no gradient scaling"):
+        assert attach(accelerator, ScalerConfig()) is accelerator
+    assert type(accelerator) is Accelerator
+    assert (accelerator.scaler, "_attachment" in accelerator.__dict__) == (None, False)
+    assert detach(accelerator) is accelerator
+    with pytest.warns(UserWarning, match="needs no gradient scaling"):
+        direct: Any = ScaledAccelerator(cpu=True, mixed_precision=precision)
+    ends = []
+    for a in (accelerator, direct):
+        model, optimizer = prepared(a)
+        a.backward(model(torch.ones(2, 8)).mean())
+        norm = a.clip_grad_norm_(model.parameters(), 0.1)
+        a.clip_grad_value_(model.parameters(), 0.05)
+        a.unscale_gradients()
+        optimizer.step()
+        ends.append((weights(model), norm))
+    assert torch.equal(ends[0][0], ends[1][0])
+    assert ends[0][1] == ends[1][1]
+    assert direct.scaler_history.boundaries == 0
+
+
+@pytest.mark.parametrize("target", [None, 3, mlp(), torch.amp.GradScaler("cpu")])
+def test_a_target_of_another_type(target: Any) -> None:
+    with pytest.raises(ConfigError, match=f"got a {type(target).__name__}, expected an acc"):
+        attach(target)
+
+
+class OtherWrapper(AcceleratedOptimizer):  # type: ignore[misc]
+    """Somebody else's optimizer wrapper, whose ``step`` may do anything."""
+
+
+def refuse_closure(accelerator: Any) -> Any:
+    return accelerator.prepare(torch.optim.LBFGS(mlp().parameters()))
+
+
+def refuse_wrapper(accelerator: Any) -> Any:
+    other = accelerator.prepare(SGD(mlp().parameters(), lr=0.1))
+    other.__class__ = OtherWrapper
+
+
+def refuse_compiled(accelerator: Any) -> Any:
+    return accelerator.prepare(torch.compile(mlp(), backend="eager"))
+
+
+@pytest.mark.parametrize(
+    ("refused", "mode"),
+    [
+        (refuse_closure, "overlap"),
+        (refuse_wrapper, "sync"),
+        (refuse_compiled, "sync"),
+    ],
+)
+def test_a_refusal_leaves_everything_as_it_was(refused: Any, mode: Any) -> None:
+    """Also what was prepared before the one that is refused."""
+    accelerator = cpu()
+    model, optimizer = prepared(accelerator)
+    refused(accelerator)
+    with pytest.raises(UnsupportedError):
+        attach(accelerator, ScalerConfig(step_mode=mode))
+    assert type(optimizer) is AcceleratedOptimizer
+    assert not any("accel_scaler" in name for name in vars(optimizer.optimizer))
+    assert inner_dtype(model) is torch.float32
+    assert_untouched(accelerator)
+
+
+def rounds(model: Any) -> bool:
+    """Whether the model computes in float16: hooks are not seen through a compiled graph."""
+    exact = mlp()
+    x = torch.linspace(-1, 1, 16).reshape(2, 8)
+    return not torch.equal(model(x).detach(), exact(x).detach())
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before prepare", "after prepare"])
+def test_compiled_by_accelerate(late: bool) -> None:
+    """Accelerate compiles outside of autocast, so it can be put in and taken out at any time."""
+    accelerator = cpu(dynamo_backend="eager")
+    if not late:
+        attach(accelerator, ScalerConfig())
+    model = accelerator.prepare(mlp())
+    if late:
+        assert not rounds(model)
+        attach(accelerator, ScalerConfig())
+    assert rounds(model)
+    inner = accelerator.unwrap_model(model, keep_torch_compile=False)
+    detach(accelerator)
+    assert not {"forward", "_original_forward"} & set(inner.__dict__)
+    assert not rounds(model)
+
+
+def test_compiled_by_the_user() -> None:
+    """Before ``prepare`` it works, and comes back; after it there is no way in."""
+    accelerator = attach(cpu(), ScalerConfig())
+    compiled = torch.compile(mlp(), backend="eager")
+    model = accelerator.prepare(compiled)
+    assert rounds(model)
+    detach(accelerator)
+    assert not rounds(model)
+    with pytest.raises(UnsupportedError, match="compiled without autocast"):
+        attach(accelerator, ScalerConfig())
+    assert not rounds(model)
+
+
+def test_detach_with_an_open_window() -> None:
+    """Refused, until it was stepped or given up."""
+    accelerator = attach(stock(), ScalerConfig())
+    model, optimizer = prepared(accelerator)
+    for end in (optimizer.step, accelerator.scaler.abandon_window):
+        accelerator.backward(model(torch.ones(2, 8)).mean() / 16)
+        with pytest.raises(OrderError, match="window is open"):
+            detach(accelerator)
+        assert type(accelerator) is ScaledAccelerator
+        end()
+        optimizer.zero_grad()
+    detach(accelerator)
+    assert type(accelerator) is Accelerator
+
+
+def test_free_memory_before_detach_leaves_no_optimizer_behind() -> None:
+    accelerator = attach(Accelerator(cpu=True, mixed_precision="fp16"), ScalerConfig())
+    optimizer = accelerator.prepare(SGD([nn.Parameter(torch.ones(2))], lr=0.1))
+    accelerator.free_memory()
+    detach(accelerator)
+    assert type(optimizer) is AcceleratedOptimizer
+    assert "_attachment" not in optimizer.__dict__
+    assert optimizer.scaler is None

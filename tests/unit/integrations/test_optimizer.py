@@ -1,0 +1,209 @@
+"""Prepared optimizers: one boundary for all, masters, copies, gradients that were there before."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from attached import cpu, prepared, train
+from support import mlp, stock, weights
+from torch.optim import SGD
+
+from accel_scaler import (
+    OrderError,
+    ScalerConfig,
+    UnsupportedError,
+    attach,
+    detach,
+)
+from accel_scaler.integrations.optimizer import ScaledOptimizer
+
+INF = float("inf")
+
+
+class OtherWrapper(AcceleratedOptimizer):  # type: ignore[misc]
+    """Somebody else's optimizer wrapper, whose ``step`` may do anything."""
+
+
+@pytest.mark.parametrize(("mode", "offload"), [("sync", "none"), ("overlap", "cpu")])
+def test_several_optimizers_and_a_scheduler(mode: Any, offload: Any) -> None:
+    """All step through one boundary, and the schedule waits for a skipped one."""
+    accelerator = attach(cpu(), ScalerConfig(step_mode=mode, offload=offload))
+    model = mlp()
+    inner = [SGD(layer.parameters(), lr=0.1) for layer in (model[0], model[2])]
+    schedules = [torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5) for o in inner]
+    model, *both = accelerator.prepare(model, *inner)
+    scheduled = [accelerator.prepare(s) for s in schedules]
+    assert all(type(o) is ScaledOptimizer for o in both)
+    for factor in (1.0, INF, 1.0):
+        accelerator.backward(model(torch.ones(2, 8)).mean() / 16 * factor)
+        for optimizer in both:
+            optimizer.step()
+        for schedule in scheduled:
+            schedule.step()
+        for optimizer in both:
+            optimizer.zero_grad()
+    assert [o.param_groups[0]["lr"] for o in inner] == [0.025, 0.025]
+    assert accelerator.scaler_history.boundaries == 3
+    assert accelerator.scaler.get_scale() == 2.0**15
+    detach(accelerator)
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_float16_parameters_train_through_masters(mode: Any) -> None:
+    """Attached before or after prepare; each step is too small for float16, their sum is not."""
+    ends = []
+    for late in (False, True):
+        accelerator, model = cpu(), mlp().half()
+        start = weights(model)
+        if not late:
+            attach(accelerator, ScalerConfig(step_mode=mode))
+        model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.004))
+        attach(accelerator, ScalerConfig(step_mode=mode))
+        train(accelerator, model, optimizer, 30)
+        assert optimizer.step_was_skipped is False
+        detach(accelerator)
+        assert {p.dtype for p in model.parameters()} == {torch.float16}
+        assert type(optimizer) is AcceleratedOptimizer
+        assert not any("accel_scaler" in name for name in vars(optimizer.optimizer))
+        ends.append(weights(model))
+    assert torch.equal(ends[0], ends[1])
+    assert not torch.equal(ends[0], start)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "mode", "why"),
+    [(OtherWrapper, "sync", "OtherWrapper"), (torch.optim.LBFGS, "overlap", "LBFGS.*closure")],
+)
+def test_a_refusal_in_prepare_leaves_nothing_prepared(optimizer: Any, mode: Any, why: str) -> None:
+    accelerator = attach(cpu(), ScalerConfig(step_mode=mode))
+    params = mlp().parameters()
+    if optimizer is OtherWrapper:
+        refused = OtherWrapper(SGD(params, lr=0.1))
+        refused._is_accelerate_prepared = True
+    else:
+        refused = optimizer(params)
+    with pytest.raises(UnsupportedError, match=why):
+        accelerator.prepare(refused)
+    assert accelerator._optimizers == []
+
+
+def through_pickle(thing: Any) -> Any:
+    return pickle.loads(pickle.dumps(thing))
+
+
+@pytest.mark.parametrize("through", [copy.deepcopy, through_pickle])
+def test_a_copy_of_a_prepared_optimizer_steps_by_itself(through: Any) -> None:
+    """It has its own scaler with the same scale, and leaves the accelerator's alone."""
+    accelerator = attach(stock(), ScalerConfig(init_scale=1024.0))
+    model, optimizer = prepared(accelerator)
+    train(accelerator, model, optimizer)
+    twin = through(optimizer)
+    assert type(twin) is ScaledOptimizer
+    assert twin.scaler is not optimizer.scaler
+    params = [p for group in twin.param_groups for p in group["params"]]
+    before = [p.detach().clone() for p in params]
+    twin.scaler.scale(sum((p * 2).sum() for p in params)).backward()
+    twin.step()
+    assert twin.step_was_skipped is False
+    for p, start in zip(params, before, strict=True):
+        torch.testing.assert_close(start - p.detach(), torch.full_like(start, 0.2))
+    assert accelerator.scaler_history.boundaries == 3
+    kept = weights(model)
+    assert not torch.equal(weights(train(accelerator, model, optimizer)), kept)
+    assert accelerator.scaler_history.boundaries == 6
+
+
+def _last_micro_batch(accelerator: Any, model: Any) -> None:
+    accelerator.backward(model(torch.ones(4, 8)).float().square().mean())
+
+
+@pytest.mark.parametrize(
+    ("come", "call", "mode"),
+    [
+        ("attach on a CPU", "step", "sync"),
+        ("attach on a CPU", "clip", "overlap"),
+        ("attach as on a GPU", "unscale", "sync"),
+        ("attach as on a GPU", "step", "delayed"),
+        ("prepare", "clip", "sync"),
+        ("prepare", "step", "overlap"),
+    ],
+)
+def test_gradients_from_before_attach_are_not_added_to(come: str, call: str, mode: Any) -> None:
+    """Not scaled, or by another scaler: what they were scaled by cannot be known.
+
+    It moved 1,000 times too little, or too far.
+    """
+    config = ScalerConfig(init_scale=1024.0, step_mode=mode, optimizer_threads=1)
+    accelerator = stock() if come == "attach as on a GPU" else cpu()
+    model: Any = mlp()
+    inner = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if come == "prepare":
+        attach(accelerator, config)
+        model = accelerator.prepare(model)
+        model(torch.ones(4, 8)).float().square().mean().backward()  # a look at the gradients, say
+        optimizer = accelerator.prepare(inner)
+    else:
+        model, optimizer = accelerator.prepare(model, inner)
+        _last_micro_batch(accelerator, model)  # of two, half of the window
+        attach(accelerator, config)
+        optimizer = accelerator._optimizers[0]
+    before = weights(model)
+    _last_micro_batch(accelerator, model)
+    with pytest.raises(OrderError, match="had gradients before it was given to this scaler"):
+        {
+            "step": optimizer.step,
+            "clip": lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0),
+            "unscale": accelerator.unscale_gradients,
+        }[call]()
+    assert torch.equal(weights(model), before)
+    optimizer.zero_grad()
+    train(accelerator, model, optimizer)
+    optimizer.synchronize()
+    # Beside it: attached before there was anything.
+    other = attach(stock() if come == "attach as on a GPU" else cpu(), config)
+    right: Any = mlp()
+    right, its = other.prepare(right, SGD(right.parameters(), lr=0.1, momentum=0.9))
+    train(other, right, its)
+    its.synchronize()
+    assert torch.equal(weights(model), weights(right))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_that_are_zeroed_after_attach_are_no_ones(set_to_none: bool) -> None:
+    """As in a loop that zeroes before its backward."""
+    accelerator = stock()
+    model, optimizer = prepared(accelerator)
+    _last_micro_batch(accelerator, model)
+    optimizer.step()
+    attach(accelerator, ScalerConfig())
+    optimizer.zero_grad(set_to_none)
+    before = weights(model)
+    _last_micro_batch(accelerator, model)
+    optimizer.step()
+    assert not torch.equal(weights(model), before)
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_gradients_of_a_window_that_was_given_up_are_not_added_to(mode: Any) -> None:
+    """Clipped ones are unscaled."""
+    accelerator = attach(cpu(), ScalerConfig(step_mode=mode, optimizer_threads=1))
+    model, optimizer = prepared(accelerator)
+    _last_micro_batch(accelerator, model)
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    accelerator.scaler.abandon_window()
+    before = weights(model)
+    for _ in range(2):  # nor in the window after that
+        _last_micro_batch(accelerator, model)
+        with pytest.raises(OrderError, match=r"sat out the window before .* are unscaled"):
+            optimizer.step()
+    assert torch.equal(weights(model), before)
+    optimizer.zero_grad()
+    _last_micro_batch(accelerator, model)
+    optimizer.step()
+    optimizer.synchronize()
+    assert not torch.equal(weights(model), before)

@@ -1,0 +1,136 @@
+"""Settings and state of the scaler that is replaced; who scales in this package's place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType, GradScalerKwargs
+from attached import assert_untouched, cpu, prepared, train
+from support import stock, weights
+
+from accel_scaler import (
+    ScalerConfig,
+    UnsupportedError,
+    attach,
+    detach,
+)
+
+INF = float("inf")
+
+
+SETTINGS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
+
+
+def settings(scaler: Any) -> tuple[float, ...]:
+    return (
+        scaler.get_scale(),
+        scaler.get_growth_factor(),
+        scaler.get_backoff_factor(),
+        scaler.get_growth_interval(),
+    )
+
+
+def test_the_stock_scaler_goes_on_with_the_present_scale() -> None:
+    accelerator = attach(stock(), ScalerConfig(growth_interval=100))
+    model, optimizer = prepared(accelerator)
+    train(accelerator, model, optimizer, 2, INF)
+    train(accelerator, model, optimizer, 3)
+    detach(accelerator)
+    assert type(accelerator.scaler) is torch.amp.GradScaler
+    state = accelerator.scaler.state_dict()
+    assert (state["scale"], state["_growth_tracker"]) == (2.0**14, 3)
+    train(accelerator, model, optimizer, 1, INF)
+    assert accelerator.scaler.get_scale() == 2.0**13
+    assert optimizer.step_was_skipped is True
+
+
+def test_attach_in_the_middle_keeps_scale_and_tracker() -> None:
+    """And the rest of the run is what stock would have done."""
+    config = ScalerConfig(init_scale=4.0)
+    ends = []
+    for attached in (True, False):
+        accelerator = stock(kwargs_handlers=[GradScalerKwargs(growth_interval=5)])
+        model, optimizer = prepared(accelerator)
+        train(accelerator, model, optimizer, 1, INF)
+        train(accelerator, model, optimizer, 3)
+        if attached:
+            attach(accelerator, config)
+            assert accelerator.scaler.get_scale() == 2.0**15
+            assert accelerator.scaler._get_growth_tracker() == 3
+        train(accelerator, model, optimizer, 3)
+        assert accelerator.scaler.get_scale() == 2.0**16
+        ends.append((weights(model), accelerator.scaler.state_dict()["_growth_tracker"]))
+    assert torch.equal(ends[0][0], ends[1][0])
+    assert ends[0][1] == ends[1][1] == 1
+
+
+@pytest.mark.parametrize("build", [stock, cpu], ids=["as on a GPU", "on a CPU"])
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, (128.0, 3.0, 0.25, 7)),
+        ({"growth_interval": 9}, (128.0, 3.0, 0.25, 9)),
+        ({"init_scale": 32.0, "backoff_factor": 0.75}, (32.0, 3.0, 0.75, 7)),
+    ],
+)
+def test_grad_scaler_kwargs_and_config(build: Any, changes: Any, expected: Any) -> None:
+    """``GradScalerKwargs`` are honoured; what the config changes overrides them."""
+    given = dict(zip(SETTINGS, (128.0, 3.0, 0.25, 7), strict=True))
+    accelerator = build(kwargs_handlers=[GradScalerKwargs(**given)])
+    attach(accelerator, ScalerConfig(**changes))
+    assert settings(accelerator.scaler) == expected
+
+
+def test_a_disabled_scaler_stays_disabled() -> None:
+    """The stock one that is replaced, or ours by its settings; detach hands the stock one back."""
+    accelerator = attach(stock(kwargs_handlers=[GradScalerKwargs(enabled=False)]), ScalerConfig())
+    assert accelerator.scaler.is_enabled() is False
+    model, optimizer = prepared(accelerator)
+    before = weights(model)
+    assert not torch.equal(weights(train(accelerator, model, optimizer)), before)
+    assert optimizer.step_was_skipped is False
+    detach(accelerator)
+    assert accelerator.scaler.is_enabled() is False
+    accelerator = attach(stock(), ScalerConfig(enabled=False))
+    assert accelerator.scaler.get_scale() == 1.0
+    assert detach(accelerator).scaler.get_scale() == 2.0**16
+
+
+@pytest.mark.parametrize(
+    ("config", "scale"),
+    [
+        (ScalerConfig(init_scale=2.0**18, min_scale=2.0**17), 2.0**17),
+        (ScalerConfig(init_scale=4.0, max_scale=8.0), 8.0),
+    ],
+)
+def test_new_bounds_hold_for_a_scale_that_training_has_reached(
+    config: ScalerConfig, scale: float
+) -> None:
+    accelerator = stock()
+    accelerator.scaler.scale(torch.ones(()))
+    attach(accelerator, config)
+    assert accelerator.scaler.get_scale() == scale
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision", "who"),
+    [
+        (DistributedType.DEEPSPEED, "fp16", "DeepSpeed's engine"),
+        (DistributedType.MEGATRON_LM, "fp16", "Megatron-LM's optimizer"),
+        (DistributedType.XLA, "fp16", "torch_xla"),
+        (DistributedType.NO, "fp8", "TransformerEngine"),
+    ],
+)
+def test_who_scales_elsewhere(kind: Any, precision: str, who: str) -> None:
+    accelerator = cpu()
+    _, optimizer = prepared(accelerator)
+    accelerator.state.distributed_type, accelerator.state._mixed_precision = kind, precision
+    with pytest.raises(UnsupportedError, match=f"{who}.*scales"):
+        attach(accelerator, ScalerConfig())
+    accelerator.state.distributed_type = DistributedType.NO
+    accelerator.state._mixed_precision = "fp16"
+    assert type(optimizer) is AcceleratedOptimizer
+    assert_untouched(accelerator)

@@ -39,6 +39,9 @@ def test_the_stock_scaler_goes_on_with_the_present_scale() -> None:
     train(accelerator, model, optimizer, 2, INF)
     train(accelerator, model, optimizer, 3)
     detach(accelerator)
+    attach(accelerator, ScalerConfig(init_scale=4.0, growth_interval=100))
+    assert accelerator.scaler.get_scale() == 2.0**14, "taken for a scaler at its start"
+    detach(accelerator)
     assert type(accelerator.scaler) is torch.amp.GradScaler
     state = accelerator.scaler.state_dict()
     assert (state["scale"], state["_growth_tracker"]) == (2.0**14, 3)

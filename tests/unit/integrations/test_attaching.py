@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -76,6 +77,17 @@ def test_attach_after_prepare_on_a_cpu_equals_before() -> None:
     assert ends[0][1] == ends[1][1]
     unscaled = cpu()
     assert not torch.equal(weights(train(unscaled, *prepared(unscaled), 6)), ends[0][0])
+
+
+def test_the_optimizer_thread_ends_with_detach() -> None:
+    threads = threading.active_count()
+    accelerator = attach(cpu(), ScalerConfig(step_mode="overlap"))
+    train(accelerator, *prepared(accelerator))
+    attachment = accelerator._attachment
+    assert threading.active_count() == threads + 1
+    detach(accelerator)
+    assert threading.active_count() == threads
+    assert attachment.config.step_mode == "overlap"  # nor was it for the lack of a reference
 
 
 def test_twice_changes_nothing() -> None:

@@ -24,6 +24,7 @@ from accel_scaler import (
     attach,
     detach,
 )
+from accel_scaler.integrations import attach_default
 from accel_scaler.integrations.optimizer import ScaledOptimizer
 
 INF = float("inf")
@@ -105,6 +106,29 @@ def test_twice_changes_nothing() -> None:
     assert type(accelerator) is Accelerator
     attach(accelerator, ScalerConfig(init_scale=512.0))
     assert accelerator.scaler.get_scale() == 512.0
+
+
+def test_settings_outrank_those_that_a_launcher_attached_with() -> None:
+    accelerator = cpu()
+    attach_default(accelerator)
+    attach(accelerator, ScalerConfig(init_scale=64.0))
+    assert accelerator.scaler.get_scale() == 64.0
+    with pytest.raises(OrderError, match="detach"):
+        attach(accelerator, ScalerConfig(init_scale=16.0))
+
+
+def test_the_settings_in_force_are_the_same_settings(tmp_path: Any) -> None:
+    """Where nothing is scaled they are not those that were asked for."""
+    config = ScalerConfig(step_mode="overlap", telemetry=str(tmp_path / "run.jsonl"))
+    accelerator: Any = Accelerator(cpu=True)
+    with pytest.warns(UserWarning, match="only telemetry"):
+        attach(accelerator, config)
+    in_force = accelerator._attachment.config
+    assert in_force.step_mode == "sync"
+    for again in (config, in_force):
+        attach(accelerator, again)
+    assert accelerator._attachment.config is in_force
+    detach(accelerator)
 
 
 class Mine(Accelerator):  # type: ignore[misc]

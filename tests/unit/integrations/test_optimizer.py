@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -51,6 +52,33 @@ def test_several_optimizers_and_a_scheduler(mode: Any, offload: Any) -> None:
     assert accelerator.scaler_history.boundaries == 3
     assert accelerator.scaler.get_scale() == 2.0**15
     detach(accelerator)
+
+
+def test_a_schedule_made_over_a_prepared_optimizer_goes_along() -> None:
+    """It replaces ``step`` on the instance, in front of the class that attach changes."""
+    accelerator = stock()
+    model, optimizer = prepared(accelerator)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    attach(accelerator, ScalerConfig())
+    train(accelerator, model, optimizer, 2)
+    assert accelerator.scaler_history.boundaries == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # "lr_scheduler.step() before optimizer.step()"
+        schedule.step()
+    detach(accelerator)
+    before = weights(model)
+    assert not torch.equal(weights(train(accelerator, model, optimizer, 1)), before)
+
+
+def test_an_optimizer_that_another_accelerator_took_over_is_not_given_back() -> None:
+    first, second = (attach(cpu(), ScalerConfig()) for _ in range(2))
+    _, optimizer = prepared(first)
+    second.prepare(optimizer)
+    detach(first)
+    assert type(optimizer) is ScaledOptimizer
+    assert optimizer.scaler is second.scaler
+    detach(second)
+    assert type(optimizer) is AcceleratedOptimizer
 
 
 @pytest.mark.parametrize("mode", ["sync", "overlap"])

@@ -175,20 +175,6 @@ def test_detached_between_two_trainings_it_goes_on_as_stock(tmp_path: Path, mode
     assert_same(results[1], results[0])
 
 
-def test_from_one_mode_to_another_between_two_trainings(tmp_path: Path) -> None:
-    """Detach and attach anew in each mode that has the newest parameters; the same throughout."""
-    results = []
-    for second in ("sync", "overlap offload"):
-        trainer, recorder = make(tmp_path / second, max_steps=4)
-        with attached(trainer, "sync" if second == "sync" else "overlap"):
-            train(trainer)
-            scale = trainer.accelerator.scaler.get_scale()
-        with attached(trainer, second, init_scale=scale):
-            train(trainer)
-            results.append(outcome(trainer, recorder))
-    assert_same(results[1], results[0])
-
-
 @pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(tmp_path: Path, reentrant: bool) -> None:
@@ -494,17 +480,3 @@ def test_a_float16_checkpoint_is_loaded_trained_saved_and_loaded(tmp_path: Path,
     saved = GPT2LMHeadModel.from_pretrained(tmp_path / "saved", dtype="auto")
     assert saved.dtype is torch.float16
     assert torch.equal(weights(saved), weights(model))
-
-
-@pytest.mark.parametrize("mode", list(MODES))
-def test_one_overflow_is_one_skip_and_one_backoff(tmp_path: Path, mode: str) -> None:
-    """In every mode, and the schedule waits for the skipped step only."""
-    trainer, recorder = make(tmp_path, (9,), optim="adamw_torch_fused", max_steps=5)
-    with attached(trainer, mode, growth_interval=100):
-        train(trainer)
-        history = trainer.accelerator.scaler_history
-    assert recorder.skipped == [False, False, True, False, False]
-    assert recorder.scales == [1024.0, 1024.0, 512.0, 512.0, 512.0]
-    assert (history.boundaries, history.skips) == (5, 1)
-    moved = [late != early for early, late in zip(rates(trainer), rates(trainer)[1:], strict=False)]
-    assert moved == [True, True, False, True]

@@ -247,10 +247,17 @@ def refuse_compiled(accelerator: Any) -> Any:
     return accelerator.prepare(torch.compile(mlp(), backend="eager"))
 
 
+def refuse_sharing(accelerator: Any) -> Any:
+    """A master of each would overwrite the other's."""
+    shared = nn.Parameter(torch.ones(4))
+    return accelerator.prepare(*(SGD([shared], lr=0.1) for _ in range(2)))
+
+
 @pytest.mark.parametrize(
     ("refused", "mode"),
     [
         (refuse_closure, "overlap"),
+        (refuse_sharing, "delayed"),
         (refuse_wrapper, "sync"),
         (refuse_compiled, "sync"),
     ],

@@ -103,16 +103,6 @@ def test_an_optimizer_without_gradients_is_left_out() -> None:
     assert tracker(a) == 1
 
 
-def test_a_window_without_any_gradients() -> None:
-    a = ours()
-    model, optimizer = one(a)
-    assert float(a.clip_grad_norm_(model.parameters(), 1.0)) == 0.0
-    a.clip_grad_value_(model.parameters(), 1.0)
-    a.unscale_gradients()
-    optimizer.step()
-    assert (optimizer.step_was_skipped, model.moved, tracker(a)) == (False, 0.0, 0)
-
-
 @pytest.mark.parametrize("clip", [False, True])
 def test_alternation_as_in_a_gan(clip: bool) -> None:
     """The generator's loss leaves gradients in the discriminator too."""
@@ -131,22 +121,6 @@ def test_alternation_as_in_a_gan(clip: bool) -> None:
     assert (dis.moved, gen.moved) == (3.0, 6.0)
     assert a.scaler_history.boundaries == 6
     assert a.scaler.get_scale() == SCALE
-
-
-def test_joining_a_window_whose_scale_was_read() -> None:
-    """``get_scale()`` and ``state_dict()`` between two steps show the next scale; the second
-    optimizer is unscaled by the window's own."""
-    a = ours()
-    ms, optimizers = models(a, 2)
-    a.backward(ms[0](INF) + ms[1](1.0))
-    optimizers[0].step()
-    assert a.scaler.get_scale() == SCALE / 2
-    state = a.scaler.state_dict()
-    assert (state["scale"], state["_growth_tracker"]) == (SCALE / 2, 0)
-    assert float(a.clip_grad_norm_(ms[1].parameters(), 1e6)) == 2.0
-    optimizers[1].step()
-    assert ms[1].moved == 1.0
-    assert a.scaler.state_dict() == state
 
 
 # R4: unscale, then clip
@@ -192,18 +166,6 @@ def test_unscale_clip_unscale_step(fold: bool) -> None:
     assert float(a.clip_grad_norm_(model.parameters(), 2.0)) == pytest.approx(4.0)
     optimizer.step()
     assert model.moved == pytest.approx(1.0, rel=1e-5)
-
-
-def test_clip_for_each_model() -> None:
-    a = ours()
-    ms, optimizers = models(a, 2)
-    a.backward(ms[0](1.0) + ms[1](8.0))
-    norms = [float(a.clip_grad_norm_(m.parameters(), 4.0)) for m in ms]
-    for optimizer in optimizers:
-        optimizer.step()
-    assert norms == [2.0, 16.0]
-    assert ms[0].moved == 1.0
-    assert ms[1].moved == pytest.approx(2.0, rel=1e-5)
 
 
 @pytest.mark.parametrize("bad", [0, 1])
@@ -282,18 +244,6 @@ def test_an_overflow_in_a_parameter_that_no_optimizer_owns() -> None:
     optimizer.step()
     assert (optimizer.step_was_skipped, model.first.moved) == (True, 0.0)
     assert a.scaler.get_scale() == SCALE / 2
-
-
-def test_unused_parameters_have_no_part_in_the_norm() -> None:
-    a = ours()
-    model = Two()
-    model, optimizer = a.prepare(model, SGD(model.parameters(), lr=LR, weight_decay=0.5))
-    a.backward(model.first(8.0))
-    assert float(a.clip_grad_norm_(model.parameters(), 2.0)) == 16.0
-    optimizer.step()
-    assert model.second.w.grad is None
-    assert model.second.moved == 0.0
-    assert model.first.moved == pytest.approx(1.5, rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["tensor", "generator", "list"])
@@ -382,18 +332,6 @@ def test_gradients_thrown_away_after_the_clip(factor: float, set_to_none: bool) 
     assert a.scaler.get_scale() == SCALE
 
 
-def test_one_of_two_thrown_away() -> None:
-    a = ours()
-    ms, optimizers = models(a, 2)
-    a.backward(ms[0](1.0) + ms[1](1.0))
-    a.clip_grad_norm_([m.w for m in ms], 1e6)
-    optimizers[0].zero_grad()
-    a.backward(ms[0](3.0))
-    for optimizer in optimizers:
-        optimizer.step()
-    assert [m.moved for m in ms] == [3.0, 1.0]
-
-
 @pytest.mark.parametrize("call", ["step", "clip", "value", "unscale"])
 def test_loss_backward_without_the_accelerator(call: str) -> None:
     a = ours()
@@ -444,39 +382,6 @@ def test_a_closure_is_refused() -> None:
     assert model.moved == 0.0
     optimizer.step()
     assert model.moved == 1.0
-
-
-class Failing(SGD):
-    """Raises in its first step."""
-
-    failures = 1
-
-    def step(self, closure: Any = None) -> Any:
-        if self.failures:
-            self.failures -= 1
-            raise MemoryError("no room for the state")
-        return super().step(closure)
-
-
-def test_an_error_in_the_optimizer() -> None:
-    """It reaches the caller; that window is over, and the next one is right."""
-    a = ours()
-    model = Linear()
-    schedule: Any
-    inner = Failing(model.parameters(), lr=LR)
-    schedule = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5)
-    model, optimizer, schedule = a.prepare(model, inner, schedule)
-    a.backward(model(1.0))
-    with pytest.raises(MemoryError, match="no room"):
-        optimizer.step()
-    schedule.step()
-    assert (optimizer.step_was_skipped, model.moved) == (True, 0.0)
-    assert inner.param_groups[0]["lr"] == LR
-    optimizer.zero_grad()
-    a.backward(model(1.0))
-    optimizer.step()
-    assert (optimizer.step_was_skipped, model.moved) == (False, 1.0)
-    assert (a.scaler.get_scale(), tracker(a)) == (SCALE, 2)
 
 
 def test_a_run_of_skips_is_an_error_that_leaves_things_in_order() -> None:
@@ -536,20 +441,6 @@ def test_sparse_gradients(make: Any) -> None:
     assert a.scaler_history.last_overflow() == ("table.weight",)
 
 
-def test_zeroed_in_place() -> None:
-    """``set_to_none=False``: gradients stay as tensors of zeros between windows."""
-    a = ours()
-    model, optimizer = one(a, momentum=0.5)
-    for gradient in (1.0, INF, 1.0):
-        a.backward(model(gradient))
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-        assert model.w.grad is not None
-        assert float(model.w.grad.abs().sum()) == 0.0
-    assert model.moved == 2.5
-    assert a.scaler.get_scale() == SCALE / 2
-
-
 def test_a_parameter_group_added_in_the_middle() -> None:
     """A parameter added in the middle is unscaled, checked and stepped with the rest."""
     a = ours()
@@ -589,19 +480,6 @@ def test_history_names_the_tensor() -> None:
         (0, SCALE, SCALE / 2),
         (1, SCALE / 2, SCALE / 4),
     ]
-
-
-def test_history_keeps_a_name_when_another_optimizer_steps() -> None:
-    """The second optimizer's record amends the first one's; it does not wipe it out."""
-    a = ours()
-    model = Two()
-    optimizers = [SGD(m.parameters(), lr=LR) for m in (model.first, model.second)]
-    model, *optimizers = a.prepare(model, *optimizers)
-    a.backward(model(INF, 1.0))
-    for optimizer in optimizers:
-        optimizer.step()
-    (record,) = a.scaler_history.records
-    assert (record.skipped, record.overflowed) == (True, ("first.w",))
 
 
 def test_history_has_the_common_norm() -> None:
@@ -664,13 +542,3 @@ def test_an_optimizer_that_waits_for_its_turn_is_not_told_of(
             optimizer.zero_grad()
     assert _said(caplog) == []
     assert [m.moved for m in ms] == [40.0, 1.0]
-
-
-def test_where_nothing_is_scaled_an_optimizer_without_gradients_is_as_in_torch(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """A plain step without gradients is none, without a word."""
-    with AsyncOptimizer(SGD([nn.Parameter(torch.ones(3))], lr=1.0)) as optimizer:
-        for _ in range(30):
-            optimizer.step()
-    assert _said(caplog) == []

@@ -105,23 +105,17 @@ def test_a_bad_entry_is_named_and_nothing_is_changed(bad: dict[str, Any], part: 
     assert scaler.state_dict() == before
 
 
-@pytest.mark.parametrize(
-    "key", ["scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"]
-)
-def test_a_missing_entry_is_named_and_nothing_is_changed(key: str) -> None:
+def test_a_missing_entry_is_named_and_nothing_is_changed() -> None:
     scaler = GradScaler("cpu")
     before = scaler.state_dict()
-    state = {**before, "scale": 1.0}
-    del state[key]
-    with pytest.raises(ConfigError, match=f"'{key}' is missing"):
-        scaler.load_state_dict(state)
+    for key in before.keys() - {"_consecutive_skips"}:
+        state = {**before, "scale": 1.0}
+        del state[key]
+        with pytest.raises(ConfigError, match=f"'{key}' is missing"):
+            scaler.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="source state dict is empty"):
+        scaler.load_state_dict({})
     assert scaler.state_dict() == before
-
-
-def test_an_empty_dict_is_refused_as_torch_does() -> None:
-    for kind in (torch.amp.GradScaler, GradScaler):
-        with pytest.raises(RuntimeError, match="source state dict is empty"):
-            kind("cpu").load_state_dict({})
 
 
 @pytest.mark.parametrize("used", [False, True])
@@ -137,16 +131,6 @@ def test_a_loaded_scale_is_kept_within_the_bounds(
     assert scaler._get_growth_tracker() == 3
     p = torch.ones(1, requires_grad=True)
     assert scaler.scale(p).item() == expected
-
-
-def test_a_state_of_zero_saved_by_torch_is_lifted_to_the_floor() -> None:
-    stock = torch.amp.GradScaler("cpu", init_scale=2.0**-149)
-    p = nn.Parameter(torch.zeros(2))
-    window(stock, torch.optim.SGD([p], lr=0.1), overflow=True)
-    assert stock.get_scale() == 0.0
-    ours = GradScaler("cpu", min_scale=1.0)
-    ours.load_state_dict(stock.state_dict())
-    assert ours.get_scale() == 1.0
 
 
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
@@ -214,21 +198,6 @@ def test_setters(setter: str, good: tuple[Any, ...], bad: tuple[Any, ...]) -> No
         assert setter in str(caught.value)
         assert repr(value) in str(caught.value)
         assert getattr(scaler, f"get_{setter}")() == good[-1]
-
-
-def test_the_state_on_the_host_follows_whoever_writes_the_tensor() -> None:
-    scaler, optimizer = fixture(init_scale=8.0)
-    assert scaler.read_state() == ScaleState(8.0, 0)
-    window(scaler, optimizer)
-    assert scaler.read_state() == ScaleState(8.0, 1)
-    assert scaler._scale is not None
-    scaler._scale.fill_(4.0)  # as torch's own helpers do
-    assert scaler.get_scale() == 4.0
-    scaler._scale = torch.tensor(2.0)
-    assert scaler.get_scale() == 2.0
-    assert scaler._growth_tracker is not None
-    scaler._growth_tracker.fill_(7)
-    assert scaler.state_dict()["_growth_tracker"] == 7
 
 
 def test_state_written_before_the_first_scale_is_where_it_starts() -> None:

@@ -1,9 +1,9 @@
 """The end of a window: unscale, check, clip, update the scale, step, in this order.
 
 :class:`Boundary` takes an optimizer whose gradients are accumulated, decides on the training
-thread and hands what is still due to the optimizer's :class:`Stepper`, which is inline here. What
-it learns it writes to the window. It knows no optimizer thread and no Accelerate: who steps later
-is a Stepper like any other.
+thread and hands what is left to do to the optimizer's :class:`Stepper`, which is inline here. What
+it learns it writes to the window, and tells an :class:`Observer`. It knows no optimizer thread, no
+Accelerate and no record of anything: who steps later is a Stepper like any other.
 """
 
 from .boundary import Boundary, boundary_of

@@ -9,6 +9,7 @@ no file and no step mode; it has the only collectives of the package.
 from .collectives import agree_on_overflow, is_sharded, reduce_partial_gradients, whole
 from .deferred_unscale import DeferredUnscale
 from .fused_call import call_fused, nothing_found
+from .grad_norms import GradNorm, GradNorms
 from .grad_scaler import GradScaler
 from .gradients import (
     LOW_PRECISION,
@@ -29,7 +30,6 @@ from .gradients import (
     reciprocal,
     run_on_one_thread,
 )
-from .norms import GradNorm, GradNorms
 from .parameter_names import MOST_NAMES, ParameterNames
 from .thread_windows import WAIT_LIMIT_S
 from .window import (

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from ..errors import OrderError
 from .deferred_unscale import DeferredUnscale
+from .grad_norms import GradNorms
 from .gradients import differ, kept, local, make_own, nonzero, parameters_of, reciprocal
-from .norms import GradNorms
 from .update_rule import ScaleState
 
 __all__ = ["OptimizerRecord", "Snapshot", "Window", "raise_mixed", "stepped"]

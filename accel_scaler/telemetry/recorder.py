@@ -134,7 +134,7 @@ class Recorder(Observer):
             grad_norm=measured.total,
             overflowed=tuple(dict.fromkeys(names)),
             found_inf=found_inf,
-            growth_tracker=self.scaler._get_growth_tracker(),
+            growth_tracker=self.scaler.read_state().growth_tracker if scaled else 0,
             lr=(before.lr if before else ()) + tuple(map(_lr, optimizer.param_groups)),
             time=time.perf_counter() - self._start,
             **_clip(measured, found_inf),

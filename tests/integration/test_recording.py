@@ -41,7 +41,7 @@ from accel_scaler import (
     attach,
     detach,
 )
-from accel_scaler.scaling.norms import GradNorm, GradNorms
+from accel_scaler.scaling.grad_norms import GradNorm, GradNorms
 from accel_scaler.telemetry import writer as writer_module
 
 pytestmark = pytest.mark.usefixtures("one_thread")

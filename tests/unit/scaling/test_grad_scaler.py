@@ -109,6 +109,9 @@ def test_f8_a_sum_of_flags_skips_a_fused_step() -> None:
         scaler.scale(p.sum()).backward()
         scaler.unscale_(optimizer)
         found_on_two_devices(scaler, optimizer)
+        if kind is GradScaler:  # on a GPU the kernel is given it, and compares with 1 too
+            record: Any = scaler._per_optimizer_states[id(optimizer)]
+            assert float(GradScaler._total_found_inf(record, torch.device("cpu"))) == 1.0
         scaler.step(optimizer)
         after[kind] = (torch.equal(p, before), float(optimizer.state[p]["step"]))
         scaler.update()
@@ -408,6 +411,19 @@ def test_an_optimizer_that_takes_the_scaler_itself(kind: type[Stock]) -> None:
     with pytest.warns(FutureWarning):
         scaler.step(optimizer)
     assert seen == [scaler]
+
+
+def test_a_grad_scale_of_the_optimizers_own_is_kept_to() -> None:
+    after = []
+    for kind in (Stock, GradScaler):
+        p = nn.Parameter(torch.ones(2))
+        optimizer, scaler = torch.optim.SGD([p], lr=0.5, fused=True), kind("cpu", init_scale=8.0)
+        optimizer.grad_scale = torch.tensor(2.0)
+        scaler.scale(p.sum()).backward()
+        scaler.step(optimizer)
+        after.append(p.detach())
+    assert torch.equal(after[0], torch.full((2,), 0.75))
+    assert torch.equal(after[1], after[0])
 
 
 @pytest.mark.parametrize("unscale", [False, True])

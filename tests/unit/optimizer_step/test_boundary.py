@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
+from boundary_support import SCALE, Two, models, one, ours, tracker
 from support import LR, Linear, set_gradients
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer, SparseAdam
@@ -19,34 +18,9 @@ from accel_scaler import (
     OverflowStreakError,
     ScalerConfig,
     UnsupportedError,
-    attach,
 )
 
 INF = float("inf")
-SCALE = 2.0**16
-
-
-def ours(config: ScalerConfig | None = None, **kwargs: Any) -> Any:
-    return attach(
-        Accelerator(cpu=True, mixed_precision="fp16", **kwargs),
-        config or ScalerConfig(init_scale=SCALE),
-    )
-
-
-def models(accelerator: Any, count: int, **kwargs: Any) -> tuple[list[Linear], list[Any]]:
-    """``count`` prepared models, each with a prepared SGD of its own."""
-    plain = [Linear() for _ in range(count)]
-    optimizers = [accelerator.prepare(SGD(m.parameters(), lr=LR, **kwargs)) for m in plain]
-    return [accelerator.prepare(m) for m in plain], optimizers
-
-
-def one(accelerator: Any, **kwargs: Any) -> tuple[Linear, Any]:
-    (model,), (optimizer,) = models(accelerator, 1, **kwargs)
-    return model, optimizer
-
-
-def tracker(accelerator: Any) -> int:
-    return int(accelerator.scaler.state_dict()["_growth_tracker"])
 
 
 # R3: one update a window
@@ -121,157 +95,6 @@ def test_alternation_as_in_a_gan(clip: bool) -> None:
     assert (dis.moved, gen.moved) == (3.0, 6.0)
     assert a.scaler_history.boundaries == 6
     assert a.scaler.get_scale() == SCALE
-
-
-# R4: unscale, then clip
-
-
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, INF])
-def test_off_the_boundary_nothing_changes(
-    norm_type: float, caplog: pytest.LogCaptureFixture
-) -> None:
-    a = ours(gradient_accumulation_steps=3)
-    model, optimizer = one(a)
-    expected = {2.0: 2.0, 1.0: 4.0, INF: 1.0}[norm_type]
-    with caplog.at_level(logging.WARNING, "accel_scaler"):
-        for micro in (1, 2, 3):
-            with a.accumulate(model):
-                a.backward(model(3.0))
-                assert model.w.grad is not None
-                before = model.w.grad.clone()
-                norm = a.clip_grad_norm_(model.parameters(), 1.5 * expected, norm_type)
-                assert float(norm) == pytest.approx(micro * expected)
-                if micro < 3:
-                    a.clip_grad_value_(model.parameters(), 0.01)
-                    a.unscale_gradients()
-                    assert torch.equal(model.w.grad, before)
-                optimizer.step()
-    assert model.moved == pytest.approx(1.5, rel=1e-5)
-    assert caplog.text.count("before the last micro-batch") == 1
-
-
-@pytest.mark.parametrize("fold", [False, True])
-def test_unscale_clip_unscale_step(fold: bool) -> None:
-    """Each may come any number of times before the step."""
-    a = ours(ScalerConfig(init_scale=SCALE, fold_unscale=fold))
-    model, optimizer = one(a, fused=True)
-    a.backward(model(3.0))
-    for _ in range(2):
-        a.clip_grad_norm_(model.parameters(), 4.0)
-        a.unscale_gradients()
-        a.unscale_gradients(optimizer)
-        a.unscale_gradients([optimizer])
-        assert model.w.grad is not None
-        torch.testing.assert_close(model.w.grad, torch.full((4,), 2.0))
-    assert float(a.clip_grad_norm_(model.parameters(), 2.0)) == pytest.approx(4.0)
-    optimizer.step()
-    assert model.moved == pytest.approx(1.0, rel=1e-5)
-
-
-@pytest.mark.parametrize("bad", [0, 1])
-def test_an_overflow_within_a_common_norm_skips_both(bad: int) -> None:
-    """No finite norm, so nothing to clip either of them to."""
-    a = ours()
-    ms, optimizers = models(a, 2)
-    a.backward(ms[bad](INF) + ms[1 - bad](1.0))
-    assert float(a.clip_grad_norm_([m.w for m in ms], 4.0)) == INF
-    for optimizer in optimizers:
-        optimizer.step()
-    assert [m.moved for m in ms] == [0.0, 0.0]
-    assert [o.step_was_skipped for o in optimizers] == [True, True]
-    assert a.scaler.get_scale() == SCALE / 2
-
-
-class Two(nn.Module):
-    """Two parameters with gradients of their own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Linear(), Linear()
-
-    def forward(self, first: float, second: float) -> Tensor:
-        return self.first(first) + self.second(second)
-
-
-def test_clip_of_some_parameters() -> None:
-    """The rest is unscaled too, and not clipped."""
-    a = ours()
-    model = Two()
-    model, optimizer = a.prepare(model, SGD(model.parameters(), lr=LR))
-    a.backward(model(8.0, 3.0))
-    assert float(a.clip_grad_norm_(model.first.parameters(), 2.0)) == 16.0
-    optimizer.step()
-    assert model.first.moved == pytest.approx(1.0, rel=1e-5)
-    assert model.second.moved == 3.0
-
-
-def test_an_overflow_outside_the_clipped_parameters() -> None:
-    a = ours()
-    model = Two()
-    model, optimizer = a.prepare(model, SGD(model.parameters(), lr=LR))
-    a.backward(model(1.0, INF))
-    assert float(a.clip_grad_norm_(model.first.parameters(), 2.0)) == INF
-    optimizer.step()
-    assert optimizer.step_was_skipped is True
-    assert (model.first.moved, model.second.moved) == (0.0, 0.0)
-
-
-@pytest.mark.parametrize("first", ["stray", "all", "owned"])
-def test_parameters_that_no_optimizer_owns(first: str) -> None:
-    """They count for the norm, unscaled once a window, in whatever order clips come."""
-    a = ours()
-    model = Two()
-    model, optimizer = a.prepare(model, SGD(model.first.parameters(), lr=LR))
-    stray, owned = list(model.second.parameters()), list(model.first.parameters())
-    for _ in range(3):
-        a.backward(model(3.0, 4.0))
-        start = {"stray": stray, "all": stray + owned, "owned": owned}[first]
-        norms = {"stray": 8.0, "all": 10.0, "owned": 6.0}
-        assert float(a.clip_grad_norm_(start, 1e6)) == norms[first]
-        for params, norm in ((owned, 6.0), (stray, 8.0), (stray + owned, 10.0)):
-            assert float(a.clip_grad_norm_(params, 1e6)) == norm
-        optimizer.step()
-        model.zero_grad()
-    assert (model.first.moved, model.second.moved) == (9.0, 0.0)
-
-
-def test_an_overflow_in_a_parameter_that_no_optimizer_owns() -> None:
-    a = ours()
-    model = Two()
-    model, optimizer = a.prepare(model, SGD(model.first.parameters(), lr=LR))
-    a.backward(model(1.0, INF))
-    assert float(a.clip_grad_norm_(model.parameters(), 1.0)) == INF
-    optimizer.step()
-    assert (optimizer.step_was_skipped, model.first.moved) == (True, 0.0)
-    assert a.scaler.get_scale() == SCALE / 2
-
-
-@pytest.mark.parametrize("kind", ["tensor", "generator", "list"])
-def test_what_may_be_given_as_parameters(kind: str) -> None:
-    a = ours()
-    model, optimizer = one(a)
-    for clip in (a.clip_grad_norm_, a.clip_grad_value_):
-        a.backward(model(8.0))
-        clip({"tensor": model.w, "generator": model.parameters(), "list": [model.w]}[kind], 1.0)
-        assert model.w.grad is not None
-        assert model.w.grad.abs().max() <= 1.0
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def test_a_norm_beyond_float32_is_no_overflow() -> None:
-    """Scaled elements of 6.5e22 are finite, their squares are not."""
-    a = ours()
-    model, optimizer = one(a)
-    model.w.grad = None
-    a.backward(model(1e18))
-    norm = a.clip_grad_norm_(model.parameters(), 4.0)
-    assert float(norm) == pytest.approx(2e18)
-    optimizer.step()
-    assert optimizer.step_was_skipped is False
-    assert model.moved == pytest.approx(2.0, rel=1e-5)
-    assert a.scaler.get_scale() == SCALE
-    assert a.scaler_history.max_grad_norm == pytest.approx(2e18)
 
 
 # What is refused

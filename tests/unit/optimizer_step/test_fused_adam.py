@@ -385,16 +385,3 @@ def test_torch_goes_on_after_the_plan(through: Any) -> None:
         assert twins.planned
     else:
         assert {float(s["step"]) for s in twins.ours.state.values()} == {3.0}
-
-
-def test_call_fused_cleans_up_after_an_error() -> None:
-    optimizer: Any = adamw(parameters())
-
-    def fail() -> None:
-        raise ValueError("no")
-
-    optimizer.step = fail
-    with pytest.raises(ValueError, match="no"):
-        call_fused(optimizer, torch.tensor(2.0), None)
-    assert not hasattr(optimizer, "grad_scale")
-    assert not hasattr(optimizer, "found_inf")

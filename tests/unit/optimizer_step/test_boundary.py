@@ -225,6 +225,31 @@ def test_a_run_of_skips_is_an_error_that_leaves_things_in_order() -> None:
     assert model.moved == 1.0
 
 
+@pytest.mark.parametrize("clip", [False, True])
+def test_a_scale_too_small_to_divide_by_skips_finite_gradients(clip: bool) -> None:
+    """Its reciprocal is out of float32's range: nothing of them has survived."""
+    a = ours(ScalerConfig(init_scale=2.0**-130))
+    model, optimizer = one(a)
+    a.backward(model(1.0))
+    if clip:
+        assert float(a.clip_grad_norm_(model.parameters(), 1.0)) == INF
+    optimizer.step()
+    assert (optimizer.step_was_skipped, model.moved) == (True, 0.0)
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_a_hook_before_the_step_sees_unscaled_gradients(mode: str) -> None:
+    model, seen = Linear(), []
+    inner = SGD(model.parameters(), lr=LR)
+    inner.register_step_pre_hook(lambda *_: seen.append(model.w.grad.clone()))  # type: ignore[union-attr]
+    scaler = GradScaler("cpu", init_scale=SCALE)
+    with AsyncOptimizer(inner, model, scaler=scaler, mode=mode, optimizer_threads=1) as optimizer:
+        scaler.scale(model(3.0)).backward()
+        optimizer.step()
+    assert torch.equal(seen[0], torch.full((4,), 3.0))
+    assert model.moved == 3.0
+
+
 # Kinds of gradients
 
 

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..console import say
+from ..console import plain, say
 from ..errors import ConfigError
-from ..telemetry.decoding import clean
-from .figures import norm_figure, offender_figure, scale_figure, timeline_figure
+from .figures import pictures, stacked
 from .findings import in_words
-from .heatmap import heat_figure
 from .html import html_page
 from .reader import read_run
 from .run_summary import Run
-from .theme import IN_PAGE, LIGHT, Theme, drawing, save_png, save_stacked, svg
+from .theme import drawing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,18 +25,6 @@ if TYPE_CHECKING:
 __all__ = ["add_arguments", "run"]
 
 MOST_RUNS = 4
-CAPTIONS = {
-    "scale": "The factor on the loss. It halves when a window overflows, and that step is skipped; "
-    "after growth_interval windows without overflow it doubles.",
-    "norm": "The length of the whole gradient at each step, as the optimizer would see it without "
-    "clipping.",
-    "heat": "Parameters from the input (top) to the output (bottom). A backward runs upwards: what "
-    "is non-finite low in a column spreads to all above.",
-    "offenders": "In how many windows each parameter's gradient held inf or NaN, and in how many "
-    "of them it was the layer that a backward meets first.",
-    "timeline": "What each thread did when, for a few steps. Hatched: the training thread waited "
-    "for the optimizer.",
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,14 +75,18 @@ def run(args: argparse.Namespace) -> int:
             print(f"{one.label}: no windows in this file.", file=sys.stderr)
     if args.text:
         say("\n\n".join(in_words(one) for one in runs))
-    elif args.format == "png":
-        for path in write_pictures(runs, Path(args.output or "report")):
-            say(f"wrote {path}")
-    else:
-        path = Path(args.output or "report.html")
-        text = html_page(runs, page_pictures(runs))
-        _write(path, text)
-        say(f"wrote {path} ({len(text.encode()) / 1e6:.1f} MB)")
+        return 0
+    page = args.format == "html"
+    output = Path(args.output or ("report.html" if page else "report"))
+    try:
+        written = [write_page(runs, output)] if page else write_pictures(runs, output)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise ConfigError(
+            f"{output}: cannot be written ({why}); give another place with -o."
+        ) from None
+    for path in written:
+        say(f"wrote {path} ({path.stat().st_size / 1e6:.1f} MB)")
     return 0
 
 
@@ -108,72 +100,45 @@ def label(runs: Sequence[Run]) -> None:
         facts = one.sessions[0].facts if one.sessions else {}
         if facts.get("ranks", 1) > 1 or facts.get("rank", 0) > 0:
             text += f" (rank {facts.get('rank', '?')})"
-        one.label = clean(text, 100)
+        one.label = plain(text)
     labels = [one.label for one in runs]
     for index, one in enumerate(runs):
         if labels.count(one.label) > 1:
             one.label += f" [{index + 1}]"
 
 
-def figures(runs: Sequence[Run], theme: Theme) -> Iterator[tuple[str, str, Figure]]:
-    """``(name, caption, figure)`` of every picture there is data for; inside ``drawing()``."""
-    runs = [one for one in runs if one.windows]
-    if not runs:
-        return
-    yield "scale", CAPTIONS["scale"], scale_figure(runs, theme)
-    if (figure := norm_figure(runs, theme)) is not None:
-        yield "norm", CAPTIONS["norm"], figure
-    kinds = {"heat": heat_figure, "offenders": offender_figure, "timeline": timeline_figure}
-    for kind, build in kinds.items():
-        for index, one in enumerate(runs):
-            several = len(runs) > 1
-            figure = build(one, theme, one.label if several else "")
-            if figure is not None:
-                yield f"{kind}-{index + 1}" if several else kind, CAPTIONS[kind], figure
+def write_page(runs: Sequence[Run], output: Path) -> Path:
+    """Write the HTML page."""
+    drawn, found = [], pictures(runs)
+    if found:
+        with drawing():
+            drawn = [(_svg(picture.figure()), picture) for picture in found]
+    output.write_text(html_page(runs, drawn), encoding="utf-8")
+    return output
 
 
-def page_pictures(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    """Every picture as an ``<svg>`` element with its caption."""
-    if not any(one.windows for one in runs):
-        return []
-    with drawing(IN_PAGE):
-        return [
-            (svg(figure, f"{name}", CAPTIONS[name.split("-")[0]].split(".")[0]), caption)
-            for name, caption, figure in figures(runs, IN_PAGE)
-        ]
+def _svg(figure: Figure) -> str:
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return buffer.getvalue()
 
 
 def write_pictures(runs: Sequence[Run], output: Path) -> list[Path]:
     """Write PNGs into a folder; where ``output`` ends in ``.png``, all of them as this one."""
-    single = output.suffix.lower() == ".png"
-    folder = output.parent if single else output
-    written = []
-    with drawing(LIGHT):
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            named = [(name, figure) for name, _, figure in figures(runs, LIGHT)]
-            if single and named:
-                save_stacked([figure for _, figure in named], output)
-                return [output]
-            for name, figure in named:
-                written.append(folder / f"{name}.png")
-                save_png(figure, written[-1])
-        except OSError as error:
-            raise _unwritable(output, error) from None
-    return written
+    found, single = pictures(runs), output.suffix.lower() == ".png"
+    if not found:
+        return []
+    with drawing():
+        figures = {picture.name: picture.figure for picture in found}
+        if single:
+            figures = {output.stem: partial(stacked, found)}
+        folder = output.parent if single else output
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = [folder / f"{name}{output.suffix if single else '.png'}" for name in figures]
+        for path, make in zip(paths, figures.values(), strict=True):
+            make().savefig(path, format="png")
+    return paths
 
 
 def _same(one: str, other: str) -> bool:
     return Path(one).exists() and Path(other).exists() and Path(one).samefile(other)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise _unwritable(path, error) from None
-
-
-def _unwritable(path: Path, error: OSError) -> ConfigError:
-    why = error.strerror or str(error)
-    return ConfigError(f"{path}: cannot be written ({why}); give another place with -o.")

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+from ..telemetry import Record
 from .formatting import counted, number, shorten
+from .heatmap import draw_heatmap, heatmap_rows
 from .run_summary import Offender, Run
-from .theme import Theme
+from .samples import Bin
+from .theme import BAD, INK, LINE, PAPER, RUNS, SOFT
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["norm_figure", "offender_figure", "scale_figure", "timeline_figure", "worst_first"]
+__all__ = ["Picture", "pictures", "stacked"]
 
 WIDTH = 8.6
 DASHES = ("-", (0, (5, 2)), (0, (2, 1.5)), (0, (6, 2, 1.5, 2)))
@@ -29,19 +34,62 @@ KINDS = {
 }
 
 
-def new_figure(title: str, height: float, theme: Theme, of: str = "") -> tuple[Figure, Axes]:
-    """A figure of ``height`` inches, one axes, its title at the left; ``of``: the run's name."""
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """One picture, not yet drawn."""
+
+    name: str
+    caption: str
+    title: str
+    height: float
+    """Inches."""
+    plot: Callable[[Axes], None]
+
+    def draw(self, figure: Figure) -> Axes:
+        """Draw it into a figure, or a part of one."""
+        axes = figure.add_subplot()
+        axes.set_title(self.title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=10)
+        axes.tick_params(length=3, labelsize=8.5)
+        self.plot(axes)
+        return axes
+
+    def figure(self) -> Figure:
+        """A figure of it alone. Call it inside ``drawing()``."""
+        figure = new_figure(self.height)
+        self.draw(figure)
+        return figure
+
+
+def new_figure(height: float) -> Figure:
+    """An empty one of this many inches."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    axes = figure.add_subplot()
-    title += f" ({shorten(of, 30)})" if of else ""
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=theme.ink, pad=10)
-    axes.tick_params(length=3, labelsize=8.5)
-    return figure, axes
+    return Figure(figsize=(WIDTH, height), layout="constrained")
 
 
-def _steps_axis(axes: Axes, runs: Sequence[Run], theme: Theme) -> None:
+def stacked(found: Sequence[Picture]) -> Figure:
+    """All of them in one figure, one below the other."""
+    heights = [picture.height for picture in found]
+    figure = new_figure(sum(heights))
+    parts = figure.subfigures(len(found), squeeze=False, height_ratios=heights)
+    for picture, part in zip(found, parts.flat, strict=True):
+        picture.draw(part)
+    return figure
+
+
+def pictures(runs: Sequence[Run]) -> list[Picture]:
+    """Every picture there is data for."""
+    runs = [run for run in runs if run.windows]
+    found = [_scale(runs), _norm(runs)] if runs else []
+    several = len(runs) > 1
+    for build in (_heatmap, _offenders, _timeline):
+        for number_of, run in enumerate(runs, 1):
+            of = f" ({shorten(run.label, 30)})" if several else ""
+            found.append(build(run, of, f"-{number_of}" if several else ""))
+    return [picture for picture in found if picture is not None]
+
+
+def _steps_axis(axes: Axes, runs: Sequence[Run]) -> None:
     """Steps along the x axis, and where each later session began."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
@@ -55,25 +103,28 @@ def _steps_axis(axes: Axes, runs: Sequence[Run], theme: Theme) -> None:
         return
     starts = [(n, s.first_x) for n, s in enumerate(runs[0].sessions[1:], 2)]
     for index, (count, x) in enumerate(starts[:60]):
-        axes.axvline(x, color=theme.soft, linewidth=0.8, linestyle=(0, (1, 2)))
+        axes.axvline(x, color=SOFT, linewidth=0.8, linestyle=(0, (1, 2)))
         if index % max(1, len(starts) // 6) == 0:
-            axes.annotate(
-                f"session {count}",
-                (x, 1.0),
-                xycoords=("data", "axes fraction"),
-                xytext=(3, -2),
-                textcoords="offset points",
-                fontsize=7.5,
-                color=theme.soft,
-                va="top",
-            )
+            _note(axes, f"session {count}", (x, 1.0), (3, -2))
 
 
-def _legend(axes: Axes, runs: int = 1) -> None:
-    """Above the axes beside the title; of several runs below, where there is room for names."""
-    if not axes.get_legend_handles_labels()[0]:
-        return
-    if runs > 1:
+def _note(axes: Axes, text: str, at: tuple[float, float], offset: tuple[int, int]) -> None:
+    """Small text; ``at``: x of the data, y of the axes from 0 to 1; ``offset`` in points."""
+    axes.annotate(
+        text,
+        at,
+        xycoords=("data", "axes fraction"),
+        xytext=offset,
+        textcoords="offset points",
+        fontsize=7.5,
+        color=SOFT,
+        va="top",
+    )
+
+
+def _legend(axes: Axes, below: bool) -> None:
+    """Above the axes beside a short title, or below, where there is room for names."""
+    if below:
         axes.figure.legend(loc="outside lower center", ncols=3)
         return
     axes.legend(
@@ -86,72 +137,82 @@ def _legend(axes: Axes, runs: int = 1) -> None:
     )
 
 
-def _scale_line(run: Run, smallest: float) -> tuple[list[float], list[float]]:
-    """The scale of every stretch of steps; from the bins where there were too many changes."""
-    end = run.bins.done[-1].last_x
-    if run.changes_lost:
-        points = [(float(b.x), b.scale) for b in run.bins.done]
-    else:
-        points = [(float(x), scale) for x, scale in run.changes if x <= end]
-    points.append((float(end), points[-1][1]))
-    return [x for x, _ in points], [_drawn(scale, smallest) for _, scale in points]
+def _shared_axis(axes: Axes, runs: Sequence[Run], label: str) -> None:
+    """What the pictures of all runs in one have in common."""
+    axes.set_ylabel(label)
+    axes.grid(axis="y", linewidth=0.7)
+    _steps_axis(axes, runs)
+    _legend(axes, below=len(runs) > 1)
 
 
-def _drawn(scale: float, smallest: float) -> float:
-    """A scale as it is drawn: within float32, whatever the file claims."""
-    return min(max(scale, smallest), 2.0**128)
+def _band(
+    axes: Axes, bins: Sequence[Bin], low: list[float], high: list[float], **style: Any
+) -> None:
+    """From the least to the most of each bin."""
+    axes.fill_between([b.x for b in bins], low, high, alpha=0.2, linewidth=0, **style)
 
 
-def _smallest(runs: Sequence[Run]) -> float:
-    """What stands for a scale of 0 on a logarithmic axis: half the smallest that is above."""
-    scales = [b.scale_low for run in runs for b in run.bins.done if b.scale_low > 0]
-    return max(min(scales, default=1.0) / 2, 2.0**-150)
+def _scale(runs: Sequence[Run]) -> Picture:
+    caption = (
+        "The factor on the loss. It halves when a window overflows, and that step is skipped; "
+        "after growth_interval windows without overflow it doubles."
+    )
+    return Picture("scale", caption, "Loss scale", 3.3, partial(_plot_scale, runs=runs))
 
 
-def scale_figure(runs: Sequence[Run], theme: Theme) -> Figure:
+def _plot_scale(axes: Axes, runs: Sequence[Run]) -> None:
     """The loss scale over the steps (log2), every skipped window marked."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-    figure, axes = new_figure("Loss scale", 3.3, theme)
-    smallest = _smallest(runs)
+    lows = [b.scale_low for run in runs for b in run.bins.done if b.scale_low > 0]
+    smallest = max(min(lows, default=1.0) / 2, 2.0**-150)
+
+    def drawn(scale: float) -> float:
+        """Within float32, whatever the file claims; 0 has no place on a logarithmic axis."""
+        return min(max(scale, smallest), 2.0**128)
+
     axes.set_yscale("log", base=2)
     for index, run in enumerate(runs):
-        color, name = theme.runs[index], f"{shorten(run.label, 24)}: " if len(runs) > 1 else ""
-        xs, ys = _scale_line(run, smallest)
-        label = name + "scale" if not run.changes_lost else name + "scale, thinned out"
-        axes.step(xs, ys, where="post", color=color, linestyle=DASHES[index], label=label)
-        if run.changes_lost:
-            axes.fill_between(
-                [b.x for b in run.bins.done],
-                [_drawn(b.scale_low, smallest) for b in run.bins.done],
-                [_drawn(b.scale_high, smallest) for b in run.bins.done],
-                color=color,
-                alpha=0.2,
-                linewidth=0,
-                step="post",
-            )
-        skipped = [b for b in run.bins.done if b.skips]
+        color, name = RUNS[index], f"{shorten(run.label, 24)}: " if len(runs) > 1 else ""
+        bins, last = run.bins.done, run.bins.done[-1]
+        label = name + ("scale" if run.bins.width == 1 else "scale, thinned out")
+        xs, ys = [b.x for b in bins] + [last.last_x], [drawn(b.scale) for b in bins]
+        axes.step(
+            xs, [*ys, ys[-1]], where="post", color=color, linestyle=DASHES[index], label=label
+        )
+        if run.bins.width > 1:
+            low, high = [drawn(b.scale_low) for b in bins], [drawn(b.scale_high) for b in bins]
+            _band(axes, bins, low, high, color=color, step="post")
+        skipped = [b for b in bins if b.skips]
         if skipped:
             axes.plot(
                 [(b.x + b.last_x) / 2 for b in skipped],
-                [_drawn(b.scale_high, smallest) for b in skipped],
+                [drawn(b.scale_high) for b in skipped],
                 linestyle="none",
                 marker="x",
                 markersize=5.5,
                 markeredgewidth=1.4,
-                color=theme.bad if len(runs) == 1 else color,
+                color=BAD if len(runs) == 1 else color,
                 label=f"{name}{counted(run.skips, 'skipped window')}",
             )
     axes.yaxis.set_major_locator(LogLocator(base=2, numticks=7))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
-    low, high = axes.get_ylim()
-    axes.set_ylim(min(low, high / 4), high * 1.2)
-    axes.set_ylabel("scale (factor on the loss)")
-    axes.grid(axis="y", linewidth=0.7)
-    _steps_axis(axes, runs, theme)
-    _legend(axes, len(runs))
-    return figure
+    bottom, top = axes.get_ylim()
+    axes.set_ylim(min(bottom, top / 4), top * 1.2)
+    _shared_axis(axes, runs, "scale (factor on the loss)")
+
+
+def _norm(runs: Sequence[Run]) -> Picture | None:
+    """None: there is no finite norm."""
+    if not any(b.norms for run in runs for b in run.bins.done):
+        return None
+    caption = (
+        "The length of the whole gradient at each step, as the optimizer would see it without "
+        "clipping."
+    )
+    title = "Gradient norm, unscaled, before clipping"
+    return Picture("norm", caption, title, 3.3, partial(_plot_norm, runs=runs))
 
 
 def _readable(norm: float) -> float:
@@ -159,51 +220,35 @@ def _readable(norm: float) -> float:
     return min(max(norm, 1e-60), 1e60)
 
 
-def norm_figure(runs: Sequence[Run], theme: Theme) -> Figure | None:
-    """The gradient norm over the steps (log) and the clipping threshold; None: no finite norm."""
-    runs_with = [run for run in runs if any(b.norms for b in run.bins.done)]
-    if not runs_with:
-        return None
-    figure, axes = new_figure("Gradient norm, unscaled, before clipping", 3.3, theme)
+def _plot_norm(axes: Axes, runs: Sequence[Run]) -> None:
+    """The gradient norm over the steps (log) and the clipping threshold."""
     axes.set_yscale("log")
     for index, run in enumerate(runs):
-        bins = [b for b in run.bins.done if b.norms]
+        bins, width = [b for b in run.bins.done if b.norms], run.bins.width
         if not bins:
             continue
-        color = theme.runs[index]
+        color = RUNS[index]
         label = shorten(run.label, 24) if len(runs) > 1 else "norm"
-        if run.bins.width > 1:
-            label += f", mean of {run.bins.width} windows (band: least to most)"
-            axes.fill_between(
-                [b.x for b in bins],
-                [_readable(b.norm_low) for b in bins],
-                [_readable(b.norm_high) for b in bins],
-                color=color,
-                alpha=0.22,
-                linewidth=0,
-            )
-        width = 1.5 if run.bins.width > 1 or len(bins) < 300 else 1.0
-        values = [_readable(b.norm or 0.0) for b in bins]
+        if width > 1:
+            label += f", mean of {width} windows (band: least to most)"
+            low = [_readable(b.norm_low) for b in bins]
+            _band(axes, bins, low, [_readable(b.norm_high) for b in bins], color=color)
         axes.plot(
             [b.x for b in bins],
-            values,
+            [_readable(b.norm or 0.0) for b in bins],
             color=color,
-            linewidth=width,
+            linewidth=1.5 if width > 1 or len(bins) < 300 else 1.0,
             linestyle=DASHES[index],
             marker="." if len(bins) < 3 else None,
             label=label,
         )
-    _threshold_lines(axes, runs, theme)
-    _mark_bad_norms(axes, runs, theme)
-    axes.set_ylabel("L2 norm")
-    axes.grid(axis="y", linewidth=0.7)
-    _steps_axis(axes, runs, theme)
+    _threshold_lines(axes, runs)
+    _mark_bad_norms(axes, runs)
     _plain_log_ticks(axes)
-    _legend(axes, len(runs))
-    return figure
+    _shared_axis(axes, runs, "L2 norm")
 
 
-def _threshold_lines(axes: Axes, runs: Sequence[Run], theme: Theme) -> None:
+def _threshold_lines(axes: Axes, runs: Sequence[Run]) -> None:
     """The clipping threshold over the steps; runs that clip alike share the longest one's line."""
     drawn: set[float] = set()
     for run in sorted(runs, key=lambda run: -len(run.bins.done) * run.bins.width):
@@ -218,11 +263,11 @@ def _threshold_lines(axes: Axes, runs: Sequence[Run], theme: Theme) -> None:
         if last and last[0] not in drawn:
             drawn.add(last[0])
             xs = [float(b.x) for b in run.bins.done]
-            (line,) = axes.step(xs, limits, where="post", color=theme.ink, linewidth=1.2)
+            (line,) = axes.step(xs, limits, where="post", color=INK, linewidth=1.2)
             line.set(linestyle=(0, (4, 3)), label=f"clipped above {number(last[0])}")
 
 
-def _mark_bad_norms(axes: Axes, runs: Sequence[Run], theme: Theme) -> None:
+def _mark_bad_norms(axes: Axes, runs: Sequence[Run]) -> None:
     """Norms that were inf or NaN have no height: a mark at the upper edge."""
     for index, run in enumerate(runs):
         bad = [b for b in run.bins.done if b.norms_bad]
@@ -235,7 +280,7 @@ def _mark_bad_norms(axes: Axes, runs: Sequence[Run], theme: Theme) -> None:
                 marker="v",
                 markersize=4.5,
                 markeredgewidth=0,
-                color=theme.bad if len(runs) == 1 else theme.runs[index],
+                color=BAD if len(runs) == 1 else RUNS[index],
                 label="inf or NaN" if index == 0 else None,
             )
     low, high = axes.get_ylim()
@@ -253,22 +298,41 @@ def _plain_log_ticks(axes: Axes) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
-def worst_first(run: Run) -> list[Offender]:
-    """The offenders, by the windows that began to overflow in them."""
-    return sorted(run.offenders.values(), key=lambda o: (-o.began, -o.windows, -o.place, o.name))
+def _heatmap(run: Run, of: str, suffix: str) -> Picture | None:
+    """None: no norms were kept."""
+    rows = heatmap_rows(run)
+    if not rows:
+        return None
+    caption = (
+        "Parameters from the input (top) to the output (bottom). A backward runs upwards: what is "
+        "non-finite low in a column spreads to all above."
+    )
+    title = "Gradient norm by parameter, unscaled" + of
+    height = min(8.0, max(2.6, 1.4 + 0.155 * len(rows)))
+    plot = partial(draw_heatmap, run=run, rows=rows)
+    return Picture("heatmap" + suffix, caption, title, height, plot)
 
 
-def offender_figure(run: Run, theme: Theme, of: str = "") -> Figure | None:
-    """Parameters that overflowed, in how many windows, and in how many it began there."""
-    worst = worst_first(run)[:BARS]
+def _offenders(run: Run, of: str, suffix: str) -> Picture | None:
+    """None: nothing overflowed."""
+    worst = run.worst_offenders()[:BARS]
     if not worst:
         return None
-    more = len(run.offenders) - len(worst)
-    title = "Parameters that overflowed" + (f", the first {BARS} of {more + BARS}" if more else "")
-    figure, axes = new_figure(title, 1.1 + 0.24 * len(worst), theme, of)
+    caption = (
+        "In how many windows each parameter's gradient held inf or NaN, and in how many of them it "
+        "was the layer that a backward meets first."
+    )
+    many = f", the first {BARS} of {len(run.offenders)}" if len(run.offenders) > BARS else ""
+    title, height = f"Parameters that overflowed{many}{of}", 1.1 + 0.24 * len(worst)
+    plot = partial(_plot_offenders, worst=worst)
+    return Picture("offenders" + suffix, caption, title, height, plot)
+
+
+def _plot_offenders(axes: Axes, worst: Sequence[Offender]) -> None:
+    """Parameters that overflowed, in how many windows, and in how many it began there."""
     rows = range(len(worst))
-    axes.barh(rows, [o.windows for o in worst], color=theme.line, height=0.68, label="overflowed")
-    axes.barh(rows, [o.began for o in worst], color=theme.bad, height=0.68, label="began there")
+    axes.barh(rows, [o.windows for o in worst], color=LINE, height=0.68, label="overflowed")
+    axes.barh(rows, [o.began for o in worst], color=BAD, height=0.68, label="began there")
     for row, offender in enumerate(worst):
         axes.annotate(
             f"{offender.windows}" + (f", began in {offender.began}" if offender.began else ""),
@@ -277,31 +341,41 @@ def offender_figure(run: Run, theme: Theme, of: str = "") -> Figure | None:
             textcoords="offset points",
             va="center",
             fontsize=8,
-            color=theme.ink,
+            color=INK,
         )
-    axes.set_yticks(list(rows), [shorten(o.name, 46) for o in worst], color=theme.ink)
+    axes.set_yticks(list(rows), [shorten(o.name, 46) for o in worst], color=INK)
     axes.set_ylim(len(worst) - 0.4, -0.6)
     axes.set_xlim(0, 1.22 * max(o.windows for o in worst))
     axes.set_xlabel("windows")
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
     axes.xaxis.get_major_locator().set_params(integer=True)  # type: ignore[call-arg]
-    _legend(axes)
-    return figure
+    _legend(axes, below=True)
 
 
-def timeline_figure(run: Run, theme: Theme, of: str = "") -> Figure | None:
-    """What each thread did in a few windows; None where the file has no spans."""
-    stretch = run.timing.stretch
-    if stretch is None or not stretch.spans:
+def _timeline(run: Run, of: str, suffix: str) -> Picture | None:
+    """None: the file has no spans."""
+    if not run.timing.last:
         return None
-    session = run.sessions[run.session_of(stretch.first_x)]
-    beside = session.settings.get("step_mode") in ("overlap", "delayed")
-    steps = f"{run.place(stretch.first_x)} to {run.place(stretch.last_x)}"
-    figure, axes = new_figure(f"Timeline, {steps}", 2.5 if beside else 1.9, theme, of)
-    zero = min(start for _, start, _, _ in stretch.spans)
+    caption = (
+        "What each thread did when, in the last steps. Hatched: the training thread waited for the "
+        "optimizer."
+    )
+    (first, _), (last, _) = run.timing.last[0], run.timing.last[-1]
+    beside = run.sessions[run.session_of(last)].settings.get("step_mode") in ("overlap", "delayed")
+    title = f"Timeline, {run.place(first)} to {run.place(last)}{of}"
+    records = [record for _, record in run.timing.last]
+    plot = partial(_plot_timeline, records=records, beside=beside)
+    return Picture("timeline" + suffix, caption, title, 2.5 if beside else 1.9, plot)
+
+
+def _plot_timeline(axes: Axes, records: Sequence[Record], beside: bool) -> None:
+    """What each thread did in a few windows, in milliseconds."""
+    spans = [span for record in records for span in record.spans]
+    zero = min(start for _, start, *_ in spans)
+    last = max(start + length - zero for _, start, length, *_ in spans) * 1e3
     for kind, color in KINDS.items():
-        bars = [((s - zero) / 1e3, length / 1e3) for k, s, length, _ in stretch.spans if k == kind]
+        bars = [((s - zero) * 1e3, length * 1e3) for k, s, length, *_ in spans if k == kind]
         if not bars:
             continue
         wait, other = kind == "wait", kind == "optimizer"
@@ -310,34 +384,23 @@ def timeline_figure(run: Run, theme: Theme, of: str = "") -> Figure | None:
         axes.broken_barh(
             bars,
             (low, height),
-            facecolors=theme.paper if wait else color,
-            edgecolor=theme.soft if wait else "none",
+            facecolors=PAPER if wait else color,
+            edgecolor=SOFT if wait else "none",
             hatch="//////" if wait else None,
             linewidth=0.5 if wait else 0,
             label=kind,
         )
-    last = max(start + length for _, start, length, _ in stretch.spans)
-    for offset, end in enumerate(stretch.ends):
-        at = end * 1e3 - zero / 1e3
-        if 0 < at <= (last - zero) / 1e3:
-            axes.axvline(at, color=theme.ink, linewidth=0.8, linestyle=(0, (1, 1.5)))
-            if offset == 0:
-                axes.annotate(
-                    f"end of {run.place(stretch.first_x)}",
-                    (at, 0.98),
-                    xycoords=("data", "axes fraction"),
-                    xytext=(3, 0),
-                    textcoords="offset points",
-                    fontsize=7.5,
-                    color=theme.soft,
-                    va="top",
-                )
+    for number_of, record in enumerate(records):
+        at = (record.time - zero) * 1e3
+        if 0 < at <= last:
+            axes.axvline(at, color=INK, linewidth=0.8, linestyle=(0, (1, 1.5)))
+            if number_of == 0:
+                _note(axes, f"end of step {record.index}", (at, 0.98), (3, 0))
     names = ["training thread", "optimizer thread"] if beside else ["training thread"]
-    axes.set_yticks([0.35, -0.65][: len(names)], names, color=theme.ink)
+    axes.set_yticks([0.35, -0.65][: len(names)], names, color=INK)
     axes.set_ylim(-1.15 if beside else -0.15, 1.05)
-    axes.set_xlim(0, max((last - zero) / 1e3, 1e-3))
+    axes.set_xlim(0, max(last, 1e-3))
     axes.set_xlabel("milliseconds")
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=len(KINDS), handlelength=1.4)
-    return figure
+    axes.figure.legend(loc="outside lower center", ncols=len(KINDS), handlelength=1.4)

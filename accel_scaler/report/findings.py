@@ -66,7 +66,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
         ("skipped", f"{run.skips} ({percent(run.skips, run.windows)})"),
     ]
     if _scaled(run):
-        first, last = run.changes[0][1], run.last_scale or 0.0
+        first, last = run.first_scale, run.last_scale
         rows.append(("scale", f"{number(first)} at first, {number(last)} at last"))
         if run.lowest is not None:
             rows.append(("lowest scale", f"{number(run.lowest[0])} ({run.place(run.lowest[1])})"))
@@ -77,9 +77,9 @@ def facts(run: Run) -> list[tuple[str, str]]:
     if run.limited:
         rows.append(("clipped", percent(run.clipped, run.limited)))
     timing = run.timing
-    if timing.optimizer_us:
-        rows.append(("update, each", f"{timing.optimizer_us / timing.updates / 1e3:.3g} ms"))
-        rows.append(("of it hidden", percent(timing.hidden_us, timing.optimizer_us)))
+    if timing.optimizer:
+        rows.append(("update, each", f"{timing.optimizer / timing.updates * 1e3:.3g} ms"))
+        rows.append(("of it hidden", percent(timing.hidden, timing.optimizer)))
     if (seconds := sum(session.seconds for session in run.sessions)) > 0:
         rows.append(("time", f"{seconds:.3g} s, {run.windows / seconds:.3g} windows/s"))
     return rows
@@ -179,14 +179,14 @@ def _floor(run: Run) -> Iterable[Finding]:
         )
 
 
-def _blame(run: Run, culprits: Counter[str]) -> str:
+def _most_often(origins: Counter[str]) -> str:
     """``X overflowed 14 times``, or nothing where nobody knows."""
-    if not culprits:
+    if not origins:
         return ""
-    name, count = culprits.most_common(1)[0]
+    name, count = origins.most_common(1)[0]
     if name == "the loss":
         return f"the loss was inf or NaN {times(count)}"
-    others = f", {counted(len(culprits) - 1, 'other')} less often" if len(culprits) > 1 else ""
+    others = f", {counted(len(origins) - 1, 'other')} less often" if len(origins) > 1 else ""
     return f"{name} overflowed {times(count)}{others}"
 
 
@@ -198,9 +198,9 @@ def _real_falls(run: Run) -> list[Fall]:
 
 
 def _fall_text(run: Run, fall: Fall) -> str:
-    blame = _blame(run, fall.culprits)
+    began = _most_often(fall.origins)
     start = run.place(fall.first_x)
-    end = f": {blame}." if blame else "."
+    end = f": {began}." if began else "."
     if fall.low >= fall.high:
         skips = counted(fall.skips, "skip")
         return f"The scale stayed at {number(fall.low)} through {skips} from {start} on{end}"
@@ -228,22 +228,22 @@ def _falls(run: Run) -> Iterable[Finding]:
 
 
 def _near(run: Run, fall: Fall) -> str:
-    first = next((f for f in run.firsts if fall.first_x <= f.x <= fall.last_x), None)
-    if first is not None and first.text:
-        return f"At {run.place(first.x)}: {first.text}"
+    for x, first in run.firsts:
+        if fall.first_x <= x <= fall.last_x and first["text"]:
+            return f"At {run.place(x)}: {first['text']}"
     return "What changed there: the batch, the learning rate, the gradient norm just before."
 
 
 def _repeated(run: Run) -> Iterable[Finding]:
     """One layer again and again, where the fall above did not already say so."""
-    total = run.culprits.total()
+    total = run.origins.total()
     if not total:
         return
-    name, count = run.culprits.most_common(1)[0]
+    name, count = run.origins.most_common(1)[0]
     if name == "the loss" or count < REPEATED or 2 * count < total:
         return
     falls = _real_falls(run)
-    if falls and 2 * falls[0].culprits[name] >= count:
+    if falls and 2 * falls[0].origins[name] >= count:
         return
     ordinary = not run.other_skips
     yield Finding(
@@ -295,7 +295,7 @@ def _skips(run: Run) -> Iterable[Finding]:
         yield Finding(
             "note",
             f"{counted(run.other_skips, 'skip')} besides, far apart"
-            + (f": {blame}." if (blame := _blame(run, run.culprits)) else "."),
+            + (f": {began}." if (began := _most_often(run.origins)) else "."),
         )
     told = any(f.first_x == run.longest_streak_x for f in _real_falls(run)[:1])
     if run.longest_streak >= 5 and run.longest_streak > run.search_skips and not told:
@@ -344,10 +344,10 @@ def _underflow(run: Run) -> Iterable[Finding]:
 def _waiting(run: Run) -> Iterable[Finding]:
     timing = run.timing
     modes = {session.settings.get("step_mode") for session in run.sessions}
-    if not timing.optimizer_us or not modes & {"overlap", "delayed"}:
+    if not timing.optimizer or not modes & {"overlap", "delayed"}:
         return
-    share = timing.hidden_us / timing.optimizer_us
-    text = f"{percent(timing.hidden_us, timing.optimizer_us)} of the optimizer's time was hidden"
+    share = timing.hidden / timing.optimizer
+    text = f"{percent(timing.hidden, timing.optimizer)} of the optimizer's time was hidden"
     if share >= LITTLE_HIDDEN:
         yield Finding("good", f"{text} behind the training thread's own work.")
         return
@@ -357,7 +357,7 @@ def _waiting(run: Run) -> Iterable[Finding]:
         where = f"Most waiting ({percent(spent, timing.waits.total())}) was at {name or 'unnamed'}."
     yield Finding(
         "warn",
-        f"Only {text}: the training thread waited {timing.waited_us / 1e6:.3g} s in all.",
+        f"Only {text}: the training thread waited {timing.waited:.3g} s in all.",
         where,
         "Leave the optimizer a core of its own (optimizer_threads, OMP_NUM_THREADS), or use "
         'step_mode="sync": there is too little to run beside.',

@@ -1,70 +1,76 @@
-"""The heat map of a report: the gradient norm of every parameter over the steps."""
+"""The heatmap of a report: the gradient norm of every parameter over the steps."""
 
 from __future__ import annotations
 
 import math
-import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from .figures import new_figure
 from .formatting import number, shorten
 from .run_summary import Run
-from .theme import Theme
+from .theme import INK
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
-__all__ = ["heat_figure"]
+__all__ = ["draw_heatmap", "heatmap_rows"]
 
 MAX_ROWS = 240
 NAMED_ROWS = 48
-BLOCK = re.compile(r"^(.*?\.\d+)(?:\.|$)")
+RED = (0.91, 0.30, 0.10)
+GREY = (0.55, 0.55, 0.55)
 
 
-def heat_figure(run: Run, theme: Theme, of: str = "") -> Figure | None:
-    """Rows: parameters in the model's order; columns: steps. None where no norms were kept.
+def heatmap_rows(run: Run) -> list[list[str]]:
+    """The parameters of each row, in the model's order; empty where no norms were kept.
 
-    More than ``MAX_ROWS`` parameters share rows with their neighbours (the largest norm shows).
+    More than ``MAX_ROWS`` parameters share rows with their neighbours.
     """
-    import numpy as np
+    names = sorted(
+        {name for _, names, _ in run.norms.columns for name in names},
+        key=lambda name: (run.places[name], name),
+    )
+    group = -(-len(names) // MAX_ROWS)
+    return [names[i : i + group] for i in range(0, len(names), group)] if names else []
+
+
+def draw_heatmap(axes: Axes, run: Run, rows: list[list[str]]) -> None:
+    """Columns: steps. The largest norm of a row shows, and anything non-finite before that."""
     from matplotlib import colormaps
-    from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LogNorm
     from matplotlib.patches import Patch
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
-    rows = sorted(
-        {name for _, names, _ in run.heat.columns for name in names},
-        key=lambda name: (run.places[name], name),
+    table = _table(run, rows)
+    values = [value for row in table for value in row]
+    shown = sorted(value for value in values if 0 < value < math.inf) or [0.1, 1.0]
+    low, high = (shown[round(share * (len(shown) - 1))] for share in (0.005, 0.995))
+    high = max(high, low * 1.01)
+
+    def clip(value: float) -> float:
+        """NaN: there was no norm. Outside of the scale lie 0, and what is inf or NaN."""
+        if math.isnan(value) or value == 0:
+            return low / 10 if value == 0 else value
+        return 10 * high if value == math.inf else min(max(value, low), high)
+
+    colors = colormaps["viridis"].with_extremes(bad=(0, 0, 0, 0), under=GREY, over=RED)
+    image = axes.imshow(
+        [[clip(value) for value in row] for row in table],
+        norm=LogNorm(low, high),
+        cmap=colors,
+        aspect="auto",
+        interpolation="none",
+        origin="upper",
     )
-    if not rows:
-        return None
-    table, labels = _table(run, rows)
-    shown = table[np.isfinite(table) & (table > 0)]
-    low, high = np.quantile(shown, [0.005, 0.995]) if shown.size else (0.1, 1.0)
-    scale = LogNorm(float(low), max(float(high), float(low) * 1.01), clip=True)
-    with np.errstate(all="ignore"):
-        colors = colormaps["viridis"](scale(np.where(table > 0, table, low)))
-    missing = np.isnan(table) & ~_seen(run, rows, table.shape)
-    bad = ~np.isfinite(table) & ~missing
-    colors[missing] = (0, 0, 0, 0)
-    colors[bad] = (0.91, 0.30, 0.10, 1)
-    colors[table == 0] = (0.55, 0.55, 0.55, 1)
-    height = min(8.0, max(2.6, 1.4 + 0.155 * len(labels)))
-    figure, axes = new_figure("Gradient norm by parameter, unscaled", height, theme, of)
-    axes.imshow(colors, aspect="auto", interpolation="none", origin="upper")
-    _row_labels(axes, labels, theme)
+    _row_labels(axes, [row[0] for row in rows])
     _column_labels(axes, run)
-    bar = figure.colorbar(
-        ScalarMappable(scale, colormaps["viridis"]), ax=axes, pad=0.015, aspect=30, fraction=0.05
+    bar = axes.figure.colorbar(
+        image, ax=axes, pad=0.015, aspect=30, fraction=0.05, extend="neither"
     )
     bar.set_label("L2 norm")
     bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     bar.ax.yaxis.set_minor_formatter(NullFormatter())
     bar.outline.set_visible(False)
-    keys = [((0.91, 0.30, 0.10), "inf or NaN", bad.any())]
-    keys += [((0.55, 0.55, 0.55), "exactly 0", (table == 0).any())]
+    keys = [(RED, "inf or NaN", math.inf in values), (GREY, "exactly 0", 0.0 in values)]
     patches = [Patch(color=color, label=label) for color, label, there in keys if there]
     if patches:
         axes.legend(
@@ -75,41 +81,18 @@ def heat_figure(run: Run, theme: Theme, of: str = "") -> Figure | None:
             ncols=2,
             handlelength=1.0,
         )
-    return figure
 
 
-def _grouping(count: int) -> int:
-    return -(-count // MAX_ROWS)
-
-
-def _table(run: Run, rows: list[str]) -> tuple[Any, list[str]]:
-    """Norms as ``[row, column]`` in float64 (NaN: none), and a name for each row."""
-    import numpy as np
-
-    index = {name: row for row, name in enumerate(rows)}
-    table = np.full((len(rows), len(run.heat.columns)), np.nan)
-    for column, (_, names, norms) in enumerate(run.heat.columns):
-        table[[index[name] for name in names], column] = np.asarray(norms, dtype=np.float64)
-    group = _grouping(len(rows))
-    if group == 1:
-        return table, rows
-    padded = np.full((-(-len(rows) // group) * group, table.shape[1]), np.nan)
-    padded[: len(rows)] = table
-    # A row shows its largest norm, and anything non-finite before that.
-    stacked = padded.reshape(-1, group, table.shape[1])
-    largest = np.where(np.isnan(stacked), -1.0, stacked).max(axis=1)
-    return np.where(largest < 0, np.nan, largest), rows[::group]
-
-
-def _seen(run: Run, rows: list[str], shape: tuple[int, ...]) -> Any:
-    """Where a norm was recorded at all: a NaN there is a NaN, elsewhere it is nothing."""
-    import numpy as np
-
-    index = {name: row // _grouping(len(rows)) for row, name in enumerate(rows)}
-    seen = np.zeros(shape, dtype=bool)
-    for column, (_, names, _) in enumerate(run.heat.columns):
-        seen[[index[name] for name in names], column] = True
-    return seen
+def _table(run: Run, rows: list[list[str]]) -> list[list[float]]:
+    """Norms as ``[row][column]``; NaN: none there; inf: one was inf or NaN."""
+    row_of = {name: index for index, row in enumerate(rows) for name in row}
+    table = [[math.nan] * len(run.norms.columns) for _ in rows]
+    for column, (_, names, norms) in enumerate(run.norms.columns):
+        for name, norm in zip(names, norms, strict=True):
+            row = table[row_of[name]]
+            largest = norm if math.isfinite(norm) else math.inf
+            row[column] = largest if math.isnan(row[column]) else max(row[column], largest)
+    return table
 
 
 def _common(names: list[str]) -> int:
@@ -123,40 +106,19 @@ def _common(names: list[str]) -> int:
     return shared
 
 
-def _row_labels(axes: Axes, names: list[str], theme: Theme) -> None:
-    """Every parameter where there is room, else one name a block; lines between the blocks."""
-    from itertools import groupby
-
+def _row_labels(axes: Axes, names: list[str]) -> None:
+    """Every parameter where there is room, else every so many."""
     cut = _common(names) if len(names) > 1 else 0
-    names = [name[cut:] for name in names]
-    blocks: list[tuple[str, int, int]] = []
-    for block, members in groupby(
-        enumerate(names), key=lambda e: m[1] if (m := BLOCK.match(e[1])) else e[1]
-    ):
-        positions = [position for position, _ in members]
-        blocks.append((block, positions[0], positions[-1]))
-    if len(blocks) <= 64:
-        for _, start, _ in blocks[1:]:
-            axes.axhline(start - 0.5, color=theme.paper, linewidth=0.7)
-    if len(names) <= NAMED_ROWS:
-        ticks = [(float(row), name) for row, name in enumerate(names)]
-    else:
-        ticks, reach = [], -math.inf
-        for block, start, end in blocks:
-            middle = (start + end) / 2
-            if middle - reach >= len(names) / 40:
-                ticks.append((middle, block))
-                reach = middle
-    axes.set_yticks([position for position, _ in ticks], [shorten(name, 34) for _, name in ticks])
-    axes.tick_params(axis="y", length=0, labelsize=7.5, labelcolor=theme.ink)
+    rows = range(0, len(names), -(-len(names) // NAMED_ROWS))
+    axes.set_yticks(rows, [shorten(names[row][cut:], 34) for row in rows])
+    axes.tick_params(axis="y", length=0, labelsize=7.5, labelcolor=INK)
     for side in ("left", "bottom"):
         axes.spines[side].set_visible(False)
 
 
 def _column_labels(axes: Axes, run: Run) -> None:
-    columns = run.heat.columns
-    count = len(columns)
-    shown = sorted({round(i * (count - 1) / 6) for i in range(7)})
+    columns = run.norms.columns
+    shown = sorted({round(i * (len(columns) - 1) / 6) for i in range(7)})
     axes.set_xticks(shown, [number(columns[i][0]) for i in shown])
-    every = f", one in {run.heat.stride} shown" if run.heat.stride > 1 else ""
+    every = f", one in {run.norms.stride} shown" if run.norms.stride > 1 else ""
     axes.set_xlabel(f"step{every}" if len(run.sessions) < 2 else f"step over all sessions{every}")

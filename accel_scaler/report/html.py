@@ -2,91 +2,75 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from html import escape
+from typing import Any
 
-from ..telemetry.decoding import clean
-from .figures import worst_first
+from ..console import plain
+from .figures import Picture
 from .findings import facts, find
 from .formatting import counted, number
-from .run_summary import First, Run
-from .theme import DARK, LIGHT, Theme
+from .run_summary import Run
+from .theme import BAD, INK, LINE, PAPER, SOFT
 
-__all__ = ["Picture", "html_page"]
+__all__ = ["html_page"]
 
 ROWS = 100
-Picture = tuple[str, str]
-"""An ``<svg>`` element and the sentence under it."""
+LEVELS = {
+    "bad": ("Problem", BAD),
+    "warn": ("Look", "#9a6700"),
+    "note": ("Note", SOFT),
+    "good": ("Fine", "#1a7f37"),
+}
 
-CSS = """
-*{box-sizing:border-box}
-body{margin:0;background:var(--paper);color:var(--ink);
-font:16px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,"Noto Sans",sans-serif}
-main{max-width:60rem;margin:0 auto;padding:1.5rem 1rem 4rem}
-h1{font-size:1.6rem;line-height:1.25;margin:.5rem 0 .25rem}
-h2{font-size:1.2rem;margin:2.4rem 0 .75rem;padding-bottom:.3rem;border-bottom:1px solid var(--line)}
-h3{font-size:1rem;margin:1.5rem 0 .5rem}
-p{margin:.35rem 0}
-h1,h2,h3,p,li{overflow-wrap:anywhere}
-td,th{overflow-wrap:break-word}
-.soft{color:var(--soft)}
-.findings{list-style:none;margin:0;padding:0}
-.findings li{border:1px solid var(--line);border-left:5px solid var(--mark);border-radius:6px;
-padding:.6rem .9rem;margin:.6rem 0}
-.findings .what{font-weight:600}
-.findings b{display:inline-block;color:var(--mark);font-size:.78rem;letter-spacing:.04em;
-text-transform:uppercase;margin-right:.6rem}
-.bad{--mark:var(--bad)}.warn{--mark:var(--caution)}.note{--mark:var(--soft)}.good{--mark:var(--fine)}
-figure{margin:1.5rem 0}
-.wide{overflow-x:auto}
-figure svg{display:block;width:100%;min-width:38rem;height:auto}
-svg text{font-family:system-ui,-apple-system,"Segoe UI",Roboto,"Noto Sans",sans-serif!important}
-figcaption{color:var(--soft);font-size:.9rem;margin-top:.4rem}
-table{border-collapse:collapse;width:100%;font-size:.9rem}
-th,td{text-align:left;vertical-align:top;padding:.35rem .9rem .35rem 0;
-border-bottom:1px solid var(--line)}
-th{color:var(--soft);font-weight:600}
-td.n,th.n{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}
+CSS = f"""
+*{{box-sizing:border-box}}
+body{{margin:0;background:{PAPER};color:{INK};
+font:16px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,"Noto Sans",sans-serif}}
+main{{max-width:60rem;margin:0 auto;padding:1.5rem 1rem 4rem}}
+h1{{font-size:1.6rem;line-height:1.25;margin:.5rem 0 .25rem}}
+h2{{font-size:1.2rem;margin:2.4rem 0 .75rem;padding-bottom:.3rem;border-bottom:1px solid {LINE}}}
+h3{{font-size:1rem;margin:1.5rem 0 .5rem}}
+p{{margin:.35rem 0}}
+h1,h2,h3,p,li{{overflow-wrap:anywhere}}
+td,th{{overflow-wrap:break-word}}
+.soft{{color:{SOFT}}}
+.findings{{list-style:none;margin:0;padding:0}}
+.findings li{{border:1px solid {LINE};border-left:5px solid var(--mark);border-radius:6px;
+padding:.6rem .9rem;margin:.6rem 0}}
+.findings .what{{font-weight:600}}
+.findings b{{display:inline-block;color:var(--mark);font-size:.78rem;letter-spacing:.04em;
+text-transform:uppercase;margin-right:.6rem}}
+figure{{margin:1.5rem 0}}
+.wide{{overflow-x:auto}}
+figure img{{display:block;width:100%;min-width:38rem;height:auto}}
+figcaption{{color:{SOFT};font-size:.9rem;margin-top:.4rem}}
+table{{border-collapse:collapse;width:100%;font-size:.9rem}}
+th,td{{text-align:left;vertical-align:top;padding:.35rem .9rem .35rem 0;
+border-bottom:1px solid {LINE}}}
+th{{color:{SOFT};font-weight:600}}
+td.n,th.n{{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}}
 """.strip()
-WORDS = {"bad": "Problem", "warn": "Look", "note": "Note", "good": "Fine"}
 
 
-def _variables(theme: Theme, caution: str, fine: str) -> str:
-    values = {
-        "ink": theme.ink,
-        "soft": theme.soft,
-        "line": theme.line,
-        "paper": theme.paper,
-        "bad": theme.bad,
-        "caution": caution,
-        "fine": fine,
-        **{f"run-{index}": color for index, color in enumerate(theme.runs)},
-    }
-    return ";".join(f"--{name}:{value}" for name, value in values.items())
-
-
-def html_page(runs: Sequence[Run], pictures: Sequence[Picture]) -> str:
-    """The whole page. Every text of the file is escaped; there is no script in it."""
-    title = " and ".join(run.label for run in runs)
-    light = _variables(LIGHT, "#9a6700", "#1a7f37")
-    dark = _variables(DARK, "#e3b341", "#56d364")
-    body = [f"<h1>Loss scaling: {escape(title)}</h1>", *_dates(runs)]
+def html_page(runs: Sequence[Run], drawn: Sequence[tuple[str, Picture]]) -> str:
+    """The whole page, with the pictures as SVG. All text is escaped; there is no script in it."""
+    title = f"Loss scaling: {' and '.join(run.label for run in runs)}"
+    body = [f"<h1>{escape(title)}</h1>", *_dates(runs)]
     body += ["<h2>Summary</h2>", *(part for run in runs for part in _summary(run, len(runs)))]
     body += ["<h2>In numbers</h2>", _facts(runs)]
-    if pictures:
-        body += ["<h2>Pictures</h2>", *(_figure(*picture) for picture in pictures)]
+    if drawn:
+        body += ["<h2>Pictures</h2>", *(_figure(*each) for each in drawn)]
     body += [part for run in runs for part in _offenders(run, len(runs))]
     body += [part for run in runs for part in _firsts(run, len(runs))]
     body += ["<h2>Settings and versions</h2>", _settings(runs)]
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width,initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n'
-        f"<title>Loss scaling: {escape(title)}</title>\n<style>\n"
-        f":root{{color-scheme:light dark;{light}}}\n"
-        f"@media (prefers-color-scheme:dark){{:root{{{dark}}}}}\n{CSS}\n</style>\n</head>\n"
+        f"<title>{escape(title)}</title>\n<style>\n{CSS}\n</style>\n</head>\n"
         f"<body>\n<main>\n{chr(10).join(body)}\n</main>\n</body>\n</html>\n"
     )
 
@@ -109,8 +93,9 @@ def _summary(run: Run, runs: int) -> list[str]:
     rows = []
     for finding in find(run):
         more = "".join(f"<p>{escape(t)}</p>" for t in (finding.look, finding.do) if t)
+        word, mark = LEVELS[finding.level]
         rows.append(
-            f'<li class="{finding.level}"><p class="what"><b>{WORDS[finding.level]}</b>'
+            f'<li style="--mark:{mark}"><p class="what"><b>{word}</b>'
             f"{escape(finding.what)}</p>{more}</li>"
         )
     return [*_heading(run, runs), f'<ul class="findings">{"".join(rows)}</ul>']
@@ -141,14 +126,18 @@ def _facts(runs: Sequence[Run]) -> str:
     return _side_by_side(runs, [facts(run) for run in runs])
 
 
-def _figure(svg: str, caption: str) -> str:
+def _figure(svg: str, picture: Picture) -> str:
+    # An image of its own: neither names from the file nor ids meet those of the page.
+    data = base64.b64encode(svg.encode("utf-8")).decode("ascii")
     return (
-        f'<figure><div class="wide">{svg}</div><figcaption>{escape(caption)}</figcaption></figure>'
+        f'<figure><div class="wide"><img src="data:image/svg+xml;base64,{data}" '
+        f'alt="{escape(picture.title)}"></div><figcaption>{escape(picture.caption)}</figcaption>'
+        "</figure>"
     )
 
 
 def _offenders(run: Run, runs: int) -> list[str]:
-    worst = worst_first(run)
+    worst = run.worst_offenders()
     if not worst:
         return []
     rows = [
@@ -186,15 +175,15 @@ def _firsts(run: Run, runs: int) -> list[str]:
     if not run.firsts:
         return []
 
-    def row(first: First) -> list[str]:
-        module = f"{first.module} ({first.class_name})" if first.class_name else first.module
-        batch = "" if first.micro_batch is None else f"{first.micro_batch}"
-        ranges = [_span(first.input), _span(first.output)]
-        return [run.place(first.x), first.where, module, batch, *ranges, first.text]
+    def row(x: int, first: dict[str, Any]) -> list[str]:
+        module = first["module"] + (f" ({first['class']})" if first["class"] else "")
+        batch = "" if first["micro_batch"] is None else f"{first['micro_batch']}"
+        ranges = [_span(first["input"]), _span(first["output"])]
+        return [run.place(x), first["where"], module, batch, *ranges, first["text"]]
 
     head = ["step", "where", "module", "micro-batch", "input", "output", ""]
     parts = ["<h2>What was non-finite first</h2>", *_heading(run, runs)]
-    parts.append(_table(head, [row(first) for first in run.firsts], (3, 4, 5)))
+    parts.append(_table(head, [row(*first) for first in run.firsts], (3, 4, 5)))
     if run.firsts_lost:
         lost = counted(run.firsts_lost, "report")
         parts.append(f'<p class="soft">{lost} from the middle of the run left out</p>')
@@ -204,7 +193,7 @@ def _firsts(run: Run, runs: int) -> list[str]:
 def _settings(runs: Sequence[Run]) -> str:
     of = []
     for run in runs:
-        rows: list[tuple[str, str]] = [("file", clean(run.path, 400))]
+        rows: list[tuple[str, str]] = [("file", plain(run.path))]
         if run.sessions:
             last = run.sessions[-1]
             skip = ("unix_time",)

@@ -8,11 +8,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from .samples import MAX_CULPRITS, Bins, Heat, Timing
+from ..telemetry import End, Names, Record
+from .samples import Bins, NormColumns, Timing
 
-__all__ = ["Fall", "First", "Offender", "Run", "Session"]
+__all__ = ["Fall", "Offender", "Run", "Session"]
 
-MAX_CHANGES = 4096
 MAX_FALLS = 8
 MAX_FIRSTS = 50
 SETTLED = 20
@@ -38,20 +38,6 @@ class Offender:
 
 
 @dataclass(slots=True)
-class First:
-    """The first non-finite value of a window, as ``find_overflow`` saw it."""
-
-    x: int
-    where: str
-    module: str
-    class_name: str
-    micro_batch: int | None
-    input: tuple[float, float] | None
-    output: tuple[float, float] | None
-    text: str
-
-
-@dataclass(slots=True)
 class Fall:
     """Windows that overflowed with no growth of the scale between them."""
 
@@ -62,7 +48,8 @@ class Fall:
     skips: int = 0
     search: bool = False
     """The search for a scale at the beginning of a session, and it found one."""
-    culprits: Counter[str] = field(default_factory=Counter)
+    origins: Counter[str] = field(default_factory=Counter)
+    """In how many of them the overflow began where."""
 
     @property
     def doublings(self) -> float:
@@ -70,11 +57,6 @@ class Fall:
         if self.low >= self.high:
             return 0.0
         return math.log2(self.high) - math.log2(self.low) if self.low > 0 else math.inf
-
-    def count(self, culprit: str | None) -> None:
-        """One more window began to overflow in ``culprit``."""
-        if culprit is not None and (culprit in self.culprits or len(self.culprits) < MAX_CULPRITS):
-            self.culprits[culprit] += 1
 
 
 @dataclass(slots=True)
@@ -93,6 +75,18 @@ class Session:
     ended: bool = False
     error: str | None = None
 
+    def add(self, record: Record) -> None:
+        """One window more."""
+        self.last_step = record.index
+        self.windows += 1
+        self.skips += record.skipped
+        self.seconds = max(self.seconds, record.time)
+
+    def end(self, end: End) -> None:
+        """Its end line."""
+        self.seconds = max(self.seconds, end.time)
+        self.ended, self.error = True, end.error
+
 
 class Run:
     """Everything a report says about one file. ``x`` counts windows over all its sessions."""
@@ -102,29 +96,28 @@ class Run:
         self.label = path
         self.sessions: list[Session] = []
         self.bins = Bins()
-        self.heat = Heat()
+        self.norms = NormColumns()
         self.timing = Timing()
         self.windows = self.skips = self.overflows = 0
         self.search_skips = self.growth_skips = self.other_skips = 0
         self.longest_streak = self.longest_streak_x = 0
-        self.changes: list[tuple[int, float]] = []
-        """``(x, scale)`` at each change; the first is the start."""
-        self.changes_lost = 0
+        self.first_scale = self.last_scale = 0.0
         self.lowest: tuple[float, int] | None = None
         """The lowest scale that a window was given or left behind, and the window's x."""
-        self.last_scale: float | None = None
         self.falls: list[Fall] = []
         self.places: dict[str, int] = {}
         """Of each parameter, its position in the model's own order."""
         self.offenders: dict[str, Offender] = {}
-        self.culprits: Counter[str] = Counter()
-        self.firsts: list[First] = []
+        self.origins: Counter[str] = Counter()
+        """In how many windows the overflow began where."""
+        self.firsts: list[tuple[int, dict[str, Any]]] = []
+        """``(x, Record.first)``."""
         self.firsts_lost = 0
         self.loss_windows = self.loss_first_x = self.loss_last_x = 0
-        self.norms = self.norms_bad = self.stepped_bad = self.stepped_bad_x = 0
+        self.stepped_bad = self.stepped_bad_x = 0
         self.highest: tuple[float, int] | None = None
+        """The largest finite norm, and the window's x."""
         self.limited = self.clipped = 0
-        self.lr: list[float] = []
         self.underflow: list[tuple[str, float, float]] = []
         self.underflow_x = 0
         self.lines = self.broken = self.nameless = 0
@@ -146,14 +139,43 @@ class Run:
             self._settle(self._good * 2 >= self.sessions[-1].windows)
         self._close()
 
-    def normed(self, x: int, norm: float, skipped: bool, limit: float | None) -> None:
-        """The total gradient norm of a window, maybe not finite, and where it is clipped."""
-        self.norms += 1
+    def add(self, record: Record, names: Names | None) -> None:
+        """One window of the last session.
+
+        Args:
+            names: what it counts; None: that is not known.
+        """
+        session = self.sessions[-1]
+        x = session.first_x + record.index
+        session.add(record)
+        self.windows += 1
+        self.skips += record.skipped
+        self.overflows += record.found_inf
+        self.bins.add(x, record)
+        self.timing.add(x, record)
+        self._add_norm(x, record)
+        if record.loss_nonfinite:
+            self.loss_first_x = self.loss_first_x if self.loss_windows else x
+            self.loss_windows += 1
+            self.loss_last_x = x
+        if names is not None:
+            if record.norms is not None:
+                self.norms.add(x, names.names, record.norms)
+            if record.underflow:
+                self.underflow = [(names.names[i], zero, low) for i, zero, low in record.underflow]
+                self.underflow_x = x
+        elif record.norms is not None or record.nonfinite or record.underflow:
+            self.nameless += 1
+        self._follow_scale(x, record, self._add_overflow(x, record, names))
+
+    def _add_norm(self, x: int, record: Record) -> None:
+        norm, limit = record.grad_norm, record.max_norm
+        if norm is None:
+            return
         if not norm < math.inf:  # NaN too
-            self.norms_bad += 1
-            if not skipped:
+            if not record.skipped:
+                self.stepped_bad_x = self.stepped_bad_x if self.stepped_bad else x
                 self.stepped_bad += 1
-                self.stepped_bad_x = self.stepped_bad_x if self.stepped_bad > 1 else x
             return
         if self.highest is None or norm > self.highest[0]:
             self.highest = (norm, x)
@@ -161,46 +183,59 @@ class Run:
             self.limited += 1
             self.clipped += norm > limit
 
-    def offended(
-        self, x: int, name: str, place: int, count: int, elements: int, began: bool
-    ) -> None:
-        """A parameter had ``count`` non-finite elements of ``elements`` in window ``x``."""
-        offender = self.offenders.get(name)
-        if offender is None:
-            offender = self.offenders[name] = Offender(name, place, first_x=x)
+    def _add_overflow(self, x: int, record: Record, names: Names | None) -> str | None:
+        """Count what overflowed; returns where it began, None where that is not known.
+
+        That is what was seen first, else the loss, else the last layer of all.
+        """
+        offenders: list[Offender] = []
+        if names is not None:
+            offenders = [self._offender(x, names, i, count) for i, count in record.nonfinite]
+        offenders.sort(key=lambda offender: -offender.place)
+        first, began = record.first, next(iter(offenders), None)
+        origin = began.name if began is not None else None
+        if record.loss_nonfinite:
+            origin, began = "the loss", None
+        if first is not None:
+            self._keep_first(x, first)
+            module = first["module"]
+            # A parameter of that module, the latest of them, or the parameter itself.
+            inside = (o for o in offenders if o.name == module or o.name.startswith(module + "."))
+            began = next(inside, None)
+            origin = (began.name if began is not None else module) or None
+            origin = "the loss" if first["where"] == "loss" else origin
+        if began is not None:
+            began.began += 1
+        if origin is not None:
+            self.origins[origin] += 1
+        return origin
+
+    def _offender(self, x: int, names: Names, index: int, count: int) -> Offender:
+        name, place = names.names[index], names.places[index]
+        offender = self.offenders.setdefault(name, Offender(name, place, first_x=x))
+        offender.place, offender.elements = place, names.elements[index]
         offender.windows += 1
-        offender.began += began
         offender.last_x = x
-        offender.place, offender.elements = place, elements
         offender.most = max(offender.most, count)
+        return offender
 
-    def blamed(self, culprit: str) -> None:
-        """A window's overflow began there."""
-        if culprit in self.culprits or len(self.culprits) < MAX_CULPRITS:
-            self.culprits[culprit] += 1
-
-    def saw_first(self, first: First) -> None:
-        """Keep the first reports and the last ones."""
-        self.firsts.append(first)
+    def _keep_first(self, x: int, first: dict[str, Any]) -> None:
+        """The first reports and the last ones."""
+        self.firsts.append((x, first))
         if len(self.firsts) > MAX_FIRSTS:
             del self.firsts[MAX_FIRSTS // 2]
             self.firsts_lost += 1
 
-    def follow(
-        self, x: int, scale: float, after: float, skipped: bool, culprit: str | None
-    ) -> None:
-        """The story of the scale, one window on."""
-        session = self.sessions[-1]
-        if not self.changes or (self.last_scale != scale):
-            self._change(x, scale)
-        if after != scale:
-            self._change(x + 1, after)
+    def _follow_scale(self, x: int, record: Record, origin: str | None) -> None:
+        scale, after = record.scale, record.next_scale
+        if self.windows == 1:
+            self.first_scale = scale
         self.last_scale = after
         low = min(scale, after)
         if self.lowest is None or low < self.lowest[0]:
             self.lowest = (low, x)
-        if skipped:
-            self._skip(x, scale, culprit)
+        if record.skipped:
+            self._skip(x, scale, origin)
         else:
             self._good += 1
             self._streak = 0
@@ -214,16 +249,10 @@ class Run:
         if self._searching:
             if self._good >= SETTLED:
                 self._settle(True)
-            elif session.windows >= SEARCH_WINDOWS:
+            elif self.sessions[-1].windows >= SEARCH_WINDOWS:
                 self._settle(False)
 
-    def _change(self, x: int, scale: float) -> None:
-        if len(self.changes) < MAX_CHANGES:
-            self.changes.append((x, scale))
-        else:
-            self.changes_lost += 1
-
-    def _skip(self, x: int, scale: float, culprit: str | None) -> None:
+    def _skip(self, x: int, scale: float, origin: str | None) -> None:
         self._good = 0
         self._streak += 1
         if self._streak > self.longest_streak:
@@ -239,7 +268,8 @@ class Run:
             self._fall = Fall(x, x, scale, scale)
         self._fall.last_x = x
         self._fall.skips += 1
-        self._fall.count(culprit)
+        if origin is not None:
+            self._fall.origins[origin] += 1
 
     def _settle(self, found: bool) -> None:
         """The search of this session is over; ``found``: a scale that lasted."""
@@ -259,6 +289,12 @@ class Run:
         self.falls.append(fall)
         if len(self.falls) > MAX_FALLS:
             self.falls.remove(min(self.falls, key=lambda f: (f.doublings, f.skips)))
+
+    def worst_offenders(self) -> list[Offender]:
+        """By the windows that began to overflow in them."""
+        return sorted(
+            self.offenders.values(), key=lambda o: (-o.began, -o.windows, -o.place, o.name)
+        )
 
     def session_of(self, x: int) -> int:
         """Index of the session that window ``x`` belongs to."""

@@ -1,20 +1,21 @@
-"""Bounded samples of a long run: bins over all windows, norms of some, the clock of a few."""
+"""Bounded samples of a long run: bins over all windows, norms of some, the clock of the last."""
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections import Counter
-from dataclasses import dataclass, field
+from collections import Counter, deque
+from dataclasses import dataclass
 
-__all__ = ["Bin", "Bins", "Heat", "Spans", "Timing"]
+from ..telemetry import Record
+
+__all__ = ["Bin", "Bins", "NormColumns", "Timing"]
 
 MAX_BINS = 1024
 MAX_COLUMNS = 240
 MAX_CELLS = 1 << 21
-MAX_CULPRITS = 256
-STRETCH = 8
-SPANS_KEPT = 4096
+TIMELINE = 8
+"""Windows."""
 
 
 @dataclass(slots=True)
@@ -23,11 +24,12 @@ class Bin:
 
     x: int
     last_x: int
-    windows: int = 0
-    skips: int = 0
-    scale: float = 0.0
-    scale_low: float = math.inf
-    scale_high: float = 0.0
+    windows: int
+    skips: int
+    scale: float
+    """Of the last of them."""
+    scale_low: float
+    scale_high: float
     norm_low: float = math.inf
     norm_high: float = 0.0
     norm_logs: float = 0.0
@@ -35,6 +37,18 @@ class Bin:
     """Finite norms above 0; ``norm_logs`` is the sum of their natural logarithms."""
     norms_bad: int = 0
     max_norm: float | None = None
+
+    @classmethod
+    def of(cls, x: int, record: Record) -> Bin:
+        """The bin of one window."""
+        scale, norm = record.scale, record.grad_norm
+        only = cls(x, x, 1, record.skipped, scale, scale, scale, max_norm=record.max_norm)
+        if norm is not None and 0 < norm < math.inf:
+            only.norm_low = only.norm_high = norm
+            only.norm_logs, only.norms = math.log(norm), 1
+        elif norm != 0 and norm is not None:  # inf or NaN
+            only.norms_bad = 1
+        return only
 
     def merge(self, later: Bin) -> None:
         """Take in the bin that follows."""
@@ -65,125 +79,63 @@ class Bins:
         self.width = 1
         self.done: list[Bin] = []
 
-    def add(
-        self, x: int, scale: float, skipped: bool, norm: float | None, max_norm: float | None
-    ) -> None:
+    def add(self, x: int, record: Record) -> None:
         """One window, in order of ``x``."""
         done = self.done
-        if not done or done[-1].windows >= self.width:
-            if len(done) >= MAX_BINS:
-                self._halve()
-            if not done or done[-1].windows >= self.width:
-                done.append(Bin(x, x))
-        last = done[-1]
-        last.last_x = x
-        last.windows += 1
-        last.scale = scale
-        if skipped:
-            last.skips += 1
-        if scale < last.scale_low:
-            last.scale_low = scale
-        if scale > last.scale_high:
-            last.scale_high = scale
-        if norm is not None:
-            if not norm < math.inf:  # NaN too
-                last.norms_bad += 1
-            elif norm > 0:
-                last.norms += 1
-                last.norm_logs += math.log(norm)
-                if norm < last.norm_low:
-                    last.norm_low = norm
-                if norm > last.norm_high:
-                    last.norm_high = norm
-        if max_norm is not None:
-            last.max_norm = max_norm
-
-    def _halve(self) -> None:
-        for first, second in zip(self.done[::2], self.done[1::2], strict=True):
-            first.merge(second)
-        del self.done[1::2]
-        self.width *= 2
+        if len(done) == MAX_BINS and done[-1].windows == self.width:
+            for first, second in zip(done[::2], done[1::2], strict=True):
+                first.merge(second)
+            del done[1::2]
+            self.width *= 2
+        if done and done[-1].windows < self.width:
+            done[-1].merge(Bin.of(x, record))
+        else:
+            done.append(Bin.of(x, record))
 
 
-class Heat:
+class NormColumns:
     """Norms of every parameter for at most ``MAX_COLUMNS`` windows, evenly spread."""
 
     def __init__(self) -> None:
-        self.columns: list[tuple[int, list[str], array[float]]] = []
+        self.columns: list[tuple[int, tuple[str, ...], array[float]]] = []
         """``(x, names, float32 norms)``; the names are shared by columns."""
         self.stride = 1
         self._seen = 0
-        self._cells = 0
 
-    def wants(self) -> bool:
-        """Whether the next window with norms is one to keep; asked once for each."""
+    def add(self, x: int, names: tuple[str, ...], norms: bytes) -> None:
+        """One window with norms; of those kept, half go when there are too many."""
         self._seen += 1
-        return (self._seen - 1) % self.stride == 0
-
-    def add(self, x: int, names: list[str], norms: array[float]) -> None:
-        """Keep one window's norms; half the columns go when there are too many."""
-        self.columns.append((x, names, norms))
-        self._cells += len(norms)
-        while len(self.columns) > MAX_COLUMNS or (
-            self._cells > MAX_CELLS and len(self.columns) > 2
-        ):
+        if (self._seen - 1) % self.stride:
+            return
+        self.columns.append((x, names, array("f", norms)))
+        most = min(MAX_COLUMNS, max(2, MAX_CELLS // max(1, len(names))))
+        while len(self.columns) > most:
             del self.columns[1::2]
             self.stride *= 2
-            self._cells = sum(len(norms) for _, _, norms in self.columns)
-
-
-@dataclass(slots=True)
-class Spans:
-    """A stretch of windows with what was done when: ``(kind, start, length, where)`` in µs."""
-
-    position: int
-    first_x: int
-    last_x: int
-    windows: int = 0
-    spans: list[tuple[str, int, int, str]] = field(default_factory=list)
-    ends: list[float] = field(default_factory=list)
-    """When each window's boundary ended, seconds; NaN where the file does not say."""
 
 
 class Timing:
-    """Totals of the clock, and one stretch of windows from the middle of the run."""
+    """Totals of the clock in seconds, and what ran when in the last windows."""
 
     def __init__(self) -> None:
-        self.optimizer_us = 0
-        self.waited_us = 0
-        self.hidden_us = 0
+        self.optimizer = self.waited = self.hidden = 0.0
         self.updates = 0
-        self.totals: Counter[str] = Counter()
-        """Microseconds by kind of span."""
         self.waits: Counter[str] = Counter()
         """Microseconds by where the training thread waited."""
-        self._seen = 0
-        self._stretches: list[Spans] = []
+        self.last: deque[tuple[int, Record]] = deque(maxlen=TIMELINE)
+        """``(x, window with spans)``, of one session."""
 
-    def add(self, x: int, spans: list[tuple[str, int, int, str]], end: float, fresh: bool) -> None:
-        """The spans of one window; ``fresh``: it begins a session."""
-        for kind, _, length, where in spans:
-            self.totals[kind] += length
+    def add(self, x: int, record: Record) -> None:
+        """One window."""
+        if record.optimizer_s is not None:
+            self.updates += 1
+            self.optimizer += record.optimizer_s
+            self.waited += record.waited_s or 0.0
+            self.hidden += record.hidden_s or 0.0
+        for kind, _, length, *where in record.spans:
             if kind == "wait":
-                known = where in self.waits or len(self.waits) < MAX_CULPRITS
-                self.waits[where if known else "elsewhere"] += length
-        self._seen += 1
-        # At powers of two: one of them is near the middle, however long the run turns out.
-        if self._seen == 1 or (self._seen > STRETCH and self._seen & (self._seen - 1) == 0):
-            self._stretches = [*self._stretches[-2:], Spans(self._seen, x, x)]
-        last = self._stretches[-1]
-        # A stretch has no gap: a new session's clock starts at 0, and so does the picture's.
-        if last.windows < STRETCH and (last.windows == 0 or (last.last_x == x - 1 and not fresh)):
-            last.last_x = x
-            last.windows += 1
-            last.spans += spans[: max(0, SPANS_KEPT - len(last.spans))]
-            last.ends.append(end)
-
-    @property
-    def stretch(self) -> Spans | None:
-        """Of the stretches kept, the longest, and of those the one nearest the middle."""
-        return min(
-            self._stretches,
-            key=lambda s: (-s.windows, abs(s.position - self._seen / 2)),
-            default=None,
-        )
+                self.waits["".join(where)] += round(length * 1e6)
+        if record.spans:
+            if self.last and self.last[-1][1].index >= record.index:
+                self.last.clear()  # a new session: its clock starts at 0
+            self.last.append((x, record))

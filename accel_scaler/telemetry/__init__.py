@@ -2,11 +2,27 @@
 
 A :class:`Recorder` is told what a window did and fills a ``Record``; records wait in a queue until
 the update that belongs to them is over, then go to the :class:`History` and the writer. It
-observes: no number of the training depends on it. It does not know who reads the file.
+observes: no number of the training depends on it. Who reads the file gets records back through
+``decode``; the schema, both ways, is in one module.
 """
 
-from .record import History, Record, Span
+from .history import History
+from .record import FORMAT, BrokenLineError, CutLineError, End, Names, Record, Span, Start, decode
 from .recorder import Recorder, make_recorder
 from .writer import check_path
 
-__all__ = ["History", "Record", "Recorder", "Span", "check_path", "make_recorder"]
+__all__ = [
+    "FORMAT",
+    "BrokenLineError",
+    "CutLineError",
+    "End",
+    "History",
+    "Names",
+    "Record",
+    "Recorder",
+    "Span",
+    "Start",
+    "check_path",
+    "decode",
+    "make_recorder",
+]

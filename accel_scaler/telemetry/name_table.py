@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..scaling import ParameterNames
+from .record import Names
 
 __all__ = ["NameTable"]
 
@@ -26,10 +27,7 @@ class NameTable:
         self._clear()
 
     def _clear(self) -> None:
-        self.names: tuple[str, ...] = ()
-        self.places: tuple[int, ...] = ()
-        """Where each stands in the model's own order; those of no known model come last."""
-        self.elements: tuple[int, ...] = ()
+        self.known = Names()
         self._numbers: dict[int, int] = {}
         self._refs: list[Any] = []
         self._stale = False
@@ -59,7 +57,7 @@ class NameTable:
         if new:
             self._add(new, optimizer)
         self._last = (ids, [self._numbers[key] for key in ids])
-        in_order = self._last[1] == list(range(len(self.names)))
+        in_order = self._last[1] == list(range(len(self._numbers)))
         self._in_order = self._last[1] if in_order else None
         return self._last[1]
 
@@ -76,16 +74,19 @@ class NameTable:
         for p in unique:
             self._numbers[id(p)] = len(self._numbers)
             self._refs.append(weakref.ref(p, gone))
-        self.names += tuple(self._parameter_names.of(unique, optimizer))
-        self.places += tuple(place.get(id(p), len(place) + i) for i, p in enumerate(unique))
-        self.elements += tuple(p.numel() for p in unique)
+        self.known = Names(
+            self.known.names + tuple(self._parameter_names.of(unique, optimizer)),
+            self.known.places
+            + tuple(place.get(id(p), len(place) + i) for i, p in enumerate(unique)),
+            self.known.elements + tuple(p.numel() for p in unique),
+        )
 
     def label(self, where: Any) -> str:
         """The name of a parameter; of anything else, its text."""
         if issubclass(type(where), str):  # asked what it is, a pending parameter would wait
             return str(where)
         number = self._numbers.get(id(where))
-        return "a parameter" if number is None else self.names[number]
+        return "a parameter" if number is None else self.known.names[number]
 
     def place_norms(
         self,
@@ -104,7 +105,7 @@ class NameTable:
         numbers = [self.numbers_of(params, optimizer, ids) for params, ids, _ in known]
         if len(known) == 1 and numbers[0] is self._in_order:
             return _bytes_of(known[0][2])
-        whole = torch.full((len(self.names),), float("nan"), device="cpu")
+        whole = torch.full((len(self._numbers),), float("nan"), device="cpu")
         for (_, _, each), places in zip(known, numbers, strict=True):
             whole[torch.tensor(places, device="cpu")] = each
         return _bytes_of(whole)

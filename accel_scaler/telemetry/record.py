@@ -1,21 +1,54 @@
-"""What the scaler did: one record a window, the last ones kept, totals for all."""
+"""The schema of telemetry: what a record holds, and each field's way into a line and out of it.
+
+JSON lines, one a window. The kinds of line, in order: ``start`` (settings and versions), ``names``
+(of parameters; again when they change), ``window``, ``end``. Each start begins a new run in the
+same file, so a resumed run goes on behind the one before. A reader ignores kinds and keys that it
+does not know; a change that older readers would misread raises ``FORMAT``.
+
+In a ``window`` line ``norms`` is the base64 text of little-endian float32, one for each name:
+``numpy.frombuffer(base64.b64decode(line["norms"]), "<f4")``; to write thousands of decimal numbers
+a window would cost more than the step. Numbers that are not finite are the texts ``"inf"``,
+``"-inf"`` and ``"nan"``, since JSON has none. Times are seconds, in spans microseconds, since the
+``start`` line.
+"""
 
 from __future__ import annotations
 
+import base64
+import json
 import math
-from collections import deque
-from dataclasses import dataclass, replace
+import operator
+import sys
+from array import array
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from typing import Any
 
-__all__ = ["History", "Record", "Span"]
+from ..console import plain
 
-KEPT_RECORDS = 4096
-KEPT_NORMS = 256
-KEPT_OFFENDERS = 65_536
-KEPT_CHANGES = 1024
+__all__ = [
+    "FORMAT",
+    "BrokenLineError",
+    "CutLineError",
+    "End",
+    "Names",
+    "Record",
+    "Span",
+    "Start",
+    "decode",
+    "encode_end",
+    "encode_names",
+    "encode_start",
+    "encode_window",
+]
+
+FORMAT = 1
+"""Version of the file format."""
 
 Span = tuple[Any, ...]
-"""``(kind, start, length)`` or ``(kind, start, length, where)``; seconds of ``perf_counter``."""
+"""``(kind, start, length)`` or ``(kind, start, length, where)``; seconds since the start of the
+recording, as ``Record.time``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +66,8 @@ class Record:
     grad_norm: float | None
     """Total gradient norm, unscaled, before clipping; None where no norm was taken."""
     overflowed: tuple[str, ...] = ()
-    """Names of tensors seen with non-finite gradients (the search stops at the first few)."""
+    """Names of tensors seen with non-finite gradients (the search stops at the first few). Not in
+    the file, which has ``nonfinite``."""
     found_inf: bool = False
     """Some gradient was not finite, on this rank or, where they must agree, another."""
     growth_tracker: int = 0
@@ -53,7 +87,7 @@ class Record:
     of bytes. Only with ``telemetry``; kept for the last windows."""
     nonfinite: tuple[tuple[int, int], ...] = ()
     """``(index in names, non-finite elements)`` of every offender. Only with ``telemetry``; kept
-    for the last windows, and of models with thousands of parameters for the last skips."""
+    for the last windows."""
     underflow: tuple[tuple[int, float, float], ...] = ()
     """``(index in names, share of zeros, share of subnormals)`` of float16 gradients; kept for the
     last windows."""
@@ -66,122 +100,323 @@ class Record:
     waited_s: float | None = None
     """How long the training thread waited for it."""
     spans: tuple[Span, ...] = ()
-    """What ran when. Only with ``telemetry``."""
+    """What ran when. Only with ``telemetry``; kept for the last windows."""
+
+    @property
+    def hidden_s(self) -> float | None:
+        """How long its update ran beside the training thread's own work."""
+        if self.optimizer_s is None:
+            return None
+        return max(self.optimizer_s - (self.waited_s or 0.0), 0.0)
 
 
-class History:
-    """A bounded memory of windows, and totals over all of them. Holds no tensors."""
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The first line of a run: what runs, on what, with which settings."""
 
-    def __init__(self) -> None:
-        self.records: deque[Record] = deque(maxlen=KEPT_RECORDS)
-        self.scale_path: deque[tuple[int, float]] = deque(maxlen=KEPT_CHANGES)
-        """``(window, scale)`` at each change of scale; the first entry is the start."""
-        self.boundaries = 0
-        self.skips = 0
-        self.max_grad_norm: float | None = None
-        self.told_low = False
-        """The warning about a scale below 1 has been given."""
-        self._offending: deque[tuple[int, int]] = deque()
-        """``(number of the record, its offenders)`` where there are any; numbers from 1."""
-        self._offenders = 0
+    format: int = FORMAT
+    facts: dict[str, Any] = field(default_factory=dict)
+    """``package``, ``rank``, ``ranks``, ``device``, ``precision``, ``torch``, ``accelerate`` and
+    ``unix_time``, as far as they are there."""
+    settings: dict[str, Any] = field(default_factory=dict)
 
-    def add(self, record: Record) -> None:
-        """Append the record of a window, or amend it when its index is the last one's."""
-        if self.records and self.records[-1].index == record.index:
-            last = self.records[-1]
-            self.skips += int(record.skipped) - int(last.skipped)
-            if self.scale_path and self.scale_path[-1][0] == record.index + 1:
-                self.scale_path.pop()
-            if record.grad_norm is None:
-                record = replace(record, grad_norm=last.grad_norm)
-            self.records[-1] = record
-        else:
-            self.records.append(record)
-            self.boundaries += 1
-            self.skips += int(record.skipped)
-            self._forget_norms()
-        self._forget_offenders(len(record.nonfinite))
-        if not self.scale_path:
-            self.scale_path.append((record.index, record.scale))
-        if self.scale_path[-1][1] != record.next_scale:
-            self.scale_path.append((record.index + 1, record.next_scale))
-        norm = record.grad_norm
-        if norm is not None and math.isfinite(norm):
-            self.max_grad_norm = max(norm, self.max_grad_norm or 0.0)
 
-    def complete(self, record: Record) -> None:
-        """Put what came to be known later in the place of the last record."""
-        if self.records and self.records[-1].index == record.index:
-            self.records[-1] = record
+@dataclass(frozen=True, slots=True)
+class Names:
+    """The parameters that windows speak of by number."""
 
-    def _forget_norms(self) -> None:
-        # With thousands of parameters these would be most of the memory.
-        if len(self.records) > KEPT_NORMS:
-            old = self.records[-KEPT_NORMS - 1]
-            if old.norms is not None or old.spans or old.nonfinite or old.underflow:
-                bare: dict[str, Any] = {"nonfinite": (), "underflow": ()}
-                self.records[-KEPT_NORMS - 1] = replace(old, norms=None, spans=(), **bare)
+    names: tuple[str, ...] = ()
+    places: tuple[int, ...] = ()
+    """Where each stands in the model's own order; those of no known model come last."""
+    elements: tuple[int, ...] = ()
 
-    def _forget_offenders(self, count: int) -> None:
-        """Keep few in all: one overflow of a large model is a tuple for each of its tensors."""
-        offending = self._offending
-        if offending and offending[-1][0] == self.boundaries:  # the last record was amended
-            self._offenders -= offending.pop()[1]
-        if count:
-            offending.append((self.boundaries, count))
-            self._offenders += count
-        while len(offending) > 1 and (
-            self._offenders > KEPT_OFFENDERS or offending[0][0] <= self.boundaries - KEPT_NORMS
-        ):
-            number, gone = offending.popleft()
-            self._offenders -= gone
-            place = number - self.boundaries - 1
-            if -place <= len(self.records):
-                self.records[place] = replace(self.records[place], nonfinite=())
 
-    def summary(self) -> str:
-        """A few lines of text: windows, skips, the path of the scale, the largest norm."""
-        if not self.records:
-            return "scaler: no window has closed yet"
-        path = " -> ".join(f"{scale:.10g} (window {index})" for index, scale in self._short_path())
-        norm = "not taken" if self.max_grad_norm is None else f"{self.max_grad_norm:.4g}"
-        lines = [
-            f"scaler: {self.boundaries} windows, {self.skips} skipped",
-            f"scale: {path}",
-            f"largest finite gradient norm: {norm}",
-        ]
-        names = self.last_overflow()
-        if names:
-            lines.append(f"last overflow seen in: {', '.join(names)}")
-        return "\n".join(lines)
+@dataclass(frozen=True, slots=True)
+class End:
+    """The last line of a run."""
 
-    def last_overflow(self) -> tuple[str, ...]:
-        """Names in the latest kept record that has any."""
-        return next((r.overflowed for r in reversed(self.records) if r.overflowed), ())
+    time: float = 0.0
+    windows: int = 0
+    skips: int = 0
+    error: str | None = None
+    """What ended the run early."""
+    lost: int = 0
+    """Windows that could not be written."""
 
-    def progress(self) -> dict[str, float]:
-        """What a progress bar shows: ``scale`` of the next window, and ``skips`` so far.
 
-        >>> bar.set_postfix(accelerator.scaler_history.progress())
-        """
-        if not self.records:
-            return {}
-        scale = self.records[-1].next_scale
-        return {"scale": int(scale) if scale.is_integer() else scale, "skips": self.skips}
+class BrokenLineError(Exception):
+    """This line cannot be used; the message says why."""
 
-    def metrics(self) -> dict[str, float]:
-        """The last window for experiment trackers, as ``scaler/...``; finite numbers only."""
-        if not self.records:
-            return {}
-        last = self.records[-1]
-        found = {
-            "scaler/scale": last.next_scale,
-            "scaler/skips": self.skips,
-            "scaler/grad_norm": last.grad_norm,
-            "scaler/clip_coefficient": last.clip_coefficient,
-        }
-        return {k: v for k, v in found.items() if v is not None and math.isfinite(v)}
 
-    def _short_path(self, most: int = 12) -> list[tuple[int, float]]:
-        path = list(self.scale_path)
-        return path if len(path) <= most else path[: most // 2] + path[-most // 2 :]
+class CutLineError(BrokenLineError):
+    """It is not JSON: cut off in the middle, or something else altogether."""
+
+
+# Values, as they are read: a ``ValueError`` or ``TypeError`` says that the line is broken.
+
+
+def _text(value: object) -> str:
+    """One line, nothing in it that steers a terminal."""
+    return plain(str(value)).replace("\n", "\ufffd")
+
+
+def _count(value: Any) -> int:
+    count = operator.index(value)
+    if not 0 <= count <= 2**53:
+        raise ValueError("expected an integer from 0")
+    return count
+
+
+def _amount(value: Any) -> float:
+    if not 0.0 <= (amount := float(value)) < math.inf:
+        raise ValueError(f"expected a number >= 0, got {amount}")
+    return amount
+
+
+def _moment(value: Any) -> float:
+    return datetime.fromtimestamp(value, timezone.utc).timestamp()
+
+
+def _setting(value: Any) -> Any:
+    """A plain value as it is, of anything else its text."""
+    number = isinstance(value, (int, float)) and not abs(value) > 2**53
+    return value if value is None or number else _text(value)
+
+
+def _seconds(value: Any) -> float:
+    return _count(value) / 1e6
+
+
+def _maybe(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """``read``, or None for null."""
+    return lambda value: None if value is None else read(value)
+
+
+def _tuples(*reads: Callable[[Any], Any]) -> Callable[[Any], tuple[tuple[Any, ...], ...]]:
+    """A list of lists with a value for each of ``reads``."""
+    return lambda value: tuple(
+        tuple(read(each) for read, each in zip(reads, entry, strict=True)) for entry in value
+    )
+
+
+def _spans(value: Any) -> tuple[Span, ...]:
+    return tuple(
+        (_text(kind), _seconds(start), _seconds(length), *map(_text, where))
+        for kind, start, length, *where in value
+    )
+
+
+def _pair(value: Any) -> tuple[float, float]:
+    low, high = value
+    return float(low), float(high)
+
+
+def _first(value: Any) -> dict[str, Any]:
+    """As the overflow finder wrote it; texts are there in any case."""
+    found: dict[str, Any] = {
+        key: _text(value.get(key) or "") for key in ("where", "module", "class", "text")
+    }
+    found["micro_batch"] = _maybe(_count)(value.get("micro_batch"))
+    return found | {key: _maybe(_pair)(value.get(key)) for key in ("input", "output")}
+
+
+def _norms(value: str) -> bytes:
+    return _swapped(base64.b64decode(value, validate=True))
+
+
+# And as they are written.
+
+
+def _finite_or_text(value: float | None) -> float | str | None:
+    """``value``, or its name where JSON has no number for it."""
+    return value if value is None or math.isfinite(value) else str(value)
+
+
+def _microseconds(seconds: float) -> int:
+    return round(seconds * 1e6)
+
+
+def _write_spans(spans: Iterable[Span]) -> list[tuple[Any, ...]]:
+    return [
+        (kind, _microseconds(start), _microseconds(length), *where)
+        for kind, start, length, *where in spans
+    ]
+
+
+def _swapped(floats: bytes) -> bytes:
+    """Between little-endian and the machine's order."""
+    values = array("f", floats)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tobytes()
+
+
+# The fields of a window, both ways.
+
+ALWAYS = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One key of a window line, and what of a ``Record`` it is."""
+
+    key: str
+    attribute: str
+    read: Callable[[Any], Any]
+    write: Callable[[Any], Any] = lambda value: value
+    absent: object = ALWAYS
+    """The value for which the key is left out."""
+
+
+FIELDS = (
+    Field("step", "index", _count),
+    Field("time", "time", _amount, lambda time: round(time, 6)),
+    Field("scale", "scale", _amount),
+    Field("next_scale", "next_scale", _amount),
+    Field("growth_tracker", "growth_tracker", _count),
+    Field("found_inf", "found_inf", bool),
+    Field("skipped", "skipped", bool),
+    Field("grad_norm", "grad_norm", _maybe(float), _finite_or_text),
+    Field("max_norm", "max_norm", _maybe(float), _finite_or_text),
+    Field("clip_coefficient", "clip_coefficient", _maybe(float), _finite_or_text),
+    Field(
+        "lr",
+        "lr",
+        lambda rates: tuple(map(_maybe(float), rates)),
+        lambda rates: list(map(_finite_or_text, rates)),
+    ),
+    Field("nonfinite", "nonfinite", _tuples(_count, _count), absent=()),
+    Field("loss_nonfinite", "loss_nonfinite", _count, absent=0),
+    Field("first", "first", _maybe(_first), absent=None),
+    Field(
+        "underflow",
+        "underflow",
+        _tuples(_count, float, float),
+        lambda shares: [(i, round(zero, 6), round(low, 6)) for i, zero, low in shares],
+        absent=(),
+    ),
+    Field("optimizer_us", "optimizer_s", _seconds, _microseconds, absent=None),
+    Field("waited_us", "waited_s", _seconds, _microseconds, absent=None),
+    Field("hidden_us", "hidden_s", _seconds, _microseconds, absent=None),
+    Field("spans", "spans", _spans, _write_spans, absent=()),
+)
+"""In the order of the line; ``norms`` come last."""
+
+READ = {each.key: each for each in FIELDS if each.attribute != "hidden_s"}
+READ["norms"] = Field("norms", "norms", _norms)
+
+_to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
+
+def encode_window(record: Record) -> str:
+    """The line of a window."""
+    line: dict[str, Any] = {"kind": "window"}
+    for each in FIELDS:
+        value = getattr(record, each.attribute)
+        if each.absent is ALWAYS or value != each.absent:
+            line[each.key] = each.write(value)
+    text = _to_json(line)
+    if record.norms is None:
+        return text
+    # base64 needs no escapes: json would look for them in every letter.
+    norms = base64.b64encode(_swapped(record.norms)).decode("ascii")
+    return f'{text[:-1]},"norms":"{norms}"}}'
+
+
+def _decode_window(line: dict[str, Any], names: Names | None) -> Record:
+    values = {each.attribute: each.read(line[key]) for key in line if (each := READ.get(key))}
+    record = Record(**values, names=names.names if names else ())
+    count = len(record.names)
+    if names is None:
+        return record
+    if record.norms is not None and len(record.norms) != 4 * count:
+        raise ValueError(f"norms that are not those of {count} names")
+    if any(index >= count for index, *_ in (*record.nonfinite, *record.underflow)):
+        raise ValueError(f"a parameter that is none of {count}")
+    return record
+
+
+def encode_start(unix_time: float, facts: Mapping[str, Any]) -> str:
+    """The line at the start of a run; ``facts`` as in :class:`Start`, and ``settings``."""
+    return _to_json({"kind": "start", "format": FORMAT, "unix_time": unix_time, **facts})
+
+
+FACTS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("package", "device", "precision", "torch", "accelerate"), _text),
+    **dict.fromkeys(("rank", "ranks"), _count),
+    "unix_time": _moment,
+}
+
+
+def _decode_start(line: dict[str, Any], names: Names | None) -> Start:
+    version = _count(line["format"])
+    if version > FORMAT:
+        return Start(version)  # what else stands in it is not known
+    facts = {key: read(line[key]) for key, read in FACTS.items() if line.get(key) is not None}
+    settings = {_text(key): _setting(each) for key, each in line.get("settings", {}).items()}
+    return Start(version, facts, settings)
+
+
+def encode_names(names: Names) -> str:
+    """The line before the windows that count these parameters."""
+    head = {"kind": "names", "names": names.names, "places": names.places}
+    return _to_json({**head, "elements": names.elements})
+
+
+def _decode_names(line: dict[str, Any], names: Names | None) -> Names:
+    found = Names(
+        tuple(map(_text, line["names"])),
+        tuple(map(_count, line["places"])),
+        tuple(map(_count, line["elements"])),
+    )
+    if not len(found.names) == len(found.places) == len(found.elements):
+        raise ValueError(f"{len(found.names)} names, and other numbers of places or elements")
+    return found
+
+
+def encode_end(end: End) -> str:
+    """The line at the end of a run."""
+    line = {"kind": "end", "time": round(end.time, 6), "windows": end.windows}
+    line |= {"skips": end.skips, "error": end.error}
+    return _to_json(line | ({"lost": end.lost} if end.lost else {}))
+
+
+def _decode_end(line: dict[str, Any], names: Names | None) -> End:
+    counts = {key: _count(line.get(key, 0)) for key in ("windows", "skips", "lost")}
+    return End(_amount(line.get("time", 0.0)), error=_maybe(_text)(line.get("error")), **counts)
+
+
+KINDS: dict[str, Callable[[dict[str, Any], Names | None], Any]] = {
+    "start": _decode_start,
+    "names": _decode_names,
+    "window": _decode_window,
+    "end": _decode_end,
+}
+
+
+def decode(line: bytes, names: Names | None = None) -> Start | Names | Record | End | None:
+    """One line of a file; None: of a kind that this version does not know.
+
+    Args:
+        names: of the last names line, which windows count; None: that line was lost, and nobody
+            knows of what ``norms``, ``nonfinite`` and ``underflow`` are.
+
+    Raises:
+        CutLineError: it is not JSON.
+        BrokenLineError: it is not as the format says.
+    """
+    try:
+        value = json.loads(line)
+    except RecursionError:
+        raise CutLineError("JSON nested too deeply") from None
+    except ValueError as error:  # of bytes that are no text, too
+        raise CutLineError(f"text that is not JSON ({_text(str(error)[:80])})") from None
+    if not isinstance(value, dict) or not isinstance(value.get("kind"), str):
+        raise BrokenLineError(f"a {type(value).__name__} without kind")
+    if (read := KINDS.get(value["kind"])) is None:
+        return None
+    try:
+        found: Start | Names | Record | End = read(value, names)
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise BrokenLineError(f"a {value['kind']} line: {_text(str(error)[:120])}") from None
+    return found

@@ -1,93 +1,105 @@
-"""Records of windows that are over, while the updates that belong to them may still run."""
+"""Records on their way into the file, while the updates that belong to them may still run."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ..optimizer_step import StepTiming
-from .name_table import NameTable
-from .record import Record, Span
+from .record import Names, Record, Span
 from .writer import Journal
 
-__all__ = ["Backlog", "OpenRecord"]
+__all__ = ["OpenRecord", "RecordQueue"]
 
-MOST_WAITING = 8
-"""Records that wait for their updates to end; those of an update that hangs must not pile up."""
+LONGEST_WAIT_S = 0.5
+"""What a killed run may lose of its end. One by one, windows cost several times as much to write:
+the step between them leaves nothing of ours in the processor's cache."""
+
+MOST_WAITING = 64
+"""Windows that are written together; and those of an update that hangs must not pile up."""
 
 
 @dataclass(slots=True)
 class OpenRecord:
-    """A window on record, whose updates may still run."""
+    """A window on record, which another optimizer may join and whose updates may still run."""
 
     record: Record
+    start_s: float
+    """``perf_counter`` at the start of the recording."""
+    label: Callable[[Any], str]
+    """Names what the training thread waited for."""
+    names: Names = field(default_factory=Names)
     timings: list[StepTiming] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
+    """Of the training thread."""
     underflow: tuple[tuple[int, float, float], ...] = ()
-    places: Sequence[int] = ()
-    elements: Sequence[int] = ()
-    _completed: Record | None = None
+    _is_closed: bool = False
 
     @property
     def is_complete(self) -> bool:
         return all(timing.finished for timing in self.timings)
 
-    def completed(self, table: NameTable) -> Record:
-        """The record, with what is known only after the step; made once, when nothing follows."""
-        if self._completed is None or not self.is_complete:
-            self._completed = self._complete(table)
-        return self._completed
-
-    def _complete(self, table: NameTable) -> Record:
+    def close(self) -> Record:
+        """The record, now with what is known of the updates; nothing is added to it any more."""
+        if self._is_closed:
+            return self.record
         timings = [t for t in self.timings if t.finished]
         spans = list(self.spans)
         if spans:  # somebody keeps them
             for t in timings:
                 spans.append(("optimizer", t.start, t.busy))
-                spans += [("wait", at, length, table.label(where)) for at, length, where in t.waits]
+                spans += [("wait", at, length, self.label(where)) for at, length, where in t.waits]
         busy = sum(t.busy for t in timings)
         waited = sum(t.busy if t.inline else sum(wait[1] for wait in t.waits) for t in timings)
-        return replace(
+        self.record = replace(
             self.record,
             underflow=self.underflow,
             optimizer_s=busy if timings else None,
             waited_s=min(waited, busy) if timings else None,
-            spans=tuple(spans),
+            spans=tuple((kind, at - self.start_s, *rest) for kind, at, *rest in spans),
         )
+        self._is_closed = True
+        self.timings.clear()  # they may hold parameters
+        return self.record
 
 
-class Backlog:
-    """Windows that are over, and go to the file in order once their updates are done."""
+class RecordQueue:
+    """Windows in order. The last one is open; the others go to the file when they are complete.
 
-    def __init__(self, journal: Journal | None, table: NameTable) -> None:
+    Some are written together, overflows at once.
+    """
+
+    def __init__(self, journal: Journal) -> None:
         self.error: str | None = None
         """What ended the run."""
-        self.open: OpenRecord | None = None
-        """The window on record last: another optimizer may still join it."""
-        self._journal, self._table = journal, table
+        self._journal = journal
         self._waiting: deque[OpenRecord] = deque()
+        self._written_s = 0.0
 
     def add(self, window: OpenRecord) -> None:
-        if self._journal is not None:
-            self._waiting.append(window)
-            self.drain()
-
-    def drain(self, everything: bool = False) -> None:
-        """Hand over those that are complete; with ``everything`` the others too, and write."""
+        """A new window is on record: the one before is over."""
         waiting = self._waiting
-        while waiting and (everything or waiting[0].is_complete or len(waiting) > MOST_WAITING):
-            window = waiting.popleft()
-            if self._journal is not None:
-                record = window.completed(self._table)
-                self._journal.add(record, window.places, window.elements)
-        if everything and self._journal is not None:
-            self._journal.flush()
+        overflowed = bool(waiting) and waiting[-1].record.found_inf
+        waiting.append(window)
+        late = time.perf_counter() - self._written_s >= LONGEST_WAIT_S
+        if late or overflowed or len(waiting) > MOST_WAITING:
+            while len(waiting) > 1 and (waiting[0].is_complete or len(waiting) > MOST_WAITING):
+                self._write()
+
+    def flush(self) -> None:
+        """Write all, with what is known of them now."""
+        while self._waiting:
+            self._write()
 
     def close(self) -> None:
-        if self.open is not None:
-            window, self.open = self.open, None
-            self.add(window)
-        self.drain(everything=True)
-        if self._journal is not None:
-            self._journal.close(self.error)
+        """Write the rest and the end line."""
+        self.flush()
+        self._journal.close(self.error)
+
+    def _write(self) -> None:
+        self._written_s = time.perf_counter()
+        window = self._waiting.popleft()
+        self._journal.add(window.close(), window.names)

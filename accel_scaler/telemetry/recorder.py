@@ -27,9 +27,10 @@ from ..scaling import (
     parameters_of,
 )
 from ..version import __version__
+from .history import History
 from .name_table import NameTable
-from .record import History, Record
-from .record_queue import Backlog, OpenRecord
+from .record import Record
+from .record_queue import OpenRecord, RecordQueue
 from .spans import Timeline
 from .writer import Journal
 
@@ -67,20 +68,14 @@ class Recorder(Observer):
         self.timeline = None if journal is None else Timeline()
         self.underflow_interval = underflow_interval
         self._table = NameTable(scaler.parameter_names)
-        self._pending = Backlog(journal, self._table)
+        self._queue = None if journal is None else RecordQueue(journal)
+        self._open: OpenRecord | None = None
+        """The window on record last, which another optimizer may join."""
         self._counted: tuple[tuple[int, ...], Tensor] | None = None
         self._start = time.perf_counter() if journal is None else journal.start_s
         scaler.overflow_streak.keeps_losses |= journal is not None
-        self._finish = weakref.finalize(self, self._pending.close)
-
-    @property
-    def _open(self) -> OpenRecord | None:
-        """The window on record last; it is held where the end of the process finds it."""
-        return self._pending.open
-
-    @_open.setter
-    def _open(self, window: OpenRecord | None) -> None:
-        self._pending.open = window
+        if self._queue is not None:
+            self._finish = weakref.finalize(self, self._queue.close)
 
     def span(self, kind: str) -> AbstractContextManager[None]:
         """What runs inside takes its place in the timeline."""
@@ -121,11 +116,9 @@ class Recorder(Observer):
         scaled = self.scaler.is_enabled()
         found_inf = window.found_inf if scaled else not measured.are_finite
         names = [name for each in window.states.values() for name in each.names]
-        if self._open is None or self._open.record.index != index:
+        if self._open is not None and self._open.record.index != index:
             self._close_window()
-            before = None
-        else:
-            before = self._open.record
+        before = None if self._open is None else self._open.record
         record = Record(
             index=index,
             scale=closed_at.scale,
@@ -140,9 +133,11 @@ class Recorder(Observer):
             **_clip(measured, found_inf),
             **self._details(optimizer, window, found_inf, before),
         )
-        self._open = self._open if before is not None and self._open else OpenRecord(record)
-        self._open.record = record
-        self._open.places, self._open.elements = self._table.places, self._table.elements
+        if self._open is None:
+            self._open = OpenRecord(record, self._start, self._table.label)
+            if self._queue is not None:
+                self._queue.add(self._open)
+        self._open.record, self._open.names = record, self._table.known
         if timing is not None:
             self._open.timings.append(timing)
         self.history.add(record)
@@ -175,9 +170,9 @@ class Recorder(Observer):
             details["loss_nonfinite"] = self.scaler.overflow_streak.bad_losses()
         found = [(m.parameters, m.ids, m.each) for m in window.grad_norms]
         details["norms"] = self._table.place_norms(found, optimizer)
-        if not self._table.names:  # nothing was measured, but waits want names
+        if not self._table.known.names:  # nothing was measured, but waits want names
             self._table.numbers_of(parameters_of(optimizer), optimizer)
-        details["names"] = self._table.names
+        details["names"] = self._table.known.names
         return details
 
     def _find(self, index: int) -> dict[str, Any] | None:
@@ -231,12 +226,10 @@ class Recorder(Observer):
             )
 
     def _close_window(self) -> None:
-        """The next window is about to be put on record: this one is over."""
+        """The window on record last is over."""
         window, self._open = self._open, None
-        if window is not None:
-            if window.is_complete:
-                self.history.complete(window.completed(self._table))
-            self._pending.add(window)
+        if window is not None and window.is_complete:
+            self.history.complete(window.close())
 
     def run_ended(self, error: str) -> None:
         """Write all that is known: ``error`` ends the run."""
@@ -247,13 +240,15 @@ class Recorder(Observer):
         self._read_underflow()
         self._close_window()
         self.scaler.window.grad_norms.forget()
-        self._pending.error = error or self._pending.error
-        self._pending.drain(everything=True)
+        if self._queue is not None:
+            self._queue.error = error or self._queue.error
+            self._queue.flush()
 
     def close(self) -> None:
         """Write the rest and close the file; remove every hook."""
         self.flush()
-        self._finish()
+        if self._queue is not None:
+            self._finish()
         if self.timeline is not None:
             self.timeline.close()
         if self.finder is not None:

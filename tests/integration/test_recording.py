@@ -42,7 +42,7 @@ from accel_scaler import (
     detach,
 )
 from accel_scaler.scaling.grad_norms import GradNorm, GradNorms
-from accel_scaler.telemetry import writer as writer_module
+from accel_scaler.telemetry import record_queue
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -50,7 +50,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each window is written when it is over; some would wait for the next ones."""
-    monkeypatch.setattr(writer_module, "LONGEST_WAIT_S", 0.0)
+    monkeypatch.setattr(record_queue, "LONGEST_WAIT_S", 0.0)
 
 
 ALL_MODES = pytest.mark.parametrize("mode", MODES.values(), ids=MODES.keys())

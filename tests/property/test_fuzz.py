@@ -35,7 +35,6 @@ from accel_scaler.launch.launcher import make_parser, parse, prepared
 from accel_scaler.report.findings import facts, in_words
 from accel_scaler.report.html import html_page
 from accel_scaler.report.reader import read_run
-from accel_scaler.telemetry.decoding import clean
 from accel_scaler.telemetry.writer import Journal
 
 ROUNDS = max(1, int(os.environ.get("FUZZ_ROUNDS", "1")))
@@ -263,7 +262,7 @@ def try_telemetry(path: Path) -> int | str:
         one_line(error, path)
         return str(error)
     text = in_words(run) + html_page([run], [])
-    assert all(name and value == clean(value, 10_000) for name, value in facts(run))
+    assert all(name and value and (name + value).isprintable() for name, value in facts(run))
     assert all(c.isprintable() or c == "\n" for c in text)
     return run.windows
 

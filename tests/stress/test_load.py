@@ -21,8 +21,7 @@ import torch
 from places import ROOT
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accel_scaler.telemetry import record as record_module
-from accel_scaler.telemetry.record import History, Record
+from accel_scaler.telemetry import history as history_module
 
 WINDOWS = max(1_400, int(os.environ.get("LOAD_WINDOWS", "0")) // 50 * 50)
 SETTLED = 1_000
@@ -52,9 +51,9 @@ def load() -> Iterator[Any]:
 @pytest.fixture
 def short_history(monkeypatch: pytest.MonkeyPatch) -> None:
     """A history that is full long before the first look; how long it is, is tested apart."""
-    monkeypatch.setattr(record_module, "KEPT_RECORDS", 64)
-    monkeypatch.setattr(record_module, "KEPT_NORMS", 16)
-    monkeypatch.setattr(record_module, "KEPT_CHANGES", 16)
+    monkeypatch.setattr(history_module, "KEPT_RECORDS", 64)
+    monkeypatch.setattr(history_module, "KEPT_DETAILS", 16)
+    monkeypatch.setattr(history_module, "KEPT_CHANGES", 16)
 
 
 class Operations(TorchDispatchMode):
@@ -165,7 +164,7 @@ def test_a_long_run_is_at_its_end_what_it_was_at_its_beginning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        record_module, "KEPT_NORMS", 1
+        history_module, "KEPT_DETAILS", 1
     )  # and waits, which are many when others work
     window, close = load.long_run(variant, tmp_path)
     end = WINDOWS - PERIOD
@@ -230,41 +229,3 @@ def test_calls_grow_with_groups_and_optimizers_and_no_faster(
     }[what]
     found = [costs(load, variant, cut(n), tmp_path, overflow) for n in (8, 16, 32)]
     assert is_straight(*found), found
-
-
-def test_a_history_of_skips_of_a_large_model_stays_small() -> None:
-    """An overflow with telemetry has an entry for each tensor; thousands of such are kept."""
-    history, tensors = History(), 10_000
-    for index in range(40):
-        counts = tuple((number, 1 + number) for number in range(tensors))
-        history.add(Record(index, 1.0, 1.0, True, None, nonfinite=counts))
-        history.add(Record(index, 1.0, 1.0, True, None, nonfinite=counts))  # amended
-        kept = [len(record.nonfinite) for record in history.records]
-        assert sum(kept) <= record_module.KEPT_OFFENDERS
-        assert kept[-6:] == [tensors] * min(index + 1, 6), "the last ones are whole"
-    assert [record.index for record in history.records] == list(range(40))
-
-
-def test_what_a_history_keeps_of_one_window_goes_with_the_window(short_history: None) -> None:
-    history = History()
-    for index in range(200):
-        more: Any = {
-            "norms": b"1234",
-            "spans": (("step", 0.0, 1.0),),
-            "underflow": ((0, 0.1, 0.1),),
-        }
-        history.add(
-            Record(index, 1.0 + index, 2.0 + index, True, None, nonfinite=((0, 1),), **more)
-        )
-    whole, bare = list(history.records)[-16:], list(history.records)[:-16]
-    assert (len(whole), len(bare), len(history.scale_path)) == (16, 48, 16)
-    for record in whole:
-        assert all((record.norms, record.spans, record.underflow, record.nonfinite))
-    for record in bare:
-        assert not any((record.norms, record.spans, record.underflow, record.nonfinite))
-    assert len(history._offending) <= 17
-
-
-@pytest.mark.parametrize("kept", ["KEPT_RECORDS", "KEPT_NORMS", "KEPT_CHANGES", "KEPT_OFFENDERS"])
-def test_a_history_has_an_end(kept: str) -> None:
-    assert getattr(record_module, kept) <= 1 << 16

@@ -13,7 +13,7 @@ from accel_scaler.async_optimizer.worker import EXIT_LIMIT_S
 from accel_scaler.integrations.checkpoints import MARK
 from accel_scaler.scaling import WAIT_LIMIT_S
 from accel_scaler.scaling.overflow_streak import MOST_WARNINGS, TOLD_AT
-from accel_scaler.telemetry.writer import LONGEST_WAIT_S, MOST_WAITING
+from accel_scaler.telemetry.record_queue import LONGEST_WAIT_S, MOST_WAITING
 
 COLUMNS = 5
 LINES = [line for line in (ROOT / "FAULTS.md").read_text("utf-8").splitlines() if line[:1] == "|"]

@@ -41,8 +41,8 @@ def test_each_parameter_gets_the_next_number_once() -> None:
     assert table.numbers_of(params[2:]) == [0, 1]
     assert table.numbers_of(params) == [2, 3, 0, 1]
     assert table.numbers_of([params[3], params[3]]) == [1, 1]
-    assert table.names == ("1.weight", "1.bias", "0.weight", "0.bias")
-    assert table.elements == (3, 1, 6, 3)
+    assert table.known.names == ("1.weight", "1.bias", "0.weight", "0.bias")
+    assert table.known.elements == (3, 1, 6, 3)
 
 
 def test_places_are_those_in_the_models_own_order() -> None:
@@ -50,7 +50,7 @@ def test_places_are_those_in_the_models_own_order() -> None:
     table, params = table_of(model), list(model.parameters())
     table.numbers_of([params[3], params[0]])
     table.numbers_of(params)
-    by_place = [name for _, name in sorted(zip(table.places, table.names, strict=True))]
+    by_place = [name for _, name in sorted(zip(table.known.places, table.known.names, strict=True))]
     assert by_place == [name for name, _ in model.named_parameters()]
 
 
@@ -58,7 +58,9 @@ def test_a_second_models_parameters_come_after_the_firsts() -> None:
     one, two = chain(), nn.Linear(1, 1)
     table = table_of(one, two)
     table.numbers_of([*two.parameters(), *one.parameters()])
-    assert [name for _, name in sorted(zip(table.places, table.names, strict=True))] == [
+    assert [
+        name for _, name in sorted(zip(table.known.places, table.known.names, strict=True))
+    ] == [
         *(name for name, _ in one.named_parameters()),
         *("weight", "bias"),
     ]
@@ -68,18 +70,18 @@ def test_two_models_with_the_same_names_are_told_apart() -> None:
     one, two = chain(), chain()
     table = table_of(one, two)
     table.numbers_of([*one.parameters(), *two.parameters()])
-    assert len(set(table.names)) == 8
-    assert table.names[0] == "Sequential[0].0.weight"
-    assert table.names[4] == "Sequential[1].0.weight"
+    assert len(set(table.known.names)) == 8
+    assert table.known.names[0] == "Sequential[0].0.weight"
+    assert table.known.names[4] == "Sequential[1].0.weight"
 
 
 def test_what_no_model_knows_is_named_by_its_optimizer_and_comes_last() -> None:
     model, own = chain(), nn.Parameter(torch.zeros(5))
     table = table_of(model)
     table.numbers_of([own, *model.parameters()], optimizer_of([own]))
-    assert table.names[0] == "parameter 0 of group 0, shape (5,)"
-    assert max(table.places) == table.places[0]
-    assert len(set(table.places)) == 5
+    assert table.known.names[0] == "parameter 0 of group 0, shape (5,)"
+    assert max(table.known.places) == table.known.places[0]
+    assert len(set(table.known.places)) == 5
 
 
 def test_tied_parameters_are_one() -> None:
@@ -87,7 +89,7 @@ def test_tied_parameters_are_one() -> None:
     model[1].weight = model[0].weight
     table = table_of(model)
     assert table.numbers_of(list(model.parameters())) == [0, 1, 2]
-    assert table.names == ("0.weight", "0.bias", "1.bias")
+    assert table.known.names == ("0.weight", "0.bias", "1.bias")
 
 
 def test_more_parameters_later_move_no_number() -> None:
@@ -108,8 +110,8 @@ def test_a_model_that_is_gone_leaves_no_name() -> None:
     del first
     gc.collect()
     assert table.numbers_of(list(second.parameters())) == [0, 1]
-    assert table.names == ("weight", "bias")
-    assert table.elements == (4, 1)
+    assert table.known.names == ("weight", "bias")
+    assert table.known.elements == (4, 1)
 
 
 def test_a_parameter_at_the_address_of_one_that_is_gone_is_another() -> None:
@@ -119,7 +121,7 @@ def test_a_parameter_at_the_address_of_one_that_is_gone_is_another() -> None:
         p = nn.Parameter(torch.zeros(size))
         keep.append(id(p))
         (number,) = table.numbers_of([p])
-        assert table.names[number] == f"a parameter of shape ({size},)"
+        assert table.known.names[number] == f"a parameter of shape ({size},)"
         del p
     assert len(set(keep)) < len(keep)  # else this has shown nothing
 
@@ -128,10 +130,10 @@ def test_a_model_that_is_known_later_renames_its_parameters() -> None:
     model, names = chain(), ParameterNames()
     table = NameTable(names)
     table.numbers_of(list(model.parameters()))
-    assert table.names[0] == "a parameter of shape (3, 2)"
+    assert table.known.names[0] == "a parameter of shape (3, 2)"
     names.add_module(model)
     table.numbers_of(list(model.parameters()))
-    assert table.names == ("0.weight", "0.bias", "1.weight", "1.bias")
+    assert table.known.names == ("0.weight", "0.bias", "1.weight", "1.bias")
 
 
 def test_it_keeps_no_parameter_alive() -> None:

@@ -1,104 +1,214 @@
-"""The record of windows: totals, amendments, bounds, text."""
+"""The schema: every field of a line, out and in again, and what is no line."""
 
 from __future__ import annotations
 
+import base64
+import dataclasses
+import json
 import math
+import struct
+import sys
+from array import array
+from typing import Any
 
 import pytest
+import telemetry_files as t
 
-from accel_scaler.telemetry.record import KEPT_CHANGES, KEPT_RECORDS, History, Record
+from accel_scaler.telemetry.record import (
+    FORMAT,
+    BrokenLineError,
+    CutLineError,
+    End,
+    Names,
+    Record,
+    Start,
+    decode,
+    encode_end,
+    encode_names,
+    encode_start,
+    encode_window,
+)
 
-
-def record(index: int, skipped: bool = False, scale: float = 8.0, **rest: object) -> Record:
-    values = {"next_scale": scale / 2 if skipped else scale, "grad_norm": 1.0, **rest}
-    return Record(index, scale, skipped=skipped, **values)  # type: ignore[arg-type]
-
-
-def test_totals_and_the_path_of_the_scale() -> None:
-    history = History()
-    history.add(record(0))
-    history.add(record(1, skipped=True))
-    history.add(record(2, scale=4.0, grad_norm=3.0))
-    history.add(record(3, scale=4.0, next_scale=16.0, grad_norm=2.0))
-    assert (history.boundaries, history.skips, history.max_grad_norm) == (4, 1, 3.0)
-    assert list(history.scale_path) == [(0, 8.0), (2, 4.0), (4, 16.0)]
-
-
-def test_a_second_optimizer_amends_the_record_of_its_window() -> None:
-    history = History()
-    history.add(record(0))
-    history.add(record(1, grad_norm=5.0))
-    history.add(record(1, skipped=True, grad_norm=None, overflowed=("w",)))
-    assert (history.boundaries, history.skips, len(history.records)) == (2, 1, 2)
-    last = history.records[-1]
-    assert (last.grad_norm, last.skipped, last.overflowed) == (5.0, True, ("w",))
-    assert list(history.scale_path) == [(0, 8.0), (2, 4.0)]
-
-
-def test_an_amendment_replaces_a_change_of_scale() -> None:
-    history = History()
-    history.add(record(0, next_scale=16.0))
-    history.add(record(0, skipped=True))
-    assert list(history.scale_path) == [(0, 8.0), (1, 4.0)]
-    assert history.skips == 1
-    history.add(record(0, skipped=True))
-    assert history.skips == 1
-
-
-@pytest.mark.parametrize("norm", [math.inf, math.nan, None])
-def test_a_norm_that_is_not_finite_is_not_the_largest(norm: float | None) -> None:
-    history = History()
-    history.add(record(0, grad_norm=norm))
-    assert history.max_grad_norm is None
-    history.add(record(1, grad_norm=0.0))
-    assert history.max_grad_norm == 0.0
+INF, NAN = math.inf, math.nan
+NAMES = Names(("a", "b"), (1, 0), (3, 4))
+FULL = Record(
+    index=3,
+    scale=65536.0,
+    next_scale=32768.0,
+    skipped=True,
+    grad_norm=1.25,
+    found_inf=True,
+    growth_tracker=7,
+    max_norm=1.0,
+    clip_coefficient=0.8,
+    lr=(0.001, None),
+    names=("a", "b"),
+    norms=array("f", (0.75, 1.0)).tobytes(),
+    nonfinite=((1, 2),),
+    underflow=((0, 0.25, 0.125),),
+    loss_nonfinite=3,
+    first={"where": "forward", "module": "m", "class": "Linear", "micro_batch": 0}
+    | {"input": (-1.0, 2.0), "output": None, "text": "it began"},
+    time=0.5,
+    optimizer_s=0.001234,
+    waited_s=0.00001,
+    spans=(("step", 1.5, 0.25), ("wait", 2.0, 0.125, "a")),
+)
+BARE = Record(index=0, scale=8.0, next_scale=8.0, skipped=False, grad_norm=None)
 
 
-def test_memory_is_bounded_and_totals_are_not() -> None:
-    history = History()
-    windows = KEPT_RECORDS + KEPT_CHANGES + 10
-    for index in range(windows):
-        history.add(record(index, skipped=True, scale=8.0 + index, next_scale=9.0 + index))
-    assert len(history.records) == KEPT_RECORDS
-    assert len(history.scale_path) == KEPT_CHANGES
-    assert (history.boundaries, history.skips) == (windows, windows)
-    assert history.records[-1].index == windows - 1
+def test_a_window_line_has_every_number_under_its_name() -> None:
+    assert json.loads(encode_window(FULL)) == {
+        "kind": "window",
+        "step": 3,
+        "time": 0.5,
+        "scale": 65536.0,
+        "next_scale": 32768.0,
+        "growth_tracker": 7,
+        "found_inf": True,
+        "skipped": True,
+        "grad_norm": 1.25,
+        "max_norm": 1.0,
+        "clip_coefficient": 0.8,
+        "lr": [0.001, None],
+        "nonfinite": [[1, 2]],
+        "loss_nonfinite": 3,
+        "first": {"where": "forward", "module": "m", "class": "Linear", "micro_batch": 0}
+        | {"input": [-1.0, 2.0], "output": None, "text": "it began"},
+        "underflow": [[0, 0.25, 0.125]],
+        "optimizer_us": 1234,
+        "waited_us": 10,
+        "hidden_us": 1224,
+        "spans": [["step", 1500000, 250000], ["wait", 2000000, 125000, "a"]],
+        "norms": base64.b64encode(struct.pack("<2f", 0.75, 1.0)).decode(),
+    }
 
 
-def test_the_summary_says_what_happened() -> None:
-    history = History()
-    assert history.summary() == "scaler: no window has closed yet"
-    history.add(record(0, grad_norm=0.25))
-    history.add(record(1, skipped=True, grad_norm=None, overflowed=("head.weight", "head.bias")))
-    history.add(record(2, scale=4.0, grad_norm=1234.5678))
-    assert history.summary().splitlines() == [
-        "scaler: 3 windows, 1 skipped",
-        "scale: 8 (window 0) -> 4 (window 2)",
-        "largest finite gradient norm: 1235",
-        "last overflow seen in: head.weight, head.bias",
+def test_what_is_not_known_is_left_out_or_null() -> None:
+    line = json.loads(encode_window(BARE))
+    assert (line["grad_norm"], line["max_norm"], line["clip_coefficient"]) == (None, None, None)
+    optional = {"norms", "nonfinite", "loss_nonfinite", "first", "underflow", "spans"}
+    assert not line.keys() & {*optional, "optimizer_us", "waited_us", "hidden_us"}
+    assert line.keys() >= {"step", "time", "found_inf", "growth_tracker", "lr"}
+
+
+@pytest.mark.parametrize("record", [FULL, BARE], ids=["full", "bare"])
+def test_a_record_comes_back_as_it_was(record: Record) -> None:
+    assert decode(encode_window(record).encode(), NAMES) == dataclasses.replace(
+        record, names=NAMES.names
+    )
+    assert decode(encode_window(record).encode()) == dataclasses.replace(record, names=())
+
+
+def test_a_start_names_and_an_end_come_back_as_they_were() -> None:
+    facts = {"package": "0", "rank": 1, "ranks": 2, "device": "cpu", "precision": "fp16"}
+    settings = {"min_scale": None, "scale": 2.0, "enabled": True, "telemetry": "x.jsonl"}
+    line = encode_start(1.7e9, {**facts, "settings": settings})
+    assert json.loads(line)["format"] == FORMAT == 1
+    assert decode(line.encode()) == Start(1, {**facts, "unix_time": 1.7e9}, settings)
+    assert decode(encode_names(NAMES).encode()) == NAMES
+    end = End(1.5, 3, 2, "StepError: it did not end", 1)
+    assert decode(encode_end(end).encode()) == end
+    assert "lost" not in encode_end(End())
+
+
+def test_numbers_that_json_has_not_are_text_that_float_reads() -> None:
+    norms = array("f", (INF, NAN)).tobytes()
+    record = dataclasses.replace(
+        BARE, grad_norm=NAN, max_norm=INF, clip_coefficient=-INF, lr=(NAN,), norms=norms
+    )
+    line = encode_window(record)
+    got = json.loads(line)
+    assert [got[key] for key in ("grad_norm", "max_norm", "clip_coefficient", "lr")] == [
+        *("nan", "inf", "-inf", ["nan"])
     ]
+    back = decode(line.encode(), NAMES)
+    assert isinstance(back, Record)
+    assert (back.max_norm, back.norms) == (INF, norms)
+    assert back.grad_norm is not None
+    assert math.isnan(back.grad_norm)
 
 
-def test_the_summary_without_norms_and_overflows() -> None:
-    history = History()
-    history.add(record(0, grad_norm=None))
-    assert history.summary().splitlines()[-1] == "largest finite gradient norm: not taken"
-    assert history.last_overflow() == ()
+def test_norms_are_little_endian_on_every_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    swapped = struct.pack(">2f" if sys.byteorder == "little" else "<2f", 1.5, -2.0)
+    monkeypatch.setattr(sys, "byteorder", "big" if sys.byteorder == "little" else "little")
+    line = encode_window(dataclasses.replace(BARE, norms=swapped))
+    back = decode(line.encode(), NAMES)
+    assert isinstance(back, Record)
+    assert back.norms == swapped
+    expected = swapped if sys.byteorder == "little" else swapped[3::-1] + swapped[:3:-1]
+    assert base64.b64decode(json.loads(line)["norms"]) == expected
 
 
-def test_a_long_path_is_shortened_to_its_ends() -> None:
-    history = History()
-    for index in range(40):
-        history.add(record(index, scale=float(index + 1), next_scale=float(index + 2)))
-    line = history.summary().splitlines()[1]
-    assert line.startswith("scale: 1 (window 0) -> 2 (window 1)")
-    assert line.endswith("40 (window 39) -> 41 (window 40)")
-    assert line.count("->") == 11
+def window(**changes: Any) -> str:
+    return json.dumps(t.window(1) | changes)
 
 
-def test_the_latest_overflow_is_the_one_that_is_named() -> None:
-    history = History()
-    history.add(record(0, skipped=True, overflowed=("a",)))
-    history.add(record(1, skipped=True, overflowed=("b",)))
-    history.add(record(2))
-    assert history.last_overflow() == ("b",)
+CUT = {
+    "cut off": window()[:-20],
+    "not UTF-8": b'{"kind":"window","step":\xff}',
+    "binary": bytes(range(11, 256)),
+    "step with 5,000 digits": window().replace('"step": 1', '"step": 1' + "0" * 5000),
+    "deep nesting": '{"kind":"window","a":' + "[" * 200_000,
+}
+BROKEN = {
+    "not an object": "[1, 2]",
+    "no kind": '{"step": 1}',
+    "kind of a wrong type": '{"kind": ["window"]}',
+    "step as text": window(step="1"),
+    "step beyond all": window(step=10**40),
+    "scale missing": window(scale=None),
+    "negative scale": window(scale=-2.0),
+    "scale inf": window(scale="inf"),
+    "scale of 400 digits": window(scale=10**400),
+    "norm as a word": window(grad_norm="large"),
+    "time NaN": window(time="nan"),
+    "lr no list": window(lr=0.1),
+    "norms too short": window(norms=t.norms([1.0])),
+    "norms of nine bytes": window(norms="A" * 12),
+    "norms no text": window(norms=[1.0, 2.0]),
+    "norms not base64": window(norms="!" * 12),
+    "index out of range": window(nonfinite=[[2, 1]]),
+    "negative index": window(nonfinite=[[-1, 1]]),
+    "no pair": window(nonfinite=[[0]]),
+    "offenders a number": window(nonfinite=3),
+    "index of a share": window(underflow=[[2, 0.5, 0.0]]),
+    "span of negative length": window(spans=[["forward", 0, -1]]),
+    "span too short": window(spans=[["forward", 0]]),
+    "update of negative length": window(optimizer_us=-5),
+    "first no object": window(first=[1]),
+    "first with a bad range": window(first={"where": "loss", "input": [1]}),
+    "names no list": '{"kind":"names","names":5,"places":[],"elements":[]}',
+    "names of unequal lengths": '{"kind":"names","names":["a"],"places":[],"elements":[1]}',
+    "end of a wrong time": '{"kind":"end","time":"soon"}',
+    "start of an unknown kind of format": '{"kind":"start","format":"one"}',
+    "start in another age": '{"kind":"start","format":1,"unix_time":1e300}',
+}
+
+
+@pytest.mark.parametrize("name", [*CUT, *BROKEN])
+def test_what_is_not_as_the_format_says_is_refused_in_a_few_words(name: str) -> None:
+    line = (CUT | BROKEN)[name]
+    with pytest.raises(BrokenLineError) as caught:
+        decode(line if isinstance(line, bytes) else line.encode(), NAMES)
+    assert isinstance(caught.value, CutLineError) == (name in CUT)
+    assert 0 < len(str(caught.value)) < 200
+    assert str(caught.value).isprintable()
+
+
+def test_unknown_kinds_and_keys_and_a_newer_format_are_no_fault() -> None:
+    assert decode(b'{"kind":"weather","sky":"blue"}') is None
+    assert isinstance(decode(window(colour="red").encode()), Record)
+    assert decode(b'{"kind":"start","format":2,"rank":"two"}') == Start(2)
+
+
+def test_texts_come_back_harmless() -> None:
+    odd = "a\x00b\n\u202ec\ud800"
+    names = decode(json.dumps(t.names([odd])).encode())
+    assert isinstance(names, Names)
+    assert names.names == ("a\ufffdb\ufffd\ufffdc\ufffd",)
+    start = decode(json.dumps(t.start(device=odd, settings={odd: [odd], "n": 10**400})).encode())
+    assert isinstance(start, Start)
+    texts = [start.facts["device"], *start.settings, *map(str, start.settings.values())]
+    assert all(text.isprintable() for text in texts)
+    assert not isinstance(start.settings["n"], int)

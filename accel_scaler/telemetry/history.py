@@ -1,0 +1,109 @@
+"""What the scaler did: the records of the last windows, totals for all."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import replace
+from typing import Any
+
+from .record import Record
+
+__all__ = ["History"]
+
+KEPT_RECORDS = 4096
+KEPT_DETAILS = 16
+"""Records that keep what they know of single parameters: of thousands, most of the memory."""
+KEPT_CHANGES = 1024
+
+
+class History:
+    """A bounded memory of windows, and totals over all of them. Holds no tensors."""
+
+    def __init__(self) -> None:
+        self.records: deque[Record] = deque(maxlen=KEPT_RECORDS)
+        self.scale_path: deque[tuple[int, float]] = deque(maxlen=KEPT_CHANGES)
+        """``(window, scale)`` at each change of scale; the first entry is the start."""
+        self.boundaries = 0
+        self.skips = 0
+        self.max_grad_norm: float | None = None
+        self.told_low = False
+        """The warning about a scale below 1 has been given."""
+
+    def add(self, record: Record) -> None:
+        """Append the record of a window, or amend it when its index is the last one's."""
+        if self.records and self.records[-1].index == record.index:
+            last = self.records[-1]
+            self.skips += int(record.skipped) - int(last.skipped)
+            if self.scale_path and self.scale_path[-1][0] == record.index + 1:
+                self.scale_path.pop()
+            if record.grad_norm is None:
+                record = replace(record, grad_norm=last.grad_norm)
+            self.records[-1] = record
+        else:
+            self.records.append(record)
+            self.boundaries += 1
+            self.skips += int(record.skipped)
+            if len(self.records) > KEPT_DETAILS:
+                old = self.records[-KEPT_DETAILS - 1]
+                bare: dict[str, Any] = {"nonfinite": (), "underflow": (), "spans": ()}
+                self.records[-KEPT_DETAILS - 1] = replace(old, norms=None, **bare)
+        if not self.scale_path:
+            self.scale_path.append((record.index, record.scale))
+        if self.scale_path[-1][1] != record.next_scale:
+            self.scale_path.append((record.index + 1, record.next_scale))
+        norm = record.grad_norm
+        if norm is not None and math.isfinite(norm):
+            self.max_grad_norm = max(norm, self.max_grad_norm or 0.0)
+
+    def complete(self, record: Record) -> None:
+        """Put what came to be known later in the place of the last record."""
+        if self.records and self.records[-1].index == record.index:
+            self.records[-1] = record
+
+    def summary(self) -> str:
+        """A few lines of text: windows, skips, the path of the scale, the largest norm."""
+        if not self.records:
+            return "scaler: no window has closed yet"
+        path = " -> ".join(f"{scale:.10g} (window {index})" for index, scale in self._short_path())
+        norm = "not taken" if self.max_grad_norm is None else f"{self.max_grad_norm:.4g}"
+        lines = [
+            f"scaler: {self.boundaries} windows, {self.skips} skipped",
+            f"scale: {path}",
+            f"largest finite gradient norm: {norm}",
+        ]
+        names = self.last_overflow()
+        if names:
+            lines.append(f"last overflow seen in: {', '.join(names)}")
+        return "\n".join(lines)
+
+    def last_overflow(self) -> tuple[str, ...]:
+        """Names in the latest kept record that has any."""
+        return next((r.overflowed for r in reversed(self.records) if r.overflowed), ())
+
+    def progress(self) -> dict[str, float]:
+        """What a progress bar shows: ``scale`` of the next window, and ``skips`` so far.
+
+        >>> bar.set_postfix(accelerator.scaler_history.progress())
+        """
+        if not self.records:
+            return {}
+        scale = self.records[-1].next_scale
+        return {"scale": int(scale) if scale.is_integer() else scale, "skips": self.skips}
+
+    def metrics(self) -> dict[str, float]:
+        """The last window for experiment trackers, as ``scaler/...``; finite numbers only."""
+        if not self.records:
+            return {}
+        last = self.records[-1]
+        found = {
+            "scaler/scale": last.next_scale,
+            "scaler/skips": self.skips,
+            "scaler/grad_norm": last.grad_norm,
+            "scaler/clip_coefficient": last.clip_coefficient,
+        }
+        return {k: v for k, v in found.items() if v is not None and math.isfinite(v)}
+
+    def _short_path(self, most: int = 12) -> list[tuple[int, float]]:
+        path = list(self.scale_path)
+        return path if len(path) <= most else path[: most // 2] + path[-most // 2 :]

@@ -67,7 +67,8 @@ class Journal:
     def add(self, record: Record, names: Names) -> None:
         """Append one window, and before it the names of its parameters if they are new."""
         lines = [encode_window(record)]
-        if record.names and record.names != self._names.names:
+        known = self._names.names
+        if record.names and record.names is not known and record.names != known:
             lines.insert(0, encode_names(names))
         self._windows += 1
         self._skips += record.skipped

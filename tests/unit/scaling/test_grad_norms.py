@@ -1,0 +1,90 @@
+"""Norms that clips and checks took of one window: which of them counts."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from accel_scaler.scaling.grad_norms import GradNorm, GradNorms
+
+INF = math.inf
+
+
+def parameters(count: int) -> list[Tensor]:
+    return [nn.Parameter(torch.zeros(1)) for _ in range(count)]
+
+
+def measured(*found: GradNorm) -> GradNorms:
+    grad_norms = GradNorms()
+    for each in found:
+        grad_norms.add(each)
+    return grad_norms
+
+
+def test_norms_of_disjoint_parameters_are_one_norm() -> None:
+    a, b = parameters(2)
+    assert measured(GradNorm([a], 3.0), GradNorm([b], 4.0)).total == 5.0
+    both = [GradNorm([p], t, norm_type=INF) for p, t in ((a, 3.0), (b, 4.0))]
+    assert measured(*both).total == 4.0
+    ones = [GradNorm([p], t, norm_type=1.0) for p, t in ((a, 3.0), (b, 4.0))]
+    assert measured(*ones).total == 7.0
+    assert measured(GradNorm([a], 3.0), GradNorm([b], 4.0, norm_type=1.0)).total is None
+    assert measured().total is None
+
+
+def test_a_check_is_replaced_by_the_clip_after_it_and_gives_its_norms() -> None:
+    a, b = parameters(2)
+    each = torch.tensor([3.0, 4.0])
+    (found,) = measured(GradNorm([a, b], 5.0, each), GradNorm([b, a], 4.0, None, 1.0, None, INF))
+    assert (found.total, found.max_norm) == (4.0, 1.0)
+    assert found.each is each
+    assert list(map(id, found.parameters)) == [id(a), id(b)]
+
+
+def test_norms_of_other_parameters_are_not_taken_over() -> None:
+    a, b, c = parameters(3)
+    (found,) = measured(GradNorm([a, b], 5.0, torch.tensor([3.0, 4.0])), GradNorm([b, c], 4.5))
+    assert found.each is None
+    assert list(map(id, found.parameters)) == [id(b), id(c)]
+
+
+def test_clips_after_a_clip_multiply() -> None:
+    (a,) = parameters(1)
+    found = measured(GradNorm([a], 10.0, None, 5.0), GradNorm([a], 5.0, None, 1.0))
+    assert found.total == 10.0
+    limit, coefficient = found.clip
+    assert limit == 1.0
+    assert coefficient == pytest.approx(0.1, rel=1e-5)
+    wide = measured(GradNorm([a], 10.0, None, 5.0), GradNorm([a], 5.0, None, 50.0))
+    assert wide.clip == (5.0, pytest.approx(0.5, rel=1e-5))
+
+
+def test_of_several_clips_the_hardest_is_told() -> None:
+    a, b = parameters(2)
+    found = measured(GradNorm([a], 1.0, None, 5.0), GradNorm([b], 8.0, None, 4.0))
+    assert found.clip == (4.0, pytest.approx(0.5, rel=1e-5))
+    assert measured(GradNorm([a], 1.0)).clip == (None, None)
+
+
+def test_what_was_given_up_is_forgotten_by_its_parameters() -> None:
+    a, b = parameters(2)
+    found = measured(GradNorm([a], 3.0), GradNorm([b], 4.0))
+    found.forget([b])
+    assert found.total == 3.0
+    found.forget()
+    assert found.total is None
+
+
+def test_tensors_are_fetched_once() -> None:
+    a, b = parameters(2)
+    each, total = torch.tensor([3.0, 4.0]), torch.tensor(5.0)
+    found = measured(GradNorm([a, b], total, each))
+    found.fetch()
+    found.fetch()
+    (one,) = found
+    assert (one.total, one.each.tolist()) == (5.0, [3.0, 4.0])  # type: ignore[union-attr]
+    assert found.are_finite
+    assert not measured(GradNorm([a], torch.tensor(math.nan))).are_finite

@@ -21,7 +21,6 @@ from ..overflow_finder import inert
 from ..scaling import parameters_of
 from .async_stepper import AsyncStepper
 from .master_params import ParameterPair
-from .streams import SideStreams
 
 __all__ = ["SyncHooks"]
 
@@ -219,20 +218,19 @@ class SyncHooks:
             stepper.waits_at_root = True  # their reads of parameters cannot be seen
 
     def _hook(self, module: Any, stepper: AsyncStepper, handles: list[Any]) -> None:
-        ref = self._stepper
         if next(Module.parameters(module, recurse=False), None) is not None:
-            handles.append(module.register_state_dict_pre_hook(_Synchronize(ref)))
-            handles.append(module.register_load_state_dict_pre_hook(_Synchronize(ref)))
+            handles.append(module.register_state_dict_pre_hook(_Synchronize(stepper)))
+            handles.append(module.register_load_state_dict_pre_hook(_Synchronize(stepper)))
         if _is_fsdp2(module):
-            handles.append(module.register_forward_pre_hook(_BeforeGather(ref), prepend=True))
+            handles.append(module.register_forward_pre_hook(_BeforeGather(stepper), prepend=True))
         elif stepper.mode == "delayed":
-            hook = _BeforeInnerForward(ref, weakref.ref(self))
+            hook = _BeforeInnerForward(stepper, weakref.ref(self))
             handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
     def _hook_root(self, root: Module, handles: list[Any]) -> None:
         # A sharded one waits before each gather; asked for here, since the hook may be traced.
         hook = _BeforeEvaluation if _is_fsdp2(root) else _BeforeForward
-        handles.append(root.register_forward_pre_hook(hook(self._stepper), prepend=True))
+        handles.append(root.register_forward_pre_hook(hook(self.stepper), prepend=True))
 
     def is_called_by_watched(self) -> bool:
         """Whether the caller, a hook, runs inside the forward of a module that has hooks too."""
@@ -261,7 +259,7 @@ class SyncHooks:
                 if own is None or any(own is wrapper for _, _, wrapper in self._compiled):
                     continue
                 stepper.waits_at_root = True
-                wrapper = _WaitFirst(self._stepper, own)
+                wrapper = _WaitFirst(stepper, own)
                 module._compiled_call_impl = wrapper
                 self._compiled.append((weakref.ref(module), own, wrapper))
 
@@ -269,8 +267,8 @@ class SyncHooks:
 class _Hook:
     """On a module. Knows the stepper weakly, and compiled code does not know it."""
 
-    def __init__(self, stepper: weakref.ref[AsyncStepper]) -> None:
-        self._stepper, self._streams = stepper, _streams_of(stepper)
+    def __init__(self, stepper: AsyncStepper) -> None:
+        self._stepper, self._streams = weakref.ref(stepper), stepper.streams
 
     def __reduce__(self) -> Any:
         # The module is copied or pickled, its layers after its hooks.
@@ -290,12 +288,6 @@ class _Hook:
         if stepper is None:
             self._streams.follow_last()  # its optimizer was dropped with an update on its way
         return stepper
-
-
-def _streams_of(ref: weakref.ref[AsyncStepper]) -> SideStreams:
-    stepper = ref()
-    assert stepper is not None
-    return stepper.streams
 
 
 class _Synchronize(_Hook):
@@ -334,7 +326,7 @@ class _BeforeEvaluation(_Hook):
 class _BeforeInnerForward(_Hook):
     """Of any module, in ``delayed``: it may be evaluated alone."""
 
-    def __init__(self, stepper: weakref.ref[AsyncStepper], hooks: weakref.ref[SyncHooks]) -> None:
+    def __init__(self, stepper: AsyncStepper, hooks: weakref.ref[SyncHooks]) -> None:
         super().__init__(stepper)
         self._hooks = hooks
 
@@ -370,8 +362,8 @@ _CALL = Module._call_impl.__code__
 class _WaitFirst:
     """A compiled call that waits for the optimizer thread before it starts."""
 
-    def __init__(self, stepper: weakref.ref[AsyncStepper], call: Any) -> None:
-        self._stepper, self._streams, self._call = stepper, _streams_of(stepper), call
+    def __init__(self, stepper: AsyncStepper, call: Any) -> None:
+        self._stepper, self._streams, self._call = weakref.ref(stepper), stepper.streams, call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         stepper = self._stepper()

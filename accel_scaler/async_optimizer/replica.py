@@ -226,7 +226,7 @@ class Replica:
         """
         refuse_replaced(self.optimizer)
         name = type(self.optimizer).__name__
-        if self.splittable != is_splittable(self.optimizer):
+        if self.splittable and not is_splittable(self.optimizer):
             raise UnsupportedError(
                 f"{name}: a method that its step uses was replaced on this instance while a copy "
                 "of it was stepped. Replace it before, or in a subclass."

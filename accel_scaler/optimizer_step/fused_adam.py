@@ -38,15 +38,12 @@ class AdamGroup:
         self.decoupled = isinstance(optimizer, AdamW)  # before torch 2.7 no group says it
         keys = ["exp_avg", "exp_avg_sq", "step"] + ["max_exp_avg_sq"] * self.amsgrad
         self.lists = {key: [state[key] for state in self.states] for key in keys}
-        self.batches = self.batches_of(self.known)
-
-    def batches_of(self, known: list[Tensor]) -> list[tuple[list[int], bool]]:
-        """Places of small and of large parameters, and whether one thread is to do them."""
-        sizes = list(map(Tensor.numel, known))
+        sizes = list(map(Tensor.numel, self.known))
         small = [i for i, size in enumerate(sizes) if size <= SMALL]
         large = [i for i, size in enumerate(sizes) if size > SMALL]
-        one_thread = self.device == -1
-        return [(part, one) for part, one in ((small, one_thread), (large, False)) if part]
+        batches = ((small, self.device == -1), (large, False))
+        self.batches = [(places, one) for places, one in batches if places]
+        """Places of small and of large parameters, and whether one thread is to do them."""
 
     def call(
         self,
@@ -84,25 +81,9 @@ class AdamGroup:
     def step(self, group: dict[str, Any], grads: list[Tensor], grad_scale: Tensor | None) -> None:
         """Update every parameter; ``group`` has the hyperparameters. Does not synchronise."""
         self.counts.add_(1)
-        self.update(group, grads, grad_scale)
-
-    def update(self, group: dict[str, Any], grads: list[Tensor], grad_scale: Tensor | None) -> None:
-        """:meth:`step` where the step is counted already."""
         for places, one_thread in self.batches:
             with run_on_one_thread(one_thread):
                 self.call(group, places, grads, grad_scale)
-
-    def subset(self, places: list[int]) -> AdamGroup:
-        """The lists for some of the parameters; steps are counted in the whole."""
-        part = object.__new__(AdamGroup)
-        part.params = part.known = [self.known[i] for i in places]
-        part.states = [self.states[i] for i in places]
-        part.counts, part.device, part.amsgrad = self.counts[:0], self.device, self.amsgrad
-        part.decoupled = self.decoupled
-        part.strides = [self.strides[i] for i in places]
-        part.lists = {key: [tensors[i] for i in places] for key, tensors in self.lists.items()}
-        part.batches = part.batches_of(part.known)
-        return part
 
     def takes(self, grads: list[Tensor]) -> bool:
         """Whether the gradients are laid out as the kernel expects, none missing."""

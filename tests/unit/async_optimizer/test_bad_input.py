@@ -213,21 +213,6 @@ def test_a_closure_is_refused_and_takes_nothing(mode: str) -> None:
     assert torch.equal(w, torch.full((4,), 0.5))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_offload_with_sync_is_plain_training_with_the_state_elsewhere(dtype: torch.dtype) -> None:
-    ours, plain = nn.Parameter(torch.ones(4, dtype=dtype)), nn.Parameter(torch.ones(4))
-    reference = sgd([plain], momentum=0.9)
-    with AsyncOptimizer(sgd([ours], momentum=0.9), mode="sync", offload="cpu") as optimizer:
-        for step in range(4):
-            for p in (ours, plain):
-                give(p, 0.25 + step)
-            optimizer.step()
-            reference.step()
-            assert torch.equal(ours.detach(), plain.detach().to(dtype))
-            assert ours.grad is not None
-            optimizer.zero_grad()
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 def test_after_close_step_is_refused_and_the_plain_optimizer_goes_on(
@@ -256,23 +241,6 @@ def test_after_close_step_is_refused_and_the_plain_optimizer_goes_on(
     assert torch.equal(w, plain)
     assert torch.equal(inner.state[w]["momentum_buffer"], reference.state[plain]["momentum_buffer"])
     assert optimizer.state_dict()["param_groups"] == reference.state_dict()["param_groups"]
-
-
-def test_step_off_the_boundary_does_nothing_and_takes_nothing() -> None:
-    accelerator: Any = attach(
-        Accelerator(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=2),
-        ScalerConfig(step_mode="overlap", init_scale=4.0),
-    )
-    model, optimizer = accelerator.prepare(model := One(), sgd(model.parameters()))
-    for micro in range(4):
-        with accelerator.accumulate(model):
-            accelerator.backward(model())
-            optimizer.step()
-            if micro % 2 == 0:
-                assert torch.equal(model.w.grad, torch.full((4,), 2.0))
-            optimizer.zero_grad()
-    assert torch.equal(model.state_dict()["w"], torch.full((4,), 1.0 - 2 * LR))
-    detach(accelerator)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -530,13 +498,3 @@ def test_a_model_that_has_some_of_the_parameters_is_enough() -> None:
         optimizer.step()
     assert torch.equal(model.w, torch.full((4,), 0.5))
     assert torch.equal(other, torch.full((4,), 2.5))
-
-
-@pytest.mark.parametrize("value", [None, 3, "step", object()])
-def test_submit_takes_functions_only(value: Any) -> None:
-    w = one()
-    with AsyncOptimizer(sgd([w])) as optimizer:
-        give(w)
-        with pytest.raises(ConfigError, match="expected a function"):
-            optimizer.submit(value)
-        assert w.grad is not None

@@ -16,8 +16,7 @@ from accel_scaler import AsyncOptimizer, GradScaler, ScalerConfig, attach
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-MODES = [("sync", "none"), ("sync", "cpu"), ("overlap", "none"), ("overlap", "cpu")]
-MODES += [("delayed", "none"), ("delayed", "cpu")]
+MODES = [("sync", "none"), ("overlap", "cpu"), ("delayed", "none")]
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "fused adamw": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
@@ -55,8 +54,7 @@ def train(default: str | None, mode: str, offload: str, kind: str, half: bool) -
     return weights(model), seen, state
 
 
-@pytest.mark.parametrize("half", [False, True], ids=["float32", "float16"])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(("kind", "half"), [("sgd", True), ("fused adamw", False)])
 @pytest.mark.parametrize(("mode", "offload"), MODES)
 def test_training_under_a_default_device_is_as_without(
     mode: str, offload: str, kind: str, half: bool

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -26,7 +25,6 @@ from torch import nn
 
 from accel_scaler import AsyncOptimizer, GradScaler, OrderError, ScalerConfig, attach, detach
 from accel_scaler.async_optimizer import replica as replica_module
-from accel_scaler.async_optimizer.replica import Replica
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -141,17 +139,6 @@ def test_one_part_or_many_is_the_same(kind: str, monkeypatch: pytest.MonkeyPatch
     assert_same(run_ours(kind), run_reference(kind))
 
 
-def test_a_slow_optimizer_thread_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Replica.step_part
-
-    def slow(*args: Any) -> None:
-        time.sleep(0.002)
-        whole(*args)
-
-    monkeypatch.setattr(Replica, "step_part", slow)
-    assert_same(run_ours("sgd", prompt=3), run_reference("sgd", prompt=3))
-
-
 @pytest.mark.parametrize("where", ["inner", "ours"])
 def test_a_scheduler_on_either_optimizer_is_that_of_the_reference(where: str) -> None:
     ours = run_ours("sgd", schedule=where, max_norm=0.5)
@@ -179,11 +166,6 @@ def test_warm_up_steps_are_not_stale(prompt: int) -> None:
 def test_warm_up_counts_updates_not_skips() -> None:
     ours = run_ours("sgd", prompt=2, overflows=(0, 1, 2))
     assert_same(ours, run_reference("sgd", prompt=2, overflows=(0, 1, 2)))
-
-
-def test_a_warm_up_without_end_is_sync() -> None:
-    sync = run_ours("adamw", mode="sync")
-    assert_same(run_ours("adamw", prompt=STEPS), sync)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)

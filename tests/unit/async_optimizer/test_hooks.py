@@ -362,24 +362,6 @@ def test_a_copy_of_an_async_optimizer_trains_on_by_itself(
         assert_same(values(model), values(reference(1)[0]))
 
 
-def test_a_copy_keeps_the_masters_of_float16_parameters(late: None) -> None:
-    w = nn.Parameter(torch.ones(3, dtype=torch.float16))
-    with AsyncOptimizer(torch.optim.SGD([w], lr=2.0**-13), mode="overlap") as optimizer:
-        for taken in (1, 2):
-            w.grad = torch.ones_like(w)
-            optimizer.step()
-            with copy.deepcopy(optimizer) as other:
-                (p,) = other.param_groups[0]["params"]
-                for _ in range(taken, 3):
-                    p.grad = torch.ones_like(p)
-                    other.step()
-                other.synchronize()
-                # three steps together are enough for the next float16; one or two are not
-                assert torch.equal(p, torch.full_like(p, 1.0 - 2.0**-11))
-                master = other.state_dict()["state"][0]["master"]
-                assert torch.equal(master, torch.full((3,), 1.0 - 3 * 2.0**-13))
-
-
 def test_a_closed_async_optimizer_is_copied_closed() -> None:
     optimizer = AsyncOptimizer(sgd(network().parameters()))
     optimizer.close()
@@ -432,29 +414,6 @@ def test_a_module_that_uses_its_parameter_unseen_is_waited_for(late: None) -> No
         if asynchronous:
             optimizer.close()
     assert_same(*outputs)
-
-
-def test_torch_func_transforms_of_the_model_see_the_update(late: None) -> None:
-    model = network()
-
-    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
-        return torch.func.functional_call(model, params, (x,)).square().sum()
-
-    x = torch.ones(4, 3)
-    with AsyncOptimizer(sgd(model.parameters()), model) as optimizer:
-        train(model, optimizer, range(2))
-        grads = torch.func.grad(loss)(dict(model.named_parameters()), x)
-        train(model, optimizer, range(2, 3))
-        each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(
-            dict(model.named_parameters()), x[:, None]
-        )
-    for steps, ours, mapped in ((2, grads, False), (3, each, True)):
-        plain, _ = reference(steps)
-        loss_of_all = plain(x).square().sum()
-        theirs = torch.autograd.grad(loss_of_all, list(plain.parameters()))
-        found = [g.sum(0) if mapped else g for g in ours.values()]
-        for a, b in zip(found, theirs, strict=True):
-            torch.testing.assert_close(a, b)
 
 
 def test_save_pretrained_in_mid_step_writes_the_newest_weights(tmp_path: Path) -> None:

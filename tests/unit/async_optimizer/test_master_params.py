@@ -20,7 +20,6 @@ from references import (
     network,
     same,
 )
-from support import stock
 from torch import Tensor, nn
 
 from accel_scaler import (
@@ -38,6 +37,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 WAYS = list(itertools.product(("sync", "overlap", "delayed"), ("none", "cpu")))
+TWO_WAYS = [("sync", "none"), ("delayed", "cpu")]
 OVERFLOWS = (0, 5)
 STEPS = 12
 Clip = Callable[[Any, Any], object]
@@ -134,28 +134,6 @@ def assert_same(ours: dict[str, Any], reference: dict[str, Any], *, but: str = "
         assert same(ours[key], reference[key]), key
 
 
-def test_stock_torch_refuses_float16_gradients() -> None:
-    """F7, in a raw loop."""
-    model = half()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(loss_of(model, 0)).backward()
-    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
-        scaler.step(optimizer)
-
-
-def test_stock_accelerate_refuses_float16_gradients() -> None:
-    """F7, under Accelerate."""
-    accelerator = stock()
-    model = half()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    accelerator.backward(loss_of(model, 0))
-    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
-        optimizer.step()
-
-
 def test_our_scaler_on_a_plain_optimizer_names_the_remedy() -> None:
     model = half()
     scaler = GradScaler("cpu")
@@ -165,15 +143,9 @@ def test_our_scaler_on_a_plain_optimizer_names_the_remedy() -> None:
 
 
 @pytest.mark.parametrize(("mode", "offload"), WAYS)
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("kind", ["sgd", "fused adamw"])
 def test_float16_parameters_train_as_the_reference(kind: str, mode: str, offload: str) -> None:
     assert_same(run_ours(kind, mode, offload), run_reference(kind, mode))
-
-
-@pytest.mark.parametrize(("mode", "offload"), WAYS)
-def test_clipped_too(mode: str, offload: str) -> None:
-    ours = run_ours("sgd", mode, offload, clip={"max_norm": 0.5})
-    assert_same(ours, run_reference("sgd", mode, max_norm=0.5))
 
 
 def test_the_master_holds_what_the_parameter_cannot() -> None:
@@ -190,17 +162,6 @@ def test_float16_and_float32_parameters_side_by_side(mode: str, offload: str) ->
     assert_same(ours, run_reference("adamw", mode, make=Mixed, max_norm=0.5))
 
 
-@pytest.mark.parametrize("mode", ["sync", "overlap"])
-def test_only_float16_parameters_have_masters_without_offload(mode: str) -> None:
-    model = Mixed()
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    with AsyncOptimizer(inner, model, mode=mode) as optimizer:
-        loss_of(model, 0).backward()
-        optimizer.step()
-        state = optimizer.state_dict()["state"]
-    assert sorted(i for i, entry in state.items() if "master" in entry) == [0, 1]
-
-
 @pytest.mark.parametrize("scale", [1000.0, 2.0**24])
 def test_any_scale_that_fits(scale: float) -> None:
     """1000: not a power of two. 2**24: the backward itself overflows until it has backed off."""
@@ -209,7 +170,7 @@ def test_any_scale_that_fits(scale: float) -> None:
     assert ours["scales"][-1] < 2.0**24
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, float("inf")])
+@pytest.mark.parametrize("norm_type", [2.0, 3.0, float("inf")])
 @pytest.mark.parametrize("make", [half, Mixed], ids=["float16", "mixed"])
 def test_every_norm_clips_what_it_measures(norm_type: float, make: Any) -> None:
     """Norms other than 2 are added up by torch in another order: one rounding apart."""
@@ -285,7 +246,7 @@ def attached(mode: str = "sync", offload: str = "none", **settings: Any) -> Any:
     return attach(Accelerator(cpu=True, mixed_precision="fp16"), config)
 
 
-@pytest.mark.parametrize(("mode", "offload"), WAYS)
+@pytest.mark.parametrize(("mode", "offload"), TWO_WAYS)
 def test_under_an_attached_accelerator_too(mode: str, offload: str) -> None:
     accelerator = attached(mode, offload)
     net = half()
@@ -352,7 +313,7 @@ def test_unscaling_float16_gradients_in_place_is_refused_with_the_remedy() -> No
     detach(accelerator)
 
 
-@pytest.mark.parametrize(("mode", "offload"), WAYS)
+@pytest.mark.parametrize(("mode", "offload"), TWO_WAYS)
 def test_gradients_below_float16_are_not_lost(mode: str, offload: str) -> None:
     """1e-8 is zero in float16; scaled, it is not, and the update is made from that."""
     tiny = 2.0**-27
@@ -369,7 +330,7 @@ def test_gradients_below_float16_are_not_lost(mode: str, offload: str) -> None:
         assert w.item() == -2 * tiny * 2.0**10
 
 
-@pytest.mark.parametrize(("mode", "offload"), WAYS)
+@pytest.mark.parametrize(("mode", "offload"), TWO_WAYS)
 def test_updates_below_a_parameter_s_rounding_add_up(mode: str, offload: str) -> None:
     """1 - 2**-13 rounds to 1 in float16; eight of these are 1 - 2**-10."""
     w = nn.Parameter(torch.ones(1, dtype=HALF))
@@ -453,9 +414,8 @@ def unfrozen_by_hand(steps: int) -> list[list[Tensor]]:
     return seen
 
 
-@pytest.mark.parametrize("clips", [False, True], ids=["step", "clip"])
-@pytest.mark.parametrize("late", [False, True], ids=["there", "added later"])
-@pytest.mark.parametrize(("mode", "offload"), WAYS)
+@pytest.mark.parametrize(("late", "clips"), [(False, True), (True, False)])
+@pytest.mark.parametrize(("mode", "offload"), TWO_WAYS)
 def test_a_float16_parameter_unfrozen_later_trains_as_the_reference(
     mode: str, offload: str, late: bool, clips: bool
 ) -> None:

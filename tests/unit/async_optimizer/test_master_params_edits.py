@@ -10,9 +10,8 @@ from accel_scaler import AsyncOptimizer
 
 MODES = [
     ("overlap", "cpu", 0),
-    ("delayed", "none", 0),
     ("delayed", "none", 3),
-    ("delayed", "cpu", 2),
+    ("delayed", "cpu", 0),
     ("sync", "cpu", 0),
 ]
 

@@ -344,8 +344,7 @@ SEEN_BEFORE = (in_place, wrapped, forward, inner_layer, inner_wrapped)
 """Known to be compiled before they run, so that no guard ever sees the pending class."""
 
 
-@pytest.mark.parametrize("mode", ["overlap", "delayed"])
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(("after", "mode"), [(False, "delayed"), (True, "overlap")])
 @pytest.mark.parametrize("how", COMPILED)
 def test_compiled_code_sees_the_update_in_one_graph(
     how: Callable[..., Any], after: bool, mode: str
@@ -635,8 +634,10 @@ def test_delayed_refuses_another_view_while_a_newer_value_waits() -> None:
             optimizer.step()
 
 
-@pytest.mark.parametrize("offload", ["none", "cpu"])
-@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
+@pytest.mark.parametrize(
+    ("mode", "offload"),
+    [("sync", "none"), ("overlap", "none"), ("overlap", "cpu"), ("delayed", "none")],
+)
 def test_a_parameter_without_gradient_may_still_be_needed_by_a_backward(
     mode: str, offload: str
 ) -> None:
@@ -677,8 +678,7 @@ def test_a_backward_through_what_a_step_has_changed_is_refused_as_in_torch(mode:
             later.backward()
 
 
-@pytest.mark.parametrize("mode", ["overlap", "delayed"])
-@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize(("mode", "offload"), [("overlap", "cpu"), ("delayed", "none")])
 def test_masters_made_inside_inference_mode_train(mode: str, offload: str) -> None:
     results = []
     for looks in (False, True):
@@ -841,8 +841,7 @@ class Replicated(nn.DataParallel):
         return torch.cat([results[0], results[1]])
 
 
-@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
-@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize(("mode", "offload"), [("overlap", "none"), ("delayed", "cpu")])
 @pytest.mark.parametrize("place", ["submodule", "root", "submodule, called alone"])
 def test_the_replicas_of_a_data_parallel_module_are_of_the_newest(
     mode: str, offload: str, place: str, monkeypatch: pytest.MonkeyPatch

@@ -100,8 +100,7 @@ def run_reference(
 
 
 @pytest.mark.parametrize("dtype", LOW_AND_FULL, ids=str)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(("mode", "kind"), [("overlap", "fused adamw"), ("delayed", "sgd")])
 def test_the_documented_loop_trains_as_the_reference(
     kind: str, mode: str, dtype: torch.dtype
 ) -> None:
@@ -158,20 +157,6 @@ def test_unscale_and_clip_inside_the_function(mode: str, dtype: torch.dtype, off
     reference = run_reference(mode, "sgd", dtype, 10, (4,), clip=True)
     assert same([p.detach() for p in model.parameters()], reference["params"])
     assert kinds == [{torch.float32}] * 10
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_update_never_waits_for_the_function(mode: str, gate: Gate) -> None:
-    with Single(mode) as run:
-        assert run.scaler is not None
-        run.backward()
-        run.optimizer.submit(lambda: (gate.wait(), run.update()))
-        run.scaler.update()
-        run.scaler.get_scale()
-        gate.open()  # reached while the function still waits for it
-        run.optimizer.synchronize()
-        assert gate.was_opened
-        assert run.w.item() == 0.875
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -317,17 +302,6 @@ def test_an_error_reaches_the_next_call_and_the_one_after_works(mode: str) -> No
         assert run.w.item() == 0.875
 
 
-def test_an_error_is_also_raised_by_the_next_submit() -> None:
-    def fail() -> None:
-        raise ZeroDivisionError("from inside")
-
-    with Single("overlap", with_scaler=False) as run:
-        run.backward()
-        run.optimizer.submit(fail)
-        with pytest.raises(StepError, match="from inside"):
-            run.optimizer.submit(run.optimizer.step)
-
-
 def test_what_is_not_a_function_is_refused() -> None:
     with Single("overlap") as run:
         run.backward()
@@ -356,13 +330,6 @@ def test_submit_without_a_window_is_refused_and_takes_nothing() -> None:
         assert run.w.grad is not None
 
 
-def test_submit_after_close_is_refused() -> None:
-    run = Single("overlap")
-    run.optimizer.close()
-    with pytest.raises(OrderError, match="closed"):
-        run.optimizer.submit(run.update)
-
-
 def test_update_inside_the_function_is_refused() -> None:
     with Single("overlap") as run:
         assert run.scaler is not None
@@ -382,15 +349,6 @@ def test_a_disabled_scaler_steps_unscaled() -> None:
         run.scaler.update()
         run.optimizer.synchronize()
         assert run.w.item() == 0.875
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_function_that_steps_twice_moves_twice(mode: str) -> None:
-    with Single(mode, with_scaler=False) as run:
-        run.backward()
-        run.optimizer.submit(lambda: (run.optimizer.step(), run.optimizer.step()))
-        run.optimizer.synchronize()
-        assert run.w.item() == 0.75
 
 
 def test_state_inside_the_function_is_that_of_the_stepped_parameters() -> None:

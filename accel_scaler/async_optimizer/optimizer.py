@@ -50,8 +50,8 @@ class AsyncOptimizer(Optimizer):
 
     Args:
         optimizer: any torch optimizer whose ``step`` needs no closure. One that torch does not
-            ship takes its first step on the training thread, and all of them where that step draws
-            random numbers, communicates, or goes by what cannot be copied; a warning says so.
+            ship steps itself, on the training thread, and a warning says so; with float32 masters
+            it may hold nothing by which its step could reach the parameters past them.
         model: the module that holds its parameters. Needed where a forward cannot be watched
             parameter by parameter (compiled, FSDP2), and for evaluation in ``delayed``.
         scaler: scales the loss; its windows end with :meth:`step`.
@@ -255,6 +255,7 @@ class AsyncOptimizer(Optimizer):
         Raises:
             StepError: the step before failed. An error in ``fn`` is raised by the next call.
             OrderError: closed, called from inside ``fn``, or no window is open.
+            UnsupportedError: the optimizer is not one of torch's.
         """
         self._check_open("submit")
         if not callable(fn):
@@ -324,7 +325,7 @@ class AsyncOptimizer(Optimizer):
         return self.optimizer.register_load_state_dict_post_hook(hook, prepend)
 
     def train(self) -> None:
-        """For optimizers that have two sets of weights (schedule-free); after a fence."""
+        """For optimizers that have two sets of weights (schedule-free); synchronized first."""
         self._switch("train")
 
     def eval(self) -> None:

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from async_support import lazy
 from torch import Tensor, nn
 
-from accel_scaler import ScalerConfig, attach, detach
+from accel_scaler import AsyncOptimizer, ScalerConfig, attach, detach
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -194,3 +195,19 @@ def test_gradients_written_after_an_overflow_are_the_users(mode: str) -> None:
     ours.play("step")
     assert ours.weights() == [(torch.tensor(w) - 0.125).tolist() for w in before]
     detach(ours.accelerator)
+
+
+def test_views_of_a_bucket_are_copied_for_the_next_backward_writes_to_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As DDP's, where there are ranks."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
+    bucket = torch.arange(5.0)
+    with lazy(), AsyncOptimizer(torch.optim.SGD(params, lr=0.5)) as optimizer:
+        params[0].grad, params[1].grad = bucket[:3], bucket[3:]
+        optimizer.step()
+        bucket.fill_(100.0)
+        optimizer.synchronize()
+    assert torch.equal(torch.cat([p.detach() for p in params]), 1 - 0.5 * torch.arange(5.0))

@@ -382,40 +382,6 @@ def test_a_model_in_mid_step_is_copied_finished(late: None) -> None:
             assert {type(p) for p in other.parameters()} == {nn.Parameter}
 
 
-class ByScript(nn.Module):
-    """Hands its parameter to code that torch does not show us."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.ones(3))
-        self.f = torch.jit.script(nn.functional.softsign)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.f(self.w) * x
-        return result
-
-
-def test_a_module_that_uses_its_parameter_unseen_is_waited_for(late: None) -> None:
-    outputs = []
-    for asynchronous in (False, True):
-        model = nn.Sequential(ByScript(), nn.Linear(3, 1))
-        nn.init.ones_(model[1].weight)  # type: ignore[arg-type]
-        nn.init.ones_(model[1].bias)  # type: ignore[arg-type]
-        inner = torch.optim.SGD(model.parameters(), lr=LR)
-        optimizer: Any = AsyncOptimizer(inner, model) if asynchronous else inner
-        seen = []
-        for _ in range(3):
-            loss = model(torch.ones(1, 3)).sum()
-            seen.append(loss.detach())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        outputs.append(seen)
-        if asynchronous:
-            optimizer.close()
-    assert_same(*outputs)
-
-
 def test_save_pretrained_in_mid_step_writes_the_newest_weights(tmp_path: Path) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 

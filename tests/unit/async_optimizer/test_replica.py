@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from async_support import assert_same, lazy, sleepy
 from torch import Tensor, nn
@@ -646,6 +647,28 @@ def test_two_optimizers_that_share_parameters_both_step(scaled: bool, offload: s
             GradScaler("cpu", enabled=False) if scaled else off,
         )
     assert_same(got, reference)
+
+
+def test_an_optimizer_waits_for_one_that_shares_what_nobody_sees_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No class tells of the step before: the model waits at its root, the gradients are copied."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+    p = nn.Parameter(torch.ones(2))
+    bucket = torch.ones(3)
+    with (
+        lazy(),
+        AsyncOptimizer(torch.optim.SGD([p], lr=0.5)) as first,
+        AsyncOptimizer(torch.optim.SGD([p], lr=0.25)) as second,
+    ):
+        for optimizer in (first, second):
+            optimizer._stepper.waits_at_root = True
+            p.grad = bucket[:2]
+            optimizer.step()
+        assert torch.equal(p.detach(), torch.full((2,), 0.5))
+        second.synchronize()
+        assert torch.equal(p.detach(), torch.full((2,), 0.25))
 
 
 def test_an_optimizer_that_comes_to_share_a_parameter_gets_its_gradient() -> None:

@@ -244,8 +244,6 @@ class Script:
     steps: int = STEPS
     accumulation: int = ACCUMULATION
     max_norm: float = 0.5
-    schedule_prepared: bool = False
-    """Make the scheduler on the prepared optimizer, and step it by hand."""
     after_prepare: Callable[[Any], Any] = lambda model: model
     before_step: Callable[[int, Any], None] = lambda step, model: None
     after_step: Callable[[int, Any, Trace], None] = lambda step, model, trace: None
@@ -257,12 +255,8 @@ class Script:
     def _train(self, accelerator: Any) -> Trace:
         trace, model = Trace(), self.model()
         inner = self.optimizer(model)
-        if self.schedule_prepared:
-            model, optimizer = accelerator.prepare(model, inner)
-            scheduler: Any = LambdaLR(optimizer, rate_of)
-        else:
-            scheduler = LambdaLR(inner, rate_of)
-            model, optimizer, scheduler = accelerator.prepare(model, inner, scheduler)
+        schedule = LambdaLR(inner, rate_of)
+        model, optimizer, scheduler = accelerator.prepare(model, inner, schedule)
         model = self.after_prepare(model)
         for step in range(self.steps):
             self.before_step(step, model)
@@ -279,9 +273,7 @@ class Script:
                     optimizer.step()
                     if accelerator.sync_gradients:
                         self.after_step(step, model, trace)
-                    due = accelerator.sync_gradients and not optimizer.step_was_skipped
-                    if due or not self.schedule_prepared:  # a prepared one knows by itself
-                        scheduler.step()
+                    scheduler.step()
                     optimizer.zero_grad()
             trace.scales.append(accelerator.scaler.get_scale())
             trace.skipped.append(optimizer.step_was_skipped)

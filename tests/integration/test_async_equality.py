@@ -41,7 +41,6 @@ from async_support import (
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 from versions import release
 
@@ -160,26 +159,6 @@ def test_unused_parameters_that_are_sometimes_used(fused: bool) -> None:
     entries = reference.state[0]["state"]
     assert len(entries) == 6, "what never had a gradient has no state"
     assert entries[4]["step"] < entries[0]["step"], "the rare branch has stepped less often"
-
-
-def test_frozen_parameters_and_some_unfrozen_and_frozen_again() -> None:
-    def model() -> nn.Module:
-        net = layers()
-        net[0].requires_grad_(False)
-        net[2].requires_grad_(False)
-        return net
-
-    def thaw(step: int, model: Any, trace: Trace) -> None:
-        # Straight after step(): the update of the others is still due.
-        if step in (15, 35):
-            model[2].requires_grad_(step == 15)
-            model[4].bias.requires_grad_(step != 15)
-
-    reference = check(Script(model, regression, momentum, after_step=thaw))
-    torch.manual_seed(0)
-    before = model()
-    assert torch.equal(reference.weights["0.weight"], before[0].weight)
-    assert not torch.equal(reference.weights["2.weight"], before[2].weight)
 
 
 class Recomputed(nn.Module):
@@ -387,18 +366,6 @@ def test_what_an_unknown_optimizer_counts_in_its_groups_reaches_the_user() -> No
     assert [k for k, _, _ in reference.more] == [5, 9, 14, 19]
 
 
-@pytest.mark.parametrize("schedule_prepared", [False, True])
-def test_a_scheduler_made_on_the_inner_or_on_the_prepared_optimizer(
-    schedule_prepared: bool,
-) -> None:
-    reference = check(Script(layers, regression, momentum, schedule_prepared=schedule_prepared))
-    applied = [0, *(n + 1 for n in range(STEPS))]
-    taken = 0
-    for rates, skipped in zip(reference.rates, reference.skipped, strict=True):
-        taken += not skipped
-        assert rates == [0.05 * rate_of(applied[taken])]
-
-
 # Two optimizers.
 
 
@@ -462,39 +429,6 @@ def test_a_gan_with_two_optimizers_and_weights_clamped_right_after_the_step(
 
 
 # Reading parameters right after step().
-
-
-def test_an_average_of_the_weights_taken_right_after_each_step() -> None:
-    averages: list[AveragedModel] = []
-
-    def average(step: int, model: Any, trace: Trace) -> None:
-        if step == 0:
-            averages.append(AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)))
-        averages[-1].update_parameters(model)
-        if step == STEPS - 1:
-            trace.more.append({n: t.clone() for n, t in averages[-1].state_dict().items()})
-
-    reference = check(Script(layers, regression, momentum, after_step=average))
-    (averaged,) = reference.more
-    assert not torch.equal(averaged["module.0.weight"], reference.weights["0.weight"])
-
-
-@pytest.mark.parametrize(
-    "edit",
-    [
-        lambda p: p.clamp_(-0.2, 0.2),
-        lambda p: p.data.mul_(0.999),
-        lambda p: torch.nn.init.trunc_normal_(p, std=0.2) if p.ndim < 2 else p,
-    ],
-    ids=["clamp_", "data", "init"],
-)
-def test_parameters_edited_right_after_the_step(edit: Callable[[Tensor], Any]) -> None:
-    def after(step: int, model: Any, trace: Trace) -> None:
-        with torch.no_grad():
-            for p in reversed(list(model.parameters())):
-                edit(p)
-
-    check(Script(layers, regression, momentum, accumulation=1, after_step=after))
 
 
 def test_parameters_read_one_by_one_in_ways_of_many_kinds() -> None:
@@ -671,14 +605,6 @@ def test_the_forward_begins_while_the_last_layers_update_has_not() -> None:
     first, last = events.index("forward of layer 1 ended"), events.index("forward ended")
     updated = [n for n, event in enumerate(events) if event.startswith("updated 4.")]
     assert first < updated[-1] < last
-
-
-def test_overlap_does_not_depend_on_how_parts_are_cut() -> None:
-    script = Script(layers, regression, momentum, steps=40)
-    reference = script("sync")
-    script("overlap").assert_equals(reference)  # in one part
-    with one_part_each():
-        script("overlap").assert_equals(reference)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -1040,3 +1040,31 @@ def test_a_window_that_ends_half_way_leaves_no_gradients_to_add_to(
         loss_of(reference.model, 1).backward()
         reference.inner.step()
         assert torch.allclose(weights(ours.model), weights(reference.model), atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_gradients_kept_after_an_overflow_are_unscaled_as_in_torch(mode: Any) -> None:
+    """Of the one that overflowed the gradient is dropped, the other's is added to."""
+
+    def run(scaler: Any, optimizer: Any, params: list[nn.Parameter]) -> list[list[float]]:
+        for factor in (INF, 1.0):
+            scaler.scale(params[0].sum() * factor + params[1].sum()).backward()
+            if isinstance(optimizer, AsyncOptimizer):
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+            params[0].grad = None
+        return [p.tolist() for p in params]
+
+    def make() -> list[nn.Parameter]:
+        return [nn.Parameter(torch.ones(2)) for _ in range(2)]
+
+    plain, mine = make(), make()
+    stock = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    expected = run(stock, SGD(plain, lr=0.125), plain)
+    scaler = GradScaler("cpu", init_scale=SCALE)
+    with AsyncOptimizer(SGD(mine, lr=0.125), scaler=scaler, mode=mode, optimizer_threads=1) as ours:
+        run(scaler, ours, mine)
+        ours.synchronize()
+        assert [p.tolist() for p in mine] == expected

@@ -145,9 +145,9 @@ def growth(window: Callable[[int], None], first: int, end: int) -> float:
 
 
 def leak(window: Callable[[int], None], first: int, end: int) -> float:
-    """The least :func:`growth` of three: a leak rises each time, what waits have left does not."""
+    """The least :func:`growth` of five: a leak rises each time, what waits have left does not."""
     found = growth(window, first, end)
-    for again in (1, 2):
+    for again in range(1, 5):
         if found < LEAK:
             break
         shift = again * (end - SETTLED)

@@ -17,9 +17,7 @@ RANDOM_MINUTES ?= 5
 SEED ?=
 TESTS ?= tests/unit tests/integration tests/property
 # Their kernels run over all threads, too.
-THREADED := $(addprefix tests/unit/,$(addsuffix .py,scaling/test_gradients \
-	optimizer_step/test_fused_adam optimizer_step/test_boundary \
-	optimizer_step/test_boundary_memory async_optimizer/test_flat_buffers))
+THREADED := $(wildcard tests/unit/optimizer_step/test_*.py) tests/unit/scaling/test_gradients.py
 
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false

@@ -1068,3 +1068,25 @@ def test_gradients_kept_after_an_overflow_are_unscaled_as_in_torch(mode: Any) ->
         run(scaler, ours, mine)
         ours.synchronize()
         assert [p.tolist() for p in mine] == expected
+
+
+@pytest.mark.parametrize("clipped", [True, False])
+def test_the_verdict_is_that_of_all_ranks(clipped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank's shard overflowed, ours did not."""
+    asked: list[tuple[bool, bool]] = []
+
+    def agree(found: bool, device: Any, sharded: bool) -> bool:
+        asked.append((found, sharded))
+        return True
+
+    monkeypatch.setattr("accel_scaler.optimizer_step.overflow_check.agree_on_overflow", agree)
+    p, scaler = nn.Parameter(torch.ones(2)), GradScaler("cpu", init_scale=SCALE)
+    inner = SGD([p], lr=0.125)
+    with AsyncOptimizer(inner, scaler=scaler, mode="sync", sharded=True) as ours:
+        scaler.scale(p.sum()).backward()
+        if clipped:
+            ours.clip_grad_norm_(1.0)
+        ours.step()
+        assert ours.step_was_skipped
+        assert (p.tolist(), scaler.get_scale()) == ([1.0, 1.0], SCALE / 2)
+    assert asked == [(False, True)]

@@ -105,9 +105,7 @@ class Record:
     @property
     def hidden_s(self) -> float | None:
         """How long its update ran beside the training thread's own work."""
-        if self.optimizer_s is None:
-            return None
-        return max(self.optimizer_s - (self.waited_s or 0.0), 0.0)
+        return None if self.optimizer_s is None else self.optimizer_s - (self.waited_s or 0.0)
 
 
 @dataclass(frozen=True, slots=True)

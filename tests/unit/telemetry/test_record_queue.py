@@ -72,9 +72,9 @@ def test_windows_are_written_together_and_overflows_at_once(
     journal: Any = Journal()
     queue, counts = RecordQueue(journal), []
     for index in range(9):
-        queue.add(window(index, found_inf=index == 5))
+        queue.add(window(index, found_inf=index == 4))
         counts.append(len(journal.steps))
-    assert counts == [0, 0, 0, 3, 3, 3, 6, 6, 6]
+    assert counts == [0, 0, 0, 3, 3, 5, 5, 5, 8]
 
 
 @pytest.mark.usefixtures("never_late")

@@ -160,7 +160,8 @@ def test_a_scalers_state_is_plain_numbers(used: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "dtype"), zip(MODES, [torch.float32, torch.float16, torch.float16], strict=True)
+    ("mode", "dtype"),
+    list(zip(MODES, [torch.float32, torch.float16, torch.float16], strict=True)),
 )
 def test_an_async_optimizers_state_loads_without_pickled_code(
     mode: dict[str, str], dtype: torch.dtype, tmp_path: Path

@@ -18,6 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,14 +38,13 @@ class Bench:
         self.params = [torch.nn.Parameter(torch.randn(shape) * 0.02) for shape in shapes]
         self.template = [torch.randn_like(p) * 1e-3 * SCALE for p in self.params]
         self.model = torch.nn.ParameterList(self.params)
-        for p in self.params:
-            p.grad = torch.empty_like(p)
         self.boundaries = {
             name: self.boundary(str(folder / "run.jsonl") if name == "on" else None)
             for name in VARIANTS
         }
 
-    def boundary(self, path: str | None) -> Callable[[], None]:
+    def boundary(self, path: str | None) -> tuple[Callable[[], object], Callable[[], None]]:
+        """What opens a window, and what is timed at its end."""
         config = ScalerConfig(init_scale=SCALE, telemetry=path)
         accelerator = attach(Accelerator(cpu=True, mixed_precision="fp16"), config)
         _, optimizer = accelerator.prepare(
@@ -53,18 +53,15 @@ class Bench:
         scaler = accelerator.scaler
 
         def boundary() -> None:
-            scaler.scale(torch.ones(()))
             accelerator.clip_grad_norm_(self.params, 1.0)
             optimizer.step()
             scaler._scale.fill_(SCALE)
 
-        return boundary
+        return partial(scaler.scale, torch.ones(())), boundary
 
     def fill(self, overflow: bool) -> None:
         for p, value in zip(self.params, self.template, strict=True):
-            if p.grad is None:
-                p.grad = torch.empty_like(p)
-            p.grad.copy_(value)
+            p.grad = value.clone()
         if overflow:
             for p in self.params[: len(self.params) // 2]:
                 p.grad.fill_(float("nan"))
@@ -75,11 +72,15 @@ class Bench:
         for turn in range(repeats + 2):
             order = VARIANTS[turn % 3 :] + VARIANTS[: turn % 3]
             for name in order:
+                opened, boundary = self.boundaries[name]
+                opened()
                 self.fill(overflow)
                 start = time.perf_counter()
-                self.boundaries[name]()
+                boundary()
                 if turn >= 2:
                     times[name].append(time.perf_counter() - start)
+                for p in self.params:  # the next window is another scaler's
+                    p.grad = None
         return times
 
 

@@ -27,12 +27,11 @@ def test_an_optimizer_that_communicates_is_stepped_on_the_training_thread(
     for rank in ranks:
         assert rank["moved"]
         assert rank[case]["same"]
-        if case == "sync":  # where it would be anyway
+        if case.startswith("sync"):  # where it would be anyway
             assert rank[case]["said"] == []
         else:
             (word,) = rank[case]["said"]
             assert "Dealt is stepped on the training thread" in word
-            assert "communicates (c10d.allreduce_" in word
 
 
 @pytest.mark.parametrize("original", [False, True])

@@ -1090,3 +1090,32 @@ def test_the_verdict_is_that_of_all_ranks(clipped: bool, monkeypatch: pytest.Mon
         assert ours.step_was_skipped
         assert (p.tolist(), scaler.get_scale()) == ([1.0, 1.0], SCALE / 2)
     assert asked == [(False, True)]
+
+
+def attached() -> Any:
+    plain = Accelerator(cpu=True, mixed_precision="fp16")
+    return attach(plain, ScalerConfig(init_scale=SCALE))
+
+
+def test_an_optimizer_made_after_a_clip_finds_its_gradients_unscaled() -> None:
+    accelerator, p = attached(), nn.Parameter(torch.ones(2))
+    first = accelerator.prepare(SGD([p], lr=0.125))
+    accelerator.backward(p.sum())
+    accelerator.clip_grad_norm_([p], 1e6)
+    second = accelerator.prepare(SGD([p], lr=0.25))
+    first.step()
+    second.step()
+    assert p.tolist() == [0.625] * 2
+    detach(accelerator)
+
+
+def test_a_parameter_that_nobody_owns_is_unscaled_by_the_first_of_two_clips() -> None:
+    accelerator, p, q = attached(), *(nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = accelerator.prepare(SGD([p], lr=0.125))
+    accelerator.backward((p + q).sum())
+    for _ in range(2):
+        norm = float(accelerator.clip_grad_norm_([p, q], 1e6))
+        assert norm == pytest.approx(2.0)
+    optimizer.step()
+    assert (p.tolist(), q.grad.tolist()) == ([0.875] * 2, [1.0] * 2)
+    detach(accelerator)

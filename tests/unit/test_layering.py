@@ -6,24 +6,13 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from places import ROOT
-
-PACKAGE = ROOT / "accel_scaler"
+from package_imports import FOLDERS, MODULES, own_imports, tree_of
 
 ORDER = [
     *("version", "errors", "console", "devices", "config_file", "config"),
-    "overflow_finder/",
-    "scaling/",
-    "optimizer_step/",
-    "telemetry/",
-    "report/",
-    "async_optimizer/",
-    "integrations/",
-    "launch/",
-    "doctor/",
+    *(f"{folder}/" for folder in FOLDERS),
     *("old_paths", "__init__", "cli", "__main__"),
 ]
 """Modules and folders of the package: each may import those before it."""
@@ -58,42 +47,17 @@ NOT_YET: dict[tuple[str, str], str] = {}
 """What still breaks a rule, as :func:`broken` says it, and why. It may only shrink."""
 
 
-def name_of(path: Path) -> str:
-    """``scaling/window``; of a face ``scaling/__init__``."""
-    return path.relative_to(PACKAGE).with_suffix("").as_posix()
-
-
-MODULES = {
-    name_of(path): path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "sitecustomize.py"
-}
-
-
 def place(name: str) -> int:
     """Where a module's name stands in ``ORDER``."""
     folder, inside, _ = name.partition("/")
     return ORDER.index(folder + inside)
 
 
-def own_imports(name: str) -> Iterator[tuple[str, str]]:
-    """``(module or folder, name taken from it)`` for each import of ours, late ones included."""
-    folder = name.split("/")[:-1]
-    for node in ast.walk(ast.parse(MODULES[name].read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            above = folder[: len(folder) - node.level + 1]
-            start = "/".join([*above, *(node.module or "").split(".")]).strip("/")
-            for alias in node.names:
-                whole = f"{start}/{alias.name}".strip("/")
-                if whole in MODULES or f"{whole}/__init__" in MODULES:
-                    yield whole, ""
-                else:
-                    yield start, alias.name
-
-
 def broken(name: str) -> Iterator[tuple[str, str]]:
     """``(module, what)`` for every import of ours in it that breaks a rule."""
     if name == "old_paths":  # names what pickles name
         return
-    tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
+    tree = tree_of(name)
     folder, modules = name.partition("/")[0], set()
     for module, taken in own_imports(name):
         other, _, inside = module.partition("/")
@@ -117,7 +81,7 @@ def broken(name: str) -> Iterator[tuple[str, str]]:
 def libraries(name: str) -> set[str]:
     """Other people's packages that a module imports."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(MODULES[name].read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(name)):
         if isinstance(node, ast.Import):
             found |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:
@@ -138,7 +102,7 @@ def test_imports_point_one_way_and_enter_by_the_face() -> None:
 
 @pytest.mark.parametrize("folder", [name[:-1] for name in ORDER if name.endswith("/")])
 def test_a_face_says_what_its_folder_is_for_and_hands_out_what_others_use(folder: str) -> None:
-    tree = ast.parse(MODULES[f"{folder}/__init__"].read_text(encoding="utf-8"))
+    tree = tree_of(f"{folder}/__init__")
     assert len((ast.get_docstring(tree) or "").split("\n\n")) == 2
     given = {alias.name for n in tree.body if isinstance(n, ast.ImportFrom) for alias in n.names}
     used = set(KEPT.get(folder, ()))
@@ -146,10 +110,9 @@ def test_a_face_says_what_its_folder_is_for_and_hands_out_what_others_use(folder
         if name.partition("/")[0] != folder:
             used |= {taken for module, taken in own_imports(name) if module == folder and taken}
             if (folder, "") in own_imports(name):
-                text = ast.parse(MODULES[name].read_text(encoding="utf-8"))
                 used |= {
                     n.attr
-                    for n in ast.walk(text)
+                    for n in ast.walk(tree_of(name))
                     if isinstance(n, ast.Attribute) and ast.unparse(n.value) == folder
                 }
     assert given == used

@@ -1,6 +1,7 @@
-"""Where pickles written before the package had folders find their classes.
+"""Where pickles written by earlier versions find their classes.
 
-A pickle names a class by the module that defined it. The names below stay; the modules are gone.
+A pickle names a class by the module that defined it. The names below stay; most of the modules are
+gone.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from .integrations.accelerator import ScaledAccelerator, _empty
 from .integrations.optimizer import ScaledOptimizer
 from .scaling.grad_scaler import GradScaler
 from .scaling.overflow_streak import Evidence, OverflowStreak
+from .telemetry import History
 
 __all__ = ["keep_old_paths"]
 
@@ -22,12 +24,14 @@ OLD: dict[str, dict[str, Any]] = {
     "accel_scaler.prepared": {"ScaledOptimizer": ScaledOptimizer},
     "accel_scaler.remedies": {"Evidence": Evidence},
     "accel_scaler.scaler": {"GradScaler": GradScaler},
+    "accel_scaler.scaling.parameter_names": {"Culprits": OverflowStreak},
+    "accel_scaler.telemetry.record": {"History": History},
 }
 
 
 def keep_old_paths() -> None:
-    """Let ``pickle`` import the old modules, each with what pickles hold of it and nothing else."""
+    """Let ``pickle`` find the names under their old paths."""
     for path, names in OLD.items():
-        module = ModuleType(path, "An old path, for pickles.")
-        vars(module).update(names)
-        sys.modules[path] = module
+        if path not in sys.modules:
+            sys.modules[path] = ModuleType(path, "An old path, for pickles.")
+        vars(sys.modules[path]).update(names)

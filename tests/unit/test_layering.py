@@ -43,9 +43,6 @@ ONLY_IN = {
 
 WITHOUT_TORCH = {"report", "config", "config_file", "console", "errors", "version", "cli"}
 
-NOT_YET: dict[tuple[str, str], str] = {}
-"""What still breaks a rule, as :func:`broken` says it, and why. It may only shrink."""
-
 
 def place(name: str) -> int:
     """Where a module's name stands in ``ORDER``."""
@@ -96,8 +93,7 @@ def test_every_module_has_a_place() -> None:
 
 def test_imports_point_one_way_and_enter_by_the_face() -> None:
     found = {each for name in MODULES for each in broken(name)}
-    assert found - NOT_YET.keys() == set(), "a rule is broken"
-    assert NOT_YET.keys() - found == set(), "mended: take it out of NOT_YET"
+    assert found == set()
 
 
 @pytest.mark.parametrize("folder", [name[:-1] for name in ORDER if name.endswith("/")])

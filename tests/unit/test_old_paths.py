@@ -1,7 +1,8 @@
-"""What was pickled before the package had folders loads, and trains on.
+"""What earlier versions have pickled loads, and trains on.
 
-``pickles/before_folders.pkl`` holds ``{name: pickle}``, written by the flat package: a scaler after
-an overflow, settings, accelerators with what they prepared, histories, an asynchronous optimizer.
+Each file of ``pickles`` holds ``{name: pickle}``, written by the flat package, and by the first one
+with folders: a scaler after an overflow, settings, accelerators with what they prepared, histories,
+an asynchronous optimizer.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import pickle
 import pickletools
 import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,12 +28,15 @@ from accel_scaler import (
 )
 from accel_scaler.old_paths import OLD
 
-FILE = HELPERS / "pickles" / "before_folders.pkl"
-HELD: dict[str, bytes] = pickle.loads(FILE.read_bytes())
+HELD: dict[str, dict[str, bytes]] = {
+    path.stem: pickle.loads(path.read_bytes())
+    for path in sorted((HELPERS / "pickles").glob("*.pkl"))
+}
 
 
-def load(name: str) -> Any:
-    return pickle.loads(HELD[name])
+@pytest.fixture(params=HELD)
+def load(request: pytest.FixtureRequest) -> Callable[[str], Any]:
+    return lambda name: pickle.loads(HELD[request.param][name])
 
 
 def own_paths(text: bytes) -> set[str]:
@@ -41,21 +45,19 @@ def own_paths(text: bytes) -> set[str]:
     return {said for said in texts if said.startswith("accel_scaler.")}
 
 
-def test_the_pickles_name_modules_that_are_gone_and_every_old_path_is_in_one() -> None:
-    named = {path for text in HELD.values() for path in own_paths(text)}
+def test_every_old_path_is_in_a_pickle() -> None:
+    named = {path for held in HELD.values() for text in held.values() for path in own_paths(text)}
     assert named >= OLD.keys()
-    folder = Path(accel_scaler.__file__).parent
-    for path in OLD:
-        assert not (folder / f"{path.partition('.')[2]}.py").exists(), f"{path} is a module"
-        assert list(vars(sys.modules[path])) != []
+    for path, names in OLD.items():
+        assert vars(sys.modules[path]).items() >= names.items()
 
 
-def test_settings_and_errors() -> None:
+def test_settings_and_errors(load: Callable[[str], Any]) -> None:
     assert load("config") == ScalerConfig(step_mode="overlap", init_scale=1024.0)
     assert (type(load("error")), str(load("error"))) == (ConfigError, "a message")
 
 
-def test_a_scaler_goes_on_with_its_scale_and_its_run_of_skips() -> None:
+def test_a_scaler_goes_on_with_its_scale_and_its_run_of_skips(load: Callable[[str], Any]) -> None:
     scaler = load("scaler")
     assert type(scaler) is GradScaler
     assert scaler.get_scale() == 2.0**15
@@ -84,7 +86,9 @@ def plain(steps: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["sync", "overlap", "made directly"])
-def test_an_accelerator_trains_on_with_what_it_prepared(name: str) -> None:
+def test_an_accelerator_trains_on_with_what_it_prepared(
+    name: str, load: Callable[[str], Any]
+) -> None:
     accelerator = load(f"accelerator {name}")
     assert (type(accelerator) is ScaledAccelerator) == (name == "made directly")
     assert type(accelerator.scaler) is GradScaler
@@ -99,7 +103,7 @@ def test_an_accelerator_trains_on_with_what_it_prepared(name: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["sync", "overlap"])
-def test_a_prepared_optimizer_and_a_history(mode: str) -> None:
+def test_a_prepared_optimizer_and_a_history(mode: str, load: Callable[[str], Any]) -> None:
     optimizer = load(f"optimizer {mode}")
     assert isinstance(optimizer, accel_scaler.integrations.optimizer.ScaledOptimizer)
     assert torch.equal(optimizer.param_groups[0]["params"][0], plain(2))
@@ -108,7 +112,7 @@ def test_a_prepared_optimizer_and_a_history(mode: str) -> None:
     assert (history.boundaries, len(history.records)) == (2, 2)
 
 
-def test_an_asynchronous_optimizer_trains_on() -> None:
+def test_an_asynchronous_optimizer_trains_on(load: Callable[[str], Any]) -> None:
     with load("asynchronous") as optimizer:
         assert type(optimizer) is AsyncOptimizer
         model = optimizer.model

@@ -17,7 +17,7 @@ from support import LR, Linear, stock
 from torch import nn
 
 from accel_scaler import ConfigError, GradScaler, OverflowStreakError, ScalerConfig, attach, detach
-from accel_scaler.scaling.parameter_names import TOLD_AT
+from accel_scaler.scaling.overflow_streak import TOLD_AT
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -22,6 +22,7 @@ from places import ROOT
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_scaler.telemetry import history as history_module
+from accel_scaler.telemetry import record_queue as queue_module
 
 WINDOWS = max(1_400, int(os.environ.get("LOAD_WINDOWS", "0")) // 50 * 50)
 SETTLED = 1_000
@@ -50,10 +51,12 @@ def load() -> Iterator[Any]:
 
 @pytest.fixture
 def short_history(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A history that is full long before the first look; how long it is, is tested apart."""
+    """A history that is full long before the first look, and a queue that is empty several times
+    in a period, whatever runs beside; how long they are, is tested apart."""
     monkeypatch.setattr(history_module, "KEPT_RECORDS", 64)
     monkeypatch.setattr(history_module, "KEPT_DETAILS", 16)
     monkeypatch.setattr(history_module, "KEPT_CHANGES", 16)
+    monkeypatch.setattr(queue_module, "MOST_WAITING", PERIOD // 6)
 
 
 class Operations(TorchDispatchMode):

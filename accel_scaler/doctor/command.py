@@ -13,7 +13,7 @@ for ``launch`` in a command to have it explained. The script may be left out.
     devices       {"accelerator": type or null, "names": [one for each], "cpu_fp16": the processor
                   has fp16 instructions: true, false, null (unknown)}
     job           {"precision", "kind", "device", "wants_cpu", "hosts", "processes",
-                  "processes_here", "joined"}, as in ``environment.Job``
+                  "processes_here", "joined"}, as in ``environment.Processes``
     scaling       {"scaler": "accel_scaler", "torch" (stock Accelerate's), "other" or null,
                   "autocast": "float16", "bfloat16" or null, "text": a sentence}
     threads       {"cores", "training", "auto", "optimizer", "own_thread"}, as in
@@ -41,7 +41,7 @@ from ..errors import AccelScalerError
 from ..integrations import scaled_elsewhere
 from ..launch import launcher
 from .diagnostics import hazards, mended
-from .environment import Survey, survey
+from .environment import LaunchPlan, plan_of
 
 __all__ = ["FORMAT", "main", "parse"]
 
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
     args, flags, as_json = parse(argv)
     try:
         with launcher.prepared(args, flags) as (path, settings):
-            found = survey(args, settings, os.environ)
+            found = plan_of(args, settings, os.environ)
     except AccelScalerError as error:
         line = " ".join(str(error).split())
         if as_json:
@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def scaling(found: Survey) -> dict[str, str | None]:
+def scaling(found: LaunchPlan) -> dict[str, str | None]:
     """Who scales what, as ``--json`` has it."""
     precision, settings = found.job.precision, found.settings
     autocast = {"fp16": "float16", "bf16": "bfloat16"}.get(precision)
@@ -115,7 +115,7 @@ def scaling(found: Survey) -> dict[str, str | None]:
     return {"scaler": scaler, "autocast": autocast, "text": text}
 
 
-def as_dict(path: Path | None, found: Survey) -> dict[str, Any]:
+def as_dict(path: Path | None, found: LaunchPlan) -> dict[str, Any]:
     """What ``--json`` prints; the keys stand in the module's docstring."""
     settings, sources = found.settings, found.settings.sources
     values = {"attach": settings.attach, **dataclasses.asdict(settings.config)}

@@ -1,4 +1,4 @@
-"""What would go wrong in a launch as a :class:`Survey` found it, and what attaching mends in it.
+"""What would go wrong in a launch as a :class:`LaunchPlan` has it, and what attaching mends in it.
 
 F1 to F7, F11 and F12 are faults of the README's table, known by precision, device and threads. The
 others lie in torch's kernels or in other scalers, and no argument shows them.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..errors import ConfigError
 from ..telemetry import check_path
-from .environment import Survey
+from .environment import LaunchPlan
 
 __all__ = ["Hazard", "hazards", "mended"]
 
@@ -44,13 +44,13 @@ class Hazard:
     """One line for people."""
 
 
-def hazards(found: Survey) -> list[Hazard]:
+def hazards(found: LaunchPlan) -> list[Hazard]:
     """Everything that this launch would meet; those with a number first."""
     stock = [] if found.attached else _stock_faults(found)
     return [*stock, *_scale_and_threads(found), *_misplaced(found), *_settings(found)]
 
 
-def mended(found: Survey) -> list[Hazard]:
+def mended(found: LaunchPlan) -> list[Hazard]:
     """What it would meet under stock Accelerate, and does not, because it is attached."""
     if not found.attached:
         return []
@@ -60,22 +60,22 @@ def mended(found: Survey) -> list[Hazard]:
     return those
 
 
-def _stock_faults(found: Survey) -> list[Hazard]:
+def _stock_faults(found: LaunchPlan) -> list[Hazard]:
     faults = ON_THE_CPU if found.on_cpu else ON_A_DEVICE
     return [Hazard(*fault) for fault in faults.items()] if found.fp16 else []
 
 
-def _one_core_trains(found: Survey) -> bool:
+def _one_core_trains(found: LaunchPlan) -> bool:
     return found.threads.training == 1 and found.share > 1
 
 
-def _steps_beside_on_cpu(found: Survey) -> bool:
+def _steps_beside_on_cpu(found: LaunchPlan) -> bool:
     """The optimizer computes on cores of this host, on a thread of its own."""
     on_cpu = found.on_cpu or found.settings.config.offload == "cpu"
     return found.attached and found.threads.own_thread and on_cpu
 
 
-def _scale_and_threads(found: Survey) -> Iterator[Hazard]:
+def _scale_and_threads(found: LaunchPlan) -> Iterator[Hazard]:
     threads, share, config = found.threads, found.share, found.settings.config
     beside = _steps_beside_on_cpu(found)
     if found.attached and config.max_consecutive_skips is None:
@@ -103,7 +103,7 @@ def _scale_and_threads(found: Survey) -> Iterator[Hazard]:
         )
 
 
-def _misplaced(found: Survey) -> Iterator[Hazard]:
+def _misplaced(found: LaunchPlan) -> Iterator[Hazard]:
     """Processes and the devices that there are for them."""
     job, count = found.job, len(found.devices.names)
     if not job.joined:
@@ -126,7 +126,7 @@ def _misplaced(found: Survey) -> Iterator[Hazard]:
         )
 
 
-def _settings(found: Survey) -> Iterator[Hazard]:
+def _settings(found: LaunchPlan) -> Iterator[Hazard]:
     """Settings that somebody set and that nothing will read, or that cannot be used."""
     settings, telemetry = found.settings, found.settings.config.telemetry
     given = [name for name in settings.sources if name != "attach"]

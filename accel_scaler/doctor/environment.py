@@ -27,7 +27,7 @@ from ..devices import JOINS_BY_ITSELF
 from ..errors import ConfigError
 from ..version import __version__
 
-__all__ = ["Devices", "Job", "Survey", "Threads", "survey"]
+__all__ = ["Devices", "LaunchPlan", "Processes", "Threads", "plan_of"]
 
 PACKAGES = ("torch", "accelerate", "transformers", "trl", "peft")
 
@@ -45,7 +45,7 @@ class Devices:
 
 
 @dataclass(frozen=True)
-class Job:
+class Processes:
     """The processes of a launch."""
 
     precision: str
@@ -81,13 +81,13 @@ class Threads:
 
 
 @dataclass(frozen=True)
-class Survey:
+class LaunchPlan:
     """Everything that the hazards are judged by."""
 
     versions: dict[str, str | None]
     """Of Python, this package and ``PACKAGES``; None: not installed."""
     devices: Devices
-    job: Job
+    job: Processes
     threads: Threads
     settings: Settings
 
@@ -112,7 +112,7 @@ class Survey:
         return self.job.device == "cpu"
 
 
-def survey(args: argparse.Namespace, settings: Settings, environ: Mapping[str, str]) -> Survey:
+def plan_of(args: argparse.Namespace, settings: Settings, environ: Mapping[str, str]) -> LaunchPlan:
     """Look at this machine and at the job that ``args`` (of Accelerate's parser) describe.
 
     Args:
@@ -134,7 +134,7 @@ def survey(args: argparse.Namespace, settings: Settings, environ: Mapping[str, s
     job = _job(args, devices, environ)
     versions: dict[str, str | None] = {name: _version(name) for name in PACKAGES}
     versions = {"python": platform.python_version(), "accel_scaler": __version__, **versions}
-    return Survey(versions, devices, job, _threads(args, job, settings), settings)
+    return LaunchPlan(versions, devices, job, _threads(args, job, settings), settings)
 
 
 def _version(name: str) -> str | None:
@@ -156,7 +156,7 @@ def _devices() -> Devices:
     return Devices(kind, tuple(str(name_of(index)) for index in range(count)), cpu_fp16)
 
 
-def _job(args: argparse.Namespace, devices: Devices, environ: Mapping[str, str]) -> Job:
+def _job(args: argparse.Namespace, devices: Devices, environ: Mapping[str, str]) -> Processes:
     kind = _kind(args)
     several = kind not in ("one process", "XLA")
     processes = max(args.num_processes or 1, 1) if several else 1
@@ -166,7 +166,7 @@ def _job(args: argparse.Namespace, devices: Devices, environ: Mapping[str, str])
     else:
         wants_cpu = kind == "MPI" or bool(str_to_bool(environ.get("ACCELERATE_USE_CPU", "false")))
     device = "cpu" if wants_cpu or devices.accelerator is None else devices.accelerator
-    return Job(
+    return Processes(
         precision=str(args.mixed_precision).lower(),
         kind=kind,
         device="xla" if kind == "XLA" else device,
@@ -194,7 +194,7 @@ def _kind(args: argparse.Namespace) -> str:
     return "one process" if args.mpirun_hostfile is None else "MPI"
 
 
-def _threads(args: argparse.Namespace, job: Job, settings: Settings) -> Threads:
+def _threads(args: argparse.Namespace, job: Processes, settings: Settings) -> Threads:
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     cores = min(psutil.cpu_count(logical=False) or allowed or 1, allowed or 1)
     with patch_environment(local_world_size=job.processes_here):

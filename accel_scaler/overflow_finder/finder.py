@@ -23,7 +23,7 @@ from ..errors import listed
 from .hooks import Hook, gradient_edge, hook_inputs
 from .ranges import Range, in_words, tensors_in
 from .search import Origin, search
-from .trace import Call, Entry, InputGradient, Loss, ParameterGradient, Place, Uses, Window
+from .trace import Call, Entry, InputGradient, Loss, ParameterGradient, Place, Uses, WindowTrace
 
 __all__ = ["Origin", "OverflowFinder"]
 
@@ -58,7 +58,7 @@ class OverflowFinder:
         """parameter -> ``(place, name, handle or None)``, in the models' order."""
         self._seen: Any = WeakTensorKeyDictionary()
         self._numbers = itertools.count()
-        self._window = Window(next(self._numbers))
+        self._window = WindowTrace(next(self._numbers))
         self._threads = threading.local()
         self._is_over = False
         self._is_closed = False
@@ -115,7 +115,7 @@ class OverflowFinder:
     def new_window(self) -> None:
         """Forget everything seen so far: a window was closed or given up."""
         self._is_over = False
-        self._window = Window(next(self._numbers))
+        self._window = WindowTrace(next(self._numbers))
         self._threads = threading.local()  # a forward that was interrupted never left
 
     def note_loss(self, loss: Any) -> None:

@@ -10,7 +10,17 @@ from typing import Any, NamedTuple
 import torch
 
 from .ranges import Pair, Range, in_words, joined
-from .trace import Call, Entry, Forward, Gradient, Loss, ParameterGradient, Place, Window, pair_of
+from .trace import (
+    Call,
+    Entry,
+    Forward,
+    Gradient,
+    Loss,
+    ParameterGradient,
+    Place,
+    WindowTrace,
+    pair_of,
+)
 
 __all__ = ["Origin", "search"]
 
@@ -56,7 +66,7 @@ def _as_json(pair: Pair | None) -> list[float | str] | None:
     return None if pair is None else [x if math.isfinite(x) else str(x) for x in pair]
 
 
-def search(window: Window, with_roots: bool) -> Origin | None:
+def search(window: WindowTrace, with_roots: bool) -> Origin | None:
     """Look through a window, one micro-batch after the other; None: all was finite.
 
     Args:
@@ -83,7 +93,7 @@ class _Suspect(NamedTuple):
 class _MicroBatch:
     """The search in one micro-batch, in the order in which it ran."""
 
-    def __init__(self, window: Window, micro: int, with_roots: bool) -> None:
+    def __init__(self, window: WindowTrace, micro: int, with_roots: bool) -> None:
         self.window, self.micro, self.with_roots = window, micro, with_roots
         self.losses = [loss for loss in window.losses if loss.micro == micro]
 

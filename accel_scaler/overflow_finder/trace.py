@@ -24,7 +24,7 @@ __all__ = [
     "ParameterGradient",
     "Place",
     "Uses",
-    "Window",
+    "WindowTrace",
     "pair_of",
 ]
 
@@ -170,8 +170,8 @@ class ParameterGradient(NamedTuple):
     name: str
 
 
-class Window:
-    """Everything between two boundaries."""
+class WindowTrace:
+    """What hooks left between two boundaries."""
 
     def __init__(self, number: int) -> None:
         self.number = number

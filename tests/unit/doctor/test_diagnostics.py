@@ -1,4 +1,4 @@
-"""Which hazards a launch meets, and what attaching mends, from a survey made by hand."""
+"""Which hazards a launch meets, and what attaching mends, from a plan made by hand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from accel_scaler import ScalerConfig
 from accel_scaler.config import Settings
 from accel_scaler.doctor.diagnostics import hazards, mended
-from accel_scaler.doctor.environment import Devices, Job, Survey, Threads
+from accel_scaler.doctor.environment import Devices, LaunchPlan, Processes, Threads
 
 T4S = Devices("cuda", ("Tesla T4", "Tesla T4"), True)
 ON_A_DEVICE = ["F1", "F2", "F3", "F4", "F5", "F7"]
@@ -24,8 +24,8 @@ def found_with(
     cores: int = 8,
     training: int = 4,
     **settings: Any,
-) -> Survey:
-    """A survey of a launch with these settings, all of them from the command line."""
+) -> LaunchPlan:
+    """The plan of a launch with these settings, all of them from the command line."""
     attach = settings.pop("attach", True)
     config = ScalerConfig(**settings)
     share = max(1, cores // ranks)
@@ -33,11 +33,11 @@ def found_with(
     asked = config.optimizer_threads
     own = config.step_mode != "sync" or config.offload != "none"
     kind = "one process" if ranks == 1 else "DDP"
-    job = Job(precision, kind, device, device == "cpu", 1, ranks, ranks, True)
+    job = Processes(precision, kind, device, device == "cpu", 1, ranks, ranks, True)
     threads = Threads(cores, training, auto, auto if asked == "auto" else asked, own)
     versions = dict.fromkeys(("torch", "accelerate", "transformers"))
     sources = {name: f"--{name}" for name in settings}
-    return Survey(versions, devices, job, threads, Settings(config, attach, sources))
+    return LaunchPlan(versions, devices, job, threads, Settings(config, attach, sources))
 
 
 STREAK = {"max_consecutive_skips": 50}

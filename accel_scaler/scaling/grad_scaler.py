@@ -376,6 +376,7 @@ class GradScaler(torch.amp.GradScaler):
         """Leave the window; what its optimizers have not stepped is carried over to the next."""
         left = self._windows.next()
         self.overflow_streak.next_window()
+        self.parameter_names.next_window()
         managed = self.managed if self._enabled else []
         if managed:
             now = self.read_state().scale

@@ -23,6 +23,13 @@ class ParameterNames:
         self.version = 0
         """Grows when there are more names to be had."""
         self._modules: list[weakref.ref[Module]] = []
+        self._found: dict[int, str] | None = None
+        """What :meth:`by_id` has found in this window: each of many optimizers may ask."""
+        self._has_windows = False
+
+    def next_window(self) -> None:
+        """Modules may be changed between windows: look again. Before the first, look each time."""
+        self._found, self._has_windows = None, True
 
     def __reduce__(self) -> tuple[type[ParameterNames], tuple[()]]:
         return ParameterNames, ()
@@ -36,6 +43,7 @@ class ParameterNames:
         """Take parameter names from this module."""
         if all(known is not module for known in self.modules):
             self._modules.append(weakref.ref(module))
+            self._found = None
             self.version += 1
 
     def of(self, params: Iterable[Tensor], optimizer: Optimizer | None = None) -> list[str]:
@@ -63,6 +71,8 @@ class ParameterNames:
 
         A name that two modules have gets its module's class before it.
         """
+        if self._found is not None:
+            return self._found
         modules = self.modules
         named = [list(module.named_parameters()) for module in modules]
         often = Counter(name for each in named for name, _ in each) if len(named) > 1 else {}
@@ -73,4 +83,5 @@ class ParameterNames:
             for name, p in each:
                 clear = name if len(named) == 1 or often[name] == 1 else f"{label}.{name}"
                 found.setdefault(id(p), clear)
+        self._found = found if self._has_windows else None
         return found

@@ -53,7 +53,7 @@ from .pending_parameter import (
     settle_gradients,
     settle_pending,
 )
-from .replica import Replica
+from .replica import Replica, is_empty
 from .shared_parameters import enter, find_shared, leave, others_of, refuse_sharing
 from .streams import SideStreams
 from .worker import Worker
@@ -355,6 +355,11 @@ class AsyncStepper(Stepper):
                     type(self.optimizer).__name__,
                     type(error).__name__,
                 )
+            elif inline:
+                if step.task.end(error):
+                    logger.error("%s", step.failure(type(self.optimizer).__name__, self._names))
+                self._lose(step)
+                replica.return_groups()
             raise
 
     def _own(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -620,8 +625,9 @@ class AsyncStepper(Stepper):
             unguard(self.replica.pairs)
             unregister(self.optimizer)
             leave(self)
+            self.replica.return_groups()
             state = self.optimizer.state
-            for p in [p for p, entry in state.items() if isinstance(p, Tensor) and not entry]:
+            for p in [p for p, entry in state.items() if isinstance(p, Tensor) and is_empty(entry)]:
                 del state[p]
             self._inflight = None
 

@@ -21,6 +21,7 @@ from ..overflow_finder import inert
 from ..scaling import parameters_of
 from .async_stepper import AsyncStepper
 from .master_params import ParameterPair
+from .replica import is_empty
 
 __all__ = ["SyncHooks"]
 
@@ -82,12 +83,15 @@ class SyncHooks:
             return  # nothing was ever stepped or loaded; asked for state it would begin now
         if not (stepper.replica.masters or stepper.keeps_scaled):
             return
+        if not stepper.replica.splittable:
+            stepper.replica.return_state()
+            return
         saved = optimizer.state_dict()
         state: dict[Any, Any] = {}
         for index, entry in saved["state"].items():
             if isinstance(entry, dict):
                 entry = {key: value for key, value in entry.items() if key != MASTER}
-            if entry or not isinstance(index, int):
+            if not is_empty(entry) or not isinstance(index, int):
                 state[index] = entry
         self._remove()
         optimizer.load_state_dict({**saved, "state": state})
@@ -122,14 +126,14 @@ class SyncHooks:
                 pair, entry = pairs.get(id(p)), state.get(index)
                 if pair is None:
                     continue
-                if entry:
+                if isinstance(entry, dict):
                     entry = {key: _export(pair, value) for key, value in list(entry.items())}
                 if pair.is_rounded and (stepper.steps or pair.loaded is not None):
                     entry = {**(entry or {}), MASTER: _export(pair, pair.stepped.data)}
-                if entry:
-                    state[index] = entry
-                else:
+                if entry is None or is_empty(entry):
                     state.pop(index, None)  # made for sharing, never filled
+                else:
+                    state[index] = entry
         return {**state_dict, "state": state}
 
     def _before_loading(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

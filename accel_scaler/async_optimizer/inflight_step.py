@@ -144,8 +144,9 @@ class InflightStep:
                 "with new ones."
             )
         end = replica.parts[updated - 1].end if updated else 0
+        thread = "training" if self.timing.inline else "optimizer"
         return StepError(
-            f"{name} failed on the optimizer thread ({what}). Updated: "
+            f"{name} failed on the {thread} thread ({what}). Updated: "
             f"{names(replica.params[:end])}. As before the step: {names(replica.params[end:])}; "
             "optimizer state may have moved for the next of these. The gradients of this step are "
             "gone; the next step works with new ones."
@@ -204,7 +205,12 @@ class InflightStep:
             mine = slice(part.start, part.end)
             final = self._bring(part, grads[mine], sent[mine], deferred.multiply)
             grads[mine] = [None] * len(final)
-            self.replica.step_part(part, final, deferred.divide)
+            try:
+                self.replica.step_part(part, final, deferred.divide)
+            except BaseException:
+                if not self.replica.splittable:  # what it had updated by then stays updated
+                    self._publish(part)
+                raise
             if not self.is_stale:
                 self._publish(part)
             self._done()

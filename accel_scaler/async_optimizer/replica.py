@@ -37,7 +37,7 @@ from .supported_optimizers import (
 )
 from .thread_context import ThreadContext
 
-__all__ = ["Part", "Replica", "refuse_spread", "refuse_unsteppable"]
+__all__ = ["Part", "Replica", "is_empty", "refuse_spread", "refuse_unsteppable"]
 
 PARTS = 32
 """About how many parts a step has: each costs some Python, and a forward waits for whole ones."""
@@ -105,6 +105,8 @@ class Replica:
         """The model's parameters, in the order of the parts."""
         self.parts: list[Part] = []
         self.copy: Any = None
+        self._holds_masters = False
+        """The optimizer's own groups and state are of the masters, for a step."""
         self._epoch = 0
         """Grows when state entries are other ones than before."""
         self._order: list[int] = []
@@ -323,8 +325,9 @@ class Replica:
         state.update({k: v for k, v in self.copy.state.items() if not isinstance(k, Tensor)})
         for pair, index in zip(self.pairs, saved, strict=True):
             entry = self.copy.state.get(pair.stepped)
-            if entry:
-                settle_entry(pair, entry)
+            if entry is not None and not is_empty(entry):
+                if isinstance(entry, dict):
+                    settle_entry(pair, entry, chosen=not self.splittable)
                 state[pair.param] = entry
             if pair.is_master:
                 master = masters.get(index)
@@ -332,6 +335,9 @@ class Replica:
                 pair.refresh(pair.target if master is None else None)
                 self.has_loaded = True
         self._state = None
+        if not self.splittable:  # as torch's load_state_dict ends
+            groups = self.optimizer.param_groups
+            self.optimizer.__setstate__({"state": state, "param_groups": groups})
 
     def forget_loaded(self) -> None:
         """A step begins: the model has been loaded by now, if it ever is."""
@@ -424,8 +430,13 @@ class Replica:
         with self._on_masters():
             for p, grad in zip(params, grads, strict=True):
                 p.grad = grad
+            versions = [-1 if grad is None else grad._version for grad in grads]
             try:
                 self.call_step(params, grad_scale, self.optimizer)
+                for pair, grad, version in zip(part.pairs, grads, versions, strict=True):
+                    left = pair.stepped.grad
+                    if left is not grad or (left is not None and left._version != version):
+                        _return_grad(pair, left)
             finally:
                 for p in params:
                     p.grad = None
@@ -436,22 +447,49 @@ class Replica:
         state = self.optimizer.state
         for pair in self.pairs:
             if isinstance(entry := state.get(pair.param), dict):
-                settle_entry(pair, entry)
-            vars(pair.stepped).update(vars(pair.param))
-        self._exchange({id(pair.param): pair.stepped for pair in self.pairs})
+                settle_entry(pair, entry, chosen=True)
+            _follow_attributes(pair.param, pair.stepped)
+        self._holds_masters = True
         try:
+            self._exchange({id(pair.param): pair.stepped for pair in self.pairs})
             yield
+            for pair in self.pairs:
+                _follow_attributes(pair.stepped, pair.param)
         finally:
+            self.return_groups()
+
+    def return_groups(self) -> None:
+        """The optimizer's own groups and state are of the model. Again, where that was interrupted:
+        whoever was to do it is interrupted by a handler of a signal."""
+        if self._holds_masters:
             self._exchange({id(pair.stepped): pair.param for pair in self.pairs})
+            self._holds_masters = False
+
+    def return_state(self) -> None:
+        """State of another's optimizer goes where the parameters are, rounded as they are where it
+        is not so by the optimizer's own choice."""
+        for pair in self.pairs:
+            entry = self.optimizer.state.get(pair.param)
+            entry = entry if isinstance(entry, dict) else {}
+            for key, value in list(entry.items()):
+                if isinstance(value, Tensor):
+                    rounded = pair.is_rounded and key != "step" and value.dtype is torch.float32
+                    dtype = pair.param.dtype if rounded else None
+                    entry[key] = value.to(pair.param.device, dtype)
 
     def _exchange(self, places: dict[int, Tensor]) -> None:
+        """Between any two of its lines nothing is lost, and doing it again completes it."""
         for group in self.optimizer.param_groups:
-            group["params"][:] = [places[id(p)] for p in group["params"]]
+            params = [places.get(id(p), p) for p in group["params"]]
+            if isinstance(group["params"], list):
+                group["params"][:] = params
+            else:
+                group["params"] = type(group["params"])(params)
         state = self.optimizer.state
-        entries = list(state.items())
-        state.clear()
-        for key, entry in entries:
-            state[places.get(id(key), key)] = entry
+        for key in list(state):
+            if id(key) in places:
+                state[places[id(key)]] = state[key]
+                del state[key]
 
     def call_step(
         self, params: Sequence[Tensor], grad_scale: Tensor | None, stepped: Any = None
@@ -497,16 +535,46 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
-def settle_entry(pair: ParameterPair, entry: dict[str, Any]) -> None:
-    """Bring one parameter's state to where it is stepped: shards, the master's device."""
+def is_empty(entry: Any) -> bool:
+    """Whether a parameter's state was made for sharing, and never filled."""
+    return isinstance(entry, dict) and not entry
+
+
+def settle_entry(pair: ParameterPair, entry: dict[str, Any], chosen: bool = False) -> None:
+    """Bring one parameter's state to where it is stepped: shards, the master's device, float32.
+
+    ``chosen``: the optimizer chooses dtypes itself, so only what was rounded as the parameter is.
+    """
     for key, value in entry.items():
         if not isinstance(value, Tensor):
             continue
         value = local(value)
         if pair.is_master:
             exact = key == "step" or not value.is_floating_point()
-            value = value.to(pair.stepped.device, None if exact else torch.float32)
+            rounded = value.dtype in LOW_PRECISION and value.dtype == pair.param.dtype
+            to_master = rounded if chosen else not exact
+            value = value.to(pair.stepped.device, torch.float32 if to_master else None)
         entry[key] = value
+
+
+def _follow_attributes(source: Tensor, target: Tensor) -> None:
+    """What a step finds on a parameter, or leaves there."""
+    own, given = vars(target), vars(source)
+    for key in own.keys() - given.keys():
+        del own[key]
+    own.update(given)
+
+
+def _return_grad(pair: ParameterPair, left: Tensor | None) -> None:
+    """``.grad`` as the step of a master has left it."""
+    grad = pair.param.grad
+    if left is None or grad is None:
+        pair.param.grad = None if left is None else left.to(pair.param.device, pair.param.dtype)
+    elif grad.dtype not in LOW_PRECISION:
+        if grad is not left:
+            grad.copy_(left)
+    elif not bool(left.any()):  # it stays scaled: of other edits nothing can be said there
+        grad.zero_()
 
 
 def _places(params: list[Tensor], masters: bool) -> object:

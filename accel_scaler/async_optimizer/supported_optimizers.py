@@ -177,6 +177,13 @@ def refuse_hidden(optimizer: Optimizer, masters: Iterable[Tensor] = ()) -> None:
     params = [*parameters_of(optimizer), *masters]
     entries = [v if isinstance(v, dict) else {"": v} for v in optimizer.state.values()]
     stored = [t for entry in entries for t in entry.values() if isinstance(t, Tensor)]
+    if any(isinstance(k, Tensor) and isinstance(v, Tensor) for k, v in optimizer.state.items()):
+        raise UnsupportedError(
+            f"{type(optimizer).__name__}: its state holds a tensor for a parameter, expected a "
+            "dict: with float32 masters (offload, step_mode 'delayed', float16 parameters) each of "
+            "its tensors has a name. Use step_mode='sync' or 'overlap' without offload, with "
+            "float32 parameters."
+        )
     memory, seen = {_storage(t) for t in [*params, *stored]}, set(map(id, params))
     held = [("its state", t) for t in stored if id(t) in seen] + list(_held(optimizer))
     for where, value in held:
@@ -216,7 +223,9 @@ def _hidden_in(value: Any, optimizer: Optimizer, ids: set[int], memory: set[int]
         return None
     if isinstance(value, BuiltinFunctionType) and isinstance(owner, (type(None), ModuleType)):
         return None
-    if isinstance(value, FunctionType) and not (value.__closure__ or value.__defaults__):
+    if isinstance(value, FunctionType) and not (
+        value.__closure__ or value.__defaults__ or value.__kwdefaults__
+    ):
         return None
     if not isinstance(value, (dict, list, tuple, set, frozenset, deque)):
         return f"a {type(value).__name__}"

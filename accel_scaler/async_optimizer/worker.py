@@ -89,6 +89,18 @@ class Task:
             if self._run is None:
                 return False
             self._run, self.error, self.finished = None, error, True
+            self.is_known = True  # it is raised where it was handed over
+            self._changed.notify_all()
+            return True
+
+    def end(self, error: BaseException) -> bool:
+        """:meth:`execute` was left by ``error``, an interrupt between its lines. False: it had
+        ended already."""
+        with self._changed:
+            if self.finished:
+                return False
+            self._run, self.error, self.finished = None, error, True
+            self.timing.finished = self.is_known = True
             self._changed.notify_all()
             return True
 
@@ -180,7 +192,8 @@ class _ShortInterval:
                 self._put_back()
 
     def _put_back(self) -> None:
-        if sys.getswitchinterval() == self._ours:  # else somebody has set another since
+        # Unless it was as short before, or somebody has set another since.
+        if self._before != self._ours == sys.getswitchinterval():
             sys.setswitchinterval(self._before)
 
 

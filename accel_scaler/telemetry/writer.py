@@ -144,6 +144,7 @@ def check_path(path: str) -> None:
     Raises:
         ConfigError: as :class:`Journal`; what only a write shows (a full disk) is not seen.
     """
+    path = os.path.expanduser(path)
     folder = os.path.dirname(os.path.abspath(path))
     while not os.path.exists(folder):  # those below it are made
         folder = os.path.dirname(folder)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -146,8 +147,14 @@ def test_an_interrupt_at_a_random_place_of_a_step_is_told_and_training_goes_on(
         caplog.clear()
         run, at = Run(mode).train(*range(WINDOW)), At(place)
         run.backward(WINDOW)
-        with pytest.raises(KeyboardInterrupt), at:
+        was_interrupted = True
+        with suppress(KeyboardInterrupt), at:
             run.optimizer.step()
+            was_interrupted = False
+        if not was_interrupted:  # a wait looked less often this time, so the place never came
+            assert at.count < place, f"swallowed at {at.where}"
+            run.close()
+            continue
         moved, scaler = run.state()
         assert scaler in (before[1], after[1]), at.where
         if PARTLY in told():

@@ -72,8 +72,7 @@ class Bench:
     def __init__(self, shapes: list[tuple[int, ...]]) -> None:
         self.params = [torch.nn.Parameter(torch.randn(shape) * 0.02) for shape in shapes]
         self.template = [torch.randn_like(p) * 1e-3 * SCALE for p in self.params]
-        for p in self.params:
-            p.grad = torch.empty_like(p)
+        self.grads = [torch.empty_like(p) for p in self.params]
         self.boundaries: dict[str, Callable[[], None]] = {"stock": self.stock()}
         self.boundaries["ours"] = self.ours(fold=False)
         self.boundaries["folded"] = self.ours(fold=True)
@@ -110,8 +109,8 @@ class Bench:
 
     def fill(self, overflow: str) -> None:
         """Scaled gradients as a backward leaves them, with an overflow in one place or more."""
-        for p, value in zip(self.params, self.template, strict=True):
-            p.grad.copy_(value)
+        for p, grad, value in zip(self.params, self.grads, self.template, strict=True):
+            p.grad = grad.copy_(value)
         if overflow == "one layer":
             # The backward goes on from the middle with inf: every earlier gradient has it.
             for p in self.params[: len(self.params) // 2]:
@@ -131,13 +130,20 @@ class Bench:
                 boundary()
                 if turn >= 2:
                     times[name].append(time.perf_counter() - start)
+                self.drop()
         return {name: statistics.median(values) for name, values in times.items()}
 
     def largest_allocation(self, name: str) -> int:
         self.fill("")
         with LargestAllocation() as watch:
             self.boundaries[name]()
+        self.drop()
         return watch.most
+
+    def drop(self) -> None:
+        """Between windows there are no gradients, as in a training."""
+        for p in self.params:
+            p.grad = None
 
 
 def main() -> None:

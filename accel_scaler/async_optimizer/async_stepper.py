@@ -356,7 +356,7 @@ class AsyncStepper(Stepper):
                     type(error).__name__,
                 )
             elif inline:
-                if step.task.end(error):
+                if step.task.end(error) or not isinstance(error, Exception):
                     logger.error("%s", step.failure(type(self.optimizer).__name__, self._names))
                 self._lose(step)
                 replica.return_groups()
@@ -375,8 +375,6 @@ class AsyncStepper(Stepper):
             task.timing.inline = True
             task.execute()
             if task.error is not None and not isinstance(task.error, Exception):
-                logger.error("%s", step.failure(type(self.optimizer).__name__, self._names))
-                self._inflight = None
                 raise task.error  # Ctrl-C and exit() go on as they would from optimizer.step()
             self.finish()
             return

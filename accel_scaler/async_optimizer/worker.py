@@ -86,12 +86,7 @@ class Task:
     def abandon(self, error: BaseException) -> bool:
         """Handing it over failed with ``error``. True: it never ran and never will."""
         with self._changed:
-            if self._run is None:
-                return False
-            self._run, self.error, self.finished = None, error, True
-            self.is_known = True  # it is raised where it was handed over
-            self._changed.notify_all()
-            return True
+            return self._run is not None and self.end(error)
 
     def end(self, error: BaseException) -> bool:
         """:meth:`execute` was left by ``error``, an interrupt between its lines. False: it had
@@ -100,7 +95,7 @@ class Task:
             if self.finished:
                 return False
             self._run, self.error, self.finished = None, error, True
-            self.timing.finished = self.is_known = True
+            self.timing.finished = self.is_known = True  # it is raised where it was handed over
             self._changed.notify_all()
             return True
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 import weakref
 from contextlib import AbstractContextManager, nullcontext
@@ -281,8 +280,7 @@ def make_recorder(scaler: GradScaler, config: ScalerConfig, facts: dict[str, Any
     path, journal = config.telemetry, None
     if path is not None and (facts["rank"] == 0 or RANK in path):
         own = {"package": __version__, "torch": torch.__version__, "settings": asdict(config)}
-        own_path = os.path.expanduser(path.replace(RANK, str(facts["rank"])))
-        journal = Journal(own_path, {**facts, **own})
+        journal = Journal(path.replace(RANK, str(facts["rank"])), {**facts, **own})
     finder = OverflowFinder() if config.find_overflow else None
     recorder = Recorder(scaler, journal, finder, config.underflow_interval)
     recorder.wants_norms = path is not None

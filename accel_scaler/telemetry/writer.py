@@ -52,7 +52,7 @@ class Journal:
     """
 
     def __init__(self, path: str, facts: Mapping[str, Any]) -> None:
-        self.path = path
+        self.path = path = os.path.expanduser(path)
         self.start_s = time.perf_counter()
         """``perf_counter`` at the start line: the zero of all times in the file."""
         self._writer = _Writer(path)

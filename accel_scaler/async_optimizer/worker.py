@@ -78,6 +78,7 @@ class Task:
         except BaseException as error:
             self.error = error
         finally:
+            run = None  # whoever waits may look at once whether what it held is let go
             timing.busy, timing.finished = time.perf_counter() - timing.start, True
             with self._changed:
                 self.finished = True

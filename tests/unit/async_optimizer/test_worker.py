@@ -412,6 +412,23 @@ def failing(task: Task) -> None:
     raise ValueError("nobody has asked")
 
 
+def test_what_a_task_held_is_let_go_before_it_is_said_to_be_finished() -> None:
+    class Held:
+        def __call__(self, task: Task) -> None:
+            pass
+
+    held = Held()
+    gone = weakref.ref(held)
+    task = Task(held, 1)
+    del held
+    kept: list[object] = []
+    tell = task._changed.notify_all
+    task._changed.notify_all = lambda: (kept.append(gone()), tell())[1]  # type: ignore[method-assign]
+    task.execute()
+    assert task.finished
+    assert kept == [None]
+
+
 def test_an_error_that_nobody_asked_for_is_logged_when_the_thread_ends(
     worker: Worker, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -358,10 +358,13 @@ def in_environment(environ: Mapping[str, str]) -> Iterator[Found]:
         ConfigError: naming the variable.
     """
     for key in sorted(environ):
-        if key.startswith(ENV_PREFIX):
-            name = key.removeprefix(ENV_PREFIX)
-            name = name.lower() if name == name.upper() else key
+        if key.upper().startswith(ENV_PREFIX):
+            name = key[len(ENV_PREFIX) :].lower()
             spec = _expect_known(name, FIELDS, "the environment", key)
+            if key != key.upper():
+                raise ConfigError(
+                    f"the environment: unknown variable {key}. Did you mean {key.upper()}?"
+                )
             yield spec.name, _read(spec, environ[key], key), key
 
 

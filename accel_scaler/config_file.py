@@ -93,6 +93,9 @@ def read_config(path: str | os.PathLike[str]) -> ConfigFile:
             f"{path}: got {shown(document)}, expected a mapping of Accelerate's settings; "
             "`accelerate config --config_file FILE` writes one."
         )
+    for key in document:
+        if isinstance(key, str) and key != SECTION and key.lower() == SECTION:
+            raise ConfigError(f"{path}: unknown section `{key}:`. Did you mean {SECTION}:?")
     if SECTION not in document:
         return ConfigFile(path, {}, {}, None)
     section = document.pop(SECTION)

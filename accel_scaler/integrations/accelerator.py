@@ -20,7 +20,7 @@ from .attachment import Attachment, begin
 from .autocast import add_emulation
 from .checkpoints import loading, saving
 from .cpu_float16 import emulate_float16
-from .optimizer import adopt, inner_of
+from .optimizer import adopt, inner_of, refuse_unsuitable
 
 __all__ = ["ScaledAccelerator"]
 
@@ -55,6 +55,32 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         """What the scaler did: one record a window, totals, ``summary()``."""
         return History() if self._attachment is None else self._attachment.recorder.history
 
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """As Accelerate's.
+
+        Raises:
+            UnsupportedError: an optimizer that another thread cannot step, with the reason;
+                nothing was prepared.
+        """
+        with self._all_or_nothing(args):
+            return super().prepare(*args, **kwargs)
+
+    @contextmanager
+    def _all_or_nothing(self, objects: Iterable[Any]) -> Iterator[None]:
+        """Around their preparation: what can be refused is refused before; what is seen only when
+        all is wrapped and placed (FSDP1, a device without streams) leaves nothing registered."""
+        if self._attachment is not None:
+            optimizers = [each for each in objects if isinstance(each, Optimizer)]
+            refuse_unsuitable(optimizers, self._attachment.config, are_placed=False)
+        registered = (self._models, self._optimizers, self._schedulers, self._dataloaders)
+        before = list(map(len, registered))
+        try:
+            yield
+        except UnsupportedError:
+            for each, length in zip(registered, before, strict=True):
+                del each[length:]
+            raise
+
     def prepare_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         """As Accelerate's, and takes the parameters' names for errors and telemetry."""
         prepared = super().prepare_model(model, *args, **kwargs)
@@ -71,13 +97,10 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         Raises:
             UnsupportedError: an optimizer that another thread cannot step, with the reason.
         """
-        prepared = super().prepare_optimizer(optimizer, device_placement)
-        if self._attachment is not None:
-            try:
+        with self._all_or_nothing([optimizer]):
+            prepared = super().prepare_optimizer(optimizer, device_placement)
+            if self._attachment is not None:
                 adopt(prepared, self._attachment)
-            except UnsupportedError:
-                self._optimizers.remove(prepared)
-                raise
         return prepared
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:

@@ -18,7 +18,7 @@ from ..errors import OrderError, StepError
 from ..optimizer_step import Boundary
 from ..telemetry import make_recorder
 from .autocast import add_autocast, remove_autocast, remove_emulation
-from .optimizer import ScaledOptimizer, adopt, refuse_sharing_of, refuse_unsuitable
+from .optimizer import ScaledOptimizer, adopt, refuse_unsuitable
 from .stock_scaler import make_scaler, refuse_other_scalers
 
 __all__ = ["Attachment", "attachment_of", "begin"]
@@ -38,9 +38,7 @@ class Attachment:
     """
 
     def __init__(self, accelerator: Any, asked_config: ScalerConfig, config: ScalerConfig) -> None:
-        for optimizer in accelerator._optimizers:
-            refuse_unsuitable(optimizer, config)
-        refuse_sharing_of(accelerator._optimizers, config)
+        refuse_unsuitable(accelerator._optimizers, config)
         self._accelerator = weakref.ref(accelerator)
         self.config, self.asked_config = config, asked_config
         self.is_default = False

@@ -26,13 +26,7 @@ from ..scaling import parameters_of, stepped
 if TYPE_CHECKING:
     from .attachment import Attachment
 
-__all__ = [
-    "ScaledOptimizer",
-    "adopt",
-    "inner_of",
-    "refuse_sharing_of",
-    "refuse_unsuitable",
-]
+__all__ = ["ScaledOptimizer", "adopt", "inner_of", "refuse_unsuitable"]
 
 
 class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
@@ -152,8 +146,7 @@ def adopt(optimizer: Any, attachment: Attachment) -> None:
         UnsupportedError: it cannot; nothing was changed.
     """
     config, inner = attachment.config, inner_of(optimizer)[0]
-    refuse_unsuitable(optimizer, config)
-    refuse_sharing_of([optimizer], config)
+    refuse_unsuitable([optimizer], config)
     hooks = None
     if _needs_async_stepper(inner, config):
         names = attachment.scaler.parameter_names
@@ -189,31 +182,36 @@ def _change_class(optimizer: Any, cls: Any) -> None:
         optimizer.step = counted
 
 
-def refuse_unsuitable(optimizer: Any, config: ScalerConfig) -> None:
-    """Raise ``UnsupportedError``, before anything is changed, for what cannot be adopted."""
-    if type(optimizer) not in (AcceleratedOptimizer, ScaledOptimizer):
-        raise UnsupportedError(
-            f"attach: a prepared optimizer is a {type(optimizer).__name__}, expected Accelerate's "
-            "own AcceleratedOptimizer; prepare the torch optimizer instead."
-        )
-    inner = inner_of(optimizer)[0]
-    if _needs_async_stepper(inner, config):
+def refuse_unsuitable(
+    optimizers: Iterable[Optimizer], config: ScalerConfig, are_placed: bool = True
+) -> None:
+    """Raise ``UnsupportedError``, before anything is changed, for what cannot be adopted.
+
+    Args:
+        optimizers: prepared, or about to be.
+        are_placed: their parameters are where they will train.
+    """
+    beside = []
+    for optimizer in optimizers:
+        if isinstance(optimizer, AcceleratedOptimizer) and type(optimizer) not in (
+            AcceleratedOptimizer,
+            ScaledOptimizer,
+        ):
+            raise UnsupportedError(
+                f"attach: a prepared optimizer is a {type(optimizer).__name__}, expected "
+                "Accelerate's own AcceleratedOptimizer; prepare the torch optimizer instead."
+            )
+        (inner,) = inner_of(optimizer)
+        if not _needs_async_stepper(inner, config):
+            continue
+        beside.append((inner, config.step_mode))
         offload = config.offload != "none"
-        inline = config.step_mode == "sync" and not offload
         refuse_unsteppable(
-            inner,
-            masters=offload or config.step_mode == "delayed" or _has_float16(inner),
+            inner, masters=offload or config.step_mode == "delayed" or _has_float16(inner)
         )
-        if not inline:
+        if are_placed and (offload or config.step_mode != "sync"):
             refuse_spread(inner)
-
-
-def refuse_sharing_of(optimizers: Iterable[Any], config: ScalerConfig) -> None:
-    """Raise ``UnsupportedError``, before anything is changed, for two that may not share."""
-    inner = [inner_of(optimizer)[0] for optimizer in optimizers]
-    refuse_sharing(
-        [(each, config.step_mode) for each in inner if _needs_async_stepper(each, config)]
-    )
+    refuse_sharing(beside)
 
 
 def inner_of(optimizers: Any) -> list[Optimizer]:

@@ -290,6 +290,10 @@ PRIVATE = [
     Private("torch", operator, "_op_dk", "calls the kernel below a mode, in cpu_float16.py"),
     Private("accelerate", accelerator, "_optimizers", "lists what was prepared, in accelerator.py"),
     Private("accelerate", accelerator, "_models", "lists what was prepared, in attachment.py"),
+    *(
+        Private("accelerate", accelerator, name, "takes it back, in integrations/accelerator.py")
+        for name in ("_schedulers", "_dataloaders")
+    ),
     Private("accelerate", prepared, "_original_forward", "sets autocast anew, in autocast.py"),
     *(Private("accelerate", *row) for row in ACCELERATE),
     *(Private("transformers", "transformers.Trainer", *row) for row in TRAINER),

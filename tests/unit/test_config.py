@@ -214,7 +214,13 @@ def test_a_text_that_cannot_be_used_is_named_with_its_source(
     assert str(caught.value) == f"{path}, line 2: {name}{end}"
 
 
-@pytest.mark.parametrize("key", ["ACCEL_SCALER_NOPE", "ACCEL_SCALER_min_scale", "ACCEL_SCALER_"])
+@pytest.mark.parametrize("key", ["ACCEL_SCALER_min_scale", "accel_scaler_MIN_SCALE"])
+def test_a_variable_in_the_wrong_case_is_named_with_the_right_one(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"variable {key}. Did you mean ACCEL_SCALER_MIN_SCALE"):
+        ScalerConfig.from_env({key: "1"})
+
+
+@pytest.mark.parametrize("key", ["ACCEL_SCALER_NOPE", "ACCEL_SCALER_"])
 def test_an_unknown_variable_is_named_with_what_there_is(key: str) -> None:
     with pytest.raises(ConfigError, match=f"the environment: unknown field '{key}'") as caught:
         ScalerConfig.from_env({key: "1", "PATH": "/bin"})

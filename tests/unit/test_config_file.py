@@ -120,6 +120,7 @@ BROKEN = {
     "a word": ("a: 1\naccel_scaler: overlap\n", "`accel_scaler:` must be a mapping of fields"),
     "nothing": ("a: 1\naccel_scaler:\nb: 1\n", "`accel_scaler:` must be a mapping of fields"),
     "a list": ("accel_scaler: [step_mode]\n", "got ['step_mode']."),
+    "wrong case": ("Accel_scaler: {}\n", "`Accel_scaler:`. Did you mean accel_scaler:?"),
     "wrong indent": ("a: 1\n b: 2\n", ", line 2: not valid YAML"),
     "two documents": ("a: 1\n--- \nb: 2\n", ", line 2: not valid YAML"),
     "a wrong tag": ("a: !!bool 7\n", "not valid YAML: '7'"),

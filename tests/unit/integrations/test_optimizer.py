@@ -21,6 +21,7 @@ from accel_scaler import (
     attach,
     detach,
 )
+from accel_scaler.integrations import accelerator as integrations
 from accel_scaler.integrations.optimizer import ScaledOptimizer
 
 INF = float("inf")
@@ -107,17 +108,30 @@ def test_float16_parameters_train_through_masters(mode: Any) -> None:
     ("optimizer", "mode", "why"),
     [(OtherWrapper, "sync", "OtherWrapper"), (torch.optim.LBFGS, "overlap", "LBFGS.*closure")],
 )
-def test_a_refusal_in_prepare_leaves_nothing_prepared(optimizer: Any, mode: Any, why: str) -> None:
+def test_a_refusal_in_prepare_leaves_nothing_prepared(
+    optimizer: Any, mode: Any, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     accelerator = attach(cpu(), ScalerConfig(step_mode=mode))
-    params = mlp().parameters()
+    model: Any = mlp()
     if optimizer is OtherWrapper:
-        refused = OtherWrapper(SGD(params, lr=0.1))
+        refused = OtherWrapper(SGD(model.parameters(), lr=0.1))
         refused._is_accelerate_prepared = True
     else:
-        refused = optimizer(params)
+        refused = optimizer(model.parameters())
+    loader = torch.utils.data.DataLoader([1.0])  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match=why):
-        accelerator.prepare(refused)
-    assert accelerator._optimizers == []
+        accelerator.prepare(loader, model, refused)
+    assert "forward" not in vars(model)
+    # Seen only when all is wrapped and placed, as that a device has no streams.
+    plain = SGD(model.parameters(), lr=0.1)
+    monkeypatch.setattr(integrations, "adopt", refuse_late)
+    with pytest.raises(UnsupportedError, match="late"):
+        accelerator.prepare(loader, model, plain)
+    assert (accelerator._dataloaders, accelerator._models, accelerator._optimizers) == ([], [], [])
+
+
+def refuse_late(*_: Any) -> None:
+    raise UnsupportedError("late")
 
 
 def through_pickle(thing: Any) -> Any:
@@ -154,10 +168,8 @@ def _last_micro_batch(accelerator: Any, model: Any) -> None:
     ("come", "call", "mode"),
     [
         ("attach on a CPU", "step", "sync"),
-        ("attach on a CPU", "clip", "overlap"),
+        ("attach on a CPU", "clip", "delayed"),
         ("attach as on a GPU", "unscale", "sync"),
-        ("attach as on a GPU", "step", "delayed"),
-        ("prepare", "clip", "sync"),
         ("prepare", "step", "overlap"),
     ],
 )

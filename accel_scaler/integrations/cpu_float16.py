@@ -128,16 +128,20 @@ def _kernels() -> dict[Any, Kernel]:
         add(name, "out", _into)
         add(f"{name}_", "default", _in_place)
     add(ATTENTION, "default", _attention)
-    add(f"{ATTENTION}_backward", "default", _attention_backward)
+    # The sixth argument is the logsumexp, in float32.
+    add(f"{ATTENTION}_backward", "default", functools.partial(_product, operands=5))
     for name in MADE_OF_PRODUCTS:
         add(name, "default", _around)
     return found
 
 
-def _product(mode: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    if not _are_float16(args):
+def _product(
+    mode: Any, func: Any, args: Any, kwargs: dict[str, Any], operands: int | None = None
+) -> Any:
+    """``operands``: how many of the arguments are in float16; None: all that are no integers."""
+    if not _are_float16(args[:operands]):
         return func(*args, **kwargs)
-    results = func(*map(_widen, args), **kwargs)
+    results = func(*map(_widen, args), **{k: _widen(v) for k, v in kwargs.items()})
     return _narrow(results) if isinstance(results, Tensor) else tuple(map(_narrow, results))
 
 
@@ -162,13 +166,6 @@ def _attention(mode: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
     out, logsumexp = func(*map(_widen, args), **{k: _widen(v) for k, v in kwargs.items()})
     return _narrow(out), logsumexp
-
-
-def _attention_backward(mode: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    if not _are_float16(args[:5]):  # the sixth is the logsumexp, in float32
-        return func(*args, **kwargs)
-    results = func(*map(_widen, args), **{k: _widen(v) for k, v in kwargs.items()})
-    return tuple(map(_narrow, results))
 
 
 def _around(mode: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -36,7 +36,7 @@ from ..scaling import (
 from .clipping import Clipping
 from .observer import Observer
 from .overflow_check import OverflowCheck
-from .stepper import Stepper, StepTiming, stepper_of
+from .stepper import Stepper, stepper_of
 
 __all__ = ["Boundary", "boundary_of"]
 
@@ -72,10 +72,10 @@ class Boundary:
         self.observer = Observer() if observer is None else observer
         self.check = OverflowCheck(scaler, device, self.observer)
         self.clipping = Clipping(self.check)
-        self._idle: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
-        """Of optimizers that had no gradient yet: the windows in which they were to step."""
-        self._busy: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        """Optimizers that have had gradients, or of which it was told that they have none."""
+        self._idle: weakref.WeakKeyDictionary[Optimizer, set[int] | None]
+        self._idle = weakref.WeakKeyDictionary()
+        """The windows in which an optimizer that had no gradient yet was to step; None: it has
+        had gradients, or it was told that it has none."""
         _boundaries[scaler] = weakref.ref(self)
 
     def add(self, optimizer: Optimizer, fold_unscale: bool = False) -> None:
@@ -156,7 +156,7 @@ class Boundary:
         if scaler.window.opened_by is None:
             self._step_without_window(optimizer)
             return True
-        self._busy.add(optimizer)
+        self._idle[optimizer] = None
         record = self.check.check(optimizer)
         if record.found_inf:
             record.overflowed = record.overflowed or first_nonfinite(optimizer)
@@ -226,21 +226,18 @@ class Boundary:
         else:
             record.forget_returned()
             deferred, record.deferred = record.deferred, DeferredUnscale()
-            timing = self._update(stepper, deferred)
+            last = stepper.timing
+            stepper.step(deferred)
+            timing = stepper.timing if stepper.timing is not last else None
         streak = self.scaler.overflow_streak
         record.names = self.scaler.parameter_names.of(record.overflowed, optimizer)
         record.let_go()  # a model may be dropped now
         streak.count(record.names)
         if found_inf:
-            streak.search(optimizer, self.scaler.read_state().consecutive_skips - 1)
+            skips = self.scaler.read_state().consecutive_skips
+            streak.search(parameters_of(optimizer), optimizer, skips - 1)
             streak.tell_broken_statistics()
         self.observer.optimizer_stepped(optimizer, window, timing, start)
-
-    def _update(self, stepper: Stepper, deferred: DeferredUnscale) -> StepTiming | None:
-        """Step; returns when that runs, None where nothing was handed over."""
-        before = stepper.timing
-        stepper.step(deferred)
-        return None if stepper.timing is before else stepper.timing
 
     def _step_without_window(self, optimizer: Optimizer) -> None:
         """Nothing was scaled since the last step: only zero gradients are right as they are.
@@ -260,14 +257,13 @@ class Boundary:
         Torch's scaler raises in the first. Here an optimizer may wait for its turn (GANs,
         adapters), and one that has had gradients may be without for as long as it likes.
         """
-        if window.opened_by is None or optimizer in self._busy:
-            return
         windows = self._idle.setdefault(optimizer, set())
+        if window.opened_by is None or windows is None:
+            return
         windows.add(window.index)
         if len(windows) < PATIENCE:
             return
-        self._busy.add(optimizer)
-        del self._idle[optimizer]
+        self._idle[optimizer] = None
         params = parameters_of(optimizer)
         frozen = sum(not p.requires_grad for p in params)
         logger.warning(

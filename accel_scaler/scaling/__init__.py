@@ -7,7 +7,6 @@ no file and no step mode; it has the only collectives of the package.
 """
 
 from .collectives import agree_on_overflow, is_sharded, reduce_partial_gradients, whole
-from .deferred_unscale import DeferredUnscale
 from .fused_call import call_fused, nothing_found
 from .grad_norms import GradNorm, GradNorms
 from .grad_scaler import GradScaler
@@ -33,6 +32,7 @@ from .gradients import (
 from .parameter_names import MOST_NAMES, ParameterNames
 from .thread_windows import WAIT_LIMIT_S
 from .window import (
+    DeferredUnscale,
     OptimizerRecord,
     Snapshot,
     StillScaled,

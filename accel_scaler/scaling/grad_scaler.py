@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -415,7 +415,7 @@ class GradScaler(torch.amp.GradScaler):
         found = self._total_found_inf(state, scale.device)
         on_host = scale.device.type == "cpu" or any(not optimizer.state.get(p) for p in params)
         if on_host and bool(found):
-            self.overflow_streak.note_skip(optimizer, self._consecutive_skips)
+            self._note_skip(optimizer)
             state["stage"] = OptState.STEPPED
             return None
         if scale.device.type == "cpu":
@@ -431,13 +431,17 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> float | None:
         if any(v.item() for v in optimizer_state["found_inf_per_device"].values()):
-            self.overflow_streak.note_skip(optimizer, self._consecutive_skips)
+            self._note_skip(optimizer)
             skip = getattr(optimizer, "skip_step", None)  # an AsyncOptimizer wants to know
             if skip is not None:
                 skip()
             return None
         result: float | None = optimizer.step(*args, **kwargs)
         return result
+
+    def _note_skip(self, optimizer: Optimizer | None) -> None:
+        params = self._parameters(optimizer)
+        self.overflow_streak.note_skip(params, optimizer, self._consecutive_skips)
 
     @staticmethod
     def _total_found_inf(state: dict[str, Any], device: torch.device) -> Tensor:
@@ -548,10 +552,10 @@ class GradScaler(torch.amp.GradScaler):
         with self._lock:
             self._windows.forbid_other_thread("backoff")
             scale, _ = self._check_scale_growth_tracker("backoff")
-            skipped = not self.window.closed and self._overflowed(self._targets())
+            skipped = not self.window.closed and any(map(self._overflowed, self._targets()))
             if skipped:
                 for target in self._targets():
-                    self.overflow_streak.note_skip(target, self._consecutive_skips)
+                    self._note_skip(target)
                 self.overflow_streak.window_closed(self.get_scale(), True)
             rule = Rule(2.0, factor, 1, self._min_scale, self._max_scale)
             state = rule.advance(self.read_state(), True)
@@ -571,28 +575,21 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return False
         with self._lock:
-            return self._overflowed(list(optimizers) or self._targets())
+            return any(map(self._overflowed, optimizers or self._targets()))
 
-    def _targets(self) -> list[Optimizer | Tensor]:
-        here = self._per_optimizer_states
-        bound = self._windows.bound is not None
-        known = [o for o in self._known if not bound or id(o) in here]
-        return cast("list[Optimizer | Tensor]", known or self._seen())
+    def _targets(self) -> Sequence[Optimizer | None]:
+        """Optimizers to look at; None: the parameters that the graph has told of."""
+        window, bound = self._windows.current, self._windows.bound is not None
+        return [o for o in self._known if not bound or window.known(o) is not None] or [None]
 
-    def _overflowed(self, targets: Iterable[Optimizer | Tensor]) -> bool:
-        for target in targets:
-            if isinstance(target, Tensor):
-                if has_nonfinite_gradient(target):
-                    return True
-                continue
-            state = self._windows.current.known(target)
-            if state and state["found_inf_per_device"]:
-                if any(bool(f) for f in state["found_inf_per_device"].values()):
-                    return True
-                continue
-            if any(map(has_nonfinite_gradient, parameters_of(target))):
-                return True
-        return False
+    def _overflowed(self, optimizer: Optimizer | None) -> bool:
+        record = None if optimizer is None else self._windows.current.known(optimizer)
+        if record is not None and record["found_inf_per_device"]:
+            return record.found_inf
+        return any(map(has_nonfinite_gradient, self._parameters(optimizer)))
+
+    def _parameters(self, optimizer: Optimizer | None) -> list[Tensor]:
+        return self._seen() if optimizer is None else parameters_of(optimizer)
 
     def _seen(self) -> list[Tensor]:
         return [leaf for ref in self._leaves if (leaf := ref()) is not None]

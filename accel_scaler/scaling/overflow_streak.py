@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import OverflowStreakError, listed
-from .gradients import MOST_NAMED, SMALLEST_NORMAL, has_nonfinite_gradient, nonfinite, parameters_of
+from .gradients import MOST_NAMED, SMALLEST_NORMAL, has_nonfinite_gradient, nonfinite
 from .parameter_names import MOST_NAMES, ParameterNames
 
 __all__ = ["Evidence", "OverflowStreak", "remedies", "scale_path"]
@@ -73,14 +73,6 @@ class Evidence:
         if len(self.scales) == MOST_SCALES:
             del self.scales[MOST_SCALES // 2]
         self.scales.append(scale)
-
-    def clear(self) -> None:
-        """The run has ended."""
-        self.windows = self.bad_losses = self.looked = 0
-        self.scales.clear()
-        self.began.clear()
-        self.broken = []
-        self.first = self.module = ""
 
 
 def scale_path(scales: Sequence[float], now: float, most: int = 8) -> str:
@@ -203,19 +195,24 @@ class OverflowStreak:
                 "(65536, say). (Said once.)"
             )
 
-    def note_skip(self, source: Optimizer | Tensor, consecutive_skips: int) -> None:
+    def note_skip(
+        self, params: Sequence[Tensor], optimizer: Optimizer | None, consecutive_skips: int
+    ) -> None:
         """Look for the offenders, if this overflow is the one that warns or ends the run.
 
         Reads every gradient, so only where somebody is about to be told their names.
+
+        Args:
+            optimizer: that of ``params``, if they have one.
         """
-        self.search(source, consecutive_skips)
+        self.search(params, optimizer, consecutive_skips)
         is_last = self.limit is not None and consecutive_skips >= self.limit
         if is_last or consecutive_skips + 1 == self.warns_at:
-            optimizer = None if isinstance(source, Tensor) else source
-            params = [source] if isinstance(source, Tensor) else parameters_of(source)
             self.count(self.names.of(filter(has_nonfinite_gradient, params), optimizer))
 
-    def search(self, source: Optimizer | Tensor, consecutive_skips: int) -> None:
+    def search(
+        self, params: Sequence[Tensor], optimizer: Optimizer | None, consecutive_skips: int
+    ) -> None:
         """In the second half of a run: where does it begin, and are the parameters finite?
 
         A run without a limit: where it is told of. A backward meets the last parameters first
@@ -224,8 +221,6 @@ class OverflowStreak:
         tells = self.limit is None and consecutive_skips + 1 == self.warns_at
         if not tells and (self.limit is None or 2 * consecutive_skips < self.limit):
             return
-        optimizer = None if isinstance(source, Tensor) else source
-        params = [source] if isinstance(source, Tensor) else parameters_of(source)
         place = {key: number for number, key in enumerate(self.names.by_id())}
         params = sorted(params, key=lambda p: -place.get(id(p), len(place)))
         began = next(filter(has_nonfinite_gradient, params), None)
@@ -337,4 +332,4 @@ class OverflowStreak:
         if self.limit is None:
             self.warns_at = TOLD_AT
         self.seen.clear()
-        self.evidence.clear()
+        self.evidence = Evidence(min_scale=self.evidence.min_scale)

@@ -14,12 +14,19 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.optim import Optimizer
 
 from ..errors import OrderError
-from .deferred_unscale import DeferredUnscale
 from .grad_norms import GradNorms
 from .gradients import differ, kept, local, make_own, nonzero, parameters_of, reciprocal
 from .update_rule import ScaleState
 
-__all__ = ["OptimizerRecord", "Snapshot", "Window", "raise_mixed", "stepped"]
+__all__ = [
+    "DeferredUnscale",
+    "OptimizerRecord",
+    "Snapshot",
+    "StillScaled",
+    "Window",
+    "raise_mixed",
+    "stepped",
+]
 
 HOST = torch.device("cpu")
 
@@ -112,6 +119,29 @@ class StillScaled:
         if left:
             inverse = reciprocal(self._scale)
             torch._foreach_mul_([local(grad) for grad in left], inverse)
+
+
+@dataclass(slots=True)
+class DeferredUnscale:
+    """What is still to be done to finite gradients before the update. Scalars, float32, shape ().
+
+    At most one of the two is set.
+    """
+
+    multiply: Tensor | None = None
+    """Unscale and clip, as one product."""
+    divide: Tensor | None = None
+    """The same, left to torch's fused kernel (its ``grad_scale``)."""
+
+    @property
+    def factor(self) -> Tensor | float:
+        """What the gradients are still to be multiplied by."""
+        if self.multiply is not None:
+            return self.multiply
+        return 1.0 if self.divide is None else 1.0 / self.divide
+
+    def __bool__(self) -> bool:
+        return self.multiply is not None or self.divide is not None
 
 
 class OptimizerRecord(dict[str, Any]):

@@ -5,6 +5,7 @@ Run as a script, this file is the new process that resumes from a checkpoint.
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -155,30 +156,19 @@ def test_a_new_process_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_a_stock_checkpoint_goes_on_in_ours_as_in_stock(tmp_path: Path, optimizer: str) -> None:
-    run = Run(theirs(), optimizer).windows(0, 10)
+@pytest.mark.parametrize("to_ours", [True, False])
+def test_checkpoints_go_on_in_stock_as_in_ours(
+    tmp_path: Path, optimizer: str, to_ours: bool
+) -> None:
+    run = Run(theirs() if to_ours else ours(), optimizer).windows(0, 10)
     run.accelerator.save_state(str(tmp_path))
     whole = run.windows(10, 20).result()
+    half = Run(ours(ScalerConfig()) if to_ours else theirs(), optimizer)
+    half.accelerator.load_state(str(tmp_path))
+    assert type(half.accelerator.scaler) is (GradScaler if to_ours else torch.amp.GradScaler)
+    result = half.windows(10, 20).result()
     assert [i for i, skipped in enumerate(whole["skipped"]) if skipped] == list(OVERFLOWS)
-    half = Run(ours(ScalerConfig()), optimizer)
-    half.accelerator.load_state(str(tmp_path))
-    assert type(half.accelerator.scaler) is GradScaler
-    result = half.windows(10, 20).result()
-    assert result["scaler"].pop("_consecutive_skips") == 0
-    half_equals_whole(result, whole)
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_our_checkpoint_goes_on_in_stock_as_in_ours(tmp_path: Path, optimizer: str) -> None:
-    run = Run(ours(), optimizer).windows(0, 10)
-    run.accelerator.save_state(str(tmp_path))
-    whole = run.windows(10, 20).result()
-    half = Run(theirs(), optimizer)
-    half.accelerator.load_state(str(tmp_path))
-    assert type(half.accelerator.scaler) is torch.amp.GradScaler
-    result = half.windows(10, 20).result()
-    assert any(result["skipped"])
-    del whole["scaler"]["_consecutive_skips"]
+    assert (result if to_ours else whole)["scaler"].pop("_consecutive_skips") == 0
     half_equals_whole(result, whole)
 
 
@@ -238,20 +228,13 @@ def test_loading_after_training_started_equals_loading_into_a_fresh_run(tmp_path
     """Going back to a checkpoint in one process, as after a divergence."""
     run = Run(ours(), "fused").windows(0, 10)
     run.accelerator.save_state(str(tmp_path))
-    first = run.windows(10, 20).result()
     # The next training overwrites tensors in place: keep the numbers.
-    kept = {key: first[key] for key in ("skipped", "scales", "schedule", "scaler", "weights")}
-    moments = [s["exp_avg_sq"].clone() for s in first["optimizer"]["state"].values()]
-    kept["skipped"], kept["scales"] = list(kept["skipped"]), list(kept["scales"])
+    first = copy.deepcopy(run.windows(10, 20).result())
     run.accelerator.load_state(str(tmp_path))
     again = run.windows(10, 20).result()
-    assert again["skipped"][20:] == kept["skipped"][10:]
-    assert again["scales"][20:] == kept["scales"][10:]
-    assert again["scaler"] == kept["scaler"]
-    assert again["schedule"] == kept["schedule"]
-    assert torch.equal(again["weights"], kept["weights"])
-    after = [s["exp_avg_sq"] for s in again["optimizer"]["state"].values()]
-    assert same(after, moments)
+    for key in ("skipped", "scales"):
+        assert again.pop(key)[20:] == first.pop(key)[10:]
+    assert same(again, first)
 
 
 if __name__ == "__main__":

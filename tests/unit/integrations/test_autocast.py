@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils import AutocastKwargs
 from support import mlp
 from torch import Tensor, nn
 
@@ -84,8 +85,6 @@ def test_keywords_and_nested_outputs() -> None:
 
 def test_autocast_settings_are_kept() -> None:
     """``AutocastKwargs(enabled=False)`` switches it off here as in ``prepare``."""
-    from accelerate.utils import AutocastKwargs
-
     kwargs = AutocastKwargs(enabled=False)
     a = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[kwargs])
     model = a.prepare(mlp())

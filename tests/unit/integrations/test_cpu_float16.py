@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import threading
-import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -57,16 +57,11 @@ class Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def own() -> Any:
-    """torch's own kernels: nothing is done."""
-    return warnings.catch_warnings()
-
-
 Run = tuple[Tensor, list[Tensor | None]]
 
 
 def run(
-    function: Callable[..., Tensor], inputs: list[Tensor], around: Callable[[], Any] = own
+    function: Callable[..., Tensor], inputs: list[Tensor], around: Callable[[], Any] = nullcontext
 ) -> Run:
     """Output and gradients of a float16 autocast run, its forward and backward ``around``."""
     leaves = [x.detach().clone(memory_format=torch.preserve_format) for x in inputs]
@@ -99,26 +94,15 @@ def attend(**kwargs: Any) -> Callable[..., Tensor]:
 CASES: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
     "linear": (F.linear, [(3, 5, 8), (4, 8), (4,)]),
     "linear of one": (F.linear, [(8,), (4, 8), (4,)]),
-    "linear without bias": (F.linear, [(3, 8), (4, 8)]),
     "linear, transposed": (
         lambda x, w, b: F.linear(x.transpose(0, 1), w, b),
         [(5, 3, 8), (4, 8), (4,)],
     ),
-    "linear, every other": (lambda x, w: F.linear(x[..., ::2], w), [(3, 16), (4, 8)]),
-    "linear, expanded": (
-        lambda x, w: F.linear(x.expand(3, 5, 8), w),
-        [(1, 1, 8), (4, 8)],
-    ),
     "linear, empty": (F.linear, [(0, 8), (4, 8), (4,)]),
-    "matmul": (torch.matmul, [(5, 8), (8, 4)]),
+    "mm": (torch.mm, [(5, 8), (8, 4)]),
     "matmul, batches broadcast": (torch.matmul, [(2, 1, 5, 8), (3, 8, 4)]),
-    "matmul, a matrix over batches": (torch.matmul, [(2, 3, 5, 8), (8, 4)]),
     "matmul, vector": (torch.matmul, [(5, 8), (8,)]),
     "matmul, vectors": (torch.matmul, [(8,), (8,)]),
-    "matmul, one vector": (torch.matmul, [(8,), (3, 8, 4)]),
-    "operator": (lambda a, b: a @ b.mT, [(5, 8), (4, 8)]),
-    "mm": (torch.mm, [(5, 8), (8, 4)]),
-    "bmm": (torch.bmm, [(2, 5, 8), (2, 8, 4)]),
     "addmm": (
         lambda c, a, b: torch.addmm(c, a, b, beta=2, alpha=0.5),
         [(4,), (5, 8), (8, 4)],
@@ -133,31 +117,24 @@ CASES: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
         [(2, 5, 8), (4, 8)],
     ),
     "conv1d": (F.conv1d, [(2, 3, 9), (4, 3, 3), (4,)]),
-    "conv2d": (F.conv2d, [(2, 4, 9, 9), (6, 4, 3, 3), (6,)]),
     "conv2d, same": (lambda x, w: F.conv2d(x, w, padding="same"), [(2, 4, 9, 9), (6, 4, 3, 3)]),
     "conv2d, groups": (
         lambda x, w: F.conv2d(x, w, stride=2, padding=1, groups=2),
         [(2, 4, 9, 9), (6, 2, 3, 3)],
     ),
-    "conv2d, depthwise": (lambda x, w: F.conv2d(x, w, groups=4), [(2, 4, 9, 9), (4, 1, 3, 3)]),
     "conv2d, channels last": (
         lambda x, w: F.conv2d(x.to(memory_format=torch.channels_last), w),
         [(2, 4, 9, 9), (6, 4, 3, 3)],
     ),
-    "conv3d": (F.conv3d, [(1, 2, 5, 5, 5), (3, 2, 2, 2, 2), (3,)]),
-    "conv_transpose1d": (F.conv_transpose1d, [(2, 3, 9), (3, 4, 3), (4,)]),
     "conv_transpose2d": (
         lambda x, w: F.conv_transpose2d(x, w, stride=2, output_padding=1),
         [(2, 3, 5, 5), (3, 4, 3, 3)],
     ),
-    "conv_transpose3d": (F.conv_transpose3d, [(1, 2, 4, 4, 4), (2, 3, 2, 2, 2)]),
     "conv_tbc": (torch.conv_tbc, [(6, 2, 3), (3, 3, 4), (4,)]),
 }
 ATTENTION: dict[str, Callable[..., Tensor]] = {
     "attention": attend(),
-    "attention, causal": attend(is_causal=True),
-    "attention, scaled": attend(scale=0.5),
-    "attention, boolean mask": attend(attn_mask=torch.ones(6, 6).tril().bool()),
+    "attention, causal and scaled": attend(is_causal=True, scale=0.5),
     "attention, added mask": attend(attn_mask=whole(2, 1, 6, 6, seed=5)),
 }
 BY_NAME = pytest.mark.parametrize("case", CASES)
@@ -193,6 +170,15 @@ def assert_a_rounding_apart(ours: Run, torchs: Run, exact: Run) -> None:
                 assert near.float().mean() > 0.9
 
 
+def assert_near(ours: Run, torchs: Run, spacings: int) -> None:
+    """So many float16 spacings apart, of the largest value."""
+    for a, b in zip((ours[0], *ours[1]), (torchs[0], *torchs[1]), strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            assert (a.dtype, a.shape) == (b.dtype, b.shape)
+            assert float((a - b).abs().max() / b.abs().max()) <= spacings * 2**-10
+
+
 def exact(function: Callable[..., Tensor], inputs: list[Tensor]) -> Run:
     """In float64, of the float16 operands."""
     leaves = [x.detach().half().double().requires_grad_() for x in inputs]
@@ -203,13 +189,19 @@ def exact(function: Callable[..., Tensor], inputs: list[Tensor]) -> Run:
 
 @BY_NAME
 def test_whole_numbers_are_those_of_torch_bit_for_bit(case: str) -> None:
+    """In training, and in inference mode, where composite operators arrive whole."""
     function, shapes = CASES[case]
     inputs = [whole(*shape, seed=i, grad=True) for i, shape in enumerate(shapes)]
-    watch = Watch()
-    with watch:
+    with Watch() as watch:
         ours = run(function, inputs, emulate_float16)
     assert not watch.seen, "a float16 kernel was called"
     assert_same(ours, run(function, inputs))
+    inputs = [x.detach() for x in inputs]
+    with torch.inference_mode():
+        with Watch() as watch:
+            ours = run(function, inputs, emulate_float16)
+        assert_same(ours, run(function, inputs))
+    assert not set(watch.seen) & {"mm", "addmm", "bmm", "convolution"}
 
 
 @BY_NAME
@@ -221,7 +213,7 @@ def test_random_numbers_are_a_rounding_apart(case: str) -> None:
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
-@pytest.mark.parametrize("case", ["linear", "bmm", "conv2d", "matmul, batches broadcast"])
+@pytest.mark.parametrize("case", ["linear", "conv1d"])
 def test_an_input_without_gradient(case: str, frozen: int) -> None:
     function, shapes = CASES[case]
     inputs = [whole(*shape, seed=i, grad=i != frozen) for i, shape in enumerate(shapes)]
@@ -230,34 +222,14 @@ def test_an_input_without_gradient(case: str, frozen: int) -> None:
     assert_same(ours, run(function, inputs))
 
 
-@BY_NAME
-def test_inference_mode(case: str) -> None:
-    """Composite operators are not decomposed before a mode sees them there."""
-    function, shapes = CASES[case]
-    inputs = [whole(*shape, seed=i) for i, shape in enumerate(shapes)]
-    watch = Watch()
-    with torch.inference_mode():
-        with watch:
-            ours = run(function, inputs, emulate_float16)
-        torchs = run(function, inputs)
-    assert not set(watch.seen) & {"mm", "addmm", "bmm", "convolution"}
-    assert_same(ours, torchs)
-
-
 @pytest.mark.parametrize("case", ATTENTION)
 def test_attention(case: str) -> None:
     """torch also rounds the weights of the values to float16: 2 spacings, of the largest value."""
     inputs = [normal(2, 2, 6, 8, seed=i, grad=True) for i in range(3)]
-    watch = Watch()
-    with watch:
+    with Watch() as watch:
         ours = run(ATTENTION[case], inputs, emulate_float16)
     assert not watch.seen
-    torchs = run(ATTENTION[case], inputs)
-    for a, b in zip((ours[0], *ours[1]), (torchs[0], *torchs[1]), strict=True):
-        assert a is not None
-        assert b is not None
-        assert (a.dtype, a.stride()) == (b.dtype, b.stride())
-        assert float((a - b).abs().max() / b.abs().max()) <= 2 * 2**-10
+    assert_near(ours, run(ATTENTION[case], inputs), 2)
 
 
 def test_beyond_float16_is_inf_forward_and_backward() -> None:
@@ -302,12 +274,7 @@ def test_double_backward() -> None:
         return slope.float().square().sum()
 
     inputs = [normal(3, 4, grad=True), normal(4, 4, seed=1, grad=True)]
-    ours = run(penalty, inputs, emulate_float16)
-    torchs = run(penalty, inputs)
-    for a, b in zip((ours[0], *ours[1]), (torchs[0], *torchs[1]), strict=True):
-        assert a is not None
-        assert b is not None
-        assert float((a - b).abs().max() / b.abs().max()) <= 4 * 2**-10
+    assert_near(run(penalty, inputs, emulate_float16), run(penalty, inputs), 4)
 
 
 def test_in_place_and_out() -> None:
@@ -326,7 +293,7 @@ def test_in_place_and_out() -> None:
 
 def test_what_torch_refuses_is_refused() -> None:
     a, b = torch.ones(2, 2, dtype=HALF), torch.ones(2, 2)
-    for around in (own, emulate_float16):
+    for around in (nullcontext, emulate_float16):
         with around(), pytest.raises(RuntimeError, match="same dtype"):
             torch.mm(a, b)
         with around(), pytest.raises(RuntimeError, match="cannot be multiplied"):
@@ -349,47 +316,38 @@ def test_other_dtypes_are_left_alone(dtype: torch.dtype) -> None:
         assert torch.equal(a @ b, inside)
 
 
-class Layers(nn.Module):
-    """One of torch's layers that call products of their own."""
+class Layer(nn.Module):
+    """One of torch's layers that call products of their own, with one input and one output."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, layer: nn.Module, inputs: int = 1) -> None:
         super().__init__()
-        made: dict[str, Callable[[], nn.Module]] = {
-            "MultiheadAttention": lambda: nn.MultiheadAttention(8, 2, batch_first=True),
-            "TransformerEncoderLayer": lambda: nn.TransformerEncoderLayer(
-                8, 2, 16, dropout=0.0, batch_first=True
-            ),
-            "GRU": lambda: nn.GRU(8, 8, batch_first=True),
-            "Bilinear": lambda: nn.Bilinear(8, 8, 8),
-        }
-        self.layer = made[kind]()
-        self.twice = {"MultiheadAttention": 3, "Bilinear": 2}.get(kind, 1)
+        self.layer, self.inputs = layer, inputs
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.layer(*[x] * self.twice)
+        out = self.layer(*[x] * self.inputs)
         return out[0] if isinstance(out, tuple) else out
 
 
-LAYERS = ["MultiheadAttention", "TransformerEncoderLayer", "GRU", "Bilinear"]
+LAYERS: dict[str, Callable[[], Layer]] = {
+    "attention": lambda: Layer(nn.MultiheadAttention(8, 2, batch_first=True), 3),
+    "encoder": lambda: Layer(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)),
+    "GRU": lambda: Layer(nn.GRU(8, 8, batch_first=True)),
+    "Bilinear": lambda: Layer(nn.Bilinear(8, 8, 8), 2),
+}
 
 
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_layers_of_torch(kind: str, train: bool) -> None:
     """Also in their fast paths, which are single kernels in eval mode without gradients."""
-    layer = Layers(kind).train(train)
+    layer = LAYERS[kind]().train(train)
     x = normal(2, 5, 8, grad=train)
-    watch = Watch()
     with torch.set_grad_enabled(train):
-        with watch:
+        with Watch() as watch:
             ours = run(layer, [x], emulate_float16)
         torchs = run(layer, [x])
     assert not watch.seen
-    for a, b in zip((ours[0], *ours[1]), (torchs[0], *torchs[1]), strict=True):
-        assert (a is None) == (b is None)
-        if a is not None and b is not None:
-            assert a.dtype == b.dtype
-            assert float((a - b).abs().max() / b.abs().max()) <= 6 * 2**-10
+    assert_near(ours, torchs, 6)
 
 
 def test_lstm() -> None:
@@ -464,21 +422,6 @@ def test_a_class_that_dispatches_by_itself() -> None:
         product = torch.mm(Wrapped(a), a)
     assert torch.equal(product, a @ a)
     assert not watch.seen
-
-
-def test_function_transforms() -> None:
-    w, x = normal(4, 4), normal(3, 4, seed=1)
-
-    def loss(w: Tensor, x: Tensor) -> Tensor:
-        return F.linear(x, w).float().sum()
-
-    def each() -> Tensor:
-        with torch.autocast("cpu", dtype=HALF):
-            return torch.func.vmap(torch.func.grad(loss), (None, 0))(w, x)
-
-    with emulate_float16():
-        ours = each()
-    assert torch.equal(ours, each())
 
 
 # --- under Accelerate -----------------------------------------------------------------------------
@@ -584,30 +527,18 @@ class Checkpointed(nn.Module):
         return checkpoint(self.rest, x, use_reentrant=self.reentrant)
 
 
-@pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing(reentrant: bool, by_hand: bool) -> None:
-    """Computed again in the backward; by hand, at torch's speed and to a rounding the same."""
+def test_gradient_checkpointing(reentrant: bool, watch: Watch) -> None:
+    """Computed again in the backward."""
     gradients = []
     for kind in (None, reentrant):
         torch.manual_seed(3)
         accelerator = attached()
         model = accelerator.prepare(Checkpointed(kind))
-        loss = model(whole(4, 8)).square().mean()
-        with Watch() as watch:
-            if by_hand and kind is not None:
-                accelerator.scaler.scale(loss).backward()
-            else:
-                accelerator.backward(loss)
-        assert bool(watch.seen) == (by_hand and kind is not None)
-        gradients.append([p.grad for p in model.parameters()])
-    for a, b in zip(*gradients, strict=True):
-        assert a is not None
-        assert b is not None
-        if by_hand:
-            assert float((a - b).abs().max() / b.abs().max()) <= 4 * 2**-10
-        else:
-            assert torch.equal(a, b)
+        accelerator.backward(model(whole(4, 8)).square().mean())
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert not watch.seen
+    assert torch.equal(*gradients)
 
 
 @pytest.mark.parametrize("before", [False, True])

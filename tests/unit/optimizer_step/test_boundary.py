@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from boundary_support import SCALE, Two, models, one, ours, tracker
+from boundary_support import SCALE, models, one, ours, tracker
 from support import LR, Linear, set_gradients
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer, SparseAdam
@@ -26,14 +26,13 @@ INF = float("inf")
 # R3: one update a window
 
 
-@pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("bad", [None, 0, 1, -1])
+@pytest.mark.parametrize("bad", [None, 0, 2])
 @pytest.mark.parametrize("clip", [False, True])
-def test_one_update_a_window(count: int, bad: int | None, clip: bool) -> None:
+def test_one_update_a_window(bad: int | None, clip: bool) -> None:
     """Whichever optimizer overflows: it alone is skipped, the scale moves once."""
     a = ours()
-    ms, optimizers = models(a, count)
-    gradients = [1.0] * count
+    ms, optimizers = models(a, 3)
+    gradients = [1.0] * 3
     if bad is not None:
         gradients[bad] = INF
     a.backward(sum((m(g) for m, g in zip(ms, gradients, strict=True)), torch.tensor(0.0)))
@@ -50,20 +49,6 @@ def test_one_update_a_window(count: int, bad: int | None, clip: bool) -> None:
     assert a.scaler_history.skips == int(bad is not None)
 
 
-def test_the_scale_grows_once_a_window() -> None:
-    a = ours(ScalerConfig(init_scale=16.0, growth_interval=3))
-    ms, optimizers = models(a, 2)
-    scales = []
-    for _ in range(6):
-        a.backward(ms[0](1.0) + ms[1](1.0))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        scales.append(a.scaler.get_scale())
-    assert scales == [16.0, 16.0, 32.0, 32.0, 32.0, 64.0]
-    assert [m.moved for m in ms] == [6.0, 6.0]
-
-
 def test_an_optimizer_without_gradients_is_left_out() -> None:
     """It neither steps nor stops the others; torch raises here."""
     a = ours()
@@ -77,8 +62,7 @@ def test_an_optimizer_without_gradients_is_left_out() -> None:
     assert tracker(a) == 1
 
 
-@pytest.mark.parametrize("clip", [False, True])
-def test_alternation_as_in_a_gan(clip: bool) -> None:
+def test_alternation_as_in_a_gan() -> None:
     """The generator's loss leaves gradients in the discriminator too."""
     a = ours()
     (gen, dis), (gen_opt, dis_opt) = models(a, 2)
@@ -89,8 +73,7 @@ def test_alternation_as_in_a_gan(clip: bool) -> None:
         ):
             optimizer.zero_grad()
             a.backward(loss())
-            if clip:
-                assert float(a.clip_grad_norm_(model.parameters(), 1e6)) > 0
+            assert float(a.clip_grad_norm_(model.parameters(), 1e6)) > 0
             optimizer.step()
     assert (dis.moved, gen.moved) == (3.0, 6.0)
     assert a.scaler_history.boundaries == 6
@@ -100,8 +83,9 @@ def test_alternation_as_in_a_gan(clip: bool) -> None:
 # What is refused
 
 
-@pytest.mark.parametrize("fold", [False, True])
-@pytest.mark.parametrize("call", ["step", "clip", "unscale"])
+@pytest.mark.parametrize(
+    ("call", "fold"), [("step", False), ("step", True), ("clip", False), ("unscale", True)]
+)
 def test_a_backward_after_the_clip(call: str, fold: bool) -> None:
     """Scaled gradients on top of unscaled ones: refused, nothing moves, and training goes on."""
     a = ours(ScalerConfig(init_scale=SCALE, fold_unscale=fold))
@@ -138,21 +122,6 @@ def test_two_models_may_take_turns() -> None:
             optimizer.zero_grad()
     assert [m.moved for m in ms] == pytest.approx([2.0, 2.0], rel=1e-5)
     assert tracker(a) == 2
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("factor", [1.0, INF])
-def test_gradients_thrown_away_after_the_clip(factor: float, set_to_none: bool) -> None:
-    """What comes next is scaled again: it must be unscaled, and judged, anew."""
-    a = ours()
-    model, optimizer = one(a)
-    a.backward(model(factor))
-    a.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.zero_grad(set_to_none=set_to_none)
-    a.backward(model(1.0))
-    optimizer.step()
-    assert (optimizer.step_was_skipped, model.moved) == (False, 1.0)
-    assert a.scaler.get_scale() == SCALE
 
 
 @pytest.mark.parametrize("call", ["step", "clip", "value", "unscale"])
@@ -225,29 +194,14 @@ def test_a_run_of_skips_is_an_error_that_leaves_things_in_order() -> None:
     assert model.moved == 1.0
 
 
-@pytest.mark.parametrize("clip", [False, True])
-def test_a_scale_too_small_to_divide_by_skips_finite_gradients(clip: bool) -> None:
+def test_a_scale_too_small_to_divide_by_skips_finite_gradients() -> None:
     """Its reciprocal is out of float32's range: nothing of them has survived."""
     a = ours(ScalerConfig(init_scale=2.0**-130))
     model, optimizer = one(a)
     a.backward(model(1.0))
-    if clip:
-        assert float(a.clip_grad_norm_(model.parameters(), 1.0)) == INF
+    assert float(a.clip_grad_norm_(model.parameters(), 1.0)) == INF
     optimizer.step()
     assert (optimizer.step_was_skipped, model.moved) == (True, 0.0)
-
-
-@pytest.mark.parametrize("mode", ["sync", "overlap"])
-def test_a_hook_before_the_step_sees_unscaled_gradients(mode: str) -> None:
-    model, seen = Linear(), []
-    inner = SGD(model.parameters(), lr=LR)
-    inner.register_step_pre_hook(lambda *_: seen.append(model.w.grad.clone()))  # type: ignore[union-attr]
-    scaler = GradScaler("cpu", init_scale=SCALE)
-    with AsyncOptimizer(inner, model, scaler=scaler, mode=mode, optimizer_threads=1) as optimizer:
-        scaler.scale(model(3.0)).backward()
-        optimizer.step()
-    assert torch.equal(seen[0], torch.full((4,), 3.0))
-    assert model.moved == 3.0
 
 
 # Kinds of gradients
@@ -309,38 +263,6 @@ def test_a_parameter_group_added_in_the_middle() -> None:
     assert (model.moved, late.moved) == (2.0, 2.0)
 
 
-# What the history says
-
-
-def test_history_names_the_tensor() -> None:
-    a = ours()
-    model = Two()
-    model, optimizer = a.prepare(model, SGD(model.parameters(), lr=LR))
-    for clip in (False, True):
-        a.backward(model(1.0, INF))
-        if clip:
-            a.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    records = list(a.scaler_history.records)
-    assert [r.overflowed for r in records] == [("second.w",)] * 2
-    assert [(r.index, r.scale, r.next_scale) for r in records] == [
-        (0, SCALE, SCALE / 2),
-        (1, SCALE / 2, SCALE / 4),
-    ]
-
-
-def test_history_has_the_common_norm() -> None:
-    a = ours()
-    ms, optimizers = models(a, 2)
-    a.backward(ms[0](3.0) + ms[1](4.0))
-    a.clip_grad_norm_([m.w for m in ms], 1.0)
-    for optimizer in optimizers:
-        optimizer.step()
-    (record,) = a.scaler_history.records
-    assert (record.grad_norm, record.skipped, record.overflowed) == (10.0, False, ())
-
-
 def _said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if "never had a gradient" in r.getMessage()]
 
@@ -350,12 +272,7 @@ def test_an_optimizer_that_never_has_a_gradient_is_told_of_once(
     face: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Torch's scaler raises in the first window; another optimizer trains on."""
-    stock_scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
     model, stale = Linear(), nn.Parameter(torch.ones(3))  # of the model as it was before, say
-    stock_scaler.scale(model(1.0)).backward()
-    with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer"):
-        stock_scaler.step(SGD([stale], lr=1.0))
-    model.zero_grad()
     a: Any = ours() if face == "accelerate" else None
     scaler = a.scaler if a else GradScaler("cpu", init_scale=SCALE)
     inner = [SGD(model.parameters(), lr=LR), SGD([stale], lr=LR)]
@@ -376,15 +293,14 @@ def test_an_optimizer_that_never_has_a_gradient_is_told_of_once(
     assert model.moved == 30.0
 
 
-@pytest.mark.parametrize("first", [1, 9])
 def test_an_optimizer_that_waits_for_its_turn_is_not_told_of(
-    first: int, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Nor one that is frozen again after it has trained (GANs, adapters)."""
     a = ours()
     ms, optimizers = models(a, 2)
     for step in range(40):
-        a.backward(ms[0](1.0) + ms[1](1.0) if step == first else ms[0](1.0))
+        a.backward(ms[0](1.0) + ms[1](1.0) if step == 8 else ms[0](1.0))
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

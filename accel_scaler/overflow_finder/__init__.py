@@ -6,6 +6,6 @@ answers with a sentence. It knows modules, tensors and errors: no scale, no wind
 """
 
 from .finder import OverflowFinder
-from .hooks import inert
+from .hooks import Hook, inert
 
-__all__ = ["OverflowFinder", "inert"]
+__all__ = ["Hook", "OverflowFinder", "inert"]

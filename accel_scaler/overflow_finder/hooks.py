@@ -1,4 +1,4 @@
-"""The hooks of ``find_overflow``. They know the finder weakly, and compiled code not at all."""
+"""Hooks on models. They know whom they tell weakly, and compiled code not at all."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ def inert() -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 
 class Hook:
-    """Calls ``finder.method(*about, *what the hook is given)``, while the finder lives."""
+    """Calls ``listener.method(*about, *what the hook is given)``, while the listener lives."""
 
-    def __init__(self, finder: Any, method: str, *about: Any) -> None:
-        self._finder, self._method, self._about = weakref.ref(finder), method, about
+    def __init__(self, listener: Any, method: str, *about: Any) -> None:
+        self._listener, self._method, self._about = weakref.ref(listener), method, about
 
     def __reduce__(self) -> Any:
         return inert()
 
     def __call__(self, *given: Any) -> None:
         # Traced to nothing, a hook does not break the graph of a compiled model.
-        finder = None if torch.compiler.is_compiling() else self._finder()
-        if finder is not None:
-            getattr(finder, self._method)(*self._about, *given)
+        listener = None if torch.compiler.is_compiling() else self._listener()
+        if listener is not None:
+            getattr(listener, self._method)(*self._about, *given)
 
 
 def gradient_edge(tensor: Tensor) -> Edge:

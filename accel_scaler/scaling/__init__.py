@@ -8,7 +8,7 @@ no file and no step mode; it has the only collectives of the package.
 
 from .collectives import agree_on_overflow, is_sharded, reduce_partial_gradients, whole
 from .fused_call import call_fused, nothing_found
-from .grad_norms import GradNorm, GradNorms
+from .grad_norms import GradNorm
 from .grad_scaler import GradScaler
 from .gradients import (
     LOW_PRECISION,
@@ -48,7 +48,6 @@ __all__ = [
     "WAIT_LIMIT_S",
     "DeferredUnscale",
     "GradNorm",
-    "GradNorms",
     "GradScaler",
     "NormCheck",
     "OptimizerRecord",

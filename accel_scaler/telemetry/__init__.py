@@ -9,7 +9,6 @@ observes: no number of the training depends on it. Who reads the file gets recor
 from .history import History
 from .record import FORMAT, BrokenLineError, CutLineError, End, Names, Record, Span, Start, decode
 from .recorder import Recorder, make_recorder
-from .writer import check_path
 
 __all__ = [
     "FORMAT",
@@ -22,7 +21,6 @@ __all__ = [
     "Recorder",
     "Span",
     "Start",
-    "check_path",
     "decode",
     "make_recorder",
 ]

@@ -27,8 +27,6 @@ class History:
         self.boundaries = 0
         self.skips = 0
         self.max_grad_norm: float | None = None
-        self.told_low = False
-        """The warning about a scale below 1 has been given."""
 
     def add(self, record: Record) -> None:
         """Append the record of a window, or amend it when its index is the last one's."""

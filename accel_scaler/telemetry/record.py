@@ -155,7 +155,8 @@ class CutLineError(BrokenLineError):
 
 def _text(value: object) -> str:
     """One line, nothing in it that steers a terminal."""
-    return plain(str(value)).replace("\n", "\ufffd")
+    text = str(value)
+    return text if text.isprintable() else plain(text).replace("\n", "\ufffd")
 
 
 def _count(value: Any) -> int:
@@ -169,6 +170,10 @@ def _amount(value: Any) -> float:
     if not 0.0 <= (amount := float(value)) < math.inf:
         raise ValueError(f"expected a number >= 0, got {amount}")
     return amount
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
 
 
 def _moment(value: Any) -> float:
@@ -199,7 +204,7 @@ def _tuples(*reads: Callable[[Any], Any]) -> Callable[[Any], tuple[tuple[Any, ..
 
 def _spans(value: Any) -> tuple[Span, ...]:
     return tuple(
-        (_text(kind), _seconds(start), _seconds(length), *map(_text, where))
+        (_text(kind), _count(start) / 1e6, _count(length) / 1e6, *map(_text, where))
         for kind, start, length, *where in value
     )
 
@@ -274,13 +279,13 @@ FIELDS = (
     Field("growth_tracker", "growth_tracker", _count),
     Field("found_inf", "found_inf", bool),
     Field("skipped", "skipped", bool),
-    Field("grad_norm", "grad_norm", _maybe(float), _finite_or_text),
-    Field("max_norm", "max_norm", _maybe(float), _finite_or_text),
-    Field("clip_coefficient", "clip_coefficient", _maybe(float), _finite_or_text),
+    Field("grad_norm", "grad_norm", _number, _finite_or_text),
+    Field("max_norm", "max_norm", _number, _finite_or_text),
+    Field("clip_coefficient", "clip_coefficient", _number, _finite_or_text),
     Field(
         "lr",
         "lr",
-        lambda rates: tuple(map(_maybe(float), rates)),
+        lambda rates: tuple(map(_number, rates)),
         lambda rates: list(map(_finite_or_text, rates)),
     ),
     Field("nonfinite", "nonfinite", _tuples(_count, _count), absent=()),
@@ -300,8 +305,8 @@ FIELDS = (
 )
 """In the order of the line; ``norms`` come last."""
 
-READ = {each.key: each for each in FIELDS if each.attribute != "hidden_s"}
-READ["norms"] = Field("norms", "norms", _norms)
+READ = {each.key: (each.attribute, each.read) for each in FIELDS if each.attribute != "hidden_s"}
+READ["norms"] = ("norms", _norms)
 
 _to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
@@ -322,7 +327,11 @@ def encode_window(record: Record) -> str:
 
 
 def _decode_window(line: dict[str, Any], names: Names | None) -> Record:
-    values = {each.attribute: each.read(line[key]) for key in line if (each := READ.get(key))}
+    values = {}
+    for key, value in line.items():
+        if key in READ:
+            attribute, read = READ[key]
+            values[attribute] = read(value)
     record = Record(**values, names=names.names if names else ())
     count = len(record.names)
     if names is None:
@@ -404,7 +413,7 @@ def decode(line: bytes, names: Names | None = None) -> Start | Names | Record | 
         BrokenLineError: it is not as the format says.
     """
     try:
-        value = json.loads(line)
+        value = json.loads(line.decode())
     except RecursionError:
         raise CutLineError("JSON nested too deeply") from None
     except ValueError as error:  # of bytes that are no text, too

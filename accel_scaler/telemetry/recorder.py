@@ -19,7 +19,6 @@ from ..config import ScalerConfig
 from ..optimizer_step import Observer, StepTiming
 from ..overflow_finder import OverflowFinder
 from ..scaling import (
-    GradNorms,
     GradScaler,
     Window,
     count_nonfinite,
@@ -72,6 +71,7 @@ class Recorder(Observer):
         self._open: OpenRecord | None = None
         """The window on record last, which another optimizer may join."""
         self._counted: tuple[tuple[int, ...], Tensor] | None = None
+        self._told_low = False
         self._start = time.perf_counter() if journal is None else journal.start_s
         scaler.overflow_streak.keeps_losses |= journal is not None
         if self._queue is not None:
@@ -115,6 +115,7 @@ class Recorder(Observer):
         assert closed_at is not None
         scaled = self.scaler.is_enabled()
         found_inf = window.found_inf if scaled else not measured.are_finite
+        max_norm, coefficient = measured.clip
         names = [name for each in window.states.values() for name in each.names]
         if self._open is not None and self._open.record.index != index:
             self._close_window()
@@ -125,12 +126,13 @@ class Recorder(Observer):
             next_scale=self.scaler.get_scale(),
             skipped=found_inf and scaled,
             grad_norm=measured.total,
+            max_norm=max_norm,
+            clip_coefficient=None if found_inf else coefficient,
             overflowed=tuple(dict.fromkeys(names)),
             found_inf=found_inf,
             growth_tracker=self.scaler.read_state().growth_tracker if scaled else 0,
             lr=(before.lr if before else ()) + tuple(map(_lr, optimizer.param_groups)),
             time=time.perf_counter() - self._start,
-            **_clip(measured, found_inf),
             **self._details(optimizer, window, found_inf, before),
         )
         if self._open is None:
@@ -188,10 +190,9 @@ class Recorder(Observer):
         return found.as_json()
 
     def _warn(self, record: Record) -> None:
-        history = self.history
-        names = ", ".join(record.overflowed) or "no single tensor"
-        if record.next_scale < 1.0 and not history.told_low:
-            history.told_low = True
+        if record.next_scale < 1.0 and not self._told_low:
+            self._told_low = True
+            names = ", ".join(record.overflowed) or "no single tensor"
             logger.warning(
                 "the loss scale fell below 1, so gradients overflow whatever it is. Last seen in: "
                 f"{names}. min_scale keeps it up, max_consecutive_skips ends such a run. "
@@ -253,11 +254,6 @@ class Recorder(Observer):
             self.timeline.close()
         if self.finder is not None:
             self.finder.close()
-
-
-def _clip(grad_norms: GradNorms, found_inf: bool) -> dict[str, Any]:
-    max_norm, coefficient = grad_norms.clip
-    return {"max_norm": max_norm, "clip_coefficient": None if found_inf else coefficient}
 
 
 def _lr(group: dict[str, Any]) -> float | None:

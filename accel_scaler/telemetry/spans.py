@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from ..overflow_finder import inert
+from ..overflow_finder import Hook
 from .record import Span
 
 __all__ = ["MOST_SPANS", "Timeline"]
@@ -55,10 +55,10 @@ class Timeline:
         if model in self._watched:
             return
         self._watched.add(model)
-        watch = _ForwardWatch(weakref.ref(self))
+        starts: list[float] = []
         self._handles += [
-            model.register_forward_pre_hook(_Before(watch), prepend=True),
-            model.register_forward_hook(_After(watch)),
+            model.register_forward_pre_hook(Hook(self, "forward_begins", starts), prepend=True),
+            model.register_forward_hook(Hook(self, "forward_ends", starts)),
         ]
 
     def close(self) -> None:
@@ -67,33 +67,13 @@ class Timeline:
             handle.remove()
         self._handles.clear()
 
+    # Called by hooks.
 
-class _ForwardWatch:
-    """What the two hooks on one model know together."""
+    def forward_begins(self, starts: list[float], *_: Any) -> None:
+        """Note when; one that failed before is forgotten."""
+        starts[:] = [time.perf_counter()] if torch.is_grad_enabled() else []
 
-    def __init__(self, timeline: Any) -> None:
-        self.timeline = timeline
-        self.start: float | None = None
-
-
-class _Hook:
-    """On one model, which may be copied and pickled with it."""
-
-    def __init__(self, watch: _ForwardWatch) -> None:
-        self._watch = watch
-
-    def __reduce__(self) -> Any:
-        return inert()
-
-
-class _Before(_Hook):
-    def __call__(self, module: Module, _: Any) -> None:
-        self._watch.start = time.perf_counter() if torch.is_grad_enabled() else None
-
-
-class _After(_Hook):
-    def __call__(self, module: Module, _: Any, __: Any) -> None:
-        watch = self._watch
-        timeline, start, watch.start = watch.timeline(), watch.start, None
-        if timeline is not None and start is not None and torch.is_grad_enabled():
-            timeline.add("forward", start)
+    def forward_ends(self, starts: list[float], *_: Any) -> None:
+        """A training forward is a span."""
+        if starts and torch.is_grad_enabled():
+            self.add("forward", starts.pop())

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import errno
+import io
 import logging
 import os
 import time
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,7 +25,7 @@ from .record import (
     encode_window,
 )
 
-__all__ = ["Journal", "check_path"]
+__all__ = ["Journal"]
 
 logger = logging.getLogger("accel_scaler")
 
@@ -55,14 +54,17 @@ class Journal:
         self.path = path = os.path.expanduser(path)
         self.start_s = time.perf_counter()
         """``perf_counter`` at the start line: the zero of all times in the file."""
-        self._writer = _Writer(path)
         self._names = Names()
-        self._windows = self._skips = 0
+        self._windows = self._skips = self._lost = 0
+        self._pid = os.getpid()
         try:
-            self._writer.put(encode_start(time.time(), facts))
+            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+            # A pipe or a terminal has nothing to see.
+            self._is_torn = os.path.isfile(path) and _is_torn(path)
+            self._file = io.FileIO(path, "a")
+            self._put(encode_start(time.time(), facts))
         except OSError as error:
-            self._writer.close()
-            raise ConfigError(_complaint(path, error.strerror or str(error))) from error
+            raise ConfigError(_complaint(path, str(error))) from error
 
     def add(self, record: Record, names: Names) -> None:
         """Append one window, and before it the names of its parameters if they are new."""
@@ -72,107 +74,39 @@ class Journal:
             lines.insert(0, encode_names(names))
         self._windows += 1
         self._skips += record.skipped
-        if self._writer.try_to_put(*lines) and record.names:
+        if self._try_to_put(*lines) and record.names:
             self._names = names
 
     def close(self, error: str | None = None) -> None:
         """Append the ``end`` line and close the file. Idempotent."""
-        if not self._writer.closed:
-            time_s = time.perf_counter() - self.start_s
-            end = End(time_s, self._windows, self._skips, error, self._writer.lost)
-            self._writer.try_to_put(encode_end(end))
-            self._writer.close()
+        time_s = time.perf_counter() - self.start_s
+        end = End(time_s, self._windows, self._skips, error, self._lost)
+        self._try_to_put(encode_end(end))
+        self._file.close()
 
-
-class _Writer:
-    """Whole lines to a file descriptor, appended, unbuffered."""
-
-    def __init__(self, path: str) -> None:
-        self.lost = 0
-        """Windows that could not be written."""
-        self._path, self._pid = path, os.getpid()
-        fd, self._torn = _open(path)
-        self._fd: int | None = fd
-        self._close = weakref.finalize(self, _close, fd, self._pid)
-
-    @property
-    def closed(self) -> bool:
-        """Closed, or a copy in a forked process, which must not write."""
-        return self._fd is None or self._pid != os.getpid()
-
-    def put(self, *lines: str) -> None:
-        """Append; raises ``OSError`` (then the next line begins afresh)."""
-        if self.closed:
+    def _put(self, *lines: str) -> None:
+        """Append whole lines; raises ``OSError`` (then the next line begins afresh)."""
+        if self._file.closed or self._pid != os.getpid():  # a copy in a forked process
             return
-        assert self._fd is not None
-        text = "\n".join((*[""] * self._torn, *lines, ""))
-        data = memoryview(text.encode())
+        data = memoryview("\n".join((*[""] * self._is_torn, *lines, "")).encode())
         while data:
-            done = os.write(self._fd, data)
-            self._torn = data[done - 1] != NEWLINE
+            done = os.write(self._file.fileno(), data)
+            self._is_torn = data[done - 1] != NEWLINE
             data = data[done:]
 
-    def try_to_put(self, *lines: str) -> bool:
+    def _try_to_put(self, *lines: str) -> bool:
         """Append, or warn, once, that it is not possible."""
         try:
-            self.put(*lines)
+            self._put(*lines)
         except OSError as error:
-            if not self.lost:
-                reason = error.strerror or errno.errorcode.get(error.errno or 0, "OSError")
+            if not self._lost:
                 logger.warning(
-                    f"telemetry={self._path!r} cannot be written: {reason}. Training goes on; "
-                    "later windows are tried again. (Said once.)"
+                    f"telemetry={self.path!r} cannot be written: {error.strerror}. Training goes "
+                    "on; later windows are tried again. (Said once.)"
                 )
-            self.lost += 1
+            self._lost += 1
             return False
         return True
-
-    def close(self) -> None:
-        """Close the file; what follows is dropped."""
-        self._fd = None
-        self._close()
-
-
-def _close(fd: int, pid: int) -> None:
-    if pid == os.getpid():
-        os.close(fd)
-
-
-def check_path(path: str) -> None:
-    """Look, without making or writing anything, whether ``path`` can be appended to.
-
-    Raises:
-        ConfigError: as :class:`Journal`; what only a write shows (a full disk) is not seen.
-    """
-    path = os.path.expanduser(path)
-    folder = os.path.dirname(os.path.abspath(path))
-    while not os.path.exists(folder):  # those below it are made
-        folder = os.path.dirname(folder)
-    if not os.path.isdir(folder):
-        raise ConfigError(_complaint(path, f"{folder!r} is not a directory"))
-    if os.path.isdir(path):
-        raise ConfigError(_complaint(path, "it is a directory"))
-    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
-        raise ConfigError(_complaint(path, "it may not be written"))
-    if os.path.isfile(path):
-        _is_torn(path)
-
-
-def _open(path: str) -> tuple[int, bool]:
-    """A descriptor, directories made; and whether the file's last line is cut off.
-
-    Raises:
-        ConfigError: it cannot be written, or is not telemetry.
-    """
-    try:
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        torn = os.path.isfile(path) and _is_torn(path)  # a pipe or a terminal has nothing to see
-        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666), torn
-    except FileExistsError as error:
-        reason = f"{os.path.dirname(path)!r} is not a directory"
-        raise ConfigError(_complaint(path, reason)) from error
-    except OSError as error:
-        raise ConfigError(_complaint(path, error.strerror or str(error))) from error
 
 
 def _is_torn(path: str) -> bool:
@@ -188,14 +122,12 @@ def _is_torn(path: str) -> bool:
 
 def _why_not_ours(first: bytes) -> str | None:
     """What speaks against appending to a file whose first line begins so; None: nothing."""
+    start = None
     try:
         start = decode(first)
-    except CutLineError:
-        if first.startswith(b'{"kind"') and len(first) < LONGEST_START:
+    except BrokenLineError as error:
+        if isinstance(error, CutLineError) and first.startswith(b'{"kind"'):
             return None  # its writer was killed at once, and perhaps another came since
-        start = None
-    except BrokenLineError:
-        start = None
     if not isinstance(start, Start):
         return "it exists and is not a telemetry file, so nothing was appended"
     if start.format > FORMAT:

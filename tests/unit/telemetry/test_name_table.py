@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 import struct
-import weakref
 from collections.abc import Sequence
 
 import torch
@@ -45,51 +44,15 @@ def test_each_parameter_gets_the_next_number_once() -> None:
     assert table.known.elements == (3, 1, 6, 3)
 
 
-def test_places_are_those_in_the_models_own_order() -> None:
-    model = chain()
-    table, params = table_of(model), list(model.parameters())
-    table.numbers_of([params[3], params[0]])
-    table.numbers_of(params)
+def test_places_are_the_models_own_order_and_what_no_model_knows_comes_last() -> None:
+    one, two, own = chain(), nn.Linear(1, 1), nn.Parameter(torch.zeros(5))
+    table = table_of(one, two)
+    table.numbers_of([own, *two.parameters(), *one.parameters()], optimizer_of([own]))
     by_place = [name for _, name in sorted(zip(table.known.places, table.known.names, strict=True))]
-    assert by_place == [name for name, _ in model.named_parameters()]
-
-
-def test_a_second_models_parameters_come_after_the_firsts() -> None:
-    one, two = chain(), nn.Linear(1, 1)
-    table = table_of(one, two)
-    table.numbers_of([*two.parameters(), *one.parameters()])
-    assert [
-        name for _, name in sorted(zip(table.known.places, table.known.names, strict=True))
-    ] == [
+    assert by_place == [
         *(name for name, _ in one.named_parameters()),
-        *("weight", "bias"),
+        *("weight", "bias", "parameter 0 of group 0, shape (5,)"),
     ]
-
-
-def test_two_models_with_the_same_names_are_told_apart() -> None:
-    one, two = chain(), chain()
-    table = table_of(one, two)
-    table.numbers_of([*one.parameters(), *two.parameters()])
-    assert len(set(table.known.names)) == 8
-    assert table.known.names[0] == "Sequential[0].0.weight"
-    assert table.known.names[4] == "Sequential[1].0.weight"
-
-
-def test_what_no_model_knows_is_named_by_its_optimizer_and_comes_last() -> None:
-    model, own = chain(), nn.Parameter(torch.zeros(5))
-    table = table_of(model)
-    table.numbers_of([own, *model.parameters()], optimizer_of([own]))
-    assert table.known.names[0] == "parameter 0 of group 0, shape (5,)"
-    assert max(table.known.places) == table.known.places[0]
-    assert len(set(table.known.places)) == 5
-
-
-def test_tied_parameters_are_one() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model[1].weight = model[0].weight
-    table = table_of(model)
-    assert table.numbers_of(list(model.parameters())) == [0, 1, 2]
-    assert table.known.names == ("0.weight", "0.bias", "1.bias")
 
 
 def test_more_parameters_later_move_no_number() -> None:
@@ -134,16 +97,6 @@ def test_a_model_that_is_known_later_renames_its_parameters() -> None:
     names.add_module(model)
     table.numbers_of(list(model.parameters()))
     assert table.known.names == ("0.weight", "0.bias", "1.weight", "1.bias")
-
-
-def test_it_keeps_no_parameter_alive() -> None:
-    model = chain()
-    table, died = table_of(model), []
-    table.numbers_of(list(model.parameters()))
-    weakref.finalize(model, died.append, True)
-    del model
-    gc.collect()
-    assert died == [True]
 
 
 def test_norms_stand_at_their_numbers_and_nan_where_there_is_none() -> None:

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from telemetry_runs import kinds_of, lines_of, parse, windows_of
 
 from accel_scaler import ConfigError
 from accel_scaler.telemetry.record import FORMAT, Names, Record
-from accel_scaler.telemetry.writer import Journal, check_path
+from accel_scaler.telemetry.writer import Journal
 
 FACTS = {"package": "0", "rank": 0, "ranks": 1, "device": "cpu", "precision": "fp16"}
 
@@ -77,41 +76,30 @@ def test_a_second_run_is_appended_behind_the_first(tmp_path: Path) -> None:
     assert kinds_of(path) == ["start", "names", "window", "end"] * 2
 
 
-@pytest.mark.parametrize("kept", [1, 40])
-def test_a_last_line_that_was_cut_off_is_closed_first(tmp_path: Path, kept: int) -> None:
+@pytest.mark.parametrize("kept", [0, 9, 200])
+def test_a_file_that_was_cut_off_anywhere_can_be_resumed_again_and_again(
+    tmp_path: Path, kept: int
+) -> None:
+    """In its first line, and in a later one."""
     path = tmp_path / "run.jsonl"
     journal = Journal(str(path), FACTS)
     put(journal, record(0))
     journal.close()
-    whole = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join(whole[:-2]) + whole[-2][:kept])
-    Journal(str(path), FACTS).close()
-    found = path.read_bytes().split(b"\n")
-    assert found[1] == whole[1][:kept]
-    assert [parse(line)["kind"] for line in (found[0], *found[2:4])] == ["start", "start", "end"]
-
-
-@pytest.mark.parametrize("kept", [0, 9, 30])
-def test_a_file_whose_first_line_was_cut_off_can_be_resumed_again_and_again(
-    tmp_path: Path, kept: int
-) -> None:
-    path = tmp_path / "run.jsonl"
-    Journal(str(path), FACTS).close()
-    path.write_bytes(path.read_bytes()[:kept])
+    whole = path.read_bytes()
+    assert len(whole.splitlines()[0]) < 200 < len(whole)
+    path.write_bytes(whole[:kept])
     for _ in range(3):
         Journal(str(path), FACTS).close()
-    found = path.read_bytes().splitlines()[1 if kept else 0 :]
-    assert [parse(line)["kind"] for line in found] == ["start", "end"] * 3
+    before = whole[:kept].splitlines()
+    found = path.read_bytes().splitlines()
+    assert found[: len(before)] == before
+    assert [parse(line)["kind"] for line in found[len(before) :]] == ["start", "end"] * 3
 
 
 FOREIGN = {
     "other json lines": (b'{"loss": 1}\n', "not a telemetry file"),
     "a window first": (b'{"kind":"window","step":1}\n', "not a telemetry file"),
-    "a start that is none": (b'{"kind":"start","format":"2"}\n', "not a telemetry file"),
-    "one word": (b"hello", "not a telemetry file"),
     "bytes": (bytes(range(256)), "not a telemetry file"),
-    "an empty line": (b"\n", "not a telemetry file"),
-    "a deep nest": (b'{"kind"' + b"[" * 70_000, "not a telemetry file"),
     "a newer format": (b'{"kind":"start","format":%d}\n' % (FORMAT + 1), "this version writes 1"),
 }
 
@@ -122,74 +110,24 @@ def test_a_file_of_another_kind_or_format_is_refused_and_left_alone(
 ) -> None:
     path, (content, why) = tmp_path / "data", FOREIGN[name]
     path.write_bytes(content)
-    for open_it in (check_path, lambda path: Journal(path, FACTS)):
-        with pytest.raises(ConfigError, match=rf"(?s){why}.*another path") as caught:
-            open_it(str(path))
-        assert str(path) in str(caught.value)
+    with pytest.raises(ConfigError, match=rf"(?s){why}.*another path") as caught:
+        Journal(str(path), FACTS)
+    assert str(path) in str(caught.value)
     assert path.read_bytes() == content
 
 
-def test_a_path_that_cannot_be_written_is_said_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("below", ["", "file/run.jsonl", "x" * 300])
+def test_a_path_that_cannot_be_written_is_said_at_once(tmp_path: Path, below: str) -> None:
     """Below a regular file: not even root can make that."""
-    file = tmp_path / "file"
-    file.write_text("")
-    bad = {file / "run.jsonl": "file' is not a directory", tmp_path: "(?i)is a directory"}
-    bad[tmp_path / ("x" * 300)] = "name too long"
-    for path, reason in bad.items():
-        with pytest.raises(ConfigError, match=reason) as caught:
-            Journal(str(path), FACTS)
-        assert f"got '{path}', which cannot be appended to" in str(caught.value)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="which cannot be appended to"):
+        Journal(str(tmp_path / below), FACTS)
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
 def test_a_disk_that_is_full_at_the_start_is_said_at_once() -> None:
     with pytest.raises(ConfigError, match=r"'/dev/full'.*No space left"):
         Journal("/dev/full", FACTS)
-
-
-@pytest.mark.parametrize(
-    "path",
-    ["run.jsonl", "new/below/run.jsonl", "ours.jsonl", "cut.jsonl", "empty", ".",
-     "file/run.jsonl", "file/below/run.jsonl", "file", "newer.jsonl"],
-)  # fmt: skip
-def test_a_check_beforehand_refuses_what_a_journal_refuses_and_leaves_no_trace(
-    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("file").write_text("not telemetry\n")
-    Path("empty").write_text("")
-    Path("ours.jsonl").write_text('{"kind": "start", "format": 1}\n')
-    Path("cut.jsonl").write_text('{"kind": "sta')
-    Path("newer.jsonl").write_text('{"kind": "start", "format": 99}\n')
-    before = {p: p.is_file() and p.read_bytes() for p in tmp_path.rglob("*")}
-
-    def refuses(attempt: Callable[[str], object]) -> bool:
-        try:
-            attempt(path)
-        except ConfigError:
-            return True
-        return False
-
-    expected = path in (".", "file/run.jsonl", "file/below/run.jsonl", "file", "newer.jsonl")
-    assert refuses(check_path) == expected
-    assert {p: p.is_file() and p.read_bytes() for p in tmp_path.rglob("*")} == before
-    assert refuses(lambda path: Journal(path, {}).close()) == expected
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="counts descriptors there")
-def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
-    def count() -> int:
-        return len(os.listdir("/proc/self/fd"))
-
-    before = count()
-    journal = Journal(str(tmp_path / "a"), FACTS)
-    assert count() == before + 1
-    journal.close()
-    dropped = Journal(str(tmp_path / "b"), FACTS)
-    del dropped
-    with pytest.raises(ConfigError):
-        Journal("/dev/full", FACTS)
-    assert count() == before
 
 
 class Disk:
@@ -286,43 +224,3 @@ def test_a_killed_process_leaves_whole_lines(tmp_path: Path) -> None:
     done = run("put(1)\nos.kill(os.getpid(), 9)\nput(2)", path)
     assert done.returncode == -signal.SIGKILL
     assert kinds_of(path) == ["start", "window", "window"]
-
-
-@pytest.mark.process
-def test_a_file_as_large_as_it_may_be_does_not_end_the_process(tmp_path: Path) -> None:
-    """A real refusal by the kernel, in the middle of a line."""
-    path = tmp_path / "run.jsonl"
-    program = """
-import resource
-room = os.path.getsize(sys.argv[1]) + 300
-resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
-for index in range(1, 9):
-    put(index)
-journal.close()
-print("trained on")
-"""
-    done = run(program, path)
-    assert (done.returncode, done.stdout) == (0, "trained on\n")
-    assert done.stderr.count("cannot be written: File too large") == 1
-    assert "Traceback" not in done.stderr
-    *whole, last = path.read_bytes().split(b"\n")
-    assert [parse(line)["kind"] for line in whole] == ["start", "window", "window"]
-    with pytest.raises(ValueError, match=r"Unterminated|Expecting"):
-        parse(last)
-
-
-def test_a_reader_that_left_a_pipe_does_not_end_the_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "pipe"
-    os.mkfifo(path)
-    reading = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    journal = Journal(str(path), FACTS)
-    put(journal, record(0))
-    found = os.read(reading, 1 << 16).decode().splitlines()
-    assert [parse(line)["kind"] for line in found] == ["start", "window"]
-    os.close(reading)
-    with caplog.at_level(logging.WARNING, "accel_scaler"):
-        put(journal, record(1), record(2))
-        journal.close()
-    assert [r.getMessage().count("Broken pipe") for r in caplog.records] == [1]

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from ..telemetry import Record
 from .formatting import counted, number, shorten
 from .heatmap import draw_heatmap, heatmap_rows
-from .run_summary import Offender, Run
+from .run_summary import Run
 from .samples import Bin
-from .theme import BAD, INK, LINE, PAPER, RUNS, SOFT
+from .theme import BAD, INK, PAPER, RUNS, SOFT
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,7 +23,6 @@ __all__ = ["Picture", "pictures", "stacked"]
 
 WIDTH = 8.6
 DASHES = ("-", (0, (5, 2)), (0, (2, 1.5)), (0, (6, 2, 1.5, 2)))
-BARS = 15
 KINDS = {
     "forward": "#56b4e9",
     "backward": "#0072b2",
@@ -82,7 +81,7 @@ def pictures(runs: Sequence[Run]) -> list[Picture]:
     runs = [run for run in runs if run.windows]
     found = [_scale(runs), _norm(runs)] if runs else []
     several = len(runs) > 1
-    for build in (_heatmap, _offenders, _timeline):
+    for build in (_heatmap, _timeline):
         for number_of, run in enumerate(runs, 1):
             of = f" ({shorten(run.label, 30)})" if several else ""
             found.append(build(run, of, f"-{number_of}" if several else ""))
@@ -122,27 +121,12 @@ def _note(axes: Axes, text: str, at: tuple[float, float], offset: tuple[int, int
     )
 
 
-def _legend(axes: Axes, below: bool) -> None:
-    """Above the axes beside a short title, or below, where there is room for names."""
-    if below:
-        axes.figure.legend(loc="outside lower center", ncols=3)
-        return
-    axes.legend(
-        loc="lower right",
-        bbox_to_anchor=(1.0, 1.0),
-        borderaxespad=0.2,
-        ncols=3,
-        handlelength=1.8,
-        columnspacing=1.4,
-    )
-
-
 def _shared_axis(axes: Axes, runs: Sequence[Run], label: str) -> None:
     """What the pictures of all runs in one have in common."""
     axes.set_ylabel(label)
     axes.grid(axis="y", linewidth=0.7)
     _steps_axis(axes, runs)
-    _legend(axes, below=len(runs) > 1)
+    axes.figure.legend(loc="outside lower center", ncols=3)
 
 
 def _band(
@@ -235,7 +219,7 @@ def _plot_norm(axes: Axes, runs: Sequence[Run]) -> None:
             _band(axes, bins, low, [_readable(b.norm_high) for b in bins], color=color)
         axes.plot(
             [b.x for b in bins],
-            [_readable(b.norm or 0.0) for b in bins],
+            [_readable(math.exp(b.norm_logs / b.norms)) for b in bins],
             color=color,
             linewidth=1.5 if width > 1 or len(bins) < 300 else 1.0,
             linestyle=DASHES[index],
@@ -249,22 +233,14 @@ def _plot_norm(axes: Axes, runs: Sequence[Run]) -> None:
 
 
 def _threshold_lines(axes: Axes, runs: Sequence[Run]) -> None:
-    """The clipping threshold over the steps; runs that clip alike share the longest one's line."""
-    drawn: set[float] = set()
-    for run in sorted(runs, key=lambda run: -len(run.bins.done) * run.bins.width):
-        limits: list[float] = []
-        for b in run.bins.done:
-            if b.max_norm is None and b.skips == b.windows and limits:
-                limits.append(limits[-1])  # nothing was clipped, but the threshold stood
-            else:  # NaN, so no line, where there is no threshold
-                there = b.max_norm and b.max_norm < math.inf
-                limits.append(_readable(b.max_norm or 0.0) if there else math.nan)
-        last = [limit for limit in limits if limit == limit][-1:]
-        if last and last[0] not in drawn:
-            drawn.add(last[0])
-            xs = [float(b.x) for b in run.bins.done]
-            (line,) = axes.step(xs, limits, where="post", color=INK, linewidth=1.2)
-            line.set(linestyle=(0, (4, 3)), label=f"clipped above {number(last[0])}")
+    """The clipping threshold that each run ended with."""
+    limits = set()
+    for run in runs:
+        given = [b.max_norm for b in run.bins.done if b.max_norm and b.max_norm < math.inf]
+        limits.update(given[-1:])
+    for limit in sorted(limits):
+        label = f"clipped above {number(limit)}"
+        axes.axhline(_readable(limit), color=INK, linewidth=1.2, linestyle=(0, (4, 3)), label=label)
 
 
 def _mark_bad_norms(axes: Axes, runs: Sequence[Run]) -> None:
@@ -311,46 +287,6 @@ def _heatmap(run: Run, of: str, suffix: str) -> Picture | None:
     height = min(8.0, max(2.6, 1.4 + 0.155 * len(rows)))
     plot = partial(draw_heatmap, run=run, rows=rows)
     return Picture("heatmap" + suffix, caption, title, height, plot)
-
-
-def _offenders(run: Run, of: str, suffix: str) -> Picture | None:
-    """None: nothing overflowed."""
-    worst = run.worst_offenders()[:BARS]
-    if not worst:
-        return None
-    caption = (
-        "In how many windows each parameter's gradient held inf or NaN, and in how many of them it "
-        "was the layer that a backward meets first."
-    )
-    many = f", the first {BARS} of {len(run.offenders)}" if len(run.offenders) > BARS else ""
-    title, height = f"Parameters that overflowed{many}{of}", 1.1 + 0.24 * len(worst)
-    plot = partial(_plot_offenders, worst=worst)
-    return Picture("offenders" + suffix, caption, title, height, plot)
-
-
-def _plot_offenders(axes: Axes, worst: Sequence[Offender]) -> None:
-    """Parameters that overflowed, in how many windows, and in how many it began there."""
-    rows = range(len(worst))
-    axes.barh(rows, [o.windows for o in worst], color=LINE, height=0.68, label="overflowed")
-    axes.barh(rows, [o.began for o in worst], color=BAD, height=0.68, label="began there")
-    for row, offender in enumerate(worst):
-        axes.annotate(
-            f"{offender.windows}" + (f", began in {offender.began}" if offender.began else ""),
-            (offender.windows, row),
-            xytext=(4, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=8,
-            color=INK,
-        )
-    axes.set_yticks(list(rows), [shorten(o.name, 46) for o in worst], color=INK)
-    axes.set_ylim(len(worst) - 0.4, -0.6)
-    axes.set_xlim(0, 1.22 * max(o.windows for o in worst))
-    axes.set_xlabel("windows")
-    axes.tick_params(axis="y", length=0)
-    axes.spines["left"].set_visible(False)
-    axes.xaxis.get_major_locator().set_params(integer=True)  # type: ignore[call-arg]
-    _legend(axes, below=True)
 
 
 def _timeline(run: Run, of: str, suffix: str) -> Picture | None:

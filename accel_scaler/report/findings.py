@@ -372,16 +372,6 @@ def _broken(run: Run) -> Iterable[Finding]:
             f"{counted(run.broken, 'line')} of {run.lines} could not be read and "
             f"{'was' if run.broken == 1 else 'were'} left out (the first is line {line}: {why}).",
         )
-    if run.nameless:
-        yield Finding(
-            "note",
-            f"{counted(run.nameless, 'window')} came after a lost names line: their norms and "
-            "offenders are left out.",
-        )
-    for session in run.sessions:
-        if not session.started:
-            where = run.place(session.first_x)
-            yield Finding("note", f"The session that begins at {where} has lost its start line.")
 
 
 RULES: tuple[Callable[[Run], Iterable[Finding]], ...] = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import TYPE_CHECKING
 
 from .formatting import number, shorten
@@ -95,20 +96,10 @@ def _table(run: Run, rows: list[list[str]]) -> list[list[float]]:
     return table
 
 
-def _common(names: list[str]) -> int:
-    """Length of the dotted beginning that all names share."""
-    first, last = min(names).split("."), max(names).split(".")
-    shared = 0
-    for mine, other in zip(first[:-1], last[:-1], strict=False):
-        if mine != other:
-            break
-        shared += len(mine) + 1
-    return shared
-
-
 def _row_labels(axes: Axes, names: list[str]) -> None:
     """Every parameter where there is room, else every so many."""
-    cut = _common(names) if len(names) > 1 else 0
+    shared = os.path.commonprefix(names) if len(names) > 1 else ""  # noqa: RUF071
+    cut = shared.rfind(".") + 1
     rows = range(0, len(names), -(-len(names) // NAMED_ROWS))
     axes.set_yticks(rows, [shorten(names[row][cut:], 34) for row in rows])
     axes.tick_params(axis="y", length=0, labelsize=7.5, labelcolor=INK)

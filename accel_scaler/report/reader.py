@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import NoReturn
 
 from ..errors import ConfigError
 from ..telemetry import FORMAT, BrokenLineError, CutLineError, End, Names, Record, Start, decode
-from .run_summary import Run, Session
+from .run_summary import Run
 
 __all__ = ["read_run"]
 
@@ -27,7 +28,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     reader = _Reader(os.fspath(path))
     try:
         with open(reader.run.path, "rb") as file:
-            for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE), b""), 1):
+            for number, line in enumerate(iter(partial(file.readline, LONGEST_LINE), b""), 1):
                 if not line.isspace():
                     reader.take(number, line)
     except OSError as error:
@@ -57,7 +58,9 @@ class _Reader:
             elif not run.sessions:
                 self._refuse(number, "another line first")
             elif isinstance(found, Record):
-                self._window(found)
+                if found.index <= (last := run.sessions[-1].last_step):
+                    raise BrokenLineError(f"step {found.index} after step {last}")
+                run.add(found, self.names)
             elif isinstance(found, Names):
                 self.names = found
                 # Of a name that occurs twice the later place holds; it is one row all the same.
@@ -87,18 +90,4 @@ class _Reader:
                 f"newest this version knows is {FORMAT}; upgrade accel_scaler to read it."
             )
         self.names = None
-        self.run.begin(Session(self._next_x(), start.facts, start.settings))
-
-    def _next_x(self) -> int:
-        sessions = self.run.sessions
-        return sessions[-1].first_x + sessions[-1].last_step + 1 if sessions else 0
-
-    def _window(self, record: Record) -> None:
-        last_step = self.run.sessions[-1].last_step
-        if record.index <= last_step:
-            if record.index:
-                raise BrokenLineError(f"step {record.index} after step {last_step}")
-            # Counting from 0 again without a start line: that line was lost, and its names.
-            self.names = None
-            self.run.begin(Session(self._next_x(), started=False))
-        self.run.add(record, self.names)
+        self.run.begin(start)

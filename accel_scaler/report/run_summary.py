@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..telemetry import End, Names, Record
+from ..telemetry import End, Names, Record, Start
 from .samples import Bins, NormColumns, Timing
 
 __all__ = ["Fall", "Offender", "Run", "Session"]
@@ -64,10 +64,8 @@ class Session:
     """One start line and what followed it."""
 
     first_x: int
-    facts: dict[str, Any] = field(default_factory=dict)
-    settings: dict[str, Any] = field(default_factory=dict)
-    started: bool = True
-    """False: its start line is missing."""
+    facts: dict[str, Any]
+    settings: dict[str, Any]
     windows: int = 0
     skips: int = 0
     last_step: int = -1
@@ -120,17 +118,20 @@ class Run:
         self.limited = self.clipped = 0
         self.underflow: list[tuple[str, float, float]] = []
         self.underflow_x = 0
-        self.lines = self.broken = self.nameless = 0
+        self.lines = self.broken = 0
         self.broken_first: tuple[int, str] | None = None
         self._fall: Fall | None = None
         self._searching = True
         self._grew = False
         self._good = self._streak = 0
 
-    def begin(self, session: Session) -> None:
+    def begin(self, start: Start) -> None:
         """A new session: the scale is searched for again."""
         self.finish()
-        self.sessions.append(session)
+        first_x = (
+            self.sessions[-1].first_x + self.sessions[-1].last_step + 1 if self.sessions else 0
+        )
+        self.sessions.append(Session(first_x, start.facts, start.settings))
         self._searching, self._grew, self._good, self._streak = True, False, 0, 0
 
     def finish(self) -> None:
@@ -164,9 +165,8 @@ class Run:
             if record.underflow:
                 self.underflow = [(names.names[i], zero, low) for i, zero, low in record.underflow]
                 self.underflow_x = x
-        elif record.norms is not None or record.nonfinite or record.underflow:
-            self.nameless += 1
-        self._follow_scale(x, record, self._add_overflow(x, record, names))
+        origin = self._add_overflow(x, record, names) if record.found_inf else None
+        self._follow_scale(x, record, origin)
 
     def _add_norm(self, x: int, record: Record) -> None:
         norm, limit = record.grad_norm, record.max_norm

@@ -23,13 +23,13 @@ class Bin:
     """A few windows in a row, ``x`` to ``last_x`` (numbers of windows over all sessions)."""
 
     x: int
-    last_x: int
-    windows: int
-    skips: int
-    scale: float
+    last_x: int = 0
+    windows: int = 0
+    skips: int = 0
+    scale: float = 0.0
     """Of the last of them."""
-    scale_low: float
-    scale_high: float
+    scale_low: float = math.inf
+    scale_high: float = 0.0
     norm_low: float = math.inf
     norm_high: float = 0.0
     norm_logs: float = 0.0
@@ -38,17 +38,23 @@ class Bin:
     norms_bad: int = 0
     max_norm: float | None = None
 
-    @classmethod
-    def of(cls, x: int, record: Record) -> Bin:
-        """The bin of one window."""
+    def add(self, x: int, record: Record) -> None:
+        """One window more."""
         scale, norm = record.scale, record.grad_norm
-        only = cls(x, x, 1, record.skipped, scale, scale, scale, max_norm=record.max_norm)
+        self.last_x, self.scale = x, scale
+        self.windows += 1
+        self.skips += record.skipped
+        self.scale_low = min(self.scale_low, scale)
+        self.scale_high = max(self.scale_high, scale)
         if norm is not None and 0 < norm < math.inf:
-            only.norm_low = only.norm_high = norm
-            only.norm_logs, only.norms = math.log(norm), 1
-        elif norm != 0 and norm is not None:  # inf or NaN
-            only.norms_bad = 1
-        return only
+            self.norm_low = min(self.norm_low, norm)
+            self.norm_high = max(self.norm_high, norm)
+            self.norm_logs += math.log(norm)
+            self.norms += 1
+        elif norm is not None and norm != 0:  # inf or NaN
+            self.norms_bad += 1
+        if record.max_norm is not None:
+            self.max_norm = record.max_norm
 
     def merge(self, later: Bin) -> None:
         """Take in the bin that follows."""
@@ -66,11 +72,6 @@ class Bin:
         if later.max_norm is not None:
             self.max_norm = later.max_norm
 
-    @property
-    def norm(self) -> float | None:
-        """Geometric mean of the finite norms; None where there is none."""
-        return math.exp(self.norm_logs / self.norms) if self.norms else None
-
 
 class Bins:
     """At most ``MAX_BINS`` bins of equal width; neighbours merge when there are too many."""
@@ -87,10 +88,9 @@ class Bins:
                 first.merge(second)
             del done[1::2]
             self.width *= 2
-        if done and done[-1].windows < self.width:
-            done[-1].merge(Bin.of(x, record))
-        else:
-            done.append(Bin.of(x, record))
+        if not done or done[-1].windows == self.width:
+            done.append(Bin(x))
+        done[-1].add(x, record)
 
 
 class NormColumns:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,9 @@ from accel_scaler.report.figures import Picture, pictures, stacked
 from accel_scaler.report.heatmap import MAX_ROWS, NAMED_ROWS
 from accel_scaler.report.reader import read_run
 from accel_scaler.report.run_summary import Run
-from accel_scaler.report.theme import BAD, INK, PAPER, RUNS, SOFT, drawing
+from accel_scaler.report.theme import drawing
 
-NAMES = ["scale", "norm", "heatmap", "offenders", "timeline"]
+NAMES = ["scale", "norm", "heatmap", "timeline"]
 
 
 @pytest.fixture(autouse=True)
@@ -83,13 +82,6 @@ def test_a_long_run_is_thinned_out_within_its_bounds(tmp_path: Path) -> None:
     assert ys[-1] == pytest.approx(math.sqrt(1499.0 * 1500.0))
 
 
-def test_a_scale_of_zero_and_those_beyond_float32_are_drawn_at_its_edges(tmp_path: Path) -> None:
-    lines = [t.start(), t.window(0, 1e300), t.window(1, 1e-300), t.window(2, 0.0, True), t.end()]
-    ys = line(drawn("scale", read(tmp_path, lines)), "scale")[1]
-    assert ys[0] == 2.0**128
-    assert 0 < ys[-1] <= ys[1] <= 2.0**-149
-
-
 def test_norms_their_threshold_and_those_that_are_not_finite_are_drawn(tmp_path: Path) -> None:
     norms: list[Any] = [1.0, 2.0, "inf", 0.5, "nan", 4.0]
     lines = [t.start(), *(t.window(s, grad_norm=n, max_norm=1.5) for s, n in enumerate(norms))]
@@ -101,20 +93,13 @@ def test_norms_their_threshold_and_those_that_are_not_finite_are_drawn(tmp_path:
     assert line(axes, "inf or NaN")[0] == [2, 4]
 
 
-def test_the_threshold_stands_through_skips_and_ends_where_clipping_does(tmp_path: Path) -> None:
-    limits = [1.5, None, 1.5, None]
-    lines = [t.start(), *(t.window(s, skipped=s == 1, max_norm=m) for s, m in enumerate(limits))]
-    axes = drawn("norm", read(tmp_path, lines))
-    assert line(axes, "clipped above")[1] == pytest.approx([1.5, 1.5, 1.5, math.nan], nan_ok=True)
-
-
 @pytest.mark.filterwarnings("error")
-def test_norms_of_any_size_are_drawn_without_a_warning(tmp_path: Path) -> None:
-    norms = [1e-300, 1e300, 5e-324, 0.0, 1.7e308]
-    limits = [1e300, 1e-300, 0.0, "inf", 1e308]
-    pairs = enumerate(zip(norms, limits, strict=True))
-    lines = [t.start(), *(t.window(s, grad_norm=n, max_norm=m) for s, (n, m) in pairs)]
-    picture("norm", read(tmp_path, lines)).figure().savefig(tmp_path / "norm.png")
+def test_numbers_of_any_size_are_drawn_without_a_warning(tmp_path: Path) -> None:
+    norms: list[Any] = [1e-300, 1e300, 5e-324, 0.0, 1.7e308]
+    limits, scales = [1e300, 1e-300, 0.0, "inf", 1e308], [1e300, 1e-300, 0.0, 1.0, 2.0]
+    each = enumerate(zip(norms, limits, scales, strict=True))
+    lines = [t.start(), *(t.window(x, s, grad_norm=n, max_norm=m) for x, (n, m, s) in each)]
+    stacked(pictures([read(tmp_path, lines)])).savefig(tmp_path / "all.png")
 
 
 def test_there_is_a_picture_of_what_there_is_data_for(tmp_path: Path) -> None:
@@ -154,8 +139,8 @@ def test_heatmap_rows_are_in_the_models_order_and_what_is_not_finite_has_its_own
     assert [x.get_text() for x in legend.get_texts()] == ["inf or NaN", "exactly 0"]
 
 
-@pytest.mark.parametrize("count", [MAX_ROWS + 1, 3 * MAX_ROWS])
-def test_many_parameters_share_rows_and_the_largest_norm_shows(count: int, tmp_path: Path) -> None:
+def test_many_parameters_share_rows_and_the_largest_norm_shows(tmp_path: Path) -> None:
+    count = MAX_ROWS + 1
     names = [f"model.layers.{i // 10}.part{i % 10}.weight" for i in range(count)]
     values = [1.0] * count
     values[4] = math.inf
@@ -168,23 +153,6 @@ def test_many_parameters_share_rows_and_the_largest_norm_shows(count: int, tmp_p
     labels = [x.get_text() for x in axes.get_yticklabels()]
     assert NAMED_ROWS // 2 < len(labels) <= NAMED_ROWS
     assert labels[0] == "0.part0.weight"
-
-
-def test_a_parameter_that_only_one_session_has_is_blank_in_the_other(tmp_path: Path) -> None:
-    lines: list[Any] = []
-    for names in (["a"], ["a", "b"]):
-        lines += [t.start(), t.names(names), t.window(0, norms=t.norms([1.0] * len(names)))]
-    found = pixels(drawn("heatmap", read(tmp_path, lines)))
-    assert [[float(p[3]) for p in row] for row in found] == [[1, 1], [0, 1]]
-
-
-def test_offenders_are_bars_of_their_counts(tmp_path: Path) -> None:
-    lines = [t.start(), t.names(["a", "b"])]
-    lines += [t.window(s, skipped=True, nonfinite=[[0, 1], [1, 1]][: 1 + s % 2]) for s in range(5)]
-    axes = drawn("offenders", read(tmp_path, lines))
-    widths = [float(patch.get_width()) for patch in axes.patches]  # type: ignore[attr-defined]
-    assert [x.get_text() for x in axes.get_yticklabels()] == ["a", "b"]
-    assert widths == [5, 2, 3, 2]
 
 
 @pytest.mark.parametrize(("mode", "lanes"), [("sync", 1), ("overlap", 2)])
@@ -227,42 +195,6 @@ def test_stacked_pictures_are_those_that_stand_alone_one_below_the_other(tmp_pat
     tops = [axes.get_window_extent().y1 for axes in titled]
     bottoms = [axes.get_window_extent().y0 for axes in titled]
     assert all(below < above for below, above in zip(tops[1:], bottoms, strict=False))
-
-
-ODD = ["a.$x_1$.w", "<script>alert(1)</script>", 'q"] id="x', "]]>&amp;", "名前.weight", "n" * 999]
-
-
-def test_names_from_the_file_are_text_in_the_picture_whatever_they_hold(tmp_path: Path) -> None:
-    bad = {"nonfinite": [[i, 1] for i in range(len(ODD))], "norms": t.norms([1.0] * len(ODD))}
-    lines = [t.start(), t.names(ODD), *(t.window(s, skipped=True, **bad) for s in range(3))]
-    run = read(tmp_path, lines)
-    run.label = "$\\frac{$ <b>"
-    for name in ("scale", "heatmap-1", "offenders-1"):
-        figure = picture(name, run, run).figure()
-        figure.savefig(tmp_path / "x.svg")
-        root = ET.parse(tmp_path / "x.svg").getroot()  # well-formed: no name was markup
-        assert not [e for e in root.iter() if e.tag.endswith("script")]
-        said = [e.text or "" for e in root.iter() if e.tag.endswith("text")]
-        if name != "scale":
-            assert {"<script>alert(1)</script>", "a.$x_1$.w"} <= set(said)
-            assert all(len(text) < 90 for text in said)
-
-
-def luminance(color: str) -> float:
-    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    r, g, b = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b
-
-
-def test_text_and_lines_stand_out_from_the_paper() -> None:
-    """WCAG's ratios: 4.5 for text, 3 for lines."""
-
-    def ratio(color: str) -> float:
-        low, high = sorted((luminance(PAPER), luminance(color)))
-        return (high + 0.05) / (low + 0.05)
-
-    assert min(map(ratio, (INK, SOFT))) >= 4.5
-    assert min(map(ratio, (BAD, *RUNS))) >= 3
 
 
 def test_drawing_leaves_matplotlib_as_it_was_and_draws_the_same_again(tmp_path: Path) -> None:

@@ -11,20 +11,12 @@ from typing import Any
 
 import pytest
 import telemetry_files as t
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from accel_scaler.errors import ConfigError
 from accel_scaler.report import samples
 from accel_scaler.report.reader import LONGEST_LINE, read_run
 from accel_scaler.report.run_summary import Run
 from accel_scaler.telemetry import Record
-
-FUZZ = settings(
-    max_examples=60,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
 
 
 def read(tmp_path: Path, lines: list[Any]) -> Run:
@@ -109,7 +101,7 @@ def test_bins_hold_every_window_once_whatever_their_number(count: int) -> None:
         part, scales = norms[b.x : b.last_x + 1], [2.0 ** (x % 7) for x in range(b.x, b.last_x + 1)]
         assert b.windows == b.norms == len(part)
         assert (b.norm_low, b.norm_high) == (min(part), max(part))
-        assert b.norm == pytest.approx(math.prod(p ** (1 / len(part)) for p in part))
+        assert b.norm_logs == pytest.approx(sum(map(math.log, part)))
         assert b.skips == sum(x % 5 == 0 for x in range(b.x, b.last_x + 1))
         assert (b.scale_low, b.scale_high) == (min(scales), max(scales))
         assert (b.scale, b.max_norm) == (scales[-1], b.last_x)
@@ -148,21 +140,13 @@ def test_sessions_in_one_file_go_on_along_the_axis(tmp_path: Path) -> None:
     assert [x for x, _ in run.timing.last] == list(range(10, 15)), "one session, one clock"
 
 
-def test_a_lost_start_line_begins_a_session_all_the_same(tmp_path: Path) -> None:
-    lines = [*t.story(10, lambda *_: False), *t.story(5, lambda *_: False)[2:]]
-    run = read(tmp_path, lines)
-    assert [(s.first_x, s.started) for s in run.sessions] == [(0, True), (10, False)]
-    # Names go with the start line that was lost: norms must not be read with the old ones.
-    assert run.nameless == 5
-    assert run.norms.columns[-1][0] == 9
-
-
 @pytest.mark.parametrize("lost", ['{"kind":"names","names":5}', '{"kind":"names","na', '{"kin'])
 def test_norms_are_never_read_with_names_that_may_be_others(lost: str, tmp_path: Path) -> None:
     bad = {"norms": t.norms([1.0, 1.0]), "nonfinite": [[0, 1]]}
     lines = [t.start(), t.names(["a", "b"]), t.window(0, skipped=True, **bad), lost]
     run = read(tmp_path, [*lines, t.window(1, skipped=True, **bad)])
-    assert (run.broken, run.nameless, run.skips) == (1, 1, 2)
+    assert (run.broken, run.skips) == (1, 2)
+    assert len(run.norms.columns) == 1
     assert run.offenders["a"].windows == 1
 
 
@@ -268,25 +252,3 @@ def test_memory_does_not_grow_with_the_number_of_windows(tmp_path: Path) -> None
         peaks.append(peak)
         assert run.windows == count
     assert peaks[1] < 1.15 * peaks[0] + 100_000
-
-
-SAMPLE = t.story(12, lambda step, _: step < 2, with_spans=True)
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner),
-    max_leaves=6,
-)
-
-
-@FUZZ
-@given(index=st.integers(1, len(SAMPLE) - 1), pick=st.integers(0, 30), value=VALUES)
-def test_a_field_of_any_value_is_read_or_its_line_is_broken(
-    index: int, pick: int, value: object, tmp_path: Path
-) -> None:
-    changed = dict(SAMPLE[index])
-    changed[sorted(changed)[pick % len(changed)]] = value
-    lines: list[Any] = list(SAMPLE)
-    lines[index] = json.dumps(changed)  # NaN and Infinity literals too
-    run = read(tmp_path, lines)
-    assert run.windows <= 12
-    assert run.broken <= 12

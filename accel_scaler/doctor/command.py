@@ -131,8 +131,8 @@ def as_dict(path: Path | None, found: LaunchPlan) -> dict[str, Any]:
             name: {"value": value, "source": sources.get(name, "default")}
             for name, value in values.items()
         },
-        "hazards": [dataclasses.asdict(hazard) for hazard in hazards(found)],
-        "mended": [dataclasses.asdict(hazard) for hazard in mended(found)],
+        "hazards": [{"id": word, "text": text} for word, text in hazards(found)],
+        "mended": [{"id": word, "text": text} for word, text in mended(found)],
     }
 
 

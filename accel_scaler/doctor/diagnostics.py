@@ -1,19 +1,19 @@
 """What would go wrong in a launch as a :class:`LaunchPlan` has it, and what attaching mends in it.
 
 F1 to F7, F11 and F12 are faults of the README's table, known by precision, device and threads. The
-others lie in torch's kernels or in other scalers, and no argument shows them.
+others lie in torch's kernels or in other scalers, and no argument shows them. A hazard is ``(id,
+text)``: the number of a fault ("F1") or a word, which does not change, and a line for people.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from ..errors import ConfigError
-from ..telemetry import check_path
 from .environment import LaunchPlan
 
 __all__ = ["Hazard", "hazards", "mended"]
+
+Hazard = tuple[str, str]
 
 ON_A_DEVICE = {
     "F1": "a fused optimizer (the Trainer's default): step_was_skipped stays False on a skipped "
@@ -34,39 +34,29 @@ WATCHING = ("telemetry", "underflow_interval", "find_overflow")
 """Settings that do something where nothing is scaled."""
 
 
-@dataclass(frozen=True)
-class Hazard:
-    """One thing that can go wrong."""
-
-    id: str
-    """The number of a fault ("F1"), or a word; does not change."""
-    text: str
-    """One line for people."""
-
-
 def hazards(found: LaunchPlan) -> list[Hazard]:
     """Everything that this launch would meet; those with a number first."""
     stock = [] if found.attached else _stock_faults(found)
-    return [*stock, *_scale_and_threads(found), *_misplaced(found), *_settings(found)]
+    return [*stock, *_scale_and_threads(found), *_misplaced(found), *_unused_settings(found)]
 
 
 def mended(found: LaunchPlan) -> list[Hazard]:
     """What it would meet under stock Accelerate, and does not, because it is attached."""
     if not found.attached:
         return []
-    those = [fault for fault in _stock_faults(found) if fault.id != "F11"]
+    those = [fault for fault in _stock_faults(found) if fault[0] != "F11"]
     if _one_core_trains(found) and _steps_beside_on_cpu(found):
-        those.append(Hazard("F12", "OMP_NUM_THREADS=1, for the optimizer's step"))
+        those.append(("F12", "OMP_NUM_THREADS=1, for the optimizer's step"))
     return those
 
 
 def _stock_faults(found: LaunchPlan) -> list[Hazard]:
     faults = ON_THE_CPU if found.on_cpu else ON_A_DEVICE
-    return [Hazard(*fault) for fault in faults.items()] if found.fp16 else []
+    return list(faults.items()) if found.fp16 else []
 
 
 def _one_core_trains(found: LaunchPlan) -> bool:
-    return found.threads.training == 1 and found.share > 1
+    return found.threads.training == 1 and found.threads.cores >= 2 * found.job.processes_here
 
 
 def _steps_beside_on_cpu(found: LaunchPlan) -> bool:
@@ -76,26 +66,16 @@ def _steps_beside_on_cpu(found: LaunchPlan) -> bool:
 
 
 def _scale_and_threads(found: LaunchPlan) -> Iterator[Hazard]:
-    threads, share, config = found.threads, found.share, found.settings.config
-    beside = _steps_beside_on_cpu(found)
-    if found.attached and config.max_consecutive_skips is None:
-        yield Hazard(
+    if found.attached and found.settings.config.max_consecutive_skips is None:
+        yield (
             "F11",
             "no max_consecutive_skips: a run whose every step overflows goes on to its end "
             "without one update; 50 ends it, naming the tensors",
         )
-    if found.on_cpu and _one_core_trains(found) and not beside:
-        yield Hazard("F12", f"OMP_NUM_THREADS=1: training uses one of {share} cores a rank")
-    training = threads.training if found.on_cpu else 1
-    if beside and config.step_mode != "sync" and training + threads.optimizer > share:
-        yield Hazard(
-            "few-cores",
-            f"{share} cores a rank, of which training takes {training} and the optimizer thread "
-            f"{threads.optimizer}: with none to spare, step_mode={config.step_mode} costs instead "
-            "of saving",
-        )
+    if found.on_cpu and _one_core_trains(found) and not _steps_beside_on_cpu(found):
+        yield "F12", "OMP_NUM_THREADS=1: training uses one of the cores that a rank has"
     if found.attached and found.on_cpu and found.devices.cpu_fp16 is False:
-        yield Hazard(
+        yield (
             "slow-fp16",
             "this processor has no fp16 instructions: products in fp16 are computed in fp32 and "
             "rounded, slower than fp32; a backward that is not accelerator.backward(loss) is many "
@@ -104,40 +84,31 @@ def _scale_and_threads(found: LaunchPlan) -> Iterator[Hazard]:
 
 
 def _misplaced(found: LaunchPlan) -> Iterator[Hazard]:
-    """Processes and the devices that there are for them."""
-    job, count = found.job, len(found.devices.names)
+    """Processes without the devices that they would need."""
+    job = found.job
     if not job.joined:
-        yield Hazard(
+        yield (
             "lone-processes",
             f"no device joins the {job.processes} processes: each trains alone. On the CPU set "
             "ACCELERATE_USE_CPU=true in the environment (a config file's use_cpu does not reach "
             "them)",
         )
     elif job.device == "cpu" and not job.wants_cpu:
-        yield Hazard("no-accelerator", "no accelerator is found: this trains on the CPU")
+        yield "no-accelerator", "no accelerator is found: this trains on the CPU"
     if job.kind.startswith("FSDP") and job.device == "cpu":
-        yield Hazard(
+        yield (
             "fsdp-on-cpu",
             "on the CPU Accelerate leaves FSDP out without a word: each rank keeps the whole model",
         )
-    if job.device != "cpu" and job.processes_here > count > 0:
-        yield Hazard(
-            "too-few-devices", f"{job.processes_here} ranks on this host, which has {count} devices"
-        )
 
 
-def _settings(found: LaunchPlan) -> Iterator[Hazard]:
-    """Settings that somebody set and that nothing will read, or that cannot be used."""
-    settings, telemetry = found.settings, found.settings.config.telemetry
+def _unused_settings(found: LaunchPlan) -> Iterator[Hazard]:
+    """Settings that somebody set and that nothing will read."""
+    settings = found.settings
     given = [name for name in settings.sources if name != "attach"]
     why = "attach is off (unless the script calls attach itself)"
     if settings.attach:
         why = f"mixed_precision is {found.job.precision}"
         given = [name for name in given if not found.fp16 and name not in WATCHING]
     if given:
-        yield Hazard("unused-settings", f"{', '.join(given)}: set, but not used, since {why}")
-    if settings.attach and telemetry is not None:
-        try:
-            check_path(telemetry.replace("{rank}", "0"))
-        except ConfigError as error:
-            yield Hazard("telemetry", str(error))
+        yield "unused-settings", f"{', '.join(given)}: set, but not used, since {why}"

@@ -92,11 +92,6 @@ class LaunchPlan:
     settings: Settings
 
     @property
-    def share(self) -> int:
-        """Cores for each rank on this host."""
-        return max(1, self.threads.cores // self.job.processes_here)
-
-    @property
     def attached(self) -> bool:
         """Accelerators of this launch are attached, and scale."""
         return self.settings.attach and self.fp16 and self.settings.config.enabled

@@ -250,11 +250,6 @@ def _environment(settings: Settings) -> Iterator[None]:
     entries = [] if not python_path else python_path.split(os.pathsep)
     entries = [entry for entry in entries if entry != STARTUP]  # launched from a launched script
     if settings.attach:
-        if os.pathsep in STARTUP:
-            raise ConfigError(
-                f"the package lies in {STARTUP!r}; a path with {os.pathsep!r} cannot stand in "
-                "PYTHONPATH, so nothing can be attached. Install it elsewhere, or add --no_attach."
-            )
         entries.insert(0, STARTUP)
     for key in before:
         if key.startswith(ENV_PREFIX):

@@ -65,35 +65,21 @@ STREAK = {"max_consecutive_skips": 50}
         # hazards with a word
         ({"device": "cpu", "devices": Devices(None, (), False), **STREAK}, ["slow-fp16"], ["F6"]),
         ({"device": "cpu", "devices": Devices(None, (), None), **STREAK}, [], ["F6"]),
-        ({"ranks": 2, **STREAK}, [], ON_A_DEVICE),
-        ({"ranks": 3, **STREAK}, ["too-few-devices"], ON_A_DEVICE),
-        # an optimizer thread and its cores
-        ({"step_mode": "overlap", "cores": 1, **STREAK}, [], ON_A_DEVICE),
-        ({"offload": "cpu", "step_mode": "overlap", "cores": 2, **STREAK}, [], ON_A_DEVICE),
-        ({"offload": "cpu", "step_mode": "overlap", "cores": 2, "ranks": 2, **STREAK},
-         ["few-cores"], ON_A_DEVICE),
-        ({"offload": "cpu", "cores": 1, **STREAK}, [], ON_A_DEVICE),
-        ({"device": "cpu", "step_mode": "overlap", "training": 2, **STREAK},
-         ["few-cores"], ["F6"]),
-        # settings that nothing reads, or that cannot be used
+        # settings that nothing reads
         ({"attach": False, "precision": "no", "hysteresis": 2}, ["unused-settings"], []),
         ({"precision": "no", "hysteresis": 2}, ["unused-settings"], []),
         ({"precision": "no", "telemetry": "run.jsonl", "underflow_interval": 5}, [], []),
-        ({"telemetry": ".", **STREAK}, ["telemetry"], ON_A_DEVICE),
-        ({"telemetry": ".", "attach": False, "precision": "no"}, ["unused-settings"], []),
     ],
 )  # fmt: skip
 def test_each_hazard_is_seen_where_it_is_met(
     facts: dict[str, Any], expected: list[str], away: list[str]
 ) -> None:
     found = found_with(**facts)
-    assert [one.id for one in hazards(found)] == expected
-    assert [one.id for one in mended(found)] == away
-    for one in hazards(found):
-        assert "\n" not in one.text
+    assert [word for word, _ in hazards(found)] == expected
+    assert [word for word, _ in mended(found)] == away
 
 
 def test_unused_settings_are_named() -> None:
     found = found_with(precision="no", telemetry="run.jsonl", hysteresis=2, step_mode="overlap")
-    (one,) = hazards(found)
-    assert one.text.startswith("hysteresis, step_mode: set, but not used")
+    ((_, text),) = hazards(found)
+    assert text.startswith("hysteresis, step_mode: set, but not used")

@@ -118,19 +118,6 @@ def test_the_start_says_what_runs_with_which_settings(tmp_path: Path) -> None:
     assert start["accelerate"]
 
 
-@TWO_MODES
-def test_a_scale_that_is_no_power_of_two(tmp_path: Path, mode: dict[str, Any]) -> None:
-    """Rounded once by the unscaling; the norms are those of the unscaled gradients."""
-    path, scale = tmp_path / "run.jsonl", {"init_scale": 1000.0, "backoff_factor": 0.7}
-    with attached(path, **mode, **scale) as accelerator:
-        beside = train(accelerator, scale=scale)
-    found = beside.assert_tells(path, but=("norms", "grad_norm", "clip_coefficient"))
-    for line, expected in zip(found, beside.expected, strict=True):
-        if not line["skipped"]:
-            assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-6)
-            assert line["norms"] == pytest.approx(expected["norms"], rel=1e-6)
-
-
 Clip = Callable[[Any, list[Tensor]], Any]
 CLIPS: dict[str, Clip] = {
     "none": lambda a, p: None,
@@ -335,18 +322,6 @@ def test_parameters_come_and_go(tmp_path: Path, mode: dict[str, Any]) -> None:
         assert (line["grad_norm"], line["lr"]) == (expected["grad_norm"], expected["lr"])
     assert [len(line["lr"]) for line in found] == [1, 1, 2, 2, 2, 2]
     assert kinds_of(path).count("names") == 2
-
-
-@TWO_MODES
-def test_tied_parameters_are_one(tmp_path: Path, mode: dict[str, Any]) -> None:
-    path = tmp_path / "run.jsonl"
-    with attached(path, **mode) as accelerator:
-        plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1))
-        plain[1].weight = plain[0].weight
-        beside = train(accelerator, model=plain)
-    beside.assert_tells(path)
-    (names,) = [line["names"] for line in lines_of(path) if line["kind"] == "names"][-1:]
-    assert names == ["0.weight", "0.bias", "1.bias", "2.weight", "2.bias"]
 
 
 @pytest.mark.parametrize("given_up", ["zeroed", "abandoned"])

@@ -102,22 +102,6 @@ def test_the_progress_bar_shows_scale_and_skips(tmp_path: Path) -> None:
     assert not any(isinstance(c, ShowScale) for c in trainer.callback_handler.callbacks)
 
 
-def test_a_training_that_fails_leaves_a_file_up_to_there(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    trainer, recorder = make(tmp_path / "out")
-    attach(trainer, config(path, step_mode="overlap"))
-
-    def fail(*args: Any, **kwargs: Any) -> None:
-        if trainer.state.global_step == 4:
-            raise KeyboardInterrupt
-
-    recorder.on_step_end = fail  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        train(trainer)
-    assert kinds_of(path).count("window") == 4
-    detach(trainer)
-
-
 def test_each_accelerator_of_a_search_is_a_session_of_its_own(tmp_path: Path) -> None:
     """A hyperparameter search makes a new accelerator for each trial; nothing is collected yet."""
     path = tmp_path / "run.jsonl"

@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from accel_scaler import (
     AccelScalerError,
@@ -26,9 +23,6 @@ from accel_scaler.config import (
     in_environment,
     in_flags,
     in_section,
-    is_count,
-    is_number,
-    is_positive,
     resolve,
 )
 from accel_scaler.config_file import ConfigFile, read_config
@@ -109,49 +103,6 @@ def test_bounds_that_contradict(values: dict[str, float]) -> None:
         ScalerConfig(**values)  # type: ignore[arg-type]
     assert all(f"{name}={value}" in str(caught.value) for name, value in values.items())
     ScalerConfig(init_scale=4.0, min_scale=4.0, max_scale=4.0)  # they may touch
-
-
-def test_predicates() -> None:
-    assert is_number(-1)
-    assert is_count(1)
-    assert is_positive(1e-40)
-    assert not any(map(is_number, NO_NUMBER))
-    assert not any(map(is_count, NO_COUNT))
-    assert not any(map(is_positive, (*NO_SCALE, None)))
-
-
-# Any float32; decimal text keeps it, as Python prints the shortest that reads back.
-POSITIVE = st.floats(min_value=2.0**-60, max_value=2.0**60)
-
-
-@st.composite
-def configs(draw: st.DrawFn) -> ScalerConfig:
-    low, middle, high = sorted(draw(st.lists(POSITIVE, min_size=3, max_size=3)))
-    return ScalerConfig(
-        init_scale=middle,
-        growth_factor=draw(st.floats(1.0, 1e9, exclude_min=True)),
-        backoff_factor=draw(st.floats(0.0, 1.0, exclude_min=True, exclude_max=True)),
-        growth_interval=draw(st.integers(1, 10**12)),
-        enabled=draw(st.booleans()),
-        min_scale=draw(st.sampled_from([None, low])),
-        max_scale=draw(st.sampled_from([None, high])),
-        max_consecutive_skips=draw(st.none() | st.integers(1, 99)),
-        optimizer_threads=draw(st.just("auto") | st.integers(1, 9)),
-        telemetry=draw(st.none() | st.text("ab {}/.:#'", min_size=1).filter(str.strip)),
-    )
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(config=configs())
-def test_the_environment_and_a_file_give_the_same_config_again(
-    tmp_path_factory: pytest.TempPathFactory, config: ScalerConfig
-) -> None:
-    variables = config.to_env()
-    assert ScalerConfig.from_env(variables) == config
-    assert len(variables) == len(config.changed())
-    path = tmp_path_factory.getbasetemp() / "again.yaml"
-    path.write_text(yaml.safe_dump({"mixed_precision": "fp16", "accel_scaler": config.changed()}))
-    assert ScalerConfig.from_yaml(path) == config
 
 
 @pytest.mark.parametrize(

@@ -113,39 +113,18 @@ BROKEN = {
         "accel_scaler:\n  a: 1\n  b: 2\n  a: 2\n",
         f", line 4: not valid YAML: 'a' {TWICE}",
     ),
-    "a section twice": (
-        "a: 1\naccel_scaler: {}\naccel_scaler: {}\n",
-        f", line 3: not valid YAML: 'accel_scaler' {TWICE}",
-    ),
     "a word": ("a: 1\naccel_scaler: overlap\n", "`accel_scaler:` must be a mapping of fields"),
-    "nothing": ("a: 1\naccel_scaler:\nb: 1\n", "`accel_scaler:` must be a mapping of fields"),
-    "a list": ("accel_scaler: [step_mode]\n", "got ['step_mode']."),
     "wrong case": ("Accel_scaler: {}\n", "`Accel_scaler:`. Did you mean accel_scaler:?"),
     "wrong indent": ("a: 1\n b: 2\n", ", line 2: not valid YAML"),
-    "two documents": ("a: 1\n--- \nb: 2\n", ", line 2: not valid YAML"),
-    "a wrong tag": ("a: !!bool 7\n", "not valid YAML: '7'"),
     "no such day": ("accel_scaler:\n  min_scale: 2024-13-01\n", "not valid YAML: month must be"),
-    "NUL": ("accel_scaler: {offload: 'c\0pu'}\n", "not valid YAML"),
     "no mapping": ("- a\n- b\n", "got ['a', 'b'], expected a mapping of Accelerate's settings"),
-    "nested deeply": ("a: " + "[" * 3000, "not valid YAML"),
     "a call": (f"accel_scaler: !!python/object/apply:os.mkdir [{BOOM}]\n", ", line 1: not valid"),
     "a call beside": (f"a: !!python/object/apply:os.mkdir [{BOOM}]\n", ", line 1: not valid YAML"),
-    "a call in a field": (
-        f"accel_scaler: {{telemetry: !!python/object/new:os.system ['mkdir {BOOM}']}}\n",
-        ", line 1: not valid YAML",
-    ),
-    "itself as a key": ("a: &a {? *a : 1}\n", "not valid YAML"),
 }  # fmt: skip
 BROKEN_JSON = {
     "a field twice": ('{"accel_scaler": {"a": 1, "a": 2}}', f": not valid JSON: 'a' {TWICE}"),
-    "a section twice": (
-        '{"accel_scaler": {}, "accel_scaler": {}}',
-        f": not valid JSON: 'accel_scaler' {TWICE}",
-    ),
-    "a number": ('{"a": 1, "accel_scaler": 5}', "`accel_scaler:` must be a mapping of fields"),
     "no colon": ('{"a": 1,\n"b" 5}', "not valid JSON: Expecting ':' delimiter: line 2"),
     "a list": ("[1, 2]", "got [1, 2], expected a mapping"),
-    "nested deeply": ('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", "not valid JSON"),
 }
 
 
@@ -168,17 +147,9 @@ def test_a_broken_json_file_is_refused_in_a_line(tmp_path: Path, name: str) -> N
 # What chance would hardly find: values of kinds that a setting is not.
 WRONG_VALUES = {
     "{min_scale: .nan}": "min_scale: got nan",
-    "{max_scale: .inf}": "max_scale: got inf",
-    "{growth_interval: 0xffffffffffffffff}": "2**53",
     "{hysteresis: 0x" + "f" * 9000 + "}": "got an integer of 36000 bits",
-    "{growth_interval: true}": "growth_interval: got True",
-    "{offload: !!binary '////'}": "offload: got b'",
-    "{offload: !!set {a, b}}": "offload: got {",
     "{min_scale: 2001-02-03}": "min_scale: got datetime.date",
-    "{offload: 1:2:3}": "offload: got 3723",
-    '{telemetry: "a\\0b"}': "telemetry: got 'a\\x00b'",
     "&a {min_scale: *a}": "min_scale: got {",
-    "{offload: " + "x" * 100_000 + "}": "offload: got 'xxx",
     "{" + "x" * 1_000 + ": 1}": "unknown field 'xxx",
 }
 
@@ -248,29 +219,6 @@ def test_any_mapping_comes_back_in_two_parts(
     lines = text.splitlines()
     assert all(1 <= line <= len(lines) for line in file.lines.values())
     assert load(text if file.rest is None else file.rest) == expected
-
-
-@given(st.text(alphabet="ab:{}[]\n -&*!<>'\"#|%@`,?=~.0123eTn\t\\", max_size=60), st.booleans())
-@settings(max_examples=300, deadline=None)
-def test_any_text_is_read_or_refused_in_one_line(
-    tmp_path_factory: pytest.TempPathFactory, text: str, as_json: bool
-) -> None:
-    name = "noise.json" if as_json else "noise.yaml"
-    text = f'{{"accel_scaler": {{}} {text} }}' if as_json else f"accel_scaler: {{}}\n{text}"
-    path = write(tmp_path_factory.getbasetemp(), text, name)
-    message = ""
-    try:
-        file = read_config(path)
-    except ConfigError as error:
-        message = str(error)
-    if message:
-        assert message.startswith(str(path))
-        assert "\n" not in message
-        return
-    whole = (json.loads if as_json else yaml.safe_load)(text)
-    assert file.values == whole.pop("accel_scaler")
-    rest = (json.loads if as_json else yaml.safe_load)(file.rest or "")
-    assert repr(rest) == repr(whole)  # repr: a NaN equals itself
 
 
 def test_shipped_files_are_found_by_name_and_a_file_on_disk_wins(

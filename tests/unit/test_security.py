@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,22 +17,23 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from async_support import assert_same
 from places import ROOT
 from torch.optim.lr_scheduler import LambdaLR
 
-from accel_scaler import AsyncOptimizer, ConfigError, GradScaler, ScalerConfig, attach, detach
+from accel_scaler import ConfigError, GradScaler, ScalerConfig, attach, detach
 
-SOURCES = sorted(
+SOURCES = [
     path
     for name in ("accel_scaler", "recipes", "benchmarks")
     for path in (ROOT / name).rglob("*.py")
+]
+RUNS_WHAT_IT_READS = re.compile(
+    r"^\s*(import|from) \w*(pickle|dill|joblib|marshal|shelve)|(?<![.\w])(?<!def )(eval|exec)\("
+    r"|os\.(system|popen)|shell=True|allow_pickle=True|yaml\.(\w*load|\w*Loader(?<!SafeLoader))\b"
+    r"|subprocess\.\w+\(f?['\"]|torch\.load\((?!.*weights_only=True)",
+    re.MULTILINE,
 )
-PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
-RUNS_TEXT = {"eval", "exec", "compile", "__import__"}
-UNSAFE = {"os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput"}
-UNSAFE |= {"yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.full_load", "yaml.Loader"}
-UNSAFE |= {"yaml.UnsafeLoader", "yaml.FullLoader", "pandas.read_pickle"}
-STARTS = {"run", "call", "check_call", "check_output", "Popen"}
 
 MODES = [
     {"step_mode": "sync"},
@@ -43,66 +44,11 @@ MODES = [
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-# What the sources may not do.
-
-
-def faults(source: str) -> list[str]:
-    """What in a source could run something out of a file or a text, in words."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names if alias.name.split(".")[0] in PICKLES]
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PICKLES:
-            found.append(str(node.module))
-        elif isinstance(node, ast.Attribute) and ast.unparse(node) in UNSAFE:
-            found.append(ast.unparse(node))
-        elif isinstance(node, ast.Call):
-            found += call_faults(node)
-    return found
-
-
-def call_faults(call: ast.Call) -> list[str]:
-    name = ast.unparse(call.func)
-    given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
-    found = [name] * (name in RUNS_TEXT)
-    if given.get("shell", "False") != "False":
-        found.append(f"{name}(shell=...)")
-    if name == "torch.load" and given.get("weights_only") != "True":
-        found.append("torch.load without weights_only=True")
-    if given.get("allow_pickle", "False") != "False":
-        found.append(f"{name}(allow_pickle=...)")
-    starts = name.startswith("subprocess.") and name.split(".")[1] in STARTS
-    texts = (ast.Constant, ast.JoinedStr, ast.BinOp)
-    if starts and call.args and isinstance(call.args[0], texts):
-        found.append(f"{name} with a text for a command line")
-    return found
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_source_runs_what_a_file_or_a_text_says(path: Path) -> None:
-    assert faults(path.read_text(encoding="utf-8")) == []
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import pickle",
-        "from pickle import loads",
-        "eval(text)",
-        "exec(text)",
-        "os.system(text)",
-        "yaml.load(text, yaml.SafeLoader)",
-        "loader = yaml.UnsafeLoader",
-        "torch.load(path)",
-        "torch.load(path, weights_only=False)",
-        "subprocess.run('ls ' + name)",
-        "subprocess.run(f'ls {name}')",
-        "subprocess.Popen(argv, shell=True)",
-        "numpy.load(path, allow_pickle=True)",
-    ],
-)
-def test_the_search_sees_what_it_looks_for(source: str) -> None:
-    assert faults(f"def f():\n    {source}\n")
+def test_no_source_runs_what_a_file_or_a_text_says() -> None:
+    found = {path.name: RUNS_WHAT_IT_READS.search(path.read_text("utf-8")) for path in SOURCES}
+    assert {name: match[0] for name, match in found.items() if match} == {}
+    for bad in ("import pickle", "torch.load(path)", "yaml.load(x)"):
+        assert RUNS_WHAT_IT_READS.search(bad)
 
 
 # Checkpoints.
@@ -127,65 +73,17 @@ def loads_safely(state: Any, path: Path) -> Any:
     return loaded
 
 
-def assert_same(a: Any, b: Any) -> None:
-    assert type(a) is type(b)
-    if isinstance(a, torch.Tensor):
-        assert a.dtype == b.dtype
-        assert torch.equal(a, b)
-    elif isinstance(a, dict):
-        assert list(a) == list(b)
-        for key in a:
-            assert_same(a[key], b[key])
-    elif isinstance(a, (list, tuple)):
-        assert len(a) == len(b)
-        for one, other in zip(a, b, strict=True):
-            assert_same(one, other)
-    else:
-        assert a == b
-
-
-@pytest.mark.parametrize("used", [False, True])
-def test_a_scalers_state_is_plain_numbers(used: bool, tmp_path: Path) -> None:
+def test_a_scalers_state_is_plain_numbers(tmp_path: Path) -> None:
     scaler = GradScaler("cpu", init_scale=8.0, hysteresis=2, max_consecutive_skips=9, min_scale=1.0)
-    if used:
-        model = model_of()
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        scaler.scale(model(torch.full((2, 4), float("inf"))).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler.scale(model(torch.full((2, 4), float("inf"))).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
     state = loads_safely(scaler.state_dict(), tmp_path / "scaler.pt")
     fresh = GradScaler("cpu", hysteresis=2, max_consecutive_skips=9, min_scale=1.0)
     fresh.load_state_dict(state)
     assert fresh.state_dict() == scaler.state_dict()
-
-
-@pytest.mark.parametrize(
-    ("mode", "dtype"),
-    list(zip(MODES, [torch.float32, torch.float16, torch.float16], strict=True)),
-)
-def test_an_async_optimizers_state_loads_without_pickled_code(
-    mode: dict[str, str], dtype: torch.dtype, tmp_path: Path
-) -> None:
-    """Also straight after a step, whose update may still run."""
-
-    def make() -> tuple[torch.nn.Module, GradScaler, AsyncOptimizer]:
-        model, scaler = model_of(dtype), GradScaler("cpu", init_scale=4.0)
-        settings = {"mode": mode["step_mode"], "offload": mode.get("offload", "none")}
-        inner = torch.optim.AdamW(model.parameters(), 0.1)
-        return model, scaler, AsyncOptimizer(inner, model, scaler=scaler, **settings)  # type: ignore[arg-type]
-
-    model, scaler, optimizer = make()
-    with optimizer:
-        for _ in range(2):
-            scaler.scale(model(torch.ones(2, 4, dtype=dtype)).sum()).backward()
-            optimizer.step()
-        state = loads_safely(optimizer.state_dict(), tmp_path / "optimizer.pt")
-        assert state["state"]
-        other, _, fresh = make()
-        with fresh:
-            other.load_state_dict(model.state_dict())
-            fresh.load_state_dict(state)
-            assert_same(fresh.state_dict(), optimizer.state_dict())
 
 
 class Run:
@@ -268,25 +166,6 @@ def test_a_hostile_checkpoint_does_not_run(name: str, raw: bool, tmp_path: Path)
     else:
         torch.load(folder / name, weights_only=False)
     assert went_off.exists(), "a bomb that never goes off proves nothing"
-
-
-def test_a_users_own_registered_object_is_loaded_by_accelerate_as_it_likes(tmp_path: Path) -> None:
-    """Accelerate unpickles those without a check. The README says so; ours are not among them."""
-
-    class Mine:
-        def state_dict(self) -> dict[str, Any]:
-            return {}
-
-        def load_state_dict(self, state: object) -> None: ...
-
-    folder, went_off = tmp_path / "saved", tmp_path / "boom"
-    with Run({}) as run:
-        run.accelerator.register_for_checkpointing(Mine())
-        run.train()
-        run.accelerator.save_state(str(folder))
-        torch.save(Bomb(went_off), folder / "custom_checkpoint_0.pkl")
-        run.accelerator.load_state(str(folder))
-    assert went_off.exists(), "Accelerate has become safe: take the sentence out of the README"
 
 
 # Launching.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import math
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from html import escape
@@ -59,9 +58,9 @@ td.n,th.n{{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums
 def html_page(runs: Sequence[Run], drawn: Sequence[tuple[str, Picture]]) -> str:
     """The whole page, with the pictures as SVG. All text is escaped; there is no script in it."""
     title = f"Loss scaling: {' and '.join(run.label for run in runs)}"
-    body = [f"<h1>{escape(title)}</h1>", *_dates(runs)]
+    body = [f"<h1>{escape(title)}</h1>"]
     body += ["<h2>Summary</h2>", *(part for run in runs for part in _summary(run, len(runs)))]
-    body += ["<h2>In numbers</h2>", _facts(runs)]
+    body += ["<h2>In numbers</h2>", _side_by_side(runs, [facts(run) for run in runs])]
     if drawn:
         body += ["<h2>Pictures</h2>", *(_figure(*each) for each in drawn)]
     body += [part for run in runs for part in _offenders(run, len(runs))]
@@ -73,16 +72,6 @@ def html_page(runs: Sequence[Run], drawn: Sequence[tuple[str, Picture]]) -> str:
         f"<title>{escape(title)}</title>\n<style>\n{CSS}\n</style>\n</head>\n"
         f"<body>\n<main>\n{chr(10).join(body)}\n</main>\n</body>\n</html>\n"
     )
-
-
-def _dates(runs: Sequence[Run]) -> list[str]:
-    parts = []
-    for run in runs:
-        facts_of = run.sessions[0].facts if run.sessions else {}
-        if "unix_time" in facts_of:
-            when = datetime.fromtimestamp(facts_of["unix_time"], timezone.utc)
-            parts.append(f"{run.label} started {when:%Y-%m-%d %H:%M} UTC")
-    return [f'<p class="soft">{escape("; ".join(parts))}</p>'] if parts else []
 
 
 def _heading(run: Run, runs: int) -> list[str]:
@@ -122,10 +111,6 @@ def _side_by_side(runs: Sequence[Run], of: Sequence[Sequence[tuple[str, str]]]) 
     return _table(head, [[name, *(table.get(name, "") for table in tables)] for name in names])
 
 
-def _facts(runs: Sequence[Run]) -> str:
-    return _side_by_side(runs, [facts(run) for run in runs])
-
-
 def _figure(svg: str, picture: Picture) -> str:
     # An image of its own: neither names from the file nor ids meet those of the page.
     data = base64.b64encode(svg.encode("utf-8")).decode("ascii")
@@ -160,17 +145,6 @@ def _offenders(run: Run, runs: int) -> list[str]:
     return parts
 
 
-def _span(bounds: tuple[float, float] | None) -> str:
-    if bounds is None:
-        return ""
-    low, high = bounds
-    return f"{_plain(low)} to {_plain(high)}"
-
-
-def _plain(value: float) -> str:
-    return "NaN" if math.isnan(value) else number(value)
-
-
 def _firsts(run: Run, runs: int) -> list[str]:
     if not run.firsts:
         return []
@@ -178,7 +152,10 @@ def _firsts(run: Run, runs: int) -> list[str]:
     def row(x: int, first: dict[str, Any]) -> list[str]:
         module = first["module"] + (f" ({first['class']})" if first["class"] else "")
         batch = "" if first["micro_batch"] is None else f"{first['micro_batch']}"
-        ranges = [_span(first["input"]), _span(first["output"])]
+        ranges = [
+            "" if pair is None else " to ".join(map(number, pair))
+            for pair in (first["input"], first["output"])
+        ]
         return [run.place(x), first["where"], module, batch, *ranges, first["text"]]
 
     head = ["step", "where", "module", "micro-batch", "input", "output", ""]
@@ -196,12 +173,10 @@ def _settings(runs: Sequence[Run]) -> str:
         rows: list[tuple[str, str]] = [("file", plain(run.path))]
         if run.sessions:
             last = run.sessions[-1]
-            skip = ("unix_time",)
-            rows += [(key, str(value)) for key, value in last.facts.items() if key not in skip]
-            rows += [(key, _value(value)) for key, value in last.settings.items()]
+            facts_of = dict(last.facts)
+            if "unix_time" in facts_of:
+                when = datetime.fromtimestamp(facts_of.pop("unix_time"), timezone.utc)
+                rows.append(("started", f"{when:%Y-%m-%d %H:%M} UTC"))
+            rows += [(key, str(value)) for key, value in (facts_of | last.settings).items()]
         of.append(rows)
     return _side_by_side(runs, of)
-
-
-def _value(value: object) -> str:
-    return "none" if value is None else str(value)

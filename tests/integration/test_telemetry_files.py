@@ -285,45 +285,6 @@ def test_two_optimizers_in_turn_are_two_records(tmp_path: Path, mode: dict[str, 
     assert scale == 2.0**10
 
 
-@TWO_MODES
-def test_parameters_come_and_go(tmp_path: Path, mode: dict[str, Any]) -> None:
-    """One never used, one frozen from the middle on, a group added later."""
-    path = tmp_path / "run.jsonl"
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.unused, self.late = mlp(), nn.Linear(2, 2), nn.Linear(8, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.body(x) + self.late(x)
-
-    with attached(path, **mode) as accelerator:
-        plain = Model()
-        inner = sgd([*plain.body.parameters(), *plain.unused.parameters()])
-        plain.late.requires_grad_(False)
-        model, optimizer = accelerator.prepare(plain, inner)
-        beside = Beside(plain.named_parameters())
-        for number in range(6):
-            if number == 2:
-                plain.late.requires_grad_(True)
-                optimizer.add_param_group({"params": list(plain.late.parameters()), "lr": 0.05})
-            if number == 4:
-                plain.body[0].weight.requires_grad_(False)
-            accelerator.backward(loss_of(model, number))
-            beside.look(0.5, [group["lr"] for group in inner.param_groups])
-            accelerator.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-    found = windows_of(path)
-    for line, expected in zip(found, beside.expected, strict=True):
-        here = {name: norm for name, norm in line["norms"].items() if not math.isnan(norm)}
-        assert here == expected["norms"]
-        assert (line["grad_norm"], line["lr"]) == (expected["grad_norm"], expected["lr"])
-    assert [len(line["lr"]) for line in found] == [1, 1, 2, 2, 2, 2]
-    assert kinds_of(path).count("names") == 2
-
-
 @pytest.mark.parametrize("given_up", ["zeroed", "abandoned"])
 @TWO_MODES
 def test_a_window_given_up_leaves_nothing_behind(
@@ -348,61 +309,6 @@ def test_a_window_given_up_leaves_nothing_behind(
     assert (line["max_norm"], line["clip_coefficient"]) == (None, None)
     assert line["grad_norm"] in (None, expected["grad_norm"])
     assert line.get("norms") in (None, expected["norms"])
-
-
-@TWO_MODES
-def test_loading_a_checkpoint_in_between(tmp_path: Path, mode: dict[str, Any]) -> None:
-    path = tmp_path / "run.jsonl"
-    with attached(path, **mode) as accelerator:
-        plain = mlp()
-        model, optimizer = accelerator.prepare(plain, sgd(plain.parameters()))
-        beside = Beside(plain.named_parameters())
-
-        def step(number: int, factor: float = 1.0) -> None:
-            accelerator.backward(loss_of(model, number) * factor)
-            beside.look(0.5)
-            accelerator.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-
-        step(0)
-        accelerator.save_state(str(tmp_path / "state"))
-        step(1, INF)
-        step(2)
-        accelerator.backward(loss_of(model, 3))  # an open window is given up
-        accelerator.load_state(str(tmp_path / "state"))
-        optimizer.zero_grad()
-        saved = beside.expected[0]
-        beside._scale.fill_(saved["next_scale"])
-        beside._tracker.fill_(saved["growth_tracker"])
-        step(1)
-        step(2)
-    found = windows_of(path)
-    for line, expected in zip(found, beside.expected, strict=True):
-        for key, value in expected.items():
-            assert line[key] == pytest.approx(value) if key[:4] == "clip" else line[key] == value
-    assert [line["scale"] for line in found] == [4096.0, 4096.0, 2048.0, 4096.0, 4096.0]
-    steps = [line["step"] for line in found]
-    assert steps == sorted(set(steps))
-
-
-@TWO_MODES
-def test_a_second_model_after_free_memory_has_its_own_names(
-    tmp_path: Path, mode: dict[str, Any]
-) -> None:
-    path = tmp_path / "run.jsonl"
-    with attached(path, **mode) as accelerator:
-        train(accelerator, windows=2, overflows=())
-        accelerator.free_memory()
-        gc.collect()
-        second = nn.Sequential(nn.Linear(8, 3), nn.Linear(3, 1), nn.Linear(1, 1))
-        beside = train(accelerator, windows=2, overflows=(0,), model=second)
-    found = windows_of(path)[2:]
-    own = {name for name, _ in second.named_parameters()}
-    (last,) = [line["names"] for line in lines_of(path) if line["kind"] == "names"][-1:]
-    assert set(last) == own
-    assert [line["nonfinite"] for line in found] == [e["nonfinite"] for e in beside.expected]
-    assert found[1]["norms"] == beside.expected[1]["norms"]
 
 
 # What ran when.

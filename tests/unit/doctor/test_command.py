@@ -26,7 +26,6 @@ from accel_scaler.doctor import command as doctor
 from accel_scaler.doctor import environment as environment_module
 from accel_scaler.doctor.environment import Devices
 from accel_scaler.launch import launcher
-from accel_scaler.launch.launcher import make_parser
 
 T4S = Devices("cuda", ("Tesla T4", "Tesla T4"), True)
 BARE = Devices(None, (), True)
@@ -135,22 +134,6 @@ def test_it_says_who_scales(
     monkeypatch.setattr(environment_module, "_devices", lambda: T4S)
     found = ask(capsys, *arguments)["scaling"]
     assert (found["scaler"], found["autocast"]) == (scaler, autocast)
-
-
-def test_arguments_are_those_of_launch_and_the_script_keeps_its_own() -> None:
-    command = ["--config_file", "cpu_fp16", "--num_processes", "2", "--min_scale", "2", "--no_fold_"
-               "unscale", "train.py", "--json", "--min_scale", "x"]  # fmt: skip
-    args, flags, as_json = doctor.parse(command)
-    stock = make_parser().parse_args(command)
-    assert not as_json
-    assert flags == {"min_scale": "2", "fold_unscale": "false"}
-    assert args.training_script == "train.py"
-    assert args.training_script_args == stock.training_script_args == ["--json", *command[-2:]]
-    ours = {*(key for key in vars(stock) if key.startswith("accel_scal"))}
-    assert {k: v for k, v in vars(args).items() if k not in ours} == {
-        k: v for k, v in vars(stock).items() if k not in ours
-    }
-    assert doctor.parse(["--json", *command])[2]
 
 
 # --- the job ------------------------------------------------------------------------------------

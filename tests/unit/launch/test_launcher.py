@@ -131,14 +131,6 @@ def test_help_shows_all_of_accelerates_groups_and_ours(capsys: pytest.CaptureFix
 # --- what Accelerate is given -------------------------------------------------------------------
 
 
-def test_every_flag_of_accelerate_is_there_with_its_meaning() -> None:
-    ours = {option: action for action in make_parser()._actions for option in action.option_strings}
-    for action in launch_command_parser()._actions:
-        for option in action.option_strings:
-            assert type(ours[option]) is type(action)
-            assert (ours[option].dest, ours[option].default) == (action.dest, action.default)
-
-
 def test_accelerate_gets_its_own_arguments_and_no_other(started: Started) -> None:
     argv = ["--multi_gpu", "--num-processes", "3", "--mixed_precision", "fp16"]
     script = ["train.py", "--min_scale", "7", "--config_file", "x", "-h"]

@@ -257,14 +257,6 @@ def test_every_count_equals_a_slow_count(
         assert "nan" not in finding.what
 
 
-@pytest.mark.parametrize(("bad", "count", "search"), [(5, 10, 5), (6, 10, 0)])
-def test_a_short_run_has_found_its_scale_when_half_of_it_went_well(
-    bad: int, count: int, search: int, tmp_path: Path
-) -> None:
-    run = read(tmp_path, t.story(count, lambda s, _: s < bad))
-    assert (run.search_skips, run.other_skips) == (search, bad - search)
-
-
 @pytest.mark.parametrize(("falls", "said"), [(1, ""), (3, "2 other"), (12, "at least 7 other")])
 def test_more_falls_are_counted_as_far_as_they_were_kept(
     falls: int, said: str, tmp_path: Path
@@ -283,41 +275,11 @@ def test_a_streak_that_is_not_the_deepest_fall_is_said_too(tmp_path: Path) -> No
     assert one.what == "The longest streak: 8 skips in a row from step 100 on."
 
 
-def test_falls_equal_a_slow_count(tmp_path: Path) -> None:
-    lines = t.story(600, lambda s, _: s in (100, 120, 121, 300, 301, 302, 304), growth_interval=60)
-    windows = [line for line in lines if line["kind"] == "window"]
-    episodes: list[list[dict[str, Any]]] = [[]]
-    for w in windows:
-        if w["skipped"]:
-            episodes[-1].append(w)
-        if w["next_scale"] > w["scale"]:
-            episodes.append([])
-    expected = [
-        (e[0]["step"], e[-1]["step"], e[0]["scale"], e[-1]["next_scale"], len(e))
-        for e in episodes
-        if e
+def test_numbers_are_short_and_a_share_never_rounds_to_nothing_or_to_all() -> None:
+    shares = [(0, 5), (5, 5), (1, 3), (1, 10**6), (999_999, 10**6), (1, 0)]
+    assert [percent(*share) for share in shares] == [
+        *("0 %", "100 %", "33.3 %", "under 0.1 %", "over 99.9 %", "0 %")
     ]
-    run = read(tmp_path, lines)
-    assert [(f.first_x, f.last_x, f.high, f.low, f.skips) for f in run.falls] == expected
-    assert len(expected) == 2
-
-
-@pytest.mark.parametrize(
-    ("part", "whole", "text"),
-    [
-        (0, 5, "0 %"),
-        (5, 5, "100 %"),
-        (1, 3, "33.3 %"),
-        (1, 10**6, "under 0.1 %"),
-        (999_999, 10**6, "over 99.9 %"),
-        (1, 0, "0 %"),
-    ],
-)
-def test_a_share_never_rounds_to_nothing_or_to_all(part: int, whole: int, text: str) -> None:
-    assert percent(part, whole) == text
-
-
-def test_numbers_are_short_and_integers_whole() -> None:
     assert [number(v) for v in (65536.0, 0.5, 1e9, 3.14159, math.inf)] == [
         "65536",
         "0.5",

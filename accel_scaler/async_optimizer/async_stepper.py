@@ -120,6 +120,8 @@ class AsyncStepper(Stepper):
         """Updates handed over since the start."""
         self.was_skipped = False
         """The last boundary was one without an update."""
+        self.hooks: Any = None
+        """What makes others wait who look at the optimizer or its models."""
         self.timing: StepTiming | None = None
         """When the last update handed over ran, and who waited for it."""
         self.unpublished = False

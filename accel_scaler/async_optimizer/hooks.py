@@ -22,6 +22,7 @@ from ..scaling import parameters_of
 from .async_stepper import AsyncStepper
 from .master_params import ParameterPair
 from .replica import is_empty
+from .supported_optimizers import refuse_bare_state
 
 __all__ = ["SyncHooks"]
 
@@ -30,10 +31,16 @@ MASTER = "master"
 
 
 class SyncHooks:
-    """The hooks of one stepper."""
+    """The hooks of one stepper.
 
-    def __init__(self, stepper: AsyncStepper) -> None:
+    Args:
+        holder: who is to call :meth:`close`; None: somebody surely does.
+    """
+
+    def __init__(self, stepper: AsyncStepper, holder: object | None = None) -> None:
         self._stepper = weakref.ref(stepper)
+        stepper.hooks = self
+        self._holder = None if holder is None else weakref.ref(holder)
         self._handles: list[Any] = []
         self._models: weakref.WeakSet[Module] = weakref.WeakSet()
         """Those that hold some of the optimizer's parameters, as of ``_ids``."""
@@ -61,6 +68,11 @@ class SyncHooks:
         stepper = self._stepper()
         assert stepper is not None
         return stepper
+
+    @property
+    def is_left(self) -> bool:
+        """Their holder is gone, and has not closed them: the optimizer keeps its stepper."""
+        return self._holder is not None and self._holder() is None
 
     def close(self) -> None:
         """Finish the stepper's step, remove every hook, leave the optimizer as torch has it.
@@ -111,6 +123,8 @@ class SyncHooks:
     def _before_saving(self, optimizer: Optimizer) -> None:
         stepper = self._stepper()
         if stepper is not None:
+            if stepper.replica.has_masters:
+                refuse_bare_state(optimizer)
             stepper.synchronize()
             stepper.refresh()  # a model that was loaded after its masters
 
@@ -232,9 +246,8 @@ class SyncHooks:
             handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
     def _hook_root(self, root: Module, handles: list[Any]) -> None:
-        # A sharded one waits before each gather; asked for here, since the hook may be traced.
-        hook = _BeforeEvaluation if _is_fsdp2(root) else _BeforeForward
-        handles.append(root.register_forward_pre_hook(hook(self.stepper), prepend=True))
+        hook = _BeforeForward(self.stepper)
+        handles.append(root.register_forward_pre_hook(hook, prepend=True))
 
     def is_called_by_watched(self) -> bool:
         """Whether the caller, a hook, runs inside the forward of a module that has hooks too."""
@@ -314,17 +327,8 @@ class _BeforeForward(_Hook):
             stepper.synchronize()  # an evaluation sees the newest parameters
             return
         stepper.claim_if_gone()
-        if stepper.waits_at_root:
+        if stepper.waits_at_root and not _is_fsdp2(module):  # which waits before each gather
             stepper.finish_model()
-
-
-class _BeforeEvaluation(_Hook):
-    """Of a whole model that waits elsewhere."""
-
-    def __call__(self, module: Module, _: Any) -> None:
-        stepper = self.find()
-        if stepper is not None and _is_evaluated(module):
-            stepper.synchronize()
 
 
 class _BeforeInnerForward(_Hook):

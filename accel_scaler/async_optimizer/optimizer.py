@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..config import ScalerConfig
 from ..errors import ConfigError, OrderError
-from ..optimizer_step import Boundary, StepTiming, boundary_of
+from ..optimizer_step import Boundary, StepTiming, async_stepper_of, boundary_of
 from ..scaling import GradScaler, ParameterNames, parameters_of, whole
 from ..telemetry import History, Recorder
 from .async_stepper import AsyncStepper
@@ -110,6 +110,7 @@ class AsyncOptimizer(Optimizer):
             device,
             parameter_names,
             guards_backward=not scaled,
+            holder=self,
         )
         self._stepper = self._hooks.stepper
         try:
@@ -298,31 +299,12 @@ class AsyncOptimizer(Optimizer):
         """As torch's; the parameters take part from the next step on."""
         self.optimizer.add_param_group(param_group)
 
-    # torch keeps hooks on the instance, in what Optimizer.__init__ makes; here the wrapped one's.
-
-    def register_step_pre_hook(self, hook: Any) -> Any:
-        """On the wrapped optimizer, which the hook is given; runs on the training thread."""
-        return self.optimizer.register_step_pre_hook(hook)
-
-    def register_step_post_hook(self, hook: Any) -> Any:
-        """On the wrapped optimizer; runs when the step is handed over, on the training thread."""
-        return self.optimizer.register_step_post_hook(hook)
-
-    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """On the wrapped optimizer."""
-        return self.optimizer.register_state_dict_pre_hook(hook, prepend)
-
-    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """On the wrapped optimizer."""
-        return self.optimizer.register_state_dict_post_hook(hook, prepend)
-
-    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """On the wrapped optimizer."""
-        return self.optimizer.register_load_state_dict_pre_hook(hook, prepend)
-
-    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """On the wrapped optimizer."""
-        return self.optimizer.register_load_state_dict_post_hook(hook, prepend)
+    def __getattr__(self, name: str) -> Any:
+        """Hooks are the wrapped optimizer's, which is given to them; they run on the training
+        thread, those after a step when it is handed over."""
+        if name.startswith("_optimizer_") and "optimizer" in self.__dict__:
+            return getattr(self.optimizer, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def train(self) -> None:
         """For optimizers that have two sets of weights (schedule-free); synchronized first."""
@@ -405,20 +387,26 @@ def step_beside(
     device: torch.device,
     parameter_names: ParameterNames | None,
     guards_backward: bool = False,
+    holder: object | None = None,
 ) -> SyncHooks:
-    """Step ``optimizer`` as ``config`` says from now on, until what this returns is closed."""
-    return SyncHooks(
-        AsyncStepper(
-            optimizer,
-            mode=config.step_mode,
-            offload=config.offload == "cpu",
-            device=device,
-            delay_warmup_steps=config.delay_warmup_steps,
-            worker=worker,
-            parameter_names=parameter_names,
-            guards_backward=guards_backward,
-        )
+    """Step ``optimizer`` as ``config`` says from now on, until what this returns is closed.
+
+    Where ``holder`` is gone without that, it is closed by whoever steps the optimizer next.
+    """
+    left = async_stepper_of(optimizer)
+    if isinstance(left, AsyncStepper) and left.hooks.is_left:
+        left.hooks.close()
+    stepper = AsyncStepper(
+        optimizer,
+        mode=config.step_mode,
+        offload=config.offload == "cpu",
+        device=device,
+        delay_warmup_steps=config.delay_warmup_steps,
+        worker=worker,
+        parameter_names=parameter_names,
+        guards_backward=guards_backward,
     )
+    return SyncHooks(stepper, holder)
 
 
 def _check_arguments(optimizer: Any, model: Any, scaler: Any) -> None:

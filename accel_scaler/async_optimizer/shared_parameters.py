@@ -54,18 +54,13 @@ def others_of(stepper: AsyncStepper) -> list[AsyncStepper]:
 
 def find_shared() -> None:
     """Tell every stepper which of its parameters others step, too."""
-    for attempt in (1, 2):
-        _steppers[:] = [ref for ref in _steppers if ref() is not None]
-        _sizes[:] = _sizes_now()
-        steppers = _present()
-        owned = [set(map(id, parameters_of(stepper.optimizer))) for stepper in steppers]
-        counts = Counter(chain.from_iterable(owned))
-        for stepper, own in zip(steppers, owned, strict=True):
-            stepper.shared = frozenset(i for i in own if counts[i] > 1)
-        if attempt == 2 or not any(stepper.shared for stepper in steppers):
-            return
-        del stepper, steppers
-        gc.collect()  # an optimizer that nobody has any more steps nothing
+    _steppers[:] = [ref for ref in _steppers if ref() is not None]
+    _sizes[:] = _sizes_now()
+    steppers = _present()
+    owned = [set(map(id, parameters_of(stepper.optimizer))) for stepper in steppers]
+    counts = Counter(chain.from_iterable(owned))
+    for stepper, own in zip(steppers, owned, strict=True):
+        stepper.shared = frozenset(i for i in own if counts[i] > 1)
 
 
 def _present() -> list[AsyncStepper]:
@@ -86,7 +81,7 @@ def refuse_sharing(wanted: Sequence[tuple[Optimizer, str]]) -> None:
     """
     said = _sharing(wanted)
     if said is not None:
-        gc.collect()  # as above
+        gc.collect()  # an optimizer that nobody has any more steps nothing
         said = _sharing(wanted)
     if said is not None:
         raise UnsupportedError(said)

@@ -23,6 +23,7 @@ __all__ = [
     "is_splittable",
     "known_class",
     "raw_step",
+    "refuse_bare_state",
     "refuse_hidden",
     "refuse_replaced",
     "refuse_spread",
@@ -41,16 +42,6 @@ _OTHERS_BY_PARAMETER = {"transformers.optimization.Adafactor"}
 _BY_MATRIX = {"Adafactor", "Muon"}
 """Of these, the ones that a shard is not enough for."""
 
-_NOT_OF_THE_STEP = frozenset(
-    (
-        *("add_param_group", "load_state_dict", "state_dict", "zero_grad"),
-        *("register_load_state_dict_post_hook", "register_load_state_dict_pre_hook"),
-        *("register_state_dict_post_hook", "register_state_dict_pre_hook"),
-        *("register_step_post_hook", "register_step_pre_hook"),
-    )
-)
-"""Methods that a subclass may have of its own, for no step calls them."""
-
 _PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes, Enum, range, slice, type),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
@@ -58,7 +49,7 @@ _PLAIN = (
 )
 """What leads to no parameter."""
 
-_ACCESS = ("__getattr__", "__getattribute__", "__setattr__", "__delattr__")
+_DUNDERS_OF_THE_STEP = {"__getattr__", "__getattribute__", "__setattr__", "__delattr__"}
 
 
 @cache
@@ -80,7 +71,7 @@ def raw_step(cls: type[Optimizer]) -> Callable[..., Any]:
 
 
 def known_class(cls: type[Optimizer]) -> type[Optimizer] | None:
-    """The class, known to step each parameter alone, whose step is all that ``cls`` does."""
+    """The class, known to step each parameter alone, to which ``cls`` adds no method."""
     for known in cls.__mro__:
         # Adafactor and Muon say that they are of torch.optim itself.
         of_torch = f"{known.__module__}.".startswith("torch.optim.")
@@ -90,37 +81,21 @@ def known_class(cls: type[Optimizer]) -> type[Optimizer] | None:
         ):
             continue
         between = cls.__mro__[: cls.__mro__.index(known)]
-        own = {name for each in between for name in vars(each)}
-        is_plain = all(getattr(cls, n, None) is getattr(known, n, None) for n in _ACCESS)
-        same = is_plain and not _used_by_step(known, own) and raw_step(cls) is raw_step(known)
-        return known if same else None
+        # torch puts its wrapper of ``step`` on the class of the first instance.
+        own = {name for each in between for name in vars(each)} - {"step"}
+        adds = any(not n.startswith("__") or n in _DUNDERS_OF_THE_STEP for n in own)
+        return None if adds or raw_step(cls) is not raw_step(known) else known
     return None
-
-
-def _used_by_step(known: type[Optimizer], names: set[str]) -> set[str]:
-    """Those that the step may look up on the optimizer, and so find another's."""
-    of_instance = {*attributes_of_every_optimizer(), "grad_scale", "found_inf"}
-    of_instance.add("_step_supports_amp_scaling")
-    return {
-        name
-        for name in names - _NOT_OF_THE_STEP - {"step"}
-        if name in of_instance or (hasattr(known, name) and not name.startswith("__"))
-    }
 
 
 def is_splittable(optimizer: Optimizer) -> bool:
     """Whether stepping some parameters, then the others, is the same as stepping all."""
     known = known_class(type(optimizer))
-    return known is not None and not _replaced(optimizer, known)
-
-
-def _replaced(optimizer: Optimizer, known: type[Optimizer]) -> set[str]:
-    """Methods that the step uses and somebody has put on the instance."""
-    return {
-        name
-        for name in vars(optimizer).keys() - attributes_of_every_optimizer() - _NOT_OF_THE_STEP
-        if hasattr(known, name)
-    }
+    if known is None:
+        return False
+    # Nobody has put a method on the instance; refuse_replaced looks at ``step``.
+    own = vars(optimizer).keys() - attributes_of_every_optimizer()
+    return not any(hasattr(known, name) for name in own)
 
 
 def refuse_replaced(optimizer: Optimizer) -> None:
@@ -177,13 +152,7 @@ def refuse_hidden(optimizer: Optimizer, masters: Iterable[Tensor] = ()) -> None:
     params = [*parameters_of(optimizer), *masters]
     entries = [v if isinstance(v, dict) else {"": v} for v in optimizer.state.values()]
     stored = [t for entry in entries for t in entry.values() if isinstance(t, Tensor)]
-    if any(isinstance(k, Tensor) and isinstance(v, Tensor) for k, v in optimizer.state.items()):
-        raise UnsupportedError(
-            f"{type(optimizer).__name__}: its state holds a tensor for a parameter, expected a "
-            "dict: with float32 masters (offload, step_mode 'delayed', float16 parameters) each of "
-            "its tensors has a name. Use step_mode='sync' or 'overlap' without offload, with "
-            "float32 parameters."
-        )
+    refuse_bare_state(optimizer)
     memory, seen = {_storage(t) for t in [*params, *stored]}, set(map(id, params))
     held = [("its state", t) for t in stored if id(t) in seen] + list(_held(optimizer))
     for where, value in held:
@@ -194,6 +163,17 @@ def refuse_hidden(optimizer: Optimizer, masters: Iterable[Tensor] = ()) -> None:
                 "float16 parameters). Use step_mode='sync' or 'overlap' without offload, with "
                 "float32 parameters."
             )
+
+
+def refuse_bare_state(optimizer: Optimizer) -> None:
+    """Raise ``UnsupportedError`` where a tensor is all the state of a parameter with a master."""
+    if any(isinstance(k, Tensor) and isinstance(v, Tensor) for k, v in optimizer.state.items()):
+        raise UnsupportedError(
+            f"{type(optimizer).__name__}: its state holds a tensor for a parameter, expected a "
+            "dict: with float32 masters (offload, step_mode 'delayed', float16 parameters) each of "
+            "its tensors has a name. Use step_mode='sync' or 'overlap' without offload, with "
+            "float32 parameters."
+        )
 
 
 def _held(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -156,36 +155,30 @@ class _ShortInterval:
 
     def __init__(self) -> None:
         self._lock, self._pid = threading.Lock(), os.getpid()
-        self._tasks: Counter[int] = Counter()
-        """How many tasks are due, for each queue."""
+        self._due: set[Task] = set()
         self._before = self._ours = 0.0
 
-    def begin(self, owner: object) -> None:
-        """A task is on its way: its thread would wait for the lock even to start it."""
+    def begin(self, task: Task) -> None:
+        """It is on its way: its thread would wait for the lock even to start it."""
         if self._pid != os.getpid():  # a fork may have copied the lock locked
-            if self._tasks:
+            if self._due:
                 self._put_back()
             self.__init__()  # type: ignore[misc]
         with self._lock:
-            is_first = not self._tasks
-            self._tasks[id(owner)] += 1
+            is_first = not self._due
+            self._due.add(task)
             if is_first:
                 self._before = sys.getswitchinterval()
                 sys.setswitchinterval(min(self._before, SWITCH_INTERVAL_S))
                 self._ours = sys.getswitchinterval()
 
-    def end(self, owner: object, everything: bool = False) -> None:
-        """One task is done; or the thread is gone, and nothing of its queue ever will be."""
-        if self._pid != os.getpid():
-            return
-        with self._lock:
-            if id(owner) not in self._tasks:
-                return
-            self._tasks[id(owner)] -= 1
-            if everything or not self._tasks[id(owner)]:
-                del self._tasks[id(owner)]
-            if not self._tasks:
-                self._put_back()
+    def end(self, task: Task) -> None:
+        """It is done."""
+        if self._pid == os.getpid():
+            with self._lock:
+                self._due.discard(task)
+                if not self._due:
+                    self._put_back()
 
     def _put_back(self) -> None:
         # Unless it was as short before, or somebody has set another since.
@@ -225,10 +218,10 @@ class Worker:
             self._start()
         task._thread, task._pid = self._thread, self._pid
         try:
-            _short_interval.begin(self._queue)
+            _short_interval.begin(task)
             self._queue.put(task)
         except BaseException:  # Ctrl-C
-            _short_interval.end(self._queue)
+            _short_interval.end(task)
             raise
 
     def is_current(self) -> bool:
@@ -248,7 +241,6 @@ class Worker:
     def _start(self) -> None:
         ready = threading.Event()
         own = torch.get_num_threads()
-        _short_interval.end(self._queue, everything=True)  # of a thread that is gone
         self._pid, self._queue, self._failed = os.getpid(), queue.SimpleQueue(), []
         self._thread = threading.Thread(
             target=_loop,
@@ -276,7 +268,7 @@ def _loop(
     ready.set()
     while (task := tasks.get()) is not None:
         task.execute()
-        _short_interval.end(tasks)
+        _short_interval.end(task)
         if task.error is not None:
             failed[:] = [*(other for other in failed if not other.is_known), task]
         del task  # its gradients
@@ -323,6 +315,4 @@ def _stop(
         thread.join(limit_s)
     if thread.is_alive():
         logger.error("the optimizer thread did not finish its step within %g s", limit_s)
-    else:
-        _short_interval.end(tasks, everything=True)
     _say_unknown(failed)

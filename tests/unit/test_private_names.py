@@ -79,6 +79,7 @@ PUBLIC_PARTS = {
     "_progress": "our own, by its class's name",
     "_global_optimizer_": "the start of two names in the list",
     "_optimizer_step_": "the start of two names in the list",
+    "_optimizer_": "the start of what torch keeps hooks in, for its own methods",
     "_hooks": "the end of names in the list",
     "_backward": "the end of a name in the list",
 }

@@ -199,6 +199,12 @@ def test_a_tensor_as_the_whole_state_of_a_parameter() -> None:
     )
     with pytest.raises(UnsupportedError, match="holds a tensor for a parameter"):
         AsyncOptimizer(own, net, offload="cpu")
+    half = model().half()
+    with AsyncOptimizer(BareState(half.parameters()), half) as optimizer:
+        half(torch.ones(2, 5).half()).sum().backward()
+        optimizer.step()
+        with pytest.raises(UnsupportedError, match="holds a tensor for a parameter"):
+            optimizer.state_dict()
 
 
 # Interrupts: as a handler of a signal raises, between any two lines.

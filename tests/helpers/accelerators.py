@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 NAME = "ACCEL_SCALER_TEST_DEVICE"
 
@@ -88,6 +89,32 @@ def event(timed: bool = False) -> torch.Event:
 
 def synchronize() -> None:
     torch.accelerator.synchronize(DEVICE)
+
+
+def sgd(params: Any) -> Any:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def fused_sgd(params: Any) -> Any:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True)
+
+
+def adamw(params: Any) -> Any:
+    return torch.optim.AdamW(params, lr=0.01)
+
+
+def fused_adamw(params: Any) -> Any:
+    return torch.optim.AdamW(params, lr=0.01, fused=True)
+
+
+def assert_same(mine: list[Tensor], expected: list[Tensor]) -> None:
+    """On a simulated device bit for bit; elsewhere within the rounding of its kernels."""
+    assert len(mine) == len(expected) > 0
+    for place, (a, b) in enumerate(zip(mine, expected, strict=True)):
+        if is_simulated():
+            assert torch.equal(a.cpu(), b.cpu()), place
+        else:
+            torch.testing.assert_close(a.cpu(), b.cpu(), rtol=1e-3, atol=1e-4)
 
 
 def one_rank() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from accel_scaler import (
     GradScaler,
 )
 from accel_scaler.async_optimizer import replica as replica_module
-from accel_scaler.async_optimizer.master_params import make_pairs, needs_master
+from accel_scaler.async_optimizer.master_params import make_pairs
 from accel_scaler.async_optimizer.replica import Replica
 from accel_scaler.async_optimizer.streams import SideStreams
 from accel_scaler.async_optimizer.supported_optimizers import is_splittable
@@ -283,31 +282,6 @@ def test_a_gradient_travels_once_a_step(
         assert w.item() == 0.75
 
 
-EDITS: dict[str, Callable[[Any], object]] = {
-    "mul_": lambda w: w.grad.mul_(3.0),
-    "foreach": lambda w: torch._foreach_mul_([w.grad], 3.0),
-    "item": lambda w: w.grad.__setitem__(0, 6.0),
-    "data": lambda w: w.grad.data.mul_(3.0),
-    "numpy": lambda w: w.grad.numpy().__imul__(3.0),
-    "another tensor": lambda w: setattr(w, "grad", torch.full((1,), 6.0)),
-    "clip_grad_norm_": lambda w: torch.nn.utils.clip_grad_norm_([w], 6.0),
-}
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("how", EDITS)
-def test_an_edit_between_backward_and_step_counts(how: str, mode: str) -> None:
-    for scaler in (None, GradScaler("cpu", init_scale=1.0)):
-        w, optimizer = one_weight(mode, scaler=scaler)
-        with optimizer:
-            loss = (w * (2.0 if how != "clip_grad_norm_" else 600.0)).sum()
-            (loss if scaler is None else scaler.scale(loss)).backward()
-            EDITS[how](w)
-            optimizer.step()
-            optimizer.synchronize()
-            assert w.item() == pytest.approx(0.25, abs=1e-6)
-
-
 @pytest.mark.parametrize("mode", ["sync", "overlap"])
 def test_parameters_that_are_unused_for_a_step_stay(mode: str) -> None:
     """What an earlier step left in the host's buffer is not taken for a gradient."""
@@ -427,24 +401,6 @@ def test_host_like_keeps_shapes_and_strides_in_one_buffer_a_dtype() -> None:
             assert torch.equal(host, source.to(host.dtype))  # none overwrites another
         full = [h for h in hosts if h.dtype is torch.float32 and h.numel()]
         assert len({h.untyped_storage().data_ptr() for h in full}) == 1
-
-
-@pytest.mark.parametrize(
-    ("dtype", "trained", "everywhere", "wanted"),
-    [
-        (HALF, True, False, True),
-        (torch.bfloat16, True, False, False),
-        (torch.bfloat16, True, True, True),
-        (torch.float32, True, False, False),
-        (torch.float32, True, True, True),
-        (HALF, False, True, False),
-    ],
-)
-def test_who_needs_a_master(
-    dtype: torch.dtype, trained: bool, everywhere: bool, wanted: bool
-) -> None:
-    p = nn.Parameter(torch.ones(1, dtype=dtype), requires_grad=trained)
-    assert needs_master(p, everywhere) is wanted
 
 
 def test_pairs_are_kept_with_their_masters_until_a_parameter_moves() -> None:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import threading
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 
 from accel_scaler import AsyncOptimizer, GradScaler, StepError
 from accel_scaler.async_optimizer.pending_parameter import (
-    _PASSIVE,
     GradientHold,
     PendingGradient,
     hold_gradients,
@@ -28,7 +26,7 @@ from accel_scaler.async_optimizer.pending_parameter import (
 )
 from accel_scaler.async_optimizer.replica import Replica
 from unit.async_optimizer.test_pending_parameter import AFTER, BEFORE, USES, plain
-from unit.async_optimizer.test_reads_unseen import NO_READ, READS, works
+from unit.async_optimizer.test_reads_unseen import READS
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -98,21 +96,6 @@ def test_a_parameter_made_of_one(needs_grad: bool) -> None:
     assert lent.waits == 1
 
 
-def test_no_method_of_a_tensor_gets_by() -> None:
-    passive = {getattr(f, "__name__", "") for f in _PASSIVE}
-    unseen, called = [], 0
-    for name in sorted(set(dir(torch._C.TensorBase)) - NO_READ - passive):
-        if callable(getattr(torch._C.TensorBase, name)) and works(name):
-            lent = Lent()
-            with contextlib.suppress(RuntimeError):
-                getattr(lent.grad, name)()
-            called += 1
-            if lent.waits == 0:
-                unseen.append(name)
-    assert unseen == []
-    assert called > 100
-
-
 def test_what_reads_no_element_does_not_wait() -> None:
     lent = Lent()
     p = nn.Parameter(torch.ones(2, 3))
@@ -124,21 +107,6 @@ def test_what_reads_no_element_does_not_wait() -> None:
     assert lent.grad is not None
     assert (lent.waits, copied.waits) == (0, 0)
     settle_gradients([p])
-
-
-def test_several_threads_may_use_one() -> None:
-    lent, seen = Lent(), []
-
-    def look() -> None:
-        seen.append(lent.grad.sum().item())
-
-    threads = [threading.Thread(target=look) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT_S)
-    assert seen == [6 * AFTER] * 6
-    assert type(lent.grad) is Tensor
 
 
 # The step.
@@ -337,16 +305,6 @@ def test_a_hook_tells_of_a_backward_only_where_no_scaler_does_and_goes_with_the_
             assert hooks == [0 if scaled else 1] * 4
             assert [p._backward_hooks for p in copy.deepcopy(model).parameters()] == [None] * 4
         assert [len(p._backward_hooks or ()) for p in model.parameters()] == [0] * 4
-
-
-@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
-def test_closing_leaves_plain_gradients(mode: str) -> None:
-    model, optimizer, scaler = stepped(mode, True)
-    with lazy():
-        backward(model, scaler)
-        optimizer.step()
-        optimizer.close()
-        assert [type(p.grad) for p in model.parameters()] == [Tensor] * 4
 
 
 def test_two_parameters_with_one_gradient_do_not_wait_for_themselves() -> None:

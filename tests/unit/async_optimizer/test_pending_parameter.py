@@ -6,10 +6,8 @@ import copy
 import gc
 import io
 import pickle
-import threading
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -24,7 +22,6 @@ from accel_scaler.async_optimizer.pending_parameter import (
     can_hold_parameters,
 )
 
-LIMIT_S = 20.0
 BEFORE, AFTER = 1.0, 3.0
 
 
@@ -243,13 +240,6 @@ def test_whatever_hands_out_its_memory_waits() -> None:
         assert source.waited == [1]
 
 
-def test_a_numpy_array_taken_while_it_is_pending_is_the_memory_after_the_update() -> None:
-    source = Source()
-    array = source.params[0].detach().numpy()
-    assert array.tolist() == [[AFTER] * 3] * 2
-    assert array.__array_interface__["data"][0] == source.params[0].data_ptr()
-
-
 def assigned_grad(p: Tensor) -> None:
     p.grad = torch.zeros(2, 3)
     assert p.grad is not None
@@ -299,19 +289,6 @@ def test_what_reads_no_element_does_not_wait() -> None:
     assert waited == {}
 
 
-def test_a_module_finds_moves_and_lists_pending_parameters_as_any_others() -> None:
-    model = nn.Linear(3, 2, bias=False)
-    source = Source()
-    model._parameters["weight"] = source.params[0]
-    assert dict(model.named_parameters()) == {"weight": source.params[0]}
-    assert source.waited == []
-    model.zero_grad()
-    model.requires_grad_(True)
-    assert source.waited == []
-    assert torch.equal(model(torch.ones(1, 3)), torch.full((1, 2), 3 * AFTER))
-    assert source.waited == [1]
-
-
 def test_one_use_waits_only_for_the_parts_it_needs_and_frees_those_that_are_done() -> None:
     source = Source(4)
     source.params[1] + 1
@@ -332,43 +309,6 @@ def test_the_first_time_each_use_is_seen_in_order_though_all_are_ready() -> None
     assert source.pending == [False, True, False, False]
     source.hold.release()
     assert source.pending == [False] * 4
-
-
-def test_gradients_flow_through_a_parameter_that_was_pending_in_its_forward() -> None:
-    source = Source()
-    (p,) = source.params
-    p.grad = torch.ones(2, 3)
-    (p * torch.full((2, 3), 5.0)).sum().backward()
-    assert p.grad is not None
-    assert torch.equal(p.grad, torch.full((2, 3), 6.0))
-    assert p.is_leaf
-
-
-def test_several_threads_may_use_a_parameter_each_sees_the_update() -> None:
-    source, inside, release = Source(2), threading.Barrier(5), threading.Event()
-    memory, first = source.memory, threading.Lock()
-
-    def wait(parts: int) -> int:
-        assert release.wait(LIMIT_S)
-        with first:
-            for each in memory[:parts]:
-                each.fill_(AFTER)
-        return parts
-
-    source.hold._wait = wait
-
-    def use(place: int) -> list[float]:
-        inside.wait(LIMIT_S)
-        return (source.params[place % 2] * 1.0).flatten().tolist()
-
-    with ThreadPoolExecutor(4) as pool:
-        results = [pool.submit(use, place) for place in range(4)]
-        inside.wait(LIMIT_S)
-        assert source.pending == [True, True]
-        release.set()
-        for result in results:
-            assert result.result(LIMIT_S) == [AFTER] * 6
-    assert source.pending == [False, False]
 
 
 def test_a_failed_wait_is_raised_at_the_use_and_gives_every_class_back() -> None:
@@ -442,15 +382,6 @@ def test_a_pickle_knows_nothing_of_the_pending_class() -> None:
     assert b"accel_scaler" not in text
     assert [type(p) for p in pickle.loads(text)] == [nn.Parameter] * 2
     assert [type(p) for p in copy.deepcopy(source.params)] == [nn.Parameter] * 2
-
-
-def test_a_deepcopied_model_keeps_its_ties() -> None:
-    source = Source()
-    model = nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)})
-    model["a"].weight = model["b"].weight = source.params[0]  # type: ignore[assignment]
-    copied = copy.deepcopy(model)
-    assert copied["a"].weight is copied["b"].weight
-    assert torch.equal(copied["a"].weight, torch.full((2, 3), AFTER))
 
 
 def test_a_hold_that_has_gone_holds_nothing_and_leaves_no_number_behind() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from async_support import lazy, one_part_each
+from async_support import one_part_each
 from torch import Tensor, nn
 
 from accel_scaler import AsyncOptimizer, OrderError, StepError
@@ -221,15 +221,6 @@ def test_a_slow_reader_of_an_earlier_step_leaves_the_later_one_its_parameters() 
     assert [type(p) for p in params] == [nn.Parameter] * 2
 
 
-def test_the_class_comes_back_with_the_last_of_two_holds() -> None:
-    (p,) = params = [nn.Parameter(torch.ones(2))]
-    first, second = Source(params), Source(params)
-    first.hold.release()
-    assert type(p) is PendingParameter
-    second.hold.release()
-    assert type(p) is nn.Parameter
-
-
 def test_holds_that_come_and_go_disturb_nobody_who_settles() -> None:
     """The registry changes while others walk it."""
     stop, errors = threading.Event(), list[BaseException]()
@@ -363,47 +354,6 @@ def test_in_delayed_another_thread_may_look_once_the_one_that_trained_is_gone_or
                 thread.join(LIMIT_S)
                 (seen,) = found
             assert is_same(dict(seen), expected)
-
-
-def test_the_optimizer_may_be_closed_from_another_thread() -> None:
-    model, optimizer = delayed()
-    alone, same = delayed()
-    train(alone, same, 3)
-    same.close()
-    train(model, optimizer, 3)
-    thread = threading.Thread(target=optimizer.close)
-    thread.start()
-    thread.join(LIMIT_S)
-    assert is_same(
-        [p.detach() for p in model.parameters()], [p.detach() for p in alone.parameters()]
-    )
-
-
-def test_many_threads_finish_one_step_and_none_of_the_next_is_lost() -> None:
-    model, reference = network(), network()
-    plain_optimizer = adam(reference)
-    train(reference, plain_optimizer, 30)
-    with lazy(), AsyncOptimizer(adam(model), model) as optimizer:
-        for step in range(30):
-            model.odd = bool(step % 2)
-            x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
-            model(x).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            begin = threading.Barrier(4)
-
-            def look() -> None:
-                begin.wait(LIMIT_S)  # noqa: B023
-                optimizer.synchronize()
-
-            threads = [threading.Thread(target=look) for _ in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(LIMIT_S)
-            assert {type(p) for p in model.parameters()} == {nn.Parameter}
-    ours = [p.detach() for p in model.parameters()]
-    assert is_same(ours, [p.detach() for p in reference.parameters()])
 
 
 def test_state_that_a_step_is_adding_to_is_read_before_it_or_after_it() -> None:

@@ -1,6 +1,6 @@
 """What the side streams wait for, shown on a device that exists only on paper (streams.py).
 
-Each run also equals a plain loop, bit for bit; each wait that is taken away is noticed.
+Each run also equals a plain loop, bit for bit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from streams import Event, PaperDevice, Race, Stream
+from streams import PaperDevice, Stream
 from support import mlp, weights
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,10 +24,8 @@ from torch.distributed.fsdp import fully_shard
 from accel_scaler import AsyncOptimizer, GradScaler, UnsupportedError, devices
 from accel_scaler.async_optimizer import async_stepper as async_stepper_module
 from accel_scaler.async_optimizer import replica as replica_module
-from accel_scaler.async_optimizer.async_stepper import AsyncStepper
-from accel_scaler.async_optimizer.inflight_step import InflightStep
 from accel_scaler.async_optimizer.replica import Replica
-from accel_scaler.async_optimizer.streams import PartEvents, SideStreams, packs
+from accel_scaler.async_optimizer.streams import SideStreams, packs
 from accel_scaler.async_optimizer.worker import Task, Worker
 from accel_scaler.errors import StepError
 from accel_scaler.optimizer_step.boundary import Boundary
@@ -214,103 +212,6 @@ def test_no_two_accesses_race(
     assert {"side 1", "side 2"} & used == sides
     if offload:
         assert any(name.startswith("host") for name in used)
-
-
-def without_wait(
-    owner: Any, name: str, value: Any
-) -> Callable[[pytest.MonkeyPatch], None]:  # fmt: skip
-    return lambda patch: patch.setattr(owner, name, value)
-
-
-def _release_what_is_only_enqueued(patch: pytest.MonkeyPatch) -> None:
-    await_part = AsyncStepper.await_part
-
-    def careless(self: AsyncStepper, step: InflightStep, *args: Any) -> int:
-        await_part(self, step, *args)
-        return step.task.done
-
-    patch.setattr(AsyncStepper, "await_part", careless)
-    patch.setattr(PartEvents, "is_past", lambda *_, **__: True)
-
-
-def _start_at_once(patch: pytest.MonkeyPatch) -> None:
-    """The side stream waits for nothing."""
-    wait = Event.wait
-
-    def but_there(self: Event) -> None:
-        if self.device.current().name != "side 1":
-            wait(self)
-
-    patch.setattr(Event, "wait", but_there)
-
-
-def _trust_what_was_sent_up(patch: pytest.MonkeyPatch) -> None:
-    """The host waits for gradients alone, not for the masters' way up."""
-    wait = SideStreams.wait_on_host
-    work = InflightStep._work
-
-    def working(self: Any, *args: Any) -> None:
-        given = args[4]
-
-        def but_not_the_start(streams: SideStreams, mark: Any) -> None:
-            if mark is not given and not any(mark is m for m in self.events):
-                wait(streams, mark)
-
-        patch.setattr(SideStreams, "wait_on_host", but_not_the_start)
-        work(self, *args)
-
-    patch.setattr(InflightStep, "_work", working)
-
-
-FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], tuple[Any, ...]]] = {
-    "the forward does not wait": (
-        without_wait(SideStreams, "follow", lambda self, mark: None),
-        ("overlap", False, False),
-    ),
-    "the forward waits for one part and takes all": (
-        _release_what_is_only_enqueued,
-        ("overlap", False, False),
-    ),
-    "the update does not wait for the clip": (
-        # In float16 the host has waited, to know that nobody edits what stays scaled.
-        _start_at_once,
-        ("overlap", False, False),
-    ),
-    "the way down does not wait for the backward": (
-        without_wait(Stream, "wait_stream", lambda self, other: None),
-        ("overlap", True, False),
-    ),
-    "the host does not wait for gradients": (
-        # In float32 the factor that clips, read by the host, follows the copies anyway.
-        without_wait(SideStreams, "wait_on_host", lambda self, mark: None),
-        ("overlap", True, True),
-    ),
-    "the host does not wait for masters on their way up": (
-        _trust_what_was_sent_up,
-        ("delayed", True, False),
-    ),
-    "gradients go back to the allocator at once": (
-        without_wait(SideStreams, "keep", lambda self, tensors, **_: None),
-        ("delayed", False, True),
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_wait_that_is_missing_is_noticed(
-    paper: Any, monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
-    break_it, case = FAULTS[fault]
-    device = paper(case[1])
-    break_it(monkeypatch)
-
-    def train_often() -> None:
-        for _ in range(400):  # memory that is given back too early is not always used again
-            train(device, *case, fence=4, overflow=None)
-
-    with pytest.raises(Exception, match="nothing orders them") as caught:
-        train_often()
-    assert isinstance(caught.value, Race) or "Race" in str(caught.value)
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -541,53 +442,3 @@ def test_pinned_memory_is_in_several_buffers(paper: Any, monkeypatch: pytest.Mon
     for number, view in enumerate(views):
         view.fill_(number)
     assert all(bool((view == number).all()) for number, view in enumerate(views))
-
-
-@pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, GradScaler])
-@pytest.mark.parametrize("called", [True, False], ids=["unscale_ called", "left to step"])
-def test_a_plain_loop_unscales_what_offload_has_sent_already(
-    scaler_class: Any, called: bool
-) -> None:
-    """torch unscales in place without a new version number."""
-
-    def run(offload: bool) -> Tensor:
-        model = mlp()
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-        if offload:
-            optimizer = AsyncOptimizer(optimizer, model, offload="cpu")
-        scaler = scaler_class("cpu", init_scale=1024.0)
-        for step in range(3):
-            loss = model(torch.full((2, 8), 0.1 * step)).square().mean()
-            scaler.scale(loss).backward()
-            if called:
-                scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-        if offload:
-            optimizer.close()
-        return weights(model)
-
-    assert torch.equal(run(offload=True), run(offload=False))
-
-
-def test_an_edit_of_a_gradient_that_is_on_its_way_counts() -> None:
-    """As some freeze part of an embedding: zeros, still scaled, between backward and step."""
-
-    def run(offload: str) -> Tensor:
-        model = mlp()
-        scaler = GradScaler("cpu", init_scale=1024.0)
-        inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        with AsyncOptimizer(inner, model, scaler=scaler, offload=offload) as optimizer:
-            for _ in range(3):
-                scaler.scale(model(torch.ones(2, 8)).square().sum()).backward()
-                for p in model.parameters():
-                    if p.grad is not None:
-                        p.grad[:1] = 0.0
-                optimizer.step()
-                optimizer.synchronize()
-                optimizer.zero_grad()
-        return weights(model)
-
-    assert torch.equal(run("cpu"), run("none"))
-    assert not torch.equal(run("none"), weights(mlp()))

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from accelerators import DEVICE, MISSING, has, has_streams, is_simulated, synchronize
 
+from accel_scaler.async_optimizer import replica as replica_module
+
 
 @pytest.hookimpl(tryfirst=True)  # before -m is looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -49,3 +51,9 @@ def sync_counter(device: str) -> None:
     """Needs a backend that can warn of each synchronisation."""
     if not has("set_sync_debug_mode"):
         pytest.skip(f"{device}: its module cannot warn of synchronisations")
+
+
+@pytest.fixture
+def one_part_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part for each parameter, so that some are due while others are not."""
+    monkeypatch.setattr(replica_module, "SMALLEST_PART", 1)

@@ -11,15 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from accelerators import (
     DEVICE,
     KIND,
+    adamw,
     current_stream,
     event,
+    fused_adamw,
+    fused_sgd,
     module,
     on,
-    one_rank,
+    sgd,
     sleep,
     synchronize,
 )
@@ -28,7 +30,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from accel_scaler import AsyncOptimizer, GradScaler
-from accel_scaler.async_optimizer import replica as replica_module
 from accel_scaler.async_optimizer.replica import Replica
 from accel_scaler.async_optimizer.streams import SideStreams
 from accel_scaler.devices import Streams
@@ -36,22 +37,6 @@ from accel_scaler.devices import Streams
 STEPS, ACCUMULATION, OVERFLOW = 24, 2, 7
 SCALE = 1024.0
 Prepare = Callable[[AsyncOptimizer, int], None]
-
-
-def sgd(params: Any) -> Any:
-    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
-
-
-def fused_sgd(params: Any) -> Any:
-    return torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True)
-
-
-def adamw(params: Any) -> Any:
-    return torch.optim.AdamW(params, lr=0.01)
-
-
-def fused_adamw(params: Any) -> Any:
-    return torch.optim.AdamW(params, lr=0.01, fused=True)
 
 
 OPTIMIZERS = [sgd, fused_sgd, adamw, fused_adamw]
@@ -327,11 +312,6 @@ def test_checkpointed_layers_wait_as_others_do(offload: str) -> None:
 
 
 @pytest.fixture
-def one_part_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_module, "SMALLEST_PART", 1)
-
-
-@pytest.fixture
 def timed_events(monkeypatch: pytest.MonkeyPatch) -> None:
     def timed(self: Streams) -> torch.Event:
         return torch.Event(self.device, enable_timing=True)
@@ -431,42 +411,3 @@ def test_gradients_on_their_way_down_do_not_stay() -> None:
             synchronize()
             torch.empty(1, device=DEVICE)  # the allocator looks for what has become free
             assert module().memory_allocated() < full - size * 0.9
-
-
-@pytest.mark.parametrize("offload", ["none", "cpu"])
-def test_sharded_parameters_are_gathered_after_their_update(offload: str) -> None:
-    """FSDP2 gathers on streams of its own, which wait for the training stream at the root only."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    def sharded(mode: str, late: Prepare | None) -> Any:
-        model: Any = mlp(64).to(DEVICE)
-        mesh = init_device_mesh(KIND, (1,))
-        for layer in (model[0], model[2]):
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        optimizer = AsyncOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-            model,
-            mode=mode,
-            offload=offload,
-        )
-        with optimizer:
-            for step in range(STEPS):
-                x, y = batch_of(step, 0)
-                nn.functional.mse_loss(model(x), y).backward()
-                if late is not None:
-                    late(optimizer, step)
-                optimizer.step()
-                if mode == "sync":
-                    synchronize()  # see test_beside_cpu.py
-                optimizer.zero_grad()
-        return torch.cat([p.detach().full_tensor().flatten().cpu() for p in model.parameters()])
-
-    one_rank()
-    try:
-        expected = sharded("sync", None)
-        assert torch.equal(sharded("overlap", busy_update), expected)
-        assert torch.equal(sharded("overlap", None), expected)
-    finally:
-        dist.destroy_process_group()

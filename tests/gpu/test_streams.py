@@ -20,14 +20,24 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import GradScalerKwargs
-from accelerators import DEVICE, KIND, current_stream, on, sleep, synchronize
+from accelerators import (
+    DEVICE,
+    KIND,
+    adamw,
+    assert_same,
+    current_stream,
+    fused_adamw,
+    on,
+    sgd,
+    sleep,
+    synchronize,
+)
 from support import weights
 from torch import Tensor, nn
 
 from accel_scaler import AsyncOptimizer, GradScaler, ScalerConfig, attach, detach
-from accel_scaler.async_optimizer import replica as replica_module
 
-pytestmark = pytest.mark.usefixtures("side_streams")
+pytestmark = pytest.mark.usefixtures("side_streams", "one_part_each")
 
 STEPS = 6
 CPU = "cpu"
@@ -37,20 +47,8 @@ SHORT = 5_000_000
 Make = Callable[[Any], Any]
 
 
-def sgd(params: Any) -> Any:
-    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
-
-
-def adamw(params: Any) -> Any:
-    return torch.optim.AdamW(params, lr=0.01)
-
-
 def fused_adam(params: Any) -> Any:
     return torch.optim.Adam(params, lr=0.01, fused=True)
-
-
-def fused_adamw(params: Any) -> Any:
-    return torch.optim.AdamW(params, lr=0.01, fused=True)
 
 
 def deep(where: str) -> Any:
@@ -58,12 +56,6 @@ def deep(where: str) -> Any:
     torch.manual_seed(0)
     inner = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.ReLU())]
     return nn.Sequential(nn.Linear(8, 64), *inner, nn.Linear(64, 1)).to(where)
-
-
-@pytest.fixture(autouse=True)
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part for each parameter, so that some are due while others are not."""
-    monkeypatch.setattr(replica_module, "SMALLEST_PART", 1)
 
 
 def batch_of(step: int, where: str) -> tuple[Tensor, Tensor]:
@@ -92,13 +84,6 @@ def state_of(optimizer: Any) -> list[Tensor]:
     ]
 
 
-def assert_same(mine: list[Tensor], expected: list[Tensor]) -> None:
-    assert len(mine) == len(expected)
-    for place, (a, b) in enumerate(zip(mine, expected, strict=True)):
-        assert torch.equal(a, b), f"{place}: {a.flatten()[:4]}, expected {b.flatten()[:4]}"
-    assert all(bool(t.isfinite().all()) for t in expected)
-
-
 def streams_of(where: str, count: int) -> list[Any]:
     """``count`` side streams, and the present one; None on a CPU."""
     if where == CPU:
@@ -123,6 +108,20 @@ def follow(stream: Any, other: Any) -> None:
 def busy(where: str) -> None:
     if where != CPU:
         sleep(SHORT)
+
+
+def fetched(where: str, model: Any, *found: Tensor) -> list[Tensor]:
+    """The weights and ``found``, once the device has done all."""
+    if where != CPU:
+        synchronize()
+    return [weights(model).cpu(), *(t.cpu() for t in found)]
+
+
+def assert_beside_cpu(run: Callable[..., list[Tensor]], *settings: Any) -> None:
+    """``run`` on the device gives what it gives on a CPU."""
+    mine, expected = run(DEVICE, *settings), run(CPU, *settings)
+    assert_same(mine, expected)
+    assert all(bool(t.isfinite().all()) for t in expected)
 
 
 def until_gone(stepper: Any) -> None:
@@ -163,7 +162,7 @@ def resumed(where: str, mode: str, offload: str, make: Make) -> list[Tensor]:
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 @pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
 def test_a_resumed_run_goes_on_as_on_a_cpu(mode: str, offload: str, make: Make) -> None:
-    assert_same(resumed(DEVICE, mode, offload, make), resumed(CPU, mode, offload, make))
+    assert_beside_cpu(resumed, mode, offload, make)
 
 
 @pytest.fixture
@@ -211,14 +210,6 @@ def test_load_state_of_accelerate_goes_on_as_in_stock(mode: str, tmp_path: Path)
     assert_same(mine, resumed_by_accelerate(None, tmp_path / "stock"))
 
 
-@pytest.mark.usefixtures("scaled")
-def test_load_state_of_accelerate_keeps_the_counts_of_steps(tmp_path: Path) -> None:
-    found = resumed_by_accelerate("delayed", tmp_path)
-    counts = [float(t) for t in found if t.ndim == 0]
-    assert counts == [3.0] * (len(counts) // 2) + [6.0] * (len(counts) // 2)
-    assert all(bool(t.isfinite().all()) for t in found)
-
-
 def with_exchanged_state(where: str, mode: str) -> list[Tensor]:
     """Somebody puts new tensors in the state, as a library that resets it does."""
     model = deep(where)
@@ -238,7 +229,7 @@ def with_exchanged_state(where: str, mode: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
 def test_state_that_was_exchanged_is_stepped_as_on_a_cpu(mode: str) -> None:
-    assert_same(with_exchanged_state(DEVICE, mode), with_exchanged_state(CPU, mode))
+    assert_beside_cpu(with_exchanged_state, mode)
 
 
 class Averaging(torch.optim.Optimizer):
@@ -257,29 +248,9 @@ class Averaging(torch.optim.Optimizer):
                     p.sub_(group["lr"] * self.state[p]["past"][0])
 
 
-class Box:
-    """What no copy of an optimizer can take along."""
-
-    def __init__(self, value: Tensor) -> None:
-        self.value = value
-
-
-class Boxed(Averaging):
-    """Keeps tensors where nobody sees them, so its steps stay on the training thread."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        if not hasattr(self, "boxes"):
-            self.boxes = [Box(torch.zeros_like(p)) for p in self.param_groups[0]["params"]]
-        super().step()
-        for p, box in zip(self.param_groups[0]["params"], self.boxes, strict=True):
-            box.value = 0.5 * box.value + self.state[p]["past"][0]
-            p.sub_(0.01 * box.value)
-
-
-def with_own_optimizer(where: str, mode: str, kind: type[Averaging]) -> list[Tensor]:
+def with_own_optimizer(where: str, mode: str) -> list[Tensor]:
     model = deep(where)
-    inner = kind(model.parameters(), torch.tensor(0.1, device=where))
+    inner = Averaging(model.parameters(), torch.tensor(0.1, device=where))
     with AsyncOptimizer(inner, model, mode=mode) as optimizer:
         for step in range(STEPS):
             backward(model, step, where)
@@ -292,12 +263,9 @@ def with_own_optimizer(where: str, mode: str, kind: type[Averaging]) -> list[Ten
         return [weights(model).cpu(), *past]
 
 
-@pytest.mark.parametrize("kind", [Averaging, Boxed])
 @pytest.mark.parametrize("mode", ["sync", "overlap"])
-def test_tensors_of_another_optimizer_are_kept_until_the_device_is_done(
-    mode: str, kind: type[Averaging]
-) -> None:
-    assert_same(with_own_optimizer(DEVICE, mode, kind), with_own_optimizer(CPU, mode, kind))
+def test_tensors_of_another_optimizer_are_kept_until_the_device_is_done(mode: str) -> None:
+    assert_beside_cpu(with_own_optimizer, mode)
 
 
 def with_a_rate_on_the_device(mode: str | None) -> list[Tensor]:
@@ -362,8 +330,7 @@ def dropped(where: str, mode: str, offload: str, make: Make, collected: bool) ->
 def test_a_dropped_optimizer_writes_where_it_may(
     mode: str, offload: str, make: Make, collected: bool
 ) -> None:
-    mine = dropped(DEVICE, mode, offload, make, collected)
-    assert_same(mine, dropped(CPU, mode, offload, make, collected))
+    assert_beside_cpu(dropped, mode, offload, make, collected)
 
 
 def dropped_beside_compiled(where: str) -> list[Tensor]:
@@ -388,7 +355,7 @@ def dropped_beside_compiled(where: str) -> list[Tensor]:
 
 
 def test_a_compiled_model_outlives_its_dropped_optimizer() -> None:
-    assert_same(dropped_beside_compiled(DEVICE), dropped_beside_compiled(CPU))
+    assert_beside_cpu(dropped_beside_compiled)
 
 
 def succeeded(where: str) -> list[Tensor]:
@@ -415,7 +382,7 @@ def succeeded(where: str) -> list[Tensor]:
 
 
 def test_another_optimizer_takes_over_from_a_dropped_one() -> None:
-    assert_same(succeeded(DEVICE), succeeded(CPU))
+    assert_beside_cpu(succeeded)
 
 
 def test_the_rate_of_a_dropped_optimizer_is_kept_until_the_device_is_done() -> None:
@@ -459,17 +426,14 @@ def evaluated_on_two(where: str, mode: str, offload: str, grad: bool) -> list[Te
                     found.append(model(x).detach().clone())
             for stream in (one, two):
                 follow(home, stream)
-        if where != CPU:
-            synchronize()
-        return [weights(model).cpu(), *(t.cpu() for t in found)]
+        return fetched(where, model, *found)
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["no grad", "grad"])
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 @pytest.mark.parametrize("mode", ["overlap", "delayed"])
 def test_evaluation_on_two_streams(mode: str, offload: str, grad: bool) -> None:
-    mine = evaluated_on_two(DEVICE, mode, offload, grad)
-    assert_same(mine, evaluated_on_two(CPU, mode, offload, grad))
+    assert_beside_cpu(evaluated_on_two, mode, offload, grad)
 
 
 def averaged(where: str, offload: str, when: str) -> list[Tensor]:
@@ -500,9 +464,7 @@ def averaged(where: str, offload: str, when: str) -> list[Tensor]:
             follow(home, other)
             if when != "after a use at home":
                 backward(model, step + 1, where)
-        if where != CPU:
-            synchronize()
-    return [weights(model).cpu(), *(t.cpu() for t in (*average, *another))]
+        return fetched(where, model, *average, *another)
 
 
 @pytest.mark.parametrize(
@@ -510,7 +472,7 @@ def averaged(where: str, offload: str, when: str) -> list[Tensor]:
 )
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 def test_averages_on_streams_beside_the_training(offload: str, when: str) -> None:
-    assert_same(averaged(DEVICE, offload, when), averaged(CPU, offload, when))
+    assert_beside_cpu(averaged, offload, when)
 
 
 def gradients_read(where: str, mode: str, offload: str) -> list[Tensor]:
@@ -539,15 +501,13 @@ def gradients_read(where: str, mode: str, offload: str) -> list[Tensor]:
                 optimizer.zero_grad(set_to_none=False)
             elif step % 3 == 1:
                 optimizer.zero_grad()
-        if where != CPU:
-            synchronize()
-    return [weights(model).cpu(), *(t.cpu() for t in found)]
+        return fetched(where, model, *found)
 
 
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 @pytest.mark.parametrize("mode", ["overlap", "delayed"])
 def test_gradients_that_are_read_on_several_streams(mode: str, offload: str) -> None:
-    assert_same(gradients_read(DEVICE, mode, offload), gradients_read(CPU, mode, offload))
+    assert_beside_cpu(gradients_read, mode, offload)
 
 
 def read_by_a_thread(where: str) -> list[Tensor]:
@@ -572,13 +532,11 @@ def read_by_a_thread(where: str) -> list[Tensor]:
             reader.start()
             reader.join()
             follow(home, side)
-        if where != CPU:
-            synchronize()
-    return [t.cpu() for t in found]
+        return fetched(where, model, *found)
 
 
 def test_a_thread_with_a_stream_of_its_own() -> None:
-    assert_same(read_by_a_thread(DEVICE), read_by_a_thread(CPU))
+    assert_beside_cpu(read_by_a_thread)
 
 
 def averaged_while_delayed(where: str) -> list[Tensor]:
@@ -600,13 +558,11 @@ def averaged_while_delayed(where: str) -> list[Tensor]:
                 x, _ = batch_of(0, where)
                 found.append(model(x))
             follow(home, side)
-        if where != CPU:
-            synchronize()
-    return [weights(model).cpu(), *(t.cpu() for t in (*average, *found))]
+        return fetched(where, model, *average, *found)
 
 
 def test_an_average_beside_an_evaluation_while_an_update_is_delayed() -> None:
-    assert_same(averaged_while_delayed(DEVICE), averaged_while_delayed(CPU))
+    assert_beside_cpu(averaged_while_delayed)
 
 
 def compiled(where: str) -> list[Tensor]:
@@ -633,13 +589,11 @@ def compiled(where: str) -> list[Tensor]:
                 with beside(side):  # which nobody waits for that is compiled
                     found += [p.detach().clone() for p in model.parameters()]
             follow(home, side)
-        if where != CPU:
-            synchronize()
-    return [weights(model).cpu(), *(t.cpu() for t in found)]
+        return fetched(where, model, *found)
 
 
 def test_a_compiled_model_on_two_streams() -> None:
-    assert_same(compiled(DEVICE), compiled(CPU))
+    assert_beside_cpu(compiled)
 
 
 # synchronize() on another stream.
@@ -670,16 +624,13 @@ def published_elsewhere(where: str, offload: str, how: str) -> list[Tensor]:
             follow(home, side)
             optimizer.step()
             optimizer.zero_grad()
-        if where != CPU:
-            synchronize()
-    return [weights(model).cpu(), *(t.cpu() for t in found)]
+        return fetched(where, model, *found)
 
 
 @pytest.mark.parametrize("how", ["evaluation", "state_dict", "synchronize"])
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 def test_delayed_publishes_in_the_order_of_the_training_stream(offload: str, how: str) -> None:
-    mine = published_elsewhere(DEVICE, offload, how)
-    assert_same(mine, published_elsewhere(CPU, offload, how))
+    assert_beside_cpu(published_elsewhere, offload, how)
 
 
 def saved_after_an_edit(where: str) -> list[Tensor]:
@@ -703,7 +654,7 @@ def saved_after_an_edit(where: str) -> list[Tensor]:
 
 
 def test_masters_learn_of_an_edit_in_the_order_of_the_training_stream() -> None:
-    assert_same(saved_after_an_edit(DEVICE), saved_after_an_edit(CPU))
+    assert_beside_cpu(saved_after_an_edit)
 
 
 def saved_elsewhere(where: str, mode: str) -> list[Tensor]:
@@ -722,11 +673,9 @@ def saved_elsewhere(where: str, mode: str) -> list[Tensor]:
                 entries = optimizer.state_dict()["state"].values()
                 found += [entry["momentum_buffer"].clone() for entry in entries]
             follow(home, side)
-        if where != CPU:
-            synchronize()
-    return [t.cpu() for t in found]
+        return fetched(where, model, *found)
 
 
 @pytest.mark.parametrize("mode", ["overlap", "delayed"])
 def test_state_that_is_saved_on_another_stream(mode: str) -> None:
-    assert_same(saved_elsewhere(DEVICE, mode), saved_elsewhere(CPU, mode))
+    assert_beside_cpu(saved_elsewhere, mode)

@@ -7,7 +7,7 @@ parameter that does not wait for its update sees the old value, every time.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -42,7 +42,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
-from versions import release
 
 from accel_scaler import AsyncOptimizer, GradScaler
 from accel_scaler.async_optimizer.replica import Replica
@@ -181,65 +180,6 @@ def test_gradient_checkpointing(use_reentrant: bool) -> None:
     check(Script(partial(Recomputed, use_reentrant), regression, momentum))
 
 
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-def _compile_in_place(model: Any, backend: str) -> Any:
-    model.compile(backend=backend)
-    return model
-
-
-@pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize(
-    ("compiled", "backend", "when"),
-    [
-        (torch.compile, "eager", "after prepare"),
-        (torch.compile, "aot_eager", "before prepare"),
-        (_compile_in_place, "eager", "before prepare"),
-        (_compile_in_place, "aot_eager", "after prepare"),
-    ],
-)
-def test_compiled_models(compiled: Callable[..., Any], backend: str, when: str) -> None:
-    def run(mode: str) -> Trace:
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        if when == "before prepare":
-            script = Script(lambda: compiled(layers(), backend=backend), regression, momentum)
-        else:
-            script = Script(
-                layers, regression, momentum, after_prepare=partial(compiled, backend=backend)
-            )
-        trace = script(mode)
-        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-        return trace
-
-    graphs: list[int] = []
-    reference = run_sync_and_overlap(run)
-    # Where a graph meets parameters of another class it is compiled again: the root waits.
-    # Compiled after prepare, our hook is traced as well, and torch 2.15 sees that it has come
-    # since: one graph more, once.
-    assert graphs[1] <= graphs[0] + (when == "after prepare" or release("torch") >= (2, 15))
-    reference.assert_lively(STEPS)
-
-
-@pytest.mark.usefixtures("fresh_compiler")
-def test_a_compiled_part_of_a_model() -> None:
-    def model() -> nn.Module:
-        net = layers()
-        net[2].compile(backend="eager")
-        return net
-
-    def run(mode: str) -> Trace:
-        torch._dynamo.reset()
-        return Script(model, regression, momentum)(mode)
-
-    run_sync_and_overlap(run).assert_lively(STEPS)
-
-
 def test_lora() -> None:
     peft = pytest.importorskip("peft")
 
@@ -344,28 +284,6 @@ def test_muon() -> None:
     check(Script(layers, regression, optimizer))
 
 
-def test_what_an_unknown_optimizer_counts_in_its_groups_reaches_the_user() -> None:
-    def run(mode: str) -> Trace:
-        trace = Trace()
-        with accelerator_for(mode, 1) as accelerator:
-            model = layers()
-            inner = Counting(model.parameters())
-            model, optimizer = accelerator.prepare(model, inner)
-            for step in range(20):
-                accelerator.backward(regression(model, step) * (INF if step == 7 else 1.0))
-                optimizer.step()
-                optimizer.zero_grad()
-                if step % 5 == 4:
-                    optimizer.synchronize()
-                    group = inner.param_groups[0]
-                    trace.more.append((group["k"], group["seen"], inner.largest))
-            trace.finish(model, optimizer)
-        return trace
-
-    reference = run_sync_and_overlap(run)
-    assert [k for k, _, _ in reference.more] == [5, 9, 14, 19]
-
-
 # Two optimizers.
 
 
@@ -431,34 +349,6 @@ def test_a_gan_with_two_optimizers_and_weights_clamped_right_after_the_step(
 # Reading parameters right after step().
 
 
-def test_parameters_read_one_by_one_in_ways_of_many_kinds() -> None:
-    reads: list[Callable[[Tensor], Any]] = [
-        lambda p: p.detach().clone(),
-        lambda p: p.sum().item(),
-        lambda p: p.tolist(),
-        lambda p: float(torch.linalg.vector_norm(p)),
-        lambda p: p.detach().numpy().copy(),
-        lambda p: p.data.clone(),
-        lambda p: torch.cat([p.flatten()[:1], torch.zeros(1)]).detach(),
-        lambda p: p[..., 0].detach().clone(),
-        lambda p: [row.detach().clone() for row in p],
-        lambda p: torch.nn.utils.parameters_to_vector([p]).detach(),
-        lambda p: repr(p),
-        lambda p: (p > 0).tolist(),
-        lambda p: torch.stack([p, p]).detach(),
-        lambda p: p.to(torch.float16),
-        lambda p: torch._foreach_norm([p.detach()]),
-    ]
-
-    def after(step: int, model: Any, trace: Trace) -> None:
-        params = list(model.parameters())
-        read = reads[step % len(reads)]
-        seen = read(params[(step // len(reads)) % len(params)])
-        trace.more.append(seen.tolist() if hasattr(seen, "tolist") else str(seen))
-
-    check(Script(layers, regression, momentum, accumulation=1, after_step=after))
-
-
 # AsyncOptimizer in a raw loop, against plain torch.
 
 
@@ -520,25 +410,6 @@ def test_a_raw_loop_equals_plain_torch(name: str, whole_boundary: bool) -> None:
             return norm
 
         trace = train_raw(model, optimizer, scaler, loss, boundary)
-    trace.assert_equals(reference)
-
-
-def test_without_a_model_every_use_waits_too() -> None:
-    reference = _torch_run((Strangers, strangers_loss, momentum), clip=True)
-    reset()
-    model = Strangers()
-    scaler = GradScaler("cpu", init_scale=2.0**12, growth_interval=9)
-    with (
-        lazy(),
-        AsyncOptimizer(momentum(model), scaler=scaler, optimizer_threads=1) as optimizer,
-    ):
-
-        def boundary() -> float:
-            norm = float(optimizer.clip_grad_norm_(0.3, parameters=model.parameters()))
-            optimizer.step()
-            return norm
-
-        trace = train_raw(model, optimizer, scaler, strangers_loss, boundary)
     trace.assert_equals(reference)
 
 

@@ -89,11 +89,12 @@ class SyncHooks:
             self._remove()
 
     def _give_state_back(self, stepper: AsyncStepper) -> None:
-        """State that lives with masters goes to the parameters' device and dtype."""
+        """State that lives with masters goes to the parameters' device and dtype, a shard's is a
+        DTensor again."""
         optimizer = stepper.optimizer
         if not stepper.replica.pairs:
             return  # nothing was ever stepped or loaded; asked for state it would begin now
-        if not (stepper.replica.masters or stepper.keeps_scaled):
+        if not (stepper.replica.masters or stepper.keeps_scaled or stepper.replica.is_sharded):
             return
         if not stepper.replica.splittable:
             stepper.replica.return_state()

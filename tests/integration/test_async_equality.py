@@ -346,9 +346,6 @@ def test_a_gan_with_two_optimizers_and_weights_clamped_right_after_the_step(
     assert float(reference.weights["0.weight"].abs().max()) < 0.301, "the judge's are clamped"
 
 
-# Reading parameters right after step().
-
-
 # AsyncOptimizer in a raw loop, against plain torch.
 
 

@@ -190,31 +190,6 @@ def test_a_fence_publishes(name: str) -> None:
     assert ours["losses"] != run_reference("adamw")["losses"]
 
 
-def test_parameters_without_gradients_stay_and_take_no_state() -> None:
-    model = network()
-    model[0].weight.requires_grad_(False)
-    reference_model = network()
-    reference_model[0].weight.requires_grad_(False)
-    reference = Reference(reference_model.parameters(), OPTIMIZERS["adamw"], 0)
-    inner = OPTIMIZERS["adamw"](model.parameters())
-    with AsyncOptimizer(inner, model, scaler=(scaler := scaler_of()), mode="delayed") as optimizer:
-        for step in range(6):
-            scaler.scale(loss_of(model, step)).backward()
-            (loss_of(reference_model, step) * reference.scale).backward()
-            if step % 2:  # a parameter that is left out every other step
-                model[0].bias.grad = None
-                reference_model[0].bias.grad = None
-            optimizer.step()
-            optimizer.zero_grad()
-            reference.boundary()
-        optimizer.synchronize()
-    reference.publish()
-    ours = [p.detach() for p in model.parameters()]
-    assert same(ours, [p.detach() for p in reference_model.parameters()])
-    assert model[0].weight not in inner.state
-    assert inner.state[model[0].bias]["step"] == 3
-
-
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 def test_a_resumed_warm_up_goes_on_where_it_was(offload: str) -> None:
     """Five prompt steps, three of them before the checkpoint; then stale ones."""

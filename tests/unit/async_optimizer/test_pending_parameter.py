@@ -19,7 +19,6 @@ from accel_scaler.async_optimizer import pending_parameter as pending_parameter_
 from accel_scaler.async_optimizer.pending_parameter import (
     ParameterHold,
     PendingParameter,
-    can_hold_parameters,
 )
 
 BEFORE, AFTER = 1.0, 3.0
@@ -363,25 +362,6 @@ def test_a_hold_that_was_released_keeps_no_parameter_alive() -> None:
     del source
     gc.collect()
     assert ref() is None
-
-
-def test_only_plain_parameters_can_be_held() -> None:
-    class Own(nn.Parameter):
-        pass
-
-    plain = nn.Parameter(torch.ones(1))
-    assert can_hold_parameters([plain])
-    assert not can_hold_parameters([plain, Own(torch.ones(1))])
-    assert not can_hold_parameters([torch.ones(1, requires_grad=True)])
-
-
-def test_a_pickle_knows_nothing_of_the_pending_class() -> None:
-    source = Source(2)
-    text = pickle.dumps(source.params)
-    assert b"Pending" not in text
-    assert b"accel_scaler" not in text
-    assert [type(p) for p in pickle.loads(text)] == [nn.Parameter] * 2
-    assert [type(p) for p in copy.deepcopy(source.params)] == [nn.Parameter] * 2
 
 
 def test_a_hold_that_has_gone_holds_nothing_and_leaves_no_number_behind() -> None:

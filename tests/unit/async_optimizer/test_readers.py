@@ -331,31 +331,6 @@ def test_in_delayed_another_thread_is_refused_what_would_change_the_model() -> N
     )
 
 
-def test_in_delayed_another_thread_may_look_once_the_one_that_trained_is_gone_or_synchronized() -> (
-    None
-):
-    for gone in (False, True):
-        model, optimizer = delayed()
-        alone, same = delayed()
-        with optimizer, same:
-            train(alone, same, 3)
-            expected = {k: v.clone() for k, v in alone.state_dict().items()}
-            if gone:
-                thread = threading.Thread(target=train, args=(model, optimizer, 3))
-                thread.start()
-                thread.join(LIMIT_S)
-                seen = model.state_dict()
-            else:
-                train(model, optimizer, 3)
-                optimizer.synchronize()
-                found: list[Any] = []
-                thread = threading.Thread(target=lambda: found.append(model.state_dict()))  # noqa: B023
-                thread.start()
-                thread.join(LIMIT_S)
-                (seen,) = found
-            assert is_same(dict(seen), expected)
-
-
 def test_state_that_a_step_is_adding_to_is_read_before_it_or_after_it() -> None:
     for _ in range(12):
         params = nn.ParameterList([nn.Parameter(torch.ones(2)) for _ in range(40)])

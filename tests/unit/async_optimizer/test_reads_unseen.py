@@ -386,29 +386,6 @@ def test_a_compiled_function_of_something_else_costs_no_overlap() -> None:
     assert seen == [{PendingParameter}] * 3
 
 
-@pytest.mark.parametrize("mode", ["overlap", "delayed"])
-def test_a_compiled_inner_module_that_is_called_alone_sees_the_update(mode: str) -> None:
-    x = torch.ones(1, 3)
-    for how in (inner_layer, inner_wrapped):
-        torch._dynamo.reset()
-        model = how(network(), "eager")
-        with lazy(), AsyncOptimizer(sgd(model), model, mode=mode) as optimizer:
-            train(model, optimizer, range(2))
-            with torch.no_grad():
-                seen = model.a(x)
-            optimizer.synchronize()
-            assert torch.equal(seen, network_after(model).a(x))
-
-
-def network_after(model: nn.Module) -> Any:
-    """A fresh one with these values."""
-    fresh: Any = network()
-    with torch.no_grad():
-        for p, value in zip(fresh.parameters(), values(model), strict=True):
-            p.copy_(value)
-    return fresh
-
-
 class WithScript(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -26,7 +26,6 @@ from accel_scaler import (
     AsyncOptimizer,
     GradScaler,
     ScalerConfig,
-    StepError,
     UnsupportedError,
     attach,
 )
@@ -370,23 +369,6 @@ def test_what_is_not_torchs_trains_as_alone_and_says_where(
     assert len(words()) == (kwargs.get("mode") != "sync")
 
 
-def test_groups_and_state_are_the_users_after_a_step_that_failed_on_masters() -> None:
-    class Fails(Whole):
-        def step(self, closure: Any = None) -> None:
-            super().step()
-            raise ValueError("no")
-
-    model = net()
-    params = list(model.parameters())
-    inner = Fails(params)
-    with AsyncOptimizer(inner, model, offload="cpu") as optimizer:
-        loss_of(model, 0).backward()
-        with pytest.raises(StepError, match="no"):
-            optimizer.step()
-        assert all(a is b for a, b in zip(inner.param_groups[0]["params"], params, strict=True))
-        assert {id(key) for key in inner.state if isinstance(key, Tensor)} == set(map(id, params))
-
-
 @pytest.mark.parametrize("mode", ["overlap", "delayed"])
 def test_state_of_the_optimizer_itself_is_loaded(mode: str) -> None:
     saved, model = plain(Whole).state, net()
@@ -557,28 +539,6 @@ def test_state_tensors_that_were_replaced_are_stepped_and_saved(kind: Any, kwarg
     assert_equal(ours(make, exchange, **kwargs), plain(make, exchange))
 
 
-def halve_state(step: int, optimizer: Any, model: nn.Module) -> None:
-    """As somebody does who restores moments in another precision."""
-    if step == 1:
-        if (stepper := async_stepper_of(optimizer)) is not None:
-            stepper.synchronize()
-        for p in model.parameters():
-            optimizer.state[p]["exp_avg"] = optimizer.state[p]["exp_avg"].half().to(torch.float32)
-
-
-def test_replaced_state_is_taken_to_where_the_masters_are() -> None:
-    make = functools.partial(adam, foreach=True)
-    assert_equal(ours(make, halve_state, offload="cpu"), plain(make, halve_state))
-
-    def as_half(step: int, optimizer: Any, model: nn.Module) -> None:
-        halve_state(step, optimizer, model)
-        if step == 1 and async_stepper_of(optimizer) is not None:
-            for p in model.parameters():
-                optimizer.state[p]["exp_avg"] = optimizer.state[p]["exp_avg"].half()
-
-    assert_equal(ours(make, as_half, offload="cpu"), plain(make, halve_state))
-
-
 @pytest.mark.parametrize(
     "change", [{"fused": False, "foreach": True}, {"weight_decay": 0.5}], ids=str
 )
@@ -690,28 +650,18 @@ def test_two_masters_of_one_parameter_are_refused(kind: str) -> None:
     assert all(async_stepper_of(optimizer) is None for optimizer in optimizers)
 
 
-# (23) Autocast, default device.
+# (23) Autocast.
 
 
-class Products(Own):
-    """Its update is a matrix product, which autocast rounds; its constants go to a device."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for p in self.param_groups[0]["params"]:
-            if p.ndim == 2:
-                square = p.grad @ p.grad.T
-                p.sub_((square @ p.grad).float(), alpha=LR)
-            self.state[p]["where"] = str(torch.zeros(1).device)
-
-
-@pytest.mark.parametrize("make", [Products, torch.optim.Muon])
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs a newer torch")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_autocast_is_that_of_the_thread_that_steps(make: Any, dtype: torch.dtype) -> None:
+def test_autocast_is_that_of_the_thread_that_steps(dtype: torch.dtype) -> None:
+    """Muon's update is made of matrix products, which autocast rounds."""
+
     def run(wrap: Callable[[Any], Any], inside: bool) -> list[Tensor]:
         torch.manual_seed(2)
         ps = [nn.Parameter(torch.randn(6, 5)), nn.Parameter(torch.randn(4, 4))]
-        optimizer = wrap(make(ps))
+        optimizer = wrap(torch.optim.Muon(ps))
         for step in range(3):
             for p in ps:
                 p.grad = torch.sin(p.detach() * (step + 1))
@@ -726,23 +676,6 @@ def test_autocast_is_that_of_the_thread_that_steps(make: Any, dtype: torch.dtype
         with lazy():
             assert_same(run(AsyncOptimizer, inside), reference)
     assert not torch.is_autocast_enabled("cpu")
-
-
-def test_the_default_device_is_that_of_the_thread_that_steps() -> None:
-    def devices(wrap: Callable[[Any], Any]) -> list[str]:
-        p = nn.Parameter(torch.ones(2, 2))
-        optimizer = wrap(inner := Products([p]))
-        seen = []
-        for step in range(4):
-            p.grad = torch.ones(2, 2)
-            with torch.device("meta" if step % 2 else "cpu"):
-                optimizer.step()
-            getattr(optimizer, "synchronize", lambda: None)()
-            seen.append(inner.state[p]["where"])
-        getattr(optimizer, "close", lambda: None)()
-        return seen
-
-    assert devices(AsyncOptimizer) == devices(lambda optimizer: optimizer)
 
 
 # (33) The end of a copy.

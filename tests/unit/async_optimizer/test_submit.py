@@ -168,31 +168,6 @@ def test_the_scale_does_not_lag(mode: str, gate: threading.Event) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_inside_the_function_the_scale_is_the_window_s(mode: str, gate: threading.Event) -> None:
-    inside = []
-    with Single(mode, growth_interval=1) as run:
-        assert run.scaler is not None
-        scaler = run.scaler
-        run.backward()
-
-        def update() -> None:
-            assert gate.wait(LIMIT_S)
-            inside.append(scaler.get_scale())
-            run.update()
-
-        run.optimizer.submit(update)
-        run.optimizer.zero_grad()
-        scaler.update()
-        assert scaler.get_scale() == 2 * INIT_SCALE
-        loss = (torch.ones(1, requires_grad=True) * 1.0).sum()
-        assert scaler.scale(loss).item() == 2 * INIT_SCALE  # the next window is open
-        gate.set()
-        run.optimizer.synchronize()
-        assert inside == [INIT_SCALE]
-        assert run.w.item() == 0.875  # divided by that one
-
-
-@pytest.mark.parametrize("mode", MODES)
 def test_functions_and_steps_run_in_the_order_of_their_calls(mode: str) -> None:
     """A function doubles what it finds, a step subtracts: the result tells the order."""
     with Single(mode, with_scaler=False) as run:

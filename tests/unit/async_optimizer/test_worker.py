@@ -133,24 +133,6 @@ def test_a_wait_for_some_parts_ends_while_the_others_still_run(worker: Worker) -
     assert (task.done, task.finished) == (3, True)
 
 
-def test_a_wait_for_all_ends_only_when_the_task_is_over_not_after_its_last_part(
-    worker: Worker,
-) -> None:
-    last = threading.Event()
-
-    def run(task: Task) -> None:
-        task.advance()
-        assert last.wait(LIMIT_S)
-
-    task = Task(run, 1)
-    worker.submit(task)
-    assert task.wait(1, LIMIT_S)
-    with pytest.raises(StepError, match=r"1 of 1 parts"):
-        task.wait(None, 0.05)
-    last.set()
-    assert task.wait(None, LIMIT_S)
-
-
 @pytest.mark.parametrize("kind", [ValueError, SystemExit, KeyboardInterrupt, GeneratorExit])
 def test_whatever_a_task_raises_is_kept_and_the_next_task_runs(
     worker: Worker, kind: type[BaseException]
@@ -258,24 +240,6 @@ def test_an_abandoned_task_never_runs_and_nobody_waits_for_it(worker: Worker) ->
     worker.submit(last)
     assert last.wait(limit_s=LIMIT_S)
     assert ran == []
-
-
-def test_abandoning_a_task_that_runs_changes_nothing(worker: Worker) -> None:
-    started, gate = threading.Event(), threading.Event()
-
-    def run(task: Task) -> None:
-        started.set()
-        assert gate.wait(LIMIT_S)
-        task.advance()
-
-    task = Task(run, 1)
-    worker.submit(task)
-    assert started.wait(LIMIT_S)
-    task.abandon(KeyboardInterrupt())
-    assert not task.finished
-    gate.set()
-    assert task.wait(limit_s=LIMIT_S)
-    assert task.error is None
 
 
 @pytest.mark.process

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from support import mlp
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import MultiplicativeLR
+
+from accel_scaler import AsyncOptimizer, GradScaler
 
 Make = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
@@ -79,11 +82,6 @@ class Reference:
         return [dict(self.optimizer.state[m]) for m in self.masters]
 
 
-def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    """Two layers, the same on each call."""
-    return mlp().to(dtype)
-
-
 def batch(step: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     with torch.random.fork_rng():
         torch.manual_seed(1000 + step)
@@ -94,6 +92,109 @@ def loss_of(model: nn.Module, step: int, overflow: bool = False) -> Tensor:
     x, y = batch(step, next(model.parameters()).dtype)
     loss: Tensor = ((model(x).float() - y) ** 2).mean()
     return loss * math.inf if overflow else loss
+
+
+def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """Two layers, the same on each call."""
+    return mlp().to(dtype)
+
+
+def run_reference(
+    kind: str,
+    prompt: int = NEVER_STALE,
+    *,
+    make: Callable[[], nn.Module] = network,
+    steps: int = 12,
+    overflows: Collection[int] = (0, 5),
+    micro: int = 1,
+    scale: float = INIT_SCALE,
+    autocast: bool = False,
+    schedule: bool = False,
+    fences: Collection[int] = (),
+    **clip: Any,
+) -> dict[str, Any]:
+    """Windows of ``micro`` batches with a :class:`Reference`; published after each of ``fences``.
+
+    ``clip``: see :meth:`Reference.boundary`.
+    """
+    model = make()
+    reference = Reference(model.parameters(), OPTIMIZERS[kind], prompt)
+    reference.scale = scale
+    scheduler = MultiplicativeLR(reference.optimizer, lambda _: DECAY)
+    seen: dict[str, Any] = {"losses": [], "scales": [], "skips": []}
+    for step in range(steps):
+        for number in range(step * micro, (step + 1) * micro):
+            with torch.autocast("cpu", torch.float16, enabled=autocast):
+                loss = loss_of(model, number, step in overflows)
+            (loss * reference.scale / micro).backward()
+            seen["losses"].append(str(float(loss.detach())))  # nan is equal to nan here
+        stepped = reference.boundary(**clip)
+        seen["scales"].append(reference.scale)
+        seen["skips"].append(not stepped)
+        if schedule and stepped:
+            scheduler.step()
+        if step in fences:
+            reference.publish()
+    reference.publish()
+    seen["params"] = [p.detach() for p in model.parameters()]
+    seen["masters"] = [m.detach() for m in reference.masters]
+    seen["state"] = reference.state()
+    return seen
+
+
+def run_ours(
+    kind: str,
+    mode: str = "delayed",
+    offload: str = "none",
+    *,
+    make: Callable[[], nn.Module] = network,
+    steps: int = 12,
+    overflows: Collection[int] = (0, 5),
+    scale: float = INIT_SCALE,
+    clip: dict[str, Any] | None = None,
+    schedule: str = "",
+    fences: dict[int, Callable[[Any, Any], object]] | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """The same with an ``AsyncOptimizer``; ``schedule``: of the "inner" optimizer, or of "ours"."""
+    model = make()
+    scaler = GradScaler("cpu", init_scale=scale, growth_interval=GROWTH_INTERVAL)
+    inner = OPTIMIZERS[kind](model.parameters())
+    seen: dict[str, Any] = {"losses": [], "scales": [], "skips": []}
+    with AsyncOptimizer(
+        inner, model, scaler=scaler, mode=mode, offload=offload, **settings
+    ) as optimizer:
+        scheduler = MultiplicativeLR(inner if schedule == "inner" else optimizer, lambda _: DECAY)
+        for step in range(steps):
+            loss = loss_of(model, step, step in overflows)
+            scaler.scale(loss).backward()
+            seen["losses"].append(str(float(loss.detach())))
+            if clip is not None:
+                optimizer.clip_grad_norm_(**clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            seen["scales"].append(scaler.get_scale())
+            seen["skips"].append(optimizer.step_was_skipped)
+            if schedule and not optimizer.step_was_skipped:
+                scheduler.step()
+            if fences and step in fences:
+                fences[step](model, optimizer)
+        seen.update(saved_of(model, optimizer.state_dict()))
+    return seen
+
+
+def saved_of(model: nn.Module, saved: dict[str, Any]) -> dict[str, Any]:
+    """Parameters, masters and state, as :func:`run_reference` has them."""
+    params = [p.detach().clone() for p in model.parameters()]
+    state = [dict(saved["state"][i]) for i in range(len(params))]
+    masters = [entry.pop("master", p) for entry, p in zip(state, params, strict=True)]
+    return {"params": params, "masters": masters, "state": state}
+
+
+def assert_same_run(ours: dict[str, Any], reference: dict[str, Any]) -> None:
+    """All that was seen of ``ours`` is what the reference has."""
+    for key in ours:
+        assert same(ours[key], reference[key]), key
 
 
 def same(a: Any, b: Any) -> bool:

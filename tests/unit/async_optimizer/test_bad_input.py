@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from async_support import lazy
 from torch import Tensor, nn
 
 from accel_scaler import (
@@ -29,15 +27,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 LR = 0.5
 MODES = ["sync", "overlap", "delayed"]
-
-
-@pytest.fixture
-def late(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The worker updates when somebody waits; in sync there is nobody to wait."""
-    parameters = getattr(request.node, "callspec", None)
-    mode = parameters.params.get("mode") if parameters else None
-    with nullcontext() if mode == "sync" else lazy():
-        yield
 
 
 def one(value: float = 1.0, size: int = 4) -> nn.Parameter:

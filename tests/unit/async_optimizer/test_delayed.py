@@ -3,167 +3,76 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from references import (
-    DECAY,
-    GROWTH_INTERVAL,
-    INIT_SCALE,
     NEVER_STALE,
     OPTIMIZERS,
-    Reference,
+    assert_same_run,
     batch,
     loss_of,
     network,
-    same,
+    run_ours,
+    run_reference,
 )
 from torch import nn
 
-from accel_scaler import AsyncOptimizer, GradScaler
-from accel_scaler.async_optimizer import replica as replica_module
+from accel_scaler import AsyncOptimizer
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "one_part_each")
 
-STEPS = 20
-OVERFLOWS = (0, 7, 8, 13)
 Fence = Callable[[nn.Module, Any], object]
 
 
-@pytest.fixture(autouse=True)
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part for each parameter, as in a model of a useful size."""
-    monkeypatch.setattr(replica_module, "SMALLEST_PART", 1)
-
-
-def scaler_of() -> GradScaler:
-    return GradScaler("cpu", init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL)
-
-
-def decay(_: int) -> float:
-    return DECAY
-
-
-def run_reference(
-    kind: str,
-    *,
-    prompt: int = 0,
-    max_norm: float | None = None,
-    schedule: bool = False,
-    overflows: Collection[int] = OVERFLOWS,
-    fences: Collection[int] = (),
-    steps: int = STEPS,
-) -> dict[str, Any]:
-    model = network()
-    reference = Reference(model.parameters(), OPTIMIZERS[kind], prompt)
-    scheduler = torch.optim.lr_scheduler.MultiplicativeLR(reference.optimizer, decay)
-    seen: dict[str, Any] = {"losses": [], "scales": [], "skips": []}
-    for step in range(steps):
-        loss = loss_of(model, step, step in overflows)
-        (loss * reference.scale).backward()
-        seen["losses"].append(float(loss.detach()))
-        stepped = reference.boundary(max_norm=max_norm)
-        seen["scales"].append(reference.scale)
-        seen["skips"].append(not stepped)
-        if schedule and stepped:
-            scheduler.step()
-        if step in fences:
-            reference.publish()
-    reference.publish()
-    seen["params"] = [p.detach().clone() for p in model.parameters()]
-    seen["state"] = reference.state()
-    return seen
-
-
-def run_ours(
-    kind: str,
-    *,
-    mode: str = "delayed",
-    prompt: int = 0,
-    max_norm: float | None = None,
-    schedule: str = "",
-    overflows: Collection[int] = OVERFLOWS,
-    fences: dict[int, Fence] | None = None,
-    steps: int = STEPS,
-    **settings: Any,
-) -> dict[str, Any]:
-    model, scaler = network(), scaler_of()
-    inner = OPTIMIZERS[kind](model.parameters())
-    seen: dict[str, Any] = {"losses": [], "scales": [], "skips": []}
-    with AsyncOptimizer(
-        inner, model, scaler=scaler, mode=mode, delay_warmup_steps=prompt, **settings
-    ) as optimizer:
-        target = inner if schedule == "inner" else optimizer
-        scheduler = torch.optim.lr_scheduler.MultiplicativeLR(target, decay)
-        for step in range(steps):
-            loss = loss_of(model, step, step in overflows)
-            scaler.scale(loss).backward()
-            seen["losses"].append(float(loss.detach()))
-            if max_norm is not None:
-                optimizer.clip_grad_norm_(max_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-            seen["scales"].append(scaler.get_scale())
-            seen["skips"].append(optimizer.step_was_skipped)
-            if schedule and not optimizer.step_was_skipped:
-                scheduler.step()
-            if fences and step in fences:
-                fences[step](model, optimizer)
-        optimizer.synchronize()
-        seen["params"] = [p.detach().clone() for p in model.parameters()]
-        seen["state"] = [dict(inner.state[p]) for p in model.parameters()]
-    return seen
-
-
-def assert_same(ours: dict[str, Any], reference: dict[str, Any]) -> None:
-    for key in reference:
-        assert same(_comparable(ours[key]), _comparable(reference[key])), key
-
-
-def _comparable(value: Any) -> Any:
-    return [str(v) if isinstance(v, float) else v for v in value]  # nan is equal to nan here
+WINDOWS: Any = {"steps": 20, "overflows": (0, 7, 8, 13)}
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("max_norm", [None, 0.5], ids=["unclipped", "clipped"])
-def test_delayed_is_the_one_step_delay(kind: str, max_norm: float | None) -> None:
-    assert_same(run_ours(kind, max_norm=max_norm), run_reference(kind, max_norm=max_norm))
+@pytest.mark.parametrize("clip", [{}, {"max_norm": 0.5}], ids=["unclipped", "clipped"])
+def test_delayed_is_the_one_step_delay(kind: str, clip: dict[str, Any]) -> None:
+    ours = run_ours(kind, clip=clip or None, **WINDOWS)
+    assert_same_run(ours, run_reference(kind, 0, **clip, **WINDOWS))
 
 
 @pytest.mark.parametrize("where", ["inner", "ours"])
 def test_a_scheduler_on_either_optimizer_is_that_of_the_reference(where: str) -> None:
-    ours = run_ours("sgd", schedule=where, max_norm=0.5)
-    assert_same(ours, run_reference("sgd", schedule=True, max_norm=0.5))
+    ours = run_ours("sgd", schedule=where, **WINDOWS)
+    assert_same_run(ours, run_reference("sgd", 0, schedule=True, **WINDOWS))
 
 
-def first_loss(step: int) -> float:
+def first_loss(step: int) -> str:
     """With the parameters that nothing has updated yet."""
-    return float(loss_of(network(), step).detach())
+    return str(float(loss_of(network(), step).detach()))
 
 
 def test_what_it_is_compared_with_is_stale() -> None:
-    stale = run_reference("sgd")
-    prompt = run_reference("sgd", prompt=NEVER_STALE)
+    stale = run_reference("sgd", 0, **WINDOWS)
+    prompt = run_reference("sgd", NEVER_STALE, **WINDOWS)
     # Boundary 0 is a skip; the update of boundary 1 shows in loss 2, or one step later.
     assert stale["losses"][1] == first_loss(1) == prompt["losses"][1]
     assert stale["losses"][2] == first_loss(2) != prompt["losses"][2]
 
 
-@pytest.mark.parametrize("prompt", [1, 5, STEPS])
+@pytest.mark.parametrize("prompt", [1, 5, WINDOWS["steps"]])
 def test_warm_up_steps_are_not_stale(prompt: int) -> None:
-    assert_same(run_ours("sgd", prompt=prompt), run_reference("sgd", prompt=prompt))
+    """Updates count, skips do not."""
+    ours = run_ours("sgd", delay_warmup_steps=prompt, **WINDOWS)
+    assert_same_run(ours, run_reference("sgd", prompt, **WINDOWS))
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 def test_offload_changes_no_bit(kind: str) -> None:
-    assert_same(run_ours(kind, offload="cpu", max_norm=0.5), run_reference(kind, max_norm=0.5))
+    ours = run_ours(kind, offload="cpu", clip={"max_norm": 0.5}, **WINDOWS)
+    assert_same_run(ours, run_reference(kind, 0, max_norm=0.5, **WINDOWS))
 
 
 @pytest.mark.parametrize("fold", [False, True])
 def test_folding_without_clipping_changes_no_bit(fold: bool) -> None:
-    assert_same(run_ours("fused adamw", fold_unscale=fold), run_reference("fused adamw"))
+    ours = run_ours("fused adamw", fold_unscale=fold, **WINDOWS)
+    assert_same_run(ours, run_reference("fused adamw", 0, **WINDOWS))
 
 
 def evaluate(model: nn.Module, _: Any) -> None:
@@ -185,9 +94,9 @@ FENCES: dict[str, Fence] = {
 def test_a_fence_publishes(name: str) -> None:
     """Also one straight after a skip (7), and two in a row (10, 11)."""
     at = (3, 7, 10, 11)
-    ours = run_ours("adamw", fences=dict.fromkeys(at, FENCES[name]))
-    assert_same(ours, run_reference("adamw", fences=at))
-    assert ours["losses"] != run_reference("adamw")["losses"]
+    ours = run_ours("adamw", fences=dict.fromkeys(at, FENCES[name]), **WINDOWS)
+    assert_same_run(ours, run_reference("adamw", 0, fences=at, **WINDOWS))
+    assert ours["losses"] != run_reference("adamw", 0, **WINDOWS)["losses"]
 
 
 @pytest.mark.parametrize("offload", ["none", "cpu"])

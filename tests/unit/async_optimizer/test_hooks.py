@@ -13,7 +13,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 LR = 0.5
 LIMIT_S = 60.0
-
-
-@pytest.fixture
-def late() -> Iterator[None]:
-    with lazy():
-        yield
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,10 +14,13 @@ from references import (
     INIT_SCALE,
     NEVER_STALE,
     OPTIMIZERS,
-    Reference,
+    assert_same_run,
     loss_of,
     network,
+    run_ours,
+    run_reference,
     same,
+    saved_of,
 )
 from torch import Tensor, nn
 
@@ -30,22 +32,13 @@ from accel_scaler import (
     attach,
     detach,
 )
-from accel_scaler.async_optimizer import replica as replica_module
 from accel_scaler.optimizer_step.stepper import async_stepper_of
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "one_part_each")
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 WAYS = list(itertools.product(("sync", "overlap", "delayed"), ("none", "cpu")))
 TWO_WAYS = [("sync", "none"), ("delayed", "cpu")]
-OVERFLOWS = (0, 5)
-STEPS = 12
-
-
-@pytest.fixture(autouse=True)
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part for each parameter, as in a model of a useful size."""
-    monkeypatch.setattr(replica_module, "SMALLEST_PART", 1)
 
 
 class Mixed(nn.Module):
@@ -65,72 +58,9 @@ def half() -> nn.Module:
     return network(HALF)
 
 
-def run_reference(
-    kind: str,
-    mode: str,
-    *,
-    make: Callable[[], nn.Module] = half,
-    scale: float = INIT_SCALE,
-    autocast: bool = False,
-    **clip: Any,
-) -> dict[str, Any]:
-    model = make()
-    prompt = 0 if mode == "delayed" else NEVER_STALE
-    reference = Reference(model.parameters(), OPTIMIZERS[kind], prompt)
-    reference.scale = scale
-    seen: dict[str, Any] = {"losses": [], "scales": []}
-    for step in range(STEPS):
-        with torch.autocast("cpu", HALF, enabled=autocast):
-            loss = loss_of(model, step, step in OVERFLOWS)
-        (loss * reference.scale).backward()
-        seen["losses"].append(str(float(loss.detach())))
-        reference.boundary(**clip)
-        seen["scales"].append(reference.scale)
-    reference.publish()
-    seen["params"] = [p.detach() for p in model.parameters()]
-    seen["masters"] = [m.detach() for m in reference.masters]
-    seen["state"] = reference.state()
-    return seen
-
-
-def run_ours(
-    kind: str,
-    mode: str,
-    offload: str,
-    *,
-    make: Callable[[], nn.Module] = half,
-    scale: float = INIT_SCALE,
-    clip: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    model = make()
-    scaler = GradScaler("cpu", init_scale=scale, growth_interval=GROWTH_INTERVAL)
-    inner = OPTIMIZERS[kind](model.parameters())
-    seen: dict[str, Any] = {"losses": [], "scales": []}
-    with AsyncOptimizer(inner, model, scaler=scaler, mode=mode, offload=offload) as optimizer:
-        for step in range(STEPS):
-            loss = loss_of(model, step, step in OVERFLOWS)
-            scaler.scale(loss).backward()
-            seen["losses"].append(str(float(loss.detach())))
-            if clip is not None:
-                optimizer.clip_grad_norm_(**clip)
-            optimizer.step()
-            optimizer.zero_grad()
-            seen["scales"].append(scaler.get_scale())
-        _collect(seen, model, optimizer.state_dict())
-    return seen
-
-
-def _collect(seen: dict[str, Any], model: nn.Module, saved: dict[str, Any]) -> None:
-    params = list(model.parameters())
-    seen["params"] = [p.detach().clone() for p in params]
-    entries = [dict(saved["state"][i]) for i in range(len(params))]
-    masters = [e.pop("master", p.detach().clone()) for e, p in zip(entries, params, strict=True)]
-    seen["masters"], seen["state"] = masters, entries
-
-
-def assert_same(ours: dict[str, Any], reference: dict[str, Any], *, but: str = "") -> None:
-    for key in reference.keys() - {but}:
-        assert same(ours[key], reference[key]), key
+def late(mode: str) -> int:
+    """How many updates of the reference are not."""
+    return 0 if mode == "delayed" else NEVER_STALE
 
 
 def test_our_scaler_on_a_plain_optimizer_names_the_remedy() -> None:
@@ -144,11 +74,12 @@ def test_our_scaler_on_a_plain_optimizer_names_the_remedy() -> None:
 @pytest.mark.parametrize(("mode", "offload"), WAYS)
 @pytest.mark.parametrize("kind", ["sgd", "fused adamw"])
 def test_float16_parameters_train_as_the_reference(kind: str, mode: str, offload: str) -> None:
-    assert_same(run_ours(kind, mode, offload), run_reference(kind, mode))
+    ours = run_ours(kind, mode, offload, make=half)
+    assert_same_run(ours, run_reference(kind, late(mode), make=half))
 
 
 def test_the_master_holds_what_the_parameter_cannot() -> None:
-    ours = run_ours("sgd", "sync", "none")
+    ours = run_ours("sgd", "sync", make=half)
     for p, master in zip(ours["params"], ours["masters"], strict=True):
         assert master.dtype is torch.float32
         assert torch.equal(master.half(), p)
@@ -158,14 +89,14 @@ def test_the_master_holds_what_the_parameter_cannot() -> None:
 @pytest.mark.parametrize(("mode", "offload"), WAYS)
 def test_float16_and_float32_parameters_side_by_side(mode: str, offload: str) -> None:
     ours = run_ours("adamw", mode, offload, make=Mixed, clip={"max_norm": 0.5})
-    assert_same(ours, run_reference("adamw", mode, make=Mixed, max_norm=0.5))
+    assert_same_run(ours, run_reference("adamw", late(mode), make=Mixed, max_norm=0.5))
 
 
 @pytest.mark.parametrize("scale", [1000.0, 2.0**24])
 def test_any_scale_that_fits(scale: float) -> None:
     """1000: not a power of two. 2**24: the backward itself overflows until it has backed off."""
-    ours = run_ours("sgd", "overlap", "none", scale=scale)
-    assert_same(ours, run_reference("sgd", "overlap", scale=scale))
+    ours = run_ours("sgd", "overlap", make=half, scale=scale)
+    assert_same_run(ours, run_reference("sgd", make=half, scale=scale))
     assert ours["scales"][-1] < 2.0**24
 
 
@@ -214,19 +145,19 @@ def test_clip_grad_value_clips_the_unscaled_value(make: Any) -> None:
     net = make()
     model, optimizer = accelerator.prepare(net, OPTIMIZERS["sgd"](net.parameters()))
     seen: dict[str, Any] = {"losses": [], "scales": []}
-    for step in range(STEPS):
-        loss = loss_of(model, step, step in OVERFLOWS)
+    for step in range(12):
+        loss = loss_of(model, step, step in (0, 5))
         accelerator.backward(loss)
         seen["losses"].append(str(float(loss.detach())))
         accelerator.clip_grad_value_(model.parameters(), 2.0**-4)
         optimizer.step()
         optimizer.zero_grad()
         seen["scales"].append(accelerator.scaler.get_scale())
-    _collect(seen, net, optimizer.state_dict())
+    seen.update(saved_of(net, optimizer.state_dict()))
     detach(accelerator)
-    clipped = run_reference("sgd", "overlap", make=make, autocast=True, max_value=2.0**-4)
-    assert_same(seen, clipped)
-    free = run_reference("sgd", "overlap", make=make, autocast=True)
+    clipped = run_reference("sgd", make=make, autocast=True, max_value=2.0**-4)
+    assert_same_run(seen, clipped)
+    free = run_reference("sgd", make=make, autocast=True)
     assert not same(free["params"], clipped["params"])
 
 
@@ -261,7 +192,7 @@ def test_bfloat16_with_offload_has_masters(mode: str) -> None:
         return network(BRAIN)
 
     ours = run_ours("sgd", mode, "cpu", make=brain, clip={"max_norm": 0.5})
-    assert_same(ours, run_reference("sgd", mode, make=brain, max_norm=0.5))
+    assert_same_run(ours, run_reference("sgd", late(mode), make=brain, max_norm=0.5))
 
 
 @pytest.mark.parametrize("mode", ["sync", "overlap"])

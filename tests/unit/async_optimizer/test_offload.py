@@ -27,10 +27,7 @@ MODES = ("sync", "overlap", "delayed")
 STEPS = 10
 
 
-@pytest.fixture(autouse=True)
-def small_parts(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
-    """A part for each parameter, as in a model of a useful size."""
-    monkeypatch.setattr(replica_module, "SMALLEST_PART", 1)
+pytestmark = pytest.mark.usefixtures("one_thread", "one_part_each")
 
 
 def params_of(model: nn.Module) -> list[Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,9 +15,9 @@ from references import (
     INIT_SCALE,
     NEVER_STALE,
     OPTIMIZERS,
-    Reference,
     loss_of,
     network,
+    run_reference,
     same,
 )
 from torch import Tensor, nn
@@ -62,29 +63,6 @@ class Single:
         self.optimizer.close()
 
 
-def run_reference(
-    mode: str, kind: str, dtype: torch.dtype, steps: int, overflows: tuple[int, ...], clip: bool
-) -> dict[str, Any]:
-    model = network(dtype)
-    prompt = 0 if mode == "delayed" else NEVER_STALE
-    reference = Reference(model.parameters(), OPTIMIZERS[kind], prompt)
-    losses, scales = [], []
-    for step in range(steps):
-        for micro in range(2):
-            loss = loss_of(model, 2 * step + micro, step in overflows)
-            (loss * reference.scale / 2).backward()
-            losses.append(str(float(loss.detach())))
-        reference.boundary(max_norm=0.5 if clip else None)
-        scales.append(reference.scale)
-    reference.publish()
-    return {
-        "params": [p.detach() for p in model.parameters()],
-        "state": reference.state(),
-        "losses": losses,
-        "scales": scales,
-    }
-
-
 @pytest.mark.parametrize("dtype", LOW_AND_FULL, ids=str)
 @pytest.mark.parametrize(("mode", "kind"), [("overlap", "fused adamw"), ("delayed", "sgd")])
 def test_the_documented_loop_trains_as_the_reference(
@@ -106,7 +84,9 @@ def test_the_documented_loop_trains_as_the_reference(
             scaler.update()
             scales.append(scaler.get_scale())
         optimizer.synchronize()
-        reference = run_reference(mode, kind, dtype, 12, overflows, clip=False)
+        prompt = 0 if mode == "delayed" else NEVER_STALE
+        make = partial(network, dtype)
+        reference = run_reference(kind, prompt, make=make, overflows=overflows, micro=2)
         assert losses == reference["losses"]
         assert scales == reference["scales"]
         assert same([p.detach() for p in model.parameters()], reference["params"])
@@ -141,7 +121,15 @@ def test_unscale_and_clip_inside_the_function(mode: str, dtype: torch.dtype, off
             optimizer.zero_grad()
             scaler.update()
         optimizer.synchronize()
-    reference = run_reference(mode, "sgd", dtype, 10, (4,), clip=True)
+    reference = run_reference(
+        "sgd",
+        0 if mode == "delayed" else NEVER_STALE,
+        make=partial(network, dtype),
+        steps=10,
+        overflows=(4,),
+        micro=2,
+        max_norm=0.5,
+    )
     assert same([p.detach() for p in model.parameters()], reference["params"])
     assert kinds == [{torch.float32}] * 20
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 
@@ -647,10 +646,6 @@ class AsyncStepper(Stepper):
                     f"a step pre-hook of {type(self.optimizer).__name__} returned {result!r}, new "
                     "arguments for step(), which is called without any here. Return None."
                 )
-
-    def know(self, model: Module) -> None:
-        """Take parameters' names for error messages."""
-        self.parameter_names.add_module(model)
 
     def _keep_newer(self, before: Iterable[ParameterPair]) -> None:
         """Publish masters that a change from outside has ended, where the model still is.

@@ -196,7 +196,7 @@ class SyncHooks:
                 self._others.add(model)
                 continue
             self._watch(model, stepper, mine)
-            stepper.know(model)
+            stepper.parameter_names.add_module(model)
             self._models.add(model)
         self._watch_compiled(stepper)
 

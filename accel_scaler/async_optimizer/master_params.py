@@ -12,16 +12,7 @@ from torch.optim import Optimizer
 from ..scaling import LOW_PRECISION, local
 from .streams import SideStreams
 
-__all__ = ["ParameterPair", "make_pairs", "needs_master", "place_of"]
-
-
-def needs_master(p: Tensor, everywhere: bool) -> bool:
-    """Whether ``p`` is updated through a float32 copy.
-
-    float16 always: its smallest step near 1 is 1/1024. bfloat16 trains as torch does, in place,
-    unless every parameter has a master.
-    """
-    return p.requires_grad and (everywhere or p.dtype is torch.float16)
+__all__ = ["ParameterPair", "make_pairs", "place_of"]
 
 
 class ParameterPair:
@@ -56,11 +47,6 @@ class ParameterPair:
     def is_rounded(self) -> bool:
         """The model holds less than the master."""
         return self.is_master and self.target.dtype in LOW_PRECISION
-
-    @property
-    def memory(self) -> tuple[Tensor, Tensor]:
-        """What a step writes."""
-        return self.target, self.stepped.data
 
     @torch.no_grad()
     def refresh(self, master: Tensor | None = None) -> None:
@@ -98,7 +84,8 @@ def make_pairs(
         for p in group["params"]:
             pair = ParameterPair(p, number)
             before = old.get(id(p))
-            wanted = needs_master(p, masters)
+            # float16 always: its smallest step near 1 is 1/1024. bfloat16 trains as in torch.
+            wanted = p.requires_grad and (masters or p.dtype is torch.float16)
             if (
                 before is not None
                 and place_of(before.target) == place_of(pair.target)
@@ -111,7 +98,8 @@ def make_pairs(
             pairs.append(pair)
     _give_masters(fresh, streams, offload, old)
     # A model may go with its optimizer while the device still has an update of it to do.
-    streams.keep(t for pair in pairs if old.get(id(pair.param)) is not pair for t in pair.memory)
+    new = [pair for pair in pairs if old.get(id(pair.param)) is not pair]
+    streams.keep(t for pair in new for t in (pair.target, pair.stepped.data))
     return pairs
 
 

@@ -368,7 +368,7 @@ class Replica:
         if part.epoch == self._epoch:
             return part.plans
         part.epoch, part.plans = self._epoch, None
-        if self._can_plan([part]):
+        if self._can_plan(part):
             part.plans = {
                 number: AdamGroup(
                     self.copy,
@@ -381,14 +381,13 @@ class Replica:
             }
         return part.plans
 
-    def _can_plan(self, parts: Sequence[Part]) -> bool:
-        """Whether torch's fused Adam kernel can be called directly for these parts."""
-        pairs = [pair for part in parts for pair in part.pairs]
+    def _can_plan(self, part: Part) -> bool:
+        """Whether torch's fused Adam kernel can be called directly."""
         return (
             type(self.optimizer) in (torch.optim.Adam, torch.optim.AdamW)
-            and all(is_plain(self.copy.param_groups[n]) for part in parts for n in part.groups)
-            and is_uniform([pair.stepped.detach() for pair in pairs])
-            and all(self.copy.state.get(pair.stepped) for pair in pairs)
+            and all(is_plain(self.copy.param_groups[n]) for n in part.groups)
+            and is_uniform([pair.stepped.detach() for pair in part.pairs])
+            and all(self.copy.state.get(pair.stepped) for pair in part.pairs)
         )
 
     def _step_in_python(

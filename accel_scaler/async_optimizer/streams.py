@@ -68,7 +68,7 @@ class SideStreams:
         self._backend = streams = streams_of(device)
         """None: on a CPU, and where one queue keeps the order."""
         self.device = device if streams is None else streams.device
-        self._home: Any = None
+        self.home: Any = None
         """The stream that the training thread handed the last step over from."""
         self._last: Any = None
         """The event of the last work on the side stream."""
@@ -88,7 +88,7 @@ class SideStreams:
             return None
         stream = self._backend.current()
         if home:
-            self._home = stream
+            self.home = stream
         return self._record(stream)
 
     def _record(self, stream: Any) -> Any:
@@ -103,7 +103,7 @@ class SideStreams:
         if event is None or self._backend is None:
             return
         stream = self._backend.current()
-        for each in (stream,) if self._home in (None, stream) else (stream, self._home):
+        for each in (stream,) if self.home in (None, stream) else (stream, self.home):
             with self._backend.on(each):
                 event.wait()
         self._followed = event
@@ -158,14 +158,14 @@ class SideStreams:
     def as_at_home(self) -> Iterator[None]:
         """What this thread enqueues is in the order of the training stream, whichever its own."""
         here = None if self._backend is None else self._backend.current()
-        if here is None or self._home in (None, here):
+        if here is None or self.home in (None, here):
             yield
             return
-        here.wait_stream(self._home)
+        here.wait_stream(self.home)
         try:
             yield
         finally:
-            self._home.wait_stream(here)
+            self.home.wait_stream(here)
 
     def keep(self, tensors: Iterable[Tensor | None], at_home: bool = False) -> None:
         """Their memory is not given to others before the side stream is done with them.
@@ -174,17 +174,12 @@ class SideStreams:
         """
         if self._backend is None:
             return
-        streams = [self._work, self._home] if at_home and self._home is not None else [self._work]
+        streams = [self._work, self.home] if at_home and self.home is not None else [self._work]
         for tensor in tensors:
             if tensor is not None and tensor.device.type == self.device.type:
                 for held in _held(tensor):
                     for stream in streams:
                         held.record_stream(stream)
-
-    @property
-    def home(self) -> Any:
-        """The stream that trains, as far as is known."""
-        return self._home
 
     def host_like(
         self, tensors: Sequence[Tensor], dtype: torch.dtype | None = None

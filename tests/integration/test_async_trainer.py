@@ -362,30 +362,6 @@ def test_delayed_resumes_as_if_it_had_gone_on(tmp_path: Path, mode: str, make_mo
     assert not torch.equal(sync["weights"], whole["weights"])
 
 
-@pytest.mark.parametrize("act", ["evaluate", "predict", "save", "parameters"])
-def test_after_a_delayed_training_everything_is_the_newest(tmp_path: Path, act: str) -> None:
-    """One step from the same weights is the same step, however late it is published."""
-    seen = []
-    for mode in ("sync", "delayed"):
-        trainer, _ = make(tmp_path / mode, (), max_steps=1, warmup_steps=0)
-        start = weights(trainer.model)
-        with attached(trainer, mode):
-            train(trainer)
-            if act == "evaluate":
-                result: Any = trainer.evaluate()["eval_loss"]
-            elif act == "predict":
-                result = torch.from_numpy(trainer.predict(examples(4, start=500)).predictions)
-            elif act == "save":
-                trainer.save_model(str(tmp_path / mode / "saved"))
-                result = weights(GPT2LMHeadModel.from_pretrained(tmp_path / mode / "saved"))
-                assert not torch.equal(result, start)
-            else:
-                result = weights(trainer.model)
-                assert not torch.equal(result, start)
-            seen.append(result)
-    assert_same(seen[1], seen[0])
-
-
 class Interrupter(TrainerCallback):
     """Ends the training at its third step, with an exception if there is one."""
 

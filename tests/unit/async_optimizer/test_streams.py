@@ -46,7 +46,7 @@ def paper(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], PaperDevice]:
         class PaperStreams(SideStreams):
             def __init__(self, _: torch.device) -> None:
                 self.device, self._backend = torch.device("cpu"), device
-                self._home: Any = None
+                self.home: Any = None
                 self._last: Any = None
                 self._known: Any = None
                 self._followed: Any = None

@@ -188,15 +188,18 @@ class AsyncStepper(Stepper):
             raise StepError(self._broken)
         if any_pending():
             settle_pending(parameters_of(self.optimizer))  # of another optimizer's step
+        is_current = self.replica.is_current()
+        if not is_current:  # others may step what has come
+            find_shared()
+            self._finish_others()
         # Masters made in an evaluation are stepped outside of it.
         with self.lock, torch.inference_mode(False), self.streams.as_at_home():
             if self._inflight is not None:
                 return  # of the thread that trains, which has asked for itself
             before, pairs = self.replica.params, self.replica.pairs
-            if not self.replica.is_current():
+            if not is_current:
                 refuse_sharing([(self.optimizer, self.mode)])
                 self.replica.follow()
-                find_shared()
                 self._learning = self.mode != "sync" and self.replica.splittable
                 self._follow_order(before)
                 unguard(pairs, kept=self.replica.pairs)
@@ -257,6 +260,7 @@ class AsyncStepper(Stepper):
         self.claim()
         self._finish_for_boundary()
         self.settle_gradients()
+        find_shared()  # another may have come to need what is taken here
         fn = prepare()
         with self.lock:
             self._hand_over(
@@ -272,9 +276,12 @@ class AsyncStepper(Stepper):
 
     def _finish_for_boundary(self) -> None:
         self.finish("optimizer.step")
+        self._finish_others()
+        self.refresh()
+
+    def _finish_others(self) -> None:
         for other in others_of(self):
             other.finish("optimizer.step")
-        self.refresh()
 
     def _hand_over(
         self,

@@ -7,7 +7,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import chain
-from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,11 +23,7 @@ __all__ = ["enter", "find_shared", "leave", "others_of", "refuse_sharing"]
 _steppers: list[weakref.ref[AsyncStepper]] = []
 """Those that step an optimizer."""
 
-_sizes: list[int] = []
-"""The lengths of all their groups when shared parameters were last looked for."""
-
 _deref: Callable[[weakref.ref[AsyncStepper]], AsyncStepper | None] = weakref.ref.__call__
-_groups_of, _params_of = attrgetter("optimizer.param_groups"), itemgetter("params")
 
 
 def enter(stepper: AsyncStepper) -> None:
@@ -45,8 +40,6 @@ def leave(stepper: AsyncStepper) -> None:
 
 def others_of(stepper: AsyncStepper) -> list[AsyncStepper]:
     """Those that step some of its parameters, too."""
-    if _sizes_now() != _sizes:
-        find_shared()  # add_param_group, perhaps another optimizer's
     if not stepper.shared:
         return []
     return [e for e in _present() if e is not stepper and e.shared & stepper.shared]
@@ -55,7 +48,6 @@ def others_of(stepper: AsyncStepper) -> list[AsyncStepper]:
 def find_shared() -> None:
     """Tell every stepper which of its parameters others step, too."""
     _steppers[:] = [ref for ref in _steppers if ref() is not None]
-    _sizes[:] = _sizes_now()
     steppers = _present()
     owned = [set(map(id, parameters_of(stepper.optimizer))) for stepper in steppers]
     counts = Counter(chain.from_iterable(owned))
@@ -65,12 +57,6 @@ def find_shared() -> None:
 
 def _present() -> list[AsyncStepper]:
     return list(filter(None, map(_deref, _steppers)))
-
-
-def _sizes_now() -> list[int]:
-    """Each step of each stepper looks at all, so nothing here is a call of Python's."""
-    groups = chain.from_iterable(map(_groups_of, filter(None, map(_deref, _steppers))))
-    return list(map(len, map(_params_of, groups)))
 
 
 def refuse_sharing(wanted: Sequence[tuple[Optimizer, str]]) -> None:

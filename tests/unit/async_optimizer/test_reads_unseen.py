@@ -727,7 +727,7 @@ def test_a_whole_model_saved_while_attached_loads_without_this_package(tmp_path:
         [sys.executable, "-c", textwrap.dedent(LOADER), *map(str, files)],
         capture_output=True,
         text=True,
-        timeout=LIMIT_S,
+        timeout=300.0,
         check=False,
     )
     assert found.returncode == 0, found.stderr

@@ -585,19 +585,22 @@ def test_two_optimizers_that_share_parameters_both_step(scaled: bool, offload: s
     assert_same(got, reference)
 
 
+@pytest.mark.parametrize("comes_later", [False, True])
 def test_an_optimizer_waits_for_one_that_shares_what_nobody_sees_used(
-    monkeypatch: pytest.MonkeyPatch,
+    comes_later: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No class tells of the step before: the model waits at its root, the gradients are copied."""
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
-    p = nn.Parameter(torch.ones(2))
+    p, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     bucket = torch.ones(3)
     with (
         lazy(),
         AsyncOptimizer(torch.optim.SGD([p], lr=0.5)) as first,
-        AsyncOptimizer(torch.optim.SGD([p], lr=0.25)) as second,
+        AsyncOptimizer(torch.optim.SGD([other if comes_later else p], lr=0.25)) as second,
     ):
+        if comes_later:
+            second.add_param_group({"params": [p]})
         for optimizer in (first, second):
             optimizer._stepper.waits_at_root = True
             p.grad = bucket[:2]
@@ -605,25 +608,6 @@ def test_an_optimizer_waits_for_one_that_shares_what_nobody_sees_used(
         assert torch.equal(p.detach(), torch.full((2,), 0.5))
         second.synchronize()
         assert torch.equal(p.detach(), torch.full((2,), 0.25))
-
-
-def test_an_optimizer_that_comes_to_share_a_parameter_gets_its_gradient() -> None:
-    model = net()
-    params = list(model.parameters())
-    with (
-        AsyncOptimizer(torch.optim.SGD(params, lr=LR), model) as first,
-        AsyncOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=LR)) as second,
-    ):
-        second.add_param_group({"params": params[1:2]})
-        loss_of(model, 0).backward()
-        before, grad = params[1].detach().clone(), params[1].grad
-        assert grad is not None
-        first.step()
-        second.step()
-        assert torch.equal(params[1], before.sub(grad, alpha=LR).sub(grad, alpha=LR))
-        second.close()
-        first.step()
-        assert torch.equal(params[1], before - LR * grad - LR * grad - LR * grad)
 
 
 @pytest.mark.parametrize("kind", ["delayed", "float16"])

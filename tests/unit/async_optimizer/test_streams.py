@@ -261,6 +261,23 @@ def test_after_a_failure_the_forward_waits_for_what_had_begun(
     optimizer.close()
 
 
+def test_a_part_that_was_waited_for_tells_nothing_of_the_next(paper: Any) -> None:
+    """All is enqueued by then, but the host has seen the device do the first part alone."""
+    device = paper(False)
+    model = mlp()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with AsyncOptimizer(inner, model) as optimizer, device.watch():
+        for _ in range(3):  # the first shows the order of use
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            inflight = optimizer._stepper._inflight
+            assert inflight is not None
+            inflight.task.wait()
+        assert isinstance(next(model.parameters()), Tensor)
+        for p in model.parameters():
+            p.detach().clone()
+
+
 def test_memory_of_sparse_gradients_is_kept_too(paper: Any) -> None:
     device = paper(False)
     model = nn.Linear(2, 2)

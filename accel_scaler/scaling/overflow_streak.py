@@ -149,8 +149,6 @@ class OverflowStreak:
         self.seen: dict[str, int] = {}
         """Tensors with non-finite gradients in the present run, and how often."""
         self.evidence = Evidence(min_scale=min_scale)
-        self.keeps_losses = limit is not None
-        """Somebody reads them at every skip; else one number of each loss is kept, if it is one."""
         self.warns_at: float = TOLD_AT if limit is None else max(1, limit // 3)
         """Skips in a row at which a warning is given."""
         self._warnings = 0
@@ -164,7 +162,7 @@ class OverflowStreak:
     def note_losses(self, losses: Iterable[Tensor]) -> None:
         """Remember the losses of this window. Does not synchronise."""
         for loss in losses:
-            if len(self._losses) < MOST_LOSSES and (self.keeps_losses or loss.numel() == 1):
+            if len(self._losses) < MOST_LOSSES:
                 value = loss.detach()
                 self._losses.append(value if value.numel() == 1 else torch.isfinite(value).all())
 

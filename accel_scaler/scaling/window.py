@@ -150,11 +150,6 @@ class OptimizerRecord(dict[str, Any]):
     Its two items are torch's: ``stage``, and ``found_inf_per_device`` of the last check.
     """
 
-    __slots__ = (
-        *("count", "deferred", "returned", "still_scaled", "carried_over", "names", "overflowed"),
-        *("unscaled_before", "verdict"),
-    )
-
     def __init__(self) -> None:
         super().__init__(_refresh_per_optimizer_state())
         self.verdict: bool | None = None
@@ -243,11 +238,6 @@ class Window:
     entry point reads and writes this object, and the next window is a new one. Where nothing is
     scaled its scale is 1.
     """
-
-    __slots__ = (
-        *("before", "found_inf", "index", "grad_norms", "opened_by", "scale", "sealed", "states"),
-        *("unowned", "unscaled"),
-    )
 
     def __init__(self, index: int = 0) -> None:
         self.index = index

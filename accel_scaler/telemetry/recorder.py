@@ -73,7 +73,6 @@ class Recorder(Observer):
         self._counted: tuple[tuple[int, ...], Tensor] | None = None
         self._told_low = False
         self._start = time.perf_counter() if journal is None else journal.start_s
-        scaler.overflow_streak.keeps_losses |= journal is not None
         if self._queue is not None:
             self._finish = weakref.finalize(self, self._queue.close)
 

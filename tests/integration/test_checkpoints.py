@@ -173,7 +173,6 @@ def test_checkpoints_go_on_in_stock_as_in_ours(
 
 
 BROKEN = {
-    "an entry is missing": {"scale": 4.0},
     "a value is no number": {
         "scale": "large",
         "growth_factor": 2.0,

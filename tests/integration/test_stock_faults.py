@@ -144,7 +144,10 @@ def output_dtype(accelerator: Any) -> tuple[Any, list[torch.dtype]]:
 
 
 def test_f6_fp16_on_a_cpu() -> None:
-    """Stock trains in float32 without a word; ours autocasts to float16 and scales."""
+    """Stock trains in float32 without a word; ours autocasts to float16 and scales.
+
+    In a Trainer: tests/unit/integrations/test_trainer.py.
+    """
     accelerator = Accelerator(cpu=True, mixed_precision="fp16")
     assert (accelerator.mixed_precision, accelerator.scaler) == ("fp16", None)
     optimizer, seen = output_dtype(accelerator)
@@ -155,20 +158,6 @@ def test_f6_fp16_on_a_cpu() -> None:
     assert seen == [torch.float16]
     assert optimizer.scaler is accelerator.scaler
     assert accelerator.scaler.get_scale() == 2.0**16
-
-
-def test_f6_fp16_on_a_cpu_in_a_trainer(tmp_path: Any) -> None:
-    """``fp16=True, use_cpu=True`` is the same, one layer up."""
-    transformers = pytest.importorskip("transformers")
-    args = transformers.TrainingArguments(
-        output_dir=str(tmp_path), fp16=True, use_cpu=True, report_to=[]
-    )
-    trainer = transformers.Trainer(nn.Linear(4, 1), args)
-    assert trainer.accelerator.mixed_precision == "fp16"
-    assert (trainer.accelerator.scaler, trainer.accelerator.native_amp) == (None, False)
-    attach(trainer, ScalerConfig())
-    assert trainer.accelerator.native_amp is True
-    assert trainer.accelerator.scaler.get_scale() == 2.0**16
 
 
 MODES: dict[str, dict[str, Any]] = {

@@ -247,33 +247,6 @@ def test_one_rounding_at_most(fold: bool) -> None:
         assert bool(((update - grad * float(coefficient)).abs() <= bound + 1e-12).all())
 
 
-@pytest.mark.parametrize("build", [ours, folding], ids=["plain", "folded"])
-@pytest.mark.parametrize("make", [STOCK_RIGHT["sgd"], FUSED["adamw"]], ids=["sgd", "fused adamw"])
-def test_a_second_clip_clips_what_the_first_left(build: Any, make: Any) -> None:
-    """Norm, then value, then norm, at one boundary: as in plain torch."""
-    reset()
-    accelerator = build(kwargs_handlers=[GradScalerKwargs(**POWER_OF_TWO)])
-    plain, reference = mlp(), mlp()
-    model, optimizer = accelerator.prepare(plain, make(plain.parameters()))
-    torchs = make(reference.parameters())
-    x, y = batch(0)
-    accelerator.backward((model(x) - y).square().mean())
-    for p, q in zip(reference.parameters(), plain.parameters(), strict=True):
-        p.grad = q.grad / 4096.0
-    got, expected = [], []
-    for clip in (1.0, 0.5):
-        got.append(float(accelerator.clip_grad_norm_(model.parameters(), clip)))
-        expected.append(float(nn.utils.clip_grad_norm_(reference.parameters(), clip)))
-        accelerator.clip_grad_value_(model.parameters(), 0.05)
-        nn.utils.clip_grad_value_(reference.parameters(), 0.05)
-    assert got == pytest.approx(expected, rel=1e-5)
-    for p, q in zip(reference.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(q.grad, p.grad, rtol=1e-6, atol=1e-9)
-    optimizer.step()
-    torchs.step()
-    torch.testing.assert_close(weights(plain), weights(reference), rtol=1e-6, atol=1e-7)
-
-
 def test_scaling_disabled_is_plain_autocast() -> None:
     """``enabled=False``: no scale, every step is taken, clip clips."""
     accelerator = ours(ScalerConfig(enabled=False), gradient_accumulation_steps=2)

@@ -85,12 +85,3 @@ def test_a_copy_can_be_attached_and_keeps_the_scale() -> None:
     assert copied.scaler.get_scale() == accelerator.scaler.get_scale() == 4096.0
     go_on(copied)
     assert copied.scaler_history.boundaries == 3
-
-
-def test_one_made_directly_keeps_its_class() -> None:
-    accelerator = ScaledAccelerator(cpu=True, mixed_precision="fp16")
-    train(accelerator, *prepared(accelerator))
-    copied = pickle.loads(pickle.dumps(accelerator))
-    assert type(copied) is ScaledAccelerator
-    assert copied._attachment is None
-    assert torch.isfinite(go_on(copied)).all()

@@ -63,26 +63,6 @@ def test_a_forward_set_on_the_instance_comes_back() -> None:
     assert model.forward is forward
 
 
-class Named(nn.Module):
-    """Takes keywords and returns a dict, as models of transformers do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 2)
-
-    def forward(self, *, x: Tensor, flag: bool = False) -> dict[str, Any]:
-        return {"y": self.layer(x), "flag": flag, "inner": self.layer(x).dtype}
-
-
-def test_keywords_and_nested_outputs() -> None:
-    a = accelerator()
-    model = a.prepare(Named())
-    add_autocast(a, [model])
-    out = model(x=torch.ones(1, 8), flag=True)
-    assert out["y"].dtype is torch.float32
-    assert (out["flag"], out["inner"]) == (True, torch.float16)
-
-
 def test_autocast_settings_are_kept() -> None:
     """``AutocastKwargs(enabled=False)`` switches it off here as in ``prepare``."""
     kwargs = AutocastKwargs(enabled=False)

@@ -225,7 +225,7 @@ def test_load_state_in_the_middle_of_a_window(tmp_path: Path, stepped: bool) -> 
 
 def test_loading_after_training_started_equals_loading_into_a_fresh_run(tmp_path: Path) -> None:
     """Going back to a checkpoint in one process, as after a divergence."""
-    run = Run(ours(), "fused").windows(0, 10)
+    run = Run(ours(LONG), "fused").windows(0, 10)
     run.accelerator.save_state(str(tmp_path))
     # The next training overwrites tensors in place: keep the numbers.
     first = copy.deepcopy(run.windows(10, 20).result())

@@ -19,19 +19,17 @@ from trainer_support import (
     CONFIG,
     SKIPPED,
     Recorder,
-    arguments,
     as_stock,
-    examples,
     gpt2,
     logs,
     make,
     rates,
     train,
 )
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 from versions import release
 
-from accel_scaler import GradScaler, ScaledAccelerator, ScalerConfig, attach, detach
+from accel_scaler import GradScaler, ScalerConfig, attach
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -104,49 +102,6 @@ def test_training_twice_attached_equals_training_twice_stock(tmp_path: Path) -> 
     assert_same(ours, theirs)
     assert sum(theirs[1].skipped) == 2
     assert len(theirs[1].skipped) == 8
-
-
-def test_evaluation_runs_in_float16_and_touches_no_scale(tmp_path: Path) -> None:
-    trainer, recorder = make(tmp_path, max_steps=3)
-    train(attach(trainer, CONFIG))
-    before = trainer.accelerator.scaler.state_dict()
-    dtypes = []
-    head = trainer.model.lm_head
-    hook = head.register_forward_hook(lambda module, args, output: dtypes.append(output.dtype))
-    trainer.evaluate()
-    hook.remove()
-    assert set(dtypes) == {torch.float16}
-    assert trainer.accelerator.scaler.state_dict() == before
-    assert recorder.skipped == [False, False, True]
-
-
-def test_a_hyperparameter_search_stays_attached_with_a_fresh_scaler(tmp_path: Path) -> None:
-    """Each trial makes the accelerator again."""
-    pytest.importorskip("optuna")
-    recorder = Recorder()
-    trainer: Any = Trainer(
-        model_init=lambda: gpt2({4}),
-        args=arguments(tmp_path, max_steps=3, eval_strategy="steps", eval_steps=3),
-        train_dataset=examples(),
-        eval_dataset=examples(16, start=500),
-        callbacks=[recorder],
-    )
-    recorder.trainer = trainer
-    attach(trainer, CONFIG)
-    first = trainer.accelerator
-    best = trainer.hyperparameter_search(
-        hp_space=lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-3, 1e-2)},
-        direction="minimize",
-        backend="optuna",
-        n_trials=2,
-    )
-    assert 0 < best.objective < 10
-    assert recorder.skipped == [False, True, False] * 2
-    assert recorder.scales == [1024.0, 512.0, 512.0] * 2
-    assert [begun[0] for begun in recorder.begun] == [ScaledAccelerator] * 2
-    assert [begun[2] for begun in recorder.begun] == [1024.0] * 2
-    assert trainer.accelerator is not first
-    assert type(detach(trainer)) is Trainer
 
 
 def finish(trainer: Any, recorder: Recorder, file: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -35,6 +35,14 @@ def slow_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_float16, "has_float16_kernels", lambda: False)
 
 
+PRODUCTS = {
+    *("mm", "addmm", "_addmm_activation", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot"),
+    *("convolution", "convolution_backward", "conv_tbc", "mkldnn_rnn_layer"),
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+}
+
+
 class Watch(TorchDispatchMode):
     """Names of the products that reach torch's float16 kernels, when entered first."""
 
@@ -47,12 +55,7 @@ class Watch(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::").rstrip("_")
         first = next((a for a in args if isinstance(a, Tensor)), None)
         if first is not None and first.dtype is HALF:
-            named = (
-                *cpu_float16.PRODUCTS,
-                cpu_float16.ATTENTION,
-                f"{cpu_float16.ATTENTION}_backward",
-            )
-            self.seen += [name] if name in named else []
+            self.seen += [name] if name in PRODUCTS else []
         self.casts += name == "_to_copy" and (kwargs or {}).get("dtype") is HALF
         return func(*args, **(kwargs or {}))
 
@@ -404,6 +407,7 @@ class Wrapped(Tensor):
     """Holds a tensor and dispatches by itself, as shards and quantized weights do."""
 
     inner: Tensor
+    seen: ClassVar[list[Any]] = []
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> Any:
@@ -413,6 +417,7 @@ class Wrapped(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen.append(func)
         return func(*(a.inner if isinstance(a, cls) else a for a in args), **(kwargs or {}))
 
 
@@ -422,6 +427,7 @@ def test_a_class_that_dispatches_by_itself() -> None:
         product = torch.mm(Wrapped(a), a)
     assert torch.equal(product, a @ a)
     assert not watch.seen
+    assert Wrapped.seen == [torch.ops.aten.mm.default], "it was given what it holds, as it is"
 
 
 # --- under Accelerate -----------------------------------------------------------------------------
@@ -433,10 +439,11 @@ def attached(**kwargs: Any) -> Any:
     return attach(Accelerator(cpu=True, mixed_precision="fp16", **kwargs), config)
 
 
-def train(accelerator: Any, model: nn.Module, steps: int = 3) -> Tensor:
-    """Parameters after some steps of SGD."""
+def train(accelerator: Any, model: nn.Module, then: Callable[[Any], Any] = lambda m: m) -> Tensor:
+    """Parameters after some steps of SGD; ``then``: done to the prepared model."""
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for step in range(steps):
+    model = then(model)
+    for step in range(3):
         loss = model(normal(4, 8, seed=step)).square().mean()
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
@@ -553,6 +560,13 @@ def test_compiled(before: bool, watch: Watch) -> None:
     expected = train(attached(), mlp())
     assert torch.equal(train(accelerator, model), expected)
     assert not watch.seen
+
+
+def test_compiled_after_prepare_as_one_graph() -> None:
+    def compiled(model: Any) -> Any:
+        return torch.compile(model, backend="aot_eager", fullgraph=True)
+
+    assert torch.equal(train(attached(), mlp(), then=compiled), train(attached(), mlp()))
 
 
 def test_float16_parameters(watch: Watch) -> None:

@@ -133,14 +133,6 @@ def reload(optimizer: Optimizer) -> None:
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
-def rewind(optimizer: Optimizer) -> None:
-    state = copy.deepcopy(optimizer.state_dict())
-    for entry in state["state"].values():
-        entry["step"].fill_(1.0)
-        entry["exp_avg"].zero_()
-    optimizer.load_state_dict(state)
-
-
 def clear(optimizer: Optimizer) -> None:
     optimizer.state.clear()
 
@@ -177,18 +169,8 @@ def swap_parameter(optimizer: Optimizer) -> None:
     params[0] = new
 
 
-def drop_parameter(optimizer: Optimizer) -> None:
-    group = optimizer.param_groups[0]
-    group["params"] = group["params"][:-1]
-
-
-def other_settings(optimizer: Optimizer) -> None:
-    optimizer.param_groups[0].update(lr=0.5, betas=(0.5, 0.6), eps=1e-3, weight_decay=0.3)
-
-
 CHANGES = {
     "load_state_dict": reload,
-    "load_state_dict of an older state": rewind,
     "state cleared": clear,
     "state entry replaced": new_entry,
     "state entry emptied": empty_entry,
@@ -197,8 +179,6 @@ CHANGES = {
     "step replaced": new_tensor("step"),
     "add_param_group": add_group,
     "parameter swapped": swap_parameter,
-    "parameter dropped": drop_parameter,
-    "hyperparameters": other_settings,
 }
 
 
@@ -356,9 +336,5 @@ def test_torch_goes_on_after_the_plan(through: Any) -> None:
         twins.torchs.step()
     assert_equal(ours, twins.torchs)
     assert {float(ours.state[p]["step"]) for p in params} == {5.0}
-    if ours is twins.ours:
-        twins.steps = 5
-        twins.step(2)
-        assert twins.planned
-    else:
+    if ours is not twins.ours:
         assert {float(s["step"]) for s in twins.ours.state.values()} == {3.0}

@@ -29,11 +29,6 @@ class Ranks:
 
 
 @pytest.mark.parametrize("mine", [False, True])
-def test_one_process_keeps_its_finding(mine: bool) -> None:
-    assert agree_on_overflow(mine, CPU, sharded=True) is mine
-
-
-@pytest.mark.parametrize("mine", [False, True])
 @pytest.mark.parametrize("other", [0.0, 1.0])
 def test_one_rank_is_enough(monkeypatch: pytest.MonkeyPatch, mine: bool, other: float) -> None:
     ranks = Ranks(monkeypatch, other)

@@ -63,9 +63,11 @@ def test_the_total_is_torchs_bit_for_bit(sizes: list[int], power: int, seed: int
 @pytest.mark.parametrize("order", [(LARGE, 3, LARGE + 5, 70), (5, LARGE), (LARGE,), (9, 8)])
 def test_large_and_small_gradients_keep_their_order(order: tuple[int, ...]) -> None:
     grads = [torch.randn(n) * 1024 for n in order]
-    norms = check_norms(grads, torch.tensor(1 / 1024))
+    norms = check_norms(grads, torch.tensor(1 / 1024), keep=True)
     assert norms.total is not None
+    assert norms.each is not None
     assert torch.equal(norms.total, torchs_total(grads, 1024.0))
+    assert torch.equal(norms.each, torch.stack([g.norm() for g in grads]) / 1024)
 
 
 @pytest.mark.parametrize("scale", [1000.0, 3.0, 12345.678])

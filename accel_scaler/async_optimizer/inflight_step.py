@@ -201,14 +201,21 @@ class InflightStep:
     def _update(
         self, grads: list[Tensor | None], sent: list[Any], deferred: DeferredUnscale
     ) -> None:
-        for part in self.replica.parts:
+        replica = self.replica
+        buffered = replica.fill_buffers(grads, deferred.multiply)
+        if buffered:
+            self.task.spent.append(grads)
+        for part in replica.parts:
             mine = slice(part.start, part.end)
-            final = self._bring(part, grads[mine], sent[mine], deferred.multiply)
-            grads[mine] = [None] * len(final)
+            if buffered:
+                final = grads[mine]
+            else:
+                final = self._bring(part, grads[mine], sent[mine], deferred.multiply)
+                grads[mine] = [None] * len(final)
             try:
-                self.replica.step_part(part, final, deferred.divide)
+                replica.step_part(part, final, deferred.divide, buffered)
             except BaseException:
-                if not self.replica.splittable:  # what it had updated by then stays updated
+                if not replica.splittable:  # what it had updated by then stays updated
                     self._publish(part)
                 raise
             if not self.is_stale:
@@ -252,15 +259,14 @@ class InflightStep:
         """Gradients as the part is stepped with, float32 for masters, times ``multiply``."""
         for event in sent:
             self.streams.wait_on_host(event)
-        brought: list[Tensor | None] = []
-        scaled: list[Tensor] = []
-        for pair, grad in zip(part.pairs, grads, strict=True):
-            if grad is not None:
-                rounded = goes_to_master(pair, grad)
-                grad = grad.float() if rounded else grad
-                if rounded or not self.replica.offload:  # there it was unscaled before it was sent
-                    scaled.append(grad)
-            brought.append(grad)
+        brought, rounded = list(grads), []
+        if self.replica.has_masters:
+            for place, (pair, grad) in enumerate(zip(part.pairs, grads, strict=True)):
+                if grad is not None and goes_to_master(pair, grad):
+                    brought[place] = grad.float()
+                    rounded.append(brought[place])
+        # What was sent to host memory was unscaled before, but for these.
+        scaled: Any = rounded if self.replica.offload else [g for g in brought if g is not None]
         if multiply is not None and scaled:
             torch._foreach_mul_(scaled, multiply)
         return brought

@@ -26,8 +26,11 @@ import copy
 import inspect
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import repeat
+from operator import attrgetter, eq
 from typing import Any, Protocol
 
 import torch
@@ -63,6 +66,8 @@ _lock = threading.RLock()
 HOLD_KEY = "accel_scaler_hold"
 """Where a gradient that is held keeps its :class:`GradientHold`."""
 
+_consume: Callable[[Iterable[Any]], None] = deque[Any](maxlen=0).extend
+_grad_of = attrgetter("grad")
 _CLASS: Any = object.__dict__["__class__"]
 """Reads and sets the real class, whatever the class says of itself."""
 
@@ -299,6 +304,11 @@ def _forget(left: set[int], order: Order | None, ref: weakref.ref[ParameterHold]
                 _holders.pop(key, None)
 
 
+def _set_classes(params: Iterable[Any], cls: type) -> None:
+    # No loop of Python's: there may be thousands, twice a step.
+    _consume(map(_CLASS.__set__, params, repeat(cls)))
+
+
 def _restore(p: Any) -> None:
     if type(p) is PendingParameter:
         _CLASS.__set__(p, nn.Parameter)
@@ -375,10 +385,10 @@ class ParameterHold:
                 for key in [key for key, each in _orphans.items() if each in done]:
                     del _orphans[key]
                 _holds.add(self)
-                for p in params:
-                    others = _holders.get(id(p))
-                    _holders[id(p)] = (mine,) if others is None else (*others, mine)
-                    _CLASS.__set__(p, PendingParameter)
+                for key in self._left:
+                    others = _holders.get(key)
+                    _holders[key] = (mine,) if others is None else (*others, mine)
+                _set_classes(params, PendingParameter)
         except BaseException:  # Ctrl-C, with some of them held
             self.release()
             raise
@@ -420,17 +430,20 @@ class ParameterHold:
 
     def _give_back(self, params: Iterable[Tensor]) -> None:
         left, alone = self._left, (self._ref,)
-        for p in params:
-            key = id(p)
-            if key not in left:
-                continue
-            left.remove(key)
-            others = () if _holders.get(key) == alone else tuple(h._ref for h in _holding(p))
-            if others:
-                _holders[key] = others
-            else:
-                _holders.pop(key, None)
-                _restore(p)
+        mine = [p for p in params if id(p) in left]
+        keys = list(map(id, mine))
+        left.difference_update(keys)
+        if all(map(eq, map(_holders.get, keys), repeat(alone))):
+            _consume(map(_holders.pop, keys))
+            _set_classes(mine, nn.Parameter)
+        else:
+            for p, key in zip(mine, keys, strict=True):
+                others = tuple(hold._ref for hold in _holding(p))
+                if others:
+                    _holders[key] = others
+                else:
+                    _holders.pop(key, None)
+                    _restore(p)
         if not left:
             _holds.discard(self)
 
@@ -453,12 +466,11 @@ class GradientHold:
         self.wait, self.order, self.part = wait, order, part
 
 
-def hold_gradients(gradients: Iterable[Any], hold: GradientHold) -> None:
+def hold_gradients(gradients: Sequence[Any], hold: GradientHold) -> None:
     """``gradients``, plain tensors, wait for ``hold`` from now on; read them through others."""
     with _lock:
-        for grad in gradients:
-            setattr(grad, HOLD_KEY, hold)
-            _CLASS.__set__(grad, PendingGradient)
+        _consume(map(setattr, gradients, repeat(HOLD_KEY), repeat(hold)))
+        _set_classes(gradients, PendingGradient)
 
 
 def is_held(grad: Any) -> bool:
@@ -472,9 +484,9 @@ def settle_gradients(params: Iterable[Tensor]) -> None:
     Raises:
         StepError: the step that had one of them failed.
     """
-    for p in params:
-        grad: Any = p.grad
-        if type(grad) is PendingGradient:
+    grads: list[Any] = list(map(_grad_of, params))
+    if PendingGradient in set(map(type, grads)):
+        for grad in filter(is_held, grads):
             _settle_gradient(grad, everywhere=None)
 
 

@@ -21,7 +21,15 @@ from torch.optim import Optimizer
 
 from ..errors import UnsupportedError
 from ..optimizer_step import ATTRIBUTE, AdamGroup, is_plain
-from ..scaling import LOW_PRECISION, is_uniform, local, match_layout, nothing_found, parameters_of
+from ..scaling import (
+    LOW_PRECISION,
+    SMALL,
+    is_uniform,
+    local,
+    match_layout,
+    nothing_found,
+    parameters_of,
+)
 from .master_params import ParameterPair, make_pairs
 from .streams import SideStreams
 from .supported_optimizers import (
@@ -104,6 +112,8 @@ class Replica:
         self.params: list[Tensor] = []
         """The model's parameters, in the order of the parts."""
         self.parts: list[Part] = []
+        self._buffers: list[Any] = []
+        """Where gradients are copied to, in the order of the parts, if all of them are small."""
         self.copy: Any = None
         self._holds_masters = False
         """The optimizer's own groups and state are of the masters, for a step."""
@@ -208,6 +218,7 @@ class Replica:
         self.ordered = ordered
         self.params = [pair.param for pair in ordered]
         self.ends = [part.end for part in self.parts]
+        self._buffers = self._make_buffers()
         self.part_of = {
             id(pair.param): number
             for number, part in enumerate(self.parts, 1)
@@ -216,6 +227,39 @@ class Replica:
         self.has_rounded = any(pair.is_rounded for pair in ordered)
         self.has_masters = any(pair.is_master for pair in ordered)
         self.is_sharded = any(hasattr(pair.param, "to_local") for pair in ordered)
+
+    def _make_buffers(self) -> list[Any]:
+        targets = [pair.target for pair in self.ordered]
+        suits = self.streams.is_host and not self.inline and is_uniform(targets)
+        if suits and all(
+            0 < t.numel() <= SMALL and t.is_contiguous() and not pair.is_master
+            for pair, t in zip(self.ordered, targets, strict=True)
+        ):
+            return self.streams.host_like(targets)
+        return []
+
+    def fill_buffers(self, grads: list[Any], multiply: Tensor | None) -> bool:
+        """On the worker, where all gradients are small: few calls for thousands of them.
+
+        Beside a thread that runs Python each call into torch takes long, since it gives the
+        interpreter's lock away, and so does dropping a tensor. So one call unscales all, one
+        copies them to buffers, one counts the step; each part is one call of the kernel, with
+        arguments that nobody has to look at anew. False: not so, nothing was done.
+        """
+        if (
+            not self._buffers
+            or set(map(type, grads)) != {Tensor}
+            or list(map(Tensor.numel, grads)) != list(map(Tensor.numel, self._buffers))
+        ):
+            return False
+        plans = [self._plans_of(part) for part in self.parts]
+        if not all(plans):
+            return False
+        if multiply is not None:
+            torch._foreach_mul_(grads, multiply)  # where ``.grad`` is
+        torch._foreach_copy_(self._buffers, grads)
+        torch._foreach_add_([plan.counts for part in plans if part for plan in part.values()], 1)
+        return True
 
     def prepare(self, grads: Sequence[Tensor | None], submitted: bool = False) -> None:
         """Get ready for a step with ``grads``, as the optimizer is now.
@@ -349,16 +393,33 @@ class Replica:
         state = self.optimizer.state
         return all(p in state for p, g in zip(self.params, grads, strict=True) if g is not None)
 
-    def step_part(self, part: Part, grads: list[Tensor | None], grad_scale: Tensor | None) -> None:
-        """On the worker: update a part with gradients that are final but for ``grad_scale``."""
+    def step_part(
+        self,
+        part: Part,
+        grads: list[Any],
+        grad_scale: Tensor | None,
+        buffered: bool = False,
+    ) -> None:
+        """On the worker: update a part with gradients that are final but for ``grad_scale``.
+
+        ``buffered``: :meth:`fill_buffers` has taken them.
+        """
         plans = self._plans_of(part)
+        if buffered and plans is not None:
+            filled = self._buffers[part.start : part.end]
+            for number, plan in plans.items():
+                mine = [filled[place] for place in part.groups[number]]
+                plan.update(self.copy.param_groups[number], mine, grad_scale)
+            if grad_scale is not None:  # as the kernel leaves them where it is given them
+                torch._foreach_copy_(grads, filled)
+            return
         complete = plans is not None and all(
-            plan.takes([grads[place] for place in part.groups[number]])  # type: ignore[misc]
+            plan.takes([grads[place] for place in part.groups[number]])
             for number, plan in plans.items()
         )
         if complete and plans is not None:
             for number, plan in plans.items():
-                mine: Any = [grads[place] for place in part.groups[number]]
+                mine = [grads[place] for place in part.groups[number]]
                 plan.step(self.copy.param_groups[number], mine, grad_scale)
             return
         part.epoch = -1  # its first step makes the state that a plan needs
@@ -408,6 +469,9 @@ class Replica:
             for p, grad in zip(params, grads, strict=True):
                 p.grad = grad
             self.call_step(params, grad_scale, self.copy)
+            for p, grad in zip(params if grad_scale is not None else (), grads, strict=False):
+                if grad is not None and p.grad is not None and p.grad is not grad:
+                    grad.copy_(p.grad)  # the kernel has unscaled a copy in another layout
         except BaseException:
             stepped = [p for p, g in zip(params, grads, strict=True) if g is not None]
             for p, old in zip(stepped, before, strict=True):

@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -52,6 +53,9 @@ class Task:
         """Nothing more will happen: all parts are done, or ``error`` is set."""
         self.error: BaseException | None = None
         self.timing = StepTiming()
+        self.spent: list[Any] = []
+        """What it leaves to be dropped when nobody waits for it any more: dropping a tensor gives
+        the interpreter's lock away, and beside Python code each takes long to get it back."""
         self.is_known = False
         """Somebody has been told that it failed."""
         self._thread: threading.Thread | None = None
@@ -268,6 +272,7 @@ def _loop(
     ready.set()
     while (task := tasks.get()) is not None:
         task.execute()
+        task.spent.clear()
         _short_interval.end(task)
         if task.error is not None:
             failed[:] = [*(other for other in failed if not other.is_known), task]

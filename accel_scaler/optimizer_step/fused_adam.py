@@ -81,6 +81,10 @@ class AdamGroup:
     def step(self, group: dict[str, Any], grads: list[Tensor], grad_scale: Tensor | None) -> None:
         """Update every parameter; ``group`` has the hyperparameters. Does not synchronise."""
         self.counts.add_(1)
+        self.update(group, grads, grad_scale)
+
+    def update(self, group: dict[str, Any], grads: list[Tensor], grad_scale: Tensor | None) -> None:
+        """:meth:`step` where ``counts`` counts the step already."""
         for places, one_thread in self.batches:
             with run_on_one_thread(one_thread):
                 self.call(group, places, grads, grad_scale)

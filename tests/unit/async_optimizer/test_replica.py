@@ -29,6 +29,7 @@ from accel_scaler import (
     UnsupportedError,
     attach,
 )
+from accel_scaler.async_optimizer.replica import Replica
 from accel_scaler.optimizer_step.stepper import async_stepper_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -803,6 +804,104 @@ def test_a_hook_that_gives_the_step_arguments_is_refused() -> None:
         loss_of(model, 0).backward()
         with pytest.raises(UnsupportedError, match="new arguments"):
             optimizer.step()
+
+
+# All parameters small: their gradients go through buffers.
+
+SIZES = [(7,), (3, 5), (1,), (33,), (8, 4, 2), (1000,)] * 5
+
+
+def small_parameters() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(3)
+    return [nn.Parameter(torch.randn(size, generator=generator)) for size in SIZES]
+
+
+def train_small(
+    buffered: bool, patch: pytest.MonkeyPatch, missing: bool, clip: float, fold: bool
+) -> list[Tensor]:
+    filled: list[bool] = []
+    fill = Replica.fill_buffers
+
+    def counting(self: Replica, *args: Any) -> bool:
+        filled.append(buffered and fill(self, *args))
+        return filled[-1]
+
+    patch.setattr(Replica, "fill_buffers", counting)
+    params = small_parameters()
+    # Neighbours in different groups, as decay and no decay.
+    groups = [{"params": params[::2], "weight_decay": 0.1}, {"params": params[1::2]}]
+    inner = torch.optim.AdamW(groups, lr=0.01, fused=True)
+    scaler = GradScaler("cpu", init_scale=4.0, growth_interval=3)
+    left: list[Tensor] = []
+    with AsyncOptimizer(inner, scaler=scaler, fold_unscale=fold) as optimizer:
+        for step in range(12):
+            generator = torch.Generator().manual_seed(step)
+            scale = scaler.get_scale()
+            scaler.scale(torch.ones(()))
+            for place, p in enumerate(params):
+                p.grad = torch.randn(p.shape, generator=generator) * scale
+                if missing and step % 4 == 3 and place % 3 == 0:
+                    p.grad = None
+                elif p.dim() == 2:  # a gradient laid out unlike its parameter (fault F10)
+                    p.grad = p.grad.t().contiguous().t()
+            if step == 5:
+                params[4].grad = torch.full_like(params[4], float("inf"))
+            if step % 2:
+                optimizer.clip_grad_norm_(clip)
+            optimizer.step()
+            left += [torch.zeros(()) if p.grad is None else p.grad.clone() for p in params]
+            optimizer.zero_grad()
+        state = optimizer.state_dict()["state"]
+    assert sum(filled) >= (6 if missing else 10) * buffered
+    flat = [value for entry in state.values() for value in entry.values()]
+    return [*(p.detach() for p in params), *flat, *left]
+
+
+@pytest.mark.parametrize("fold", [False, True], ids=["", "folded"])
+@pytest.mark.parametrize("missing", [False, True], ids=["all gradients", "some missing"])
+@pytest.mark.parametrize("clip", [0.5, 1e9], ids=["clipped", "not clipped"])
+def test_gradients_through_buffers_train_bit_for_bit_as_others(
+    monkeypatch: pytest.MonkeyPatch, missing: bool, clip: float, fold: bool
+) -> None:
+    with monkeypatch.context() as patch:
+        buffered = train_small(True, patch, missing, clip, fold)
+    with monkeypatch.context() as patch:
+        other = train_small(False, patch, missing, clip, fold)
+    assert_same(buffered, other)
+
+
+def test_a_gradient_of_another_size_does_not_go_through_buffers() -> None:
+    params = small_parameters()
+    inner = torch.optim.AdamW(params, lr=0.01, fused=True)
+    with AsyncOptimizer(inner) as optimizer:
+        for _ in range(2):
+            for p in params:
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+        optimizer.synchronize()
+        grads: list[Any] = [torch.ones_like(p) for p in params]
+        steps = [float(inner.state[p]["step"]) for p in params]
+        replica = optimizer._stepper.replica
+        assert replica.fill_buffers([*grads[:-1], grads[-1][:1]], None) is False
+        assert replica.fill_buffers([*grads[:-1], None], None) is False
+        assert [float(inner.state[p]["step"]) for p in params] == steps
+        assert replica.fill_buffers(grads, None) is True
+        assert [float(inner.state[p]["step"]) for p in params] == [n + 1 for n in steps]
+
+
+@pytest.mark.parametrize("unsuited", ["large", "master", "strides", "inline", "none"])
+def test_buffers_are_for_small_dense_parameters_stepped_in_place(unsuited: str) -> None:
+    params = small_parameters()
+    if unsuited == "large":
+        params.append(nn.Parameter(torch.zeros(1 << 13)))
+    if unsuited == "strides":
+        params.append(nn.Parameter(torch.zeros(1).expand(4)))
+    inner = torch.optim.AdamW(params, fused=True)
+    mode = "sync" if unsuited == "inline" else "overlap"
+    offload = "cpu" if unsuited == "master" else "none"
+    with AsyncOptimizer(inner, mode=mode, offload=offload) as optimizer:
+        buffers = optimizer._stepper.replica._buffers
+        assert [b.shape for b in buffers] == [p.shape for p in params] * (unsuited == "none")
 
 
 # (41) Memory.

@@ -51,6 +51,9 @@ LOW_PRECISION = frozenset({torch.float16, torch.bfloat16})
 SMALL = 1 << 12
 """Elements up to which one thread works faster on a tensor than several."""
 
+PIECE = 1 << 20
+"""Elements that are counted at a time."""
+
 ACCUMULATES = "torch::autograd::AccumulateGrad"
 """Name of the node of a graph that adds to a leaf's gradient."""
 
@@ -189,10 +192,12 @@ def count_nonfinite(grads: Sequence[Tensor]) -> list[int]:
         suspects = _not_finite(torch.stack(list(_norms_of(values))))
     else:
         suspects = list(range(len(values)))
-    finite = [torch.isfinite(values[i]).sum() for i in suspects]
     counts = [0] * len(values)
-    for i, count in zip(suspects, finite, strict=True):
-        counts[i] = values[i].numel() - int(count)
+    for i in suspects:
+        # Piece by piece: what isfinite makes on the way would be several times the gradient.
+        pieces = torch.split(values[i].reshape(-1), PIECE)
+        finite = torch.stack([torch.isfinite(piece).count_nonzero() for piece in pieces])
+        counts[i] = values[i].numel() - int(finite.sum())
     return counts
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import base64
 import json
 import math
-import operator
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Mapping
@@ -160,10 +159,9 @@ def _text(value: object) -> str:
 
 
 def _count(value: Any) -> int:
-    count = operator.index(value)
-    if not 0 <= count <= 2**53:
+    if type(value) is not int or not 0 <= value <= 2**53:
         raise ValueError("expected an integer from 0")
-    return count
+    return value
 
 
 def _amount(value: Any) -> float:
@@ -248,9 +246,10 @@ def _write_spans(spans: Iterable[Span]) -> list[tuple[Any, ...]]:
 
 def _swapped(floats: bytes) -> bytes:
     """Between little-endian and the machine's order."""
+    if sys.byteorder == "little":
+        return floats
     values = array("f", floats)
-    if sys.byteorder == "big":
-        values.byteswap()
+    values.byteswap()
     return values.tobytes()
 
 
@@ -338,8 +337,9 @@ def _decode_window(line: dict[str, Any], names: Names | None) -> Record:
         return record
     if record.norms is not None and len(record.norms) != 4 * count:
         raise ValueError(f"norms that are not those of {count} names")
-    if any(index >= count for index, *_ in (*record.nonfinite, *record.underflow)):
-        raise ValueError(f"a parameter that is none of {count}")
+    for index, *_ in (*record.nonfinite, *record.underflow):
+        if index >= count:
+            raise ValueError(f"a parameter that is none of {count}")
     return record
 
 

@@ -212,6 +212,27 @@ def test_the_second_optimizers_overflow_is_found_too(tmp_path: Path) -> None:
     assert {line["first"]["module"] for line in found if "first" in line} == {"1"}
 
 
+def test_where_it_began_is_looked_for_once_a_window_and_only_after_an_overflow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To look reads from the device. The first of two optimizers is the one that overflows."""
+    path, hot, fine = tmp_path / "run.jsonl", Hot(), mlp()
+    with attached(path, find_overflow=True) as accelerator:
+        pairs = [prepared(accelerator, model) for model in (hot, fine)]
+        finder, looks = accelerator._attachment.recorder.finder, []
+        find = finder.find
+        monkeypatch.setattr(finder, "find", lambda: looks.append(1) or find())
+        for factor in (1.0, 1e7):
+            hot.turn(factor)
+            for model, _ in pairs:
+                accelerator.backward(loss_of(model, 0))
+            for _, optimizer in pairs:
+                optimizer.step()
+                optimizer.zero_grad()
+    good, bad = windows_of(path)
+    assert ("first" in good, bad["first"]["module"], looks) == (False, "1", [1])
+
+
 # Underflow of float16 gradients.
 
 

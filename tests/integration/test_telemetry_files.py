@@ -93,6 +93,7 @@ def test_every_window_is_what_plain_torch_says(
     assert len({line["scale"] for line in found}) >= 3
     assert len({line["lr"][0] for line in found}) > 3
     assert any(line["clip_coefficient"] not in (None, 1.0) for line in found)
+    assert [line["clip_coefficient"] is None for line in found] == [x["skipped"] for x in found]
     # The loss of the first micro-batch of these windows was inf.
     assert [line.get("loss_nonfinite", 0) for line in found] == [
         int(n in OVERFLOWS) for n in range(WINDOWS)

@@ -257,6 +257,14 @@ def test_every_count_equals_a_slow_count(
         assert "nan" not in finding.what
 
 
+@pytest.mark.parametrize(("bad", "count", "search"), [(5, 10, 5), (6, 10, 0)])
+def test_a_short_run_has_found_its_scale_when_half_of_it_went_well(
+    bad: int, count: int, search: int, tmp_path: Path
+) -> None:
+    run = read(tmp_path, t.story(count, lambda s, _: s < bad))
+    assert (run.search_skips, run.other_skips) == (search, bad - search)
+
+
 @pytest.mark.parametrize(("falls", "said"), [(1, ""), (3, "2 other"), (12, "at least 7 other")])
 def test_more_falls_are_counted_as_far_as_they_were_kept(
     falls: int, said: str, tmp_path: Path

@@ -88,10 +88,13 @@ def pictures(runs: Sequence[Run]) -> list[Picture]:
     return [picture for picture in found if picture is not None]
 
 
-def _steps_axis(axes: Axes, runs: Sequence[Run]) -> None:
-    """Steps along the x axis, and where each later session began."""
+def _shared_axis(axes: Axes, runs: Sequence[Run], label: str) -> None:
+    """Steps along the x axis, what stands along the other, and where each later session began."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+    axes.set_ylabel(label)
+    axes.grid(axis="y", linewidth=0.7)
+    axes.figure.legend(loc="outside lower center", ncols=3)
     several = any(len(run.sessions) > 1 for run in runs)
     axes.set_xlabel("step, counted on over all sessions" if several else "step")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10], integer=True))
@@ -119,14 +122,6 @@ def _note(axes: Axes, text: str, at: tuple[float, float], offset: tuple[int, int
         color=SOFT,
         va="top",
     )
-
-
-def _shared_axis(axes: Axes, runs: Sequence[Run], label: str) -> None:
-    """What the pictures of all runs in one have in common."""
-    axes.set_ylabel(label)
-    axes.grid(axis="y", linewidth=0.7)
-    _steps_axis(axes, runs)
-    axes.figure.legend(loc="outside lower center", ncols=3)
 
 
 def _band(

@@ -91,20 +91,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def label(runs: Sequence[Run]) -> None:
-    """Name each run: its file, with the rank where there are several, and no name twice."""
-    paths = [Path(one.path) for one in runs]
-    names = [path.name for path in paths]
-    for one, path, name in zip(runs, paths, names, strict=True):
-        alike = names.count(name) > 1 and path.absolute().parent.name
-        text = f"{path.absolute().parent.name}/{name}" if alike else name
+    """Name each run: its file, all of its path where names are alike, the rank of several."""
+    names = [Path(one.path).name for one in runs]
+    for one, name in zip(runs, names, strict=True):
         facts = one.sessions[0].facts if one.sessions else {}
-        if facts.get("ranks", 1) > 1 or facts.get("rank", 0) > 0:
-            text += f" (rank {facts.get('rank', '?')})"
-        one.label = plain(text)
-    labels = [one.label for one in runs]
-    for index, one in enumerate(runs):
-        if labels.count(one.label) > 1:
-            one.label += f" [{index + 1}]"
+        several = facts.get("ranks", 1) > 1
+        text = one.path if names.count(name) > 1 else name
+        one.label = plain(text + (f" (rank {facts.get('rank', '?')})" if several else ""))
 
 
 def write_page(runs: Sequence[Run], output: Path) -> Path:

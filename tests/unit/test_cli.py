@@ -108,18 +108,6 @@ def test_a_report_of_a_file_that_is_none_is_one_line(capsys: pytest.CaptureFixtu
     assert "no.jsonl" in fails(capsys, "report", "no.jsonl")
 
 
-@pytest.mark.usefixtures("quiet_home")
-def test_what_accelerate_refuses_in_a_file_names_that_file(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    Path("mine.yaml").write_text(ONE_GOOD.format("overlap") + "num_proceses: 2\n")
-    error = fails(capsys, "launch", "--config_file", "mine.yaml", "train.py")
-    assert "The config file at mine.yaml had unknown keys (['num_proceses'])" in error
-    Path("mine.yaml").write_text("accel_scaler: {}\n")
-    error = fails(capsys, "launch", "--config_file", "mine.yaml", "train.py")
-    assert "mine.yaml: Accelerate cannot use it: A `distributed_type` must be" in error
-
-
 def test_an_error_of_several_lines_becomes_one(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from accel_scaler import ConfigError, ScalerConfig
 from accel_scaler.config_file import find_config, read_config, shipped_configs
@@ -171,54 +168,6 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "folder.yaml").symlink_to(".")
     for name in ("bytes.yaml", "loop.yaml", "folder.yaml", "missing.yaml"):
         assert "cannot be read as UTF-8" in refused(tmp_path / name)
-
-
-names = st.sampled_from(["accel_scaler", "a", "min_scale", "<<", "yes", "1e3", "ß", "#", ""])
-scalars = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.floats(allow_nan=False),
-    st.text(max_size=8),
-    names,
-)
-documents = st.dictionaries(
-    names,
-    st.recursive(
-        scalars,
-        lambda inner: st.one_of(
-            st.lists(inner, max_size=3), st.dictionaries(names, inner, max_size=3)
-        ),
-        max_leaves=8,
-    ),
-    max_size=5,
-)
-
-
-@given(documents, st.booleans(), st.sampled_from([None, True, False]))
-@settings(max_examples=150, deadline=None)
-def test_any_mapping_comes_back_in_two_parts(
-    tmp_path_factory: pytest.TempPathFactory, document: Any, as_json: bool, style: bool | None
-) -> None:
-    folder = tmp_path_factory.getbasetemp()
-    if as_json:
-        name, text, load = "fuzz.json", json.dumps(document, indent=style), json.loads
-    else:
-        name, load = "fuzz.yaml", yaml.safe_load
-        text = yaml.safe_dump(document, default_flow_style=style, allow_unicode=True)
-    path = write(folder, text, name)
-    expected: dict[str, Any] = dict(load(text))  # a "<<" that merged is the loader's business
-    section = expected.pop("accel_scaler", {})
-    if "accel_scaler" in document and not isinstance(section, dict):
-        with pytest.raises(ConfigError, match="must be a mapping"):
-            read_config(path)
-        return
-    file = read_config(path)
-    assert file.values == section
-    assert as_json or set(file.lines) == set(section)
-    lines = text.splitlines()
-    assert all(1 <= line <= len(lines) for line in file.lines.values())
-    assert load(text if file.rest is None else file.rest) == expected
 
 
 def test_shipped_files_are_found_by_name_and_a_file_on_disk_wins(

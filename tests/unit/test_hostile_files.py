@@ -32,12 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no devices there")
-def test_links_lead_to_a_file_or_to_one_line(folder: Path) -> None:
-    (folder / "loop.jsonl").symlink_to("loop.jsonl")
-    (folder / "folder.jsonl").symlink_to(".")
-    for name in ("loop.jsonl", "folder.jsonl", "missing.jsonl"):
-        with pytest.raises(ConfigError, match="cannot be read"):
-            read_run(name)
+def test_a_file_without_end_is_refused(folder: Path) -> None:
     (folder / "run.jsonl").symlink_to("/dev/zero")
     with pytest.raises(ConfigError, match="not a telemetry file"):
         read_run("run.jsonl")

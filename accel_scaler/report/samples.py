@@ -132,9 +132,9 @@ class Timing:
             self.optimizer += record.optimizer_s
             self.waited += record.waited_s or 0.0
             self.hidden += record.hidden_s or 0.0
-        for kind, _, length, *where in record.spans:
-            if kind == "wait":
-                self.waits["".join(where)] += round(length * 1e6)
+        for span in record.spans:
+            if span[0] == "wait":
+                self.waits["".join(span[3:])] += round(span[2] * 1e6)
         if record.spans:
             if self.last and self.last[-1][1].index >= record.index:
                 self.last.clear()  # a new session: its clock starts at 0

@@ -93,7 +93,6 @@ def test_every_window_is_what_plain_torch_says(
     assert len({line["scale"] for line in found}) >= 3
     assert len({line["lr"][0] for line in found}) > 3
     assert any(line["clip_coefficient"] not in (None, 1.0) for line in found)
-    assert [line["clip_coefficient"] is None for line in found] == [x["skipped"] for x in found]
     # The loss of the first micro-batch of these windows was inf.
     assert [line.get("loss_nonfinite", 0) for line in found] == [
         int(n in OVERFLOWS) for n in range(WINDOWS)
@@ -239,6 +238,7 @@ def test_two_optimizers_in_one_window_are_one_record(
     found = beside.assert_tells(path, but=("norms", "grad_norm"))
     for line, expected in zip(found, beside.expected, strict=True):
         if line["skipped"]:
+            assert line["clip_coefficient"] is None
             continue
         assert line["norms"] == expected["norms"]
         assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-6)

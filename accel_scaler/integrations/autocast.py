@@ -33,14 +33,8 @@ def add_autocast(accelerator: Any, models: list[torch.nn.Module]) -> None:
         if "_original_forward" in inner.__dict__:
             continue
         context = get_mixed_precision_context_manager(True, accelerator.autocast_handler)
-        original = inner.forward
-        inner._original_forward = original
-        plain = getattr(original, "__func__", None)
-        if plain is None:
-            inner.forward = convert_outputs_to_fp32(context(original))
-        else:
-            wrapped = MethodType(context(plain), inner)
-            inner.forward = MethodType(convert_outputs_to_fp32(wrapped.__func__), inner)
+        inner._original_forward = inner.forward
+        _replace_forward(inner, convert_outputs_to_fp32(context(_function_of(inner))))
         add_emulation(accelerator, model)
 
 
@@ -66,19 +60,26 @@ def add_emulation(accelerator: Any, model: torch.nn.Module) -> None:
     if accelerator.device.type != "cpu" or cpu_float16.has_float16_kernels():
         return
     holder: Any = accelerator.unwrap_model(model)
-    plain = getattr(holder.forward, "__func__", None)
-    wrapped: Any = cpu_float16.emulating_float16(plain or holder.forward)
+    wrapped: Any = cpu_float16.emulating_float16(_function_of(holder))
     wrapped._accel_scaler_emulation = wrapped  # itself: whoever wraps it copies its attributes
-    holder.forward = wrapped if plain is None else MethodType(wrapped, holder)
+    _replace_forward(holder, wrapped)
 
 
 def remove_emulation(accelerator: Any, model: torch.nn.Module) -> None:
     """Give the model back the forward that :func:`add_emulation` found."""
     holder: Any = accelerator.unwrap_model(model)
-    forward: Any = holder.forward
-    bound = hasattr(forward, "__func__")
-    plain: Any = forward.__func__ if bound else forward
+    plain = _function_of(holder)
     mark: Any = getattr(plain, "_accel_scaler_emulation", None)
     if mark is plain:
-        inner = mark.__wrapped__
-        holder.forward = MethodType(inner, holder) if bound else inner
+        _replace_forward(holder, mark.__wrapped__)
+
+
+def _function_of(module: Any) -> Any:
+    """The module's forward, not bound to it."""
+    return getattr(module.forward, "__func__", module.forward)
+
+
+def _replace_forward(module: Any, function: Any) -> None:
+    """``function`` is its forward, bound to it if the one before was."""
+    is_bound = hasattr(module.forward, "__func__")
+    module.forward = MethodType(function, module) if is_bound else function

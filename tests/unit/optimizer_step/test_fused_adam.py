@@ -155,6 +155,13 @@ def empty_entry(optimizer: Optimizer) -> None:
     optimizer.state[optimizer.param_groups[0]["params"][0]] = {}
 
 
+def reorder(optimizer: Optimizer) -> None:
+    """Two of one stride, in a new list, with their state as it was."""
+    group = optimizer.param_groups[0]
+    *others, first, second = group["params"]
+    group["params"] = [*others, second, first]
+
+
 def add_group(optimizer: Optimizer) -> None:
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3), requires_grad=True)]})
     optimizer.param_groups[-1]["params"][0].grad = torch.ones(3)
@@ -179,6 +186,7 @@ CHANGES = {
     "step replaced": new_tensor("step"),
     "add_param_group": add_group,
     "parameter swapped": swap_parameter,
+    "parameters reordered": reorder,
 }
 
 

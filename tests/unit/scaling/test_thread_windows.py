@@ -276,3 +276,13 @@ def test_two_optimizers_in_one_job_share_one_verdict() -> None:
     elsewhere(job)
     assert filled(p, 0.0)
     assert filled(q, -1.0), "torch skips optimizer by optimizer"
+
+
+def test_a_job_asks_for_the_overflow_of_its_own_optimizers() -> None:
+    (p, optimizer), (q, other) = one(), one()
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(p.sum() + (q * float("inf")).sum()).backward()
+    scaler.unscale_(other)
+    job = scaler.bind(scaler.get_overflow_flag, optimizer)
+    assert scaler.get_overflow_flag() is True
+    assert elsewhere(job) is False

@@ -281,22 +281,16 @@ class OverflowStreak:
         raise OverflowStreakError(said)
 
     def _warn(self, skips: int, scale: float) -> None:
-        if self.limit is not None:
-            self._warnings = MOST_WARNINGS
-            logger.warning(
-                f"{skips} windows in a row overflowed; max_consecutive_skips="
-                f"{self.limit} ends the run after {self.limit}. Non-finite gradients in: "
-                f"{self._worst()}. Scale: {scale_path(self.evidence.scales, scale)}. "
-                "(Said once.)"
-            )
-            return
-        self._warnings += 1
+        """Once, where there is a limit; without one again after ten times as many skips."""
+        self._warnings = MOST_WARNINGS if self.limit is not None else self._warnings + 1
         self.warns_at = 10 * skips
-        again = f"Said again after {10 * skips}."
+        end = " and were skipped; max_consecutive_skips is not set, so nothing ends this run"
+        if self.limit is not None:
+            end = f"; max_consecutive_skips={self.limit} ends the run after {self.limit}"
+        is_last = self._warnings == MOST_WARNINGS
+        again = "Not said again." if is_last else f"Said again after {self.warns_at}."
         logger.warning(
-            f"{skips} windows in a row overflowed and were skipped; max_consecutive_skips is not "
-            f"set, so nothing ends this run. {self._told_so_far(scale)} "
-            f"({again if self._warnings < MOST_WARNINGS else 'Not said again.'})"
+            f"{skips} windows in a row overflowed{end}. {self._told_so_far(scale)} ({again})"
         )
 
     def _tell_dead(self, scale: float) -> None:

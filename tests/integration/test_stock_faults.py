@@ -16,6 +16,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import GradScalerKwargs
+from boundary_support import models, ours
 from support import LR, Linear, stock
 from torch import nn
 from torch.optim import SGD
@@ -23,17 +24,6 @@ from torch.optim import SGD
 from accel_scaler import OverflowStreakError, ScalerConfig, attach, detach
 
 OVERFLOW = float("inf")
-
-
-def ours(**kwargs: Any) -> Any:
-    return attach(Accelerator(cpu=True, mixed_precision="fp16", **kwargs), ScalerConfig())
-
-
-def pair(accelerator: Any) -> tuple[list[Linear], list[Any]]:
-    """Two models with an optimizer each, all prepared."""
-    models = [Linear(), Linear()]
-    optimizers = [accelerator.prepare(SGD(model.parameters(), lr=LR)) for model in models]
-    return [accelerator.prepare(model) for model in models], optimizers
 
 
 @pytest.mark.parametrize(
@@ -61,27 +51,27 @@ def test_f1_a_skip_inside_the_kernel(build: Any, skipped: bool, lr: float) -> No
 def test_f2_two_optimizers_and_a_clip(build: Any, second: float) -> None:
     """Stock unscales the second optimizer's gradients twice."""
     accelerator = build()
-    models, optimizers = pair(accelerator)
-    accelerator.backward(models[0](1.0) + models[1](1.0))
-    norm = accelerator.clip_grad_norm_([m.w for m in models], 1e6)
+    both, optimizers = models(accelerator, 2)
+    accelerator.backward(both[0](1.0) + both[1](1.0))
+    norm = accelerator.clip_grad_norm_([m.w for m in both], 1e6)
     for optimizer in optimizers:
         optimizer.step()
     assert norm == pytest.approx(8**0.5)
-    assert models[0].moved == 1.0
+    assert both[0].moved == 1.0
     # 1/65536 of 1/8 is lost next to a weight of 1, so look at the gradient.
-    assert models[1].w.grad is not None
-    assert models[1].w.grad.tolist() == [second] * 4
+    assert both[1].w.grad is not None
+    assert both[1].w.grad.tolist() == [second] * 4
 
 
 @pytest.mark.parametrize(("build", "second"), [(stock, 2.0), (ours, 1.0)], ids=["stock", "ours"])
 def test_f3_overflow_in_the_first_only(build: Any, second: float) -> None:
     """Stock unscales the second optimizer by the scale that the first one's overflow halved."""
     accelerator = build()
-    models, optimizers = pair(accelerator)
-    accelerator.backward(models[0](OVERFLOW) + models[1](1.0))
+    both, optimizers = models(accelerator, 2)
+    accelerator.backward(both[0](OVERFLOW) + both[1](1.0))
     for optimizer in optimizers:
         optimizer.step()
-    assert [m.moved for m in models] == [0.0, second]
+    assert [m.moved for m in both] == [0.0, second]
     assert [o.step_was_skipped for o in optimizers] == [True, False]
     assert accelerator.scaler.get_scale() == 2.0**15
 
@@ -92,9 +82,9 @@ def test_f3_overflow_in_the_first_only(build: Any, second: float) -> None:
 def test_f4_two_updates_a_window(build: Any, scale: float, tracker: int) -> None:
     """Stock counts a window, and backs off, once for each optimizer."""
     accelerator = build()
-    models, optimizers = pair(accelerator)
+    both, optimizers = models(accelerator, 2)
     for gradient in (OVERFLOW, 1.0):
-        accelerator.backward(models[0](gradient) + models[1](gradient))
+        accelerator.backward(both[0](gradient) + both[1](gradient))
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

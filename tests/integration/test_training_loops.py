@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import GradScalerKwargs
+from boundary_support import ours
 from support import mlp, stock, weights
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from accel_scaler import ScalerConfig, attach
+from accel_scaler import ScalerConfig
 
 INF = float("inf")
 WINDOWS = 8
@@ -69,10 +69,6 @@ def reset() -> None:
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     PartialState._reset_state()
-
-
-def ours(config: ScalerConfig | None = None, **kwargs: Any) -> Any:
-    return attach(Accelerator(cpu=True, mixed_precision="fp16", **kwargs), config or ScalerConfig())
 
 
 def batch(number: int) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from support import mlp, stock_fp16_on_cpu, weights
+from attached import prepared
+from support import stock_fp16_on_cpu, weights
 
 from accel_scaler import GradScaler, ScaledAccelerator, ScalerConfig, attach
 from accel_scaler.integrations.optimizer import ScaledOptimizer
@@ -35,12 +36,6 @@ def train(accelerator: Any, model: Any, optimizer: Any, steps: int = 2) -> torch
     if isinstance(optimizer, ScaledOptimizer):
         optimizer.synchronize()
     return weights(model)
-
-
-def prepared(accelerator: Any) -> tuple[Any, Any]:
-    net = mlp()
-    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    return model, optimizer
 
 
 def go_on(copied: Any) -> torch.Tensor:

@@ -6,37 +6,22 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from accelerate.utils import AutocastKwargs
+from attached import cpu, inner_dtype
 from support import mlp
-from torch import Tensor, nn
+from torch import Tensor
 
 from accel_scaler import UnsupportedError
 from accel_scaler.integrations.autocast import add_autocast, remove_autocast
 
 
-def accelerator() -> Any:
-    """Stock fp16 on a CPU: ``prepare`` adds no autocast."""
-    return Accelerator(cpu=True, mixed_precision="fp16")
-
-
-def inner_dtype(model: nn.Module) -> torch.dtype:
-    """What the first layer puts out."""
-    seen: list[torch.dtype] = []
-    handle = model[0].register_forward_hook(lambda *args: seen.append(args[-1].dtype))  # type: ignore[index]
-    out = model(torch.ones(2, 8))
-    handle.remove()
-    assert out.dtype is torch.float32
-    (dtype,) = seen
-    return dtype
-
-
 def test_there_and_back() -> None:
-    a = accelerator()
+    a = cpu()
     model: Any = a.prepare(mlp())
     before = model(torch.ones(2, 8))
     add_autocast(a, [model])
     assert inner_dtype(model) is torch.float16
+    assert model(torch.ones(2, 8)).dtype is torch.float32
     forward = model.forward
     add_autocast(a, [model])
     assert model.forward == forward, "wrapped once"
@@ -49,7 +34,7 @@ def test_there_and_back() -> None:
 
 def test_a_forward_set_on_the_instance_comes_back() -> None:
     """A plain function has no ``__func__`` to bind again."""
-    a = accelerator()
+    a = cpu()
     model: Any = mlp()
 
     def forward(x: Tensor) -> Tensor:
@@ -66,14 +51,14 @@ def test_a_forward_set_on_the_instance_comes_back() -> None:
 def test_autocast_settings_are_kept() -> None:
     """``AutocastKwargs(enabled=False)`` switches it off here as in ``prepare``."""
     kwargs = AutocastKwargs(enabled=False)
-    a = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[kwargs])
+    a = cpu(kwargs_handlers=[kwargs])
     model = a.prepare(mlp())
     add_autocast(a, [model])
     assert inner_dtype(model) is torch.float32
 
 
 def test_a_compiled_model_is_refused_before_any_is_changed() -> None:
-    a = accelerator()
+    a = cpu()
     first: Any = a.prepare(mlp())
     compiled = torch.compile(mlp(), backend="eager")
     with pytest.raises(UnsupportedError, match=r"attach\(accelerator\) before"):

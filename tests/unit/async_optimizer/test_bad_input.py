@@ -177,20 +177,6 @@ def test_an_optimizer_prepared_twice_steps_once(mode: str) -> None:
     detach(accelerator)
 
 
-def test_lbfgs_and_closures_are_refused_by_an_accelerator_and_it_stays_usable() -> None:
-    accelerator = attached("overlap")
-    model = One()
-    with pytest.raises(UnsupportedError, match="closure"):
-        accelerator.prepare(torch.optim.LBFGS(model.parameters()))
-    model, optimizer = accelerator.prepare(model, sgd(model.parameters()))
-    accelerator.backward(model())
-    with pytest.raises(UnsupportedError, match="closure"):
-        optimizer.step(lambda: model())
-    optimizer.step()
-    assert torch.equal(model.state_dict()["w"], torch.full((4,), 0.5))
-    detach(accelerator)
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_a_closure_is_refused_and_takes_nothing(mode: str) -> None:
     w = one()

@@ -161,23 +161,6 @@ def done(gate: Gate) -> int:
 
 @pytest.mark.parametrize("mode", ["overlap", "delayed"])
 @pytest.mark.parametrize("scaled", [False, True])
-def test_the_same_tensor_has_the_gradient_that_torch_leaves(mode: str, scaled: bool) -> None:
-    model, optimizer, scaler = stepped(mode, scaled)
-    with lazy(), optimizer:
-        backward(model, scaler)
-        held = [p.grad for p in model.parameters()]
-        optimizer.step()
-        assert all(p.grad is grad for p, grad in zip(model.parameters(), held, strict=True))
-        reference = net()
-        loss_of(reference).backward()
-        for grad, p in zip(held, reference.parameters(), strict=True):
-            assert grad is not None
-            assert p.grad is not None
-            assert torch.equal(grad, p.grad)
-
-
-@pytest.mark.parametrize("mode", ["overlap", "delayed"])
-@pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("when", ["graph before the step", "graph after it"])
 def test_a_backward_adds_to_what_the_step_has_read(when: str, scaled: bool, mode: str) -> None:
     """autograd asks nobody: a bias, which no backward reads, is stepped and added to."""

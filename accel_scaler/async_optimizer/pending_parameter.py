@@ -31,12 +31,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import repeat
 from operator import attrgetter, eq
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import StepError
+from .streams import PartEvents
 
 __all__ = [
     "GradientHold",
@@ -57,7 +58,7 @@ _holds: weakref.WeakSet[ParameterHold] = weakref.WeakSet()
 _holders: dict[int, tuple[weakref.ref[ParameterHold], ...]] = {}
 """``id(parameter)`` -> those that hold it, so that no hold has to be asked that does not."""
 
-_orphans: dict[int, Order] = {}
+_orphans: dict[int, PartEvents] = {}
 """``id(parameter)`` -> what puts its uses after an update of an optimizer that is gone."""
 
 _lock = threading.RLock()
@@ -288,7 +289,7 @@ def _holding(p: Any) -> Iterator[ParameterHold]:
             yield hold
 
 
-def _forget(left: set[int], order: Order | None, ref: weakref.ref[ParameterHold]) -> None:
+def _forget(left: set[int], order: PartEvents | None, ref: weakref.ref[ParameterHold]) -> None:
     """A hold has gone with its optimizer: its parameters may be gone, and their ids new.
 
     The garbage collector runs this, on any thread, so it asks nothing of the device.
@@ -331,16 +332,6 @@ def can_hold_parameters(params: Iterable[Tensor]) -> bool:
     return set(map(type, params)) <= {nn.Parameter, PendingParameter}
 
 
-class Order(Protocol):
-    """The parts of one task as the device does them, after it was given all of them."""
-
-    def follow(self) -> None:
-        """What this thread enqueues from here on comes after all parts."""
-
-    def is_past(self, parts: int | None = None, *, wait: bool = False) -> bool:
-        """Whether the device has done the first ``parts`` (default: all); ``wait`` until it has."""
-
-
 class ParameterHold:
     """Parameters that wait for the parts of one task.
 
@@ -365,7 +356,7 @@ class ParameterHold:
         part_of: dict[int, int],
         wait: Callable[[int], int],
         one_by_one: bool = False,
-        order: Order | None = None,
+        order: PartEvents | None = None,
     ) -> None:
         self.params, self.ends, self.part_of, self._wait = params, ends, part_of, wait
         self._one_by_one, self._order = one_by_one, order
@@ -461,7 +452,7 @@ class GradientHold:
     __slots__ = ("order", "part", "wait")
 
     def __init__(
-        self, wait: Callable[[], object], order: Order | None = None, part: int = 1
+        self, wait: Callable[[], object], order: PartEvents | None = None, part: int = 1
     ) -> None:
         self.wait, self.order, self.part = wait, order, part
 

@@ -258,7 +258,9 @@ class Worker:
         torch.set_num_threads(own)
         self._stop = weakref.finalize(self, self._queue.put, None)
         self._stop.atexit = False
-        _stop_at_exit(self._thread, self._queue, self._failed)
+        atexit.unregister(_stop_all)  # so that it comes before what was registered by now
+        atexit.register(_stop_all)
+        _running[self._thread] = self._queue, self._failed
 
 
 def _loop(
@@ -285,19 +287,10 @@ _running: dict[threading.Thread, tuple[queue.SimpleQueue[Task | None], list[Task
 """Those that the end of the process waits for."""
 
 
-def _stop_at_exit(
-    thread: threading.Thread, tasks: queue.SimpleQueue[Task | None], failed: list[Task]
-) -> None:
-    atexit.unregister(_stop_all)
-    atexit.register(_stop_all)
-    for gone in [each for each in list(_running) if not each.is_alive()]:
-        _running.pop(gone, None)
-    _running[thread] = tasks, failed
-
-
 def _stop_all() -> None:
     for thread, (tasks, failed) in list(_running.items()):
-        _stop(tasks, thread, failed, EXIT_LIMIT_S)
+        if thread.is_alive():  # not one of the process that this was forked from
+            _stop(tasks, thread, failed, EXIT_LIMIT_S)
 
 
 def _say_unknown(failed: list[Task]) -> None:

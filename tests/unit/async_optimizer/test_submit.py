@@ -15,12 +15,13 @@ from references import (
     INIT_SCALE,
     NEVER_STALE,
     OPTIMIZERS,
+    assert_same_run,
     loss_of,
     network,
     run_reference,
-    same,
+    saved_of,
 )
-from torch import Tensor, nn
+from torch import nn
 
 from accel_scaler import AsyncOptimizer, ConfigError, GradScaler, OrderError, StepError
 
@@ -28,7 +29,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 LIMIT_S = 30.0
 MODES = ("overlap", "delayed")
-LOW_AND_FULL = (torch.float32, torch.float16)
 
 
 @pytest.fixture
@@ -63,75 +63,54 @@ class Single:
         self.optimizer.close()
 
 
-@pytest.mark.parametrize("dtype", LOW_AND_FULL, ids=str)
+@pytest.mark.parametrize("clips", [False, True], ids=["steps", "unscales, clips and steps"])
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(("mode", "kind"), [("overlap", "fused adamw"), ("delayed", "sgd")])
 def test_the_documented_loop_trains_as_the_reference(
-    kind: str, mode: str, dtype: torch.dtype
+    kind: str, mode: str, dtype: torch.dtype, offload: str, clips: bool
 ) -> None:
-    """Micro-batches, ``submit(lambda: (step, zero_grad))``, then ``update`` straight after."""
+    """Micro-batches, a function with the scaler's own calls, then ``update`` straight after."""
     model = network(dtype)
     scaler = GradScaler("cpu", init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL)
     inner = OPTIMIZERS[kind](model.parameters())
-    overflows, losses, scales = (0, 5), [], []
-    with AsyncOptimizer(inner, model, scaler=scaler, mode=mode) as optimizer:
-        for step in range(12):
-            for micro in range(2):
-                loss = loss_of(model, 2 * step + micro, step in overflows)
-                (scaler.scale(loss) / 2).backward()
-                losses.append(str(float(loss.detach())))
-            optimizer.submit(lambda: (scaler.step(optimizer), optimizer.zero_grad()))
-            optimizer.zero_grad()
-            scaler.update()
-            scales.append(scaler.get_scale())
-        optimizer.synchronize()
-        prompt = 0 if mode == "delayed" else NEVER_STALE
-        make = partial(network, dtype)
-        reference = run_reference(kind, prompt, make=make, overflows=overflows, micro=2)
-        assert losses == reference["losses"]
-        assert scales == reference["scales"]
-        assert same([p.detach() for p in model.parameters()], reference["params"])
-        # An overflow leaves state that a step would have made empty, as torch's loop does.
-        assert same([dict(inner.state[p]) for p in model.parameters()], reference["state"])
-
-
-@pytest.mark.parametrize("offload", ["none", "cpu"])
-@pytest.mark.parametrize("dtype", LOW_AND_FULL, ids=str)
-@pytest.mark.parametrize("mode", MODES)
-def test_unscale_and_clip_inside_the_function(mode: str, dtype: torch.dtype, offload: str) -> None:
-    model = network(dtype)
-    scaler = GradScaler("cpu", init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL)
-    inner = OPTIMIZERS["sgd"](model.parameters())
-    kinds = []
+    seen: dict[str, Any] = {"losses": [], "scales": []}
+    overflows, inside = (0, 5), set[torch.dtype]()
     with AsyncOptimizer(inner, model, scaler=scaler, mode=mode, offload=offload) as optimizer:
 
         def update() -> None:
-            params: list[Tensor] = optimizer.param_groups[0]["params"]
-            scaler.unscale_(optimizer)
-            kinds.append({p.grad.dtype for p in params if p.grad is not None})
-            torch.nn.utils.clip_grad_norm_(params, 0.5)
+            params: list[Any] = optimizer.param_groups[0]["params"]
+            if clips:
+                scaler.unscale_(optimizer)
+                inside.update(p.grad.dtype for p in params)
+                torch.nn.utils.clip_grad_norm_(params, 0.5)
             scaler.step(optimizer)
-            kinds.append({optimizer.state[p]["momentum_buffer"].dtype for p in params})
+            inside.update(v.dtype for p in params for v in optimizer.state[p].values())
             optimizer.zero_grad()
             assert all(p.grad is None for p in params)
 
-        for step in range(10):
-            for micro in range(2):
-                (scaler.scale(loss_of(model, 2 * step + micro, step == 4)) / 2).backward()
+        for step in range(12):
+            for number in (2 * step, 2 * step + 1):
+                loss = loss_of(model, number, step in overflows)
+                (scaler.scale(loss) / 2).backward()
+                seen["losses"].append(str(float(loss.detach())))
             optimizer.submit(update)
             optimizer.zero_grad()
             scaler.update()
-        optimizer.synchronize()
-    reference = run_reference(
-        "sgd",
-        0 if mode == "delayed" else NEVER_STALE,
-        make=partial(network, dtype),
-        steps=10,
-        overflows=(4,),
-        micro=2,
-        max_norm=0.5,
+            seen["scales"].append(scaler.get_scale())
+        seen.update(saved_of(model, optimizer.state_dict()))
+    assert_same_run(
+        seen,
+        run_reference(
+            kind,
+            0 if mode == "delayed" else NEVER_STALE,
+            make=partial(network, dtype),
+            overflows=overflows,
+            micro=2,
+            max_norm=0.5 if clips else None,
+        ),
     )
-    assert same([p.detach() for p in model.parameters()], reference["params"])
-    assert kinds == [{torch.float32}] * 20
+    assert inside == {torch.float32}
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -337,16 +337,6 @@ def test_a_worker_that_is_dropped_ends_its_thread() -> None:
     assert not thread.is_alive()
 
 
-def test_the_thread_keeps_nothing_of_a_finished_task(worker: Worker) -> None:
-    gradient = torch.ones(3)
-    ref = weakref.ref(gradient)
-    task = Task(lambda _, g=gradient: None, 0)  # type: ignore[misc]
-    worker.submit(task)
-    assert task.wait(limit_s=LIMIT_S)
-    del gradient
-    until(lambda: gc.collect() >= 0 and ref() is None)
-
-
 def failing(task: Task) -> None:
     raise ValueError("nobody has asked")
 

@@ -236,45 +236,31 @@ def test_close_gives_the_state_back_in_the_parameters_dtype(dtype: torch.dtype, 
     train(model, inner, 3, 4)  # torch goes on from there
 
 
-class Watched(SideStreams):
-    """Counts the copies to the host."""
-
-    down_calls: list[float]
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self.down_calls = []
-
-    def down(self, source: Tensor, host: Tensor) -> Any:
-        self.down_calls.append(float(source.flatten()[0]))
-        return super().down(source, host)
-
-
-def one_weight(mode: str = "overlap", **settings: Any) -> tuple[nn.Parameter, AsyncOptimizer]:
-    w = nn.Parameter(torch.ones(1))
-    inner = torch.optim.SGD([w], lr=0.125)
-    return w, AsyncOptimizer(inner, mode=mode, offload="cpu", **settings)
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("clips", "scale"), [(False, None), (True, 4.0)])
 def test_a_gradient_travels_once_a_step(
     scale: float | None, clips: bool, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When it is final; each of the backwards sent it, and so did a clip."""
-    monkeypatch.setattr("accel_scaler.async_optimizer.async_stepper.SideStreams", Watched)
+    sent, down = list[float](), SideStreams.down
+
+    def counted(self: SideStreams, source: Tensor, host: Tensor) -> Any:
+        sent.append(source.item())
+        return down(self, source, host)
+
+    monkeypatch.setattr(SideStreams, "down", counted)
     scaler = None if scale is None else GradScaler("cpu", init_scale=scale)
-    w, optimizer = one_weight(mode, scaler=scaler)
-    with optimizer:
-        streams: Any = optimizer._stepper.streams
+    w = nn.Parameter(torch.ones(1))
+    inner = torch.optim.SGD([w], lr=0.125)
+    with AsyncOptimizer(inner, mode=mode, offload="cpu", scaler=scaler) as optimizer:
         for _ in range(2):
             loss = w.sum()
             (loss if scaler is None else scaler.scale(loss)).backward()
         if clips:
             optimizer.clip_grad_norm_(10.0)
-        assert streams.down_calls == []
+        assert sent == []
         optimizer.step()
-        assert streams.down_calls == [2.0]
+        assert sent == [2.0]
         optimizer.synchronize()
         assert w.item() == 0.75
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from async_support import one_part_each
+from async_support import assert_same, one_part_each
 from torch import Tensor, nn
 
 from accel_scaler import AsyncOptimizer, OrderError, StepError
@@ -78,16 +78,6 @@ def plain() -> Result:
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     return [optimizer.state[p] for p in model.parameters()]
-
-
-def is_same(ours: Any, theirs: Any) -> bool:
-    if isinstance(theirs, Tensor):
-        return torch.equal(ours, theirs)
-    if isinstance(theirs, dict):
-        return ours.keys() == theirs.keys() and all(is_same(ours[k], theirs[k]) for k in theirs)
-    if isinstance(theirs, (list, tuple)):
-        return len(ours) == len(theirs) and all(map(is_same, ours, theirs))
-    return bool(ours == theirs)
 
 
 def evaluates(model: Net, optimizer: AsyncOptimizer) -> None:
@@ -177,12 +167,12 @@ def train_beside(reads: list[Callable[[Net, Any], Any]], **options: Any) -> Resu
 
 @pytest.mark.parametrize("name", READERS)
 def test_a_reader_beside_the_training_changes_no_bit_of_it(name: str) -> None:
-    assert is_same(train_beside([READERS[name]] * 2), plain())
+    assert_same(train_beside([READERS[name]] * 2), plain())
 
 
 @pytest.mark.parametrize("options", [{"mode": "overlap"}, {"mode": "sync", "offload": "cpu"}])
 def test_all_readers_at_once_change_no_bit(options: dict[str, Any]) -> None:
-    assert is_same(train_beside(list(READERS.values()), **options), plain())
+    assert_same(train_beside(list(READERS.values()), **options), plain())
 
 
 class Source:
@@ -326,9 +316,7 @@ def test_in_delayed_another_thread_is_refused_what_would_change_the_model() -> N
             losses = train(model, optimizer)
         assert readers.errors == []
     assert losses == reference
-    assert is_same(
-        [p.detach() for p in model.parameters()], [p.detach() for p in alone.parameters()]
-    )
+    assert_same([p.detach() for p in model.parameters()], [p.detach() for p in alone.parameters()])
 
 
 def test_state_that_a_step_is_adding_to_is_read_before_it_or_after_it() -> None:

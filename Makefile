@@ -100,7 +100,7 @@ report: $(STAMP)
 	$(BIN)/accel-scaler report out/report/run.jsonl -o out/report/report.html
 	$(BIN)/accel-scaler report out/report/run.jsonl --format png -o assets/report.png
 
-# Random histories in one process: no failure, and nothing that grows. ARGS="--seed 7 --jobs 2"
+# Random histories in one process: no failure, and nothing that grows. ARGS="--seed 7"
 soak: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/stress/soak.py --minutes $(MINUTES) $(ARGS)
 

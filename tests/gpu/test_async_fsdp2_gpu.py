@@ -15,7 +15,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin, GradScalerKwargs
-from launching import RANKS, free_port
+from children import RANKS, free_port
 from torch import nn
 from two_ranks import CLIP, OVERFLOW, SCALER, WINDOWS, batch, net, schedule_of, weights
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from support import reset
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -139,14 +139,6 @@ def sleepy(longest_s: float, seed: int = 0) -> Iterator[None]:
 
     with one_part_each(), _replaced((Replica, "step_part", stepping)):
         yield
-
-
-def reset() -> None:
-    """Accelerate's state and the random numbers of a fresh process."""
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    PartialState._reset_state()
-    torch.manual_seed(0)
 
 
 def values(model: nn.Module) -> list[Tensor]:

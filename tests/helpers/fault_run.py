@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DataLoaderConfiguration, set_seed
+from support import reset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -145,23 +145,6 @@ class Run:
         self.accelerator.scaler.abandon_window()
         detach(self.accelerator)
         reset()
-
-
-def reset() -> None:
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    PartialState._reset_state()
-
-
-def same(one: Any, other: Any) -> bool:
-    """Equal bit for bit, all the way down."""
-    if isinstance(one, Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
 
 
 def saver(folder: Path) -> Callable[[Run], None]:

@@ -15,7 +15,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 INF, NAN = math.inf, math.nan
@@ -60,7 +60,7 @@ def _run(kind: Kind, setup: Any, ops: list[Any], seed: str, seen: Counter[str]) 
     except Exception as error:
         wrong = type(error)
 
-        def fails(setup: Any, ops: list[Any]) -> bool:
+        def fails(ops: list[Any]) -> bool:
             try:
                 kind.play(setup, ops, Counter())
             except wrong:
@@ -69,9 +69,8 @@ def _run(kind: Kind, setup: Any, ops: list[Any], seed: str, seen: Counter[str]) 
                 return False
             return False
 
-        text = as_test(*shortest(setup, ops, fails))
-        first = as_test(setup, ops)
-        raise Found(f"seed {seed}: {error}\n{text}\nshortened from\n{first}") from error
+        text = as_test(setup, shortest(ops, fails))
+        raise Found(f"seed {seed}: {error}\n{text}\nshortened from {len(ops)}") from error
 
 
 def drawn(r: random.Random, name: str, choices: Choices, **fixed: Any) -> Call:
@@ -99,45 +98,14 @@ def as_test(setup: Any, ops: Sequence[Any]) -> str:
     return f"play({text})"
 
 
-def shortest(
-    setup: Any, ops: Sequence[Any], fails: Callable[[Any, list[Any]], bool], tries: int = 400
-) -> tuple[Any, list[Any]]:
-    """Leave out, one by one, what the failure does not need; at most ``tries`` runs."""
-    best: tuple[Any, list[Any]] = (setup, list(ops))
-    changed = True
-    while changed:
-        changed = False
-        for candidate in _smaller(*best):
-            tries -= 1
-            if tries < 0:
-                return best
-            if fails(*candidate):
-                best, changed = candidate, True
-                break
+def shortest(ops: Sequence[Any], fails: Callable[[list[Any]], bool], tries: int = 400) -> list[Any]:
+    """Without operations that the failure does not need, after at most ``tries`` runs."""
+    best, at = list(ops), 0
+    while at < len(best) and tries:
+        tries -= 1
+        less = best[:at] + best[at + 1 :]
+        if fails(less):
+            best, at = less, 0
+        else:
+            at += 1
     return best
-
-
-def _smaller(setup: Any, ops: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
-    for n in range(len(ops)):
-        yield setup, ops[:n] + ops[n + 1 :]
-    for less in _simpler(setup):
-        yield less, ops
-    for n, op in enumerate(ops):
-        for less in _simpler(op) if isinstance(op, Short) else ():
-            yield setup, [*ops[:n], less, *ops[n + 1 :]]
-
-
-def _simpler(op: Any) -> Iterator[Any]:
-    """The same with one thing less in it."""
-    for spec in fields(op):
-        value = getattr(op, spec.name)
-        if value == spec.default:
-            continue
-        if spec.default != ():
-            yield replace(op, **{spec.name: spec.default})
-            continue
-        for n, item in enumerate(value):
-            rest = value[:n], value[n + 1 :]
-            yield replace(op, **{spec.name: (*rest[0], *rest[1])})
-            for less in _simpler(item) if isinstance(item, Short) else ():
-                yield replace(op, **{spec.name: (*rest[0], less, *rest[1])})

@@ -23,10 +23,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerators import on
-from async_support import lazy, reset
+from async_support import lazy
 from histories import INF, Call, Choices, Kind, drawn
 from history_twin import DTYPES, LAYERS, OPTIMIZERS, Net, Setup, Twin
-from references import DECAY, GROWTH_INTERVAL, INIT_SCALE, same
+from references import DECAY, GROWTH_INTERVAL, INIT_SCALE
+from support import reset, same
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import MultiplicativeLR
 

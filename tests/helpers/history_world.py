@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin, GradScalerKwargs
-from async_support import reset
 from history_model import DIRECTION, LR, START, Model, Refused, Window, f16, f32
 from history_ops import Epoch, Micro, Row, Setup
-from support import stock_fp16_on_cpu
+from support import reset, stock_fp16_on_cpu
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import IterableDataset

@@ -1,7 +1,7 @@
 """A raw Accelerate loop that knows nothing of accel_scaler. Not a test: tests launch it.
 
-Prints one JSON line of facts about its process, rank by rank, and what it trained. With
-``CALL_ATTACH`` in the environment it is a script that calls ``attach``, for comparison.
+Each rank prints one JSON line of facts about its process and what it trained. With ``CALL_ATTACH``
+in the environment it is a script that calls ``attach``, for comparison.
 """
 
 from __future__ import annotations
@@ -68,8 +68,12 @@ def facts() -> dict[str, Any]:
     }
 
 
-def train(steps: int = 6) -> dict[str, Any]:
-    """Train a little in fp16; the loss of the third step is infinite."""
+STEPS, BAD, BATCH = 6, 2, 8
+"""The loss of step ``BAD`` is infinite, on the last rank only."""
+
+
+def train() -> dict[str, Any]:
+    """Train a little in fp16, the ranks on one batch; what there was and what came out."""
     torch.manual_seed(3)
     accelerator = Accelerator(kwargs_handlers=[GradScalerKwargs(growth_interval=2)])
     if "CALL_ATTACH" in os.environ:
@@ -77,24 +81,34 @@ def train(steps: int = 6) -> dict[str, Any]:
 
         attach(accelerator)
     layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
-    model, optimizer = accelerator.prepare(layers, torch.optim.AdamW(layers.parameters(), lr=0.01))
+    model, optimizer = accelerator.prepare(layers, torch.optim.SGD(layers.parameters(), lr=0.05))
+    seen: list[str] = []
+    layers[0].register_forward_hook(lambda module, args, out: seen.append(str(out.dtype)))
+    rank, ranks = accelerator.process_index, accelerator.num_processes
     skipped = []
-    for step in range(steps):
-        loss = model(torch.randn(4, 8)).float().pow(2).mean()
-        accelerator.backward(loss * (float("inf") if step == 2 else 1.0))
+    for step in range(STEPS):
+        batch = torch.randn(BATCH, 8)[rank::ranks].to(accelerator.device)
+        loss = model(batch).float().pow(2).mean()
+        is_bad = step == BAD and rank == ranks - 1
+        accelerator.backward(loss * (float("inf") if is_bad else 1.0))
         accelerator.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
         skipped.append(accelerator.optimizer_step_was_skipped)
-    scaler = accelerator.scaler
+    scaler, attachment = accelerator.scaler, getattr(accelerator, "_attachment", None)
     state = accelerator.unwrap_model(model).state_dict()
     result = {
         "class": type(accelerator).__name__,
+        "kind": accelerator.distributed_type.value,
+        "device": accelerator.device.type,
+        "precision": accelerator.mixed_precision,
+        "computed_in": sorted(set(seen)),
         "scale": scaler and scaler.get_scale(),
         "skipped": skipped,
         "weights": [value.tolist() for value in state.values()],
-        "ranks": accelerator.num_processes,
-        "rank": accelerator.process_index,
+        "ranks": ranks,
+        "omp": int(os.environ.get("OMP_NUM_THREADS", "0")),
+        "threads": attachment and attachment.worker and attachment.worker.threads,
         "settings": {k: v for k, v in os.environ.items() if k.startswith("ACCEL_SCALER_")},
     }
     accelerator.end_training()
@@ -103,8 +117,8 @@ def train(steps: int = 6) -> dict[str, Any]:
 
 def main() -> None:
     """Print the facts and the results, then end as the arguments say."""
-    found = facts() | {"stdin": "" if sys.stdin.isatty() else sys.stdin.read()}
-    found["trained"] = train()
+    found = facts() | {"stdin": sys.stdin.read() if "--stdin" in sys.argv else ""}
+    found["rank"], found["trained"] = int(os.environ.get("RANK", "0")), train()
     if "--spawn" in sys.argv:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             thing, found["child_class"] = pool.apply(in_child, ("from the child",))

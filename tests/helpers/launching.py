@@ -1,48 +1,68 @@
-"""Start a script of this folder on two gloo ranks and read what each rank saved."""
+"""Commands in processes of their own, as a user types them; none outlives its test."""
 
 from __future__ import annotations
 
+import json
 import os
-import socket
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-from places import HELPERS
+from places import HELPERS, ROOT
 
-RANKS = 2
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+LIMIT_S = 280
+STOCK = [sys.executable, "-m", "accelerate.commands.launch"]
+OURS = [sys.executable, "-m", "accel_scaler", "launch"]
 
 
-def run(command: list[str], script: str, folder: Path) -> list[dict[str, Any]]:
-    """Run ``python -m <command> <script> <folder>``; returns each rank's results."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
-    environment |= {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(
-        [sys.executable, "-m", *command, str(HELPERS / script), str(folder)],
-        capture_output=True,
+def environment(folder: Path, **extra: str) -> dict[str, str]:
+    """This process's, without what other tests or a user have set; nothing is downloaded."""
+    others = ("ACCELERATE_", "ACCEL_SCALER_", "KAGGLE", "PYTEST_", "PYTHONPATH")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(others)}
+    ours = {
+        "HF_HOME": str(folder / "home"),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",  # threads that share busy cores wait for each other
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(HELPERS)]),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    return kept | ours | extra
+
+
+def start(command: list[Any], folder: Path, **extra: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        list(map(str, command)),
+        cwd=folder,
+        env=environment(folder, **extra),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        check=False,
-        timeout=150,
-        env=environment,
+        start_new_session=True,
+        # A job in the background ignores Ctrl-C, and so would what it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(RANKS)]
 
 
-def accelerate_launch(script: str, folder: Path) -> list[dict[str, Any]]:
-    """Without ``ACCELERATE_USE_CPU`` this would start two lone processes, silently."""
-    command = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", str(RANKS)]
-    return run([*command, "--main_process_port", str(free_port())], script, folder)
+def finish(process: subprocess.Popen[str], stdin: str = "") -> tuple[int, str, str]:
+    """Exit status, standard output, standard error; what is left of it is ended."""
+    try:
+        said = process.communicate(stdin, timeout=LIMIT_S)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    return process.returncode, *said
 
 
-def torchrun(script: str, folder: Path) -> list[dict[str, Any]]:
-    command = ["torch.distributed.run", "--nproc_per_node", str(RANKS)]
-    return run([*command, "--master_port", str(free_port())], script, folder)
+def run(command: list[Any], folder: Path, stdin: str = "", **extra: str) -> tuple[int, str, str]:
+    return finish(start(command, folder, **extra), stdin)
+
+
+def facts_in(output: str) -> list[dict[str, Any]]:
+    """What ranks printed as JSON, by rank: two of them may write into one line."""
+    decoder = json.JSONDecoder()
+    found = [decoder.raw_decode(text)[0] for text in output.split("FACTS ")[1:]]
+    return sorted(found, key=lambda fact: int(fact.get("rank", 0)))

@@ -1,7 +1,7 @@
-"""Two gloo ranks under Accelerate's DDP, one of which is killed, stopped, slow or overflows alone.
+"""Two gloo ranks, one of which is killed, stopped, slow, overflows alone or has a bad optimizer.
 
-Not a test: ``test_ranks.py`` starts it. For each case it forks two ranks, so that the imports are
-paid for once, and leaves their exit statuses and the seconds that rank 0 took to know in
+Not a test: ``test_ranks.py`` starts it. For each case it forks two ranks, each ended by Python's
+own exit, and leaves their exit statuses and the seconds that rank 0 took to know in
 ``statuses.json``, their output in ``<case><rank>.txt``, what they computed in ``<case><rank>.pt``.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from datetime import timedelta
@@ -20,12 +19,13 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
-from children import many
+from children import become_rank, fork, free_port, many
 from fault_run import MODES, Run
 from support import mlp, weights
 from torch import nn
 
 from accel_scaler import ScalerConfig, attach
+from accel_scaler.async_optimizer.replica import Replica
 
 LIMIT_S = 90
 WINDOWS = 8
@@ -40,7 +40,7 @@ TRIED = ["overlap", "delayed offload"] if many(1) > 1 else ["overlap"]
 CASES = [
     f"{fault}, {mode}"
     for mode in TRIED
-    for fault in ("nothing", "killed", "stopped", "slow", "overflow")
+    for fault in ("nothing", "killed", "stopped", "slow", "overflow", "raises")
 ]
 
 
@@ -61,6 +61,17 @@ def train(case: str, folder: Path) -> None:
         layers, torch.optim.SGD(layers.parameters(), lr=0.1, momentum=0.9)
     )
     skipped, took = [], []
+    step_part = Replica.step_part
+
+    def disturbed(self: Replica, *args: Any) -> None:
+        """On the optimizer thread, at work when the other rank is gone."""
+        time.sleep(0.2 if fault == "killed" else 0.0)
+        if fault == "raises" and rank == 1 and len(skipped) == WINDOW:
+            raise ArithmeticError("the kernel of rank 1 failed")
+        step_part(self, *args)
+
+    patched: Any = Replica
+    patched.step_part = disturbed
     for window in range(WINDOWS):
         start = time.monotonic()
         draw = torch.Generator().manual_seed(10 * window + rank)
@@ -86,32 +97,6 @@ def train(case: str, folder: Path) -> None:
     accelerator.end_training()
 
 
-def free_port() -> str:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return str(sock.getsockname()[1])
-
-
-def fork_rank(case: str, rank: int, port: str, folder: Path) -> int:
-    """Its pid; 0 in the rank itself."""
-    pid = os.fork()
-    if pid == 0:
-        signal.alarm(LIMIT_S)
-        output = os.open(folder / f"{case}{rank}.txt", os.O_WRONLY | os.O_CREAT)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        os.environ |= {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "LOCAL_WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "ACCELERATE_USE_CPU": "true",
-        }
-    return pid
-
-
 def main(folder: Path) -> str | None:
     """In a rank: its case. None in the parent, once all are over."""
     Run("sync").train(1).close()  # what is imported on first use, too
@@ -119,8 +104,9 @@ def main(folder: Path) -> str | None:
     for case in CASES:
         port, pids = free_port(), []
         for rank in range(2):
-            pids.append(fork_rank(case, rank, port, folder))
+            pids.append(fork(folder / f"{case}{rank}.txt", LIMIT_S))
             if not pids[-1]:
+                become_rank(rank, port)
                 return case
         statuses: dict[int, int] = {}
         at: dict[int, float] = {}

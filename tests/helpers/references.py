@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
-from support import mlp
+from support import mlp, same
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import MultiplicativeLR
 
@@ -195,14 +195,3 @@ def assert_same_run(ours: dict[str, Any], reference: dict[str, Any]) -> None:
     """All that was seen of ``ours`` is what the reference has."""
     for key in ours:
         assert same(ours[key], reference[key]), key
-
-
-def same(a: Any, b: Any) -> bool:
-    """Equal bit for bit, tensors in dicts and lists too."""
-    if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from children import many
+from children import fork, many
 from fault_run import MODES, Run
 
 from accel_scaler.async_optimizer.replica import Replica
@@ -42,7 +42,6 @@ def raise_exit(number: int, frame: FrameType | None) -> None:
 def run_case(ending: str, mode: str, folder: Path) -> None:
     """The process meets the signal in window ``WINDOW``, in the midst of its update."""
     number = signal.SIGINT if ending.startswith("ctrl-c") else signal.SIGTERM
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     saved = ending.endswith("saved")
     if saved:
         signal.signal(signal.SIGTERM, raise_exit)
@@ -89,12 +88,8 @@ def main(folder: Path) -> tuple[str, str] | None:
     for ending, mode in CASES:
         name = name_of(ending, mode)
         (folder / name).mkdir()
-        pid = os.fork()
+        pid = fork(folder / name / "output.txt", LIMIT_S)
         if pid == 0:
-            signal.alarm(LIMIT_S)
-            output = os.open(folder / name / "output.txt", os.O_WRONLY | os.O_CREAT)
-            os.dup2(output, 1)
-            os.dup2(output, 2)
             return ending, mode
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         sent = folder / name / "sent"

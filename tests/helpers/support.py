@@ -6,11 +6,32 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import Tensor, nn
 
 from accel_scaler.integrations import cpu_float16
 
 LR = 0.125
+
+
+def reset() -> None:
+    """Accelerate's state and the random numbers of a fresh process."""
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    PartialState._reset_state()
+    torch.manual_seed(0)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal bit for bit, tensors and arrays in dicts and lists too."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    if hasattr(one, "shape"):
+        alike = hasattr(other, "shape") and one.dtype == other.dtype and one.shape == other.shape
+        return alike and bool((one == other).all())
+    return bool(one == other)
 
 
 def stock_fp16_on_cpu(accelerator: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from support import reset
 from torch import Tensor, nn
 
 from accel_scaler import ScalerConfig, attach, detach
@@ -73,20 +73,12 @@ def windows_of(path: Path | str) -> list[Line]:
     return found
 
 
-def reset() -> None:
-    """Accelerate's state as in a fresh process."""
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    PartialState._reset_state()
-
-
 @contextmanager
 def attached(
     path: Path | None = None, precision: str = "fp16", accumulation: int = 1, **settings: Any
 ) -> Iterator[Any]:
     """A fresh attached accelerator, detached at the end, so that its file is complete."""
     reset()
-    torch.manual_seed(0)
     telemetry = None if path is None else str(path)
     defaults = {"init_scale": 2.0**12, "optimizer_threads": 1, "telemetry": telemetry}
     accelerator: Any = Accelerator(

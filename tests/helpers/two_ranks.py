@@ -1,28 +1,34 @@
-"""What the two-rank scripts of the asynchronous optimizer share: a network, a slow worker, a watch
-on collectives, and the reference: torch's own loop, with the one-step delay written out.
+"""What tests on two ranks share: a network, a watch on collectives, and the reference: torch's
+own loop, with the one-step delay written out.
 """
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+)
+from async_support import lazy
+from children import everywhere
 from torch import Tensor, nn
 
-import accel_scaler.async_optimizer.replica as replica_module
-from accel_scaler import AsyncOptimizer, GradScaler
-from accel_scaler.async_optimizer.master_params import ParameterPair
-from accel_scaler.async_optimizer.replica import Replica
+from accel_scaler import AsyncOptimizer, GradScaler, ScalerConfig, attach, detach
 
 WINDOWS = 7
 ACCUMULATION = 2
 OVERFLOW = 3
 """The window that overflows, on rank 1 only."""
+SKIPPED = [window == OVERFLOW for window in range(WINDOWS)]
+SCALES = [1024.0, 1024.0, 2048.0, 1024.0, 1024.0, 1024.0, 2048.0]
 WARMUP = 2
 CLIP = 0.5
 SCALER: dict[str, Any] = {"init_scale": 1024.0, "growth_interval": 3}
@@ -104,39 +110,6 @@ def state_of(optimizer: Any) -> list[Tensor]:
     ]
 
 
-@contextmanager
-def slow_worker(most_s: float = 0.004) -> Iterator[None]:
-    """Every parameter is a part of its own, and the worker sleeps before it updates or writes one.
-
-    A use of a parameter that does not wait for it then meets the old value.
-    """
-    step_part, publish = Replica.step_part, ParameterPair.publish
-    smallest = replica_module.SMALLEST_PART
-    main = threading.get_ident()
-    draw = torch.Generator().manual_seed(1 + dist.get_rank())
-
-    def sleep() -> None:
-        if threading.get_ident() != main:
-            time.sleep(most_s * (0.5 + 0.5 * float(torch.rand((), generator=draw))))
-
-    def slow_step(self: Replica, *args: Any) -> None:
-        sleep()
-        step_part(self, *args)
-
-    def slow_publish(self: ParameterPair, streams: Any) -> None:
-        sleep()
-        publish(self, streams)
-
-    patched: Any = Replica
-    patched.step_part, ParameterPair.publish = slow_step, slow_publish  # type: ignore[method-assign]
-    replica_module.SMALLEST_PART = 1
-    try:
-        yield
-    finally:
-        patched.step_part, ParameterPair.publish = step_part, publish  # type: ignore[method-assign]
-        replica_module.SMALLEST_PART = smallest
-
-
 class Watch:
     """Which collective ran on which thread.
 
@@ -169,34 +142,18 @@ class Watch:
         return [name for name, _ in seen], sum(thread != here for _, thread in seen)
 
 
-def control(watch: Watch) -> int:
-    """What the watch says of a thread that does communicate (alone, so that nobody waits)."""
-    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    watch.take()
-    thread = threading.Thread(
-        target=dist.all_reduce, args=(torch.ones(1),), kwargs={"group": groups[dist.get_rank()]}
-    )
-    thread.start()
-    thread.join(30)
-    return watch.take()[1]
-
-
-def spoil(model: nn.Module, window: int) -> None:
-    """One element of rank 1's gradients becomes inf, on that rank only, once they are reduced."""
-    if window != OVERFLOW or dist.get_rank() != 1:
-        return
-    grad: Any = next(p.grad for p in model.parameters() if p.grad is not None)
-    shard = grad.to_local() if hasattr(grad, "to_local") else grad
-    shard.view(-1)[0] = float("inf")
-
-
 class Loop:
-    """One run: forward and backward are here, the boundary is :meth:`finish`'s."""
+    """One run: forward and backward are here, the boundary is the caller's.
 
-    def __init__(self, wrap: Wrap, *, scaled: bool = True, hold_back: bool = True) -> None:
+    ``half``: the forward under autocast, as Accelerate runs it.
+    """
+
+    def __init__(
+        self, wrap: Wrap, *, scaled: bool = True, hold_back: bool = True, half: bool = False
+    ) -> None:
         self.model = wrap(net())
         self.params = list(self.model.parameters())
-        self.scaled, self.hold_back = scaled, hold_back
+        self.scaled, self.hold_back, self.half = scaled, hold_back, half
         self.losses: list[float] = []
         self.norms: list[float] = []
         self.skipped: list[bool] = []
@@ -208,6 +165,16 @@ class Loop:
     def is_sharded(self) -> bool:
         return any(hasattr(p, "to_local") for p in self.params)
 
+    def loss(self, window: int, index: int) -> Tensor:
+        x, y = batch(window, index)
+        with torch.autocast("cpu", torch.float16) if self.half else nullcontext():
+            out = self.model(x)
+        loss = nn.functional.mse_loss(out.float(), y) / ACCUMULATION
+        self.losses.append(float(loss.detach()))
+        if not self.is_sharded and (window, index, dist.get_rank()) == (OVERFLOW, 1, 1):
+            loss = loss * float("inf")
+        return loss
+
     def accumulate(self, scaler: Any, window: int) -> None:
         for index in range(ACCUMULATION):
             last = index == ACCUMULATION - 1
@@ -217,18 +184,21 @@ class Loop:
                         module.set_requires_gradient_sync(last, recurse=False)
             if not self.is_sharded:
                 self.model.require_backward_grad_sync = last
-            x, y = batch(window, index)
-            loss = nn.functional.mse_loss(self.model(x), y) / ACCUMULATION
-            self.losses.append(float(loss.detach()))
-            if not self.is_sharded and (window, index, dist.get_rank()) == (OVERFLOW, 1, 1):
-                loss = loss * float("inf")
-            scaler.scale(loss).backward()
-        if self.is_sharded and self.scaled:
-            spoil(self.model, window)
+            scaler.scale(self.loss(window, index)).backward()
+        if self.is_sharded and self.scaled and (window, dist.get_rank()) == (OVERFLOW, 1):
+            # One element becomes inf, on this rank only, once gradients are reduced.
+            grad: Any = next(p.grad for p in self.params if p.grad is not None)
+            grad.to_local().view(-1)[0] = float("inf")
 
     def evaluate(self) -> None:
         with torch.no_grad():
             self.looks.append(self.model(torch.ones(1, 8)))
+
+    def note(self, skipped: bool, scaler: Any, schedule: Any) -> None:
+        """A window is over."""
+        self.skipped.append(skipped)
+        self.scales.append(scaler.get_scale())
+        self.rates.append(schedule.get_last_lr()[0])
 
     def result(self, optimizer: Any, scaler: Any) -> Result:
         return {
@@ -240,7 +210,6 @@ class Loop:
             "looks": torch.cat(self.looks) if self.looks else torch.zeros(0),
             "state": state_of(optimizer),
             "weights": weights(self.params),
-            "scaler": scaler.get_scale(),
         }
 
 
@@ -282,18 +251,17 @@ def reference(
         before, scale = [m.detach().clone() for m in masters], scaler.get_scale()
         scaler.step(optimizer)
         scaler.update()
-        loop.skipped.append(scaler.get_scale() < scale)
+        skipped = scaler.get_scale() < scale
         stale = stale_after is not None and updates >= stale_after
-        updates += not loop.skipped[-1]
+        updates += not skipped
         copy(before if stale else masters, loop.params)
         if window == look:  # an evaluation sees the newest, and so does what comes after it
             copy(masters, loop.params)
             loop.evaluate()
-        if not loop.skipped[-1]:
+        if not skipped:
             schedule.step()
         optimizer.zero_grad()
-        loop.scales.append(scaler.get_scale())
-        loop.rates.append(schedule.get_last_lr()[0])
+        loop.note(skipped, scaler, schedule)
     copy(masters, loop.params)
     return loop.result(optimizer, scaler)
 
@@ -325,20 +293,61 @@ def ours(
                 assert type(norm) is Tensor
                 loop.norms.append(float(norm))
             optimizer.step()
-            loop.skipped.append(optimizer.step_was_skipped)
             if window == look:
                 loop.evaluate()
             if not optimizer.step_was_skipped:
                 schedule.step()
             optimizer.zero_grad()
-            loop.scales.append(scaler.get_scale())
-            loop.rates.append(schedule.get_last_lr()[0])
+            loop.note(optimizer.step_was_skipped, scaler, schedule)
         return loop.result(optimizer, scaler)  # before close(): state_dict is a fence
+
+
+def attached(
+    kind: str, mode: Any, offload: Any = "none", warmup: int = 0, late: bool = False
+) -> Result:
+    """The same through Accelerate, under DDP.
+
+    ``late``: attached after ``prepare``, when a schedule has wrapped the optimizer's ``step``.
+    """
+    plain = Accelerator(
+        cpu=True,
+        mixed_precision="fp16",
+        gradient_accumulation_steps=ACCUMULATION,
+        # Else the schedule is stepped once for each rank.
+        dataloader_config=DataLoaderConfiguration(split_batches=True),
+        kwargs_handlers=[
+            GradScalerKwargs(**SCALER),
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+        ],
+    )
+    config = ScalerConfig(
+        step_mode=mode, offload=offload, delay_warmup_steps=warmup, optimizer_threads=1
+    )
+    accelerator: Any = plain if late else attach(plain, config)
+    loop = Loop(accelerator.prepare)
+    inner = optimizer_of(kind, loop.params)
+    optimizer, schedule = accelerator.prepare(inner, schedule_of(inner))
+    if late:
+        attach(accelerator, config)
+    for window in range(WINDOWS):
+        for index in range(ACCUMULATION):
+            with accelerator.accumulate(loop.model):
+                accelerator.backward(loop.loss(window, index) * ACCUMULATION)
+                if accelerator.sync_gradients:
+                    loop.norms.append(float(accelerator.clip_grad_norm_(loop.params, CLIP)))
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+        loop.note(optimizer.step_was_skipped, accelerator.scaler, schedule)
+    optimizer.synchronize()
+    result = loop.result(optimizer, accelerator.scaler)
+    detach(accelerator)
+    return result
 
 
 def differing(mine: Result, theirs: Result) -> list[str]:
     """What two runs do not have in common, bit for bit."""
-    found = [k for k in ("losses", "skipped", "scales", "rates", "scaler") if mine[k] != theirs[k]]
+    found = [k for k in ("losses", "skipped", "scales", "rates") if mine[k] != theirs[k]]
     found += [k for k in ("weights", "looks") if not torch.equal(mine[k], theirs[k])]
     states = mine["state"], theirs["state"]
     if len(states[0]) != len(states[1]) or not all(map(torch.equal, *states)):
@@ -349,3 +358,52 @@ def differing(mine: Result, theirs: Result) -> list[str]:
     if any(one != other for window, (one, other) in pairs if window != OVERFLOW):
         found.append("norms")
     return found
+
+
+def check(mine: Result, expected: Result, name: str) -> None:
+    """On each rank: torch's numbers, one skip on both, and rows of its own."""
+    assert differing(mine, expected) == [], name
+    if mine["norms"]:
+        assert mine["skipped"] == SKIPPED, name
+        assert mine["scales"] == SCALES
+        assert mine["rates"][OVERFLOW] == mine["rates"][OVERFLOW - 1]
+        assert bool(mine["weights"].isfinite().all())
+        one, other = everywhere((mine["losses"], mine["weights"]))
+        assert one[0] != other[0]
+        assert torch.equal(one[1], other[1])
+        assert max(mine["norms"][:OVERFLOW]) > CLIP  # it clipped
+
+
+def compare(runs: dict[str, dict[str, Any]], wrap: Wrap, kind: str, **always: Any) -> None:
+    """Each of these runs with our optimizer equals torch's, and communicates as ``sync`` does.
+
+    ``delayed``: torch with the delay by hand. torch's own fused step on a CPU is no reference:
+    there it is ``sync``'s.
+    """
+    watch, references = Watch(), dict[str, Result]()
+    for name, settings in {"sync": {"mode": "sync"}, **runs}.items():
+        own = {k: settings[k] for k in ("order", "hold_back") if k in settings}
+        stale = settings.get("warmup", 0) if settings["mode"] == "delayed" else None
+        key = f"{stale} {sorted(own)}"
+        watch.take()
+        if kind != "fused" and key not in references:
+            references[key] = reference(wrap, kind, stale_after=stale, look=4, **own, **always)
+        theirs = watch.take()[0]
+        with lazy():
+            mine = ours(wrap, kind, look=4, **settings, **always)
+        names, elsewhere = watch.take()
+        assert elsewhere == 0, name
+        if name == "sync":
+            synchronous = names
+            if kind == "fused":
+                references[key] = mine
+            elif "_allgather_base_" not in names:
+                assert names == theirs  # not one more either, in the same order
+        elif not own:
+            assert names == synchronous, name
+        check(mine, references[key], name)
+    assert "allreduce_" in synchronous or "_reduce_scatter_base_" in synchronous
+    newest = references["None []"]
+    for key, other in references.items():  # or this would show nothing
+        if key not in ("None []", "None ['hold_back']", "None ['order']"):
+            assert {"losses", "weights"} <= set(differing(newest, other)), key

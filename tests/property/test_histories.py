@@ -17,7 +17,6 @@ import history_scaler
 import pytest
 from histories import INF, NAN, Call, Found, Kind, quiet, run
 from history_async import LAYERS
-from history_model import START, Model, f32
 from history_ops import Detach, Epoch, Micro, Op, Restore, Save, Setup, Switch
 from history_twin import Setup as Async
 
@@ -95,7 +94,7 @@ def test_a_wrong_rule_is_found_and_told(name: str, monkeypatch: pytest.MonkeyPat
         runs()
     short, _, long = str(found.value).partition("shortened from")
     assert "play(" in short
-    assert len(short) < len(long)
+    assert short.count("\n    ") < int(long)
 
 
 # Histories that have shown a fault, and some that can be told.
@@ -203,29 +202,3 @@ def test_asynchronous_histories_that_have_shown_a_fault(
             for dtype in ("float32", "float16"):
                 setup = Async(mode=mode, offload=offload, attached=attached, dtype=dtype)
                 history_async.play(setup, SHOWN[name])
-
-
-# The reference, by hand.
-
-
-def test_the_model_does_the_sums_of_a_sheet_of_paper() -> None:
-    model = Model(Setup(optimizers=2, accumulation=2, growth_interval=1))
-    one, two = model.optimizers
-    assert not model.micro_batch(is_last=False)
-    model.backward([(1.0, 4.0)], [0, 1])
-    assert model.micro_batch(is_last=False)
-    model.backward([(2.0, 1.0), (1.0, 1.0)], [0, 1])
-    assert (one.grad, two.grad) == ([12.0, 16.0, 48.0], [18.0, 24.0, 72.0])
-    assert model.clip([0], 26.0) == 52.0  # 4 * 13; so half of it is left
-    assert one.grad == [6.0, 8.0, 24.0]
-    two.bad = True
-    model.step(0)
-    assert (one.skipped, model.scale) == (False, 2048.0)
-    model.step(1)
-    assert (two.skipped, model.scale, model.good) == (True, 512.0, 0)  # one verdict, from 1024
-    assert one.w == [w - g / 256 for w, g in zip(START, (6.0, 8.0, 24.0), strict=True)]
-    assert two.w == list(START)
-    (window,) = model.windows
-    assert (window.scale, window.next_scale, window.skipped) == (1024.0, 512.0, True)
-    assert (window.norm, window.lr) == (52.0, [2.0**-8, 2.0**-8])
-    assert f32(1.0 + 2.0**-24) == 1.0  # a tie, to even

@@ -1,6 +1,6 @@
 """Random histories for an hour, in one process: no failure, and nothing that grows.
 
-    python tests/stress/soak.py --minutes 60 [--seed S] [--jobs 1] [--every 60]
+    python tests/stress/soak.py --minutes 60 [--seed S] [--every 60]
 
 The kinds of ``test_histories.py`` take turns. Exit status 1 after a failure, with the seed and the
 operations, or where threads, file descriptors, our objects or memory grow. Ctrl-C ends it with the
@@ -10,23 +10,22 @@ verdict so far.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import faulthandler
 import gc
+import itertools
 import logging
 import os
-import signal
-import subprocess
 import sys
 import threading
 import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 TESTS = Path(__file__).resolve().parents[1]
 # This tree, whatever is installed.
@@ -178,82 +177,37 @@ def line(sample: Sample, seen: Counter[str]) -> str:
     )
 
 
-def quarters(samples: Sequence[Sample]) -> str:
-    """First quarter against last."""
-    size = max(1, len(samples) // 4)
-    rows = []
-    for name, part in (("first quarter", samples[:size]), ("last quarter", samples[-size:])):
-        mean = {k: sum(getattr(s, k) for s in part) / size for k in Sample.__annotations__}
-        rows.append(
-            f"{name:>14}: {mean['memory_mib']:.1f} MiB  {mean['threads']:.1f} threads  "
-            f"{mean['fds']:.1f} fds  {mean['objects']:.1f} objects"
-        )
-    return "\n".join(rows)
-
-
-class Stop:
-    """Ctrl-C: finish the turn, say the verdict. A second one ends at once."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        self._before: Any = None
-
-    def __enter__(self) -> Stop:
-        if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._handle)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
-
-    def _handle(self, *_: object) -> None:
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
-        say("stopping after this turn")
-
-
 def say(text: str) -> None:
     print(text, flush=True)
 
 
-def watch_for_hangs() -> None:
-    faulthandler.dump_traceback_later(HANG_S, exit=True)
-
-
-def soak(
-    minutes: float, seed: int, every: float, before_turn: Callable[[], None] = lambda: None
-) -> int:
+def soak(minutes: float, seed: int, every: float) -> int:
     """Run; returns the exit status."""
     seen: Counter[str] = Counter()
-    number, failure, samples = 0, None, list[Sample]()
-    with Stop() as stop, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for kind in KINDS:  # imports, first kernels: what a process has for good
-            failure = failure or turn(kind, -1, seed, seen)
-        start = time.monotonic()
-        first = measure(start)
-        say(line(first, seen))
-        due = every
-        while failure is None and not stop.asked:
-            before_turn()
-            failure = turn(list(KINDS)[number % len(KINDS)], number, seed, seen)
-            number += 1
+    failure, samples = None, list[Sample]()
+    for kind in KINDS:  # imports, first kernels: what a process has for good
+        failure = failure or turn(kind, -1, seed, seen)
+    start = time.monotonic()
+    first = measure(start)
+    say(line(first, seen))
+    due, end = every, 60 * minutes
+    with contextlib.suppress(KeyboardInterrupt):
+        for number, kind in enumerate(itertools.cycle(KINDS)):
+            faulthandler.dump_traceback_later(HANG_S, exit=True, file=sys.__stderr__)
+            failure = failure or turn(kind, number, seed, seen)
             now = time.monotonic() - start
-            over = now >= 60 * minutes
-            if now >= due or over or stop.asked or failure is not None:
+            if now >= min(due, end) or failure is not None:
                 samples.append(measure(start))
                 say(line(samples[-1], seen))
                 due = now + every
-            if over:
+            if now >= end or failure is not None:
                 break
+    faulthandler.cancel_dump_traceback_later()
     return verdict(first, samples or [first], failure, seed)
 
 
 def verdict(first: Sample, samples: Sequence[Sample], failure: Failure | None, seed: int) -> int:
     """Say it; returns the exit status."""
-    say(quarters(samples))
     if len(samples) > 2:
         rise, error = slope([s for s in samples if s.seconds >= WARM_UP * samples[-1].seconds])
         say(f"memory over the last three quarters: {rise:+.1f} ± {error:.1f} MiB an hour")
@@ -267,35 +221,20 @@ def verdict(first: Sample, samples: Sequence[Sample], failure: Failure | None, s
     return 1 if found else 0
 
 
-def several(jobs: int, arguments: argparse.Namespace) -> int:
-    """A process for each job, with seeds one after the other."""
-    command = [sys.executable, __file__, "--minutes", str(arguments.minutes)]
-    command += ["--every", str(arguments.every)]
-    with Stop():  # they get the Ctrl-C too, and end by themselves
-        running = [
-            subprocess.Popen([*command, "--seed", str(arguments.seed + n)]) for n in range(jobs)
-        ]
-        return max(abs(process.wait()) for process in running)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=None, help="default: the time")
-    parser.add_argument("--jobs", type=int, default=1, help="processes, each with its own seed")
     parser.add_argument("--every", type=float, default=60.0, help="seconds between two lines")
     arguments = parser.parse_args(argv)
     if arguments.seed is None:
         arguments.seed = int(time.time())
-    if arguments.jobs > 1:
-        return several(arguments.jobs, arguments)
     torch.set_num_threads(1)
     logging.getLogger("accel_scaler").setLevel(logging.ERROR)
     package = Path(sys.modules["accel_scaler"].__file__ or "").parent
     say(f"soak of {package}, seed {arguments.seed}, {arguments.minutes:g} min, pid {os.getpid()}")
-    status = soak(arguments.minutes, arguments.seed, arguments.every, watch_for_hangs)
-    faulthandler.cancel_dump_traceback_later()
-    return status
+    warnings.simplefilter("ignore")
+    return soak(arguments.minutes, arguments.seed, arguments.every)
 
 
 if __name__ == "__main__":

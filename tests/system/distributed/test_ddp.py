@@ -1,21 +1,374 @@
-"""A Trainer under DDP on two gloo ranks: one rank overflows, both skip; numbers are stock's."""
+"""DDP on two gloo ranks: torch's numbers, bit for bit, in every mode, raw and through Accelerate.
+
+The references are torch's own scaler, clipping and optimizer, on the same two ranks, with the
+one-step delay of ``delayed`` written out by hand. The optimizer thread updates a part when somebody
+waits for it, so a wait that is missing shows.
+"""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from launching import accelerate_launch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.local_sgd import LocalSGD
+from accelerate.utils import GradScalerKwargs
+from async_support import lazy
+from children import everywhere, on_two_ranks
+from support import stock
+from support import weights as weights_of
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+from trainer_support import CONFIG, as_stock, logs, make, train
+from two_ranks import (
+    SCALER,
+    WARMUP,
+    Watch,
+    attached,
+    batch,
+    check,
+    compare,
+    copy,
+    net,
+    optimizer_of,
+    reference,
+    weights,
+)
+
+from accel_scaler import AsyncOptimizer, GradScaler, ScalerConfig, UnsupportedError, attach, detach
+
+OVERLAP: dict[str, Any] = {"mode": "overlap"}
+DELAYED: dict[str, Any] = {"mode": "delayed"}
+OFFLOAD: dict[str, Any] = {"offload": "cpu"}
+EVERY: dict[str, dict[str, Any]] = {
+    "overlap": OVERLAP,
+    "overlap offload": OVERLAP | OFFLOAD,
+    "sync offload": {"mode": "sync"} | OFFLOAD,
+    "delayed": DELAYED,
+    "delayed offload": DELAYED | OFFLOAD,
+    "delayed warm": DELAYED | {"warmup": WARMUP},
+}
+BUCKETS: dict[str, dict[str, Any]] = {
+    # Gradients are views of buckets that the next backward overwrites.
+    "views": {"gradient_as_bucket_view": True},
+    # One parameter a bucket: its gradient is all of the bucket's memory.
+    "views, one each": {"gradient_as_bucket_view": True, "bucket_cap_mb": 1e-6},
+    "copies": {"gradient_as_bucket_view": False},
+}
+RUNS: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
+    ("sgd", "views"): EVERY,
+    ("sgd", "views, one each"): {"overlap": OVERLAP, "delayed offload": DELAYED | OFFLOAD},
+    ("sgd", "copies"): {"overlap": OVERLAP},
+    ("adamw", "views"): {"overlap offload": OVERLAP | OFFLOAD},
+    ("fused", "views"): {"overlap": OVERLAP},
+}
 
 
-def test_a_trainer_under_ddp_equals_the_stock_trainer(tmp_path: Any) -> None:
-    ranks = accelerate_launch("trainer_script.py", tmp_path)
-    for rank, result in enumerate(ranks):
-        ours, theirs = result["attached"], result["stock"]
-        assert ours["scaler"].startswith("accel_scaler")
-        assert theirs["scaler"].startswith("torch")
-        assert theirs["skipped"] == [False, True, False, False]
-        for key in ("skipped", "scales", "logs"):
-            assert ours[key] == theirs[key], key
-        assert torch.equal(ours["weights"], theirs["weights"])
-        assert torch.equal(ours["weights"], ranks[1 - rank]["attached"]["weights"])
+@pytest.mark.parametrize(("kind", "buckets"), RUNS)
+def test_every_mode_equals_torch_on_the_same_ranks(kind: str, buckets: str, tmp_path: Path) -> None:
+    """An overflow on one rank is one skip on both; no collective leaves the training thread."""
+    wrap = partial(DistributedDataParallel, **BUCKETS[buckets])
+    on_two_ranks(lambda: compare(RUNS[kind, buckets], wrap, kind), tmp_path)
+
+
+@pytest.mark.parametrize("name", [*EVERY, "sync", "attached late"])
+def test_every_mode_through_accelerate_equals_torch_on_the_same_ranks(
+    name: str, tmp_path: Path
+) -> None:
+    settings = EVERY.get(name, {"mode": "sync", "late": name == "attached late"})
+    stale = settings.get("warmup", 0) if settings["mode"] == "delayed" else None
+
+    def body() -> None:
+        wrap = partial(DistributedDataParallel, **BUCKETS["views"])
+        expected, watch = reference(wrap, "sgd", stale_after=stale, half=True), Watch()
+        with lazy():
+            mine = attached("sgd", **settings)
+        names, elsewhere = watch.take()
+        assert "allreduce_" in names
+        assert elsewhere == 0
+        check(mine, expected, name)
+
+    on_two_ranks(body, tmp_path)
+
+
+def test_the_watch_sees_a_collective_on_another_thread(tmp_path: Path) -> None:
+    def body() -> None:
+        groups, watch = [dist.new_group([rank]) for rank in range(2)], Watch()
+        alone = partial(dist.all_reduce, torch.ones(1), group=groups[dist.get_rank()])
+        thread = threading.Thread(target=alone)
+        thread.start()
+        thread.join(30)
+        assert watch.take()[1] == 1
+
+    on_two_ranks(body, tmp_path)
+
+
+def test_a_trainer_equals_the_stock_trainer(tmp_path: Path) -> None:
+    """One rank overflows, both skip; numbers are stock's."""
+
+    def body() -> None:
+        # The first micro-batch of step 1, on rank 1 only.
+        overflows = (4,) if dist.get_rank() == 1 else ()
+        results = []
+        for name in ("stock", "attached"):
+            trainer, recorder = make(tmp_path / name, overflows, max_steps=4, ddp_backend="gloo")
+            train(as_stock(trainer) if name == "stock" else attach(trainer, CONFIG))
+            assert isinstance(trainer.model_wrapped, DistributedDataParallel)
+            assert recorder.skipped == [False, True, False, False]
+            results.append((recorder.scales, logs(trainer), weights_of(trainer.model)))
+        assert results[0][:2] == results[1][:2]
+        assert torch.equal(results[0][2], results[1][2])
+        assert torch.equal(*everywhere(results[1][2]))
+
+    on_two_ranks(body, tmp_path)
+
+
+# Sparse gradients, and `LocalSGD`, which averages `p.data`.
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(10, 4, sparse=True), nn.Linear(4, 1)
+
+    def forward(self, index: Tensor) -> Tensor:
+        out: Tensor = self.head(self.embed(index)).square().sum()
+        return out
+
+
+def windows_of_sparse_gradients(
+    mode: str | None, views: bool, windows: int = 7
+) -> Iterator[tuple[Tensor, Any]]:
+    """``mode`` None: torch. Two backwards a window, the first without communication.
+
+    Before each step the weights, and what steps.
+    """
+    torch.manual_seed(3)
+    model = DistributedDataParallel(Sparse(), gradient_as_bucket_view=views)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler: Any = (torch.amp.GradScaler if mode is None else GradScaler)("cpu", **SCALER)
+    if mode is not None:
+        optimizer = AsyncOptimizer(optimizer, model, scaler=scaler, mode=mode)
+    for window in range(windows):
+        for index in range(2):
+            draw = torch.Generator().manual_seed(10 * window + index)
+            rows = torch.randint(0, 10, (6,), generator=draw)[dist.get_rank() :: 2]
+            with model.no_sync() if index == 0 else nullcontext():
+                scaler.scale(model(rows)).backward()
+        yield weights(model.parameters()), optimizer
+        if mode is None:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+    if mode is not None:
+        optimizer.close()
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_sparse_gradients_train_as_in_torch_and_are_refused_where_masters_step(
+    views: bool, tmp_path: Path
+) -> None:
+    def body() -> None:
+        expected = [seen for seen, _ in windows_of_sparse_gradients(None, views)]
+        assert not torch.equal(expected[0], expected[-1])
+        for mode in ("sync", "overlap"):
+            with lazy():
+                found = [seen for seen, _ in windows_of_sparse_gradients(mode, views)]
+            assert all(map(torch.equal, found, expected)), mode
+        for _, optimizer in windows_of_sparse_gradients("delayed", views):
+            with pytest.raises(UnsupportedError, match=r"embed\.weight has a sparse gradient"):
+                optimizer.step()
+            assert torch.equal(weights(optimizer.model.parameters()), expected[0])
+            break
+
+    on_two_ranks(body, tmp_path)
+
+
+def local_sgd(mode: Any, stale: bool = False) -> list[Any]:
+    """``by_feature/local_sgd.py``. ``mode`` None: stock, with the one-step delay by hand."""
+    every, windows = 3, 7
+    handlers = [GradScalerKwargs(**SCALER)]
+    if mode is None:
+        accelerator = stock(kwargs_handlers=handlers)
+    else:
+        plain = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=handlers)
+        accelerator = attach(plain, ScalerConfig(step_mode=mode, optimizer_threads=1))
+    layers = net()
+    held = params = list(layers.parameters())
+    if mode is None:
+        held = [nn.Parameter(p.detach().clone(), p.requires_grad) for p in params]
+    model, optimizer = accelerator.prepare(layers, optimizer_of("sgd", held))
+    seen: list[Any] = []
+    with LocalSGD(accelerator, model=model, local_sgd_steps=every, enabled=True) as local:
+        for window in range(windows):
+            x, y = batch(window, 0)
+            with accelerator.accumulate(model):
+                loss = nn.functional.mse_loss(model(x), y)
+                seen.append(loss.detach())
+                accelerator.backward(loss)
+                if mode is None:
+                    for p, master in zip(params, held, strict=True):
+                        p.grad, master.grad = None, p.grad
+                before = [p.detach().clone() for p in held]
+                optimizer.step()
+                optimizer.zero_grad()
+                is_due = (window + 1) % every == 0
+                if mode is None:
+                    copy(before if stale and not is_due else held, params)
+                local.step()
+                if mode is None and is_due:
+                    copy(params, held)
+            if is_due:
+                seen.append(weights(params))
+                assert torch.equal(*everywhere(seen[-1]))
+        if mode is None:
+            copy(held, params)
+    if mode is not None:
+        detach(accelerator)
+    return [*seen, weights(params)]
+
+
+def test_local_sgd_averages_the_newest_parameters(tmp_path: Path) -> None:
+    """Between two averages ``delayed`` has its delay; an average is of what was stepped."""
+
+    def body() -> None:
+        newest, stale = local_sgd(None), local_sgd(None, stale=True)
+        assert not torch.equal(newest[-1], stale[-1])
+        for mode in ("sync", "overlap", "delayed"):
+            with lazy():
+                found = local_sgd(mode)
+            assert all(map(torch.equal, found, stale if mode == "delayed" else newest)), mode
+
+    on_two_ranks(body, tmp_path)
+
+
+# An optimizer that communicates, and FSDP1.
+
+
+class Dealt(torch.optim.Optimizer):
+    """As Muon is written for several ranks: each updates some parameters, then all have all."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for number, p in enumerate(group["params"]):
+                update = torch.zeros_like(p)
+                if p.grad is None:
+                    continue
+                if number % dist.get_world_size() == dist.get_rank():
+                    momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                    update += momentum.mul_(0.5).add_(p.grad).tanh()
+                dist.all_reduce(update)
+                p.sub_(update, alpha=group["lr"])
+
+
+def dealt(settings: dict[str, Any] | None, delayed: bool = False) -> list[Tensor]:
+    """In torch without ``settings``; ``delayed``: the model has the masters of the step before."""
+    model = DistributedDataParallel(net())
+    params = list(model.parameters())
+    held = [nn.Parameter(p.detach().clone()) for p in params] if delayed else params
+    optimizer: Any = Dealt(held)
+    if settings is not None:
+        optimizer = AsyncOptimizer(optimizer, model, **settings)
+    for window in range(6):
+        nn.functional.mse_loss(model(batch(window, 0)[0]), batch(window, 0)[1]).backward()
+        if delayed:
+            copy(held, params)
+            for p, master in zip(params, held, strict=True):
+                master.grad, p.grad = p.grad, None
+        optimizer.step()
+        optimizer.zero_grad()
+    if settings is not None:
+        optimizer.close()
+    return [p.detach().clone() for p in held]
+
+
+@pytest.mark.parametrize("name", [*EVERY, "sync"])
+def test_an_optimizer_that_communicates_is_stepped_on_the_training_thread(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Collectives stay in program order: two threads could order them differently on two ranks."""
+    settings = EVERY.get(name, {"mode": "sync"})
+    if "warmup" in settings:
+        settings = DELAYED | {"delay_warmup_steps": 99}
+
+    def body() -> None:
+        late = settings == DELAYED or settings == DELAYED | OFFLOAD
+        expected = dealt(None, late)
+        assert late is not all(map(torch.equal, expected, dealt(None)))
+        with lazy():
+            assert all(map(torch.equal, dealt(settings), expected))
+        if settings["mode"] == "sync":  # where it would be anyway
+            assert caplog.messages == []
+        else:
+            (word,) = caplog.messages
+            assert "Dealt is stepped on the training thread" in word
+
+    on_two_ranks(body, tmp_path)
+
+
+@pytest.mark.parametrize("original", [False, True])
+def test_fsdp1_is_refused_and_trains_on_without_us(original: bool, tmp_path: Path) -> None:
+    refused = "SGD steps parameters that FSDP1.*Use FSDP2"
+
+    def sharded(model: nn.Module) -> Any:
+        cpu = torch.device("cpu")
+        return FullyShardedDataParallel(model, use_orig_params=original, device_id=cpu)
+
+    def sgd(model: nn.Module) -> Any:
+        return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+    def trained(model: Any, optimizer: Any) -> list[Tensor]:
+        for window in range(3):
+            model(batch(window, 0)[0]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+    def refuse(act: Callable[[], Any]) -> None:
+        with pytest.raises(UnsupportedError, match=refused):
+            act()
+
+    def body() -> None:
+        model = sharded(net().requires_grad_())
+        expected = trained(model, sgd(model))
+        model = sharded(net().requires_grad_())
+        inner = sgd(model)
+        before = dict(vars(inner))
+        for settings in ({"mode": "sync"}, OVERLAP, {"mode": "sync"} | OFFLOAD, DELAYED):
+            refuse(partial(AsyncOptimizer, inner, model, **settings))
+        config = ScalerConfig(step_mode="overlap")
+        accelerator: Any = attach(Accelerator(cpu=True, mixed_precision="fp16"), config)
+        refuse(lambda: accelerator.prepare_optimizer(inner))
+        assert not accelerator._optimizers
+        detach(accelerator)
+        late: Any = Accelerator(cpu=True, mixed_precision="fp16")
+        prepared = late.prepare_optimizer(inner)
+        kept = type(late), type(prepared), late.scaler
+        refuse(lambda: attach(late, config))
+        assert (type(late), type(prepared), late.scaler) == kept
+        inner.__dict__.pop("step", None)  # Accelerate leaves it there
+        part = nn.Sequential(nn.Linear(3, 3), sharded(net().requires_grad_()))
+        refuse(lambda: AsyncOptimizer(sgd(part), part))
+        assert vars(inner) == before
+        assert all(map(torch.equal, trained(model, inner), expected))
+        if original:  # else it is left with parameters that nobody uses
+            plain = net().requires_grad_()
+            optimizer = AsyncOptimizer(sgd(plain), plain)
+            sharded(plain)(batch(0, 0)[0]).square().mean().backward()
+            refuse(optimizer.step)
+
+    on_two_ranks(body, tmp_path)

@@ -6,69 +6,78 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import telemetry_script
 import torch
-from launching import accelerate_launch
+from accelerate import Accelerator
+from children import RANKS, everywhere, on_two_ranks
+from support import mlp, weights
 from telemetry_runs import lines_of, windows_of
-from telemetry_script import MODES, OVERFLOW, WINDOWS
+from torch import nn
 
+from accel_scaler import ScalerConfig, attach, detach
+
+WINDOWS = 5
+OVERFLOW = 2
+"""The window that overflows, on rank 1 only."""
 SKIPPED = [window == OVERFLOW for window in range(WINDOWS)]
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("telemetry")
-    return folder, accelerate_launch("telemetry_script.py", folder)
+def train(telemetry: Path | None, mode: Any) -> list[float]:
+    """The norms that the clip returned, then the weights."""
+    accelerator: Any = attach(
+        Accelerator(cpu=True, mixed_precision="fp16"),
+        ScalerConfig(
+            init_scale=1024.0,
+            step_mode=mode,
+            optimizer_threads=1,
+            telemetry=None if telemetry is None else str(telemetry),
+            find_overflow=True,
+            underflow_interval=1,
+        ),
+    )
+    plain = mlp()
+    model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    rank, norms = accelerator.process_index, []
+    for window in range(WINDOWS):
+        generator = torch.Generator().manual_seed(10 * window + rank)
+        x, y = torch.randn(4, 8, generator=generator), torch.randn(4, 1, generator=generator)
+        loss = nn.functional.mse_loss(model(x).float(), y)
+        if (window, rank) == (OVERFLOW, 1):
+            loss = loss * float("inf")
+        accelerator.backward(loss)
+        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    detach(accelerator)
+    accelerator.wait_for_everyone()
+    return [*norms, *weights(plain).tolist()]
 
 
-def test_rank_0_writes_and_with_its_place_in_the_path_each_rank(run: Any) -> None:
-    folder, _ = run
-    expected = {f"{mode}{end}.jsonl" for mode in MODES for end in ("", "_0", "_1")}
-    assert {p.name for p in folder.glob("*.jsonl")} == expected
-    for mode in MODES:
-        for name, rank in ((mode, 0), (f"{mode}_0", 0), (f"{mode}_1", 1)):
-            start, *_, end = lines_of(folder / f"{name}.jsonl")
-            assert (start["rank"], start["ranks"]) == (rank, telemetry_script.RANKS)
-            assert (end["windows"], end["skips"], end["error"]) == (WINDOWS, 1, None)
+@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
+def test_rank_0_writes_and_with_its_place_in_the_path_each_rank(mode: str, tmp_path: Path) -> None:
+    def body() -> None:
+        off = train(None, mode)
+        for name in (f"{mode}.jsonl", f"{mode}_{{rank}}.jsonl"):
+            assert train(tmp_path / name, mode) == off  # on the rank that writes, and beside it
+        one, other = everywhere(off)
+        assert one == other
+        torch.save(off[:WINDOWS], tmp_path / "norms.pt")
 
-
-@pytest.mark.parametrize("mode", MODES)
-def test_rank_0_records_the_overflow_of_rank_1(run: Any, mode: str) -> None:
-    folder, _ = run
-    for name in (mode, f"{mode}_0", f"{mode}_1"):
-        found = windows_of(folder / f"{name}.jsonl")
+    on_two_ranks(body, tmp_path)
+    files = {f"{mode}{end}.jsonl" for end in ("", *(f"_{rank}" for rank in range(RANKS)))}
+    assert {p.name for p in tmp_path.glob("*.jsonl")} == files
+    norms = torch.load(tmp_path / "norms.pt")
+    for name, rank in ((mode, 0), (f"{mode}_0", 0), (f"{mode}_1", 1)):
+        start, *_, end = lines_of(tmp_path / f"{name}.jsonl")
+        assert (start["rank"], start["ranks"]) == (rank, RANKS)
+        assert (end["windows"], end["skips"], end["error"]) == (WINDOWS, 1, None)
+        found = windows_of(tmp_path / f"{name}.jsonl")
         assert [line["found_inf"] for line in found] == SKIPPED
         assert [line["skipped"] for line in found] == SKIPPED
         assert [line["scale"] for line in found] == [1024.0] * 3 + [512.0] * 2
         # DDP has summed the gradients: rank 0 sees what they are.
         assert [bool(line["nonfinite"]) for line in found] == SKIPPED
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_only_the_rank_whose_loss_was_bad_says_so(run: Any, mode: str) -> None:
-    folder, _ = run
-    for rank in range(2):
-        found = windows_of(folder / f"{mode}_{rank}.jsonl")
+        # Only the rank whose loss was bad says so.
         bad = [line.get("loss_nonfinite", 0) for line in found]
         assert bad == [int(skipped and rank == 1) for skipped in SKIPPED]
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_the_norms_are_those_that_the_clip_returned(run: Any, mode: str) -> None:
-    folder, ranks = run
-    found = windows_of(folder / f"{mode}.jsonl")
-    norms = ranks[0][f"{mode} one"]["norms"]
-    for line, norm in zip(found, norms, strict=True):
-        assert line["grad_norm"] in ((None, "inf") if line["skipped"] else (norm,))
-    assert norms == ranks[1][f"{mode} one"]["norms"]
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_training_is_the_same_as_without(run: Any, mode: str) -> None:
-    """On the rank that writes, and on the one that does not."""
-    _, ranks = run
-    for rank in ranks:
-        one, off = rank[f"{mode} one"], rank[f"{mode} off"]
-        assert torch.equal(one["weights"], off["weights"])
-        assert (one["norms"], one["scale"]) == (off["norms"], off["scale"])
-        assert torch.equal(one["weights"], ranks[0][f"{mode} one"]["weights"])
+        for line, norm in zip(found, norms, strict=True):
+            assert line["grad_norm"] in ((None, "inf") if line["skipped"] else (norm,))

@@ -2,46 +2,155 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from launching import RANKS, torchrun
-from tensor_parallel_script import SCALE, STEPS, WAYS
+import torch.distributed as dist
+from accelerate import Accelerator
+from children import RANKS, everywhere, on_two_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from two_ranks import weights
+
+from accel_scaler import AsyncOptimizer, GradScaler, ScalerConfig, attach, detach
+
+STEPS = 6
+OVERFLOW = 2
+"""The window in which one element of rank 1's shard becomes inf."""
+SCALE = 1024.0
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return torchrun("tensor_parallel_script.py", tmp_path_factory.mktemp("tensor_parallel"))
+class Net(nn.Module):
+    """``norm`` is replicated, and under sequence parallelism its gradient a partial sum."""
+
+    def __init__(self, mesh: DeviceMesh | None) -> None:
+        super().__init__()
+        seeded = torch.Generator().manual_seed(5)
+        norm, out = torch.rand(8, generator=seeded) + 0.5, torch.randn(8, 4, generator=seeded)
+        self.mesh = mesh
+        if mesh is not None:
+            norm = distribute_tensor(norm, mesh, [Replicate()])
+            out = distribute_tensor(out, mesh, [Shard(1)])
+        self.norm, self.out = nn.Parameter(norm), nn.Parameter(out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mesh is None:
+            return ((x * self.norm) @ self.out).square().mean()
+        rows: Any = distribute_tensor(x, self.mesh, [Shard(0)])
+        hidden = (rows * self.norm).redistribute(self.mesh, [Replicate()])
+        loss: Any = (hidden @ self.out).square().mean()
+        whole: Tensor = loss.full_tensor()
+        return whole
 
 
-@pytest.mark.parametrize("attached", [False, True], ids=["AsyncOptimizer", "attach"])
+def batch(step: int) -> Tensor:
+    return torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
+
+
+def alone(clip: bool) -> tuple[Tensor, list[float]]:
+    """One process, plain torch."""
+    model = Net(None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    norms = []
+    for step in range(STEPS):
+        scaler.scale(model(batch(step))).backward()
+        if step == OVERFLOW:
+            model.out.grad[0, -1] = float("inf")  # type: ignore[index]
+        if clip:
+            scaler.unscale_(optimizer)
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return weights(model.parameters()), norms
+
+
+def shared_out(mode: Any, offload: Any, clip: bool, attached: bool) -> tuple[Tensor, list[float]]:
+    model: Any = Net(init_device_mesh("cpu", (RANKS,)))
+    inner = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
+    settings: Any = {"offload": offload, "delay_warmup_steps": 99, "optimizer_threads": 1}
+    accelerator: Any = None
+    optimizer: Any
+    if attached:
+        config = ScalerConfig(init_scale=SCALE, step_mode=mode, **settings)
+        accelerator = attach(Accelerator(cpu=True, mixed_precision="fp16"), config)
+        accelerator.native_amp = False
+        optimizer, scaler = accelerator.prepare(inner), accelerator.scaler
+    else:
+        scaler = GradScaler("cpu", init_scale=SCALE)
+        optimizer = AsyncOptimizer(inner, model, scaler=scaler, mode=mode, **settings)
+    norms = []
+    for step in range(STEPS):
+        scaler.scale(model(batch(step))).backward()
+        assert any(placement.is_partial() for placement in model.norm.grad.placements)
+        if step == OVERFLOW and dist.get_rank() == 1:
+            model.out.grad.to_local()[0, -1] = float("inf")
+        if clip and attached:
+            norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+        elif clip:
+            norms.append(float(optimizer.clip_grad_norm_(0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    assert scaler.get_scale() == SCALE / 2
+    assert torch.equal(*everywhere(model.norm.to_local().detach()))  # the replicated one stays one
+    if attached:
+        detach(accelerator)
+    else:
+        optimizer.close()
+    return weights(model.parameters()), norms
+
+
 @pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize(("mode", "offload"), WAYS)
-def test_two_ranks_train_as_one_process_does(
-    results: list[dict[str, Any]], mode: str, offload: str, clip: bool, attached: bool
-) -> None:
-    """An overflow in rank 1's shard is skipped by both; the replicated parameter stays one."""
-    expected = results[0][f"alone {clip}"]
-    each = [result[f"{mode} {offload} {clip} {attached}"] for result in results]
-    assert each[0]["partial"] == [True] * STEPS, "this gradient is what the test is about"
-    assert torch.equal(each[0]["replicated"], each[1]["replicated"])
-    for found in each:
-        torch.testing.assert_close(found["weights"], expected["weights"])
-        assert found["scale"] == expected["scale"] == SCALE / 2
-        torch.testing.assert_close(found["norms"], each[0]["norms"])
-    finite = [n for n in each[0]["norms"] if n != float("inf")]
-    torch.testing.assert_close(finite, [n for n in expected["norms"] if n == n and n < 1e30])
+@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
+def test_two_ranks_train_as_one_process_does(mode: str, clip: bool, tmp_path: Path) -> None:
+    """An overflow in rank 1's shard is skipped by both."""
+
+    def body() -> None:
+        expected, norms = alone(clip)
+        for offload, attached in (("none", False), ("cpu", True), ("none", True)):
+            found, its_norms = shared_out(mode, offload, clip, attached)
+            torch.testing.assert_close(found, expected)
+            if clip:
+                assert its_norms.pop(OVERFLOW) == float("inf")
+                torch.testing.assert_close(its_norms, norms[:OVERFLOW] + norms[OVERFLOW + 1 :])
+
+    on_two_ranks(body, tmp_path)
 
 
-@pytest.mark.parametrize("rank", range(RANKS))
-def test_an_overflow_beside_shards_is_one_for_all(results: list[dict[str, Any]], rank: int) -> None:
-    """In a parameter that is no DTensor, on rank 1 alone."""
-    assert results[rank]["beside"] == {"skipped": True, "scale": SCALE / 2}
-
-
-@pytest.mark.parametrize("rank", range(RANKS))
-def test_who_shards_by_himself_says_so(results: list[dict[str, Any]], rank: int) -> None:
+@pytest.mark.parametrize("sharded", [True, False])
+def test_who_shards_by_himself_says_so(sharded: bool, tmp_path: Path) -> None:
     """Nothing in plain tensors shows it; ``sharded=True`` makes the ranks agree."""
-    assert results[rank]["said"] == {"skipped": True, "scale": SCALE / 2}
-    assert results[rank]["not said"]["skipped"] is (rank == 1)
+
+    def body() -> None:
+        p = nn.Parameter(torch.ones(3))
+        scaler = GradScaler("cpu", init_scale=SCALE)
+        inner = torch.optim.SGD([p], lr=0.125)
+        with AsyncOptimizer(inner, scaler=scaler, mode="sync", sharded=sharded) as optimizer:
+            scaler.scale((p * (float("inf") if dist.get_rank() == 1 else 1.0)).sum()).backward()
+            optimizer.step()
+            assert optimizer.step_was_skipped is (sharded or dist.get_rank() == 1)
+            assert not sharded or scaler.get_scale() == SCALE / 2
+
+    on_two_ranks(body, tmp_path)
+
+
+def test_an_overflow_beside_shards_is_one_for_all(tmp_path: Path) -> None:
+    """In a parameter that is no DTensor, on rank 1 alone: that others are tells that it may."""
+
+    def body() -> None:
+        model, plain = Net(init_device_mesh("cpu", (RANKS,))), nn.Parameter(torch.ones(3))
+        scaler = GradScaler("cpu", init_scale=SCALE)
+        inner = torch.optim.SGD([*model.parameters(), plain], lr=0.125)
+        with AsyncOptimizer(inner, model, scaler=scaler, mode="sync") as optimizer:
+            factor = float("inf") if dist.get_rank() == 1 else 1.0
+            scaler.scale(model(batch(0)) + (plain * factor).sum()).backward()
+            optimizer.step()
+            assert optimizer.step_was_skipped
+            assert scaler.get_scale() == SCALE / 2
+
+    on_two_ranks(body, tmp_path)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from fault_run import Run, reset, same
-from support import LR, Linear, stock
+from fault_run import Run
+from support import LR, Linear, reset, same, stock
 from torch import nn
 
 from accel_scaler import ConfigError, GradScaler, OverflowStreakError, ScalerConfig, attach, detach

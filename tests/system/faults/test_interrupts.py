@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -18,12 +19,15 @@ import pytest
 import torch
 from accelerate import Accelerator
 from children import many, seeded
-from fault_run import MODES, reset, same
+from fault_run import MODES
+from support import reset, same
 from torch import nn
 
 import accel_scaler
 from accel_scaler import ScalerConfig, attach, detach
-from accel_scaler.async_optimizer.worker import Worker
+from accel_scaler.async_optimizer.replica import Replica
+from accel_scaler.async_optimizer.worker import Task, Worker
+from accel_scaler.optimizer_step.stepper import async_stepper_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -236,3 +240,42 @@ def test_an_interrupted_hand_over_moves_nothing_and_says_so(
     assert "was not handed over (KeyboardInterrupt): no parameter has moved" in told()
     assert same(run.state(), [before[0], after[1]])
     goes_on(run, tmp_path)
+
+
+@pytest.mark.parametrize("mode", ["overlap", "delayed", "overlap offload", "delayed offload"])
+def test_an_interrupt_while_the_training_thread_waits_for_the_other_is_handled_at_once(
+    mode: str, told: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Not once the update is over: the one here does not end before the interrupt was handled.
+
+    In ``overlap`` the forward waits; in ``delayed`` the next boundary, for all of the update.
+    """
+    _, after, _ = states(mode)
+    run = Run(mode).train(*range(WINDOW))
+    stepper = async_stepper_of(run.inner)
+    assert stepper is not None
+    stepper.wait("the test")  # synchronize() would publish, and change what delayed computes
+    gate, late = threading.Event(), []
+    step_part, wait = Replica.step_part, Task.wait
+
+    def gated(self: Replica, *args: Any) -> None:
+        late.append(not gate.wait(20))
+        step_part(self, *args)
+
+    def waiting(self: Task, *args: Any) -> bool:
+        awaited = mode.startswith("overlap") == (args[0] is not None)  # a part, or all
+        if awaited and not self.finished and not gate.is_set():
+            signal.raise_signal(signal.SIGINT)
+        return wait(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Replica, "step_part", gated)
+        patch.setattr(Task, "wait", waiting)
+        with pytest.raises(KeyboardInterrupt):
+            run.train(WINDOW, WINDOW + 1)
+        gate.set()
+        mine = run.state()
+    assert late
+    assert not any(late), "the interrupt was handled when the update was over"
+    assert same(mine, after)
+    run.close()

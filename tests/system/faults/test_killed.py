@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 from children import Moments, die_in_files_above, in_child, many, seeded
-from fault_run import MODES, SAVED, Run, reset, resume, same, saver
-from support import stock
+from fault_run import MODES, SAVED, Run, resume, saver
+from support import reset, same, stock
 
 from accel_scaler import ConfigError
 from accel_scaler.integrations.checkpoints import MARK

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from fault_run import MODES, Run, same
+from fault_run import MODES, Run
+from support import same
 
 from accel_scaler import StepError
 

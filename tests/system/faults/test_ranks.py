@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from launching import run
 from places import HELPERS
 from ranks_script import TIMEOUT_S, TIMES_SLOWER, TRIED, WINDOW, WINDOWS
 
@@ -21,13 +20,8 @@ MOST_S = 30.0
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
-    subprocess.run(
-        [sys.executable, str(HELPERS / "ranks_script.py"), str(folder)],
-        check=True,
-        timeout=280,
-        env=environment | {"OMP_NUM_THREADS": "1"},
-    )
+    code, out, err = run([sys.executable, HELPERS / "ranks_script.py", folder], folder)
+    assert code == 0, out + err
     return folder, json.loads((folder / "statuses.json").read_text())
 
 
@@ -53,6 +47,18 @@ def test_one_of_two_ranks_killed_ends_the_other_with_an_error(ended: Any, mode: 
     assert ends[case]["knew_after_s"] < MOST_S
     assert f"window {WINDOW - 1}" in output
     assert f"window {WINDOW + 1}" not in output, "it trained on alone"
+    assert "Traceback" in output
+    assert "gloo" in output.lower()
+
+
+@pytest.mark.parametrize("mode", TRIED)
+def test_an_optimizer_that_fails_on_one_of_two_ranks_ends_both(ended: Any, mode: str) -> None:
+    folder, ends = ended
+    case = f"raises, {mode}"
+    assert ends[case]["statuses"] == [1, 1]
+    output, other = ((folder / f"{case}{rank}.txt").read_text() for rank in range(2))
+    assert "StepError" in other
+    assert "the kernel of rank 1 failed" in other  # its own traceback
     assert "Traceback" in output
     assert "gloo" in output.lower()
 

@@ -1,4 +1,5 @@
 """Ctrl-C and SIGTERM while an update is being made: the process ends, with Python's own status.
+So it does when an update never ends, and says why.
 
 In ``sync`` the signal comes inside the optimizer's step; else while the optimizer thread makes a
 slow update that the training thread waits for or runs beside.
@@ -7,17 +8,17 @@ slow update that the training thread waits for or runs beside.
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_run import Run, same
+from fault_run import Run
+from launching import run
 from places import HELPERS
 from signal_script import ENDED, ENDINGS, LIMIT_S, WINDOW, name_of
+from support import same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -32,13 +33,8 @@ STATUS = {
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("signals")
-    script = HELPERS / "signal_script.py"
-    subprocess.run(
-        [sys.executable, str(script), str(folder)],
-        check=True,
-        timeout=280,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    code, out, err = run([sys.executable, HELPERS / "signal_script.py", folder], folder)
+    assert code == 0, out + err
     return folder, json.loads((folder / "statuses.json").read_text())
 
 
@@ -75,3 +71,35 @@ def test_what_was_saved_then_has_the_update_whole(ended: Any, ending: str, mode:
     run.close()
     for key in ("weights", "state", "scaler"):
         assert same(mine[key], expected[key]), key
+
+
+HANGS = """
+import sys, threading
+import torch
+from accel_scaler.async_optimizer import worker as worker
+from accel_scaler.async_optimizer.replica import Replica
+from fault_run import Run
+
+worker.EXIT_LIMIT_S = 0.5
+torch.set_num_threads(1)
+run = Run("overlap").train(3)
+run.optimizer.synchronize()
+begun = threading.Event()
+
+def hangs(*args):
+    begun.set()
+    threading.Event().wait()
+
+Replica.step_part = hangs
+run.train(4)
+assert begun.wait(60)
+print("end of the script")
+"""
+
+
+def test_an_exit_waits_for_a_hanging_update_no_longer_than_its_limit(tmp_path: Path) -> None:
+    """The limit is 60 s, here half a second; the status is that of a script that ran through."""
+    code, out, err = run([sys.executable, "-c", HANGS], tmp_path)
+    assert code == 0, err
+    assert out == "end of the script\n"
+    assert "the optimizer thread did not finish its step within 0.5 s" in err

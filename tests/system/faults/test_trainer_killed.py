@@ -20,8 +20,7 @@ from typing import Any
 import pytest
 import torch
 from children import Moments, die_in_files_above, in_child, many, seeded
-from fault_run import same
-from support import weights
+from support import same, weights
 from trainer_support import CONFIG, as_stock, logs, make, train
 from transformers.utils import logging
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -12,16 +11,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import launching
 import psutil
 import pytest
-from launching import free_port
+from children import free_port
+from launching import OURS, STOCK, facts_in, finish, start
 from places import HELPERS, ROOT
 
 from accel_scaler import ScalerConfig, attach
 from accel_scaler.integrations import cpu_float16
 from accel_scaler.launch.launcher import STARTUP
 
-LIMIT = 240
 HAS_KERNELS = cpu_float16.has_float16_kernels
 SETTINGS = ScalerConfig(init_scale=1024.0, step_mode="overlap", max_consecutive_skips=9)
 SECTION = """
@@ -39,57 +39,15 @@ mixed_precision: fp16
 num_machines: 1
 num_processes: 1
 """
-OURS = [sys.executable, "-m", "accel_scaler", "launch"]
-STOCK = [sys.executable, "-m", "accelerate.commands.launch"]
-
-
-def environment(**extra: str) -> dict[str, str]:
-    """This process's, without what other tests or a user have set."""
-    kept = {
-        key: value
-        for key, value in os.environ.items()
-        if not key.startswith(("ACCELERATE_", "ACCEL_SCALER_", "PYTHONPATH"))
-    }
-    path = os.pathsep.join([str(ROOT), str(HELPERS)])
-    return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "TMPDIR": extra["TMPDIR"]} | extra
-
-
-def start(command: list[str], folder: Path, **extra: str) -> subprocess.Popen[str]:
-    folder.joinpath("tmp").mkdir(exist_ok=True)
-    return subprocess.Popen(
-        command,
-        cwd=folder,
-        env=environment(TMPDIR=str(folder / "tmp"), HF_HOME=str(folder / "home"), **extra),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        # A job in the background ignores Ctrl-C, and so would what it starts.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
 
 
 def run(
-    command: list[str], folder: Path, stdin: str = "", **extra: str
+    command: list[Any], folder: Path, stdin: str = "", **extra: str
 ) -> tuple[int, list[dict[str, Any]], str]:
     """Exit status, the facts that ranks printed, and all of standard error."""
-    process = start(command, folder, **extra)
-    try:
-        out, err = process.communicate(stdin, timeout=LIMIT)
-    finally:
-        end(process)
-    lines = [line for line in out.splitlines() if line.startswith("FACTS ")]
-    facts = [json.loads(line.removeprefix("FACTS ")) for line in lines]
+    code, out, err = launching.run(command, folder, stdin, TMPDIR=str(folder / "tmp"), **extra)
     assert not list((folder / "tmp").glob("accel_scaler_*")), "a temporary file was left"
-    return process.returncode, facts, err
-
-
-def end(process: subprocess.Popen[str]) -> None:
-    """End what is left of a launch, whatever the test found."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait(timeout=30)
+    return code, facts_in(out), err
 
 
 def as_found(facts: dict[str, Any]) -> dict[str, Any]:
@@ -102,12 +60,13 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "launched_script.py").write_text((HELPERS / "launched_script.py").read_text())
     (tmp_path / "with.yaml").write_text(CONFIG + SECTION)
     (tmp_path / "stock.yaml").write_text(CONFIG)
+    (tmp_path / "tmp").mkdir()
     return tmp_path
 
 
 def test_an_unchanged_script_trains_attached_and_sees_no_difference(folder: Path) -> None:
     # Beside it: accelerate launch of the same script, which then calls attach() itself.
-    script = ["launched_script.py", "--spawn", "--exit", "3", "--min_scale", "x y"]
+    script = ["launched_script.py", "--stdin", "--spawn", "--exit", "3", "--min_scale", "x y"]
     code, (stock,), _ = run(
         [*STOCK, "--config_file", "stock.yaml", *script],
         folder,
@@ -149,7 +108,7 @@ def test_two_ranks_of_a_module_train_attached(folder: Path) -> None:
     assert code == 5
     assert "Root Cause" in err
     assert "Traceback" not in err
-    assert sorted(found["trained"]["rank"] for found in facts) == [0, 1]
+    assert [found["rank"] for found in facts] == [0, 1]
     for found in facts:
         assert found["spec"] == "launched_script"
         assert found["argv"] == ["--exit", "5"]
@@ -296,22 +255,19 @@ def test_a_launcher_that_is_told_to_end_ends_the_script(
     if ranks > 1:
         command += ["--multi_gpu", "--num_processes", str(ranks)]
         command += ["--main_process_port", str(free_port())]
-    process = start([*command, "waits.py"], folder)
-    try:
-        for rank in range(ranks):
-            wait_for(folder / f"up{rank}", process)
-        family = psutil.Process(process.pid).children(recursive=True)
-        assert len(family) == ranks
-        assert list((folder / "tmp").glob("accel_scaler_*"))
-        if number == signal.SIGTERM:
-            process.send_signal(number)  # the launcher alone, as `kill` and schedulers do
-        else:
-            os.killpg(process.pid, number)  # all of them, as a terminal does
-        _, err = process.communicate(timeout=60)
-    finally:
-        end(process)
+    process = start([*command, "waits.py"], folder, TMPDIR=str(folder / "tmp"))
+    for rank in range(ranks):
+        wait_for(folder / f"up{rank}", process)
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert len(family) == ranks
+    assert list((folder / "tmp").glob("accel_scaler_*"))
+    if number == signal.SIGTERM:
+        process.send_signal(number)  # the launcher alone, as `kill` and schedulers do
+    else:
+        os.killpg(process.pid, number)  # all of them, as a terminal does
+    status, _, err = finish(process)
     # The status is the script's own, which has a handler for SIGTERM; torchrun's is its signal's.
-    assert process.returncode == (7 if number == signal.SIGTERM and ranks == 1 else 128 + number)
+    assert status == (7 if number == signal.SIGTERM and ranks == 1 else 128 + number)
     assert not any(child.is_running() for child in family)
     assert not list((folder / "tmp").glob("accel_scaler_*"))
     if number == signal.SIGTERM:

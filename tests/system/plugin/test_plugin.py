@@ -1,18 +1,18 @@
 """The plugin that runs other people's tests with us (tests/plugin): what it replaces, and its end.
 
 The samples in ``theirs`` know nothing of it. Stock fails those of them that stand for faults of
-stock, ours passes all, and a wrong scaler fails: so they notice both a missing replacement and a
-bad one.
+stock, ours passes all: so they notice a missing replacement.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 from pathlib import Path
 
 import pytest
-from plugin_support import OPTION, THEIRS, Ended, start
+from plugin_support import OPTION, THEIRS, python
 
 SAMPLES = [str(THEIRS / "sample_torch.py"), str(THEIRS / "sample_accelerate.py")]
 FILES = {
@@ -67,7 +67,6 @@ def test_it():
 RUNS = {
     "stock": SAMPLES,
     "ours": [OPTION, *SAMPLES],
-    "wrong": [OPTION, "-p", "scales_too_much", *SAMPLES],
     "alone": [OPTION, "alone.py"],
     "nothing": [OPTION, "nothing.py"],
     "early": [OPTION, "early/early.py"],
@@ -91,6 +90,22 @@ for name, arguments in json.loads(sys.argv[1]).items():
 """
 
 
+class Ended:
+    """A run of pytest: what it printed, and how many tests ended how."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        last = [line for line in text.splitlines() if re.search(r" in [\d.]+s", line)]
+        counts = re.findall(r"(\d+) (passed|failed|error|skipped)", last[-1]) if last else []
+        self.counts = {what: int(number) for number, what in counts}
+
+    @property
+    def failed(self) -> set[str]:
+        """The functions whose tests failed, by the short summary."""
+        found = re.findall(r"^(?:FAILED|ERROR) \S*?::(\S+)", self.text, re.MULTILINE)
+        return {name.split("::")[-1].split("[")[0] for name in found}
+
+
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     """All runs, one after the other in one process; each has put everything back."""
@@ -101,9 +116,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     for name, text in FILES.items():
         (folder / name).write_text(text)
     runs = {name: [*QUICK, "--rootdir", str(folder), *rest] for name, rest in RUNS.items()}
-    done = start(["-c", SESSIONS, json.dumps(runs)], folder)
-    assert done.returncode == 0, done.stdout + done.stderr
-    said = {part.split("\n")[0]: Ended(part) for part in done.stdout.split("RUN ")[1:]}
+    out = python(["-c", SESSIONS, json.dumps(runs)], folder)
+    said = {part.split("\n")[0]: Ended(part) for part in out.split("RUN ")[1:]}
     assert said.keys() == RUNS.keys()
     return said
 
@@ -125,11 +139,6 @@ def test_stock_fails_where_stock_is_at_fault_and_nowhere_else(ended: dict[str, E
     }
     assert done.counts["passed"] + 3 == ended["ours"].counts["passed"]
     assert "GradScalers replaced" not in done.text
-
-
-def test_a_wrong_scaler_fails_them(ended: dict[str, Ended]) -> None:
-    expected = {"test_scaling_changes_no_number", "test_a_copy_goes_on", "test_a_step_is_a_step"}
-    assert ended["wrong"].failed >= expected, ended["wrong"].text
 
 
 def test_a_name_that_a_conftest_imported_is_replaced(ended: dict[str, Ended]) -> None:
@@ -176,10 +185,9 @@ print("DONE")
 def test_without_the_option_nothing_is_imported_or_changed(tmp_path: Path) -> None:
     """In a process that has not loaded torch."""
     (tmp_path / "nothing.py").write_text("def test_it():\n    pass\n")
-    done = start(["-c", OFF], tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.endswith("DONE\n")
-    assert done.stdout.count("WARNING: nothing was replaced") == 1
+    out = python(["-c", OFF], tmp_path)
+    assert out.endswith("DONE\n")
+    assert out.count("WARNING: nothing was replaced") == 1
 
 
 CHILDREN = """
@@ -218,6 +226,6 @@ def test_a_spawned_one():
 def test_workers_of_xdist_and_what_tests_start_are_reached_and_counted(tmp_path: Path) -> None:
     (tmp_path / "test_children.py").write_text(CHILDREN)
     options = [OPTION, "-n", "2", "-p", "no:cacheprovider"]
-    done = start(["-m", "pytest", *options, "test_children.py"], tmp_path)
-    assert Ended(done.stdout).counts == {"passed": 2}, done.stdout + done.stderr
-    assert "GradScalers replaced: 2, Accelerators attached: 1," in done.stdout
+    out = python(["-m", "pytest", *options, "test_children.py"], tmp_path)
+    assert Ended(out).counts == {"passed": 2}, out
+    assert "GradScalers replaced: 2, Accelerators attached: 1," in out

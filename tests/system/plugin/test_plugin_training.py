@@ -1,4 +1,4 @@
-"""TRL, peft and Accelerate's own scripts under the plugin, from files that know nothing of us.
+"""TRL and peft under the plugin, from files that know nothing of us.
 
 The training runs stand beside the same file under stock Accelerate, its fp16 switched on as a GPU
 would: losses, norms, rates, skips, weights and optimizer state are the same, bit for bit.
@@ -7,12 +7,11 @@ would: losses, norms, rates, skips, weights and optimizer state are the same, bi
 from __future__ import annotations
 
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from plugin_support import OPTION, THEIRS, Ended, start
+from plugin_support import THEIRS, python
 
 TRAININGS = ["sft", "lora_trainer", "lora_loop"]
 needs_both = pytest.mark.skipif(
@@ -24,9 +23,8 @@ needs_both = pytest.mark.skipif(
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """``{run: {training: what it left}}``."""
     folder = tmp_path_factory.mktemp("trainings")
-    done = start([str(THEIRS / "three_runs.py"), str(folder)], folder)
-    assert done.returncode == 0, done.stdout + done.stderr
-    said = {part.split("\n")[0]: part for part in done.stdout.split("RUN ")[1:]}
+    out = python([str(THEIRS / "three_runs.py"), str(folder)], folder)
+    said = {part.split("\n")[0]: part for part in out.split("RUN ")[1:]}
     for run in ("sync", "overlap"):
         counted = "GradScalers replaced: 0, Accelerators attached: 3, Trainers attached: 2"
         assert counted in said[run], said[run]
@@ -53,13 +51,3 @@ def test_a_training_of_theirs_leaves_what_stock_leaves(
         assert float(entry["step"]) == 3.0, "five windows, two of them skipped"
         for key, value in entry.items():
             assert torch.equal(ours["optimizer"][index][key], value), (index, key)
-
-
-def test_the_scripts_that_accelerate_ships_pass_in_fp16(tmp_path: Path) -> None:
-    """``test_sync`` looks at gradients after the step, which only ``sync`` leaves there."""
-    sample = str(THEIRS / "sample_accelerate_scripts.py")
-    fp16 = {"ACCELERATE_MIXED_PRECISION": "fp16", "ACCELERATE_USE_CPU": "true"}
-    done = start(["-m", "pytest", "-p", "no:cacheprovider", OPTION, sample], tmp_path, **fp16)
-    assert Ended(done.stdout).counts == {"passed": 2}, done.stdout + done.stderr
-    # The two are test_script's own, in bfloat16 and in no precision of its own.
-    assert "Accelerators attached: 16, Trainers attached: 0; left alone: 2 Acc" in done.stdout

@@ -1,7 +1,4 @@
-"""benchmarks/convergence.py: its arithmetic, its check of ``overlap``, its tasks for a few steps.
-
-And the plain sum that explains what it finds: how large a step a delayed update stands.
-"""
+"""benchmarks/convergence.py: its arithmetic, its check of ``overlap``, its tasks."""
 
 from __future__ import annotations
 
@@ -14,10 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from places import ROOT
-
-from accel_scaler import AsyncOptimizer
 
 pytest.importorskip("datasets")
 BENCHMARKS = ROOT / "benchmarks"
@@ -123,43 +117,3 @@ def test_the_script_trains_each_mode_as_named(
             assert all(map(math.isfinite, results[task, mode].losses.values()))
         starts = {results[task, mode].losses[0] for mode in convergence.MODES}
         assert len(starts) == 1
-
-
-def descend(mode: str, rate: float, momentum: float, steps: int = 1000) -> float:
-    """How far SGD is from the minimum of x * x / 2, begun at 1; a step late in ``delayed``."""
-    x = torch.nn.Parameter(torch.ones((), dtype=torch.float32))
-    sgd = torch.optim.SGD([x], lr=rate, momentum=momentum)
-    with AsyncOptimizer(sgd, mode=mode) as optimizer:
-        for _ in range(steps):
-            (0.5 * x * x).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return abs(x.item())
-
-
-def late_by_hand(rate: float, momentum: float, steps: int = 1000) -> float:
-    """The recurrence itself: the gradient is that of the parameter one update ago."""
-    seen = newest = torch.ones(())
-    velocity = torch.zeros(())
-    for _ in range(steps):
-        velocity = (velocity * momentum).add_(seen)
-        seen, newest = newest, newest.add(velocity, alpha=-rate)
-    return abs(newest.item())
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("mode", ["sync", "delayed"])
-def test_one_late_step_lowers_the_largest_rate_most_under_momentum(
-    mode: str, momentum: float, one_thread: None
-) -> None:
-    # Late: z^2 - (1 + m) z + m + rate = 0, whose roots leave the unit circle at rate = 1 - m.
-    limit = 1 - momentum if mode == "delayed" else 2 * (1 + momentum)
-    assert descend(mode, 0.9 * limit, momentum) < 0.1
-    assert not descend(mode, 1.1 * limit, momentum) < 10  # it may be NaN
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_delayed_is_the_recurrence_of_one_late_step(momentum: float, one_thread: None) -> None:
-    late = [late_by_hand(0.05, momentum, steps) for steps in (1, 2, 3, 20)]
-    assert late == [descend("delayed", 0.05, momentum, steps) for steps in (1, 2, 3, 20)]
-    assert late[-1] != descend("sync", 0.05, momentum, 20)

@@ -66,18 +66,6 @@ def test_every_variant_of_ours_trains_as_stock_does(gpu: Any, accumulation: int)
     assert bool(late.isfinite().all())
 
 
-def test_a_measurement_holds_what_the_table_needs(gpu: Any) -> None:
-    for name in ("stock", "sync", "offload+overlap"):
-        variant = gpu.VARIANTS[name]
-        result = gpu.measure(variant, job_of(gpu, 2), windows=1, blocks=2)
-        assert result.error == ""
-        assert len(result.seconds) == 2
-        assert min(result.seconds) > 0
-        # Forward and backward alone are needed where others are compared with the whole.
-        assert len(result.alone) == (0 if variant.base else 2)
-        assert result.parameters == gpu.Shape(**TINY).parameters
-
-
 def test_the_table_has_ratios_of_medians(gpu: Any) -> None:
     gib = 2**30
     results = [
@@ -99,11 +87,7 @@ def test_the_table_has_ratios_of_medians(gpu: Any) -> None:
     assert rows["offload+overlap"].gain is None
     assert rows["offload+overlap"].to_stock == 0.5
     lines = gpu.show(list(rows.values())).splitlines()
-    assert lines[0].split() == [
-        *("variant", "tokens/s", "to", "stock", "peak", "GiB", "gain", "ceiling"),
-    ]
     assert lines[3].split() == ["overlap", "500", "1.25", "10.00", "1.25", "1.60"]
-    assert lines[4].split() == ["offload+sync", *"-----", "out", "of", "memory"]
 
 
 @before_torch(2, 7, "torch 2.6: fully_shard wants the streams of a device")

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import launching
 import pytest
 from accelerate import Accelerator, notebook_launcher
+from children import free_port
 from places import ROOT
 from versions import before_torch
 
@@ -48,30 +47,14 @@ def run(notebook: Any, folder: Path, changes: dict[str, str]) -> tuple[str, Any,
         assert text.count(old) == 1, f"the notebook no longer says {old!r} once"
         text = text.replace(old, new)
     (folder / "cells.ipynb").write_text(text)
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("ACCEL", "KAGGLE"))}
-    environment = kept | {
-        "ACCELERATE_USE_CPU": "true",
-        "HF_HUB_OFFLINE": "1",
-        "HF_HOME": str(folder),
-        "MPLBACKEND": "Agg",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", KERNEL, "cells.ipynb"],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    drawn = next(li for li in done.stdout.splitlines() if li.startswith("DRAWN "))
+    command = [sys.executable, "-c", KERNEL, "cells.ipynb"]
+    settings = {"ACCELERATE_USE_CPU": "true", "MPLBACKEND": "Agg"}
+    code, out, err = launching.run(command, folder, **settings)
+    assert code == 0, out + err
+    drawn = next(line for line in out.splitlines() if line.startswith("DRAWN "))
     assert (folder / "figure.png").stat().st_size > 10_000
     result = json.loads((folder / RESULT).read_text())
-    return done.stdout, result, json.loads(drawn.removeprefix("DRAWN "))
+    return out, result, json.loads(drawn.removeprefix("DRAWN "))
 
 
 def check(said: str, result: Any, drawn: Any) -> None:
@@ -112,15 +95,12 @@ def test_it_learns_and_shows_the_scale(notebook: Any, tmp_path: Path) -> None:
 @before_torch(2, 7, "torch 2.6: notebook_launcher asks for a device that must be there")
 @pytest.mark.slow
 def test_two_processes_see_what_the_cells_defined(notebook: Any, tmp_path: Path) -> None:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
     said, result, drawn = run(
         notebook,
         tmp_path,
         {
             "GPUS = 1 ": "GPUS = 2 ",
-            "num_processes=GPUS": f"num_processes=GPUS, use_port='{port}'",
+            "num_processes=GPUS": f"num_processes=GPUS, use_port='{free_port()}'",
             "(28, 8, 24, 1e-3)": "(12, 4, 16, 1e-3)",
             "rows[:100], rows[100:]": "rows[:21], rows[21:]",  # two ranks cannot share 21 evenly
         },

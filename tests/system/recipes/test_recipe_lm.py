@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
-from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
@@ -17,27 +15,17 @@ from typing import Any
 
 import pytest
 import torch
-from lm_support import reset_accelerate, short_text, tiny_model
-from places import ROOT
+from recipe_support import refusal, run, short_text, tiny_model
 from safetensors.torch import load_file
+from support import reset, same
 
-pytest.importorskip("datasets")
-RECIPES = ROOT / "recipes"
 STEPS, HALF = 12, 6
-RESULT = "finetune_lm.json"
 
 
-@pytest.fixture(scope="module")
-def recipe() -> Iterator[ModuleType]:
-    """The recipe as a module."""
-    sys.path.insert(0, str(RECIPES))
-    try:
-        import finetune_lm
-
-        yield finetune_lm
-    finally:
-        sys.path.remove(str(RECIPES))
-        sys.modules.pop("finetune_lm", None)
+@pytest.fixture(name="recipe")
+def finetune_lm(recipe: Any) -> ModuleType:
+    found: ModuleType = recipe("finetune_lm")
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -51,36 +39,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [*flags, "--max_steps", str(STEPS), "--eval_every", "3", "--max_eval_samples", "6"]
 
 
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-
-
-def run(recipe: ModuleType, *args: object) -> None:
-    """The recipe in this process, as in one of its own."""
-    reset_accelerate()
-    recipe.main([str(arg) for arg in args])
-
-
-def refusal(recipe: ModuleType, *args: object) -> str:
-    """The one line that a run ends with."""
-    reset_accelerate()
-    with pytest.raises(SystemExit) as ended:
-        recipe.main([str(arg) for arg in args])
-    message = ended.value.code
-    assert isinstance(message, str), "not a message: exit status 0, or argparse"
-    assert message.startswith("finetune_lm: error: ")
-    assert "\n" not in message
-    return message
-
-
 class Interruptions:
     """Makes the progress bar raise at a step: the run is cut off in the middle of its loop."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, recipe: ModuleType) -> None:
         self.monkeypatch, self.recipe = monkeypatch, recipe
 
-    def at(self, step: int, *args: object) -> None:
+    def at(self, step: int, out: Path, *args: object) -> None:
         stock = self.recipe.tqdm
 
         class Bar(stock):  # type: ignore[misc, valid-type]
@@ -93,7 +58,7 @@ class Interruptions:
         with self.monkeypatch.context() as patch:
             patch.setattr(self.recipe, "tqdm", Bar)
             with pytest.raises(KeyboardInterrupt):
-                run(self.recipe, *args)
+                run(self.recipe, out, *args)
 
 
 @pytest.fixture
@@ -114,45 +79,21 @@ def everything(folder: Path) -> dict[str, Any]:
     return found
 
 
-def differences(one: Any, other: Any, name: str = "") -> list[str]:
-    """Where two nested values differ, bit for bit."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        keys = {*one, *other}
-        return [
-            found
-            for key in sorted(keys, key=str)
-            for found in differences(one.get(key), other.get(key), f"{name}/{key}")
-        ]
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        pairs = enumerate(zip(one, other, strict=False))
-        found = [f for i, (a, b) in pairs for f in differences(a, b, f"{name}/{i}")]
-        return found if len(one) == len(other) else [*found, f"{name}: length"]
-    if hasattr(one, "shape") and hasattr(other, "shape"):  # numpy's random state has arrays too
-        same = one.shape == other.shape and bool((one == other).all())
-        return [] if same and one.dtype == other.dtype else [name]
-    return [] if one == other else [name]
-
-
 # --- whole runs -----------------------------------------------------------------------------------
 
 
 def test_it_learns_with_its_defaults_and_its_model_loads(
-    recipe: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    recipe: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    monkeypatch.chdir(tmp_path)
-    run(recipe, "--max_steps", "10", "--eval_every", "5")
+    out = tmp_path / "out"
+    result = json.loads(run(recipe, out, "--max_steps", "10", "--eval_every", "5"))
     said = capsys.readouterr()
     for line in ("step 0: held-out loss", "step 5:", "step 10:", "scaler: 10 windows, 0 skipped"):
         assert line in said.out
     for part in ("loss=", "scale=", "skips="):
         assert part in said.err
-    out = tmp_path / "out" / "finetune_lm"
-    result = json.loads((out / "finetune_lm.json").read_text())
     steps, losses = zip(*result["held_out_loss"], strict=True)
     assert steps == (0, 5, 10)
     # An untrained model guesses among 1024 tokens.
@@ -166,8 +107,8 @@ def test_it_learns_with_its_defaults_and_its_model_loads(
     assert model(input_ids=batch["input_ids"]).logits.shape[-1] == 1024
     assert not (out / "checkpoints").exists()
 
-    run(recipe, "--max_steps", "1", "--eval_every", "0")  # replaces the result
-    result = json.loads((out / "finetune_lm.json").read_text())
+    # It replaces the result.
+    result = json.loads(run(recipe, out, "--max_steps", "1", "--eval_every", "0"))
     assert [step for step, _ in result["held_out_loss"]] == [0, 1]
 
 
@@ -177,7 +118,7 @@ def test_the_held_out_loss_is_that_of_the_saved_model(
     """Beside transformers' own loss, in float32, over the same blocks; the last batch is short."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    run(recipe, *tiny, "--output_dir", tmp_path, "--per_device_batch_size", 1)
+    result = json.loads(run(recipe, tmp_path, *tiny, "--per_device_batch_size", 1))
     args = recipe.parse_args(tiny)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     blocks = recipe.load_blocks(recipe.load_texts(args), tokenizer, args)
@@ -188,52 +129,43 @@ def test_the_held_out_loss_is_that_of_the_saved_model(
     model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     with torch.no_grad():
         expected = model(input_ids=ids, labels=ids).loss.item()
-    result = json.loads((tmp_path / "finetune_lm.json").read_text())
     assert result["held_out_loss"][-1][1] == pytest.approx(expected, rel=1e-3)
 
 
-MODES: dict[str, dict[str, str]] = {
-    "sync": {},
-    "overlap": {},
-    "delayed, with a warm-up": {"DELAY_WARMUP_STEPS": str(HALF + 2)},
-}
-
-
-@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize("mode", ["overlap", "delayed"])
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
     recipe: ModuleType,
     interrupted: Interruptions,
     tiny: list[str],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
-    name: str,
+    mode: str,
 ) -> None:
-    """Cut off two steps after a checkpoint that lies in the middle of the second epoch.
+    """Cut off two steps after a checkpoint that lies in the middle of the second epoch, and of
+    the warm-up.
 
     Eleven micro-batches an epoch, two a step: a window goes on from one epoch into the next.
     """
     # A start so high that steps on both sides of the checkpoint overflow.
     monkeypatch.setenv("ACCEL_SCALER_INIT_SCALE", str(2.0**20))
     monkeypatch.setenv("ACCEL_SCALER_GROWTH_INTERVAL", "1")
-    monkeypatch.setenv("ACCEL_SCALER_STEP_MODE", name.partition(",")[0])
-    for field, value in MODES[name].items():
-        monkeypatch.setenv(f"ACCEL_SCALER_{field}", value)
+    monkeypatch.setenv("ACCEL_SCALER_STEP_MODE", mode)
+    monkeypatch.setenv("ACCEL_SCALER_DELAY_WARMUP_STEPS", str(HALF + 2))
     command = [*tiny, "--checkpoint_every", HALF]
-    run(recipe, *command, "--output_dir", tmp_path / "whole")
-    interrupted.at(HALF + 2, *command, "--output_dir", tmp_path / "cut")
+    results = [run(recipe, tmp_path / "whole", *command)]
+    interrupted.at(HALF + 2, tmp_path / "cut", *command)
     assert sorted(recipe.checkpoints(tmp_path / "cut")) == [HALF]
-    resume = ["--resume_from_checkpoint", "latest"]
-    run(recipe, *command, "--output_dir", tmp_path / "cut", *resume)
+    results += [run(recipe, tmp_path / "cut", *command, "--resume_from_checkpoint", "latest")]
     assert sorted(recipe.checkpoints(tmp_path / "cut")) == [HALF, STEPS]
+    assert results[0] == results[1]
 
     half = everything(tmp_path / "whole" / "checkpoints" / f"step_{HALF}")
     ends = [tmp_path / each / "checkpoints" / f"step_{STEPS}" for each in ("whole", "cut")]
     whole, cut = map(everything, ends)
-    assert differences(whole, cut) == []
-    assert differences(*(outcome(tmp_path / each) for each in ("whole", "cut"))) == []
+    assert whole.keys() == cut.keys()
+    assert [name for name in whole if not same(whole[name], cut[name])] == []
     # What makes the comparison worth something: there was training and there were skips in both
     # halves, and the halves differ in everything that changes.
-    assert whole["finetune_lm_state.json"]["shape"]["training_blocks"] // 4 == 11
     loss = dict(whole["finetune_lm_state.json"]["held_out"])
     assert sorted(loss) == [0, 3, 6, 9, 12]
     assert loss[12] < loss[6] < loss[0]
@@ -241,12 +173,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
     assert 0 < moved[0] < HALF
     assert 0 < moved[1] - moved[0] < STEPS - HALF
     for part in ("model.safetensors", "optimizer.bin", "random_states_0.pkl"):
-        assert differences(half[part], whole[part])
-
-
-def outcome(out: Path) -> dict[str, Any]:
-    """What a run leaves when it has ended."""
-    return {"model": load_file(out / "model.safetensors"), "result": (out / RESULT).read_text()}
+        assert not same(half[part], whole[part])
 
 
 def test_evaluating_more_often_trains_the_same(
@@ -254,74 +181,46 @@ def test_evaluating_more_often_trains_the_same(
 ) -> None:
     """It draws none of dropout's random numbers, and the model drops units again afterwards."""
     for every in ("0", "1"):
-        run(recipe, *tiny, "--eval_every", every, "--output_dir", tmp_path / every)
-    often, never = (load_file(tmp_path / each / "model.safetensors") for each in ("1", "0"))
-    assert differences(often, never) == []
+        run(recipe, tmp_path / every, *tiny, "--eval_every", every)
+    assert same(*(load_file(tmp_path / each / "model.safetensors") for each in ("1", "0")))
 
 
-@pytest.fixture
-def cut_off(
-    recipe: ModuleType, interrupted: Interruptions, tiny: list[str], tmp_path: Path
-) -> list[object]:
-    """The command of a run that ended at step 5, with checkpoints at 2 and 4."""
-    command = [*tiny, "--checkpoint_every", 2, "--output_dir", tmp_path / "out"]
-    interrupted.at(5, *command)
-    return command
-
-
-def test_a_run_that_has_not_ended_is_not_thrown_away(
-    recipe: ModuleType, cut_off: list[object], tmp_path: Path
+def test_a_run_that_was_cut_off_goes_on_as_it_began_or_is_refused(
+    recipe: ModuleType,
+    interrupted: Interruptions,
+    tiny: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    saved = recipe.checkpoints(tmp_path / "out")
+    """It is not thrown away, and ``finetune_lm_state.json`` is written when all else is there."""
+    out, command = tmp_path / "out", [*tiny, "--checkpoint_every", 2]
+    interrupted.at(5, out, *command)
+    saved, here = recipe.checkpoints(out), ["--output_dir", out]
     assert sorted(saved) == [2, 4]
-    said = refusal(recipe, *cut_off)
+    said = refusal(recipe, *command, *here)
     assert "has not ended, at step 4" in said
     assert "--resume_from_checkpoint latest" in said
-    assert recipe.checkpoints(tmp_path / "out") == saved
-
-
-def test_a_checkpoint_that_was_cut_off_is_not_the_latest(
-    recipe: ModuleType, cut_off: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """``finetune_lm_state.json`` is written when everything else is there."""
-    torn = tmp_path / "out" / "checkpoints" / "step_4"
-    (torn / "finetune_lm_state.json").unlink()
-    said = refusal(recipe, *cut_off, "--resume_from_checkpoint", torn)
-    assert "not a complete checkpoint of this recipe" in said
-    run(recipe, *cut_off, "--resume_from_checkpoint", "latest")
-    assert "step_2, at step 2" in capsys.readouterr().out
-
-
-def test_a_fresh_run_leaves_no_checkpoint_of_an_earlier_one(
-    recipe: ModuleType, cut_off: list[object], interrupted: Interruptions, tmp_path: Path
-) -> None:
-    interrupted.at(3, *cut_off, "--overwrite_output_dir")
-    assert sorted(recipe.checkpoints(tmp_path / "out")) == [2]
-
-
-def test_a_checkpoint_of_another_directory_is_left_there(
-    recipe: ModuleType, cut_off: list[object], tmp_path: Path
-) -> None:
-    saved = recipe.checkpoints(tmp_path / "out")
-    given = ["--resume_from_checkpoint", saved[2], "--output_dir", tmp_path / "other"]
-    run(recipe, *cut_off, *given)
-    assert recipe.checkpoints(tmp_path / "out") == saved
-    assert sorted(recipe.checkpoints(tmp_path / "other")) == [4, 6, 8, 10, 12]
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
+    for change, expected in (
         (["--seed", "4"], "made with seed 3, this run has 4"),
         (["--per_device_batch_size", "2"], "made with per_device_batch_size 4, this run has 2"),
         (["--max_steps", "4"], "has made 4 steps of 4"),
-    ],
-)
-def test_a_run_that_would_not_go_on_as_it_began_is_refused(
-    recipe: ModuleType, cut_off: list[object], change: list[str], expected: str
-) -> None:
-    said = refusal(recipe, *cut_off, *change, "--resume_from_checkpoint", "latest")
-    assert expected in said
+    ):
+        latest = ["--resume_from_checkpoint", "latest"]
+        assert expected in refusal(recipe, *command, *here, *change, *latest)
+    # A checkpoint of another directory is left there.
+    run(recipe, tmp_path / "other", *command, "--resume_from_checkpoint", saved[2])
+    assert recipe.checkpoints(out) == saved
+    assert sorted(recipe.checkpoints(tmp_path / "other")) == [4, 6, 8, 10, 12]
+    # One that was cut off is not the latest.
+    (saved[4] / "finetune_lm_state.json").unlink()
+    torn = ["--resume_from_checkpoint", saved[4]]
+    said = refusal(recipe, *command, *here, *torn)
+    assert "not a complete checkpoint of this recipe" in said
+    run(recipe, out, *command, *latest)
+    assert "step_2, at step 2" in capsys.readouterr().out
+    # A fresh run leaves none of an earlier one.
+    interrupted.at(3, out, *command, "--overwrite_output_dir")
+    assert sorted(recipe.checkpoints(out)) == [2]
 
 
 # --- the data -------------------------------------------------------------------------------------
@@ -345,7 +244,7 @@ def order_of(recipe: ModuleType, seen: int, number: int, tmp: Path) -> list[list
     """The blocks of ``number`` micro-batches after ``seen``."""
     from datasets import Dataset
 
-    reset_accelerate()
+    reset()
     args = recipe.parse_args(["--output_dir", str(tmp)])
     accelerator = recipe.make_accelerator(args)
     blocks = Dataset.from_dict({"input_ids": [[n, n] for n in range(11)]})
@@ -354,7 +253,7 @@ def order_of(recipe: ModuleType, seen: int, number: int, tmp: Path) -> list[list
     return [next(stream)["input_ids"].tolist() for _ in range(number)]
 
 
-@pytest.mark.parametrize("seen", [0, 3, 5, 12])
+@pytest.mark.parametrize("seen", [3, 5, 12])
 def test_micro_batches_after_a_checkpoint_are_those_that_come_after_it(
     recipe: ModuleType, tmp_path: Path, seen: int
 ) -> None:
@@ -368,8 +267,9 @@ def test_micro_batches_after_a_checkpoint_are_those_that_come_after_it(
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("column", ["words", "text"])
-@pytest.mark.parametrize("name", ["own.csv", "own.jsonl", "own.txt"])
+@pytest.mark.parametrize(
+    ("name", "column"), [("own.csv", "words"), ("own.jsonl", "words"), ("own.txt", "text")]
+)
 def test_it_learns_from_your_files(
     recipe: ModuleType, tiny: list[str], tmp_path: Path, name: str, column: str
 ) -> None:
@@ -382,23 +282,13 @@ def test_it_learns_from_your_files(
         else:
             path.write_text("\n".join(words))
     files = ["--train_file", tmp_path / name, "--validation_file", tmp_path / f"held_{name}"]
-    files += ["--text_column", column, "--output_dir", tmp_path / "out"]
-    run(recipe, *tiny, *files)
-    result = json.loads((tmp_path / "out" / RESULT).read_text())
+    result = json.loads(run(recipe, tmp_path / "out", *tiny, *files, "--text_column", column))
     steps, losses = zip(*result["held_out_loss"], strict=True)
     assert steps == (0, 3, 6, 9, 12)
     assert losses[-1] < losses[0] - 1  # the lines differ in their numbers only
 
 
 # --- what is refused ------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def no_model(recipe: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    def too_late(*_: object, **__: object) -> None:
-        raise AssertionError("a model was loaded before the input was refused")
-
-    monkeypatch.setattr(recipe, "load_model", too_late)
 
 
 @pytest.mark.parametrize(
@@ -419,9 +309,8 @@ def no_model(recipe: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--resume_from_checkpoint", "thesis"], "thesis is not a complete checkpoint"),
     ],
 )
-def test_bad_input_is_refused_in_one_line_before_a_model_is_loaded(
+def test_bad_input_is_refused_in_one_line_before_anything_is_written(
     recipe: ModuleType,
-    no_model: None,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     flags: list[str],
@@ -461,15 +350,3 @@ def test_what_does_not_fit_the_model_or_the_text_is_refused(
     Path("word.txt").write_text("word")
     assert expected in refusal(recipe, *tiny, *flags)
     assert not Path("out").exists()
-
-
-def test_help_explains_every_argument(
-    recipe: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        recipe.parse_args(["--help"])
-    assert ended.value.code == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "a directory with anything else in it is refused" in shown
-    assert "'latest' is the one in --output_dir with most steps" in shown
-    assert "--dataset_config" in shown

@@ -1,13 +1,18 @@
-"""A tiny causal language model and a short text, for the tests of recipes that train one."""
+"""Recipes as modules, run in this process; a tiny causal language model and a short text."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from pydoc_data.topics import topics
+from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from places import ROOT
+from support import reset
+
+RECIPES = ROOT / "recipes"
 
 CHARACTERS = 6000
 
@@ -46,8 +51,20 @@ def short_text(path: Path, characters: int = CHARACTERS) -> Path:
     return path
 
 
-def reset_accelerate() -> None:
-    """Accelerate's state is shared by the whole process; the next run gets one of its own."""
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    PartialState._reset_state()
+def run(recipe: ModuleType, out: Path, *args: object) -> str:
+    """Run it as in a process of its own; what its result file says."""
+    reset()
+    recipe.main([str(arg) for arg in (*args, "--output_dir", out)])
+    return (out / recipe.RESULT_FILE).read_text(encoding="utf-8")
+
+
+def refusal(recipe: ModuleType, *args: object) -> str:
+    """The one line that a run ends with."""
+    reset()
+    with pytest.raises(SystemExit) as ended:
+        recipe.main([str(arg) for arg in args])
+    message = ended.value.code
+    assert isinstance(message, str), "not a message: exit status 0, or argparse"
+    assert "\n" not in message
+    assert message.startswith(f"{recipe.__name__}: error: ")
+    return message

@@ -1,0 +1,269 @@
+"""The asynchronous optimizer under torch's FSDP2 on two gloo ranks: torch's numbers, bit for bit.
+
+Every group of parameters is gathered before it is used, some ahead of time, while the optimizer
+thread, which updates a part when somebody waits for it, has the shards: the wait has to come
+before the gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from async_support import lazy
+from children import on_two_ranks
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers.optimization import Adafactor
+from two_ranks import (
+    CLIP,
+    SCALER,
+    SKIPPED,
+    WARMUP,
+    batch,
+    compare,
+    differing,
+    net,
+    optimizer_of,
+    reference,
+    state_of,
+    weights,
+    whole,
+)
+from versions import before_torch
+
+from accel_scaler import AsyncOptimizer, GradScaler, UnsupportedError
+
+pytestmark = before_torch(2, 7, "torch 2.6: fully_shard wants the streams of a device")
+
+OVERLAP: dict[str, Any] = {"mode": "overlap"}
+DELAYED: dict[str, Any] = {"mode": "delayed"}
+OFFLOAD: dict[str, Any] = {"offload": "cpu"}
+EVERY: dict[str, dict[str, Any]] = {
+    "overlap": OVERLAP,
+    "overlap offload": OVERLAP | OFFLOAD,
+    "sync offload": {"mode": "sync"} | OFFLOAD,
+    "delayed": DELAYED,
+    "delayed offload": DELAYED | OFFLOAD,
+    "delayed warm": DELAYED | {"warmup": WARMUP},
+    "overlap backwards": OVERLAP | {"order": lambda params: params[::-1]},
+    "overlap reduced": OVERLAP | {"hold_back": False},
+}
+
+
+def shard(model: Any, *, prefetch: int = 0, root: bool = True, **kwargs: Any) -> Any:
+    """Each block and the head a group, the rest the root's; ``prefetch`` so many blocks ahead.
+
+    What the root gathers is updated first, or its wait would be one for all.
+    """
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in (*model.blocks, model.head):
+        fully_shard(block, mesh=mesh, **kwargs)
+    if root:
+        fully_shard(model, mesh=mesh, **kwargs)
+    blocks = list(model.blocks)
+    for place, block in enumerate(blocks[:-1] if prefetch else ()):
+        block.set_modules_to_forward_prefetch(blocks[place + 1 : place + 1 + prefetch])
+    if prefetch and root:
+        model.set_modules_to_forward_prefetch(blocks[:prefetch])
+    return model
+
+
+def shard_together(model: Any) -> Any:
+    """The first and the last block are one group: both are gathered where the first is used."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard([model.blocks[0], model.blocks[2]], mesh=mesh)
+    fully_shard(model.blocks[1], mesh=mesh)
+    fully_shard(model.head, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+LAYOUTS: dict[str, Callable[[nn.Module], Any]] = {
+    "resharded": partial(shard, reshard_after_forward=True),
+    "kept": partial(shard, reshard_after_forward=False),
+    "prefetched": partial(shard, reshard_after_forward=True, prefetch=1),
+    "prefetched far, kept": partial(shard, reshard_after_forward=False, prefetch=2),
+    "together": shard_together,
+    "bf16": partial(shard, mp_policy=BF16),
+}
+RUNS: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
+    ("sgd", "resharded"): EVERY,
+    ("sgd", "prefetched"): {"overlap": OVERLAP, "delayed": DELAYED},
+    **{
+        ("sgd", layout): {"overlap": OVERLAP}
+        for layout in ("kept", "together", "prefetched far, kept", "bf16")
+    },
+    ("adamw", "resharded"): {"delayed offload": DELAYED | OFFLOAD},
+    ("fused", "resharded"): {"overlap": OVERLAP},
+}
+
+
+@pytest.mark.parametrize(("kind", "layout"), RUNS)
+def test_every_mode_equals_torch_on_the_same_ranks(kind: str, layout: str, tmp_path: Path) -> None:
+    """Losses, norms, scales, rates, parameters, optimizer state, and an overflow in one shard."""
+    on_two_ranks(lambda: compare(RUNS[kind, layout], LAYOUTS[layout], kind), tmp_path)
+
+
+def test_parameters_that_are_not_sharded_are_stepped_beside_those_that_are(tmp_path: Path) -> None:
+    """Unscaled: torch cannot unscale or clip sharded and plain gradients together."""
+    runs = {"overlap": OVERLAP, "delayed": DELAYED}
+    wrap = partial(shard, root=False)
+    on_two_ranks(lambda: compare(runs, wrap, "sgd", scaled=False), tmp_path)
+
+
+def test_our_scaler_in_torchs_own_loop_is_torchs(tmp_path: Path) -> None:
+    """``unscale_``, clip, ``step``, ``update``: an inf in one shard is found on both ranks."""
+
+    def body() -> None:
+        for kind in ("sgd", "adamw"):
+            mine, theirs = (
+                reference(LAYOUTS["resharded"], kind, kind_of_scaler=scaler)
+                for scaler in (GradScaler, torch.amp.GradScaler)
+            )
+            assert differing(mine, theirs) == []
+            assert mine["skipped"] == SKIPPED
+
+    on_two_ranks(body, tmp_path)
+
+
+class Training:
+    """One boundary at a time, torch's without ``settings`` or ours."""
+
+    def __init__(self, kind: str, settings: dict[str, Any] | None) -> None:
+        self.model, self.is_ours = shard(net()), settings is not None
+        self.optimizer: Any = optimizer_of(kind, self.model.parameters())
+        self.scaler = (GradScaler if self.is_ours else torch.amp.GradScaler)("cpu", **SCALER)
+        if settings is not None:
+            self.optimizer = AsyncOptimizer(
+                self.optimizer, self.model, scaler=self.scaler, **settings
+            )
+
+    def step(self, window: int) -> None:
+        x, y = batch(window, 0)
+        self.scaler.scale(nn.functional.mse_loss(self.model(x), y)).backward()
+        if self.is_ours:
+            self.optimizer.clip_grad_norm_(CLIP)
+            self.optimizer.step()
+        else:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self.optimizer.zero_grad()
+
+    def saved(self, options: StateDictOptions) -> tuple[Any, Any]:
+        return (
+            get_model_state_dict(self.model, options=options),
+            get_optimizer_state_dict(self.model, self.optimizer, options=options),
+        )
+
+
+def resume(kind: str, first: Any, second: Any, full: bool) -> dict[str, Any]:
+    """Two steps with ``first``, two with ``second``, a checkpoint between them."""
+    options = StateDictOptions(full_state_dict=full)
+    before, after = Training(kind, first), Training(kind, second)
+    for window in range(2):
+        before.step(window)
+    saved, state = before.saved(options)
+    tensors = saved | {f"{n}.{k}": t for n, e in state["state"].items() for k, t in e.items()}
+    found = {
+        "kinds": {type(t).__name__ for entry in state["state"].values() for t in entry.values()},
+        "saved": {name: whole(t) for name, t in sorted(tensors.items())},
+    }
+    set_model_state_dict(after.model, saved, options=options)
+    set_optimizer_state_dict(after.model, after.optimizer, state, options=options)
+    for window in range(2, 4):
+        after.step(window)
+    end = {"state": state_of(after.optimizer), "weights": weights(after.model.parameters())}
+    for training in (before, after):
+        if training.is_ours:
+            training.optimizer.close()
+    return found | end
+
+
+CHANGES: list[tuple[str, Any, Any, bool]] = [
+    ("sgd", OVERLAP, None, False),
+    ("adamw", None, OVERLAP | OFFLOAD, True),
+    ("adamw", OVERLAP, OVERLAP, False),
+    ("sgd", {"mode": "sync"} | OFFLOAD, OVERLAP, False),
+]
+
+
+def test_checkpoints_interchange_with_the_stock_optimizer(tmp_path: Path) -> None:
+    """Through torch.distributed.checkpoint's state dicts, sharded or full, both directions.
+
+    The model is loaded after the optimizer was wrapped, before its first step.
+    """
+
+    def body() -> None:
+        for kind, first, second, full in CHANGES:
+            with lazy():
+                mine = resume(kind, first, second, full)
+            stock = resume(kind, None, None, full)
+            assert mine["kinds"] == stock["kinds"]
+            assert ("DTensor" in mine["kinds"]) is not full
+            assert mine["saved"].keys() == stock["saved"].keys()
+            assert all(map(torch.equal, mine["saved"].values(), stock["saved"].values()))
+            assert torch.equal(mine["weights"], stock["weights"])
+            assert len(mine["state"]) == len(stock["state"]) > 0
+            assert all(map(torch.equal, mine["state"], stock["state"]))
+
+    on_two_ranks(body, tmp_path)
+
+
+class Own(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+
+
+MAKERS: dict[str, Callable[[Any], Any]] = {
+    "Adafactor": torch.optim.Adafactor,
+    "Muon": lambda params: torch.optim.Muon([p for p in params if p.ndim == 2]),
+    "transformers' Adafactor": Adafactor,
+    "Own": Own,
+}
+
+
+def test_an_optimizer_that_a_shard_is_not_enough_for_is_refused(tmp_path: Path) -> None:
+    """With the reason; and a second time the same, so the first left nothing behind."""
+
+    def body() -> None:
+        for name, make in MAKERS.items():
+            model = shard(net())
+            inner = make(list(model.parameters()))
+            for mode in ("overlap", "delayed", "overlap"):
+                with pytest.raises(UnsupportedError, match="communicate in its step") as said:
+                    AsyncOptimizer(inner, model, mode=mode)
+                its = name.split()[-1]
+                assert str(said.value).startswith(f"{its} may need more of a sharded parameter")
+
+    on_two_ranks(body, tmp_path)
+
+
+def test_sharded_float16_parameters_are_refused(tmp_path: Path) -> None:
+    def body() -> None:
+        model, scaler = shard(net().half()), GradScaler("cpu", **SCALER)
+        inner = optimizer_of("sgd", model.parameters())
+        with AsyncOptimizer(inner, model, scaler=scaler) as optimizer:
+            x, y = batch(0, 0)
+            scaler.scale(nn.functional.mse_loss(model(x.half()), y.half())).backward()
+            said = "float16 gradients are sharded.*load the model in float32"
+            with pytest.raises(UnsupportedError, match=said):
+                optimizer.step()
+
+    on_two_ranks(body, tmp_path)

@@ -27,7 +27,7 @@ SLOW_S = 0.3
 """How long the update that is interrupted still takes on the optimizer thread."""
 ENDINGS = ("ctrl-c", "ctrl-c, saved", "sigterm", "sigterm, saved")
 # An exit of Python with torch takes a second; FAULT_MOMENTS above 1 has them all.
-ENDED = list(MODES) if many(1) > 1 else ["sync", "overlap", "delayed offload"]
+ENDED = list(MODES) if many(1) > 1 else ["sync", "overlap"]
 CASES = [(ending, mode) for mode in ENDED for ending in ENDINGS]
 
 

@@ -39,7 +39,6 @@ class Setup(Short):
     parts: bool = False
     """Each parameter is a part of the update; else most are in one."""
     width: int = 3
-    fold: bool = False
     inner_schedule: bool = False
     """The schedule is the inner optimizer's."""
     other_stream: bool = False
@@ -180,14 +179,8 @@ class Twin:
             self.final[p], self.masters[p].grad = grad, None
         return result
 
-    def step(
-        self,
-        number: int,
-        *,
-        fails: set[Tensor] | None = None,
-        submitted: bool = False,
-    ) -> bool:
-        """One optimizer's boundary; ``fails``: only these parameters are updated."""
+    def step(self, number: int, *, submitted: bool = False) -> bool:
+        """One optimizer's boundary."""
         if all(p.grad is None for p in self.owned[number]):
             return True
         grads = self.unscaled(number)
@@ -207,13 +200,13 @@ class Twin:
         self.follow(number)
         self.steps[number] += 1
         for p, g in grads.items():
-            if submitted or fails is not None:  # a function's, or lost
+            if submitted:
                 p.grad = None
             elif not (self.has_master(p) and p.dtype is torch.float16):
                 p.grad = g.clone()
         if finite:
             for p, g in grads.items():
-                self.masters[p].grad = g if fails is None or p in fails else None
+                self.masters[p].grad = g
             self.optimizers[number].step()
             self.optimizers[number].zero_grad()
         self.waiting[number] = True

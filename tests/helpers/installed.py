@@ -1,10 +1,9 @@
 """Looks at an installed accel_scaler as a stranger would; for `make check-dist`, test_wheel.py.
 
-    PYTHON -I installed.py FOLDER [TIMES]
+    PYTHON -I installed.py FOLDER
 
 PYTHON is an environment's that holds accel_scaler and what it requires, nothing else. FOLDER is
-empty; the import is timed in TIMES processes (9). Every fault is one line and exit status 1;
-otherwise a line per thing seen.
+empty. Every fault is one line and exit status 1; otherwise a line per thing seen.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import importlib.util
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import threading
@@ -25,14 +23,6 @@ from pathlib import Path
 from typing import Any
 
 LIMIT_S = 240
-CLOCK = """
-import gc, time, torch, accelerate
-gc.collect()
-gc.freeze()  # or a walk over torch's objects, 80 ms, may fall into the import
-start = time.perf_counter()
-import accel_scaler
-print(1e3 * (time.perf_counter() - start))
-"""
 TRAIN = """
 import torch
 from accelerate import Accelerator
@@ -132,14 +122,6 @@ def python(folder: Path, code: str) -> str:
     return run(folder, sys.executable, "-I", "-c", code)
 
 
-def look_at_time(folder: Path, times: int) -> str:
-    took = [float(python(folder, CLOCK).split()[-1]) for _ in range(times)]
-    return (
-        f"import beyond torch and accelerate: median {statistics.median(took):.0f} ms of "
-        f"{times} processes ({min(took):.0f} to {max(took):.0f})"
-    )
-
-
 def look_at_commands(folder: Path) -> str:
     for name in ("transformers", "matplotlib"):
         expect(importlib.util.find_spec(name) is None, name, "is installed: not an empty place")
@@ -161,12 +143,8 @@ def look_at_commands(folder: Path) -> str:
 
 
 def main() -> int:
-    folder, times = Path(sys.argv[1]), int((sys.argv[2:] or ["9"])[0])
-    looks: list[Callable[[], str]] = [
-        look_at_import,
-        lambda: look_at_time(folder, times),
-        lambda: look_at_commands(folder),
-    ]
+    folder = Path(sys.argv[1])
+    looks: list[Callable[[], str]] = [look_at_import, lambda: look_at_commands(folder)]
     for look in looks:
         try:
             print(look(), flush=True)

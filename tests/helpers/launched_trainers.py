@@ -27,11 +27,14 @@ def ordinary(folder: Path) -> Any:
     return Trainer(gpt2((1,)), arguments, train_dataset=examples(16))
 
 
-def of_trl(folder: Path) -> Any:
-    """A trl.SFTTrainer on token ids that are there already."""
+def tokenizer() -> Any:
     words = Tokenizer(models.WordLevel({str(i): i for i in range(256)}, unk_token="0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="0", pad_token="1")
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="0", pad_token="1")
+
+
+def of_trl(folder: Path) -> Any:
+    """A trl.SFTTrainer on token ids that are there already."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
@@ -41,7 +44,7 @@ def of_trl(folder: Path) -> Any:
         bf16=False, report_to=[], save_strategy="no", disable_tqdm=True, max_length=8,
         gradient_checkpointing=False, learning_rate=1e-2,
     )  # fmt: skip
-    return SFTTrainer(gpt2((1,)), arguments, train_dataset=rows, processing_class=tokenizer)
+    return SFTTrainer(gpt2((1,)), arguments, train_dataset=rows, processing_class=tokenizer())
 
 
 def main(folder: Path, names: list[str]) -> None:

@@ -17,6 +17,7 @@ import gc
 import itertools
 import logging
 import os
+import statistics
 import sys
 import threading
 import time
@@ -43,18 +44,10 @@ from histories import Found, Kind, run
 HANG_S = 600.0
 """A turn takes a second; after this time every thread's stack is printed and the process ended."""
 
-MOST_MIB_AN_HOUR = 8.0
-"""Growth that fails. An hour on one slow core is some 50,000 histories with 150,000 windows, so
-that a leak of 200 bytes a history, far less than a tensor, is more than this. With malloc_trim
-before each reading the readings are within some tenths of a MiB of a line; two standard errors of
-the slope are taken off all the same. A leak grows in both halves of what follows the warm-up; one
-step (4 MiB in the 14th minute has been seen, nothing in the hour after) does not."""
-
-LEAST_MIB = 4.0
-"""And less than this in all is no growth: in a short run 1 MiB of noise would be many an hour."""
-
-WARM_UP = 0.25
-"""Of the run: caches fill, every kernel runs for the first time, and malloc finds its arenas."""
+MOST_MIB = 4.0
+"""What memory may rise by from the middle third of a run to the last; in the first, caches fill,
+kernels run for the first time and malloc finds its arenas. An hour on one slow core is some 50,000
+histories, so a leak of 250 bytes a history, far less than a tensor, is more."""
 
 
 @dataclass(frozen=True)
@@ -128,41 +121,19 @@ def turn(kind: str, number: int, seed: int, seen: Counter[str]) -> Failure | Non
 # The verdict.
 
 
-def slope(samples: Sequence[Sample]) -> tuple[float, float]:
-    """Least squares of memory over time, and its standard error; MiB an hour."""
-    n = len(samples)
-    hours = [s.seconds / 3600 for s in samples]
-    mean_t, mean_m = sum(hours) / n, sum(s.memory_mib for s in samples) / n
-    spread = sum((t - mean_t) ** 2 for t in hours)
-    pairs = list(zip(hours, samples, strict=True))
-    rise = sum((t - mean_t) * (s.memory_mib - mean_m) for t, s in pairs) / spread
-    rest = sum((s.memory_mib - mean_m - rise * (t - mean_t)) ** 2 for t, s in pairs)
-    return rise, (rest / max(n - 2, 1) / spread) ** 0.5
-
-
-def is_rising(samples: Sequence[Sample]) -> bool:
-    rise, error = slope(samples)
-    return rise - 2 * error > MOST_MIB_AN_HOUR
-
-
 def grown(first: Sample, samples: Sequence[Sample]) -> list[str]:
     """What has grown, a sentence each. ``first``: after one turn of each kind."""
+    third = max(1, len(samples) // 3)
+    middle, last = samples[-2 * third : -third] or [first], samples[-third:]
     found = []
-    last = samples[-max(1, len(samples) // 4) :]
     for name in ("threads", "fds", "objects"):
         least = min(getattr(s, name) for s in last)
         if least > getattr(first, name):
             found.append(f"{name}: {getattr(first, name)} at the start, {least} or more at the end")
-    late = [s for s in samples if s.seconds >= WARM_UP * samples[-1].seconds]
-    if len(late) >= 6:
-        rise, error = slope(late)
-        total = rise * (late[-1].seconds - late[0].seconds) / 3600
-        middle = len(late) // 2
-        if total > LEAST_MIB and is_rising(late[:middle]) and is_rising(late[middle:]):
-            found.append(
-                f"memory: {rise:.1f} MiB an hour (standard error {error:.1f}), {total:.1f} MiB in "
-                f"all; at most {MOST_MIB_AN_HOUR:g} is taken for noise"
-            )
+    before, after = (statistics.median(s.memory_mib for s in part) for part in (middle, last))
+    rise = after - before
+    if len(samples) >= 6 and rise > MOST_MIB:
+        found.append(f"memory: {rise:.1f} MiB; {MOST_MIB:g} is taken for noise")
     return found
 
 
@@ -208,9 +179,6 @@ def soak(minutes: float, seed: int, every: float) -> int:
 
 def verdict(first: Sample, samples: Sequence[Sample], failure: Failure | None, seed: int) -> int:
     """Say it; returns the exit status."""
-    if len(samples) > 2:
-        rise, error = slope([s for s in samples if s.seconds >= WARM_UP * samples[-1].seconds])
-        say(f"memory over the last three quarters: {rise:+.1f} ± {error:.1f} MiB an hour")
     if failure is not None:
         say(f"FAILED, seed {failure.seed}\n{failure.error}\n{failure.what}")
         return 1

@@ -188,12 +188,6 @@ def test_a_long_run_is_at_its_end_what_it_was_at_its_beginning(
         assert late["calls"] == pytest.approx(early["calls"], rel=0.1)
 
 
-def test_a_leak_would_be_seen() -> None:
-    kept: list[object] = []
-    assert leak(lambda number: kept.append(number + 1_000), 0, WINDOWS - PERIOD) > LEAK
-    assert not is_straight(*(n * n // 40 for n in (200, 400, 800)))
-
-
 def costs(load: Any, variant: str, what: Any, folder: Path, overflow: bool) -> int:
     """Calls of one boundary, the fewest of some: a wait that looks again calls more."""
     torch.manual_seed(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import random
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -23,22 +22,15 @@ pytestmark = [
 ]
 
 
-def samples(objects: int, *memory: float) -> list[Sample]:
-    return [
-        Sample(seconds=60.0 * n, memory_mib=m, threads=1, fds=6, objects=objects)
-        for n, m in enumerate(memory, 1)
-    ]
-
-
 def test_growth_is_what_goes_on_after_the_warm_up() -> None:
-    """Half a MiB of noise on an hour's slope, 20 MiB more in the first quarter."""
-    r = random.Random(5)
-    for rise, grows in ((0.0, 0), (3.0, 0), (30.0, 1)):
-        warm = [20.0 * min(1.0, n / 15) for n in range(60)]
-        memory = [300 + w + rise * n / 60 + r.gauss(0, 0.5) for n, w in enumerate(warm)]
-        assert len(soak.grown(samples(2, 300.0)[0], samples(2, *memory))) == grows
-    (sentence,) = soak.grown(samples(2, 300.0)[0], samples(9, *[300.0] * 6))
-    assert sentence == "objects: 2 at the start, 9 or more at the end"
+    def found(rise: float, objects: int) -> list[str]:
+        warm = [min(20.0, n) for n in range(60)]
+        samples = [Sample(60.0 * n, w + rise * n, 1, 6, objects) for n, w in enumerate(warm)]
+        return [sentence.split(":")[0] for sentence in soak.grown(Sample(0, 0, 1, 6, 2), samples)]
+
+    assert found(0.1, 2) == []
+    assert found(0.5, 2) == ["memory"]
+    assert found(0.0, 9) == ["objects"]
 
 
 def test_the_kinds_run_in_turn_and_pass(capsys: pytest.CaptureFixture[str]) -> None:

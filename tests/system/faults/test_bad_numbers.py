@@ -207,18 +207,6 @@ def test_a_scale_that_would_pass_float32_stays_the_last_one_that_does_not(
     loop.close()
 
 
-def test_at_the_largest_scale_an_ordinary_gradient_is_a_skip_and_not_a_nan() -> None:
-    loop = Loop(init_scale=LARGEST)
-    assert not loop.window(4.0)
-    assert loop.scale == LARGEST / 2
-    steps = 0
-    while not loop.window(1.0):
-        steps += 1
-        assert steps < 10
-    assert loop.layer.moved == 1.0
-    loop.close()
-
-
 @pytest.mark.parametrize("raw", [False, True], ids=["Accelerate", "a plain loop"])
 def test_ten_thousand_skips_in_a_row_are_three_lines_and_no_memory(
     raw: bool, caplog: pytest.LogCaptureFixture

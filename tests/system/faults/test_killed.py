@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from children import Moments, die_in_files_above, in_child, many, seeded
+from children import Moments, Saves, die_in_files_above, in_child, killed, many, seeded
 from fault_run import MODES, SAVED, Run, resume, saver
 from support import reset, same, stock
 
@@ -29,20 +28,15 @@ KILLS = 3
 """Of each kind and mode."""
 
 
-class Watched:
-    """``saver``, with the calls inside each ``save_state`` counted, or one of them deadly."""
+def watched(folder: Path, saves: Saves) -> Callable[[Run], None]:
+    """``saver``, through ``saves``."""
+    save = saver(folder)
 
-    def __init__(self, folder: Path, number: int = -1, deadly: int | None = None) -> None:
-        self.save, self.number, self.deadly = saver(folder), number, deadly
-        self.counts: list[int] = []
+    def after(run: Run) -> None:
+        if run.progress.window - 1 in SAVED:
+            saves.call(save, run)
 
-    def __call__(self, run: Run) -> None:
-        if run.progress.window - 1 not in SAVED:
-            return
-        deadly = self.deadly if len(self.counts) == self.number else None
-        with Moments(deadly) as moments:
-            self.save(run)
-        self.counts.append(moments.count)
+    return after
 
 
 @functools.cache
@@ -57,8 +51,8 @@ def whole(mode: str) -> dict[str, Any]:
             run.train(after=saver(Path(folder)))
         assert same(run.result(), result)
         run.close()
-        run, saves = Run(mode), Watched(Path(folder))
-        run.train(after=saves)
+        run, saves = Run(mode), Saves()
+        run.train(after=watched(Path(folder), saves))
         run.close()
     # Waits take some calls more or fewer; so late a moment might not come.
     counts = [9 * count // 10 for count in (moments.count, *saves.counts)]
@@ -98,16 +92,9 @@ def lines_are_whole(path: Path) -> None:
         json.loads(line)
 
 
-def killed(mode: str, folder: Path, body: Callable[[Run], object], expected: int = -9) -> None:
+def killed_run(mode: str, folder: Path, body: Callable[[Run], object], expected: int = -9) -> None:
     """A child trains in ``body`` and is killed there."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-
-    def train() -> None:
-        body(Run(mode, telemetry=str(folder / "run.jsonl")))
-
-    status = in_child(train, folder / "killed.txt")
-    assert status == expected, (folder / "killed.txt").read_text()
+    killed(folder, lambda: body(Run(mode, telemetry=str(folder / "run.jsonl"))), expected)
     lines_are_whole(folder / "run.jsonl")
 
 
@@ -121,7 +108,7 @@ def test_a_kill_at_a_random_moment_of_training(mode: str, tmp_path: Path) -> Non
             with Moments(deadly):
                 run.train(after=saver(folder))
 
-        killed(mode, folder, body)
+        killed_run(mode, folder, body)
         resumed_equals_whole(mode, folder)
 
 
@@ -134,9 +121,9 @@ def test_a_kill_in_the_middle_of_save_state(mode: str, tmp_path: Path) -> None:
         deadly = draw.randrange(1, whole(mode)["saves"][number])
 
         def body(run: Run, number: int = number, deadly: int = deadly) -> None:
-            run.train(after=Watched(folder, number, deadly))
+            run.train(after=watched(folder, Saves(number, deadly)))
 
-        killed(mode, folder, body)
+        killed_run(mode, folder, body)
         refusals += resumed_equals_whole(mode, folder)[1]
     said = ("is not a complete checkpoint", "is empty")
     assert all("after_" in text and any(s in text for s in said) for text in refusals)
@@ -155,7 +142,7 @@ def test_a_kill_in_the_middle_of_a_file(mode: str, tmp_path: Path) -> None:
             die_in_files_above(size)
             run.train(after=saver(folder))
 
-        killed(mode, folder, lambda run, body=body: body(run), -25)
+        killed_run(mode, folder, lambda run, body=body: body(run), -25)
         began, refused = resumed_equals_whole(mode, folder)
         assert (began, len(refused)) == (SAVED[0] + 1, 1)
 

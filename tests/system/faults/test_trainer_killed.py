@@ -9,17 +9,16 @@ import functools
 import json
 import re
 import resource
-import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from children import Moments, die_in_files_above, in_child, many, seeded
+from children import Saves, die_in_files_above, in_child, killed, many, seeded
 from support import same, weights
 from trainer_support import CONFIG, as_stock, logs, make, train
 from transformers.utils import logging
@@ -61,24 +60,10 @@ def left_by(run: Any) -> dict[str, Any]:
     }
 
 
-class Deadly:
-    """Counts the calls within each of a Trainer's checkpoints, or dies in one of them."""
-
-    def __init__(self, number: int = -1, deadly: int | None = None) -> None:
-        self.number, self.deadly = number, deadly
-        self.counts: list[int] = []
-
-    def watch(self, run: Any) -> Any:
-        save = run._save_checkpoint
-
-        def saving(*args: Any) -> None:
-            deadly = self.deadly if len(self.counts) == self.number else None
-            with Moments(deadly) as moments:
-                save(*args)
-            self.counts.append(moments.count)
-
-        run._save_checkpoint = saving
-        return run
+def watched(run: Any, saves: Saves) -> Any:
+    """Its checkpoints go through ``saves``."""
+    run._save_checkpoint = functools.partial(saves.call, run._save_checkpoint)
+    return run
 
 
 @functools.cache
@@ -86,9 +71,9 @@ def whole(mode: str) -> tuple[dict[str, Any], list[int]]:
     """The run that nobody disturbs, and the calls that each of its checkpoints takes."""
     with tempfile.TemporaryDirectory() as folder:
         result = left_by(train(trainer(Path(folder, "a"), mode)))
-        deadly = Deadly()
-        train(deadly.watch(trainer(Path(folder, "b"), mode)))
-    return result, [9 * count // 10 for count in deadly.counts]  # a wait more or less
+        saves = Saves()
+        train(watched(trainer(Path(folder, "b"), mode), saves))
+    return result, [9 * count // 10 for count in saves.counts]  # a wait more or less
 
 
 def resumed_equals_whole(mode: str, path: Path) -> list[str]:
@@ -115,13 +100,6 @@ def resumed_equals_whole(mode: str, path: Path) -> list[str]:
     return refused
 
 
-def killed(path: Path, body: Callable[[], object], expected: int = -9) -> None:
-    shutil.rmtree(path, ignore_errors=True)
-    path.mkdir()
-    status = in_child(body, path / "killed.txt")
-    assert status == expected, (path / "killed.txt").read_text()
-
-
 @pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
 def test_a_kill_in_a_trainers_checkpoint(mode: str, tmp_path: Path) -> None:
     """A folder that it tore is refused by name, with the one to take instead."""
@@ -130,7 +108,7 @@ def test_a_kill_in_a_trainers_checkpoint(mode: str, tmp_path: Path) -> None:
         number = draw.randrange(1, STEPS // EVERY)
         # Half of them early: later calls only write the state, rotate and clean up.
         deadly = draw.randrange(1, whole(mode)[1][number] // (1 + turn % 2))
-        killed(path, lambda n=number, d=deadly: train(Deadly(n, d).watch(trainer(path, mode))))
+        killed(path, lambda n=number, d=deadly: train(watched(trainer(path, mode), Saves(n, d))))
         found = resumed_equals_whole(mode, path)
         assert all(f"checkpoint-{EVERY * (number + 1)}'" in text for text in found)
         refused += found

@@ -17,8 +17,9 @@ from accel_scaler_replacing import Replacement
 from accelerate import Accelerator
 from accelerate.utils import GradScalerKwargs, set_seed
 from support import reset, same, stock_fp16_on_cpu
+from tokenizers import Tokenizer, models, pre_tokenizers
 from trainer_support import arguments, examples, gpt2, logs
-from transformers import Trainer
+from transformers import PreTrainedTokenizerFast, Trainer
 
 import accel_scaler
 
@@ -70,10 +71,15 @@ def lora() -> Any:
     return adapted
 
 
+def tokenizer() -> Any:
+    words = Tokenizer(models.WordLevel({str(i): i for i in range(256)}, unk_token="0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="0", pad_token="1")
+
+
 def sft(folder: Path) -> Any:
     rows = [{"input_ids": row["input_ids"].tolist()} for row in examples(20)]
     from datasets import Dataset
-    from launched_trainers import tokenizer
 
     settings = trl.SFTConfig(**(arguments(folder, **RUN).to_dict() | {"max_length": 8}))
     return trl.SFTTrainer(

@@ -65,7 +65,7 @@ BUCKETS: dict[str, dict[str, Any]] = {
 }
 RUNS: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
     ("sgd", "views"): EVERY,
-    ("sgd", "views, one each"): {"overlap": OVERLAP, "delayed offload": DELAYED | OFFLOAD},
+    ("sgd", "views, one each"): {"delayed": DELAYED, "delayed offload": DELAYED | OFFLOAD},
     ("sgd", "copies"): {"overlap": OVERLAP},
     ("adamw", "views"): {"overlap offload": OVERLAP | OFFLOAD},
     ("fused", "views"): {"overlap": OVERLAP},

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from references import GROWTH_INTERVAL, INIT_SCALE, OPTIMIZERS, loss_of, network
-from support import same
+from references import GROWTH_INTERVAL, INIT_SCALE, OPTIMIZERS, loss_of, network, same
 from torch import Tensor, nn
 
 from accel_scaler import (

@@ -1,8 +1,7 @@
 """Readers of files under random damage: what comes out is a value or the documented error.
 
-Real files with bytes changed, moved, repeated and cut, from a fixed seed. ``test_reader.py`` and
-``test_config_file.py`` fuzz single lines and free text. FUZZ_ROUNDS (default 1) multiplies the
-number of tries.
+Real files with bytes changed, moved, repeated and cut, from a fixed seed. ``test_config_file.py``
+fuzzes free text. FUZZ_ROUNDS (default 1) multiplies the number of tries.
 """
 
 from __future__ import annotations

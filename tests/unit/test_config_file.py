@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from accel_scaler import ConfigError, ScalerConfig
 from accel_scaler.config_file import find_config, read_config, shipped_configs
@@ -168,6 +170,29 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "folder.yaml").symlink_to(".")
     for name in ("bytes.yaml", "loop.yaml", "folder.yaml", "missing.yaml"):
         assert "cannot be read as UTF-8" in refused(tmp_path / name)
+
+
+@given(st.text(alphabet="ab:{}[]\n -&*!<>'\"#|%@`,?=~.0123eTn\t\\", max_size=60), st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_any_text_is_read_or_refused_in_one_line(
+    tmp_path_factory: pytest.TempPathFactory, text: str, as_json: bool
+) -> None:
+    name = "noise.json" if as_json else "noise.yaml"
+    text = f'{{"accel_scaler": {{}} {text} }}' if as_json else f"accel_scaler: {{}}\n{text}"
+    path = write(tmp_path_factory.getbasetemp(), text, name)
+    message = ""
+    try:
+        file = read_config(path)
+    except ConfigError as error:
+        message = str(error)
+    if message:
+        assert message.startswith(str(path))
+        assert "\n" not in message
+        return
+    whole = (json.loads if as_json else yaml.safe_load)(text)
+    assert file.values == whole.pop("accel_scaler")
+    rest = (json.loads if as_json else yaml.safe_load)(file.rest or "")
+    assert repr(rest) == repr(whole)  # repr: a NaN equals itself
 
 
 def test_shipped_files_are_found_by_name_and_a_file_on_disk_wins(

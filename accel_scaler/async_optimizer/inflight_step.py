@@ -215,6 +215,8 @@ class InflightStep:
             try:
                 replica.step_part(part, final, deferred.divide, buffered)
             except BaseException:
+                if buffered:
+                    replica.count_steps(-1, replica.parts[replica.parts.index(part) :])
                 if not replica.splittable:  # what it had updated by then stays updated
                     self._publish(part)
                 raise

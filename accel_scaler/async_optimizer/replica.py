@@ -258,8 +258,13 @@ class Replica:
         if multiply is not None:
             torch._foreach_mul_(grads, multiply)  # where ``.grad`` is
         torch._foreach_copy_(self._buffers, grads)
-        torch._foreach_add_([plan.counts for part in plans if part for plan in part.values()], 1)
+        self.count_steps(1, self.parts)
         return True
+
+    def count_steps(self, steps: int, parts: Iterable[Part]) -> None:
+        """Add to the counts in the state of ``parts``, which have plans."""
+        plans = chain.from_iterable(part.plans.values() for part in parts if part.plans)
+        torch._foreach_add_([plan.counts for plan in plans], steps)
 
     def prepare(self, grads: Sequence[Tensor | None], submitted: bool = False) -> None:
         """Get ready for a step with ``grads``, as the optimizer is now.

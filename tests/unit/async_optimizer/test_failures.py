@@ -168,6 +168,30 @@ def test_an_optimizer_stepped_whole_that_fails_leaves_what_it_leaves_in_torch_an
     assert equal(values(model), plain(*[None] * good, 1, None))
 
 
+def test_a_step_is_counted_for_what_it_has_updated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small gradients of a fused Adam are counted together, before the first part."""
+    model = Four()
+    inner = torch.optim.AdamW(model.parameters(), fused=True)
+    with AsyncOptimizer(inner, model) as optimizer:
+        for _ in range(2):
+            gradients(model)
+            optimizer.step()
+        optimizer.synchronize()
+        step_part = Replica.step_part
+
+        def fails_at_the_third(self: Replica, part: Any, *args: Any) -> None:
+            if part is self.parts[2]:
+                raise ValueError("no")
+            step_part(self, part, *args)
+
+        monkeypatch.setattr(Replica, "step_part", fails_at_the_third)
+        gradients(model)
+        optimizer.step()
+        with pytest.raises(StepError, match="no"):
+            optimizer.synchronize()
+        assert sorted(float(entry["step"]) for entry in inner.state.values()) == [2, 2, 3, 3]
+
+
 def call_sum(model: Any, optimizer: AsyncOptimizer) -> None:
     model.ws[3].sum()
 

@@ -36,12 +36,39 @@ from accel_scaler import (
     GradScaler,
     OrderError,
     ScalerConfig,
+    StepError,
     attach,
     detach,
 )
 from accel_scaler.async_optimizer import replica as replica_module
 from accel_scaler.async_optimizer.inflight_step import InflightStep
-from accel_scaler.async_optimizer.replica import Part
+from accel_scaler.async_optimizer.replica import Part, Replica
+
+
+class InjectedError(Exception):
+    """A fault of the optimizer."""
+
+
+class Fault:
+    """Makes the next step fail at one of its parts, and knows which were done by then."""
+
+    def __init__(self) -> None:
+        self.at: int | None = None
+        self.done: list[Tensor] = []
+
+    def arm(self, at: int | None) -> None:
+        self.at, self.done = at, []
+
+    def pass_part(self, part: Part) -> None:
+        if self.at is not None:
+            self.at -= 1
+            if self.at < 0:
+                self.at = None
+                raise InjectedError("at this part")
+            self.done += [pair.param for pair in part.pairs]
+
+
+FAULT = Fault()
 
 
 @contextmanager
@@ -50,7 +77,7 @@ def lazy_everywhere() -> Iterator[None]:
     patch = pytest.MonkeyPatch()
     patch.setattr(async_support, "LIMIT_S", 20.0)
     with lazy() as gate:
-        publish, run = InflightStep._publish, InflightStep._run
+        publish, step, run = InflightStep._publish, Replica.step_part, InflightStep._run
 
         def publishing(self: InflightStep, part: Part) -> None:
             gate.pass_through()
@@ -60,8 +87,13 @@ def lazy_everywhere() -> Iterator[None]:
             gate.pass_through()
             run(self, *rest)
 
+        def stepping(self: Replica, part: Part, *rest: Any) -> None:
+            FAULT.pass_part(part)
+            step(self, part, *rest)
+
         patch.setattr(InflightStep, "_publish", publishing)
         patch.setattr(InflightStep, "_run", running)
+        patch.setattr(Replica, "step_part", stepping)
         try:
             yield
         finally:
@@ -90,6 +122,7 @@ class Raw:
             mode=setup.mode,
             offload=setup.offload,
             delay_warmup_steps=setup.warmup,
+            fold_unscale=setup.fold,
             optimizer_threads=1,
         )
         self.optimizers: list[Any] = [self.optimizer]
@@ -107,6 +140,23 @@ class Raw:
         self.close()
         assert {type(p) for p in self.net.parameters()} == {nn.Parameter}
         self.open()
+
+    def fresh(self) -> Raw:
+        """Another pair that goes on from what this one saves."""
+        other = copy.copy(self)
+        other.net = Net(self.setup, self.net.device)
+        for _ in self.net.extra:
+            other.net.grow()
+        for p, own in zip(other.net.parameters(), self.net.parameters(), strict=True):
+            p.requires_grad_(own.requires_grad)
+        (groups,) = self.setup.groups(other.net)
+        other.inners = [OPTIMIZERS[self.setup.optimizer](groups)]
+        for p in other.net.extra:
+            other.inners[0].add_param_group({"params": [p]})
+        other.scaler = self.new_scaler(2.0)
+        other.scaler.load_state_dict(self.scaler.state_dict())
+        other.open()
+        return other
 
 
 class Attached(Raw):
@@ -126,6 +176,7 @@ class Attached(Raw):
             step_mode=self.setup.mode,
             offload=self.setup.offload,
             delay_warmup_steps=self.setup.warmup,
+            fold_unscale=self.setup.fold,
             optimizer_threads=1,
             init_scale=INIT_SCALE,
             growth_interval=GROWTH_INTERVAL,
@@ -160,6 +211,8 @@ CHOICES: Choices = {
     "clip_value": {"most": (2.0**-5, 2.0**-9, 8.0)},
     "step": {
         "zero": ("none", "none", "none", "zeros", "model none", "model zeros", "nothing"),
+        "fails": (None,) * 5 + (0, 1, 3),
+        "told": ("synchronize", "state_dict", "evaluation"),
     },
     "zero_grad": {"how": ("none", "zeros", "model none", "model zeros")},
     "submit": {"most": (None, 0.125, 0.01)},
@@ -179,6 +232,7 @@ CHOICES: Choices = {
     "state_dict": {},
     "save": {},
     "go_back": {"model_first": (False, True)},
+    "go_on_in_a_fresh_pair": {},
     "copy_all": {"stay": (False, True)},
     "reopen": {},
 }
@@ -202,6 +256,7 @@ def draw(r: random.Random, on_device: bool = False) -> tuple[Setup, list[Call]]:
         two=attached and r.random() < 0.5,
         parts=r.random() < 0.5,
         width=r.choice((3, 3, 192 if on_device else 3)),
+        fold=r.random() < 0.15,
         inner_schedule=r.random() < 0.5,
         other_stream=on_device and r.random() < 0.3,
         dropped=on_device and r.random() < 0.2,
@@ -262,7 +317,7 @@ class Player:
         for mine, other in zip(self.ours.optimizers, self.twin.optimizers, strict=True):
             rates = [[group["lr"] for group in each.param_groups] for each in (mine, other)]
             self.same("lr", *rates)
-        for p, q in self.pairs if not self.clips else ():
+        for p, q in self.pairs if not self.clips and not self.setup.fold else ():
             assert (p.grad is None) == (q.grad is None)
             if p.grad is not None and q.grad is not None:
                 self.same("a gradient", p.grad.nan_to_num(7.0), q.grad.nan_to_num(7.0))
@@ -356,8 +411,8 @@ class Player:
                 each.grad = each.grad * 0.5 if how == "replaced" else None
 
     def clip_norm(self, most: float, kind: float) -> Any:
-        # In float16 a second factor would round on its own.
-        if not self.may_end or (self.low and self.clips):
+        # In float16 a second factor would round on its own; folded, the first does.
+        if not self.may_end or self.setup.fold or (self.low and self.clips):
             return False
         order = list(self.twin.net.parameters()) if self.attached else self.twin.owned[0]
 
@@ -372,7 +427,7 @@ class Player:
         self.clips.append("norm")
 
     def clip_value(self, most: float) -> Any:
-        if not (self.attached and self.may_end):
+        if not (self.attached and self.may_end) or self.setup.fold:
             return False
         if self.low and "norm" in self.clips:
             return False
@@ -384,10 +439,13 @@ class Player:
         self.twin.clip(list(self.twin.net.parameters()), clip)
         self.clips.append("value")
 
-    def step(self, zero: str) -> None:
+    def step(self, zero: str, fails: int | None, told: str) -> None:
         skipped = False
-        if self.low and "value" in self.clips:
-            zero = "none"  # what is left is scaled and clipped
+        fails = fails if self.device == "cpu" else None
+        if fails is not None:
+            self.synchronized()  # the fault is for this step
+        if fails is not None or (self.low and "value" in self.clips):
+            zero = "none"  # what is left is lost, or scaled and clipped
         for number in self.numbers:
             optimizer = self.ours.optimizers[number]
             grads = [p.grad for p in self.twin.owned[number] if p.grad is not None]
@@ -398,8 +456,15 @@ class Player:
                     optimizer.step()
                 self.seen["refused"] += 1
                 continue
+            FAULT.arm(fails)
             optimizer.step()
-            stepped = self.twin.step(number)
+            done = self.failure(number, told) if fails is not None else None
+            FAULT.arm(None)
+            stepped = self.twin.step(number, fails=done)
+            if fails is not None:
+                self.synchronized()
+                if told == "state_dict" and done is None:
+                    self.twin.follow(number)
             self.same("whether it stepped", not optimizer.step_was_skipped, stepped)
             skipped = skipped or not stepped
             self.seen["skipped"] += not stepped
@@ -408,6 +473,23 @@ class Player:
         self.zero_grad(zero)
         if skipped and (self.setup.split or zero == "nothing"):
             self.zero_grad("none")  # they are scaled still, and would be refused
+
+    def failure(self, number: int, told: str) -> set[Tensor] | None:
+        """Wait for the step, which perhaps fails; then what was updated all the same."""
+        optimizer = self.ours.optimizers[number]
+        try:
+            if told == "synchronize":
+                optimizer.synchronize()
+            elif told == "state_dict":
+                optimizer.state_dict()
+            else:
+                with torch.no_grad():
+                    self.ours.net.loss(0, LAYERS)
+        except StepError:
+            self.seen["failed"] += 1
+            mine = {id(p) for p in FAULT.done}
+            return {q for p, q in self.pairs if id(p) in mine}
+        return None
 
     def zero_grad(self, how: str) -> Any:
         to_none = how.endswith("none")
@@ -442,7 +524,7 @@ class Player:
     def submit(self, most: float | None) -> Any:
         if self.attached or not self.may_end or self.clips:
             return False
-        self.ours.optimizer.submit(self.by_hand(most))
+        self.ours.optimizer.submit(self.by_hand(None if self.setup.fold else most))
         self.ours.scaler.update()
         self.twin.step(0, submitted=True)
         self.twin.end_window()
@@ -450,7 +532,7 @@ class Player:
     def torch_loop(self, most: float | None) -> Any:
         if self.attached or not self.may_end or self.clips or self.low:
             return False
-        self.by_hand(most)()
+        self.by_hand(None if self.setup.fold else most)()
         self.ours.scaler.update()
         stepped = self.twin.step(0)
         self.same("whether it stepped", not self.ours.optimizer.step_was_skipped, stepped)
@@ -622,6 +704,19 @@ class Player:
                     twin.round_state(number, p)
             twin.follow(number)
 
+    def go_on_in_a_fresh_pair(self) -> Any:
+        if self.attached or not self.between:
+            return False
+        self.save()
+        net, states, _, _ = copy.deepcopy(self.saved)
+        old, self.ours = self.ours, self.ours.fresh()
+        self.ours.net.load_state_dict(net)
+        self.ours.optimizer.load_state_dict(states[0])
+        old.close()
+        self.twin.net.zero_grad()
+        self.started_over()
+        self.restore(states)
+
     def started_over(self) -> None:
         self.twin.steps = [0 for _ in self.numbers]
         self.schedule()
@@ -697,6 +792,7 @@ def play(
 ) -> None:
     """Raises AssertionError where ours differs from plain torch."""
     torch.manual_seed(0)
+    FAULT.arm(None)
     stream: Any = nullcontext()
     if setup.other_stream and device != "cpu":
         stream = on(torch.Stream(device))

@@ -39,6 +39,7 @@ class Setup(Short):
     parts: bool = False
     """Each parameter is a part of the update; else most are in one."""
     width: int = 3
+    fold: bool = False
     inner_schedule: bool = False
     """The schedule is the inner optimizer's."""
     other_stream: bool = False
@@ -179,8 +180,14 @@ class Twin:
             self.final[p], self.masters[p].grad = grad, None
         return result
 
-    def step(self, number: int, *, submitted: bool = False) -> bool:
-        """One optimizer's boundary."""
+    def step(
+        self,
+        number: int,
+        *,
+        fails: set[Tensor] | None = None,
+        submitted: bool = False,
+    ) -> bool:
+        """One optimizer's boundary; ``fails``: only these parameters are updated."""
         if all(p.grad is None for p in self.owned[number]):
             return True
         grads = self.unscaled(number)
@@ -200,13 +207,13 @@ class Twin:
         self.follow(number)
         self.steps[number] += 1
         for p, g in grads.items():
-            if submitted:
+            if submitted or fails is not None:  # a function's, or lost
                 p.grad = None
             elif not (self.has_master(p) and p.dtype is torch.float16):
                 p.grad = g.clone()
         if finite:
             for p, g in grads.items():
-                self.masters[p].grad = g
+                self.masters[p].grad = g if fails is None or p in fails else None
             self.optimizers[number].step()
             self.optimizers[number].zero_grad()
         self.waiting[number] = True

@@ -40,7 +40,7 @@ ACCELERATE = (
 )
 ASYNC = (
     *(name for name in history_async.CHOICES if name != "torch_loop"),
-    *("overflow", "several micro-batches", "stepped", "skipped", "refused"),
+    *("overflow", "several micro-batches", "stepped", "skipped", "failed", "refused"),
     *("zeroed: none", "zeroed: zeros", "zeroed: model none", "zeroed: model zeros"),
 )
 SCALER = (
@@ -150,7 +150,7 @@ def test_histories_through_accelerate(name: str) -> None:
 
 BACKWARD: Call = ("backward", {"used": LAYERS, "bad": False})
 OVERFLOW: Call = ("backward", {"used": LAYERS, "bad": True})
-STEP: Call = ("step", {"zero": "none"})
+STEP: Call = ("step", {"zero": "none", "fails": None, "told": "synchronize"})
 STATES: Call = ("state_dict", {})
 BACK: Call = ("go_back", {"model_first": False})
 SHOWN: dict[str, list[Call]] = {

@@ -34,7 +34,7 @@ from ..scaling import (
 from .grad_handoff import (
     forbid_sparse,
     guard_backward,
-    is_part,
+    is_shared,
     keep_sent,
     on_host,
     read_in_place,
@@ -373,7 +373,7 @@ class AsyncStepper(Stepper):
     def _own(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Those that a function is given, for good: what others write to, or need, is copied."""
         return [
-            grad.clone() if grad is not None and (is_part(grad) or id(p) in self.shared) else grad
+            grad.clone() if grad is not None and (is_shared(grad) or id(p) in self.shared) else grad
             for p, grad in zip(self.replica.params, grads, strict=True)
         ]
 

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import UnsupportedError
@@ -22,7 +21,7 @@ __all__ = [
     "forbid_sparse",
     "goes_to_master",
     "guard_backward",
-    "is_part",
+    "is_shared",
     "on_host",
     "read_in_place",
     "send_down",
@@ -34,21 +33,24 @@ __all__ = [
 def can_hold_gradients(grads: Sequence[Tensor | None]) -> list[bool]:
     """Which of them another thread may read where they are, since each later use can be seen.
 
-    Not shards, sparse ones and views of DDP's buckets, which others write to unseen.
+    Not shards, sparse ones and those whose memory others write to unseen: DDP's buckets, a buffer
+    of the user's.
     """
-    has_ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return [
-        type(grad) is Tensor and grad.layout is torch.strided and not (has_ranks and is_part(grad))
+        type(grad) is Tensor and grad.layout is torch.strided and not is_shared(grad)
         for grad in grads
     ]
 
 
-def is_part(grad: Tensor) -> bool:
-    """Whether its memory may be another tensor's, too."""
+def is_shared(grad: Tensor) -> bool:
+    """Whether its memory is another tensor's, too."""
     if grad.layout is not torch.strided:  # DDP reduces each of these by itself, into its own memory
         return False
-    # A bucket of one parameter is as large as the gradient that views it.
-    return grad._is_view() or grad.untyped_storage().nbytes() > grad.nbytes
+    # One count is the gradient's, one of what is asked here.
+    return _count_of(grad.untyped_storage()._cdata) > 2
+
+
+_count_of: Callable[[int], int] = torch._C._storage_Use_Count
 
 
 def goes_to_master(pair: ParameterPair, grad: Tensor) -> bool:
@@ -108,9 +110,14 @@ def send_down(
     stepped: list[Tensor | None] = []
     events: list[Any] = []
     for pair, grad in zip(pairs, grads, strict=True):
-        goes = grad is not None and pair.host_grad is not None
-        events.append(streams.down(grad, pair.host_grad) if goes else None)  # type: ignore[arg-type]
-        stepped.append(pair.host_grad if goes else grad)
+        if grad is None or pair.host_grad is None:
+            events.append(None)
+            stepped.append(grad)
+            continue
+        if grad.dtype is not pair.host_grad.dtype:  # Tensor.grad_dtype
+            (pair.host_grad,) = streams.host_like([grad])
+        events.append(streams.down(grad, pair.host_grad))
+        stepped.append(pair.host_grad)
     return stepped, events
 
 

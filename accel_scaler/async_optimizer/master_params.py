@@ -30,6 +30,8 @@ class ParameterPair:
         """The model's memory, under a version counter of its own."""
         self.is_master = False
         self.stepped = nn.Parameter(self.target, requires_grad=param.requires_grad)
+        if getattr(param, "grad_dtype", param.dtype) is not param.dtype:
+            self.stepped.grad_dtype = param.grad_dtype
         self.host_grad: Tensor | None = None
         self.staging: Tensor | None = None
         self.guard: Any = None

@@ -220,7 +220,7 @@ class AsyncOptimizer(Optimizer):
         self,
         max_norm: float,
         norm_type: float = 2.0,
-        parameters: Iterable[Tensor] | None = None,
+        parameters: Tensor | Iterable[Tensor] | None = None,
     ) -> Tensor:
         """Unscale, check and clip the total norm of the gradients, before :meth:`step`.
 
@@ -232,6 +232,9 @@ class AsyncOptimizer(Optimizer):
         those of a fused optimizer, stay scaled until the step. Synchronises.
         """
         self._check_open("clip_grad_norm_")
+        self._forbid_inside("clip_grad_norm_")
+        if isinstance(parameters, Tensor):
+            parameters = [parameters]
         chosen = parameters_of(self.optimizer) if parameters is None else list(parameters)
         if self._boundary is None:
             return whole(torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type))
@@ -293,10 +296,12 @@ class AsyncOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what this class or the wrapped one's ``state_dict`` gave."""
+        self._forbid_inside("load_state_dict")
         self.optimizer.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the parameters take part from the next step on."""
+        self._forbid_inside("add_param_group")
         self.optimizer.add_param_group(param_group)
 
     def __getattr__(self, name: str) -> Any:
@@ -353,8 +358,10 @@ class AsyncOptimizer(Optimizer):
     def _forbid_inside(self, call: str) -> None:
         if self._inside:
             raise OrderError(
-                f"{call}(): called on the optimizer thread, which would wait for itself. Inside "
-                "submit(fn) use param_groups, state, step() and zero_grad(); the rest after it."
+                f"{call}(): called inside submit(fn), on the optimizer thread; it is of the "
+                "training thread and of the gradients that are there. Inside fn use param_groups, "
+                "state, step(), zero_grad(), scaler.unscale_(optimizer), scaler.step(optimizer) "
+                "and torch.nn.utils.clip_grad_norm_; the rest after it."
             )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -421,8 +421,8 @@ class ParameterHold:
 
     def _give_back(self, params: Iterable[Tensor]) -> None:
         left, alone = self._left, (self._ref,)
-        mine = [p for p in params if id(p) in left]
-        keys = list(map(id, mine))
+        found = {id(p): p for p in params if id(p) in left}
+        keys, mine = list(found), list(found.values())
         left.difference_update(keys)
         if all(map(eq, map(_holders.get, keys), repeat(alone))):
             _consume(map(_holders.pop, keys))

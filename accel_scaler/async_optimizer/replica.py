@@ -25,6 +25,7 @@ from ..scaling import (
     LOW_PRECISION,
     SMALL,
     is_uniform,
+    laid_out_otherwise,
     local,
     match_layout,
     nothing_found,
@@ -454,6 +455,8 @@ class Replica:
             and all(is_plain(self.copy.param_groups[n]) for n in part.groups)
             and is_uniform([pair.stepped.detach() for pair in part.pairs])
             and all(self.copy.state.get(pair.stepped) for pair in part.pairs)
+            and not any(laid_out_otherwise(pair.stepped, self.copy.state) for pair in part.pairs)
+            and len(self.part_of) == len(self.params)  # none of them twice
         )
 
     def _step_in_python(
@@ -572,7 +575,7 @@ class Replica:
             if not getattr(stepped, "_step_supports_amp_scaling", False):
                 return self.raw_step(stepped)
             if params and params[0].device.type == "cpu":
-                match_layout(params)
+                match_layout(params, stepped.state)
             stepped.grad_scale, stepped.found_inf = grad_scale, nothing_found(stepped)
             try:
                 return self.raw_step(stepped)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ..errors import UnsupportedError
 from ..optimizer_step import ATTRIBUTE
-from ..scaling import parameters_of
+from ..scaling import LOW_PRECISION, parameters_of
 
 __all__ = [
     "attributes_of_every_optimizer",
@@ -142,7 +142,28 @@ def refuse_unsteppable(optimizer: Optimizer, *, masters: bool = False) -> None:
             "(fully_shard; fsdp_version: 2 in an Accelerate config), or step_mode='sync' without "
             "offload, without AsyncOptimizer."
         )
-    if masters and not is_splittable(optimizer):
+    if masters:
+        _refuse_masters(optimizer)
+
+
+def _refuse_masters(optimizer: Optimizer) -> None:
+    name, params = type(optimizer).__name__, parameters_of(optimizer)
+    way_out = (
+        "with float32 masters (offload, step_mode 'delayed', float16 parameters). Use step_mode="
+        "'sync' or 'overlap' without offload."
+    )
+    others = {p.dtype for p in params if p.requires_grad} - LOW_PRECISION - {torch.float32}
+    if others:
+        raise UnsupportedError(
+            f"{name} has parameters of {', '.join(map(str, others))}, expected float32, float16 "
+            f"or bfloat16 {way_out}"
+        )
+    if len(set(map(id, params))) < len(params):
+        raise UnsupportedError(
+            f"{name} has a parameter twice in one group, and would step two masters of it; "
+            f"expected each once {way_out}"
+        )
+    if not is_splittable(optimizer):
         refuse_hidden(optimizer)
 
 

@@ -159,7 +159,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
             if self.distributed_type != DistributedType.FSDP:
                 return boundary.clipping.clip_norm(parameters, max_norm, norm_type)
             if boundary.unscale(boundary.check.owners(parameters)):
-                return torch.full((), float("inf"), device=self.device)
+                return torch.full((), float("inf"), dtype=torch.float32, device=self.device)
             norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
             boundary.clipping.note_norm(parameters, norm, max_norm, norm_type)
             return norm

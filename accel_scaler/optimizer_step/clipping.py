@@ -69,7 +69,7 @@ class Clipping:
         sharded = self.scaler.sharded
         parameters = [p for p in parameters if p.grad is not None or sharded]
         if not parameters:
-            return torch.tensor(0.0, device=self.device)
+            return torch.tensor(0.0, dtype=torch.float32, device=self.device)
         if not self.scaler.is_enabled():
             return self._clip_unscaled(parameters, max_norm, norm_type)
         check = self._check
@@ -92,7 +92,7 @@ class Clipping:
         if any(record.found_inf for record in records) or unowned_bad:
             for record in records:
                 record.verdict = True
-            total = torch.full((), float("inf"), device=self.device)
+            total = torch.full((), float("inf"), dtype=torch.float32, device=self.device)
         elif any(record.deferred for record in records):
             total = self._clip_scaled(owners, records, parameters, max_norm, norm_type)
         else:
@@ -173,7 +173,7 @@ class Clipping:
             chosen = [p for p in own if id(p) in asked]
             asked.difference_update(map(id, chosen))
             if chosen:
-                norms.append(_total_norm(chosen, norm_type) * record.deferred.factor)
+                norms.append(_total_norm(chosen, norm_type, record.deferred.factor))
             mine.append((record, chosen, len(chosen) == len(own)))
         unowned = [p for p in parameters if id(p) in asked]
         if unowned:
@@ -217,7 +217,9 @@ class Clipping:
         for owner, record in zip(owners, records, strict=True):
             check.note(owner, record, parameters, norms)
         if norms.total is None:
-            return torch.full((), float("inf"), device=gradients_of(parameters)[0].device)
+            return torch.full(
+                (), float("inf"), dtype=torch.float32, device=gradients_of(parameters)[0].device
+            )
         ids = list(map(id, parameters))
         self._note(GradNorm(parameters, norms.host_total, norms.each, max_norm, ids))
         coefficient = clip_coefficient(norms.total, max_norm)
@@ -248,14 +250,20 @@ class Clipping:
         return any(nonfinite(grad) for grad in gradients_of(unowned))
 
 
-def _total_norm(parameters: Sequence[Tensor], norm_type: float) -> Tensor:
-    """The norm of all gradient elements together, float32, shape ()."""
+def _total_norm(
+    parameters: Sequence[Tensor], norm_type: float, factor: Tensor | float = 1.0
+) -> Tensor:
+    """The norm of all gradient elements, times ``factor``, together, float32, shape ()."""
     grads = gradients_of(parameters)
-    if all(grad.dtype not in LOW_PRECISION for grad in grads):
-        total: Tensor = torch.nn.utils.get_total_norm(grads, norm_type)
+    if norm_type != 2.0:  # a power of what is still scaled may be past float32
+        norms = [torch.linalg.vector_norm(grad.float() * factor, norm_type) for grad in grads]
+        total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
         return total
-    norms = [torch.linalg.vector_norm(grad, norm_type, dtype=torch.float32) for grad in grads]
-    total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    if all(grad.dtype not in LOW_PRECISION for grad in grads):
+        total = torch.nn.utils.get_total_norm(grads) * factor
+        return total
+    norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
+    total = torch.linalg.vector_norm(torch.stack(norms)) * factor
     return total
 
 

@@ -15,7 +15,15 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 from torch.optim import optimizer as optimizer_module
 
-from ..scaling import SMALL, call_fused, is_uniform, match_layout, parameters_of, run_on_one_thread
+from ..scaling import (
+    SMALL,
+    call_fused,
+    is_uniform,
+    laid_out_otherwise,
+    match_layout,
+    parameters_of,
+    run_on_one_thread,
+)
 
 __all__ = ["AdamGroup", "FusedAdam", "is_plain", "step_fused"]
 
@@ -29,7 +37,9 @@ class AdamGroup:
         self.states = [optimizer.state[p] for p in self.known]
         # One buffer, so that one addition counts the step for all; each entry is a view.
         steps = [state["step"] for state in self.states]
-        self.counts = torch.stack(steps) if steps else torch.zeros(0, device="cpu")
+        self.counts = (
+            torch.stack(steps) if steps else torch.zeros(0, dtype=torch.float32, device="cpu")
+        )
         for state, count in zip(self.states, self.counts.unbind(), strict=True):
             state["step"] = count
         self.strides = list(map(Tensor.stride, self.known))
@@ -190,10 +200,14 @@ def is_plain(group: dict[str, Any]) -> bool:
 
 
 def _ready(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Every parameter is a float32 one of one device and has state."""
+    """Every parameter is a float32 one of one device, has state laid out as it is, and is there
+    once: a second time its steps would be counted apart."""
     params: list[Tensor] = group["params"]
     return not params or (
-        is_uniform([p.detach() for p in params]) and all(optimizer.state.get(p) for p in params)
+        is_uniform([p.detach() for p in params])
+        and all(optimizer.state.get(p) for p in params)
+        and not any(laid_out_otherwise(p, optimizer.state) for p in params)
+        and len(set(map(id, params))) == len(params)
     )
 
 
@@ -220,6 +234,6 @@ def step_fused(
             return plan
     params = parameters_of(optimizer)
     if params and params[0].device.type == "cpu":
-        match_layout(params)
+        match_layout(params, optimizer.state)
     call_fused(optimizer, grad_scale, None)
     return plan

@@ -145,7 +145,10 @@ class OverflowCheck:
         if norms.total is not None:
             self.scaler.window.grad_norms.add(GradNorm(params, norms.host_total, norms.each))
         inv_scale = torch.full(
-            (), reciprocal(self.scaler.window_scale), device=gradients_of(params)[0].device
+            (),
+            reciprocal(self.scaler.window_scale),
+            dtype=torch.float32,
+            device=gradients_of(params)[0].device,
         )
         if self.divides(stepper):
             record.deferred = DeferredUnscale(divide=1.0 / inv_scale)
@@ -171,7 +174,7 @@ class OverflowCheck:
             return None
         if self.unscaled_elsewhere(owners):
             return None
-        inv_scale = torch.full((), reciprocal(scale), device=grads[0].device)
+        inv_scale = torch.full((), reciprocal(scale), dtype=torch.float32, device=grads[0].device)
         return check_norms(grads, inv_scale, self.observer.wants_each_norm)
 
     def unscaled_elsewhere(self, optimizers: Sequence[Optimizer]) -> list[Tensor]:
@@ -190,7 +193,9 @@ class OverflowCheck:
         """Put what one pass has found where ``GradScaler`` looks for it too."""
         found, device = bool(norms.overflowed), params[0].device
         record.stage, record.count = OptState.UNSCALED, len(parameters_of(optimizer))
-        record["found_inf_per_device"] = {device: torch.full((), float(found), device=device)}
+        record["found_inf_per_device"] = {
+            device: torch.full((), float(found), dtype=torch.float32, device=device)
+        }
         record.overflowed = [params[i] for i in norms.overflowed]
         self._agree(optimizer, record, found)
 

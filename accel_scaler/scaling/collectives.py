@@ -47,7 +47,7 @@ def agree_on_overflow(found_inf: bool, device: torch.device, sharded: bool) -> b
     """
     if not sharded or not dist.is_initialized() or dist.get_world_size() == 1:
         return found_inf
-    flag = torch.full((), float(found_inf), device=device)
+    flag = torch.full((), float(found_inf), dtype=torch.float32, device=device)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     return bool(flag)
 

@@ -419,7 +419,7 @@ class GradScaler(torch.amp.GradScaler):
             state["stage"] = OptState.STEPPED
             return None
         if scale.device.type == "cpu":
-            match_layout(params)
+            match_layout(params, optimizer.state)
         own = getattr(optimizer, "grad_scale", None)
         ready = state["stage"] is OptState.READY
         grad_scale = scale * (1.0 if own is None else own) if ready else own
@@ -822,7 +822,9 @@ def _add_check(record: OptimizerRecord, p: Tensor) -> None:
     """Look at a gradient that is unscaled already. Synchronises."""
     assert p.grad is not None
     flags = record["found_inf_per_device"]
-    flag = torch.full((), float(has_nonfinite_gradient(p)), device=p.grad.device)
+    flag = torch.full(
+        (), float(has_nonfinite_gradient(p)), dtype=torch.float32, device=p.grad.device
+    )
     flags[p.grad.device] = torch.maximum(flags.get(p.grad.device, flag), flag)
 
 

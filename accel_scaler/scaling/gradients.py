@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -27,6 +27,7 @@ __all__ = [
     "is_power_of_two",
     "is_uniform",
     "kept",
+    "laid_out_otherwise",
     "leaves_of",
     "local",
     "make_own",
@@ -338,14 +339,25 @@ def clip_coefficient(total_norm: Tensor, max_norm: float) -> Tensor:
     return torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
 
 
-def match_layout(parameters: Iterable[Tensor]) -> None:
-    """Give each gradient its parameter's strides.
+def match_layout(parameters: Iterable[Tensor], state: Mapping[Any, Any]) -> None:
+    """Give each gradient, and what ``state`` has for its parameter, the parameter's strides.
 
-    torch's fused CPU kernels walk parameter and gradient by one index and ignore strides.
+    torch's fused CPU kernels walk all of them by one index and ignore strides.
     """
     for p in parameters:
         if p.grad is not None and p.grad.stride() != p.stride():
             p.grad = torch.empty_like(p).copy_(p.grad)
+        for key in laid_out_otherwise(p, state):
+            state[p][key] = torch.empty_like(p, dtype=state[p][key].dtype).copy_(state[p][key])
+
+
+def laid_out_otherwise(p: Tensor, state: Mapping[Any, Any]) -> list[str]:
+    """Keys of tensors in a parameter's state that have its shape and other strides."""
+    return [
+        key
+        for key, value in (state.get(p) or {}).items()
+        if isinstance(value, Tensor) and value.shape == p.shape and value.stride() != p.stride()
+    ]
 
 
 def leaves_of(outputs: Iterable[Tensor]) -> list[Tensor]:

@@ -184,7 +184,9 @@ class OptimizerRecord(dict[str, Any]):
         """It is known on every rank whether the window overflowed for this optimizer."""
         self.verdict = verdict
         # Where torch's methods look. Above 0 is an overflow; a host number waits for nobody.
-        self["found_inf_per_device"] = {HOST: torch.full((), float(verdict), device=HOST)}
+        self["found_inf_per_device"] = {
+            HOST: torch.full((), float(verdict), dtype=torch.float32, device=HOST)
+        }
 
     def let_go(self) -> None:
         """Keep no parameter and no gradient alive."""
@@ -347,7 +349,7 @@ class Window:
         """A window of a job's own, with what is known here of ``optimizers``, and host numbers."""
         own = Window(self.index)
         own.opened_by, own.sealed, own.unscaled = self.opened_by, True, set(self.unscaled)
-        own.scale = torch.full((), scale, device=HOST)
+        own.scale = torch.full((), scale, dtype=torch.float32, device=HOST)
         for optimizer in optimizers:
             known, record = self.record(optimizer), own.record(optimizer)
             record.stage, record.count = known.stage, known.count

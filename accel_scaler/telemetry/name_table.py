@@ -105,7 +105,7 @@ class NameTable:
         numbers = [self.numbers_of(params, optimizer, ids) for params, ids, _ in known]
         if len(known) == 1 and numbers[0] is self._in_order:
             return _bytes_of(known[0][2])
-        whole = torch.full((len(self._numbers),), float("nan"), device="cpu")
+        whole = torch.full((len(self._numbers),), float("nan"), dtype=torch.float32, device="cpu")
         for (_, _, each), places in zip(known, numbers, strict=True):
             whole[torch.tensor(places, device="cpu")] = each
         return _bytes_of(whole)

@@ -107,13 +107,13 @@ PRIVATE: dict[str, dict[str | Callable[[], Any], tuple[str, ...]]] = {
         ),
         "torch.Tensor": (
             "_version",
-            "_is_view",
             "_indices",
             "_values",
             "_backward_hooks",
             "_post_accumulate_grad_hooks",
             "_make_subclass",
         ),
+        "torch.UntypedStorage": ("_cdata",),
         "torch": (
             "_amp_update_scale_",
             "_amp_foreach_non_finite_check_and_unscale_",
@@ -121,7 +121,6 @@ PRIVATE: dict[str, dict[str | Callable[[], Any], tuple[str, ...]]] = {
             "_foreach_norm",
             "_foreach_mul_",
             "_foreach_div_",
-            "_foreach_add_",
             "_foreach_copy_",
             "_fused_adam_",
             "_fused_adamw_",
@@ -133,6 +132,7 @@ PRIVATE: dict[str, dict[str | Callable[[], Any], tuple[str, ...]]] = {
         ),
         "torch._C": (
             "_is_cow_tensor",
+            "_storage_Use_Count",
             "DisableTorchFunctionSubclass",
             "_functorch",
             "_is_tracing",

@@ -17,6 +17,7 @@ from accel_scaler import (
     GradScaler,
     OrderError,
     ScalerConfig,
+    StepError,
     UnsupportedError,
     attach,
     detach,
@@ -436,3 +437,37 @@ def test_a_model_that_has_some_of_the_parameters_is_enough() -> None:
         optimizer.step()
     assert torch.equal(model.w, torch.full((4,), 0.5))
     assert torch.equal(other, torch.full((4,), 2.5))
+
+
+@pytest.mark.parametrize(("mode", "offload"), [("delayed", "none"), ("sync", "cpu")])
+@pytest.mark.parametrize("what", ["float64", "complex64", "twice"])
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_what_no_float32_master_can_hold_is_refused(what: str, mode: str, offload: str) -> None:
+    dtype = torch.float32 if what == "twice" else getattr(torch, what)
+    p = nn.Parameter(torch.ones(2, dtype=dtype))
+    inner = torch.optim.SGD([p, p] if what == "twice" else [p], lr=0.1)
+    with pytest.raises(UnsupportedError, match=f"{what}.*expected.*step_mode='sync'"):
+        AsyncOptimizer(inner, mode=mode, offload=offload)
+    AsyncOptimizer(inner, mode="overlap").close()  # nothing was left behind
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda o: o.clip_grad_norm_(1.0),
+        lambda o: o.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
+        lambda o: o.load_state_dict({}),
+    ],
+    ids=["clip_grad_norm_", "add_param_group", "load_state_dict"],
+)
+def test_calls_of_the_training_thread_are_refused_inside_a_function(
+    call: Callable[[Any], Any],
+) -> None:
+    p = nn.Parameter(torch.ones(2))
+    optimizer: Any = AsyncOptimizer(torch.optim.SGD([p], lr=0.1))
+    p.grad = torch.ones(2)
+    optimizer.submit(lambda: call(optimizer))
+    with pytest.raises(StepError, match=r"called inside submit\(fn\).*Inside fn use param_groups"):
+        optimizer.synchronize()
+    optimizer.close()
+    assert torch.equal(p.detach(), torch.ones(2))

@@ -150,7 +150,7 @@ def test_match_layout_keeps_values_and_touches_no_matching_gradient() -> None:
     same.grad = kept = values.clone()
     other.grad = values.t().contiguous().t()
     assert other.grad.stride() != other.stride()
-    match_layout([same, other, none])
+    match_layout([same, other, none], {})
     assert same.grad is kept
     assert none.grad is None
     assert other.grad.stride() == other.stride()

@@ -1,0 +1,259 @@
+"""Gradients, parameters and dtypes that few people have: each mode trains as torch does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from async_support import sleepy
+from torch import Tensor, nn
+
+from accel_scaler import AsyncOptimizer, GradScaler, ScalerConfig, attach
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MODES = ["sync", "overlap", "delayed"]
+STEPS = 5
+
+
+@pytest.fixture(params=MODES)
+def mode(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+class Run:
+    """The same loop under torch's scaler (``mode`` None) and ours."""
+
+    def __init__(self, mode: str | None, optimizer: Any, model: nn.Module, **settings: Any) -> None:
+        self.scaler: Any = torch.amp.GradScaler("cpu", init_scale=settings.pop("scale", 1024.0))
+        self.optimizer, self.ours = optimizer, mode is not None
+        if mode is not None:
+            settings["delay_warmup_steps"] = 1000 if mode == "delayed" else 0
+            self.scaler = GradScaler("cpu", init_scale=self.scaler.get_scale())
+            self.optimizer = AsyncOptimizer(
+                optimizer, model, scaler=self.scaler, mode=mode, **settings
+            )
+
+    def step(self, loss: Tensor, drop: Callable[[], Any] | None = None) -> None:
+        self.scaler.scale(loss).backward()
+        if self.ours:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        (drop or self.optimizer.zero_grad)()
+
+    def close(self) -> None:
+        if self.ours:
+            self.optimizer.close()
+
+
+def net(width: int = 300) -> nn.Sequential:
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 2))
+
+
+def loss_of(model: nn.Module, number: int) -> Tensor:
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(number))
+    loss: Tensor = model(x).square().mean()
+    return loss
+
+
+# Gradients whose memory somebody else has.
+
+
+def one_buffer(model: nn.Module) -> Callable[[], Any]:
+    """Gradients are views of one tensor, zeroed through it."""
+    params = list(model.parameters())
+    flat = torch.zeros(sum(p.numel() for p in params))
+    for p, part in zip(params, flat.split([p.numel() for p in params]), strict=True):
+        p.grad = part.view_as(p)
+    return flat.zero_
+
+
+def views(model: nn.Module, take: Callable[[Tensor], Tensor]) -> Callable[[], Any]:
+    """Gradients that are kept, zeroed through what was taken of them before the step."""
+    held = []
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+        held.append(take(p.grad))
+    return lambda: [view.zero_() for view in held]
+
+
+OWNERS = {
+    "one buffer": one_buffer,
+    "views": lambda model: views(model, lambda grad: grad.view(-1)),
+    "detached": lambda model: views(model, Tensor.detach),
+}
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+@pytest.mark.parametrize("width", [8, 300], ids=["small", ""])
+def test_gradients_whose_memory_is_somebody_elses_too(owner: str, width: int, mode: str) -> None:
+    """The optimizer thread is slow, and they are zeroed beside it."""
+
+    def train(mode: str | None) -> list[Tensor]:
+        model = net(width)
+        fused = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        run, drop = Run(mode, fused, model), OWNERS[owner](model)
+        for step in range(STEPS):
+            run.step(loss_of(model, step), drop)
+        run.close()
+        return [*model.parameters(), *(fused.state[p]["exp_avg_sq"] for p in model.parameters())]
+
+    reference = train(None)
+    with sleepy(0.005):
+        ours = train(mode)
+    assert all(map(torch.equal, ours, reference))
+
+
+# A default dtype that is not float32.
+
+
+@pytest.fixture(params=[torch.float16, torch.bfloat16, torch.float64], ids=str)
+def default(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
+    yield request.param
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("fold", [False, True], ids=["", "folded"])
+def test_a_default_dtype_changes_no_number(default: torch.dtype, fold: bool, mode: str) -> None:
+    """1 / 2**25 is nothing in float16."""
+
+    def train(mode: str | None) -> list[Tensor]:
+        torch.set_default_dtype(torch.float32)
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        run = Run(mode, optimizer, model, scale=2.0**25, **({"fold_unscale": fold} if mode else {}))
+        xs = [torch.randn(3, 4, generator=torch.Generator().manual_seed(i)) for i in range(STEPS)]
+        torch.set_default_dtype(default)
+        for x in xs:
+            run.step(model(x).square().mean())
+        run.close()
+        return list(model.parameters())
+
+    assert all(map(torch.equal, train(mode), train(None)))
+
+
+def test_a_default_dtype_in_a_job_and_under_a_recorder(default: torch.dtype, tmp_path: Any) -> None:
+    model = net()
+    before = model[0].weight.detach().clone()
+    scaler = GradScaler("cpu")
+    with AsyncOptimizer(
+        torch.optim.SGD(model.parameters(), 0.1), model, scaler=scaler
+    ) as optimizer:
+        loss = loss_of(model, 0)
+        torch.set_default_dtype(default)
+        scaler.scale(loss).backward()
+        grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.submit(lambda: scaler.step(optimizer))
+        scaler.update()
+    assert torch.equal(model[0].weight, before.add_(grads[0] / 65536.0, alpha=-0.1))
+    torch.set_default_dtype(torch.float32)
+    config = ScalerConfig(telemetry=str(tmp_path / "run.jsonl"))
+    accelerator: Any = attach(Accelerator(cpu=True, mixed_precision="fp16"), config)
+    model = net()
+    model, prepared = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    torch.set_default_dtype(default)
+    x = torch.ones(3, 4, dtype=torch.float32)
+    for window in range(2):
+        accelerator.backward(model(x).square().mean())
+        if window:
+            model[0].bias.grad = None
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        prepared.step()
+        prepared.zero_grad()
+    assert [record.skipped for record in accelerator.scaler_history.records] == [False, False]
+
+
+# Gradients in another dtype than their parameters.
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
+def test_gradients_in_float32_of_parameters_that_are_not(
+    dtype: torch.dtype, offload: str, mode: str
+) -> None:
+    def train(mode: str | None, dtype: torch.dtype, **settings: Any) -> Tensor:
+        p: Any = nn.Parameter(torch.ones(4, dtype=dtype))
+        p.grad_dtype = torch.float32
+        model = nn.Module()
+        model.p = p
+        run = Run(mode, torch.optim.SGD([p], lr=0.1), model, **settings)
+        for _ in range(20):
+            run.step((p.float() * 0.01).sum())
+        run.close()
+        return p.detach()
+
+    ours = train(mode, dtype, offload=offload)
+    has_master = dtype is torch.float16 or offload == "cpu" or mode == "delayed"
+    reference = train(None, torch.float32 if has_master else dtype)
+    assert torch.equal(ours, reference.to(dtype))
+
+
+# A parameter twice; state that is laid out otherwise.
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_a_parameter_that_stands_twice_is_stepped_twice(fused: bool, mode: str) -> None:
+    def train(mode: str | None) -> list[Tensor]:
+        model = net()
+        params = [*model.parameters(), model[0].weight]
+        optimizer = torch.optim.AdamW(params, lr=0.1, fused=fused)
+        # torch's fused kernel unscales the gradient each time it meets it.
+        run = Run(mode, optimizer, model, scale=1.0)
+        for step in range(STEPS):
+            run.step(loss_of(model, step))
+        run.close()
+        return [*model.parameters(), *(optimizer.state[p]["step"] for p in model.parameters())]
+
+    assert all(map(torch.equal, train(mode), train(None)))
+
+
+@pytest.mark.parametrize("mode", ["scaler", *MODES])
+def test_fused_state_follows_a_parameter_to_another_layout(mode: str) -> None:
+    """torch's fused CPU kernels ignore strides; the reference is not fused."""
+
+    def train(mode: str, fused: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Conv2d(3, 5, 3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+        run = Run(None if mode == "scaler" else mode, optimizer, model)
+        if mode == "scaler":
+            run.scaler = GradScaler("cpu", init_scale=1024.0)
+        for step in range(6):
+            if step == 3:
+                model.to(memory_format=torch.channels_last)
+            x = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(step))
+            run.step(model(x).square().mean())
+        run.close()
+        return list(model.parameters())
+
+    for ours, reference in zip(train(mode, True), train(mode, False), strict=True):
+        torch.testing.assert_close(ours, reference, rtol=0, atol=1e-6)
+
+
+# Norms of another kind, of what stays scaled.
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 4.0, 8.0, float("inf")])
+@pytest.mark.parametrize("one", [False, True], ids=["all", "one tensor"])
+def test_any_norm_of_gradients_that_stay_scaled(norm_type: float, one: bool) -> None:
+    p = nn.Parameter(torch.ones(8, dtype=torch.float16))
+    scaler = GradScaler("cpu")
+    with AsyncOptimizer(torch.optim.SGD([p], lr=0.1), scaler=scaler, mode="sync") as optimizer:
+        scaler.scale((p.float() * 0.9).sum()).backward()
+        norm = optimizer.clip_grad_norm_(0.5, norm_type, p if one else None)
+        optimizer.step()
+    q = nn.Parameter(torch.ones(8))
+    q.grad = torch.full((8,), float(torch.tensor(0.9 * 65536.0).half()) / 65536.0)
+    reference = torch.nn.utils.clip_grad_norm_([q], 0.5, norm_type)
+    torch.optim.SGD([q], lr=0.1).step()
+    torch.testing.assert_close(norm, reference)
+    assert torch.equal(p, q.half())

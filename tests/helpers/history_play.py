@@ -38,6 +38,7 @@ class Player:
         self.count = 0
 
     def play(self, op: Op) -> None:
+        self.seen[type(op).__name__] += 1
         if isinstance(op, Epoch):
             if op.thread:
                 Caught(self.read_epoch, op).finish()
@@ -49,6 +50,7 @@ class Player:
         elif isinstance(op, Restore):
             self.restore(op)
         elif isinstance(op, Switch):
+            self.seen["attached again"] += not self.model.attached
             self.seen[f"to {op.mode} from {self.model.mode}"] += 1
             self.world.switch(op.mode, op.offload, op.warmup)
         elif self.setup.stock != "none" and not self.setup.fused and self.model.attached:
@@ -76,6 +78,7 @@ class Player:
         finally:
             stop.set()
         reading.finish()
+        self.seen["read beside"] += 1
 
     def epoch(self, op: Epoch) -> None:
         stream = op.iterable and op.rows  # Accelerate refuses an empty one
@@ -84,12 +87,17 @@ class Player:
         number = -1
         for number, batch in enumerate(loader):
             micro, is_last = op.micro(number), number == len(op.groups) - 1
-            self.seen.update(self.world.micro_batch(batch, micro, op, is_last))
+            happened = self.world.micro_batch(batch, micro, op, is_last)
+            self.seen.update(happened)
+            partial = self.setup.accumulation > 1 and is_last and self.model.phase != "open"
+            self.seen["a last, partial window"] += partial and "boundary" in happened
             self.after(micro.after)
             if micro.after == "stop":
                 break
         else:
             same("batches", number + 1, len(op.groups))
+            if op.rows:
+                self.seen["epoch ended inside a window"] += self.model.phase == "open"
 
     def after(self, name: str) -> None:
         if not self.world.may_publish():

@@ -236,13 +236,27 @@ class World:
             self.check_gradients(model.scale if model.phase == "open" else 1.0)
             if micro.peek:
                 Caught(self.peek).finish()
-            happened = []
-            if ends:
-                happened = self.boundary(micro, op.zeroes, batch, used)
-            else:
-                self.between(micro)
+            happened = self.boundary(micro, op.zeroes, batch, used) if ends else self.between(micro)
         self.check_state()
-        return happened
+        return [*happened, *self.note(batch, micro, op, used)]
+
+    def note(self, batch: Tensor, micro: Micro, op: Epoch, used: list[int]) -> list[str]:
+        several, bad = len(batch) > 1, not bool(batch.isfinite().all())
+        return [
+            name
+            for name, true in {
+                "no backward": not used,
+                "backward in threads": micro.threads and several and used,
+                "peeked": micro.peek,
+                "inf or nan in the data": bad,
+                "in another thread": op.thread,
+                "iterable": op.iterable,
+                "short batch": 0 < len(batch) < op.batch,
+                "scaled by hand": micro.plain and used and self.model.attached,
+                "one model idle": 0 < len(used) < len(self.numbers),
+            }.items()
+            if true
+        ]
 
     def peek(self) -> None:
         scaler = self.accelerator.scaler
@@ -270,7 +284,7 @@ class World:
             except OrderError:  # would publish beneath a forward
                 assert self.model.mode == "delayed"
 
-    def between(self, micro: Micro) -> None:
+    def between(self, micro: Micro) -> list[str]:
         """Off the boundary the script calls the same things."""
         if micro.end.startswith("clip") and self.model.attached and self.model.phase == "open":
             chosen = self.model.optimizers
@@ -282,13 +296,15 @@ class World:
             self.optimizers[i].step()
             self.schedules[i].step()
             self.optimizers[i].zero_grad()
+        return ["off the boundary"]
 
     def boundary(self, micro: Micro, how: str, batch: Tensor, used: Sequence[int]) -> list[str]:
-        model, happened = self.model, list[str]()
+        model, happened = self.model, ["boundary"]
+        happened += [micro.end or "no clip"] if model.attached else ["boundary in stock"]
         if model.phase == "open":
-            self.unscale_by_hand(micro)
+            happened += self.unscale_by_hand(micro)
             self.clip(micro)
-            self.drop(micro, how, batch, used)
+            happened += self.drop(micro, how, batch, used)
         before = len(model.windows)
         for i in self.numbers:
             refused = expected = False
@@ -310,6 +326,7 @@ class World:
             happened += ["refused"] if refused else ["skipped"] if skipped else []
         for i in self.numbers:
             self.zero(i, how, self.optimizers[i])
+        happened += [f"zeroed: {how}"]
         flags = {model.optimizers[i].skipped for i in self.numbers if i in model.stepped}
         happened += ["one of them skipped"] if len(flags) == 2 else []
         happened += ["window"] * (len(model.windows) - before)
@@ -336,23 +353,25 @@ class World:
     def parameters(self, which: Sequence[int]) -> list[Tensor]:
         return [p for i in which for p in self.parts[i].parameters()]
 
-    def unscale_by_hand(self, micro: Micro) -> None:
-        model = self.model
+    def unscale_by_hand(self, micro: Micro) -> list[str]:
+        model, happened = self.model, []
         for i in self.numbers if micro.by_hand and model.attached else ():
             if model.optimizers[i].grad is not None:
                 chosen = self.optimizers[i]
                 chosen = chosen.optimizer if micro.by_hand == "wrapped" else chosen
                 self.accelerator.scaler.unscale_(chosen)
                 model.optimizers[i].unscaled = True
-        if any(own.unscaled for own in model.optimizers):
+                happened = [f"unscaled by hand, {micro.by_hand}"]
+        if happened:
             self.check_gradients(1.0)
+        return happened
 
-    def drop(self, micro: Micro, how: str, batch: Tensor, used: Sequence[int]) -> None:
+    def drop(self, micro: Micro, how: str, batch: Tensor, used: Sequence[int]) -> list[str]:
         """Give up what the last backward left, and make it again."""
         model = self.model
         some = list(used) if micro.drop == "all" else list(used)[:1]
         if not (micro.drop and some and model.attached):
-            return
+            return []
         if micro.drop == "all":
             some = list(self.numbers)
         for i in some:
@@ -363,6 +382,7 @@ class World:
         for i in again:
             self.parts[i].seen.clear()
         self.clip(micro, some)  # the others' are not whole numbers any more
+        return [f"dropped {micro.drop}", f"dropped after {micro.end or 'no clip'}"]
 
     def replace_state(self) -> None:
         """Another tensor in the optimizer's state, as who averages optimizers does."""

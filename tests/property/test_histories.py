@@ -32,11 +32,20 @@ LEAST = 3
 """Each event happens so often: the histories went everywhere."""
 
 ACCELERATE = (
-    *("window", "skipped", "one of them skipped", "grew", "refused", "records in a file"),
-    *("saved inside a window", "saved with an update held back", "save", "save by hand"),
-    *("evaluate", "synchronize", "state_dict", "replace state", "stop"),
-    *("restored", "restored, fresh", "detached"),
+    *("window", "boundary", "off the boundary", "skipped", "one of them skipped", "grew"),
+    *("no clip", "clip each", "clip all", "clip first", "unscale", "refused", "no backward"),
+    *("backward in threads", "in another thread", "peeked", "one model idle", "short batch"),
+    *("inf or nan in the data", "iterable", "a last, partial window", "stop"),
+    *("epoch ended inside a window", "saved inside a window", "saved with an update held back"),
+    *("save", "save by hand", "evaluate", "synchronize", "state_dict", "records in a file"),
+    *("read beside", "scaled by hand", "unscaled by hand, wrapped", "unscaled by hand, prepared"),
+    *("dropped all", "dropped one", "dropped after no clip", "dropped after clip each"),
+    *("dropped after clip all", "dropped after unscale", "replace state"),
+    *("zeroed: none", "zeroed: zeros", "zeroed: model", "zeroed: by hand", "zeroed: data"),
+    "zeroed: foreach",
+    *("restored", "restored, fresh", "detached", "boundary in stock", "attached again"),
     *(f"to {a} from {b}" for a in ("sync", "overlap", "delayed") for b in ("sync", "overlap")),
+    *("to sync from delayed", "to overlap from delayed", "to delayed from delayed"),
 )
 ASYNC = (
     *(name for name in history_async.CHOICES if name != "torch_loop"),

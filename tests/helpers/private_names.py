@@ -121,6 +121,7 @@ PRIVATE: dict[str, dict[str | Callable[[], Any], tuple[str, ...]]] = {
             "_foreach_norm",
             "_foreach_mul_",
             "_foreach_div_",
+            "_foreach_add_",
             "_foreach_copy_",
             "_fused_adam_",
             "_fused_adamw_",

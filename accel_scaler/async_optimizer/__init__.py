@@ -8,8 +8,8 @@ communicates; the folder knows no Accelerate and no Trainer.
 
 from .hooks import SyncHooks
 from .optimizer import AsyncOptimizer, step_beside
-from .replica import refuse_spread, refuse_unsteppable
 from .shared_parameters import refuse_sharing
+from .supported_optimizers import refuse_spread, refuse_unsteppable
 from .worker import Worker, default_threads
 
 __all__ = [

@@ -57,8 +57,6 @@ from .shared_parameters import enter, find_shared, leave, others_of, refuse_shar
 from .streams import SideStreams
 from .worker import Worker
 
-__all__ = ["AsyncStepper"]
-
 logger = logging.getLogger("accel_scaler")
 
 

@@ -16,19 +16,6 @@ from .master_params import ParameterPair
 from .pending_parameter import GradientHold, hold_gradients, settle_gradients
 from .streams import PartEvents, SideStreams
 
-__all__ = [
-    "can_hold_gradients",
-    "forbid_sparse",
-    "goes_to_master",
-    "guard_backward",
-    "is_shared",
-    "on_host",
-    "read_in_place",
-    "send_down",
-    "unguard",
-    "unscale_in_place",
-]
-
 
 def can_hold_gradients(grads: Sequence[Tensor | None]) -> list[bool]:
     """Which of them another thread may read where they are, since each later use can be seen.

@@ -24,8 +24,6 @@ from .master_params import ParameterPair
 from .replica import is_empty
 from .supported_optimizers import refuse_bare_state
 
-__all__ = ["SyncHooks"]
-
 MASTER = "master"
 """Key of a float32 master in a parameter's state entry, where the parameter itself is rounded."""
 

@@ -21,8 +21,6 @@ from .replica import Part, Replica
 from .streams import PartEvents, SideStreams
 from .worker import Task
 
-__all__ = ["InflightStep", "wait_for_gradient"]
-
 SHORTEST_WAIT_S = 1e-5
 """A shorter one is none: the part was done."""
 

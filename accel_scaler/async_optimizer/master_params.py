@@ -12,8 +12,6 @@ from torch.optim import Optimizer
 from ..scaling import LOW_PRECISION, local
 from .streams import SideStreams
 
-__all__ = ["ParameterPair", "make_pairs", "place_of"]
-
 
 class ParameterPair:
     """One parameter of the model and what is stepped in its place."""

@@ -19,8 +19,6 @@ from .async_stepper import AsyncStepper
 from .hooks import SyncHooks
 from .worker import Worker
 
-__all__ = ["AsyncOptimizer", "step_beside"]
-
 
 class AsyncOptimizer(Optimizer):
     """Steps a torch optimizer on a thread of its own.

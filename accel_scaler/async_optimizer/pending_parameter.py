@@ -39,19 +39,6 @@ from torch import Tensor, nn
 from ..errors import StepError
 from .streams import PartEvents
 
-__all__ = [
-    "GradientHold",
-    "ParameterHold",
-    "PendingGradient",
-    "PendingParameter",
-    "any_pending",
-    "can_hold_parameters",
-    "hold_gradients",
-    "is_held",
-    "settle_gradients",
-    "settle_pending",
-]
-
 _holds: weakref.WeakSet[ParameterHold] = weakref.WeakSet()
 """Weak: an optimizer that nobody uses any more must not keep its model."""
 

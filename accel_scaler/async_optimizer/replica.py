@@ -46,8 +46,6 @@ from .supported_optimizers import (
 )
 from .thread_context import ThreadContext
 
-__all__ = ["Part", "Replica", "is_empty", "refuse_spread", "refuse_unsteppable"]
-
 PARTS = 32
 """About how many parts a step has: each costs some Python, and a forward waits for whole ones."""
 SMALLEST_PART, LARGEST_PART = 1 << 19, 1 << 22

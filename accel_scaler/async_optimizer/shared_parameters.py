@@ -18,8 +18,6 @@ from ..scaling import parameters_of
 if TYPE_CHECKING:
     from .async_stepper import AsyncStepper
 
-__all__ = ["enter", "find_shared", "leave", "others_of", "refuse_sharing"]
-
 _steppers: list[weakref.ref[AsyncStepper]] = []
 """Those that step an optimizer."""
 

@@ -55,8 +55,6 @@ from torch import Tensor
 
 from ..devices import streams_of
 
-__all__ = ["PartEvents", "SideStreams", "packs"]
-
 
 class SideStreams:
     """The side streams of one device: one for the optimizer's work, one for copies to the host.

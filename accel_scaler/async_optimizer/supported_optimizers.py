@@ -18,19 +18,6 @@ from ..errors import UnsupportedError
 from ..optimizer_step import ATTRIBUTE
 from ..scaling import LOW_PRECISION, parameters_of
 
-__all__ = [
-    "attributes_of_every_optimizer",
-    "is_splittable",
-    "known_class",
-    "raw_step",
-    "refuse_bare_state",
-    "refuse_hidden",
-    "refuse_replaced",
-    "refuse_spread",
-    "refuse_unshardable",
-    "refuse_unsteppable",
-]
-
 _BY_PARAMETER = (
     *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam"),
     *("RAdam", "RMSprop", "Rprop", "SGD", "SparseAdam"),

@@ -8,8 +8,6 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-__all__ = ["ThreadContext"]
-
 
 class ThreadContext:
     """Of the thread that makes it: gradient mode, autocast, default device."""

@@ -19,8 +19,6 @@ from ..errors import OrderError, StepError
 from ..optimizer_step import StepTiming
 from ..scaling import WAIT_LIMIT_S
 
-__all__ = ["Task", "Worker", "default_threads"]
-
 logger = logging.getLogger("accel_scaler")
 
 SWITCH_INTERVAL_S = 1e-4

@@ -43,8 +43,6 @@ from ..launch import launcher
 from .diagnostics import hazards, mended
 from .environment import LaunchPlan, plan_of
 
-__all__ = ["FORMAT", "main", "parse"]
-
 FORMAT = 1
 """Version of the ``--json`` output."""
 

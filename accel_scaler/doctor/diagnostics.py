@@ -11,8 +11,6 @@ from collections.abc import Iterator
 
 from .environment import LaunchPlan
 
-__all__ = ["Hazard", "hazards", "mended"]
-
 Hazard = tuple[str, str]
 
 ON_A_DEVICE = {

@@ -27,8 +27,6 @@ from ..devices import JOINS_BY_ITSELF
 from ..errors import ConfigError
 from ..version import __version__
 
-__all__ = ["Devices", "LaunchPlan", "Processes", "Threads", "plan_of"]
-
 PACKAGES = ("torch", "accelerate", "transformers", "trl", "peft")
 
 

@@ -22,8 +22,6 @@ from .checkpoints import loading, saving
 from .cpu_float16 import emulate_float16
 from .optimizer import adopt, inner_of, refuse_unsuitable
 
-__all__ = ["ScaledAccelerator"]
-
 
 class ScaledAccelerator(Accelerator):  # type: ignore[misc]
     """An ``accelerate.Accelerator`` whose fp16 training is scaled by :class:`GradScaler`.

@@ -12,8 +12,6 @@ from ..errors import ConfigError, OrderError
 from .accelerator import ScaledAccelerator
 from .attachment import attachment_of, begin
 
-__all__ = ["attach", "attach_default", "detach", "scaled_class"]
-
 T = TypeVar("T")
 
 _scaled_classes: dict[type, type] = {}

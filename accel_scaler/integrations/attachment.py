@@ -21,8 +21,6 @@ from .autocast import add_autocast, remove_autocast, remove_emulation
 from .optimizer import ScaledOptimizer, adopt, refuse_unsuitable
 from .stock_scaler import make_scaler, refuse_other_scalers
 
-__all__ = ["Attachment", "attachment_of", "begin"]
-
 
 class Attachment:
     """Everything that is added to one accelerator, which keeps it as its one new attribute.

@@ -12,8 +12,6 @@ from accelerate.utils.modeling import get_mixed_precision_context_manager
 from ..errors import UnsupportedError
 from . import cpu_float16
 
-__all__ = ["add_autocast", "add_emulation", "remove_autocast", "remove_emulation"]
-
 
 def add_autocast(accelerator: Any, models: list[torch.nn.Module]) -> None:
     """Wrap each prepared model's forward as ``prepare_model`` does when autocast is on.

@@ -25,8 +25,6 @@ from typing import Any
 
 from ..errors import ConfigError
 
-__all__ = ["MARK", "check_complete", "check_trainer_folder", "loading", "saving", "saving_trainer"]
-
 logger = logging.getLogger("accel_scaler")
 
 MARK = "INCOMPLETE"

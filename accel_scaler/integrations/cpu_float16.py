@@ -22,8 +22,6 @@ from torch._ops import OpOverload
 from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["emulate_float16", "emulating_float16", "has_float16_kernels"]
-
 # As they arrive below autograd: linear, matmul, einsum and the layers of torch.nn end in these.
 PRODUCTS = (
     *("mm", "addmm", "_addmm_activation", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot"),

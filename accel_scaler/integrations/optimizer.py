@@ -26,8 +26,6 @@ from ..scaling import parameters_of, stepped
 if TYPE_CHECKING:
     from .attachment import Attachment
 
-__all__ = ["ScaledOptimizer", "adopt", "inner_of", "refuse_unsuitable"]
-
 
 class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     """``AcceleratedOptimizer`` whose ``step`` goes through the accelerator's boundary.

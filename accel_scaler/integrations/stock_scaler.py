@@ -12,8 +12,6 @@ from ..config import ScalerConfig
 from ..errors import UnsupportedError
 from ..scaling import GradScaler
 
-__all__ = ["make_scaler", "refuse_other_scalers", "scaled_elsewhere"]
-
 _SCALED_ELSEWHERE = {
     "DEEPSPEED": "DeepSpeed's engine scales the loss; set `fp16: {initial_scale_power, "
     "loss_scale_window, hysteresis, min_loss_scale}` in its config",

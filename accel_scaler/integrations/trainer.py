@@ -17,8 +17,6 @@ from .attaching import attach, detach, scaled_class
 from .attachment import Attachment, attachment_of
 from .checkpoints import check_trainer_folder, saving_trainer
 
-__all__ = ["attach_trainer", "detach_trainer"]
-
 logger = logging.getLogger("accel_scaler")
 
 

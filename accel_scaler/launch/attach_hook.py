@@ -14,8 +14,6 @@ from typing import Any
 
 from ..integrations import ScaledAccelerator, attach, attach_default
 
-__all__ = ["meet_accelerator", "meet_trainer"]
-
 
 def meet_accelerator(accelerator: Any) -> None:
     """Attach a fresh ``accelerate.Accelerator`` with the settings of the environment.

@@ -45,8 +45,6 @@ from ..console import plain
 from ..errors import ConfigError, UnsupportedError
 from ..integrations import scaled_elsewhere
 
-__all__ = ["STARTUP", "TITLE", "main", "make_parser", "parse", "prepared"]
-
 STARTUP = str(PACKAGE / "launch" / "startup")
 """The folder in front of PYTHONPATH: its ``sitecustomize`` attaches."""
 

@@ -38,8 +38,6 @@ from .observer import Observer
 from .overflow_check import OverflowCheck
 from .stepper import Stepper, stepper_of
 
-__all__ = ["Boundary", "boundary_of"]
-
 logger = logging.getLogger("accel_scaler")
 
 PATIENCE = 10

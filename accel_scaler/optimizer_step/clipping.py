@@ -29,8 +29,6 @@ from ..scaling import (
 from .overflow_check import OverflowCheck
 from .stepper import Stepper, stepper_of
 
-__all__ = ["Clipping"]
-
 logger = logging.getLogger("accel_scaler")
 
 

@@ -25,8 +25,6 @@ from ..scaling import (
     run_on_one_thread,
 )
 
-__all__ = ["AdamGroup", "FusedAdam", "is_plain", "step_fused"]
-
 
 class AdamGroup:
     """The kernel's argument lists for one parameter group, or some parameters of one."""

@@ -12,8 +12,6 @@ from ..scaling import Window
 if TYPE_CHECKING:
     from .stepper import StepTiming
 
-__all__ = ["Observer"]
-
 
 class Observer:
     """Told by a boundary what happens; here every method does nothing.

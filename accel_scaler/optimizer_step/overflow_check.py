@@ -32,8 +32,6 @@ from ..scaling import (
 from .observer import Observer
 from .stepper import Stepper, stepper_of
 
-__all__ = ["OverflowCheck"]
-
 
 class OverflowCheck:
     """Checks gradients once a window, and unscales them then or leaves that to the step.

@@ -19,17 +19,6 @@ from torch.optim import optimizer as optimizer_module
 from ..scaling import DeferredUnscale, gradients_of, parameters_of, stepped
 from .fused_adam import FusedAdam, step_fused
 
-__all__ = [
-    "ATTRIBUTE",
-    "InlineStepper",
-    "StepTiming",
-    "Stepper",
-    "async_stepper_of",
-    "register",
-    "stepper_of",
-    "unregister",
-]
-
 logger = logging.getLogger("accel_scaler")
 
 

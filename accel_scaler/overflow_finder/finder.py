@@ -25,8 +25,6 @@ from .ranges import Range, in_words, tensors_in
 from .search import Origin, search
 from .trace import Call, Entry, InputGradient, Loss, ParameterGradient, Place, Uses, WindowTrace
 
-__all__ = ["Origin", "OverflowFinder"]
-
 
 @dataclass
 class _Seen:

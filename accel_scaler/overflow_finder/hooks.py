@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Hook", "gradient_edge", "hook_inputs", "inert"]
-
 MOST_NODES = 64
 """Nodes of one module's graph that are searched for the edge to its input."""
 

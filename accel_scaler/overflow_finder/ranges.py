@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Pair", "Range", "in_words", "joined", "tensors_in"]
-
 DEEPEST = 6
 """Nesting of containers up to which tensors are looked for."""
 

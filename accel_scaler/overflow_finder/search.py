@@ -22,8 +22,6 @@ from .trace import (
     pair_of,
 )
 
-__all__ = ["Origin", "search"]
-
 
 @dataclass(frozen=True)
 class Origin:

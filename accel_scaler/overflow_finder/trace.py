@@ -14,20 +14,6 @@ from torch.nn import Module
 
 from .ranges import Pair, Range, joined
 
-__all__ = [
-    "Call",
-    "Entry",
-    "Forward",
-    "Gradient",
-    "InputGradient",
-    "Loss",
-    "ParameterGradient",
-    "Place",
-    "Uses",
-    "WindowTrace",
-    "pair_of",
-]
-
 MOST = 1 << 17
 """Ranges kept, of each kind, where no boundary ever comes."""
 

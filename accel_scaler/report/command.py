@@ -22,8 +22,6 @@ from .theme import drawing
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["add_arguments", "run"]
-
 MOST_RUNS = 4
 
 

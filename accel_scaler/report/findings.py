@@ -11,8 +11,6 @@ from typing import Literal
 from .formatting import counted, number, percent, times
 from .run_summary import MAX_FALLS, Fall, Run, Session
 
-__all__ = ["Finding", "facts", "find", "in_words"]
-
 Level = Literal["bad", "warn", "note", "good"]
 LEVELS: tuple[Level, ...] = ("bad", "warn", "note", "good")
 MANY_CLIPPED = 0.5

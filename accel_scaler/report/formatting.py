@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["counted", "number", "percent", "shorten", "times"]
-
 
 def number(value: float) -> str:
     """Four significant digits; integers in full, as far as loss scales usually go."""

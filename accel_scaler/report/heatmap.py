@@ -13,8 +13,6 @@ from .theme import INK
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["draw_heatmap", "heatmap_rows"]
-
 MAX_ROWS = 240
 NAMED_ROWS = 48
 RED = (0.91, 0.30, 0.10)

@@ -15,8 +15,6 @@ from .formatting import counted, number
 from .run_summary import Run
 from .theme import BAD, INK, LINE, PAPER, SOFT
 
-__all__ = ["html_page"]
-
 ROWS = 100
 LEVELS = {
     "bad": ("Problem", BAD),

@@ -10,8 +10,6 @@ from ..errors import ConfigError
 from ..telemetry import FORMAT, BrokenLineError, CutLineError, End, Names, Record, Start, decode
 from .run_summary import Run
 
-__all__ = ["read_run"]
-
 LONGEST_LINE = 8 << 20
 """A longer line is read in pieces, each of which is broken: it is never held whole."""
 

@@ -11,8 +11,6 @@ from typing import Any
 from ..telemetry import End, Names, Record, Start
 from .samples import Bins, NormColumns, Timing
 
-__all__ = ["Fall", "Offender", "Run", "Session"]
-
 MAX_FALLS = 8
 MAX_FIRSTS = 50
 SETTLED = 20

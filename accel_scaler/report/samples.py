@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from ..telemetry import Record
 
-__all__ = ["Bin", "Bins", "NormColumns", "Timing"]
-
 MAX_BINS = 1024
 MAX_COLUMNS = 240
 MAX_CELLS = 1 << 21

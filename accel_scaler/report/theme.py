@@ -9,8 +9,6 @@ from typing import Any
 
 from ..errors import ConfigError
 
-__all__ = ["BAD", "INK", "LINE", "PAPER", "RUNS", "SOFT", "drawing"]
-
 INK = "#1b1f24"
 SOFT = "#57606a"
 LINE = "#d5dbe1"

@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["agree_on_overflow", "is_sharded", "reduce_partial_gradients", "whole"]
-
 
 def is_sharded(parameters: Iterable[Any]) -> bool:
     """Whether ranks may hold different gradients of these: FSDP2, tensor and expert parallel.

@@ -10,8 +10,6 @@ from torch.optim import Optimizer
 
 from .gradients import parameters_of
 
-__all__ = ["call_fused", "nothing_found"]
-
 
 def nothing_found(optimizer: Optimizer) -> Tensor | None:
     """``found_inf`` for finite gradients: torch's own optimizers save a pass without one; others

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from .gradients import on_host
 
-__all__ = ["GradNorm", "GradNorms"]
-
 
 @dataclass(slots=True, eq=False)
 class GradNorm:

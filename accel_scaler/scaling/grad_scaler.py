@@ -34,8 +34,6 @@ from .thread_windows import Job, ThreadWindows
 from .update_rule import Rule, ScaleState
 from .window import OptimizerRecord, Snapshot, Window, stepped
 
-__all__ = ["GradScaler"]
-
 T = TypeVar("T")
 
 _TRANSIENT = ("_windows", "_live", "_mirror", "_local", "_lock", "_known", "_leaves", "_managed")

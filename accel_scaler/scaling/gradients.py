@@ -14,33 +14,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = [
-    "LOW_PRECISION",
-    "NormCheck",
-    "check_norms",
-    "clip_coefficient",
-    "count_nonfinite",
-    "differ",
-    "first_nonfinite",
-    "gradients_of",
-    "has_nonfinite_gradient",
-    "is_power_of_two",
-    "is_uniform",
-    "kept",
-    "laid_out_otherwise",
-    "leaves_of",
-    "local",
-    "make_own",
-    "match_layout",
-    "nonfinite",
-    "nonzero",
-    "on_host",
-    "parameters_of",
-    "reciprocal",
-    "run_on_one_thread",
-    "unscale_in_place",
-]
-
 _dtype_of, _layout_of = attrgetter("dtype"), attrgetter("layout")
 
 LARGE = 1 << 16

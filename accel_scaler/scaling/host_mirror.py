@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["HostMirror"]
-
 
 class HostMirror:
     """Saves the host from asking the device for two numbers that it has itself written last."""

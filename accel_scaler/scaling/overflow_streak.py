@@ -16,8 +16,6 @@ from ..errors import OverflowStreakError, listed
 from .gradients import MOST_NAMED, SMALLEST_NORMAL, has_nonfinite_gradient, nonfinite
 from .parameter_names import MOST_NAMES, ParameterNames
 
-__all__ = ["Evidence", "OverflowStreak", "remedies", "scale_path"]
-
 logger = logging.getLogger("accel_scaler")
 
 MOST_LOSSES = 1024

@@ -10,8 +10,6 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-__all__ = ["MOST_NAMES", "ParameterNames"]
-
 MOST_NAMES = 5
 """Parameters that an error names one by one."""
 

@@ -12,8 +12,6 @@ from typing import Any, Generic, TypeVar
 from ..errors import OrderError
 from .window import Window
 
-__all__ = ["WAIT_LIMIT_S", "Job", "ThreadWindows"]
-
 T = TypeVar("T")
 
 WAIT_LIMIT_S = 600.0

@@ -6,8 +6,6 @@ import ctypes
 import math
 from dataclasses import dataclass
 
-__all__ = ["Rule", "ScaleState"]
-
 
 @dataclass(frozen=True, slots=True)
 class ScaleState:

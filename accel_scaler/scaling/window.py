@@ -18,16 +18,6 @@ from .grad_norms import GradNorms
 from .gradients import differ, kept, local, make_own, nonzero, parameters_of, reciprocal
 from .update_rule import ScaleState
 
-__all__ = [
-    "DeferredUnscale",
-    "OptimizerRecord",
-    "Snapshot",
-    "StillScaled",
-    "Window",
-    "raise_mixed",
-    "stepped",
-]
-
 HOST = torch.device("cpu")
 
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from .record import Record
 
-__all__ = ["History"]
-
 KEPT_RECORDS = 4096
 KEPT_DETAILS = 16
 """Records that keep what they know of single parameters: of thousands, most of the memory."""

@@ -13,8 +13,6 @@ from torch.optim import Optimizer
 from ..scaling import ParameterNames
 from .record import Names
 
-__all__ = ["NameTable"]
-
 
 class NameTable:
     """Gives each parameter it meets the next number; starts over when one is gone.

@@ -26,22 +26,6 @@ from typing import Any
 
 from ..console import plain
 
-__all__ = [
-    "FORMAT",
-    "BrokenLineError",
-    "CutLineError",
-    "End",
-    "Names",
-    "Record",
-    "Span",
-    "Start",
-    "decode",
-    "encode_end",
-    "encode_names",
-    "encode_start",
-    "encode_window",
-]
-
 FORMAT = 1
 """Version of the file format."""
 

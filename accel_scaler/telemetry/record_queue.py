@@ -12,8 +12,6 @@ from ..optimizer_step import StepTiming
 from .record import Names, Record, Span
 from .writer import Journal
 
-__all__ = ["OpenRecord", "RecordQueue"]
-
 LONGEST_WAIT_S = 0.5
 """What a killed run may lose of its end. One by one, windows cost several times as much to write:
 the step between them leaves nothing of ours in the processor's cache."""

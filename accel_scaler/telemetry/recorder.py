@@ -33,8 +33,6 @@ from .record_queue import OpenRecord, RecordQueue
 from .spans import Timeline
 from .writer import Journal
 
-__all__ = ["Recorder", "make_recorder"]
-
 logger = logging.getLogger("accel_scaler")
 
 RANK = "{rank}"

@@ -14,8 +14,6 @@ from torch.nn import Module
 from ..overflow_finder import Hook
 from .record import Span
 
-__all__ = ["MOST_SPANS", "Timeline"]
-
 MOST_SPANS = 256
 """Of one window; what comes after is left out."""
 

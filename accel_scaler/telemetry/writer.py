@@ -25,8 +25,6 @@ from .record import (
     encode_window,
 )
 
-__all__ = ["Journal"]
-
 logger = logging.getLogger("accel_scaler")
 
 NEWLINE = ord("\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import stat
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -45,7 +46,8 @@ class Journal:
         facts: what the ``start`` line says of the run, besides the time and the format.
 
     Raises:
-        ConfigError: the path cannot be written, or is a file of another kind or a newer format.
+        ConfigError: the path cannot be written, is no regular file, or is a file of another kind
+            or a newer format.
     """
 
     def __init__(self, path: str, facts: Mapping[str, Any]) -> None:
@@ -57,7 +59,8 @@ class Journal:
         self._pid = os.getpid()
         try:
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-            # A pipe or a terminal has nothing to see.
+            _refuse_irregular(path)
+            # A terminal has nothing to see.
             self._is_torn = os.path.isfile(path) and _is_torn(path)
             self._file = io.FileIO(path, "a")
             self._put(encode_start(time.time(), facts))
@@ -105,6 +108,16 @@ class Journal:
             self._lost += 1
             return False
         return True
+
+
+def _refuse_irregular(path: str) -> None:
+    """Raise ``ConfigError`` for what is there and is neither a file nor a terminal:
+    to open a pipe, and to write to it, would wait for whoever reads there."""
+    if os.path.exists(path):
+        mode = os.stat(path).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISCHR(mode)):
+            reason = "it is no regular file; a pipe would let training wait for its reader"
+            raise ConfigError(_complaint(path, reason))
 
 
 def _is_torn(path: str) -> bool:

@@ -124,6 +124,18 @@ def test_a_path_that_cannot_be_written_is_said_at_once(tmp_path: Path, below: st
         Journal(str(tmp_path / below), FACTS)
 
 
+def test_a_pipe_is_refused_before_it_is_opened(tmp_path: Path) -> None:
+    """A plain ``open`` waits until somebody reads, for ever where nobody does."""
+    path = tmp_path / "run.jsonl"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with pytest.raises(ConfigError, match=rf"{path}.*no regular file.*another path"):
+        Journal(str(path), FACTS)
+    assert os.read(reader, 1) == b""
+    os.close(reader)
+    Journal(os.devnull, FACTS).close()  # no regular file either, and waits for nobody
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
 def test_a_disk_that_is_full_at_the_start_is_said_at_once() -> None:
     with pytest.raises(ConfigError, match=r"'/dev/full'.*No space left"):

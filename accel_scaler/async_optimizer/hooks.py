@@ -29,7 +29,7 @@ MASTER = "master"
 
 
 class SyncHooks:
-    """The hooks of one stepper.
+    """The hooks of one stepper, which is closed where they cannot be made.
 
     Args:
         holder: who is to call :meth:`close`; None: somebody surely does.
@@ -53,12 +53,18 @@ class SyncHooks:
         self._compiled: list[tuple[weakref.ref[Module], Any, Any]] = []
         self._loading: Any = None
         optimizer = stepper.optimizer
-        self._handles += [
-            optimizer.register_state_dict_pre_hook(self._before_saving),
-            optimizer.register_state_dict_post_hook(self._after_saving),
-            optimizer.register_load_state_dict_pre_hook(self._before_loading),
-            optimizer.register_load_state_dict_post_hook(self._after_loading),
+        hooks: list[tuple[Any, Any]] = [
+            (optimizer.register_state_dict_pre_hook, self._before_saving),
+            (optimizer.register_state_dict_post_hook, self._after_saving),
+            (optimizer.register_load_state_dict_pre_hook, self._before_loading),
+            (optimizer.register_load_state_dict_post_hook, self._after_loading),
         ]
+        try:
+            for register, hook in hooks:
+                self._handles.append(register(hook))
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def stepper(self) -> AsyncStepper:

@@ -91,9 +91,9 @@ class AsyncOptimizer(Optimizer):
         self.optimizer, self.model, self.scaler = optimizer, model, scaler
         self._config = config
         self._closed = False
+        self._open()
         if scaler is not None and sharded:
             scaler.sharded = True
-        self._open()
 
     def _open(self) -> None:
         config = self._config
@@ -111,19 +111,19 @@ class AsyncOptimizer(Optimizer):
             holder=self,
         )
         self._stepper = self._hooks.stepper
+        self._boundary: Boundary | None = None
         try:
             self._stepper.refresh()
             self._hooks.watch(self._models())
+            if self.scaler is not None:
+                # One for all optimizers of a scaler, an attached accelerator's too.
+                self._boundary = boundary_of(self.scaler) or Boundary(
+                    self.scaler, device, Recorder(self.scaler)
+                )
+                self._boundary.add(self, config.fold_unscale)
         except BaseException:
-            self._hooks.close()
+            self.close()
             raise
-        self._boundary: Boundary | None = None
-        if self.scaler is not None:
-            # One for all optimizers of a scaler, an attached accelerator's too.
-            self._boundary = boundary_of(self.scaler) or Boundary(
-                self.scaler, device, Recorder(self.scaler)
-            )
-            self._boundary.add(self, config.fold_unscale)
 
     def _models(self) -> list[Module]:
         return [] if self.model is None else [self.model]

@@ -122,6 +122,15 @@ def refuse_unsteppable(optimizer: Optimizer, *, masters: bool = False) -> None:
             "that cannot run beside them. Use step_mode='sync' without offload."
         )
     refuse_replaced(optimizer)
+    made = attributes_of_every_optimizer()
+    missing = sorted(each for each in made if "hooks" in each and not hasattr(optimizer, each))
+    if missing:
+        raise UnsupportedError(
+            f"{name} has no {missing[0]}, which torch.optim.Optimizer.__init__ makes and by which "
+            "its state is saved and loaded between two steps. Call super().__init__(params, "
+            "defaults) in it, or use step_mode='sync' without offload, with float32 parameters, "
+            "without AsyncOptimizer."
+        )
     if any(getattr(p, "_fsdp_flattened", False) for p in parameters_of(optimizer)):
         raise UnsupportedError(
             f"{name} steps parameters that FSDP1 (FullyShardedDataParallel) has flattened. It "

@@ -13,11 +13,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..config import ScalerConfig
-from ..errors import UnsupportedError
 from ..optimizer_step import stepper_of
 from ..telemetry import History
 from .attachment import Attachment, begin
-from .autocast import add_emulation
+from .autocast import add_autocast, add_emulation
 from .checkpoints import loading, saving
 from .cpu_float16 import emulate_float16
 from .optimizer import adopt, inner_of, refuse_unsuitable
@@ -66,7 +65,8 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
     @contextmanager
     def _all_or_nothing(self, objects: Iterable[Any]) -> Iterator[None]:
         """Around their preparation: what can be refused is refused before; what is seen only when
-        all is wrapped and placed (FSDP1, a device without streams) leaves nothing registered."""
+        all is wrapped and placed (FSDP1, a device without streams), and whatever else ends it,
+        leaves nothing registered."""
         if self._attachment is not None:
             optimizers = [each for each in objects if isinstance(each, Optimizer)]
             refuse_unsuitable(optimizers, self._attachment.config, are_placed=False)
@@ -74,16 +74,25 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         before = list(map(len, registered))
         try:
             yield
-        except UnsupportedError:
+        except BaseException:
+            if self._attachment is not None:
+                self._attachment.release(self._optimizers[before[1] :])
             for each, length in zip(registered, before, strict=True):
                 del each[length:]
             raise
 
     def prepare_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """As Accelerate's, and takes the parameters' names for errors and telemetry."""
+        """As Accelerate's, and takes the parameters' names for errors and telemetry.
+
+        Raises:
+            UnsupportedError: it was prepared and compiled without autocast before.
+        """
         prepared = super().prepare_model(model, *args, **kwargs)
         attachment = self._attachment
         if attachment is not None:
+            if attachment.scales and self.native_amp:
+                # Of a model that another accelerator has prepared Accelerate changes nothing.
+                add_autocast(self, [prepared])
             if attachment.emulates_float16:
                 add_emulation(self, prepared)
             attachment.recorder.watch(prepared, self.unwrap_model(prepared))

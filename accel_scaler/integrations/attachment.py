@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -69,22 +70,26 @@ class Attachment:
         return self.scales and self.device.type == "cpu"
 
     def put_on(self, accelerator: Any) -> None:
-        """Scale from now on: autocast, scaler, names, optimizers.
+        """Scale from now on: autocast, scaler, names, optimizers. Whatever ends it, nothing stays.
 
         Raises:
-            UnsupportedError: a model that cannot be autocast any more; nothing was changed.
+            UnsupportedError: a model that cannot be autocast any more.
         """
-        if self.scales and not accelerator.native_amp:
-            # Stock Accelerate leaves fp16 on a CPU without autocast and without a scaler.
-            add_autocast(accelerator, self.models)
-            accelerator.native_amp = self._added_autocast = True
-        if self.scales:
-            accelerator.scaler = self.scaler
         accelerator._attachment = self
-        for model in self.models:
-            self.recorder.watch(model, accelerator.unwrap_model(model))
-        for optimizer in accelerator._optimizers:
-            adopt(optimizer, self)
+        try:
+            if self.scales and not accelerator.native_amp:
+                # Stock Accelerate leaves fp16 on a CPU without autocast and without a scaler.
+                accelerator.native_amp = self._added_autocast = True
+                add_autocast(accelerator, self.models)
+            if self.scales:
+                accelerator.scaler = self.scaler
+            for model in self.models:
+                self.recorder.watch(model, accelerator.unwrap_model(model))
+            for optimizer in accelerator._optimizers:
+                adopt(optimizer, self)
+        except BaseException:
+            self._undo(accelerator)
+            raise
 
     def take_off(self, accelerator: Any) -> None:
         """Undo what was done to the accelerator, and to what it has prepared.
@@ -94,6 +99,10 @@ class Attachment:
             StepError: the step in hand failed; everything was undone.
         """
         self._hand_back_scale()
+        self._undo(accelerator)
+
+    def _undo(self, accelerator: Any) -> None:
+        """:meth:`take_off`; the scaler that was replaced stays as it is."""
         failed: StepError | None = None
         for optimizer in list(self.optimizers):
             try:
@@ -114,6 +123,12 @@ class Attachment:
             accelerator.__class__ = self.stock_class
         if failed is not None:
             raise failed
+
+    def release(self, optimizers: Iterable[Any]) -> None:
+        """Those of a preparation that has failed are Accelerate's again."""
+        for optimizer in self.optimizers.intersection(optimizers):
+            self.scaler.release(optimizer.stepped_optimizer)
+            optimizer.leave(self)
 
     def _hand_back_scale(self) -> None:
         """The scaler that was replaced goes on with the present scale."""

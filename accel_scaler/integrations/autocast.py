@@ -14,22 +14,22 @@ from . import cpu_float16
 
 
 def add_autocast(accelerator: Any, models: list[torch.nn.Module]) -> None:
-    """Wrap each prepared model's forward as ``prepare_model`` does when autocast is on.
+    """Wrap each prepared model's forward as ``prepare_model`` does when autocast is on, where it
+    has not been.
 
     Raises:
         UnsupportedError: a compiled model, whose forward can no longer be wrapped; before any
             model is changed.
     """
-    for model in models:
-        if is_compiled_module(model):
-            raise UnsupportedError(
-                "attach: the model was prepared and compiled without autocast. Call "
-                "attach(accelerator) before accelerator.prepare(model)."
-            )
-    for model in models:
+    # A compiled model says what the one in it has.
+    plain = [m for m in models if not hasattr(accelerator.unwrap_model(m), "_original_forward")]
+    if any(map(is_compiled_module, plain)):
+        raise UnsupportedError(
+            "attach: the model was prepared and compiled without autocast. Call "
+            "attach(accelerator) before accelerator.prepare(model)."
+        )
+    for model in plain:
         inner: Any = accelerator.unwrap_model(model)
-        if "_original_forward" in inner.__dict__:
-            continue
         context = get_mixed_precision_context_manager(True, accelerator.autocast_handler)
         inner._original_forward = inner.forward
         _replace_forward(inner, convert_outputs_to_fp32(context(_function_of(inner))))
@@ -51,14 +51,18 @@ def remove_autocast(accelerator: Any, model: torch.nn.Module) -> None:
 
 
 def add_emulation(accelerator: Any, model: torch.nn.Module) -> None:
-    """Around the prepared model's forward, autocast and all: :func:`products.emulate_float16`.
+    """Around the prepared model's forward, autocast and all: :func:`cpu_float16.emulate_float16`,
+    once.
 
     Does nothing off the CPU, or where the processor has kernels for them.
     """
     if accelerator.device.type != "cpu" or cpu_float16.has_float16_kernels():
         return
     holder: Any = accelerator.unwrap_model(model)
-    wrapped: Any = cpu_float16.emulating_float16(_function_of(holder))
+    function = _function_of(holder)
+    if getattr(function, "_accel_scaler_emulation", None) is function:
+        return
+    wrapped: Any = cpu_float16.emulating_float16(function)
     wrapped._accel_scaler_emulation = wrapped  # itself: whoever wraps it copies its attributes
     _replace_forward(holder, wrapped)
 

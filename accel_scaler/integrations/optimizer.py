@@ -53,6 +53,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         if self._attachment is not attachment:
             return
         hooks = self._hooks
+        attachment.optimizers.discard(self)
         for name in ("_attachment", "_hooks"):
             self.__dict__.pop(name, None)
         try:

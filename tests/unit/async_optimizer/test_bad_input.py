@@ -53,6 +53,14 @@ class Sam(torch.optim.Optimizer):
         self.base_optimizer.step()
 
 
+class Lookahead(torch.optim.Optimizer):
+    """Shows what another optimizer has, and does not call torch's ``__init__``."""
+
+    def __init__(self, params: Any) -> None:
+        base = torch.optim.SGD(params, lr=LR)
+        self.param_groups, self.state, self.defaults = base.param_groups, base.state, base.defaults
+
+
 WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no optimizer": (lambda: AsyncOptimizer(None), ConfigError, "got a NoneType"),  # type: ignore[arg-type]
     "parameters": (
@@ -94,6 +102,11 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         UnsupportedError,
         "'base_optimizer'",
     ),
+    "half an optimizer": (
+        lambda: AsyncOptimizer(Lookahead([one()])),
+        UnsupportedError,
+        "Lookahead has no _optimizer_.*__init__",
+    ),
 }
 
 
@@ -102,6 +115,33 @@ def test_wrong_arguments_are_named_and_leave_nothing_behind() -> None:
         with pytest.raises(kind, match=text):
             make()
         assert not any("accel_scaler" in t.name for t in threading.enumerate()), name
+
+
+@pytest.mark.parametrize(
+    "where", ["register_load_state_dict_pre_hook", "register_forward_pre_hook", "manage"]
+)
+def test_whatever_ends_the_making_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Ctrl-C, or a foreign optimizer's own error: stepped as by torch then, and wrapped again."""
+    model, scaler = nn.Linear(4, 1), GradScaler("cpu", init_scale=4.0)
+    inner = sgd(model.parameters())
+    before = {key: len(value) for key, value in vars(inner).items() if "hooks" in key}
+    holder = inner if hasattr(inner, where) else model if hasattr(model, where) else scaler
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(holder, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        AsyncOptimizer(inner, model, scaler=scaler, sharded=True)
+    monkeypatch.undo()
+    assert async_stepper_of(inner) is None
+    assert {key: len(value) for key, value in vars(inner).items() if "hooks" in key} == before
+    assert not model._state_dict_pre_hooks
+    assert not scaler.managed
+    assert not scaler.sharded
+    AsyncOptimizer(inner, model, scaler=scaler).close()
 
 
 @pytest.mark.parametrize("second", [AsyncOptimizer, lambda o: AsyncOptimizer(o, mode="sync")])

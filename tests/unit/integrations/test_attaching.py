@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from itertools import count
 from typing import Any
 
 import pytest
@@ -24,8 +25,11 @@ from accel_scaler import (
     attach,
     detach,
 )
+from accel_scaler.async_optimizer.async_stepper import AsyncStepper
 from accel_scaler.integrations import attach_default
 from accel_scaler.integrations.optimizer import ScaledOptimizer
+from accel_scaler.optimizer_step.stepper import async_stepper_of
+from accel_scaler.telemetry import Recorder
 
 INF = float("inf")
 
@@ -246,6 +250,67 @@ def test_a_refusal_leaves_everything_as_it_was(refused: Any, mode: Any) -> None:
     assert not any("accel_scaler" in name for name in vars(optimizer.optimizer))
     assert inner_dtype(model) is torch.float32
     assert_untouched(accelerator)
+
+
+def interrupted_at_the_second(patched: pytest.MonkeyPatch, cls: type, name: str) -> None:
+    """Ctrl-C in the second call of a method."""
+    calls, own = count(), getattr(cls, name)
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        if next(calls):
+            raise KeyboardInterrupt
+        return own(*args, **kwargs)
+
+    patched.setattr(cls, name, method)
+
+
+@pytest.mark.parametrize(
+    ("cls", "name"), [(Recorder, "watch"), (AsyncStepper, "__init__"), (GradScaler, "manage")]
+)
+def test_whatever_ends_an_attach_nothing_stays(
+    monkeypatch: pytest.MonkeyPatch, cls: type, name: str
+) -> None:
+    """Both models and optimizers are as stock left them, and can be attached."""
+    accelerator, config = cpu(), ScalerConfig(step_mode="overlap")
+    pairs = [prepared(accelerator) for _ in range(2)]
+    with monkeypatch.context() as patched:
+        interrupted_at_the_second(patched, cls, name)
+        with pytest.raises(KeyboardInterrupt):
+            attach(accelerator, config)
+    for model, optimizer in pairs:
+        assert inner_dtype(model) is torch.float32
+        assert type(optimizer) is AcceleratedOptimizer
+        assert async_stepper_of(optimizer.optimizer) is None
+    assert_untouched(accelerator)
+    assert type(attach(accelerator, config)) is ScaledAccelerator
+    detach(accelerator)
+
+
+@pytest.mark.parametrize(("cls", "name"), [(AsyncStepper, "__init__"), (GradScaler, "manage")])
+def test_whatever_ends_a_prepare_nothing_is_prepared(
+    monkeypatch: pytest.MonkeyPatch, cls: type, name: str
+) -> None:
+    """Done again, it trains as where nothing had happened."""
+    ends: list[Tensor] = []
+    for fails in (False, True):
+        accelerator = attach(cpu(), ScalerConfig(step_mode="overlap"))
+        model = mlp()
+        optimizers = [SGD(layer.parameters(), lr=0.1) for layer in (model[0], model[2])]
+        if fails:
+            with monkeypatch.context() as patched:
+                interrupted_at_the_second(patched, cls, name)
+                with pytest.raises(KeyboardInterrupt):
+                    accelerator.prepare(model, *optimizers)
+            assert [] == accelerator._models == accelerator._optimizers
+            assert not accelerator.scaler.managed
+            assert not any(map(async_stepper_of, optimizers))
+        model, *optimizers = accelerator.prepare(model, *optimizers)
+        accelerator.backward(model(torch.ones(2, 8)).square().mean())
+        for optimizer in optimizers:
+            optimizer.step()
+        ends.append(weights(model))
+        detach(accelerator)
+    assert torch.equal(*ends)
 
 
 def rounds(model: Any) -> bool:

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import AutocastKwargs
-from attached import cpu, inner_dtype
-from support import mlp
+from attached import cpu, inner_dtype, train
+from support import mlp, weights
 from torch import Tensor
 
-from accel_scaler import UnsupportedError
+from accel_scaler import ScalerConfig, UnsupportedError, attach, detach
+from accel_scaler.integrations import cpu_float16
 from accel_scaler.integrations.autocast import add_autocast, remove_autocast
 
 
@@ -64,3 +65,27 @@ def test_a_compiled_model_is_refused_before_any_is_changed() -> None:
     with pytest.raises(UnsupportedError, match=r"attach\(accelerator\) before"):
         add_autocast(a, [first, compiled])
     assert "forward" not in first.__dict__
+
+
+@pytest.mark.parametrize("earlier", ["stock", "detached"])
+def test_a_model_that_another_accelerator_has_prepared_gets_it_too(
+    monkeypatch: pytest.MonkeyPatch, earlier: str
+) -> None:
+    """Accelerate hands it back as it is. Beside a model that is prepared for the first time."""
+    monkeypatch.setattr(cpu_float16, "has_float16_kernels", lambda: False)
+    ends: list[Tensor] = []
+    for is_prepared in (False, True):
+        model = mlp()
+        if is_prepared:
+            first = cpu() if earlier == "stock" else attach(cpu(), ScalerConfig())
+            first.prepare(model)
+            detach(first)
+        a = attach(cpu(), ScalerConfig())
+        forward = a.prepare(model).forward
+        assert inner_dtype(model) is torch.float16
+        assert a.prepare(model).forward == forward, "wrapped once"
+        optimizer = a.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+        ends.append(weights(train(a, model, optimizer)))
+        detach(a)
+        assert not {"forward", "_original_forward"} & model.__dict__.keys()
+    assert torch.equal(*ends)

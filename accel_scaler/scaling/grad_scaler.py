@@ -138,6 +138,8 @@ class GradScaler(torch.amp.GradScaler):
         self._managed = weakref.WeakKeyDictionary()
         """Optimizers that a boundary steps, in the order they came, and what steps them."""
         self._leaves: list[weakref.ref[Tensor]] = []
+        """What the scaled outputs of this window lead to. Not longer: torch swaps no parameter that
+        has a weak reference."""
 
     # torch's methods read the next two; they are those of the window this thread works in.
 
@@ -373,6 +375,7 @@ class GradScaler(torch.amp.GradScaler):
     def _next_window(self) -> None:
         """Leave the window; what its optimizers have not stepped is carried over to the next."""
         left = self._windows.next()
+        self._leaves = []
         self.overflow_streak.next_window()
         self.parameter_names.next_window()
         managed = self.managed if self._enabled else []
@@ -567,7 +570,7 @@ class GradScaler(torch.amp.GradScaler):
         """Whether the gradients of this window hold an inf or a NaN.
 
         Looks at the gradients of ``optimizers``; without any, of every optimizer this scaler
-        has seen; before it has seen one, of the parameters that the scaled outputs lead to.
+        has seen; before it has seen one, of the parameters that the window's outputs lead to.
         In a bound job the verdict is the one taken by :meth:`bind`. Synchronises.
         """
         if not self._enabled:

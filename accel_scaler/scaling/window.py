@@ -81,7 +81,8 @@ class Snapshot:
 
 
 class StillScaled:
-    """Gradients of an overflow that stay as they were found. Keeps none alive.
+    """Gradients of an overflow that stay as they were found. Keeps none alive, and knows no
+    parameter: torch swaps none that has a weak reference.
 
     Args:
         parameters: whose ``.grad`` they are.
@@ -90,22 +91,15 @@ class StillScaled:
 
     def __init__(self, parameters: Iterable[Tensor], scale: float) -> None:
         self._scale = scale
-        self._entries = [
-            (weakref.ref(p), weakref.ref(p.grad), p.grad._version)
-            for p in parameters
-            if p.grad is not None
-        ]
+        grads = [p.grad for p in parameters if p.grad is not None]
+        self._entries = [(weakref.ref(grad), grad._version) for grad in grads]
 
     @torch.no_grad()
     def unscale(self) -> None:
-        """As torch does at once, those that nobody has dropped, replaced or changed since: another
-        backward is about to add to them. Does not synchronise."""
-        found = ((p(), grad(), version) for p, grad, version in self._entries)
-        left: list[Any] = [
-            grad
-            for p, grad, version in found
-            if p is not None and grad is not None and p.grad is grad and grad._version == version
-        ]
+        """As torch does at once, those that nobody has dropped or changed since: another backward
+        is about to add to them. Does not synchronise."""
+        found = ((ref(), version) for ref, version in self._entries)
+        left = [grad for grad, version in found if grad is not None and grad._version == version]
         if left:
             inverse = reciprocal(self._scale)
             torch._foreach_mul_([local(grad) for grad in left], inverse)

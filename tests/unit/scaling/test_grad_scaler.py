@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 
-from accel_scaler import ConfigError, GradScaler, OverflowStreakError, UnsupportedError
+from accel_scaler import (
+    ConfigError,
+    GradScaler,
+    OverflowStreakError,
+    ScalerConfig,
+    UnsupportedError,
+    attach,
+)
 
 INF, NAN = float("inf"), float("nan")
 Stock = torch.amp.GradScaler
@@ -240,6 +249,49 @@ def test_the_overflow_flag_is_about_the_open_window() -> None:
     assert scaler.get_overflow_flag() is True
     scaler.step(second)
     assert torch.equal(q.detach(), torch.ones(2))
+
+
+@pytest.fixture
+def swaps() -> Iterator[None]:
+    """A module's conversion and its ``load_state_dict`` swap its parameters for others."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.usefixtures("swaps")
+@pytest.mark.parametrize("factor", [1.0, INF])
+def test_parameters_can_be_swapped_between_two_windows_as_with_torchs(factor: float) -> None:
+    ends = []
+    for cls in (torch.amp.GradScaler, GradScaler):
+        torch.manual_seed(0)
+        net = nn.Linear(2, 1)
+        begin = {key: value.clone() for key, value in net.state_dict().items()}
+        scaler = cls("cpu", init_scale=4.0)
+        for convert in (lambda: net.load_state_dict(begin), net.double, net.float):  # noqa: B023
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            dtype = net.weight.dtype
+            scaler.scale(net(torch.ones(1, 2, dtype=dtype)).sum() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            convert()
+        ends.append((net.weight.detach(), scaler.get_scale()))
+    assert torch.equal(ends[0][0], ends[1][0])
+    assert ends[0][1] == ends[1][1]
+
+
+@pytest.mark.usefixtures("swaps")
+def test_parameters_can_be_swapped_after_an_overflow_that_a_boundary_skipped() -> None:
+    accelerator = attach(Accelerator(cpu=True, mixed_precision="fp16"), ScalerConfig())
+    net = nn.Linear(2, 1)
+    net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    accelerator.backward(net(torch.ones(1, 2)).sum() * INF)
+    accelerator.clip_grad_norm_(net.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert optimizer.step_was_skipped
+    assert net.double().weight.dtype is torch.float64
 
 
 def test_disabled() -> None:

@@ -36,7 +36,10 @@ _PLAIN = (
 )
 """What leads to no parameter."""
 
-_DUNDERS_OF_THE_STEP = {"__getattr__", "__getattribute__", "__setattr__", "__delattr__"}
+_READ_BY_STEPS = {
+    *("__getattr__", "__getattribute__", "__setattr__", "__delattr__"),
+    *("grad_scale", "found_inf", "_step_supports_amp_scaling"),
+}
 
 
 @cache
@@ -58,7 +61,7 @@ def raw_step(cls: type[Optimizer]) -> Callable[..., Any]:
 
 
 def known_class(cls: type[Optimizer]) -> type[Optimizer] | None:
-    """The class, known to step each parameter alone, to which ``cls`` adds no method."""
+    """The class, known to step each parameter alone, of which ``cls`` replaces nothing."""
     for known in cls.__mro__:
         # Adafactor and Muon say that they are of torch.optim itself.
         of_torch = f"{known.__module__}.".startswith("torch.optim.")
@@ -70,8 +73,10 @@ def known_class(cls: type[Optimizer]) -> type[Optimizer] | None:
         between = cls.__mro__[: cls.__mro__.index(known)]
         # torch puts its wrapper of ``step`` on the class of the first instance.
         own = {name for each in between for name in vars(each)} - {"step"}
-        adds = any(not n.startswith("__") or n in _DUNDERS_OF_THE_STEP for n in own)
-        return None if adds or raw_step(cls) is not raw_step(known) else known
+        replaced = own & (_READ_BY_STEPS | attributes_of_every_optimizer()) or any(
+            hasattr(known, name) and not name.startswith("__") for name in own
+        )
+        return None if replaced or raw_step(cls) is not raw_step(known) else known
     return None
 
 

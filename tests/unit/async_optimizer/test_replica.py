@@ -30,6 +30,7 @@ from accel_scaler import (
     attach,
 )
 from accel_scaler.async_optimizer.replica import Replica
+from accel_scaler.async_optimizer.supported_optimizers import is_splittable, known_class
 from accel_scaler.optimizer_step.stepper import async_stepper_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -804,6 +805,25 @@ def test_a_hook_that_gives_the_step_arguments_is_refused() -> None:
         loss_of(model, 0).backward()
         with pytest.raises(UnsupportedError, match="new arguments"):
             optimizer.step()
+
+
+class Added(torch.optim.SGD):
+    """With what no step of torch's asks for."""
+
+    name = "added"
+
+    def rates(self) -> list[float]:
+        return [group["lr"] for group in self.param_groups]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("_init_group", None), ("param_groups", property(list)), ("_step_supports_amp_scaling", True)],
+)
+def test_a_subclass_that_only_adds_is_stepped_beside(name: str, value: Any) -> None:
+    params = [nn.Parameter(torch.ones(2))]
+    assert is_splittable(Added(params, lr=LR))
+    assert known_class(type("Other", (Added,), {name: value})) is None
 
 
 # All parameters small: their gradients go through buffers.

@@ -326,6 +326,8 @@ class AsyncStepper(Stepper):
             fn=fn,
             number=self.steps + 1,
         )
+        if replica.is_sharded:  # FSDP2 took them on a stream of its own
+            self.streams.keep([local(grad) for grad in found if grad is not None], at_home=True)
         try:
             self._inflight = step
             if fn is not None:

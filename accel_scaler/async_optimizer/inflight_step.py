@@ -165,8 +165,6 @@ class InflightStep:
     ) -> None:
         replica, streams = self.replica, self.streams
         # What the training thread steps itself is in order on its own stream.
-        if task.timing.inline and replica.is_sharded:
-            streams.keep(grads, at_home=True)  # FSDP2 took them on a stream of its own
         with nullcontext() if task.timing.inline else self._beside(grads, deferred, ready):
             try:
                 for part in replica.parts if self.publishes_first else ():

@@ -19,7 +19,8 @@ Masters on the device
 Gradients
     Backward's streams write them, home then multiplies, side reads and unscales them. After
     ``ready``. Whoever uses one meanwhile waits as for a parameter. The task has them until it has
-    enqueued its work; recorded on side, and on down if they are sent.
+    enqueued its work; recorded on side, and on down if they are sent. Where others have their
+    memory too, home copies them. FSDP2's come from a stream of its own: recorded on home.
 Optimizer state, loaded or made by a step; step counts
     Side writes and reads it; home reads it after ``synchronize()``. Memory of home's or of side's
     pool, as it came: recorded on both, before a step and after it.
@@ -28,7 +29,7 @@ Hyperparameters that are tensors, factors that unscale and clip
 What a step needs for itself
     Side alone, of side's pool.
 A step on the training thread (``sync`` without offload)
-    Home alone, as torch does it. FSDP2's gradients come from a stream of its own: recorded on home.
+    Home alone, as torch does it.
 Gradients on the host, pinned
     Down writes them after home; the optimizer thread waits for each copy's event, then reads. Sent
     once the step before is done.

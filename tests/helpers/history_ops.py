@@ -76,7 +76,7 @@ class Epoch(Short):
     """One more thread reads parameters, state dicts and the scaler's state all along."""
     zeroes: str = "none"
     """How gradients are zeroed: by the optimizer, to ``none`` or ``zeros``; ``model``, to none;
-    ``by hand``, ``data``, ``foreach``: to zeros, past it."""
+    ``by hand``, ``data``, ``foreach``, ``views``: to zeros, past it."""
     script: tuple[Micro, ...] = ()
     """For micro-batches beyond it: ``Micro()``."""
 
@@ -173,7 +173,7 @@ def draw_row(r: random.Random) -> Row:
     return tuple(row)
 
 
-ZEROES = ("model", "by hand", "data", "foreach")
+ZEROES = ("model", "by hand", "data", "foreach", "views")
 
 
 def draw_epoch(r: random.Random) -> Epoch:

@@ -306,6 +306,10 @@ class World:
             self.clip(micro)
             happened += self.drop(micro, how, batch, used)
         before = len(model.windows)
+        views = [
+            [p.grad.detach() for p in self.parts[i].parameters() if p.grad is not None]
+            for i in (self.numbers if how == "views" else ())
+        ]
         for i in self.numbers:
             refused = expected = False
             try:
@@ -325,7 +329,7 @@ class World:
             model.optimizers[i].position += not skipped
             happened += ["refused"] if refused else ["skipped"] if skipped else []
         for i in self.numbers:
-            self.zero(i, how, self.optimizers[i])
+            self.zero(i, how, self.optimizers[i], views[i] if views else ())
         happened += [f"zeroed: {how}"]
         flags = {model.optimizers[i].skipped for i in self.numbers if i in model.stepped}
         happened += ["one of them skipped"] if len(flags) == 2 else []
@@ -333,13 +337,16 @@ class World:
         grew = model.windows[before:] and model.windows[-1].next_scale > model.windows[-1].scale
         return [*happened, *(["grew"] if grew else [])]
 
-    def zero(self, number: int, how: str, optimizer: Any) -> None:
-        """Of one model: it matters who does it while a step beside still reads the gradients."""
+    def zero(self, number: int, how: str, optimizer: Any, views: Sequence[Tensor] = ()) -> None:
+        """Of one model: it matters who does it while a step beside still reads the gradients.
+
+        ``views``: of the gradients, taken before the step; they wait for nothing.
+        """
         grads = [p.grad for p in self.parts[number].parameters() if p.grad is not None]
         if how == "model":
             self.parts[number].zero_grad()
-        elif how == "by hand":
-            for grad in grads:
+        elif how in ("by hand", "views"):
+            for grad in views or grads:
                 grad.zero_()
         elif how == "data":
             for grad in grads:

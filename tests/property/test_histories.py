@@ -42,7 +42,7 @@ ACCELERATE = (
     *("dropped all", "dropped one", "dropped after no clip", "dropped after clip each"),
     *("dropped after clip all", "dropped after unscale", "replace state"),
     *("zeroed: none", "zeroed: zeros", "zeroed: model", "zeroed: by hand", "zeroed: data"),
-    "zeroed: foreach",
+    *("zeroed: foreach", "zeroed: views"),
     *("restored", "restored, fresh", "detached", "boundary in stock", "attached again"),
     *(f"to {a} from {b}" for a in ("sync", "overlap", "delayed") for b in ("sync", "overlap")),
     *("to sync from delayed", "to overlap from delayed", "to delayed from delayed"),

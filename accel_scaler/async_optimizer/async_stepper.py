@@ -295,7 +295,8 @@ class AsyncStepper(Stepper):
         inline = fn is None and replica.inline
         publishes_first = self.unpublished
         is_stale = self.mode == "delayed" and self.steps >= self.delay_warmup_steps
-        if fn is not None and deferred.divide is not None:
+        if deferred.divide is not None and (fn is not None or self.offload):
+            # No kernel is given what stands in ``.grad``, which torch leaves unscaled.
             deferred = DeferredUnscale(multiply=1.0 / deferred.divide)
         grads = [None if grad is None else local(grad) for grad in found]
         if fn is not None:
@@ -303,8 +304,7 @@ class AsyncStepper(Stepper):
         held: list[Tensor | None] = []
         sent: list[Any] = []
         if self.offload:
-            # What the kernel divides by, it divides the copies by.
-            unscale_in_place(replica.ordered, grads, DeferredUnscale(deferred.multiply))
+            unscale_in_place(replica.ordered, grads, deferred)
             deferred, there = on_host(deferred), grads
             grads, sent = send_down(replica.ordered, there, self.streams)
             if self.mode != "sync" and self.streams.copies_beside:

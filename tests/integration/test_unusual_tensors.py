@@ -257,3 +257,22 @@ def test_any_norm_of_gradients_that_stay_scaled(norm_type: float, one: bool) -> 
     torch.optim.SGD([q], lr=0.1).step()
     torch.testing.assert_close(norm, reference)
     assert torch.equal(p, q.half())
+
+
+# Gradients that nobody zeroes.
+
+
+@pytest.mark.parametrize("fold", [False, True], ids=["", "folded"])
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_gradients_that_are_kept_add_up_unscaled(offload: str, fold: bool, mode: str) -> None:
+    def train(mode: str | None, **settings: Any) -> list[Tensor]:
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        run = Run(mode, optimizer, model, **settings)
+        for step in range(STEPS):
+            run.step(loss_of(model, step), lambda: None)
+        run.close()
+        return [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    ours = train(mode, offload=offload, fold_unscale=fold)
+    assert all(map(torch.equal, ours, train(None)))

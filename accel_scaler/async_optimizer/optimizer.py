@@ -399,8 +399,11 @@ def step_beside(
     Where ``holder`` is gone without that, it is closed by whoever steps the optimizer next.
     """
     left = async_stepper_of(optimizer)
-    if isinstance(left, AsyncStepper) and left.hooks.is_left:
-        left.hooks.close()
+    if isinstance(left, AsyncStepper):
+        if left.hooks is None:  # interrupted while it was made
+            left.close()
+        elif left.hooks.is_left:
+            left.hooks.close()
     stepper = AsyncStepper(
         optimizer,
         mode=config.step_mode,

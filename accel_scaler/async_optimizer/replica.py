@@ -88,7 +88,7 @@ class Replica:
     ) -> None:
         self.optimizer, self.streams = optimizer, streams
         self.offload, self.masters = offload, masters or offload
-        self._refuse_unsteppable()
+        refuse_unsteppable(self.optimizer, masters=self.masters)
         refuse_unshardable(optimizer)
         self.splittable = is_splittable(optimizer)
         self.inline = inline or not self.splittable
@@ -152,7 +152,7 @@ class Replica:
         if self.is_current():
             return False
         params = parameters_of(self.optimizer)
-        self._refuse_unsteppable()
+        refuse_unsteppable(self.optimizer, masters=self.masters)
         refuse_unshardable(self.optimizer)
         if not self.inline:
             refuse_spread(self.optimizer, self.streams.device)
@@ -178,12 +178,6 @@ class Replica:
         last = len(first_used)
         self._order.sort(key=lambda i: rank.get(id(self.pairs[i].param), last))
         self._split()
-
-    def _refuse_unsteppable(self) -> None:
-        masters = self.masters or any(
-            p.requires_grad and p.dtype is torch.float16 for p in parameters_of(self.optimizer)
-        )
-        refuse_unsteppable(self.optimizer, masters=masters)
 
     def _make_copy(self) -> None:
         # Of another one it only holds the groups.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 from functools import cache
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -112,11 +112,11 @@ def refuse_replaced(optimizer: Optimizer) -> None:
         )
 
 
-def refuse_unsteppable(optimizer: Optimizer, *, masters: bool = False) -> None:
+def refuse_unsteppable(optimizer: Optimizer, *, masters: bool) -> None:
     """Raise ``UnsupportedError`` for optimizers that cannot be stepped in this way.
 
     Args:
-        masters: parameters are stepped through float32 copies.
+        masters: all that are trained are stepped through float32 copies, not just float16 ones.
     """
     cls = type(optimizer)
     name = cls.__name__
@@ -143,17 +143,19 @@ def refuse_unsteppable(optimizer: Optimizer, *, masters: bool = False) -> None:
             "(fully_shard; fsdp_version: 2 in an Accelerate config), or step_mode='sync' without "
             "offload, without AsyncOptimizer."
         )
-    if masters:
-        _refuse_masters(optimizer)
+    trained = [p for p in parameters_of(optimizer) if p.requires_grad]
+    low = [p for p in trained if masters or p.dtype is torch.float16]
+    if masters or low:
+        _refuse_masters(optimizer, low)
 
 
-def _refuse_masters(optimizer: Optimizer) -> None:
-    name, params = type(optimizer).__name__, parameters_of(optimizer)
+def _refuse_masters(optimizer: Optimizer, params: Sequence[Tensor]) -> None:
+    name = type(optimizer).__name__
     way_out = (
         "with float32 masters (offload, step_mode 'delayed', float16 parameters). Use step_mode="
         "'sync' or 'overlap' without offload."
     )
-    others = {p.dtype for p in params if p.requires_grad} - LOW_PRECISION - {torch.float32}
+    others = {p.dtype for p in params} - LOW_PRECISION - {torch.float32}
     if others:
         raise UnsupportedError(
             f"{name} has parameters of {', '.join(map(str, others))}, expected float32, float16 "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -63,7 +63,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
             return super().prepare(*args, **kwargs)
 
     @contextmanager
-    def _all_or_nothing(self, objects: Iterable[Any]) -> Iterator[None]:
+    def _all_or_nothing(self, objects: Sequence[Any]) -> Iterator[None]:
         """Around their preparation: what can be refused is refused before; what is seen only when
         all is wrapped and placed (FSDP1, a device without streams), and whatever else ends it,
         leaves nothing registered."""
@@ -76,7 +76,9 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
             yield
         except BaseException:
             if self._attachment is not None:
-                self._attachment.release(self._optimizers[before[1] :])
+                given = set(map(id, objects))  # those that were prepared before stay as they are
+                fresh = [o for o in self._optimizers[before[1] :] if id(o) not in given]
+                self._attachment.release(fresh)
             for each, length in zip(registered, before, strict=True):
                 del each[length:]
             raise

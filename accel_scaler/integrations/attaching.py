@@ -43,6 +43,9 @@ def attach(target: T, config: ScalerConfig | None = None) -> T:
         )
     accelerator: Any = target
     attached = attachment_of(accelerator)
+    if attached is not None and not isinstance(accelerator, ScaledAccelerator):
+        attached.take_off(accelerator)  # an attach that was interrupted before its end
+        attached = None
     if attached is not None:
         if config is None or config in (attached.config, attached.asked_config):
             return target

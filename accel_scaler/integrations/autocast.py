@@ -45,7 +45,7 @@ def remove_autocast(accelerator: Any, model: torch.nn.Module) -> None:
     if original is None:
         return
     if getattr(original, "__func__", None) is type(holder).forward:
-        del holder.__dict__["forward"]
+        holder.__dict__.pop("forward", None)
     else:
         holder.forward = original
 

@@ -205,9 +205,7 @@ def refuse_unsuitable(
             continue
         beside.append((inner, config.step_mode))
         offload = config.offload != "none"
-        refuse_unsteppable(
-            inner, masters=offload or config.step_mode == "delayed" or _has_float16(inner)
-        )
+        refuse_unsteppable(inner, masters=offload or config.step_mode == "delayed")
         if are_placed and (offload or config.step_mode != "sync"):
             refuse_spread(inner)
     refuse_sharing(beside)

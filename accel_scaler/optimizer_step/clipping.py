@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from math import inf
 from typing import Any
 
 import torch
@@ -253,15 +254,17 @@ def _total_norm(
 ) -> Tensor:
     """The norm of all gradient elements, times ``factor``, together, float32, shape ()."""
     grads = gradients_of(parameters)
-    if norm_type != 2.0:  # a power of what is still scaled may be past float32
-        norms = [torch.linalg.vector_norm(grad.float() * factor, norm_type) for grad in grads]
+    if isinstance(factor, Tensor) and 2.0 < norm_type < inf:
+        # A power of what is still scaled may be past float32.
+        wide = (grad.float() if grad.dtype in LOW_PRECISION else grad for grad in grads)
+        norms = [torch.linalg.vector_norm(grad * factor, norm_type) for grad in wide]
         total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
         return total
     if all(grad.dtype not in LOW_PRECISION for grad in grads):
-        total = torch.nn.utils.get_total_norm(grads) * factor
+        total = torch.nn.utils.get_total_norm(grads, norm_type) * factor
         return total
-    norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
-    total = torch.linalg.vector_norm(torch.stack(norms)) * factor
+    norms = [torch.linalg.vector_norm(grad, norm_type, dtype=torch.float32) for grad in grads]
+    total = torch.linalg.vector_norm(torch.stack(norms), norm_type) * factor
     return total
 
 

@@ -564,6 +564,7 @@ class GradScaler(torch.amp.GradScaler):
             self.window.scale = scale.clone()
             self.write_state(ScaleState(state.scale, 0, skips))
             self._next_window()
+            self.window.follows_overflow = skipped
             self.end_streak()
 
     def get_overflow_flag(self, *optimizers: Optimizer) -> bool:
@@ -587,6 +588,8 @@ class GradScaler(torch.amp.GradScaler):
         record = None if optimizer is None else self._windows.current.known(optimizer)
         if record is not None and record["found_inf_per_device"]:
             return record.found_inf
+        if optimizer is None and not self._leaves:
+            return self._windows.current.follows_overflow
         return any(map(has_nonfinite_gradient, self._parameters(optimizer)))
 
     def _parameters(self, optimizer: Optimizer | None) -> list[Tensor]:

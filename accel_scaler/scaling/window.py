@@ -243,6 +243,8 @@ class Window:
         self.before: ScaleState | None = None
         """Set when the boundary has updated the scale: where the update started from."""
         self.found_inf = False
+        self.follows_overflow = False
+        """The window before was given up for an overflow."""
         self.sealed = False
         """Its verdict was taken on the training thread; no other optimizer may join."""
 

@@ -276,3 +276,34 @@ def test_gradients_that_are_kept_add_up_unscaled(offload: str, fold: bool, mode:
 
     ours = train(mode, offload=offload, fold_unscale=fold)
     assert all(map(torch.equal, ours, train(None)))
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
+def test_any_norm_off_the_boundary_where_nothing_has_a_gradient(norm_type: float) -> None:
+    accelerator: Any = attach(
+        Accelerator(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=2)
+    )
+    model, other = accelerator.prepare(nn.Linear(4, 2), nn.Linear(4, 2))
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, 4)).sum())
+        assert float(accelerator.clip_grad_norm_(other.parameters(), 1.0, norm_type)) == 0.0
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 3.0, float("inf")])
+def test_float64_gradients_beside_those_that_stay_scaled_keep_their_range(norm_type: float) -> None:
+    p = nn.Parameter(torch.ones(2, dtype=torch.float16))
+    q = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    first, second = (
+        AsyncOptimizer(torch.optim.SGD([each], lr=0.1), scaler=scaler, mode="sync")
+        for each in (p, q)
+    )
+    with first, second:
+        scaler.scale(p.float().sum() + (q * 1e13).sum()).backward()
+        norm = first.clip_grad_norm_(1.0, norm_type, [p, q])
+        first.step()
+        second.step()
+    both = torch.tensor([1.0, 1.0, 1e13, 1e13], dtype=torch.float64)
+    reference = torch.linalg.vector_norm(both, norm_type)
+    torch.testing.assert_close(norm.double(), reference, rtol=1e-3, atol=0)
+    torch.testing.assert_close(q.detach(), 1 - 0.1 * both[2:] / reference, rtol=1e-3, atol=0)

@@ -511,3 +511,22 @@ def test_calls_of_the_training_thread_are_refused_inside_a_function(
         optimizer.synchronize()
     optimizer.close()
     assert torch.equal(p.detach(), torch.ones(2))
+
+
+def test_an_optimizer_whose_wrapping_was_interrupted_is_wrapped_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    p = nn.Parameter(torch.ones(2))
+    inner = torch.optim.SGD([p], lr=0.1)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("accel_scaler.async_optimizer.optimizer.SyncHooks", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            AsyncOptimizer(inner)
+    with AsyncOptimizer(inner) as optimizer:
+        p.grad = torch.ones(2)
+        optimizer.step()
+    assert torch.equal(p.detach(), torch.full((2,), 0.9))

@@ -373,3 +373,24 @@ def test_free_memory_before_detach_leaves_no_optimizer_behind() -> None:
     assert type(optimizer) is AcceleratedOptimizer
     assert "_attachment" not in optimizer.__dict__
     assert optimizer.scaler is None
+
+
+def test_an_attach_that_was_interrupted_before_its_end_is_made_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    accelerator: Any = Accelerator(cpu=True, mixed_precision="fp16")
+    model = torch.nn.Linear(2, 2)
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("accel_scaler.integrations.attaching.scaled_class", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            attach(accelerator)
+    attach(accelerator)
+    assert isinstance(accelerator, ScaledAccelerator)
+    assert optimizer.scaler is accelerator.scaler
+    detach(accelerator)
+    assert type(accelerator) is Accelerator

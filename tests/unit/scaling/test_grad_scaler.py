@@ -452,3 +452,15 @@ def test_a_plain_loop_warns_of_nothing(caplog: pytest.LogCaptureFixture) -> None
             window(scaler, optimizer, value)
     assert caplog.records == []
     assert scaler.get_scale() == 32.0
+
+
+def test_the_overflow_that_a_backoff_has_given_up_is_still_told_of() -> None:
+    p = torch.nn.Parameter(torch.ones(2))
+    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler.scale(p.sum() * float("inf")).backward()
+    assert scaler.get_overflow_flag()
+    scaler.backoff()
+    assert scaler.get_overflow_flag()
+    p.grad = None
+    scaler.scale(p.sum()).backward()
+    assert not scaler.get_overflow_flag()

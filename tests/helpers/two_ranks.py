@@ -30,6 +30,18 @@ OVERFLOW = 3
 SKIPPED = [window == OVERFLOW for window in range(WINDOWS)]
 SCALES = [1024.0, 1024.0, 2048.0, 1024.0, 1024.0, 1024.0, 2048.0]
 WARMUP = 2
+
+OVERLAP: dict[str, Any] = {"mode": "overlap"}
+DELAYED: dict[str, Any] = {"mode": "delayed"}
+OFFLOAD: dict[str, Any] = {"offload": "cpu"}
+EVERY: dict[str, dict[str, Any]] = {
+    "overlap": OVERLAP,
+    "overlap offload": OVERLAP | OFFLOAD,
+    "sync offload": {"mode": "sync"} | OFFLOAD,
+    "delayed": DELAYED,
+    "delayed offload": DELAYED | OFFLOAD,
+    "delayed warm": DELAYED | {"warmup": WARMUP},
+}
 CLIP = 0.5
 SCALER: dict[str, Any] = {"init_scale": 1024.0, "growth_interval": 3}
 

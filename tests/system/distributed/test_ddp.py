@@ -29,8 +29,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from trainer_support import CONFIG, as_stock, logs, make, train
 from two_ranks import (
+    DELAYED,
+    EVERY,
+    OFFLOAD,
+    OVERLAP,
     SCALER,
-    WARMUP,
     Watch,
     attached,
     batch,
@@ -45,17 +48,6 @@ from two_ranks import (
 
 from accel_scaler import AsyncOptimizer, GradScaler, ScalerConfig, UnsupportedError, attach, detach
 
-OVERLAP: dict[str, Any] = {"mode": "overlap"}
-DELAYED: dict[str, Any] = {"mode": "delayed"}
-OFFLOAD: dict[str, Any] = {"offload": "cpu"}
-EVERY: dict[str, dict[str, Any]] = {
-    "overlap": OVERLAP,
-    "overlap offload": OVERLAP | OFFLOAD,
-    "sync offload": {"mode": "sync"} | OFFLOAD,
-    "delayed": DELAYED,
-    "delayed offload": DELAYED | OFFLOAD,
-    "delayed warm": DELAYED | {"warmup": WARMUP},
-}
 BUCKETS: dict[str, dict[str, Any]] = {
     # Gradients are views of buckets that the next backward overwrites.
     "views": {"gradient_as_bucket_view": True},

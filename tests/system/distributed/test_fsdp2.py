@@ -30,9 +30,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers.optimization import Adafactor
 from two_ranks import (
     CLIP,
+    DELAYED,
+    EVERY,
+    OFFLOAD,
+    OVERLAP,
     SCALER,
     SKIPPED,
-    WARMUP,
     batch,
     compare,
     differing,
@@ -49,16 +52,7 @@ from accel_scaler import AsyncOptimizer, GradScaler, UnsupportedError
 
 pytestmark = before_torch(2, 7, "torch 2.6: fully_shard wants the streams of a device")
 
-OVERLAP: dict[str, Any] = {"mode": "overlap"}
-DELAYED: dict[str, Any] = {"mode": "delayed"}
-OFFLOAD: dict[str, Any] = {"offload": "cpu"}
-EVERY: dict[str, dict[str, Any]] = {
-    "overlap": OVERLAP,
-    "overlap offload": OVERLAP | OFFLOAD,
-    "sync offload": {"mode": "sync"} | OFFLOAD,
-    "delayed": DELAYED,
-    "delayed offload": DELAYED | OFFLOAD,
-    "delayed warm": DELAYED | {"warmup": WARMUP},
+EVERY_OF_SHARDS = EVERY | {
     "overlap backwards": OVERLAP | {"order": lambda params: params[::-1]},
     "overlap reduced": OVERLAP | {"hold_back": False},
 }
@@ -102,7 +96,7 @@ LAYOUTS: dict[str, Callable[[nn.Module], Any]] = {
     "bf16": partial(shard, mp_policy=BF16),
 }
 RUNS: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
-    ("sgd", "resharded"): EVERY,
+    ("sgd", "resharded"): EVERY_OF_SHARDS,
     ("sgd", "prefetched"): {"overlap": OVERLAP, "delayed": DELAYED},
     **{
         ("sgd", layout): {"overlap": OVERLAP}

@@ -178,6 +178,14 @@ class ScalerConfig:
         "delayed: the first N steps are not stale (they run as overlap). A resumed run goes on "
         "counting where the optimizer's state has a step; else it warms up again.",
     )
+    delay_compensation: Literal["auto", "preview", "extrapolate", "none"] = setting(
+        "auto",
+        _one_of("auto", "preview", "extrapolate", "none"),
+        "delayed: what the model has of an update until it is published. preview, what it will be "
+        "without its gradient, and the gradient's own share of it; extrapolate, the update before "
+        "once more; none, nothing; auto, a preview where one was derived for the optimizer, else "
+        "extrapolate where it has momentum, else none.",
+    )
     offload: Literal["none", "cpu"] = setting(
         "none",
         _one_of("none", "cpu"),

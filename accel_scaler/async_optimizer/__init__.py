@@ -6,6 +6,8 @@ used. Whoever looks from outside meets a hook that waits. The worker reads nothi
 communicates; the folder knows no Accelerate and no Trainer.
 """
 
+from .async_stepper import without_shown
+from .compensation import refuse_compensation
 from .hooks import SyncHooks
 from .optimizer import AsyncOptimizer, step_beside
 from .shared_parameters import refuse_sharing
@@ -17,8 +19,10 @@ __all__ = [
     "SyncHooks",
     "Worker",
     "default_threads",
+    "refuse_compensation",
     "refuse_sharing",
     "refuse_spread",
     "refuse_unsteppable",
     "step_beside",
+    "without_shown",
 ]

@@ -2,7 +2,7 @@
 
 ``sync``: on the training thread (or awaited, with state in host memory). ``overlap``: part by
 part in forward order, each parameter awaited where it is used. ``delayed``: masters are updated
-while the model keeps the parameters before; they are published at the next boundary.
+while the model has a preview of that (:mod:`.compensation`); they are published one step late.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 
-from ..devices import refuse_capture
+from ..devices import is_capturing, refuse_capture
 from ..errors import OrderError, StepError, UnsupportedError, listed
 from ..optimizer_step import Stepper, StepTiming, async_stepper_of, register, unregister
 from ..scaling import (
@@ -31,7 +31,9 @@ from ..scaling import (
     parameters_of,
     reduce_partial_gradients,
 )
+from .compensation import Compensation, choose_compensation
 from .grad_handoff import (
+    can_hold_gradients,
     forbid_sparse,
     guard_backward,
     is_shared,
@@ -42,7 +44,7 @@ from .grad_handoff import (
     unguard,
     unscale_in_place,
 )
-from .inflight_step import InflightStep, wait_for_gradient
+from .inflight_step import InflightStep, LateGradients, wait_for_gradient
 from .master_params import ParameterPair, place_of
 from .pending_parameter import (
     GradientHold,
@@ -55,9 +57,14 @@ from .pending_parameter import (
 from .replica import Replica, is_empty
 from .shared_parameters import enter, find_shared, leave, others_of, refuse_sharing
 from .streams import SideStreams
-from .worker import Worker
+from .worker import Task, Worker
 
 logger = logging.getLogger("accel_scaler")
+
+MASTER, *_SHOWN = OWN_KEYS = ("master", "preview", "extrapolated")
+"""Keys in a parameter's state entry, where the parameter itself says less: its float32 master; what
+the next training forward is to see, and the next boundary to publish (``delayed``)."""
+PREVIEW, EXTRAPOLATED = _SHOWN
 
 
 class AsyncStepper(Stepper):
@@ -71,6 +78,7 @@ class AsyncStepper(Stepper):
         offload: state and float32 masters in host memory.
         device: where the model's parameters are.
         delay_warmup_steps: so many first steps of ``delayed`` are not stale.
+        delay_compensation: what ``delayed`` shows of an update before it is published.
         worker: the optimizer thread, perhaps shared with other steppers.
         parameter_names: names parameters in errors.
         guards_backward: no scaled loss tells of a backward, so a hook on each parameter does.
@@ -84,6 +92,7 @@ class AsyncStepper(Stepper):
         offload: bool,
         device: torch.device,
         delay_warmup_steps: int = 0,
+        delay_compensation: str = "none",
         worker: Worker,
         parameter_names: ParameterNames | None = None,
         guards_backward: bool = False,
@@ -105,6 +114,12 @@ class AsyncStepper(Stepper):
             masters=mode == "delayed",
             inline=mode == "sync" and not offload,
         )
+        self.compensation: Compensation | None = None
+        """Of ``delayed``, unless there is none."""
+        if mode == "delayed":
+            kind = choose_compensation(delay_compensation, optimizer)
+            if kind != "none":
+                self.compensation = Compensation(kind, self.replica, self.streams)
         if mode != "sync" and not self.replica.splittable:
             logger.warning(
                 "%s is stepped on the training thread, so nothing of it is hidden behind forward "
@@ -122,7 +137,7 @@ class AsyncStepper(Stepper):
         self.timing: StepTiming | None = None
         """When the last update handed over ran, and who waited for it."""
         self.unpublished = False
-        """Masters are newer than the model (``delayed``)."""
+        """Masters are newer than the model, which has what was shown of them (``delayed``)."""
         self.waits_at_root = False
         """A compiled or sharded model: its forward waits, not each use of a parameter."""
         self.waits_at_step = False
@@ -137,6 +152,12 @@ class AsyncStepper(Stepper):
         """With masters: of each parameter when it last was what its master rounds to."""
         self._newer: list[Tensor] = []
         """Parameters of which a newer value waits to be published."""
+        self._shown: list[tuple[ParameterPair, Tensor]] = []
+        """What a fence has taken from the model, which the next training forward is to see."""
+        self.sees_forwards = False
+        """A model is watched, so it is known when a training forward begins."""
+        self._preparation: Task | None = None
+        """What is made for the next boundary."""
         self._broken: str | None = None
         self._trainer = threading.current_thread()
         """The thread that trains, as far as is known."""
@@ -190,6 +211,7 @@ class AsyncStepper(Stepper):
         if not is_current:  # others may step what has come
             find_shared()
             self._finish_others()
+        self._finish_preparation()
         # Masters made in an evaluation are stepped outside of it.
         with self.lock, torch.inference_mode(False), self.streams.as_at_home():
             if self._inflight is not None:
@@ -198,6 +220,8 @@ class AsyncStepper(Stepper):
             if not is_current:
                 refuse_sharing([(self.optimizer, self.mode)])
                 self.replica.follow()
+                if self.compensation is not None:
+                    self.compensation.follow()
                 self._learning = self.mode != "sync" and self.replica.splittable
                 self._follow_order(before)
                 unguard(pairs, kept=self.replica.pairs)
@@ -218,6 +242,8 @@ class AsyncStepper(Stepper):
                 "optimizer.synchronize() before changing parameters."
             )
         for i in edited:
+            if self._shown and not _holds_master(pairs[i]):
+                self._shown = [(pair, value) for pair, value in self._shown if pair is not pairs[i]]
             pairs[i].refresh()
 
     def step(self, deferred: DeferredUnscale | None = None) -> None:
@@ -270,7 +296,8 @@ class AsyncStepper(Stepper):
         self.claim()
         self.was_skipped = True
         if self.mode == "delayed":
-            self.synchronize()
+            self._shown = []
+            self._synchronize(shown=False)
 
     def _finish_for_boundary(self) -> None:
         self.finish("optimizer.step")
@@ -293,8 +320,15 @@ class AsyncStepper(Stepper):
         replica.prepare(found, submitted=fn is not None)
         replica.forget_loaded()
         inline = fn is None and replica.inline
-        publishes_first = self.unpublished
+        was_unpublished, newer, shown = self.unpublished, self._newer, self._shown
         is_stale = self.mode == "delayed" and self.steps >= self.delay_warmup_steps
+        compensation = self.compensation if fn is None else None
+        if self.steps + 1 < self.delay_warmup_steps:
+            compensation = None  # nor is the next one late
+        is_late = is_stale and compensation is not None
+        if is_late and compensation is not None and not compensation.knows(found):
+            is_stale = is_late = False
+        publishes_first = was_unpublished or is_late
         if deferred.divide is not None and (fn is not None or self.offload):
             # No kernel is given what stands in ``.grad``, which torch leaves unscaled.
             deferred = DeferredUnscale(multiply=1.0 / deferred.divide)
@@ -307,12 +341,26 @@ class AsyncStepper(Stepper):
             unscale_in_place(replica.ordered, grads, deferred)
             deferred, there = on_host(deferred), grads
             grads, sent = send_down(replica.ordered, there, self.streams)
-            if self.mode != "sync" and self.streams.copies_beside:
+            if self.mode != "sync" and self.streams.copies_beside and not is_late:
                 keep_sent(there, sent, self.streams)
         elif fn is None and self.mode != "sync" and not inline:
             grads, held = read_in_place(replica.ordered, grads, deferred)
             if self._guards_backward:
                 guard_backward(replica.ordered)
+        late, read_there = None, is_late and self.offload and self.streams.copies_beside
+        if read_there:  # else the model is where what is stepped is
+            held = [
+                grad if yes else None
+                for grad, yes in zip(there, can_hold_gradients(there), strict=True)
+            ]
+        if is_late:
+            late = LateGradients(
+                [None if g is None else g.data for g in there] if read_there else grads,
+                deferred,
+                are_unscaled=self.offload,
+                sent=sent if read_there else (),
+                newer=set(map(id, newer)),
+            )
         step = InflightStep(
             self,
             replica,
@@ -323,6 +371,8 @@ class AsyncStepper(Stepper):
             ready=self.streams.record(home=True),
             publishes_first=publishes_first,
             is_stale=is_stale,
+            late=late,
+            compensation=compensation,
             fn=fn,
             number=self.steps + 1,
         )
@@ -335,28 +385,29 @@ class AsyncStepper(Stepper):
                     if id(p) not in self.shared:
                         p.grad = None
             me, order = weakref.ref(self), step.order
-            for number, part in enumerate(replica.parts, step.lead + 1) if held else ():
+            first = 1 if read_there else step.lead + 1
+            for number, part in enumerate(replica.parts, first) if held else ():
                 mine = [grad for grad in held[part.start : part.end] if grad is not None]
                 wait = wait_for_gradient(me, step, number)
                 hold_gradients(mine, GradientHold(wait, order, number))
             # Not what stays as it is: another branch's backward may still need it.
             stepped = [fn is not None or grad is not None for grad in found]
-            written = compress(replica.params, () if is_stale else stepped)
-            torch.autograd.graph.increment_version(
-                [*(self._newer if publishes_first else ()), *written]
-            )
+            written = compress(replica.params, stepped if is_late or not is_stale else ())
+            torch.autograd.graph.increment_version([*(newer if publishes_first else ()), *written])
             self._newer = list(compress(replica.params, stepped)) if is_stale else []
             if replica.has_masters:
                 self._versions = [p._version for p in replica.params]
             self.timing = step.timing
             self.steps += 1
-            self.unpublished = is_stale
+            self.unpublished, self._shown = is_stale, []
             self.optimizer.__dict__["_opt_called"] = True  # what an LR scheduler's wrapper sets
             self._launch(step, inline)
+            if read_there and sum(g is not None for g in held) < sum(stepped):
+                self.await_part(step, step.lead, "gradient")  # others may write to it unseen
         except BaseException as error:  # Ctrl-C, or no thread to be had
             if step.task.abandon(error):
                 self._lose(step)
-                self.unpublished = publishes_first
+                self.unpublished, self._newer, self._shown = was_unpublished, newer, shown
                 logger.error(
                     "%s: its update was not handed over (%s): no parameter has moved, its "
                     "gradients are lost. Training goes on with new ones.",
@@ -412,6 +463,8 @@ class AsyncStepper(Stepper):
         if not step.wait(part, where):
             self._finish(step, "forward")
         step.follow(part)
+        if where != "optimizer.step":  # else settings may move before the next step
+            self._prepare()
         # Later parts are enqueued perhaps, but the device has not been told to wait for them.
         return part if self.streams.copies_beside else step.task.done
 
@@ -446,6 +499,79 @@ class AsyncStepper(Stepper):
         step = self._inflight
         if step is not None:
             self._finish(step, where, everywhere)
+        self._finish_preparation()
+
+    def _finish_preparation(self) -> None:
+        """Wait until nothing is made for the next boundary: it reads masters and state."""
+        task = self._preparation
+        if task is None:
+            return
+        ok = task.wait()
+        if self._preparation is task:
+            self._preparation = None
+            if not ok:
+                raise StepError(
+                    f"what the next step of {type(self.optimizer).__name__} is to show of its "
+                    f"update failed on the optimizer thread ({type(task.error).__name__}: "
+                    f"{task.error}). Nothing has moved; the next call works."
+                ) from task.error
+
+    def _prepare(self) -> None:
+        """Make what the next boundary publishes, with the settings as they are now: a scheduler
+        has moved them since the step. On the thread that trains; elsewhere nothing."""
+        compensation, streams = self.compensation, self.streams
+        if (
+            compensation is None
+            or not compensation.prepares
+            or self.steps < self.delay_warmup_steps
+            or self._trainer is not threading.current_thread()
+            or not self.replica.pairs
+            or (streams.copies_beside and is_capturing())
+        ):
+            return
+        settings = compensation.new_settings()
+        if settings is None:
+            return
+        after = streams.record_at_home()
+
+        def prepare(_: Task) -> None:
+            with streams.beside(after):
+                streams.wait_for_side()  # what is to be overwritten may still be on its way up
+                compensation.prepare(settings)
+
+        self._preparation = Task(prepare, 0)
+        self.worker.submit(self._preparation)
+
+    @property
+    def has_hidden(self) -> bool:
+        """A fence has published newer values than the next training forward is to see."""
+        return bool(self._shown)
+
+    def go_on(self) -> None:
+        """A training forward begins: it sees what it would have seen without the fences before."""
+        if self._trainer is not threading.current_thread():
+            return
+        if self._shown and not self.hooks.is_called_by_watched():
+            self._show_again()
+        self._prepare()
+
+    def _show_again(self) -> None:
+        self.finish(everywhere=True)
+        self.refresh()
+        with self.lock, torch.inference_mode(False), torch.no_grad(), self.streams.as_at_home():
+            shown, self._shown = self._shown, []
+            mine = {id(pair) for pair in self.replica.pairs}
+            self._newer = []
+            self.streams.wait_for_all()
+            for pair, value in shown:
+                if id(pair) in mine and _holds_master(pair):
+                    pair.target.copy_(value)
+                    self._newer.append(pair.param)
+                elif id(pair) in mine:
+                    pair.refresh()  # changed since through ``.data``, which no version counts
+            self.unpublished = bool(self._newer)
+            torch.autograd.graph.increment_version(self._newer)
+            self._versions = [p._version for p in self.replica.params]
 
     def _finish(self, step: InflightStep, where: str, everywhere: bool = False) -> None:
         if self.streams.copies_beside:
@@ -464,6 +590,10 @@ class AsyncStepper(Stepper):
                     self._inflight = None
                     if not ok:
                         self._drop_lost()
+                    if not ok and self.unpublished and self.compensation is not None:
+                        with torch.inference_mode(False):
+                            self.streams.wait_for_all()
+                            self._publish_masters()  # nothing shows an update that is lost
                 if self.is_trained_here:
                     # Kernels that ran on one thread have made the worker's number the default of
                     # new threads.
@@ -545,6 +675,9 @@ class AsyncStepper(Stepper):
             StepError: see :meth:`finish`.
             OrderError: in ``delayed`` another thread trains, beneath which the model would change.
         """
+        self._synchronize(shown=True)
+
+    def _synchronize(self, shown: bool) -> None:
         self.finish(everywhere=True)
         self.streams.follow_last(on_host=True)  # what was finished on one stream alone
         if self.unpublished and not self.is_trained_here:
@@ -555,7 +688,7 @@ class AsyncStepper(Stepper):
                 "optimizer.synchronize() on the thread that trains, then read here; or use "
                 "step_mode='overlap'."
             )
-        self._publish_newest()
+        self._publish_newest(shown)
 
     @contextmanager
     def still(self) -> Iterator[None]:
@@ -568,20 +701,30 @@ class AsyncStepper(Stepper):
                     yield
                     return
 
-    def _publish_newest(self) -> None:
+    def _publish_newest(self, shown: bool) -> None:
+        """``shown``: the next training forward is to see what the model has now."""
         with self.lock, torch.inference_mode(False):
+            if self.compensation is not None and self._inflight is None:
+                self.compensation.forget()  # who looks may edit, too
             if self.unpublished and self._inflight is None:
                 # Readers on other streams are in order before the next step, which this is not.
                 self.streams.wait_for_all()
                 self._follow_edits()
-                with torch.no_grad():
-                    for pair in self.replica.pairs:
-                        pair.publish(self.streams)
-                self.streams.wait_on_host(self.streams.record())
-                self.unpublished = False
-                torch.autograd.graph.increment_version(self._newer)
-                self._newer = []
-                self._versions = [p._version for p in self.replica.params]
+                if shown and self.compensation is not None and self.sees_forwards:
+                    newer = set(map(id, self._newer))
+                    pairs = [pair for pair in self.replica.pairs if id(pair.param) in newer]
+                    self._shown = [(pair, pair.target.to("cpu", copy=True)) for pair in pairs]
+                self._publish_masters()
+
+    def _publish_masters(self) -> None:
+        with torch.no_grad():
+            for pair in self.replica.pairs:
+                pair.publish(self.streams)
+        self.streams.wait_on_host(self.streams.record())
+        self.unpublished = False
+        torch.autograd.graph.increment_version(self._newer)
+        self._newer = []
+        self._versions = [p._version for p in self.replica.params]
 
     def synchronize_memory(self, tensors: Iterable[Tensor]) -> None:
         """:meth:`synchronize`, where any of ``tensors`` shares a parameter's memory."""
@@ -593,10 +736,11 @@ class AsyncStepper(Stepper):
         if not asked.isdisjoint(mine):
             self.synchronize()
 
-    def load(self, state_dict: dict[str, Any], master: str) -> None:
+    def load(self, state_dict: dict[str, Any]) -> None:
         """After the optimizer has loaded ``state_dict``: where masters are, their state too.
 
-        An entry ``master`` holds where it rounds to the model's present parameter.
+        An entry ``master`` holds where it rounds to the model's present parameter; what was shown
+        of an update, where the model has the master then.
         """
         replica = self.replica
         with torch.inference_mode(False), self.streams.as_at_home():
@@ -604,12 +748,15 @@ class AsyncStepper(Stepper):
                 if not replica.is_current():
                     self.refresh()
                 entries = {k: v for k, v in state_dict["state"].items() if isinstance(v, dict)}
-                masters = {k: v.get(master) for k, v in entries.items()}
+                own = {k: {n: v.get(n) for n in OWN_KEYS} for k, v in entries.items()}
                 rest = {
                     **state_dict["state"],
-                    **{k: {n: t for n, t in v.items() if n != master} for k, v in entries.items()},
+                    **{k: without_own(v) for k, v in entries.items()},
                 }
-                replica.load_state({**state_dict, "state": rest}, masters)
+                saved = replica.load_state(
+                    {**state_dict, "state": rest}, {k: v[MASTER] for k, v in own.items()}
+                )
+                self.import_shown([own.get(index, {}) for index in saved])
         counts = [
             entry["step"]
             for entry in state_dict["state"].values()
@@ -623,7 +770,7 @@ class AsyncStepper(Stepper):
         """Synchronise, give the optimizer back, remove what was put on parameters."""
         self.claim()
         try:
-            self.synchronize()
+            self._synchronize(shown=False)
             self.settle_gradients()
         finally:
             if self._inflight is not None:
@@ -685,6 +832,55 @@ class AsyncStepper(Stepper):
             if master is not None:
                 pair.refresh(master)
 
+    def export_shown(self) -> list[dict[str, Tensor]]:
+        """For each parameter, in the optimizer's order, what the model is to be given that its
+        master does not say; call it when idle. Entries of a state dict."""
+        shown = {id(pair): value for pair, value in self._shown}
+        found: list[dict[str, Tensor]] = []
+        for pair in self.replica.pairs:
+            entry = {}
+            if id(pair) in shown:
+                entry[PREVIEW] = shown[id(pair)].to(pair.stepped.device)
+            if pair.is_extrapolated and pair.ahead is not None:
+                entry[EXTRAPOLATED] = pair.ahead
+            found.append(entry)
+        return found
+
+    def import_shown(self, entries: Iterable[dict[str, Any]]) -> None:
+        """What :meth:`export_shown` of an optimizer like this one gave; of another one nothing."""
+        compensation = self.compensation
+        self._shown = []
+        if compensation is None:
+            return
+        for pair, entry in zip(self.replica.pairs, entries, strict=True):
+            shown, extrapolated = entry.get(PREVIEW), entry.get(EXTRAPOLATED)
+            if shown is not None and self.sees_forwards and pair.is_master:
+                self._shown.append((pair, local(shown).to("cpu", pair.target.dtype, copy=True)))
+            if extrapolated is not None and not compensation.prepares and pair.ahead is not None:
+                pair.ahead.copy_(local(extrapolated))
+                pair.is_extrapolated = True
+
     def _names(self, params: Sequence[Tensor]) -> str:
         names = self.parameter_names.of(params[:MOST_NAMES], self.optimizer)
         return listed(names, len(params)) or "none"
+
+
+def without_own(entry: dict[str, Any]) -> dict[str, Any]:
+    """A parameter's state without what only this package has in it."""
+    return {key: value for key, value in entry.items() if key not in OWN_KEYS}
+
+
+def without_shown(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state dict saved in ``delayed``, for an optimizer that is not stepped so."""
+    state = state_dict.get("state", {})
+    if not any(isinstance(v, dict) and not v.keys().isdisjoint(_SHOWN) for v in state.values()):
+        return state_dict
+    kept = {k: without_own(v) if isinstance(v, dict) else v for k, v in state.items()}
+    return {**state_dict, "state": kept}
+
+
+def _holds_master(pair: ParameterPair) -> bool:
+    """Whether the model has exactly what was published of the master, or was saved with it."""
+    now = pair.target
+    base = pair.stepped.detach() if pair.loaded is None else pair.loaded
+    return torch.equal(base.to(now.device, now.dtype), now)

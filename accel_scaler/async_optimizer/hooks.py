@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,13 +19,10 @@ from torch.optim import Optimizer
 from ..errors import UnsupportedError
 from ..overflow_finder import inert
 from ..scaling import parameters_of
-from .async_stepper import AsyncStepper
+from .async_stepper import MASTER, AsyncStepper, without_own, without_shown
 from .master_params import ParameterPair
 from .replica import is_empty
 from .supported_optimizers import refuse_bare_state
-
-MASTER = "master"
-"""Key of a float32 master in a parameter's state entry, where the parameter itself is rounded."""
 
 
 class SyncHooks:
@@ -33,12 +30,19 @@ class SyncHooks:
 
     Args:
         holder: who is to call :meth:`close`; None: somebody surely does.
+        models: where state is loaded before anything is stepped, these are to be watched by then.
     """
 
-    def __init__(self, stepper: AsyncStepper, holder: object | None = None) -> None:
+    def __init__(
+        self,
+        stepper: AsyncStepper,
+        holder: object | None = None,
+        models: Callable[[], Iterable[Module]] = tuple,
+    ) -> None:
         self._stepper = weakref.ref(stepper)
         stepper.hooks = self
         self._holder = None if holder is None else weakref.ref(holder)
+        self._find_models = models
         self._handles: list[Any] = []
         self._models: weakref.WeakSet[Module] = weakref.WeakSet()
         """Those that hold some of the optimizer's parameters, as of ``_ids``."""
@@ -107,7 +111,7 @@ class SyncHooks:
         state: dict[Any, Any] = {}
         for index, entry in saved["state"].items():
             if isinstance(entry, dict):
-                entry = {key: value for key, value in entry.items() if key != MASTER}
+                entry = without_own(entry)
             if not is_empty(entry) or not isinstance(index, int):
                 state[index] = entry
         self._remove()
@@ -138,6 +142,7 @@ class SyncHooks:
         if stepper is None:
             return state_dict
         pairs = {id(pair.param): pair for pair in stepper.replica.pairs}
+        shown = dict(zip(map(id, stepper.replica.pairs), stepper.export_shown(), strict=True))
         packed = zip(state_dict["param_groups"], optimizer.param_groups, strict=True)
         state: dict[Any, Any] = dict(state_dict["state"])
         for saved, group in packed:
@@ -147,8 +152,9 @@ class SyncHooks:
                     continue
                 if isinstance(entry, dict):
                     entry = {key: _export(pair, value) for key, value in list(entry.items())}
-                if pair.is_rounded and (stepper.steps or pair.loaded is not None):
-                    entry = {**(entry or {}), MASTER: _export(pair, pair.stepped.data)}
+                more = {key: _export(pair, value) for key, value in shown[id(pair)].items()}
+                if more or (pair.is_rounded and (stepper.steps or pair.loaded is not None)):
+                    entry = {**(entry or {}), MASTER: _export(pair, pair.stepped.data), **more}
                 if entry is None or is_empty(entry):
                     state.pop(index, None)  # made for sharing, never filled
                 else:
@@ -164,16 +170,15 @@ class SyncHooks:
         stepper.refresh()
         self._loading = state_dict
         # torch casts to the parameter's dtype and device, which is not where state lives here.
-        return (
-            {**state_dict, "state": {}}
-            if stepper.replica.masters or stepper.keeps_scaled
-            else state_dict
-        )
+        if stepper.replica.masters or stepper.keeps_scaled:
+            return {**state_dict, "state": {}}
+        return without_shown(state_dict)
 
     def _after_loading(self, optimizer: Optimizer) -> None:
         stepper, loaded, self._loading = self._stepper(), self._loading, None
         if stepper is not None and loaded is not None:
-            stepper.load(loaded, MASTER)
+            self.watch(self._find_models())
+            stepper.load(loaded)
 
     # On models.
 
@@ -202,6 +207,7 @@ class SyncHooks:
             self._watch(model, stepper, mine)
             stepper.parameter_names.add_module(model)
             self._models.add(model)
+            stepper.sees_forwards = True
         self._watch_compiled(stepper)
 
     def _watch(self, model: Module, stepper: AsyncStepper, mine: set[int]) -> None:
@@ -281,7 +287,7 @@ class SyncHooks:
                 if own is None or any(own is wrapper for _, _, wrapper in self._compiled):
                     continue
                 stepper.waits_at_root = True
-                wrapper = _WaitFirst(stepper, own)
+                wrapper = _WaitFirst(stepper, own, module)
                 module._compiled_call_impl = wrapper
                 self._compiled.append((weakref.ref(module), own, wrapper))
 
@@ -332,6 +338,8 @@ class _BeforeForward(_Hook):
             stepper.synchronize()  # an evaluation sees the newest parameters
             return
         stepper.claim_if_gone()
+        if not _is_recomputed():
+            stepper.go_on()
         if stepper.waits_at_root and not _is_fsdp2(module):  # which waits before each gather
             stepper.finish_model()
 
@@ -345,20 +353,29 @@ class _BeforeInnerForward(_Hook):
 
     def __call__(self, module: Module, _: Any) -> None:
         stepper = self.find()
-        if stepper is None or not stepper.unpublished or not _is_evaluated(module):
+        if stepper is None or not (stepper.unpublished or stepper.has_hidden):
             return
         if getattr(module, "_is_replica", False):
             return  # DataParallel's, on a thread of its own: what it replicates was asked for
+        is_evaluated = _is_evaluated(module)
+        if is_evaluated != stepper.unpublished or _is_recomputed():
+            return
         hooks = self._hooks()
-        # A frozen layer in the midst of a training forward is no evaluation.
+        # A frozen layer in the midst of a training forward is no evaluation, nor the reverse.
         if hooks is not None and not hooks.is_called_by_watched():
-            stepper.synchronize()
+            if is_evaluated:
+                stepper.synchronize()
+            else:
+                stepper.go_on()
 
 
 def _is_evaluated(module: Module) -> bool:
     """Whether this forward is one of an evaluation, and not a backward's that computes it anew."""
-    evaluated = not (torch.is_grad_enabled() and module.training)
-    return evaluated and torch._C._current_graph_task_id() == -1
+    return not (torch.is_grad_enabled() and module.training) and not _is_recomputed()
+
+
+def _is_recomputed() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _is_compiled(module: Module) -> bool:
@@ -375,16 +392,19 @@ _CALL = Module._call_impl.__code__
 class _WaitFirst:
     """A compiled call that waits for the optimizer thread before it starts."""
 
-    def __init__(self, stepper: AsyncStepper, call: Any) -> None:
+    def __init__(self, stepper: AsyncStepper, call: Any, module: Module) -> None:
         self._stepper, self._streams, self._call = weakref.ref(stepper), stepper.streams, call
+        self._module = weakref.ref(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        stepper = self._stepper()
+        stepper, module = self._stepper(), self._module()
         if stepper is None:
             self._streams.follow_last()
         else:
-            if not torch.is_grad_enabled():
+            if module is not None and _is_evaluated(module):
                 stepper.synchronize()
+            elif not _is_recomputed():
+                stepper.go_on()
             stepper.finish_model()
         return self._call(*args, **kwargs)
 
@@ -397,6 +417,8 @@ class _BeforeGather(_Hook):
         if stepper is None:
             self._streams.follow_last(on_host=True)
             return
+        if stepper.has_hidden and not (_is_evaluated(module) or _is_recomputed()):
+            stepper.go_on()
         group: Any = module  # FSDP2 does not say in public what it gathers, and what ahead of time
         state = group._get_fsdp_state()
         together = getattr(state, "_modules", None)  # fully_shard([a, b]) gathers both at a

@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from ..errors import StepError
 from ..optimizer_step import StepTiming
 from ..scaling import DeferredUnscale
+from .compensation import Compensation
 from .grad_handoff import goes_to_master
 from .pending_parameter import ParameterHold, can_hold_parameters
 from .replica import Part, Replica
@@ -26,6 +28,21 @@ SHORTEST_WAIT_S = 1e-5
 
 MOST_WAITS = 128
 """Noted of one update."""
+
+
+@dataclass(frozen=True, slots=True)
+class LateGradients:
+    """What the model is given of a step whose update comes late: its gradients' share of it."""
+
+    grads: list[Tensor | None]
+    """In the order of the parts, where the model is."""
+    deferred: DeferredUnscale
+    are_unscaled: bool
+    """But for those of masters that are float16 or bfloat16."""
+    sent: Sequence[Any]
+    """For each gradient the event of its arrival in host memory, or None."""
+    newer: set[int]
+    """``id`` of parameters that have not what their masters have."""
 
 
 class InflightStep:
@@ -41,6 +58,8 @@ class InflightStep:
         ready: the event after which all of that may be read.
         publishes_first: the step before was stale.
         is_stale: what this one computes is published at the next boundary.
+        late: what the model is given until then; None: what the step before computed.
+        compensation: how; None: not at all.
         fn: steps instead, on the optimizer thread.
         number: of the update, in errors.
     """
@@ -57,11 +76,14 @@ class InflightStep:
         ready: Any,
         publishes_first: bool,
         is_stale: bool,
+        late: LateGradients | None = None,
+        compensation: Compensation | None = None,
         fn: Callable[[], object] | None,
         number: int,
     ) -> None:
         self.replica, self.streams, self.number = replica, streams, number
         self.publishes_first, self.is_stale, self.is_of_user = publishes_first, is_stale, bool(fn)
+        self.compensation = compensation
         parts = len(replica.parts)
         self.lead = parts * publishes_first
         """Parts that only publish what the step before computed."""
@@ -69,7 +91,7 @@ class InflightStep:
         """Where on the device each part done ends; one more after a failure."""
         self.hold: ParameterHold | None = None
         # Gradients and owner go with the work, which the task drops once it is done.
-        work = partial(self._work, owner, grads, sent, deferred, ready, fn)
+        work = partial(self._work, owner, grads, sent, deferred, ready, late, fn)
         self.task = Task(work, (parts if fn is None else 1) + self.lead)
 
     @property
@@ -160,16 +182,21 @@ class InflightStep:
         sent: list[Any],
         deferred: DeferredUnscale,
         ready: Any,
+        late: LateGradients | None,
         fn: Callable[[], object] | None,
         task: Task,
     ) -> None:
         replica, streams = self.replica, self.streams
         # What the training thread steps itself is in order on its own stream.
-        with nullcontext() if task.timing.inline else self._beside(grads, deferred, ready):
+        with nullcontext() if task.timing.inline else self._beside(grads, deferred, ready, late):
             try:
-                for part in replica.parts if self.publishes_first else ():
-                    self._publish(part)
-                    self._done()
+                if late is not None:
+                    self._publish_late(late)
+                    late = None
+                else:
+                    for part in replica.parts if self.publishes_first else ():
+                        self._publish(part)
+                        self._done()
                 if replica.offload:
                     # Masters are overwritten from here on; what was sent up has to be there.
                     streams.wait_on_host(self.events[-1] if self.events else ready)
@@ -183,16 +210,40 @@ class InflightStep:
 
     @contextmanager
     def _beside(
-        self, grads: list[Tensor | None], deferred: DeferredUnscale, ready: Any
+        self,
+        grads: list[Tensor | None],
+        deferred: DeferredUnscale,
+        ready: Any,
+        late: LateGradients | None,
     ) -> Iterator[None]:
         """On the side stream; all memory that is used there stays until it is done."""
         with self.streams.beside(ready):
             self.streams.keep([*grads, deferred.multiply, deferred.divide])
+            if late is not None and late.grads is not grads:
+                self.streams.keep(late.grads)
             self.replica.keep()
             try:
                 yield
             finally:
                 self.replica.keep()
+
+    def _publish_late(self, late: LateGradients) -> None:
+        """What the next forward sees, part by part, before the update itself."""
+        assert self.compensation is not None
+        ahead, factor = self.compensation.take(), float(late.deferred.factor)
+        for part in self.replica.parts:
+            mine = slice(part.start, part.end)
+            grads = late.grads[mine]
+            factors = [
+                1.0
+                if late.are_unscaled and not (g is not None and goes_to_master(p, g))
+                else factor
+                for p, g in zip(part.pairs, grads, strict=True)
+            ]
+            self.compensation.publish(part, ahead, grads, factors, late.newer)
+            for event in late.sent[mine]:  # whoever writes to a gradient waits for this part alone
+                self.streams.wait(event)
+            self._done()
 
     def _update(
         self, grads: list[Tensor | None], sent: list[Any], deferred: DeferredUnscale
@@ -208,6 +259,8 @@ class InflightStep:
             else:
                 final = self._bring(part, grads[mine], sent[mine], deferred.multiply)
                 grads[mine] = [None] * len(final)
+            late = self.compensation
+            before = [] if late is None else late.before_update(part, final)
             try:
                 replica.step_part(part, final, deferred.divide, buffered)
             except BaseException:
@@ -219,6 +272,8 @@ class InflightStep:
             if not self.is_stale:
                 self._publish(part)
             self._done()
+            if late is not None:
+                late.after_update(part, before)
 
     def _run(
         self,
@@ -239,6 +294,7 @@ class InflightStep:
         finally:
             for pair in replica.pairs:
                 pair.stepped.grad = None
+                pair.is_extrapolated = False
         for part in [] if self.is_stale else replica.parts:
             self._publish(part)
         self._done()

@@ -17,8 +17,8 @@ class ParameterPair:
     """One parameter of the model and what is stepped in its place."""
 
     __slots__ = (
-        *("group", "guard", "host_grad", "is_master", "loaded", "param", "staging", "target"),
-        "stepped",
+        *("ahead", "group", "guard", "host_grad", "is_extrapolated", "is_master", "loaded"),
+        *("param", "staging", "stepped", "target"),
     )
 
     def __init__(self, param: Tensor, group: int) -> None:
@@ -32,6 +32,10 @@ class ParameterPair:
             self.stepped.grad_dtype = param.grad_dtype
         self.host_grad: Tensor | None = None
         self.staging: Tensor | None = None
+        self.ahead: Tensor | None = None
+        """Host memory for what ``delayed`` shows of the next update, in the model's dtype."""
+        self.is_extrapolated = False
+        """It holds an extrapolation of the masters as they are."""
         self.guard: Any = None
         """The handle of a hook that is asked before a backward adds to the gradient."""
         self.loaded: Tensor | None = None
@@ -51,6 +55,7 @@ class ParameterPair:
     @torch.no_grad()
     def refresh(self, master: Tensor | None = None) -> None:
         """Take over what was written to the parameter: a master stays where it rounds to it."""
+        self.is_extrapolated = False
         master = self.loaded if master is None else master
         kept = self.stepped if master is None else master.to(self.stepped.device, torch.float32)
         now = self.target.to(self.stepped.device)

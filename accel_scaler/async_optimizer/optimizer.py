@@ -53,8 +53,8 @@ class AsyncOptimizer(Optimizer):
         model: the module that holds its parameters. Needed where a forward cannot be watched
             parameter by parameter (compiled, FSDP2), and for evaluation in ``delayed``.
         scaler: scales the loss; its windows end with :meth:`step`.
-        mode, offload, delay_warmup_steps, optimizer_threads, fold_unscale, sharded: see
-            ``ScalerConfig``.
+        mode, offload, delay_warmup_steps, delay_compensation, optimizer_threads, fold_unscale,
+            sharded: see ``ScalerConfig``.
 
     Raises:
         ConfigError: a wrong argument, or a model without any of the optimizer's parameters.
@@ -71,6 +71,7 @@ class AsyncOptimizer(Optimizer):
         mode: str = "overlap",
         offload: str = "none",
         delay_warmup_steps: int = 0,
+        delay_compensation: str = "auto",
         optimizer_threads: int | str = "auto",
         fold_unscale: bool = False,
         sharded: bool = False,
@@ -80,6 +81,7 @@ class AsyncOptimizer(Optimizer):
                 "step_mode": mode,
                 "offload": offload,
                 "delay_warmup_steps": delay_warmup_steps,
+                "delay_compensation": delay_compensation,
                 "optimizer_threads": optimizer_threads,
                 "fold_unscale": fold_unscale,
                 "sharded": sharded,
@@ -369,10 +371,12 @@ class AsyncOptimizer(Optimizer):
         kept = ("optimizer", "model", "scaler", "_config", "_closed")
         stepper = self._stepper
         progress = stepper.steps, stepper.was_skipped, stepper.export_masters()
-        return {**{name: self.__dict__[name] for name in kept}, "_progress": progress}
+        shown = {} if self._closed else {"_shown": stepper.export_shown()}
+        return {**{name: self.__dict__[name] for name in kept}, "_progress": progress, **shown}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         steps, was_skipped, masters = state.pop("_progress")
+        shown = state.pop("_shown", None)
         self.__dict__.update(state)
         self._open()
         if self._closed:
@@ -380,6 +384,8 @@ class AsyncOptimizer(Optimizer):
             return
         self._stepper.steps, self._stepper.was_skipped = steps, was_skipped
         self._stepper.import_masters(masters)
+        if shown is not None:
+            self._stepper.import_shown(shown)
 
     def __repr__(self) -> str:
         return f"AsyncOptimizer(mode={self._config.step_mode!r}, {self.optimizer!r})"
@@ -393,10 +399,12 @@ def step_beside(
     parameter_names: ParameterNames | None,
     guards_backward: bool = False,
     holder: object | None = None,
+    models: Callable[[], Iterable[Module]] = tuple,
 ) -> SyncHooks:
     """Step ``optimizer`` as ``config`` says from now on, until what this returns is closed.
 
     Where ``holder`` is gone without that, it is closed by whoever steps the optimizer next.
+    ``models``: those that hold its parameters, once they are known.
     """
     left = async_stepper_of(optimizer)
     if isinstance(left, AsyncStepper):
@@ -410,11 +418,12 @@ def step_beside(
         offload=config.offload == "cpu",
         device=device,
         delay_warmup_steps=config.delay_warmup_steps,
+        delay_compensation=config.delay_compensation,
         worker=worker,
         parameter_names=parameter_names,
         guards_backward=guards_backward,
     )
-    return SyncHooks(stepper, holder)
+    return SyncHooks(stepper, holder, models)
 
 
 def _check_arguments(optimizer: Any, model: Any, scaler: Any) -> None:

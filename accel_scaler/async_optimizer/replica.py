@@ -355,13 +355,16 @@ class Replica:
             streams.keep(tensors_in(values), at_home=True)
             self._kept = streams.home, values
 
-    def load_state(self, state_dict: dict[str, Any], masters: dict[int, Any]) -> None:
-        """Load state onto the stepped parameters and share it; the optimizer has the groups."""
+    def load_state(self, state_dict: dict[str, Any], masters: dict[int, Any]) -> list[Any]:
+        """Load state onto the stepped parameters and share it; the optimizer has the groups.
+
+        Returns for each pair the key of its entry.
+        """
         own = self.copy.param_groups
         self.copy.param_groups = [dict(group) for group in own]
         Optimizer.load_state_dict(self.copy, state_dict)
         self.copy.param_groups = own
-        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        saved = list(chain.from_iterable(g["params"] for g in state_dict["param_groups"]))
         state = self.optimizer.state
         state.clear()
         state.update({k: v for k, v in self.copy.state.items() if not isinstance(k, Tensor)})
@@ -380,6 +383,7 @@ class Replica:
         if not self.splittable:  # as torch's load_state_dict ends
             groups = self.optimizer.param_groups
             self.optimizer.__setstate__({"state": state, "param_groups": groups})
+        return saved
 
     def forget_loaded(self) -> None:
         """A step begins: the model has been loaded by now, if it ever is."""

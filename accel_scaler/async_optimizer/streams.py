@@ -97,6 +97,16 @@ class SideStreams:
             event.record()
             return event
 
+    def record_at_home(self) -> Any:
+        """A point in the stream that the training thread handed the last step over from."""
+        if self._backend is None:
+            return None
+        return self._record(self._backend.current() if self.home is None else self.home)
+
+    def wait_for_side(self) -> None:
+        """On the optimizer thread: block it until the device has done all that it was given."""
+        self.wait_on_host(self._last)
+
     def follow(self, event: Any) -> None:
         """What this thread, or the training thread, enqueues from here on comes after ``event``."""
         if event is None or self._backend is None:
@@ -106,6 +116,11 @@ class SideStreams:
             with self._backend.on(each):
                 event.wait()
         self._followed = event
+
+    def wait(self, event: Any) -> None:
+        """What this thread enqueues on its stream from here on comes after ``event``."""
+        if event is not None:
+            event.wait()
 
     def wait_for_followed(self) -> None:
         """Block this thread until what was followed last is there, for whatever stream reads it."""

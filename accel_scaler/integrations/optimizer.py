@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from functools import wraps
 from operator import attrgetter
@@ -13,10 +14,12 @@ from torch.optim import Optimizer
 
 from ..async_optimizer import (
     SyncHooks,
+    refuse_compensation,
     refuse_sharing,
     refuse_spread,
     refuse_unsteppable,
     step_beside,
+    without_shown,
 )
 from ..config import ScalerConfig
 from ..errors import UnsupportedError
@@ -114,6 +117,8 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As Accelerate's; the masters in it are taken where parameters need them by now."""
         self.follow_parameters()
+        if async_stepper_of(self.stepped_optimizer) is None:
+            state_dict = without_shown(state_dict)
         super().load_state_dict(state_dict)
 
     def step(self, closure: Any = None) -> None:
@@ -148,8 +153,15 @@ def adopt(optimizer: Any, attachment: Attachment) -> None:
     refuse_unsuitable([optimizer], config)
     hooks = None
     if _needs_async_stepper(inner, config):
-        names = attachment.scaler.parameter_names
-        hooks = step_beside(inner, config, attachment.worker, attachment.device, names)
+        names, ref = attachment.scaler.parameter_names, weakref.ref(attachment)
+        hooks = step_beside(
+            inner,
+            config,
+            attachment.worker,
+            attachment.device,
+            names,
+            models=lambda: [] if (known := ref()) is None else known.models,
+        )
     _change_class(optimizer, ScaledOptimizer)
     optimizer.join(attachment, hooks)
 
@@ -206,6 +218,8 @@ def refuse_unsuitable(
         beside.append((inner, config.step_mode))
         offload = config.offload != "none"
         refuse_unsteppable(inner, masters=offload or config.step_mode == "delayed")
+        if config.step_mode == "delayed":
+            refuse_compensation(config.delay_compensation, inner)
         if are_placed and (offload or config.step_mode != "sync"):
             refuse_spread(inner)
     refuse_sharing(beside)

@@ -122,6 +122,7 @@ class Raw:
             mode=setup.mode,
             offload=setup.offload,
             delay_warmup_steps=setup.warmup,
+            delay_compensation="none",
             fold_unscale=setup.fold,
             optimizer_threads=1,
         )
@@ -176,6 +177,7 @@ class Attached(Raw):
             step_mode=self.setup.mode,
             offload=self.setup.offload,
             delay_warmup_steps=self.setup.warmup,
+            delay_compensation="none",
             fold_unscale=self.setup.fold,
             optimizer_threads=1,
             init_scale=INIT_SCALE,

@@ -156,6 +156,7 @@ class World:
             step_mode=model.mode,
             offload=model.offload,
             delay_warmup_steps=model.warmup,
+            delay_compensation="none",
             hysteresis=setup.hysteresis,
             optimizer_threads=1,
             **more,

@@ -27,13 +27,21 @@ NEVER_STALE = 10**9
 
 
 class Reference:
-    """The scale rule, float32 masters, and the model published one boundary late.
+    """The scale rule, float32 masters, and the model published one boundary late, compensated.
 
     The first ``prompt`` updates are published at once; ``NEVER_STALE``: a synchronous run.
     """
 
-    def __init__(self, params: Iterable[Tensor], make: Make, prompt: int = NEVER_STALE) -> None:
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        make: Make,
+        prompt: int = NEVER_STALE,
+        compensation: str = "none",
+    ) -> None:
+        self.compensation = compensation
         self.params = list(params)
+        self.before: dict[int, Tensor] = {}
         self.masters = [nn.Parameter(p.detach().float().clone()) for p in self.params]
         self.optimizer = make(self.masters)
         self.prompt, self.steps = prompt, 0
@@ -53,7 +61,6 @@ class Reference:
         only: Collection[int] | None = None,
     ) -> bool:
         """Clips all masters' gradients, or those of the indices in ``only``."""
-        self.publish()
         grads, scale = [p.grad for p in self.params], self.scale
         finite = all(bool(g.isfinite().all()) for g in grads if g is not None)
         self.good = self.good + 1 if finite else 0
@@ -64,19 +71,68 @@ class Reference:
         for p in self.params:
             p.grad = None
         if not finite:
+            self.publish()
             return False
         for master, g in zip(self.masters, grads, strict=True):
             master.grad = None if g is None else g.float() * (1.0 / scale)
         chosen = [m for i, m in enumerate(self.masters) if only is None or i in only]
+        factor = 1.0 / scale
         if max_norm is not None:
-            torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type=norm_type)
+            norm = torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type=norm_type)
+            factor *= float((max_norm / (norm + 1e-6)).clamp(max=1.0))
         if max_value is not None:
             torch.nn.utils.clip_grad_value_(chosen, max_value)
+        is_first = self.compensation == "preview" and any(
+            not self.optimizer.state.get(m) for m in self.masters if m.grad is not None
+        )
+        if self.steps >= self.prompt and not is_first:
+            # Narrow gradients stay scaled; the others are what torch leaves, unscaled and clipped.
+            exact = [p.dtype is torch.float32 for p in self.params]
+            self.show(
+                [
+                    m.grad if yes else g
+                    for yes, m, g in zip(exact, self.masters, grads, strict=True)
+                ],
+                [1.0 if yes else factor for yes in exact],
+            )
+        old = [m.detach().clone() for m in self.masters]
         self.optimizer.step()
+        self.before = {
+            i: w
+            for i, (m, w) in enumerate(zip(self.masters, old, strict=True))
+            if m.grad is not None
+        }
         self.steps += 1
-        if self.steps <= self.prompt:
+        if self.steps <= self.prompt or is_first:
             self.publish()
         return True
+
+    @torch.no_grad()
+    def show(self, grads: list[Tensor | None], factors: list[float]) -> None:
+        """What the model has of the update to come: see docs/one-step-late.md."""
+        self.publish()
+        for i, (p, w, g) in enumerate(zip(self.params, self.masters, grads, strict=True)):
+            if self.compensation == "none" or g is None:
+                continue
+            factor = factors[i]
+            if self.compensation == "extrapolate":
+                p.copy_(w * 2.0 - self.before.get(i, w))
+                continue
+            (group,) = self.optimizer.param_groups
+            state, lr, decay = self.optimizer.state[w], group["lr"], group["weight_decay"]
+            if "betas" not in group:
+                momentum = state["momentum_buffer"]
+                p.copy_((w * (1.0 - lr * decay)).add_(momentum, alpha=-lr * group["momentum"]))
+                p.add_(g, alpha=-lr * factor)
+                continue
+            (b1, b2), k = group["betas"], float(state["step"])
+            root = state["exp_avg_sq"].sqrt()
+            scale, step = 1.0 / math.sqrt(1.0 - b2**k), lr / (1.0 - b1 ** (k + 1))
+            size = root * scale + group["eps"]
+            p.copy_((w * (1.0 - lr * decay)).addcdiv_(state["exp_avg"], size, value=-step * b1))
+            s = scale * float(root.norm()) / math.sqrt(root.numel()) + group["eps"]
+            most = math.sqrt((1.0 - b2 ** (k + 1)) / (1.0 - b2)) * s / factor
+            p.add_(g.clamp(-most, most), alpha=-step * (1.0 - b1) / s * factor)
 
     def state(self) -> list[dict[str, Any]]:
         return [dict(self.optimizer.state[m]) for m in self.masters]
@@ -111,6 +167,7 @@ def run_reference(
     autocast: bool = False,
     schedule: bool = False,
     fences: Collection[int] = (),
+    compensation: str = "none",
     **clip: Any,
 ) -> dict[str, Any]:
     """Windows of ``micro`` batches with a :class:`Reference`; published after each of ``fences``.
@@ -118,7 +175,7 @@ def run_reference(
     ``clip``: see :meth:`Reference.boundary`.
     """
     model = make()
-    reference = Reference(model.parameters(), OPTIMIZERS[kind], prompt)
+    reference = Reference(model.parameters(), OPTIMIZERS[kind], prompt, compensation)
     reference.scale = scale
     scheduler = MultiplicativeLR(reference.optimizer, lambda _: DECAY)
     seen: dict[str, Any] = {"losses": [], "scales": [], "skips": []}
@@ -154,6 +211,7 @@ def run_ours(
     clip: dict[str, Any] | None = None,
     schedule: str = "",
     fences: dict[int, Callable[[Any, Any], object]] | None = None,
+    compensation: str = "none",
     **settings: Any,
 ) -> dict[str, Any]:
     """The same with an ``AsyncOptimizer``; ``schedule``: of the "inner" optimizer, or of "ours"."""
@@ -162,7 +220,13 @@ def run_ours(
     inner = OPTIMIZERS[kind](model.parameters())
     seen: dict[str, Any] = {"losses": [], "scales": [], "skips": []}
     with AsyncOptimizer(
-        inner, model, scaler=scaler, mode=mode, offload=offload, **settings
+        inner,
+        model,
+        scaler=scaler,
+        mode=mode,
+        offload=offload,
+        delay_compensation=compensation,
+        **settings,
     ) as optimizer:
         scheduler = MultiplicativeLR(inner if schedule == "inner" else optimizer, lambda _: DECAY)
         for step in range(steps):
@@ -188,6 +252,9 @@ def saved_of(model: nn.Module, saved: dict[str, Any]) -> dict[str, Any]:
     params = [p.detach().clone() for p in model.parameters()]
     state = [dict(saved["state"][i]) for i in range(len(params))]
     masters = [entry.pop("master", p) for entry, p in zip(state, params, strict=True)]
+    for entry in state:  # of the steps to come
+        for key in ("preview", "extrapolated"):
+            entry.pop(key, None)
     return {"params": params, "masters": masters, "state": state}
 
 

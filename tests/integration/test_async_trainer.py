@@ -330,7 +330,7 @@ def test_masters_in_a_trainer_equal_the_plain_loop(
     trainer, recorder = stepped(tmp_path / "ours", model, momentum(model.parameters()), [reader])
     settings = {"init_scale": INIT_SCALE, "growth_interval": GROWTH_INTERVAL}
     if "delayed" in mode:
-        settings["delay_warmup_steps"] = warmup
+        settings |= {"delay_warmup_steps": warmup, "delay_compensation": "none"}
     with attached(trainer, mode, **settings):
         train(trainer)
         # No fence is called here: the model is the newest when train() returns.

@@ -45,6 +45,10 @@ VALUES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "max_consecutive_skips": ((None, 1, 100), NO_COUNT),
     "step_mode": (("sync", "overlap", "delayed"), ("", "SYNC", "async", None, 1)),
     "delay_warmup_steps": ((0, 1, 2**53), (-1, 0.0, False, None, "0")),
+    "delay_compensation": (
+        ("auto", "preview", "extrapolate", "none"),
+        ("", "Auto", None, False, "linear"),
+    ),
     "offload": (("none", "cpu"), ("", "gpu", None, 0, ["cpu"])),
     "optimizer_threads": (("auto", 1, 64), (*NO_COUNT, None, "AUTO", "")),
     "fold_unscale": ((True, False), NO_SWITCH),

@@ -459,7 +459,7 @@ def test_tensors_whose_uses_cannot_be_seen_are_waited_for_at_once(
     late: None, mode: str, make: Callable[[], Tensor]
 ) -> None:
     w = make()
-    with AsyncOptimizer(sgd([w]), mode=mode) as optimizer:
+    with AsyncOptimizer(sgd([w]), mode=mode, delay_compensation="none") as optimizer:
         seen = []
         for _ in range(4):
             give(w)

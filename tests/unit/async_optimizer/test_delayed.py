@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -30,17 +31,34 @@ Fence = Callable[[nn.Module, Any], object]
 WINDOWS: Any = {"steps": 20, "overflows": (0, 7, 8, 13)}
 
 
+COMPENSATIONS = ("none", "extrapolate", "preview")
+each_compensation = pytest.mark.parametrize("compensation", COMPENSATIONS)
+
+
+@each_compensation
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("offload", ["none", "cpu"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("clip", [{}, {"max_norm": 0.5}], ids=["unclipped", "clipped"])
-def test_delayed_is_the_one_step_delay(kind: str, clip: dict[str, Any]) -> None:
-    ours = run_ours(kind, clip=clip or None, **WINDOWS)
-    assert_same_run(ours, run_reference(kind, 0, **clip, **WINDOWS))
+def test_delayed_is_the_one_step_delay(
+    kind: str, clip: dict[str, Any], offload: str, dtype: torch.dtype, compensation: str
+) -> None:
+    make = partial(network, dtype)
+    settings: Any = {**WINDOWS, "make": make, "compensation": compensation}
+    ours = run_ours(kind, offload=offload, clip=clip or None, **settings)
+    assert_same_run(ours, run_reference(kind, 0, **clip, **settings))
 
 
+@each_compensation
+@pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("where", ["inner", "ours"])
-def test_a_scheduler_on_either_optimizer_is_that_of_the_reference(where: str) -> None:
-    ours = run_ours("sgd", schedule=where, **WINDOWS)
-    assert_same_run(ours, run_reference("sgd", 0, schedule=True, **WINDOWS))
+def test_a_scheduler_on_either_optimizer_is_that_of_the_reference(
+    where: str, kind: str, compensation: str
+) -> None:
+    """The preview is one of the step to come, with its learning rate."""
+    ours = run_ours(kind, schedule=where, compensation=compensation, **WINDOWS)
+    reference = run_reference(kind, 0, schedule=True, compensation=compensation, **WINDOWS)
+    assert_same_run(ours, reference)
 
 
 def first_loss(step: int) -> str:

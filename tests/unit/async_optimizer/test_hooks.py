@@ -119,7 +119,8 @@ def test_every_fence_sees_the_newest_parameters(late: None, mode: str, offload: 
     expected = values(reference(3, stale=mode == "delayed")[0])
     for name, fence in FENCES.items():
         model = network()
-        optimizer = AsyncOptimizer(sgd(model.parameters()), model, mode=mode, offload=offload)
+        options: Any = {"mode": mode, "offload": offload, "delay_compensation": "none"}
+        optimizer = AsyncOptimizer(sgd(model.parameters()), model, **options)
         train(model, optimizer, range(3))
         before = values(model)
         assert not all(map(torch.equal, before, expected)), "the step was finished already"
@@ -134,7 +135,8 @@ def test_state_dicts_in_mid_step_are_those_of_plain_torch_and_training_goes_on(
     late: None, mode: str, offload: str
 ) -> None:
     model, stale = network(), mode == "delayed"
-    with AsyncOptimizer(sgd(model.parameters()), model, mode=mode, offload=offload) as optimizer:
+    options: Any = {"mode": mode, "offload": offload, "delay_compensation": "none"}
+    with AsyncOptimizer(sgd(model.parameters()), model, **options) as optimizer:
         train(model, optimizer, range(2))
         plain, stepped = reference(2, stale)
         assert_same(optimizer.state_dict(), stepped.state_dict())
@@ -152,7 +154,8 @@ def test_loading_while_a_step_runs_replaces_all_of_it(late: None, mode: str, off
     plain, stepped = reference(2)
     kept = copy.deepcopy((plain.state_dict(), stepped.state_dict()))
     model = network()
-    with AsyncOptimizer(sgd(model.parameters()), model, mode=mode, offload=offload) as optimizer:
+    options: Any = {"mode": mode, "offload": offload, "delay_compensation": "none"}
+    with AsyncOptimizer(sgd(model.parameters()), model, **options) as optimizer:
         train(model, optimizer, range(7, 9))
         model.load_state_dict(kept[0])
         optimizer.load_state_dict(kept[1])

@@ -1,0 +1,320 @@
+"""What ``delayed`` gives the model while an update is late: a preview of it, or an extrapolation.
+
+The exact update reaches the masters beside the next forward and backward, and the model one step
+later. Until then the model holds, written at the boundary, before that forward:
+
+``preview``
+    what the optimizer's next update will be without its gradient, made of the masters and the state
+    before, and the fresh gradient's share of it (:mod:`.preview_rules`);
+``extrapolate``
+    the masters moved once more as the update before has moved them, 2 w(t) - w(t-1) (error
+    feedback, arXiv 2606.30634).
+
+Masters only ever see exact updates, so what the model was off is gone with the next one. A
+parameter without a gradient in the window is not moved by its update: it is published as it is.
+
+What can be made before the gradient is known is made on the optimizer thread, behind the update
+before: in host memory, in the model's dtype, in the buffer that is sent up. Where masters are on a
+device there is no such buffer, and previews are made where they are written.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import compress
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..errors import UnsupportedError
+from .master_params import ParameterPair
+from .preview_rules import RULES, Share, rule_of
+from .replica import Part, Replica, frozen
+from .streams import SideStreams
+
+logger = logging.getLogger("accel_scaler")
+
+PIECE = 1 << 18
+"""Elements that are worked on at a time, so that what is made on the way stays in a cache."""
+
+Settings = list[dict[str, Any]]
+"""Of each group, as they were when they were frozen."""
+
+_version_of = attrgetter("_version")
+
+
+def refuse_compensation(wanted: str, optimizer: Optimizer) -> None:
+    """Raise ``UnsupportedError`` for a preview where none was derived."""
+    if wanted == "preview" and rule_of(optimizer) is None:
+        raise UnsupportedError(
+            f"delay_compensation='preview': none was derived for this {type(optimizer).__name__}, "
+            f"only for torch's own {', '.join(RULES)} (RMSprop not centered). Use 'extrapolate' or "
+            f"'none'; 'auto' takes {_best_of(optimizer)!r} here."
+        )
+
+
+def choose_compensation(wanted: str, optimizer: Optimizer) -> str:
+    """What ``delay_compensation`` means for ``optimizer``; the choice of ``auto`` is said.
+
+    Raises:
+        UnsupportedError: a preview is wanted, and none was derived.
+    """
+    refuse_compensation(wanted, optimizer)
+    if wanted != "auto":
+        return wanted
+    chosen = _best_of(optimizer)
+    say = logger.info if chosen == "preview" else logger.warning
+    name = type(optimizer).__name__
+    say("step_mode='delayed': delay_compensation='auto' takes %r for %s", chosen, name)
+    return chosen
+
+
+def _best_of(optimizer: Optimizer) -> str:
+    if rule_of(optimizer) is not None:
+        return "preview"
+    return "extrapolate" if any(map(_has_momentum, optimizer.param_groups)) else "none"
+
+
+def _has_momentum(group: Mapping[str, Any]) -> bool:
+    betas = group.get("betas")
+    return bool(group.get("momentum") or (betas[0] if betas else group.get("beta1")))
+
+
+@dataclass(slots=True)
+class Ahead:
+    """What was made before a boundary, and what it was made of."""
+
+    parts: list[Part]
+    settings: Settings
+    shares: dict[int, Share] = field(default_factory=dict)
+    """By the ``id`` of a pair."""
+    made_of: list[Any] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+
+class Compensation:
+    """Of one optimizer's late updates.
+
+    Args:
+        kind: ``"preview"`` or ``"extrapolate"``.
+    """
+
+    def __init__(self, kind: str, replica: Replica, streams: SideStreams) -> None:
+        self.kind, self._replica, self._streams = kind, replica, streams
+        self._rule = rule_of(replica.optimizer) if kind == "preview" else None
+        self._ahead: Ahead | None = None
+        self._settings: Settings | None = None
+        """Those that it is made with, or will be."""
+
+    # On the training thread.
+
+    @property
+    def prepares(self) -> bool:
+        """Something can be made before the boundary, and ahead of its gradients."""
+        return self._rule is not None
+
+    def new_settings(self) -> Settings | None:
+        """The settings of the step that is to be previewed, as they are now; None: it is."""
+        groups = self._replica.optimizer.param_groups
+        now = [{k: frozen(v) for k, v in group.items() if k != "params"} for group in groups]
+        if self._settings is not None and _are_equal(now, self._settings):
+            return None
+        self._settings = now
+        return now
+
+    @property
+    def makes_in_place(self) -> bool:
+        """Masters are on a device: no memory is taken there, nor sent to the host and back."""
+        return self._rule is not None and not self._replica.offload and not self._streams.is_host
+
+    def follow(self) -> None:
+        """Masters may be others: make buffers for those that have none."""
+        if self.makes_in_place:
+            return
+        bare = [pair for pair in self._replica.pairs if pair.is_master and pair.ahead is None]
+        for pair in bare:
+            if self._rule is not None:
+                pair.ahead = pair.staging
+        bare = [pair for pair in bare if pair.ahead is None]
+        buffers = self._streams.host_like([pair.target for pair in bare])
+        for pair, buffer in zip(bare, buffers, strict=True):
+            pair.ahead = buffer
+
+    def knows(self, grads: Sequence[Tensor | None]) -> bool:
+        """Whether every parameter with a gradient, in the order of the parts, was updated before:
+        of its first update nothing is known in advance."""
+        if self._rule is None:
+            return True
+        needs = list(map(self._rule.needs, self._replica.optimizer.param_groups))
+        if not any(needs):
+            return True
+        state = self._replica.optimizer.state
+        for pair in compress(self._replica.ordered, [grad is not None for grad in grads]):
+            if pair.is_master and not _has(state.get(pair.param) or {}, needs[pair.group]):
+                return False
+        return True
+
+    def forget(self) -> None:
+        """What was made may be of something else; with nothing on its way."""
+        self._ahead = self._settings = None
+
+    # On the optimizer thread.
+
+    @torch.no_grad()
+    def prepare(self, settings: Settings) -> None:
+        """Make what the next boundary publishes, of the masters and the state as they are."""
+        ahead = Ahead(self._replica.parts, settings)
+        for part in ahead.parts:
+            self._make(part, ahead)
+        ahead.made_of = self._sources()
+        ahead.versions = list(map(_version_of, ahead.made_of))
+        self._ahead = ahead
+
+    def take(self) -> Ahead:
+        """What was made ahead, for one boundary; an empty one, where it would be another now."""
+        ahead = self._ahead
+        self.forget()
+        replica = self._replica
+        settings = [
+            {k: v for k, v in group.items() if k != "params"} for group in replica.copy.param_groups
+        ]
+        if ahead is not None and ahead.parts is replica.parts:
+            found = self._sources()
+            if (
+                len(found) == len(ahead.made_of)
+                and all(map(is_, found, ahead.made_of))
+                and list(map(_version_of, found)) == ahead.versions
+                and _are_equal(settings, ahead.settings)
+            ):
+                return ahead
+        return Ahead(replica.parts, settings)
+
+    def _sources(self) -> list[Tensor]:
+        state = self._replica.copy.state
+        found: list[Tensor] = []
+        for pair in self._replica.ordered:
+            found.append(pair.stepped)
+            found += [v for v in state.get(pair.stepped, {}).values() if isinstance(v, Tensor)]
+        return found
+
+    def publish(
+        self,
+        part: Part,
+        ahead: Ahead,
+        grads: Sequence[Tensor | None],
+        factors: Sequence[float],
+        newer: set[int],
+    ) -> None:
+        """Write to the model what the next forward shall see of ``part``.
+
+        Args:
+            grads: on the model's device.
+            factors: what each is still to be multiplied by, to be unscaled and clipped.
+            newer: ``id`` of parameters that have not what their masters have.
+        """
+        due = [
+            pair.is_master and grad is not None
+            for pair, grad in zip(part.pairs, grads, strict=True)
+        ]
+        if self._rule is not None:
+            missing = any(id(pair) not in ahead.shares for pair in compress(part.pairs, due))
+            if missing or self.makes_in_place:
+                self._make(part, ahead, due)
+        for pair, grad, factor, is_late in zip(part.pairs, grads, factors, due, strict=True):
+            if is_late and self._rule is not None and grad is not None:
+                if pair.ahead is not None:
+                    self._streams.up(pair.ahead, pair.target)
+                _add_share(pair.target, grad, ahead.shares[id(pair)], factor)
+            elif is_late and pair.ahead is not None and pair.is_extrapolated:
+                self._streams.up(pair.ahead, pair.target)
+            elif is_late or id(pair.param) in newer:
+                pair.publish(self._streams)
+
+    def _make(self, part: Part, ahead: Ahead, due: Sequence[bool] | None = None) -> None:
+        """Previews of a part, where the masters' state is known; ``due``: to be written at once."""
+        assert self._rule is not None
+        state = self._replica.copy.state
+        known: list[tuple[ParameterPair, Mapping[str, Any]]] = []
+        for pair in part.pairs if due is None else compress(part.pairs, due):
+            entry, needs = state.get(pair.stepped) or {}, self._rule.needs
+            if pair.is_master and _has(entry, needs(ahead.settings[pair.group])):
+                known.append((pair, entry))
+        kinds: dict[Any, list[tuple[ParameterPair, Mapping[str, Any]]]] = {}
+        counts_of = [_numbers([entry[name] for _, entry in known]) for name in self._rule.counts]
+        for place, (pair, entry) in enumerate(known):
+            key = pair.group, tuple(counts[place] for counts in counts_of)
+            kinds.setdefault(key, []).append((pair, entry))
+        for (group, counts), mine in kinds.items():
+            pairs, states = [pair for pair, _ in mine], [entry for _, entry in mine]
+            terms = self._rule.terms(ahead.settings[group], counts, states)
+            found = terms.norms()
+            norms = torch.stack(found).tolist() if found else [0.0] * len(pairs)
+            for pair, norm in zip(pairs, norms, strict=True):
+                ahead.shares[id(pair)] = terms.share(norm, pair.stepped.numel())
+            if due is not None or not self.makes_in_place:
+                previews = terms.previews([pair.stepped.detach() for pair in pairs])
+                targets = [pair.target if pair.ahead is None else pair.ahead for pair in pairs]
+                torch._foreach_copy_(targets, previews)
+
+    def before_update(self, part: Part, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Copies of the masters that are about to be updated, where they will be asked for."""
+        if self.kind == "preview":
+            return [None] * len(part.pairs)
+        return [
+            pair.stepped.detach().clone() if pair.is_master and grad is not None else None
+            for pair, grad in zip(part.pairs, grads, strict=True)
+        ]
+
+    def after_update(self, part: Part, before: Sequence[Tensor | None]) -> None:
+        """Extrapolate: what the next boundary publishes."""
+        for pair, old in zip(part.pairs, before, strict=True):
+            pair.is_extrapolated = old is not None
+            if old is not None and pair.ahead is not None:
+                moved = pair.stepped.detach().mul(2.0).sub_(old)
+                pair.ahead.copy_(moved, non_blocking=self._streams.copies_beside)
+
+
+def _add_share(target: Tensor, grad: Tensor, share: Share, factor: float) -> None:
+    """``target += share.rate * clamp(g, -share.limit, share.limit)``, g being ``factor * grad``.
+
+    One multiply and add, in float32 where the target is narrower; the limit is the gradient's.
+    """
+    rate, limit = share.rate * factor, share.limit / factor if factor else math.inf
+    if limit == math.inf:
+        target.add_(grad, alpha=rate)
+        return
+    if target.is_contiguous() and grad.is_contiguous() and target.numel() > PIECE:
+        pieces = zip(*(torch.split(t.view(-1), PIECE) for t in (target, grad)), strict=True)
+    else:
+        pieces = zip([target], [grad], strict=True)
+    for mine, piece in pieces:
+        mine.add_(piece.clamp(-limit, limit), alpha=rate)
+
+
+def _has(entry: Mapping[str, Any], names: Sequence[str]) -> bool:
+    return all(entry.get(name) is not None for name in names)
+
+
+def _numbers(values: Sequence[Any]) -> list[float]:
+    """Of numbers, or tensors of shape (); waits for the device where they are there."""
+    if all(isinstance(v, Tensor) and v.device.type != "cpu" for v in values) and values:
+        return [float(v) for v in torch.stack(list(values)).tolist()]
+    return list(map(float, values))
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return type(one) is type(other) and one.shape == other.shape and torch.equal(one, other)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_are_equal(v, other[k]) for k, v in one.items())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_are_equal, one, other))
+    return bool(one == other)

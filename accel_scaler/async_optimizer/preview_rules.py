@@ -1,0 +1,318 @@
+"""What an optimizer's next update will be before its gradient is known: one rule a class.
+
+All of an update is known in advance but what the gradient adds to it and to the second moments. A
+rule says the known part exactly, from the state after ``k`` updates; second moments are taken to
+stay as they are, bias corrected. What the gradient adds is its share, with one step size for each
+tensor: the root of the mean of its second moments stands for each of them. With ``w`` the
+parameter, ``g`` its gradient (unscaled, clipped; negated by ``maximize``) and ``wd`` a weight decay
+that is added to the gradient:
+
+    preview = keep * w - velocity_rate * b - momentum_rate * m / d - gradient_rate * e
+    share   = -gradient_rate * clamp(g / rms(d), -reach, reach)
+    e       = clamp(wd * w / d, -reach, reach)
+    d       = root_scale * root + eps,    rms(d) = root_scale * sqrt(mean(root**2)) + eps
+
+``reach`` is the most that any gradient divided by its own second moment comes to, since it is part
+of that itself: sqrt((1 - b2^(k+1)) / (1 - b2)) for Adam. It matters where second moments say little
+of the gradient to come: of a matrix whose gradients were zero so far (LoRA), of rare tokens.
+
+Optimizers without second moments have no ``d`` (it is 1): preview and share are then the update
+itself, up to rounding. Each rule is the formula in the documentation of its class in
+``torch.optim``, with ``g`` set apart. What previews do to a run: docs/one-step-late.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .supported_optimizers import known_class
+
+Group = Mapping[str, Any]
+Counts = Sequence[float]
+States = Sequence[Mapping[str, Any]]
+
+
+@dataclass(slots=True)
+class Terms:
+    """The known terms of tensors that share settings and counts; lists have an entry for each."""
+
+    gradient_rate: float
+    """Below zero with ``maximize``."""
+    keep: float = 1.0
+    weight_decay: float = 0.0
+    velocity: list[Tensor] = field(default_factory=list)
+    velocity_rate: float = 0.0
+    momentum: list[Tensor] = field(default_factory=list)
+    momentum_rate: float = 0.0
+    roots: list[Tensor] = field(default_factory=list)
+    """Empty: ``d`` is 1."""
+    root_scale: float = 1.0
+    eps: float = 0.0
+    reach: float = math.inf
+
+    def previews(self, weights: list[Tensor]) -> list[Tensor]:
+        """float32 tensors, new ones, on the device and in the layout of ``weights``."""
+        rate = abs(self.gradient_rate) * self.weight_decay
+        found = list(torch._foreach_mul(weights, self.keep if self.roots else self.keep - rate))
+        if self.velocity_rate:
+            torch._foreach_add_(found, self.velocity, alpha=-self.velocity_rate)
+        if self.roots and (self.momentum_rate or rate):
+            sizes = list(torch._foreach_mul(self.roots, self.root_scale))
+            torch._foreach_add_(sizes, self.eps)
+            if self.momentum_rate:
+                torch._foreach_addcdiv_(found, self.momentum, sizes, value=-self.momentum_rate)
+            if rate:
+                decays, most = torch._foreach_div(weights, sizes), self.reach / self.weight_decay
+                torch._foreach_clamp_min_(decays, -most)
+                torch._foreach_clamp_max_(decays, most)
+                torch._foreach_add_(found, decays, alpha=-rate)
+        return found
+
+    def norms(self) -> list[Tensor]:
+        """Of each root, float32, shape (); none where ``d`` is 1."""
+        return list(torch._foreach_norm(self.roots)) if self.roots else []
+
+    def share(self, norm: float, size: int) -> Share:
+        """Of a gradient of ``size`` elements whose root has this ``norm``."""
+        if not self.roots:
+            return Share(-self.gradient_rate, math.inf)
+        rms = self.root_scale * norm / math.sqrt(max(size, 1)) + self.eps
+        return Share(-self.gradient_rate / rms, self.reach * rms) if rms > 0.0 else Share(0.0, 0.0)
+
+
+class Share(NamedTuple):
+    """What a gradient adds at once: ``rate * clamp(g, -limit, limit)``."""
+
+    rate: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Of one class of optimizers."""
+
+    terms: Callable[[Group, Counts, States], Terms]
+    """From a group's settings, its counts, and the state of some of its tensors."""
+    needs: Callable[[Group], Sequence[str]]
+    """What a tensor's state must hold; before its first update it does not."""
+    counts: tuple[str, ...] = ("step",)
+    """Entries of the state that are one number: tensors that differ in one have other terms."""
+
+
+def _sign(group: Group) -> float:
+    return -1.0 if group.get("maximize") else 1.0
+
+
+def _rate(group: Group) -> float:
+    return float(group["lr"])
+
+
+def _sgd(group: Group, counts: Counts, states: States) -> Terms:
+    """b' = mu b + (1 - dampening) g', g' = g + wd w. Update: l b', with Nesterov l (g' + mu b')."""
+    rate, mu = _rate(group), float(group["momentum"])
+    gradient, velocity, held = rate, 0.0, []
+    if mu:
+        held = [state["momentum_buffer"] for state in states]
+        kept = 1.0 - group["dampening"]
+        gradient, velocity = rate * kept, rate * mu
+        if group["nesterov"]:
+            gradient, velocity = rate * (1.0 + mu * kept), rate * mu * mu
+    return Terms(
+        _sign(group) * gradient,
+        weight_decay=float(group["weight_decay"]),
+        velocity=held,
+        velocity_rate=velocity,
+    )
+
+
+def _adam(group: Group, counts: Counts, states: States) -> Terms:
+    """m' = b1 m + (1 - b1) g, l m' / (1 - b1^(k+1)) / (sqrt(v / (1 - b2^k)) + eps).
+
+    ``v`` is the largest one so far with ``amsgrad``. Decoupled decay: w (1 - l wd); else g + wd w.
+    """
+    (k,), rate = counts, _rate(group)
+    beta1, beta2 = map(float, group["betas"])
+    step, square = rate / (1.0 - beta1 ** (k + 1)), "exp_avg_sq"
+    terms = Terms(
+        _sign(group) * step * (1.0 - beta1),
+        momentum=[state["exp_avg"] for state in states],
+        momentum_rate=step * beta1,
+        roots=_roots(states, "max_" + square if group["amsgrad"] else square),
+        root_scale=1.0 / math.sqrt(_correction(beta2, k)),
+        eps=float(group["eps"]),
+        reach=math.sqrt(_correction(beta2, k + 1) / (1.0 - beta2)),
+    )
+    return _decayed(terms, group)
+
+
+def _adamw(group: Group, counts: Counts, states: States) -> Terms:
+    """Adam's, with decoupled decay; older releases of torch do not say so in the group."""
+    return _adam({"decoupled_weight_decay": True, **group}, counts, states)
+
+
+def _nadam(group: Group, counts: Counts, states: States) -> Terms:
+    """l ((1 - mu) g / (1 - M mu) + mu' m' / (1 - M mu mu')) / (sqrt(v / (1 - b2^k)) + eps).
+
+    mu and mu' are those of steps k + 1 and k + 2, M the product of those before.
+    """
+    (k, product), rate, decay = counts, _rate(group), float(group["momentum_decay"])
+    beta1, beta2 = map(float, group["betas"])
+    mu, following = (beta1 * (1.0 - 0.5 * 0.96 ** ((k + n) * decay)) for n in (1, 2))
+    step = rate * following / (1.0 - product * mu * following)
+    own = rate * (1.0 - mu) / (1.0 - product * mu)
+    terms = Terms(
+        _sign(group) * (own + step * (1.0 - beta1)),
+        momentum=[state["exp_avg"] for state in states],
+        momentum_rate=step * beta1,
+        roots=_roots(states, "exp_avg_sq"),
+        root_scale=1.0 / math.sqrt(_correction(beta2, k)),
+        eps=float(group["eps"]),
+        reach=math.sqrt(_correction(beta2, k + 1) / (1.0 - beta2)),
+    )
+    return _decayed(terms, group)
+
+
+def _radam(group: Group, counts: Counts, states: States) -> Terms:
+    """l m' / (1 - b1^(k+1)), and from rho > 5 on r / ((sqrt(v) + eps) / sqrt(1 - b2^k)) of it."""
+    (k,), rate = counts, _rate(group)
+    beta1, beta2 = map(float, group["betas"])
+    step, held = rate / (1.0 - beta1 ** (k + 1)), [state["exp_avg"] for state in states]
+    last = 2.0 / (1.0 - beta2) - 1.0
+    rho = last - 2.0 * (k + 1) * beta2 ** (k + 1) / (1.0 - beta2 ** (k + 1))
+    gradient = _sign(group) * step * (1.0 - beta1)
+    if rho <= 5.0:
+        terms = Terms(gradient, velocity=held, velocity_rate=step * beta1)
+    else:
+        rect = (rho - 4.0) * (rho - 2.0) * last / ((last - 4.0) * (last - 2.0) * rho)
+        scale = 1.0 / math.sqrt(rect * _correction(beta2, k))
+        terms = Terms(
+            gradient,
+            momentum=held,
+            momentum_rate=step * beta1,
+            roots=_roots(states, "exp_avg_sq"),
+            root_scale=scale,
+            eps=scale * float(group["eps"]),
+            reach=math.sqrt(rect * _correction(beta2, k + 1) / (1.0 - beta2)),
+        )
+    return _decayed(terms, group)
+
+
+def _adamax(group: Group, counts: Counts, states: States) -> Terms:
+    """m' = b1 m + (1 - b1) g', l m' / (1 - b1^(k+1)) / u, u the largest size so far, decayed."""
+    (k,), rate = counts, _rate(group)
+    beta1, _ = map(float, group["betas"])
+    step = rate / (1.0 - beta1 ** (k + 1))
+    return Terms(
+        _sign(group) * step * (1.0 - beta1),
+        weight_decay=float(group["weight_decay"]),
+        momentum=[state["exp_avg"] for state in states],
+        momentum_rate=step * beta1,
+        roots=[state["exp_inf"] for state in states],
+        reach=1.0,
+    )
+
+
+def _rmsprop(group: Group, counts: Counts, states: States) -> Terms:
+    """b' = mu b + g' / d, l b'; d = sqrt(v (1 - a^(k+1)) / (1 - a^k)) + eps.
+
+    That is v after one more square of the mean size of those before.
+    """
+    (k,), rate, mu = counts, _rate(group), float(group["momentum"])
+    alpha = float(group["alpha"])
+    return Terms(
+        _sign(group) * rate,
+        weight_decay=float(group["weight_decay"]),
+        velocity=[state["momentum_buffer"] for state in states] if mu else [],
+        velocity_rate=rate * mu,
+        roots=_roots(states, "square_avg"),
+        root_scale=math.sqrt(_correction(alpha, k + 1) / _correction(alpha, k)),
+        eps=float(group["eps"]),
+        reach=1.0 / math.sqrt(1.0 - alpha),
+    )
+
+
+def _adagrad(group: Group, counts: Counts, states: States) -> Terms:
+    """l / (1 + k lr_decay) g' / (sqrt(s') + eps), s' = s after one more square of mean size."""
+    (k,), start = counts, float(group["initial_accumulator_value"])
+    grown = (k + 1.0) / max(k, 1.0)
+    roots = torch._foreach_mul([state["sum"] for state in states], grown)
+    torch._foreach_add_(roots, start * (1.0 - grown))
+    torch._foreach_sqrt_(roots)
+    return Terms(
+        _sign(group) * _rate(group) / (1.0 + k * float(group["lr_decay"])),
+        weight_decay=float(group["weight_decay"]),
+        roots=list(roots),
+        eps=float(group["eps"]),
+        reach=1.0,
+    )
+
+
+def _asgd(group: Group, counts: Counts, states: States) -> Terms:
+    """w (1 - lambd eta) - eta g'."""
+    (eta,) = counts
+    return Terms(
+        _sign(group) * eta,
+        keep=1.0 - float(group["lambd"]) * eta,
+        weight_decay=float(group["weight_decay"]),
+    )
+
+
+def _correction(beta: float, k: float) -> float:
+    """Of a running mean's bias; 1 where it was made and never updated."""
+    return 1.0 - beta**k if k > 0.0 else 1.0
+
+
+def _roots(states: States, name: str) -> list[Tensor]:
+    return list(torch._foreach_sqrt([state[name] for state in states]))
+
+
+def _decayed(terms: Terms, group: Group) -> Terms:
+    weight_decay = float(group["weight_decay"])
+    if group.get("decoupled_weight_decay"):
+        terms.keep -= _rate(group) * weight_decay
+    else:
+        terms.weight_decay = weight_decay
+    return terms
+
+
+def _adam_needs(group: Group) -> tuple[str, ...]:
+    return ("exp_avg", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg",)
+
+
+def _rmsprop_needs(group: Group) -> tuple[str, ...]:
+    return ("square_avg", "momentum_buffer") if group["momentum"] else ("square_avg",)
+
+
+def _always(*names: str) -> Callable[[Group], tuple[str, ...]]:
+    return lambda group: names
+
+
+RULES: dict[str, Rule] = {
+    "SGD": Rule(_sgd, lambda group: ("momentum_buffer",) if group["momentum"] else (), ()),
+    "Adam": Rule(_adam, _adam_needs),
+    "AdamW": Rule(_adamw, _adam_needs),
+    "NAdam": Rule(_nadam, _always("exp_avg"), ("step", "mu_product")),
+    "RAdam": Rule(_radam, _always("exp_avg")),
+    "Adamax": Rule(_adamax, _always("exp_avg")),
+    "RMSprop": Rule(_rmsprop, _rmsprop_needs),
+    "Adagrad": Rule(_adagrad, _always("sum")),
+    "ASGD": Rule(_asgd, _always("eta"), ("eta",)),
+}
+"""By the name of torch's class."""
+
+
+def rule_of(optimizer: Optimizer) -> Rule | None:
+    """The rule by which ``optimizer`` steps; None: none was derived."""
+    known = known_class(type(optimizer))
+    if known is None or not known.__module__.startswith("torch.optim"):
+        return None
+    if any(group.get("centered") for group in optimizer.param_groups):
+        return None  # RMSprop's variance may be nothing, and then its update anything
+    return RULES.get(known.__name__)

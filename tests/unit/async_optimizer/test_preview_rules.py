@@ -1,0 +1,189 @@
+"""Each rule's preview and share beside the step that torch's own optimizer then makes.
+
+Gradients whose elements all have one size, whatever their sign, have second moments that stay as
+they are once their bias is corrected, and every root is their mean: nothing is left to guess, and
+preview and share must be torch's step, but for rounding.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from accel_scaler import AsyncOptimizer, ScalerConfig, UnsupportedError
+from accel_scaler.async_optimizer.preview_rules import RULES, rule_of
+
+Make = Callable[..., torch.optim.Optimizer]
+
+KINDS: dict[str, tuple[Make, dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {"lr": 0.1}),
+    "SGD, decay": (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.1}),
+    "SGD, momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
+    "SGD, dampening": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.25}),
+    "SGD, Nesterov": (
+        torch.optim.SGD,
+        {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    ),
+    "SGD, maximize": (
+        torch.optim.SGD,
+        {"lr": 0.1, "momentum": 0.9, "maximize": True, "weight_decay": 0.1},
+    ),
+    "ASGD": (torch.optim.ASGD, {"lr": 0.1, "lambd": 0.1, "weight_decay": 0.1, "t0": 3}),
+    "Adam": (torch.optim.Adam, {"lr": 0.1, "eps": 1e-3}),
+    "Adam, amsgrad": (torch.optim.Adam, {"lr": 0.1, "amsgrad": True}),
+    "Adam, maximize": (torch.optim.Adam, {"lr": 0.1, "maximize": True}),
+    "Adam, fused": (torch.optim.Adam, {"lr": 0.1, "fused": True}),
+    "Adam, rate of a tensor": (torch.optim.Adam, {"lr": torch.tensor(0.1)}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.1, "weight_decay": 0.5, "betas": (0.5, 0.75)}),
+    "NAdam": (torch.optim.NAdam, {"lr": 0.1, "momentum_decay": 0.1}),
+    "NAdam, decoupled": (
+        torch.optim.NAdam,
+        {"lr": 0.1, "weight_decay": 0.5, "decoupled_weight_decay": True},
+    ),
+    "RAdam": (torch.optim.RAdam, {"lr": 0.1, "betas": (0.9, 0.8)}),
+    "RAdam, from the fifth step on": (torch.optim.RAdam, {"lr": 0.1, "eps": 1e-3}),
+    "RAdam, decoupled": (
+        torch.optim.RAdam,
+        {"lr": 0.1, "weight_decay": 0.5, "decoupled_weight_decay": True},
+    ),
+    "Adamax": (torch.optim.Adamax, {"lr": 0.1}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 0.1}),
+    "RMSprop, momentum": (torch.optim.RMSprop, {"lr": 0.1, "momentum": 0.9, "alpha": 0.5}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1}),
+    "Adagrad, from above zero": (torch.optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 1}),
+}
+ROOTS_OF = {"Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad"}
+
+
+def even(number: int, size: float = 0.5) -> Tensor:
+    """Of one size, signs at random."""
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(2, (3, 5), generator=generator).float().mul_(2.0).sub_(1.0).mul_(size)
+
+
+def previewed(optimizer: torch.optim.Optimizer, w: Tensor, g: Tensor) -> Tensor:
+    """The sum of preview and share, from the package's rule."""
+    rule = rule_of(optimizer)
+    assert rule is not None
+    (group,), state = optimizer.param_groups, optimizer.state[w]
+    counts = [float(state[name]) for name in rule.counts]
+    terms = rule.terms(group, counts, [state])
+    (preview,) = terms.previews([w.detach()])
+    norm = float(terms.norms()[0]) if terms.roots else 0.0
+    rate, limit = terms.share(norm, w.numel())
+    return preview.add_(g.clamp(-limit, limit), alpha=rate)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("updates", [1, 2, 3, 7, 20])
+def test_with_even_gradients_a_preview_and_its_share_are_torch_s_step(
+    kind: str, updates: int
+) -> None:
+    make, settings = KINDS[kind]
+    w = torch.nn.Parameter(torch.linspace(-1.0, 1.0, 15).reshape(3, 5))
+    optimizer = make([w], **settings)
+    for number in range(updates):
+        w.grad = even(number)
+        optimizer.step()
+    before, w.grad = w.detach().clone(), even(updates)
+    found = previewed(optimizer, w, w.grad)
+    optimizer.step()
+    moved = (w.detach() - before).norm()
+    assert moved > 1e-3
+    assert float((found - w.detach()).norm() / moved) < 1e-4
+
+
+@pytest.mark.parametrize("name", sorted(ROOTS_OF))
+def test_a_gradient_where_there_were_none_is_limited_as_its_own_square_limits_it(name: str) -> None:
+    """The second moments have seen zeros alone: LoRA's first matrix, a token for the first time."""
+    w = torch.nn.Parameter(torch.zeros(3, 5))
+    optimizer = getattr(torch.optim, name)([w], lr=0.1)
+    for _ in range(6):
+        w.grad = torch.zeros_like(w)
+        optimizer.step()
+    w.grad = even(0) * torch.linspace(0.01, 100.0, 15).reshape(3, 5)
+    found = previewed(optimizer, w, w.grad)
+    optimizer.step()
+    assert w.detach().abs().max() > 1e-3
+    torch.testing.assert_close(found, w.detach(), rtol=2e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", sorted(ROOTS_OF | {"Adamax"}))
+def test_no_gradient_moves_more_at_once_than_its_update_could(name: str) -> None:
+    w = torch.nn.Parameter(torch.zeros(64))
+    optimizer = getattr(torch.optim, name)([w], lr=0.1)
+    for number in range(6):
+        w.grad = torch.randn(64, generator=torch.Generator().manual_seed(number))
+        optimizer.step()
+    rule = rule_of(optimizer)
+    assert rule is not None
+    state = optimizer.state[w]
+    counts = [float(state[each]) for each in rule.counts]
+    terms = rule.terms(optimizer.param_groups[0], counts, [state])
+    rate, limit = terms.share(float(terms.norms()[0]), 64)
+    for size in (1e3, 1e6):
+        calm, excited = copy.deepcopy(optimizer), copy.deepcopy(optimizer)
+        for other, grad in ((calm, torch.zeros(64)), (excited, torch.full((64,), size))):
+            (p,) = other.param_groups[0]["params"]
+            p.grad = grad
+            other.step()
+        (still,), (moved,) = (o.param_groups[0]["params"] for o in (calm, excited))
+        own = (moved - still).detach().abs()
+        share = abs(rate) * min(size, limit)
+        assert share <= 1.2 * float(own.max()) + 0.2 * share, (share, own.max())
+
+
+def test_a_decay_that_second_moments_have_not_seen_is_limited_too() -> None:
+    """Else it would be divided by nothing: weight decay turned on late, at elements never used."""
+    w = torch.nn.Parameter(torch.linspace(-1.0, 1.0, 15).reshape(3, 5))
+    optimizer = torch.optim.Adam([w], lr=0.1)
+    w.grad = torch.zeros_like(w)
+    optimizer.step()
+    optimizer.param_groups[0]["weight_decay"] = 0.1
+    before = w.detach().clone()
+    found = previewed(optimizer, w, torch.zeros_like(w))
+    assert float((found - before).abs().max()) <= 0.1 * math.sqrt(1.999)
+
+
+def test_the_rules_are_those_that_are_named() -> None:
+    assert {kind.split(",")[0] for kind in KINDS} == set(RULES)
+
+
+class Theirs(torch.optim.AdamW):
+    """Steps in another way."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("make", "auto"),
+    [
+        (lambda ps: torch.optim.RMSprop(ps, centered=True), "none"),
+        (lambda ps: torch.optim.RMSprop(ps, centered=True, momentum=0.5), "extrapolate"),
+        (torch.optim.Adadelta, "none"),
+        (torch.optim.Rprop, "none"),
+        (torch.optim.Adafactor, "none"),
+        (Theirs, "extrapolate"),
+    ],
+)
+def test_nothing_is_previewed_without_a_rule(
+    make: Make, auto: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    p = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(UnsupportedError, match=rf"none was derived.*SGD, Adam.*{auto!r}"):
+        AsyncOptimizer(make([p]), mode="delayed", delay_compensation="preview")
+    with AsyncOptimizer(make([p]), mode="delayed") as optimizer:
+        assert optimizer._config == ScalerConfig(step_mode="delayed")
+    said = [r.message for r in caplog.records if "takes" in r.message]
+    assert len(said) == 1
+    assert f"takes {auto!r}" in said[0]
+    for kind in ("extrapolate", "none"):
+        with AsyncOptimizer(make([p]), mode="delayed", delay_compensation=kind):
+            pass

@@ -191,14 +191,13 @@ def _radam(group: Group, counts: Counts, states: States) -> Terms:
         terms = Terms(gradient, velocity=held, velocity_rate=step * beta1)
     else:
         rect = (rho - 4.0) * (rho - 2.0) * last / ((last - 4.0) * (last - 2.0) * rho)
-        scale = 1.0 / math.sqrt(rect * _correction(beta2, k))
         terms = Terms(
             gradient,
             momentum=held,
             momentum_rate=step * beta1,
             roots=_roots(states, "exp_avg_sq"),
-            root_scale=scale,
-            eps=scale * float(group["eps"]),
+            root_scale=1.0 / math.sqrt(rect * _correction(beta2, k)),
+            eps=float(group["eps"]) / math.sqrt(rect * _correction(beta2, k + 1)),
             reach=math.sqrt(rect * _correction(beta2, k + 1) / (1.0 - beta2)),
         )
     return _decayed(terms, group)

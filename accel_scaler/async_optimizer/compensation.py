@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import UnsupportedError
+from ..scaling import LOW_PRECISION
 from .master_params import ParameterPair
 from .preview_rules import RULES, Share, rule_of
 from .replica import Part, Replica, frozen
@@ -283,10 +284,12 @@ class Compensation:
 def _add_share(target: Tensor, grad: Tensor, share: Share, factor: float) -> None:
     """``target += share.rate * clamp(g, -share.limit, share.limit)``, g being ``factor * grad``.
 
-    One multiply and add, in float32 where the target is narrower; the limit is the gradient's.
+    One multiply and add, in float32 where the target is narrower: rate and limit are those of a
+    scaled gradient, which float16 has not (torch on a CPU rounds them to it, or refuses).
     """
     rate, limit = share.rate * factor, share.limit / factor if factor else math.inf
-    if limit == math.inf:
+    is_narrow = grad.dtype in LOW_PRECISION
+    if limit == math.inf and not is_narrow:
         target.add_(grad, alpha=rate)
         return
     if target.is_contiguous() and grad.is_contiguous() and target.numel() > PIECE:
@@ -294,7 +297,8 @@ def _add_share(target: Tensor, grad: Tensor, share: Share, factor: float) -> Non
     else:
         pieces = zip([target], [grad], strict=True)
     for mine, piece in pieces:
-        mine.add_(piece.clamp(-limit, limit), alpha=rate)
+        wide = piece.float() if is_narrow else piece
+        mine.add_(wide if limit == math.inf else wide.clamp(-limit, limit), alpha=rate)
 
 
 def _has(entry: Mapping[str, Any], names: Sequence[str]) -> bool:

@@ -114,7 +114,7 @@ class Reference:
         for i, (p, w, g) in enumerate(zip(self.params, self.masters, grads, strict=True)):
             if self.compensation == "none" or g is None:
                 continue
-            factor = factors[i]
+            factor, g = factors[i], g.float()  # torch would round the rates to float16
             if self.compensation == "extrapolate":
                 p.copy_(w * 2.0 - self.before.get(i, w))
                 continue

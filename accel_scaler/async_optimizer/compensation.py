@@ -22,10 +22,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any
 
 import torch
@@ -35,19 +35,17 @@ from torch.optim import Optimizer
 from ..errors import UnsupportedError
 from ..scaling import LOW_PRECISION
 from .master_params import ParameterPair
-from .preview_rules import RULES, Share, rule_of
-from .replica import Part, Replica, frozen
+from .preview_rules import RULES, Share, pieces_of, rule_of
+from .replica import LARGEST_PART, Part, Replica, frozen
 from .streams import SideStreams
 
 logger = logging.getLogger("accel_scaler")
 
 PIECE = 1 << 18
-"""Elements that are worked on at a time, so that what is made on the way stays in a cache."""
+"""Elements that the host works on at a time, so that what is made on the way stays in its cache."""
 
 Settings = list[dict[str, Any]]
 """Of each group, as they were when they were frozen."""
-
-_version_of = attrgetter("_version")
 
 
 def refuse_compensation(wanted: str, optimizer: Optimizer) -> None:
@@ -174,7 +172,7 @@ class Compensation:
         for part in ahead.parts:
             self._make(part, ahead)
         ahead.made_of = self._sources()
-        ahead.versions = list(map(_version_of, ahead.made_of))
+        ahead.versions = _versions_of(ahead.made_of)
         self._ahead = ahead
 
     def take(self) -> Ahead:
@@ -190,19 +188,15 @@ class Compensation:
             if (
                 len(found) == len(ahead.made_of)
                 and all(map(is_, found, ahead.made_of))
-                and list(map(_version_of, found)) == ahead.versions
+                and _versions_of(found) == ahead.versions
                 and _are_equal(settings, ahead.settings)
             ):
                 return ahead
         return Ahead(replica.parts, settings)
 
-    def _sources(self) -> list[Tensor]:
-        state = self._replica.copy.state
-        found: list[Tensor] = []
-        for pair in self._replica.ordered:
-            found.append(pair.stepped)
-            found += [v for v in state.get(pair.stepped, {}).values() if isinstance(v, Tensor)]
-        return found
+    def _sources(self) -> list[Any]:
+        masters = [pair.stepped for pair in self._replica.ordered]
+        return masters + [v for e in self._replica.copy.state.values() for v in e.values()]
 
     def publish(
         self,
@@ -229,13 +223,27 @@ class Compensation:
                 self._make(part, ahead, due)
         for pair, grad, factor, is_late in zip(part.pairs, grads, factors, due, strict=True):
             if is_late and self._rule is not None and grad is not None:
-                if pair.ahead is not None:
-                    self._streams.up(pair.ahead, pair.target)
-                _add_share(pair.target, grad, ahead.shares[id(pair)], factor)
+                self._show(pair, grad, ahead.shares[id(pair)], factor)
             elif is_late and pair.ahead is not None and pair.is_extrapolated:
                 self._streams.up(pair.ahead, pair.target)
             elif is_late or id(pair.param) in newer:
                 pair.publish(self._streams)
+
+    def _show(self, pair: ParameterPair, grad: Tensor, share: Share, factor: float) -> None:
+        """Preview and share, one multiply and add.
+
+        In float32 where they are narrower: rate and limit are those of a scaled gradient, which
+        float16 has not (torch on a CPU rounds them to it, or refuses).
+        """
+        rate, limit = share.rate * factor, share.limit / factor if factor else math.inf
+        target, source = pair.target, pair.target if pair.ahead is None else pair.ahead
+        if source.device != target.device:
+            self._streams.up(source, target)
+            source = target
+        for out, preview, piece in pieces_of((target, source, grad), self._largest):
+            bounded = piece.float() if piece.dtype in LOW_PRECISION else piece
+            bounded = bounded if limit == math.inf else bounded.clamp(-limit, limit)
+            torch.add(preview, bounded, alpha=rate, out=out)
 
     def _make(self, part: Part, ahead: Ahead, due: Sequence[bool] | None = None) -> None:
         """Previews of a part, where the masters' state is known; ``due``: to be written at once."""
@@ -254,14 +262,16 @@ class Compensation:
         for (group, counts), mine in kinds.items():
             pairs, states = [pair for pair, _ in mine], [entry for _, entry in mine]
             terms = self._rule.terms(ahead.settings[group], counts, states)
-            found = terms.norms()
-            norms = torch.stack(found).tolist() if found else [0.0] * len(pairs)
-            for pair, norm in zip(pairs, norms, strict=True):
-                ahead.shares[id(pair)] = terms.share(norm, pair.stepped.numel())
-            if due is not None or not self.makes_in_place:
-                previews = terms.previews([pair.stepped.detach() for pair in pairs])
-                targets = [pair.target if pair.ahead is None else pair.ahead for pair in pairs]
-                torch._foreach_copy_(targets, previews)
+            weights = [pair.stepped.detach() for pair in pairs]
+            into = [pair.target if pair.ahead is None else pair.ahead for pair in pairs]
+            is_wanted = due is not None or not self.makes_in_place
+            shares = terms.preview(weights, into if is_wanted else None, self._largest)
+            ahead.shares.update(zip(map(id, pairs), shares, strict=True))
+
+    @property
+    def _largest(self) -> int:
+        on_host = self._replica.offload or self._streams.is_host
+        return PIECE if on_host else LARGEST_PART
 
     def before_update(self, part: Part, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Copies of the masters that are about to be updated, where they will be asked for."""
@@ -281,24 +291,8 @@ class Compensation:
                 pair.ahead.copy_(moved, non_blocking=self._streams.copies_beside)
 
 
-def _add_share(target: Tensor, grad: Tensor, share: Share, factor: float) -> None:
-    """``target += share.rate * clamp(g, -share.limit, share.limit)``, g being ``factor * grad``.
-
-    One multiply and add, in float32 where the target is narrower: rate and limit are those of a
-    scaled gradient, which float16 has not (torch on a CPU rounds them to it, or refuses).
-    """
-    rate, limit = share.rate * factor, share.limit / factor if factor else math.inf
-    is_narrow = grad.dtype in LOW_PRECISION
-    if limit == math.inf and not is_narrow:
-        target.add_(grad, alpha=rate)
-        return
-    if target.is_contiguous() and grad.is_contiguous() and target.numel() > PIECE:
-        pieces = zip(*(torch.split(t.view(-1), PIECE) for t in (target, grad)), strict=True)
-    else:
-        pieces = zip([target], [grad], strict=True)
-    for mine, piece in pieces:
-        wide = piece.float() if is_narrow else piece
-        mine.add_(wide if limit == math.inf else wide.clamp(-limit, limit), alpha=rate)
+def _versions_of(values: Iterable[Any]) -> list[int]:
+    return [v._version for v in values if isinstance(v, Tensor)]
 
 
 def _has(entry: Mapping[str, Any], names: Sequence[str]) -> bool:

@@ -11,6 +11,7 @@ that is added to the gradient:
     share   = -gradient_rate * clamp(g / rms(d), -reach, reach)
     e       = clamp(wd * w / d, -reach, reach)
     d       = root_scale * root + eps,    rms(d) = root_scale * sqrt(mean(root**2)) + eps
+    root    = sqrt(v + shift), or v itself where that is no square (Adamax)
 
 ``reach`` is the most that any gradient divided by its own second moment comes to, since it is part
 of that itself: sqrt((1 - b2^(k+1)) / (1 - b2)) for Adam. It matters where second moments say little
@@ -24,7 +25,7 @@ itself, up to rounding. Each rule is the formula in the documentation of its cla
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -51,40 +52,111 @@ class Terms:
     velocity_rate: float = 0.0
     momentum: list[Tensor] = field(default_factory=list)
     momentum_rate: float = 0.0
-    roots: list[Tensor] = field(default_factory=list)
-    """Empty: ``d`` is 1."""
+    seconds: list[Tensor] = field(default_factory=list)
+    """Second moments; empty: ``d`` is 1."""
+    are_squares: bool = True
+    shift: float = 0.0
     root_scale: float = 1.0
     eps: float = 0.0
     reach: float = math.inf
 
-    def previews(self, weights: list[Tensor]) -> list[Tensor]:
-        """float32 tensors, new ones, on the device and in the layout of ``weights``."""
-        rate = abs(self.gradient_rate) * self.weight_decay
-        found = list(torch._foreach_mul(weights, self.keep if self.roots else self.keep - rate))
-        if self.velocity_rate:
-            torch._foreach_add_(found, self.velocity, alpha=-self.velocity_rate)
-        if self.roots and (self.momentum_rate or rate):
-            sizes = list(torch._foreach_mul(self.roots, self.root_scale))
-            torch._foreach_add_(sizes, self.eps)
-            if self.momentum_rate:
-                torch._foreach_addcdiv_(found, self.momentum, sizes, value=-self.momentum_rate)
-            if rate:
-                decays, most = torch._foreach_div(weights, sizes), self.reach / self.weight_decay
-                torch._foreach_clamp_min_(decays, -most)
-                torch._foreach_clamp_max_(decays, most)
-                torch._foreach_add_(found, decays, alpha=-rate)
-        return found
+    def preview(
+        self, weights: list[Tensor], into: list[Tensor] | None, largest: int
+    ) -> list[Share]:
+        """Write previews of ``weights``, float32, into tensors of the same shapes, rounded.
 
-    def norms(self) -> list[Tensor]:
-        """Of each root, float32, shape (); none where ``d`` is 1."""
-        return list(torch._foreach_norm(self.roots)) if self.roots else []
+        Args:
+            into: None: only the shares are wanted.
+            largest: so many elements are worked on at a time, at most so many are taken for it,
+                three times.
 
-    def share(self, norm: float, size: int) -> Share:
-        """Of a gradient of ``size`` elements whose root has this ``norm``."""
-        if not self.roots:
+        Returns what each gradient adds. Waits for the device where there are second moments.
+        """
+        norms: list[Tensor] = []
+        owners: list[int] = []
+        kept = self.keep - (0.0 if self.seconds else self._decay_rate)
+        for places, pieces in self._batches(weights, into, largest):
+            w, out, velocity, momentum, seconds = map(list, zip(*pieces, strict=True))
+            roots = self._roots(seconds) if self.seconds else []
+            if roots:
+                norms += torch._foreach_norm(roots)
+                owners += places
+            if into is None:
+                continue
+            found = list(torch._foreach_mul(w, kept))
+            if self.velocity_rate:
+                torch._foreach_add_(found, velocity, alpha=-self.velocity_rate)
+            if roots:
+                torch._foreach_add_(roots, self.eps / self.root_scale)
+                rate = self.momentum_rate / self.root_scale
+                torch._foreach_addcdiv_(found, momentum, roots, value=-rate) if rate else None
+                if self._decay_rate:
+                    self._add_decay(found, w, roots)
+            torch._foreach_copy_(out, found)
+        squares = [0.0] * len(weights)
+        if norms:
+            for owner, norm in zip(owners, torch.stack(norms).tolist(), strict=True):
+                squares[owner] += norm * norm
+        return [self._share(q, w.numel()) for q, w in zip(squares, weights, strict=True)]
+
+    @property
+    def _decay_rate(self) -> float:
+        return abs(self.gradient_rate) * self.weight_decay
+
+    def _roots(self, seconds: list[Tensor]) -> list[Tensor]:
+        if not self.are_squares:
+            return list(torch._foreach_mul(seconds, 1.0))
+        if not self.shift:
+            return list(torch._foreach_sqrt(seconds))
+        shifted = list(torch._foreach_add(seconds, self.shift))
+        torch._foreach_sqrt_(shifted)
+        return shifted
+
+    def _add_decay(self, found: list[Tensor], weights: list[Tensor], roots: list[Tensor]) -> None:
+        decays = list(torch._foreach_div(weights, roots))
+        most = self.reach * self.root_scale / self.weight_decay
+        torch._foreach_clamp_min_(decays, -most)
+        torch._foreach_clamp_max_(decays, most)
+        torch._foreach_add_(found, decays, alpha=-self._decay_rate / self.root_scale)
+
+    def _batches(
+        self, weights: list[Tensor], into: list[Tensor] | None, largest: int
+    ) -> Iterator[tuple[list[int], list[tuple[Tensor, ...]]]]:
+        """Pieces of all tensors, so many that they have ``largest`` elements, and whose they are.
+
+        Each is a tuple: weights, where to, velocity, momentum, second moments; what there is none
+        of is the weights again.
+        """
+        columns = (into, self.velocity, self.momentum, self.seconds)
+        places: list[int] = []
+        pieces: list[tuple[Tensor, ...]] = []
+        have = 0
+        for place, w in enumerate(weights):
+            row = (w, *(column[place] if column else w for column in columns))
+            for piece in pieces_of(row, largest):
+                pieces.append(piece)
+                places.append(place)
+                have += piece[0].numel()
+                if have >= largest:
+                    yield places, pieces
+                    places, pieces, have = [], [], 0
+        if pieces:
+            yield places, pieces
+
+    def _share(self, square: float, size: int) -> Share:
+        """``square``: the sum of those of its roots."""
+        if not self.seconds:
             return Share(-self.gradient_rate, math.inf)
-        rms = self.root_scale * norm / math.sqrt(max(size, 1)) + self.eps
+        rms = self.root_scale * math.sqrt(square) / math.sqrt(max(size, 1)) + self.eps
         return Share(-self.gradient_rate / rms, self.reach * rms) if rms > 0.0 else Share(0.0, 0.0)
+
+
+def pieces_of(tensors: Sequence[Tensor], largest: int) -> Iterator[tuple[Tensor, ...]]:
+    """Tensors of one shape, cut alike: flat pieces of ``largest`` elements, where memory allows."""
+    if tensors[0].numel() <= largest or not all(map(Tensor.is_contiguous, tensors)):
+        yield tuple(tensors)
+    else:
+        yield from zip(*(torch.split(t.view(-1), largest) for t in tensors), strict=True)
 
 
 class Share(NamedTuple):
@@ -119,7 +191,7 @@ def _sgd(group: Group, counts: Counts, states: States) -> Terms:
     rate, mu = _rate(group), float(group["momentum"])
     gradient, velocity, held = rate, 0.0, []
     if mu:
-        held = [state["momentum_buffer"] for state in states]
+        held = _each(states, "momentum_buffer")
         kept = 1.0 - group["dampening"]
         gradient, velocity = rate * kept, rate * mu
         if group["nesterov"]:
@@ -142,9 +214,9 @@ def _adam(group: Group, counts: Counts, states: States) -> Terms:
     step, square = rate / (1.0 - beta1 ** (k + 1)), "exp_avg_sq"
     terms = Terms(
         _sign(group) * step * (1.0 - beta1),
-        momentum=[state["exp_avg"] for state in states],
+        momentum=_each(states, "exp_avg"),
         momentum_rate=step * beta1,
-        roots=_roots(states, "max_" + square if group["amsgrad"] else square),
+        seconds=_each(states, "max_" + square if group["amsgrad"] else square),
         root_scale=1.0 / math.sqrt(_correction(beta2, k)),
         eps=float(group["eps"]),
         reach=math.sqrt(_correction(beta2, k + 1) / (1.0 - beta2)),
@@ -169,9 +241,9 @@ def _nadam(group: Group, counts: Counts, states: States) -> Terms:
     own = rate * (1.0 - mu) / (1.0 - product * mu)
     terms = Terms(
         _sign(group) * (own + step * (1.0 - beta1)),
-        momentum=[state["exp_avg"] for state in states],
+        momentum=_each(states, "exp_avg"),
         momentum_rate=step * beta1,
-        roots=_roots(states, "exp_avg_sq"),
+        seconds=_each(states, "exp_avg_sq"),
         root_scale=1.0 / math.sqrt(_correction(beta2, k)),
         eps=float(group["eps"]),
         reach=math.sqrt(_correction(beta2, k + 1) / (1.0 - beta2)),
@@ -183,7 +255,7 @@ def _radam(group: Group, counts: Counts, states: States) -> Terms:
     """l m' / (1 - b1^(k+1)), and from rho > 5 on r / ((sqrt(v) + eps) / sqrt(1 - b2^k)) of it."""
     (k,), rate = counts, _rate(group)
     beta1, beta2 = map(float, group["betas"])
-    step, held = rate / (1.0 - beta1 ** (k + 1)), [state["exp_avg"] for state in states]
+    step, held = rate / (1.0 - beta1 ** (k + 1)), _each(states, "exp_avg")
     last = 2.0 / (1.0 - beta2) - 1.0
     rho = last - 2.0 * (k + 1) * beta2 ** (k + 1) / (1.0 - beta2 ** (k + 1))
     gradient = _sign(group) * step * (1.0 - beta1)
@@ -195,7 +267,7 @@ def _radam(group: Group, counts: Counts, states: States) -> Terms:
             gradient,
             momentum=held,
             momentum_rate=step * beta1,
-            roots=_roots(states, "exp_avg_sq"),
+            seconds=_each(states, "exp_avg_sq"),
             root_scale=1.0 / math.sqrt(rect * _correction(beta2, k)),
             eps=float(group["eps"]) / math.sqrt(rect * _correction(beta2, k + 1)),
             reach=math.sqrt(rect * _correction(beta2, k + 1) / (1.0 - beta2)),
@@ -211,9 +283,10 @@ def _adamax(group: Group, counts: Counts, states: States) -> Terms:
     return Terms(
         _sign(group) * step * (1.0 - beta1),
         weight_decay=float(group["weight_decay"]),
-        momentum=[state["exp_avg"] for state in states],
+        momentum=_each(states, "exp_avg"),
         momentum_rate=step * beta1,
-        roots=[state["exp_inf"] for state in states],
+        seconds=_each(states, "exp_inf"),
+        are_squares=False,
         reach=1.0,
     )
 
@@ -228,9 +301,9 @@ def _rmsprop(group: Group, counts: Counts, states: States) -> Terms:
     return Terms(
         _sign(group) * rate,
         weight_decay=float(group["weight_decay"]),
-        velocity=[state["momentum_buffer"] for state in states] if mu else [],
+        velocity=_each(states, "momentum_buffer") if mu else [],
         velocity_rate=rate * mu,
-        roots=_roots(states, "square_avg"),
+        seconds=_each(states, "square_avg"),
         root_scale=math.sqrt(_correction(alpha, k + 1) / _correction(alpha, k)),
         eps=float(group["eps"]),
         reach=1.0 / math.sqrt(1.0 - alpha),
@@ -241,13 +314,12 @@ def _adagrad(group: Group, counts: Counts, states: States) -> Terms:
     """l / (1 + k lr_decay) g' / (sqrt(s') + eps), s' = s after one more square of mean size."""
     (k,), start = counts, float(group["initial_accumulator_value"])
     grown = (k + 1.0) / max(k, 1.0)
-    roots = torch._foreach_mul([state["sum"] for state in states], grown)
-    torch._foreach_add_(roots, start * (1.0 - grown))
-    torch._foreach_sqrt_(roots)
     return Terms(
         _sign(group) * _rate(group) / (1.0 + k * float(group["lr_decay"])),
         weight_decay=float(group["weight_decay"]),
-        roots=list(roots),
+        seconds=_each(states, "sum"),
+        shift=start * (1.0 - grown) / grown,
+        root_scale=math.sqrt(grown),
         eps=float(group["eps"]),
         reach=1.0,
     )
@@ -268,8 +340,8 @@ def _correction(beta: float, k: float) -> float:
     return 1.0 - beta**k if k > 0.0 else 1.0
 
 
-def _roots(states: States, name: str) -> list[Tensor]:
-    return list(torch._foreach_sqrt([state[name] for state in states]))
+def _each(states: States, name: str) -> list[Tensor]:
+    return [state[name] for state in states]
 
 
 def _decayed(terms: Terms, group: Group) -> Terms:

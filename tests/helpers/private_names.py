@@ -123,6 +123,7 @@ PRIVATE: dict[str, dict[str | Callable[[], Any], tuple[str, ...]]] = {
             "_foreach_div_",
             "_foreach_add_",
             "_foreach_copy_",
+            "_foreach_add",
             "_foreach_addcdiv_",
             "_foreach_clamp_max_",
             "_foreach_clamp_min_",

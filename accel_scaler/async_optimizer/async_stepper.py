@@ -176,8 +176,12 @@ class AsyncStepper(Stepper):
     @property
     def is_trained_here(self) -> bool:
         """Whether this thread is the one that trains, or that one is gone."""
-        trainer = self._trainer
-        return trainer is threading.current_thread() or not trainer.is_alive()
+        return self._is_trainer or not self._trainer.is_alive()
+
+    @property
+    def _is_trainer(self) -> bool:
+        # Asked on autograd's threads too, which ``current_thread`` would make Python's for good.
+        return self._trainer.ident == threading.get_ident()
 
     @property
     def keeps_scaled(self) -> bool:
@@ -328,6 +332,8 @@ class AsyncStepper(Stepper):
         is_late = is_stale and compensation is not None
         if is_late and compensation is not None and not compensation.knows(found):
             is_stale = is_late = False
+        if not is_late and self.compensation is not None:
+            self.compensation.forget()  # masters may go up through the memory that it lies in
         publishes_first = was_unpublished or is_late
         if deferred.divide is not None and (fn is not None or self.offload):
             # No kernel is given what stands in ``.grad``, which torch leaves unscaled.
@@ -347,7 +353,7 @@ class AsyncStepper(Stepper):
             grads, held = read_in_place(replica.ordered, grads, deferred)
             if self._guards_backward:
                 guard_backward(replica.ordered)
-        late, read_there = None, is_late and self.offload and self.streams.copies_beside
+        late, read_there = None, is_late and self.offload and not self.streams.is_host
         if read_there:  # else the model is where what is stepped is
             held = [
                 grad if yes else None
@@ -403,7 +409,7 @@ class AsyncStepper(Stepper):
             self.optimizer.__dict__["_opt_called"] = True  # what an LR scheduler's wrapper sets
             self._launch(step, inline)
             if read_there and sum(g is not None for g in held) < sum(stepped):
-                self.await_part(step, step.lead, "gradient")  # others may write to it unseen
+                self.await_part(step, step.lead, "optimizer.step")  # others write to it unseen
         except BaseException as error:  # Ctrl-C, or no thread to be had
             if step.task.abandon(error):
                 self._lose(step)
@@ -510,11 +516,20 @@ class AsyncStepper(Stepper):
         if self._preparation is task:
             self._preparation = None
             if not ok:
+                self._drop_preparation()
                 raise StepError(
                     f"what the next step of {type(self.optimizer).__name__} is to show of its "
                     f"update failed on the optimizer thread ({type(task.error).__name__}: "
                     f"{task.error}). Nothing has moved; the next call works."
                 ) from task.error
+
+    def _drop_preparation(self) -> None:
+        """What was made, or is being made, for the next boundary is not shown."""
+        task, self._preparation = self._preparation, None
+        if task is not None:
+            task.wait()
+        if self.compensation is not None:
+            self.compensation.forget()
 
     def _prepare(self) -> None:
         """Make what the next boundary publishes, with the settings as they are now: a scheduler
@@ -524,7 +539,7 @@ class AsyncStepper(Stepper):
             compensation is None
             or not compensation.prepares
             or self.steps < self.delay_warmup_steps
-            or self._trainer is not threading.current_thread()
+            or not self._is_trainer
             or not self.replica.pairs
             or (streams.copies_beside and is_capturing())
         ):
@@ -549,7 +564,7 @@ class AsyncStepper(Stepper):
 
     def go_on(self) -> None:
         """A training forward begins: it sees what it would have seen without the fences before."""
-        if self._trainer is not threading.current_thread():
+        if not self._is_trainer:
             return
         if self._shown and not self.hooks.is_called_by_watched():
             self._show_again()
@@ -569,6 +584,7 @@ class AsyncStepper(Stepper):
                     self._newer.append(pair.param)
                 elif id(pair) in mine:
                     pair.refresh()  # changed since through ``.data``, which no version counts
+            self.streams.wait_on_host(self.streams.record())  # for whatever stream reads it
             self.unpublished = bool(self._newer)
             torch.autograd.graph.increment_version(self._newer)
             self._versions = [p._version for p in self.replica.params]
@@ -592,6 +608,7 @@ class AsyncStepper(Stepper):
                         self._drop_lost()
                     if not ok and self.unpublished and self.compensation is not None:
                         with torch.inference_mode(False):
+                            self._drop_preparation()
                             self.streams.wait_for_all()
                             self._publish_masters()  # nothing shows an update that is lost
                 if self.is_trained_here:

@@ -177,8 +177,9 @@ class Compensation:
 
     def take(self) -> Ahead:
         """What was made ahead, for one boundary; an empty one, where it would be another now."""
-        ahead = self._ahead
-        self.forget()
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead.settings is self._settings:
+            self._settings = None  # else they are of the one after this already
         replica = self._replica
         settings = [
             {k: v for k, v in group.items() if k != "params"} for group in replica.copy.param_groups
@@ -219,6 +220,8 @@ class Compensation:
         ]
         if self._rule is not None:
             missing = any(id(pair) not in ahead.shares for pair in compress(part.pairs, due))
+            if missing and not self.makes_in_place:
+                self._streams.wait_for_side()  # what is to be overwritten may be on its way up
             if missing or self.makes_in_place:
                 self._make(part, ahead, due)
         for pair, grad, factor, is_late in zip(part.pairs, grads, factors, due, strict=True):

@@ -243,6 +243,8 @@ class InflightStep:
             self.compensation.publish(part, ahead, grads, factors, late.newer)
             for event in late.sent[mine]:  # whoever writes to a gradient waits for this part alone
                 self.streams.wait(event)
+            if late.sent:  # the update has copies, and takes long: the device's memory is free
+                late.grads[mine] = [None] * len(grads)
             self._done()
 
     def _update(

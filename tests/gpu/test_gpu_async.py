@@ -25,6 +25,10 @@ from accelerators import (
     sleep,
     synchronize,
 )
+from accelerators import (
+    assert_same as assert_close,
+)
+from references import Reference
 from support import mlp, weights
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -67,15 +71,20 @@ def train(
     after_step: Prepare | None = None,
     model: nn.Module | None = None,
     steps: int = STEPS,
+    **settings: Any,
 ) -> tuple[Tensor, list[bool], list[float], list[Tensor]]:
-    """Weights, skips, learning rates, and every state tensor, after some steps."""
+    """Weights, skips, learning rates, and every state tensor, after some steps.
+
+    ``settings``: of the ``AsyncOptimizer``; an update is late without a preview by default.
+    """
+    settings = {"delay_compensation": "none", "mode": mode, "offload": offload, **settings}
     model = mlp(64) if model is None else model
     model = model.to(DEVICE, torch.float16 if half else torch.float32)
     inner = make(model.parameters())
     schedule = torch.optim.lr_scheduler.LambdaLR(inner, lambda n: 1 / (1 + 0.1 * n))
     scaler = GradScaler(KIND, init_scale=SCALE, growth_interval=5)
     skipped, rates = [], []
-    with AsyncOptimizer(inner, model, scaler=scaler, mode=mode, offload=offload) as optimizer:
+    with AsyncOptimizer(inner, model, scaler=scaler, **settings) as optimizer:
         for step in range(steps):
             for micro in range(ACCUMULATION):
                 loss = loss_of(model, step, micro, half)
@@ -160,20 +169,18 @@ def test_overlap_equals_torch(make: Any) -> None:
     assert torch.equal(train("overlap", make=make)[0], weights(model).cpu())
 
 
-def delayed_reference(make: Callable[[Any], Any], half: bool, host: bool) -> Tensor:
-    """The one-step delay in ten lines: publish what the step before computed, then step."""
+def delayed_reference(
+    make: Callable[[Any], Any], half: bool, host: bool, compensation: str
+) -> Tensor:
+    """The one-step delay: publish what the step before computed, compensated, then step."""
     model = mlp(64).to(DEVICE, torch.float16 if half else torch.float32)
     params, scale, taken = list(model.parameters()), SCALE, 0
-    place = "cpu" if host else DEVICE
-    masters = [nn.Parameter(p.detach().clone().float().to(place)) for p in params]
-    optimizer = make(masters)
+    delay = Reference(params, make, 0, compensation, "cpu" if host else None)
+    masters, optimizer = delay.masters, delay.optimizer
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + 0.1 * n))
     for step in range(STEPS):
         for micro in range(ACCUMULATION):
             (loss_of(model, step, micro, half) * scale).backward()
-        with torch.no_grad():
-            for p, master in zip(params, masters, strict=True):
-                p.copy_(master)
         grads = [p.grad for p in params if p.grad is not None]
         norm = torch.linalg.vector_norm(
             torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in grads])
@@ -183,16 +190,25 @@ def delayed_reference(make: Callable[[Any], Any], half: bool, host: bool) -> Ten
             factor = torch.clamp(0.5 / (norm / scale + 1e-6), max=1.0) / scale
             for master, grad in zip(masters, grads, strict=True):
                 master.grad = grad.to(master.device).float().mul_(factor.to(master.device))
+            is_first = compensation == "preview" and not optimizer.state
+            if not is_first:
+                # Narrow ones stay scaled; the others are what a clip in torch leaves.
+                delay.show(
+                    grads if half else [m.grad.to(DEVICE) for m in masters],
+                    [float(factor) if half else 1.0] * len(grads),
+                )
+            delay.before = {i: m.detach().clone() for i, m in enumerate(masters)}
             optimizer.step()
+            if is_first:
+                delay.publish()
             schedule.step()
             taken += 1
             scale *= 2.0 if taken % 5 == 0 else 1.0
         else:
+            delay.publish()
             scale, taken = scale / 2.0, 0
         model.zero_grad()
-    with torch.no_grad():
-        for p, master in zip(params, masters, strict=True):
-            p.copy_(master)
+    delay.publish()
     return weights(model).cpu()
 
 
@@ -200,10 +216,18 @@ def delayed_reference(make: Callable[[Any], Any], half: bool, host: bool) -> Ten
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 @pytest.mark.parametrize("make", [sgd, fused_adamw])
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
-def test_delayed_equals_the_reference(make: Any, half: bool, offload: str, busy: bool) -> None:
+@pytest.mark.parametrize("compensation", ["none", "extrapolate", "preview"])
+def test_delayed_equals_the_reference(
+    compensation: str, make: Any, half: bool, offload: str, busy: bool
+) -> None:
     late = busy_update if busy else None
-    mine = train("delayed", offload, make=make, half=half, before_step=late)
-    assert torch.equal(mine[0], delayed_reference(make, half, offload == "cpu"))
+    settings: Any = {"make": make, "half": half, "delay_compensation": compensation}
+    mine = train("delayed", offload, before_step=late, **settings)[0]
+    expected = delayed_reference(make, half, offload == "cpu", compensation)
+    if compensation == "none":
+        assert torch.equal(mine, expected)
+    else:  # in which kernels sum and multiply otherwise
+        assert_close([mine], [expected])
 
 
 BUSY: dict[str, dict[str, Prepare]] = {

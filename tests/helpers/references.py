@@ -30,6 +30,7 @@ class Reference:
     """The scale rule, float32 masters, and the model published one boundary late, compensated.
 
     The first ``prompt`` updates are published at once; ``NEVER_STALE``: a synchronous run.
+    ``place``: of the masters, if not the parameters' own device.
     """
 
     def __init__(
@@ -38,11 +39,13 @@ class Reference:
         make: Make,
         prompt: int = NEVER_STALE,
         compensation: str = "none",
+        place: str | None = None,
     ) -> None:
         self.compensation = compensation
         self.params = list(params)
         self.before: dict[int, Tensor] = {}
-        self.masters = [nn.Parameter(p.detach().float().clone()) for p in self.params]
+        copies = [p.detach().float().clone() for p in self.params]
+        self.masters = [nn.Parameter(c if place is None else c.to(place)) for c in copies]
         self.optimizer = make(self.masters)
         self.prompt, self.steps = prompt, 0
         self.scale, self.good = INIT_SCALE, 0

@@ -240,7 +240,7 @@ class Compensation:
         """
         rate, limit = share.rate * factor, share.limit / factor if factor else math.inf
         target, source = pair.target, pair.target if pair.ahead is None else pair.ahead
-        if source.device != target.device:
+        if pair.ahead is not None and not self._streams.is_host:
             self._streams.up(source, target)
             source = target
         for out, preview, piece in pieces_of((target, source, grad), self._largest):

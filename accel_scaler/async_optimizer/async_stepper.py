@@ -246,8 +246,9 @@ class AsyncStepper(Stepper):
                 "optimizer.synchronize() before changing parameters."
             )
         for i in edited:
-            if self._shown and not _holds_master(pairs[i]):
+            if self.compensation is not None and not _holds_master(pairs[i]):
                 self._shown = [(pair, value) for pair, value in self._shown if pair is not pairs[i]]
+                pairs[i].is_extrapolated = False
             pairs[i].refresh()
 
     def step(self, deferred: DeferredUnscale | None = None) -> None:
@@ -583,6 +584,7 @@ class AsyncStepper(Stepper):
                     pair.target.copy_(value)
                     self._newer.append(pair.param)
                 elif id(pair) in mine:
+                    pair.is_extrapolated = False
                     pair.refresh()  # changed since through ``.data``, which no version counts
             self.streams.wait_on_host(self.streams.record())  # for whatever stream reads it
             self.unpublished = bool(self._newer)
@@ -869,6 +871,8 @@ class AsyncStepper(Stepper):
         self._shown = []
         if compensation is None:
             return
+        for pair in self.replica.pairs:
+            pair.is_extrapolated = False
         for pair, entry in zip(self.replica.pairs, entries, strict=True):
             shown, extrapolated = entry.get(PREVIEW), entry.get(EXTRAPOLATED)
             if shown is not None and self.sees_forwards and pair.is_master:

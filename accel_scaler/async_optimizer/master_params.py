@@ -55,7 +55,6 @@ class ParameterPair:
     @torch.no_grad()
     def refresh(self, master: Tensor | None = None) -> None:
         """Take over what was written to the parameter: a master stays where it rounds to it."""
-        self.is_extrapolated = False
         master = self.loaded if master is None else master
         kept = self.stepped if master is None else master.to(self.stepped.device, torch.float32)
         now = self.target.to(self.stepped.device)

@@ -673,6 +673,7 @@ class AsyncStepper(Stepper):
             if any(id(pair.param) in wanted for pair in part.pairs):
                 last = number
         if last:
+            last += 0 if step.is_stale else step.lead
             self.await_part(step, min(last, step.task.parts), "forward")
 
     def finish_model(self) -> None:
@@ -731,7 +732,8 @@ class AsyncStepper(Stepper):
                 self._follow_edits()
                 if shown and self.compensation is not None and self.sees_forwards:
                     newer = set(map(id, self._newer))
-                    pairs = [pair for pair in self.replica.pairs if id(pair.param) in newer]
+                    mine = (pair for pair in self.replica.pairs if id(pair.param) in newer)
+                    pairs = [pair for pair in mine if pair.is_master]
                     self._shown = [(pair, pair.target.to("cpu", copy=True)) for pair in pairs]
                 self._publish_masters()
 

@@ -115,8 +115,11 @@ class InflightStep:
         if not can_hold_parameters(replica.params):
             return
         ends, part_of = replica.ends, replica.part_of
-        if self.is_of_user and not self.publishes_first:
+        if self.is_of_user and not self.is_stale:
             ends, part_of = [len(replica.params)], dict.fromkeys(part_of, 1)
+        if self.lead and not self.is_stale:  # what it computes is to be seen, not what it finds
+            ends = [0] * self.lead + ends
+            part_of = {key: self.lead + part for key, part in part_of.items()}
         self.hold = ParameterHold(
             replica.params, ends, part_of, partial(wait, self), one_by_one, self.order
         )

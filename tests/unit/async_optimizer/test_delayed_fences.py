@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from async_support import lazy
 from references import assert_same_run, network, run_ours, run_reference
+from torch import Tensor, nn
 
 from accel_scaler import AsyncOptimizer, GradScaler
 
@@ -37,3 +42,77 @@ def test_a_limit_past_float16_limits_nothing(offload: str) -> None:
     settings = {"make": make, "compensation": "preview", "scale": 2.0 * SCALE, "overflows": ()}
     ours = run_ours("adamw", offload=offload, **settings)
     assert_same_run(ours, run_reference("adamw", 0, **settings))
+
+
+class Two(nn.Module):
+    """Two layers, of which a forward may leave out the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, step: int, used: int) -> Tensor:
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        for layer in self.layers[:used]:
+            x = layer(x)
+        return x.square().mean()
+
+
+def adamw(params: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.05)
+
+
+def train(model: Two, optimizer: AsyncOptimizer, steps: Iterable[int], used: int = 2) -> list[str]:
+    losses = []
+    for step in steps:
+        loss = model(step, used)
+        losses.append(str(float(loss.detach())))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def opened(model: Two, **settings: Any) -> AsyncOptimizer:
+    return AsyncOptimizer(adamw(model.parameters()), model, mode="delayed", **settings)
+
+
+def test_a_first_update_behind_a_late_one_is_awaited() -> None:
+    """Not only the late one, which the same task publishes before it."""
+    with lazy():
+        model = Two()
+        with opened(model, delay_compensation="preview") as optimizer:
+            train(model, optimizer, range(3), used=1)
+            train(model, optimizer, [3])
+            seen = float(model(4, 2).detach())
+            optimizer.synchronize()
+            assert float(model(4, 2).detach()) == seen
+
+
+@pytest.mark.parametrize("model_first", [False, True])
+@pytest.mark.parametrize("kind", ["preview", "extrapolate"])
+def test_what_was_shown_is_restored_in_any_order(kind: str, model_first: bool) -> None:
+    model = Two()
+    with opened(model, delay_compensation=kind) as optimizer:
+        train(model, optimizer, range(3))
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        losses = train(model, optimizer, range(3, 6))
+    again = Two()
+    with opened(again, delay_compensation=kind) as optimizer:
+        train(again, optimizer, range(2))
+        for each in (0, 1) if model_first else (1, 0):
+            (again, optimizer)[each].load_state_dict(saved[each])
+        assert train(again, optimizer, range(3, 6)) == losses
+
+
+def test_nothing_is_shown_of_a_frozen_parameter() -> None:
+    """A function may step anything, so its parameters all count as newer."""
+    model = Two()
+    with opened(model, delay_compensation="preview") as optimizer:
+        train(model, optimizer, range(2))
+        model.layers[0].requires_grad_(False)
+        model(2, 2).backward()
+        optimizer.submit(optimizer.step)
+        state = optimizer.state_dict()["state"]
+    assert ["preview" in state[index] for index in range(4)] == [False, False, True, True]

@@ -41,6 +41,7 @@ from accel_scaler import (
     detach,
 )
 from accel_scaler.async_optimizer import replica as replica_module
+from accel_scaler.async_optimizer.compensation import Compensation
 from accel_scaler.async_optimizer.inflight_step import InflightStep
 from accel_scaler.async_optimizer.replica import Part, Replica
 
@@ -78,10 +79,15 @@ def lazy_everywhere() -> Iterator[None]:
     patch.setattr(async_support, "LIMIT_S", 20.0)
     with lazy() as gate:
         publish, step, run = InflightStep._publish, Replica.step_part, InflightStep._run
+        show = Compensation.publish
 
         def publishing(self: InflightStep, part: Part) -> None:
             gate.pass_through()
             publish(self, part)
+
+        def showing(self: Compensation, *rest: Any) -> None:
+            gate.pass_through()
+            show(self, *rest)
 
         def running(self: InflightStep, *rest: Any) -> None:
             gate.pass_through()
@@ -93,6 +99,7 @@ def lazy_everywhere() -> Iterator[None]:
 
         patch.setattr(InflightStep, "_publish", publishing)
         patch.setattr(InflightStep, "_run", running)
+        patch.setattr(Compensation, "publish", showing)
         patch.setattr(Replica, "step_part", stepping)
         try:
             yield
@@ -122,7 +129,7 @@ class Raw:
             mode=setup.mode,
             offload=setup.offload,
             delay_warmup_steps=setup.warmup,
-            delay_compensation="none",
+            delay_compensation=setup.compensation,
             fold_unscale=setup.fold,
             optimizer_threads=1,
         )
@@ -177,7 +184,7 @@ class Attached(Raw):
             step_mode=self.setup.mode,
             offload=self.setup.offload,
             delay_warmup_steps=self.setup.warmup,
-            delay_compensation="none",
+            delay_compensation=self.setup.compensation,
             fold_unscale=self.setup.fold,
             optimizer_threads=1,
             init_scale=INIT_SCALE,
@@ -255,6 +262,7 @@ def draw(r: random.Random, on_device: bool = False) -> tuple[Setup, list[Call]]:
         optimizer=r.choice(sorted(OPTIMIZERS)),
         dtype=r.choice(sorted(DTYPES)),
         warmup=r.choice((0, 0, 3)),
+        compensation=r.choice(("none", "preview", "preview", "extrapolate", "auto")),
         two=attached and r.random() < 0.5,
         parts=r.random() < 0.5,
         width=r.choice((3, 3, 192 if on_device else 3)),
@@ -265,6 +273,8 @@ def draw(r: random.Random, on_device: bool = False) -> tuple[Setup, list[Call]]:
     )
     if setup.mode == "sync":
         setup = replace(setup, warmup=0)
+    if setup.mode != "delayed":
+        setup = replace(setup, compensation="none")
     calls: list[Call] = [drawn(r, "save", CHOICES)] if r.random() < 0.5 else []
     for _ in range(r.randint(6, 12)):
         for _ in range(r.choice((0, 1, 1, 1, 1, 2))):
@@ -390,6 +400,7 @@ class Player:
         if self.clips:
             return False
         self.count += 1
+        self.twin.go_on()
         mine, other = self.losses(used)
         if not other.requires_grad:
             return False
@@ -421,7 +432,7 @@ class Player:
         def clip(masters: list[Tensor]) -> Any:
             return torch.nn.utils.clip_grad_norm_(masters, most, kind)
 
-        mine, other = self.ours.clip_norm(most, kind), self.twin.clip(order, clip)
+        mine, other = self.ours.clip_norm(most, kind), self.twin.clip(order, clip, most)
         if not math.isfinite(other) or self.twin.overflows:
             self.twin.refused = True
             other = torch.tensor(INF)
@@ -614,6 +625,8 @@ class Player:
         else:
             p, _ = self.pairs[which % len(self.pairs)]
             p.data = p.data.clone()
+        for n, (_, q) in enumerate(self.pairs):
+            self.twin.moves[q] += how == "apply" or n == which % len(self.pairs)
 
     def freeze(self, which: int) -> Any:
         if self.clips:
@@ -649,6 +662,14 @@ class Player:
                 zip(self.twin.owned[number], self.twin.entries(number), strict=True)
             ):
                 mine = dict(saved["state"].get(index, {}))
+                for name, known in (
+                    ("preview", self.twin.shown[number]),
+                    ("extrapolated", self.twin.extrapolated),
+                ):
+                    assert (name in mine) == (p in known), (name, index)
+                    if p in known:
+                        assert "master" in mine
+                        self.same(f"{name} of {index}", mine.pop(name), known[p])
                 if "master" in mine:
                     self.same(f"master {index}", mine.pop("master"), self.twin.masters[p])
                 mine, entry = _plain(mine), _plain(entry)
@@ -689,9 +710,10 @@ class Player:
     @torch.no_grad()
     def restore(self, states: list[Any]) -> None:
         before, twin = copy.deepcopy(self.saved[-1]), self.twin
-        twin.waiting = [False for _ in twin.waiting]
         twin.scale, twin.good = before.scale, before.good
         for number in self.numbers:
+            twin.follow(number)
+            twin.shown[number] = {}
             counts = [e["step"] for e in states[number]["state"].values() if "step" in e]
             if counts:  # a warm-up goes on where it was saved
                 twin.steps[number] = int(max(counts))
@@ -700,6 +722,11 @@ class Player:
                 zip(twin.owned[number], before.owned[number], strict=True)
             ):
                 p.copy_(q)
+                twin.extrapolated.pop(p, None)
+                if q in before.shown[number] and twin.has_master(p):
+                    twin.shown[number][p] = before.shown[number][q]
+                if q in before.extrapolated and twin.has_master(p):
+                    twin.extrapolated[p] = before.extrapolated[q]
                 kept = "master" in states[number]["state"].get(index, {})
                 twin.masters[p].copy_(before.masters[q] if kept else q)
                 if not twin.has_master(p):  # torch casts what it loads
@@ -767,6 +794,7 @@ class Player:
         else:
             self.synchronize()
             self.state_dict()
+        self.seen.update(self.twin.events)
         for mine, other in self.averages:
             self.same("an average", mine, other)
         for each in self.kept:

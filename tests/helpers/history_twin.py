@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +20,12 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": lambda ps: torch.optim.Adam(ps, lr=0.01, amsgrad=True),
     "rmsprop": lambda ps: torch.optim.RMSprop(ps, lr=0.01, momentum=0.5),
 }
+NEEDED = {
+    "adam": ("exp_avg", "max_exp_avg_sq"),
+    "rmsprop": ("square_avg", "momentum_buffer"),
+    "sgd": ("momentum_buffer",),
+}
+"""What a preview is made of, in a parameter's state; of the others ``exp_avg``."""
 LOW, FULL = torch.float16, torch.float32
 DTYPES = {"float32": (FULL, FULL, FULL), "float16": (LOW, LOW, LOW), "both": (LOW, FULL, FULL)}
 
@@ -34,6 +42,7 @@ class Setup(Short):
     dtype: str = "float32"
     """Of the parameters: ``float32``, ``float16``, or ``both``."""
     warmup: int = 0
+    compensation: str = "none"
     two: bool = False
     """Two optimizers, one for ``outer``: of an accelerator alone."""
     parts: bool = False
@@ -100,6 +109,29 @@ class Net(nn.Module):
         return loss
 
 
+def preview(group: dict[str, Any], w: Tensor, state: Any) -> tuple[Tensor, float, float]:
+    """The next update without its gradient; and of that its rate, and its limit."""
+    lr = group["lr"]
+    kept = w * (1.0 - lr * group["weight_decay"])
+    if "square_avg" not in state and "exp_avg" not in state:
+        kept.add_(state["momentum_buffer"], alpha=-lr * group["momentum"])
+        return kept, -lr, math.inf
+    k, eps = float(state["step"]), group["eps"]
+    if "square_avg" in state:
+        root, a = state["square_avg"].sqrt(), group["alpha"]
+        grown = math.sqrt((1.0 - a ** (k + 1)) / (1.0 - a**k))
+        size = grown * float(root.norm()) / math.sqrt(root.numel()) + eps
+        kept.add_(state["momentum_buffer"], alpha=-lr * group["momentum"])
+        return kept, -lr / size, 1.0 / math.sqrt(1.0 - a) * size
+    b1, b2 = group["betas"]
+    root = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"].sqrt()
+    scale, step = 1.0 / math.sqrt(1.0 - b2**k), lr / (1.0 - b1 ** (k + 1))
+    kept.addcdiv_(state["exp_avg"], root + eps / scale, value=-step * b1 / scale)
+    size = scale * float(root.norm()) / math.sqrt(root.numel()) + eps
+    most = math.sqrt((1.0 - b2 ** (k + 1)) / (1.0 - b2)) * size
+    return kept, -step * (1.0 - b1) / size, most
+
+
 class Twin:
     """The same training in plain torch: float32 masters, a scale, and when the model sees them."""
 
@@ -117,18 +149,38 @@ class Twin:
         ]
         self.owned = [[p for g in each for p in g["params"]] for each in groups]
         self.steps = [0 for _ in groups]
-        self.waiting = [False for _ in groups]
+        self.newer: list[dict[Tensor, None]] = [{} for _ in groups]
+        """Of each optimizer the parameters whose masters wait to be published."""
+        self.shown: list[dict[Tensor, Tensor]] = [{} for _ in groups]
+        """What a fence has taken from them, until the next training forward."""
+        self.extrapolated: dict[Tensor, Tensor] = {}
+        """Masters moved once more as the last update has moved them."""
+        self.events: Counter[str] = Counter()
+        self.moves = dict.fromkeys(self.masters, 0)
+        self.places: dict[Tensor, tuple[bool, int]] = {}
+        """Of each parameter, when it was last looked at: whether it is trained, and its moves."""
+        for number in range(len(groups)):
+            self.refresh(number)
         self.scale, self.good = INIT_SCALE, 0
         self.opened, self.before, self.found = False, (INIT_SCALE, 0), False
         self.stepped: set[int] = set()
         self.final: dict[Tensor, Tensor] = {}
         """Gradients that were clipped in this window."""
+        self.coefficient: float | None = None
+        """What the norm of these was clipped with."""
         self.refused = False
         """An overflow that a clipped norm has shown: nobody steps."""
 
     def has_master(self, p: Tensor) -> bool:
         everywhere = self.setup.mode == "delayed" or self.setup.offload == "cpu"
         return p.requires_grad and (everywhere or p.dtype is torch.float16)
+
+    @property
+    def compensation(self) -> str:
+        """What ``delayed`` shows of a late update."""
+        if self.setup.mode != "delayed":
+            return "none"
+        return {"auto": "preview"}.get(self.setup.compensation, self.setup.compensation)
 
     def backward(self, loss: Tensor) -> None:
         if self.stepped or not self.opened:  # the first backward after a step opens a window
@@ -138,24 +190,55 @@ class Twin:
         (loss * self.scale).backward()
 
     @torch.no_grad()
-    def publish(self, number: int) -> None:
-        if self.waiting[number]:
-            for p in self.owned[number]:
-                p.copy_(self.masters[p])
-        self.waiting[number] = False
+    def publish(self, number: int, *, again: bool = True) -> None:
+        """``again``: the next training forward is to see what was shown."""
+        newer, self.newer[number] = self.newer[number], {}
+        if newer and again and self.compensation != "none":
+            self.shown[number] = {p: p.detach().clone() for p in newer if self.places[p][0]}
+        for p in newer:
+            p.copy_(self.masters[p])
 
     def publish_all(self) -> None:
         for number in range(len(self.owned)):
             self.publish(number)
 
     @torch.no_grad()
+    def go_on(self) -> None:
+        """A training forward begins."""
+        for number, shown in enumerate(self.shown):
+            if shown:
+                self.refresh(number)
+                self.events["shown again"] += 1
+            for p, value in shown.items():
+                p.copy_(value)
+                self.newer[number][p] = None
+            self.shown[number] = {}
+
     def follow(self, number: int) -> None:
-        """A master stays where it rounds to the parameter; a frozen one holds nothing more."""
         self.publish(number)
+        self.refresh(number)
+
+    @torch.no_grad()
+    def refresh(self, number: int) -> None:
+        """A master stays where it rounds to the parameter; a frozen one holds nothing more.
+
+        What was to be shown goes with a parameter that was changed, moved or frozen.
+        """
+        newer, shown = self.newer[number], self.shown[number]
         for p in self.owned[number]:
-            master, now = self.masters[p], p.detach()
-            kept = (master.to(now.dtype) == now) & p.requires_grad
-            master.copy_(torch.where(kept, master, now.float()))
+            master, place = self.masters[p], (p.requires_grad, self.moves[p])
+            is_same = self.places.get(p) == place
+            if p in newer and is_same:
+                continue
+            if p in newer:
+                p.copy_(master)
+                del newer[p]
+            self.places[p], now = place, p.detach()
+            kept = master.to(now.dtype) == now
+            if not (is_same and bool(kept.all())):
+                shown.pop(p, None)
+                self.extrapolated.pop(p, None)
+            master.copy_(torch.where(kept & p.requires_grad, master, now.float()))
 
     def unscaled(self, number: int) -> dict[Tensor, Tensor]:
         inverse = 1.0 / self.before[0] if self.opened else 1.0
@@ -166,14 +249,20 @@ class Twin:
         grads = [g for n in range(len(self.owned)) for g in self.unscaled(n).values()]
         return not all(bool(g.isfinite().all()) for g in grads)
 
-    def clip(self, order: Sequence[Tensor], clip: Callable[[list[Tensor]], Any]) -> Any:
-        """``clip`` on masters whose gradients are what the optimizers will see."""
+    def clip(
+        self,
+        order: Sequence[Tensor],
+        clip: Callable[[list[Tensor]], Any],
+        most: float | None = None,
+    ) -> Any:
+        """``clip``, of the norm to ``most``, masters with gradients as the optimizers see them."""
         grads = {p: g for n in range(len(self.owned)) for p, g in self.unscaled(n).items()}
         grads.update(self.final)
         chosen = [p for p in order if p in grads]
         for p in chosen:
             self.masters[p].grad = grads[p]
         result = clip([self.masters[p] for p in chosen])
+        self.coefficient = None if most is None else float((most / (result + 1e-6)).clamp(max=1.0))
         for p in chosen:
             grad = self.masters[p].grad
             assert grad is not None
@@ -202,24 +291,84 @@ class Twin:
                 self.scale, self.good = self.scale * 2.0, 0
             self.stepped.add(number)
         if not finite and not submitted:
-            self.publish(number)
+            self.publish(number, again=False)
+            self.shown[number] = {}
             return False
-        self.follow(number)
+        self.refresh(number)
+        is_late = self.setup.mode == "delayed" and self.steps[number] >= self.setup.warmup
+        kind = self.compensation
+        if submitted or self.steps[number] + 1 < self.setup.warmup:
+            kind = "none"
+        if is_late and kind == "preview":
+            is_late = all(self.knows(number, p) for p in grads if self.has_master(p))
+            self.events["not late: a first update"] += not is_late
+        if is_late and kind != "none":
+            self.events[f"shown: {kind}"] += 1
+            self.show(number, grads, kind)
+        self.publish(number, again=False)
+        self.shown[number] = {}
         self.steps[number] += 1
         for p, g in grads.items():
             if submitted or fails is not None:  # a function's, or lost
                 p.grad = None
             elif not (self.has_master(p) and p.dtype is torch.float16):
                 p.grad = g.clone()
+        old = {p: self.masters[p].detach().clone() for p in self.owned[number]}
         if finite:
             for p, g in grads.items():
                 self.masters[p].grad = g if fails is None or p in fails else None
             self.optimizers[number].step()
             self.optimizers[number].zero_grad()
-        self.waiting[number] = True
-        if self.setup.mode != "delayed" or self.steps[number] <= self.setup.warmup:
-            self.publish(number)
+        for p, w in old.items():
+            if submitted:
+                self.extrapolated.pop(p, None)
+            elif kind == "extrapolate" and (fails is None or p in fails):
+                self.extrapolated.pop(p, None)
+                if p in grads and self.has_master(p):
+                    self.extrapolated[p] = (self.masters[p].detach() * 2.0 - w).to(p.dtype)
+        self.newer[number] = dict.fromkeys(self.owned[number] if submitted else grads)
+        if not is_late or (fails is not None and self.compensation != "none"):
+            self.publish(number, again=False)
         return finite
+
+    def knows(self, number: int, p: Tensor) -> bool:
+        """Whether a step before has left what is needed to preview this one."""
+        state = self.optimizers[number].state.get(self.masters[p], {})
+        return all(
+            state.get(name) is not None for name in NEEDED.get(self.setup.optimizer, ("exp_avg",))
+        )
+
+    @torch.no_grad()
+    def show(self, number: int, grads: dict[Tensor, Tensor], kind: str) -> None:
+        """What the model has of the update to come, of parameters with a gradient."""
+        groups = [each for each in self.optimizers[number].param_groups for _ in each["params"]]
+        for group, p in zip(groups, self.owned[number], strict=True):
+            if p not in grads or not self.has_master(p):
+                continue
+            self.newer[number].pop(p, None)
+            if kind == "extrapolate":
+                p.copy_(self.extrapolated.get(p, self.masters[p]))
+                continue
+            state = self.optimizers[number].state[self.masters[p]]
+            known, rate, most = preview(group, self.masters[p], state)
+            p.copy_(known)
+            g, factor = self.fresh(number, p)
+            p.add_(g.float().clamp(-most / factor, most / factor), alpha=rate * factor)
+
+    def fresh(self, number: int, p: Tensor) -> tuple[Tensor, float]:
+        """The gradient that is shown, and what it is still to be multiplied by.
+
+        Products with the scale are exact, those with a coefficient are not.
+        """
+        assert p.grad is not None
+        inverse = 1.0 / self.before[0] if self.opened else 1.0
+        if p not in self.final:
+            return p.grad, inverse
+        low = any(q.requires_grad and q.dtype is LOW for q in self.owned[number])
+        is_sent = p.dtype is FULL and self.setup.offload == "cpu"
+        if self.coefficient is None or not low or is_sent:
+            return self.final[p], 1.0
+        return p.grad, inverse * self.coefficient
 
     def end_window(self) -> None:
         """What ``scaler.update()`` does after the step."""
@@ -232,7 +381,7 @@ class Twin:
 
     def add_group(self) -> None:
         p = self.net.grow()
-        self.masters[p] = nn.Parameter(p.detach().float().clone())
+        self.masters[p], self.moves[p] = nn.Parameter(p.detach().float().clone()), 0
         self.optimizers[-1].add_param_group({"params": [self.masters[p]], "lr": 0.03})
         self.owned[-1].append(p)
 
@@ -243,9 +392,11 @@ class Twin:
     @torch.no_grad()
     def forget_masters(self) -> None:
         """What a plain optimizer can hold: masters are gone, state has the parameters' dtype."""
-        self.publish_all()
-        engines = range(len(self.owned))
-        for number in engines:
+        for number in range(len(self.owned)):
+            self.publish(number, again=False)
+            self.shown[number] = {}
+        self.extrapolated.clear()
+        for number in range(len(self.owned)):
             if not any(map(self.has_master, self.owned[number])):
                 continue
             for p in self.owned[number]:

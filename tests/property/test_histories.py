@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from dataclasses import replace
 
 import history_async
 import history_play
@@ -51,6 +52,7 @@ ASYNC = (
     *(name for name in history_async.CHOICES if name != "torch_loop"),
     *("overflow", "several micro-batches", "stepped", "skipped", "failed", "refused"),
     *("zeroed: none", "zeroed: zeros", "zeroed: model none", "zeroed: model zeros"),
+    *("shown: preview", "shown: extrapolate", "shown again", "not late: a first update"),
 )
 SCALER = (
     *("scale", "unscale_", "step", "update", "set_scale", "exchange", "iteration", "grew", "fell"),
@@ -158,6 +160,7 @@ def test_histories_through_accelerate(name: str) -> None:
 
 
 BACKWARD: Call = ("backward", {"used": LAYERS, "bad": False})
+SOME: Call = ("backward", {"used": ("outer", "inner"), "bad": False})
 OVERFLOW: Call = ("backward", {"used": LAYERS, "bad": True})
 STEP: Call = ("step", {"zero": "none", "fails": None, "told": "synchronize"})
 STATES: Call = ("state_dict", {})
@@ -188,6 +191,15 @@ SHOWN: dict[str, list[Call]] = {
         *(BACKWARD, STEP, OVERFLOW, ("torch_loop", {"most": 0.125})),
         ("read", {"which": 0, "aside": False}),
     ],
+    "a first update of some parameters, behind one that is late": [
+        *(SOME, STEP, SOME, STEP, BACKWARD, STEP, BACKWARD),
+    ],
+    "saved with something shown, a model loaded after its optimizer": [
+        *(BACKWARD, STEP, BACKWARD, STEP, ("save", {}), BACKWARD, STEP, BACK, BACKWARD, STEP),
+    ],
+    "a function beside a frozen parameter, saved": [
+        *(("freeze", {"which": 1}), BACKWARD, ("submit", {"most": 0.125}), STATES),
+    ],
 }
 
 
@@ -202,3 +214,5 @@ def test_asynchronous_histories_that_have_shown_a_fault(
             for dtype in ("float32", "float16"):
                 setup = Async(mode=mode, offload=offload, attached=attached, dtype=dtype)
                 history_async.play(setup, SHOWN[name])
+                for kind in ("preview", "extrapolate") if mode == "delayed" else ():
+                    history_async.play(replace(setup, compensation=kind), SHOWN[name])

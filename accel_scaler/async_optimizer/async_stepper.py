@@ -380,6 +380,7 @@ class AsyncStepper(Stepper):
             is_stale=is_stale,
             late=late,
             compensation=compensation,
+            measures=self.measures_shown,
             fn=fn,
             number=self.steps + 1,
         )

@@ -233,16 +233,22 @@ class Compensation:
                 pair.publish(self._streams)
 
     def _show(self, pair: ParameterPair, grad: Tensor, share: Share, factor: float) -> None:
-        """Preview and share, one multiply and add.
+        """Preview and share."""
+        target, source = pair.target, pair.target if pair.ahead is None else pair.ahead
+        if pair.ahead is not None and not self._streams.is_host:
+            self._streams.up(source, target)
+            source = target
+        self._add_share(target, source, grad, share, factor)
+
+    def _add_share(
+        self, target: Tensor, source: Tensor, grad: Tensor, share: Share, factor: float
+    ) -> None:
+        """``target = source + share``, one multiply and add.
 
         In float32 where they are narrower: rate and limit are those of a scaled gradient, which
         float16 has not (torch on a CPU rounds them to it, or refuses).
         """
         rate, limit = share.rate * factor, share.limit / factor if factor else math.inf
-        target, source = pair.target, pair.target if pair.ahead is None else pair.ahead
-        if pair.ahead is not None and not self._streams.is_host:
-            self._streams.up(source, target)
-            source = target
         for out, preview, piece in pieces_of((target, source, grad), self._largest):
             bounded = piece.float() if piece.dtype in LOW_PRECISION else piece
             bounded = bounded if limit == math.inf else bounded.clamp(-limit, limit)
@@ -275,6 +281,19 @@ class Compensation:
     def _largest(self) -> int:
         on_host = self._replica.offload or self._streams.is_host
         return PIECE if on_host else LARGEST_PART
+
+    def shown_on_host(
+        self, pair: ParameterPair, grad: Tensor, ahead: Ahead, factor: float
+    ) -> Tensor | None:
+        """What :meth:`publish` made of ``pair`` on the device, made again in host memory: in the
+        buffer that was sent up, which has served. None: its master, as it was.
+
+        ``grad``: in host memory.
+        """
+        if self._rule is not None and pair.ahead is not None:
+            self._add_share(pair.ahead, pair.ahead, grad, ahead.shares[id(pair)], factor)
+            return pair.ahead
+        return pair.ahead if pair.is_extrapolated else None
 
     def before_update(self, part: Part, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Copies of the masters that are about to be updated, where they will be asked for."""

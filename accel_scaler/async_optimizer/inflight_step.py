@@ -20,6 +20,7 @@ from .compensation import Compensation
 from .grad_handoff import goes_to_master
 from .pending_parameter import ParameterHold, can_hold_parameters
 from .replica import Part, Replica
+from .shown_error import ShownError
 from .streams import PartEvents, SideStreams
 from .worker import Task
 
@@ -60,6 +61,7 @@ class InflightStep:
         is_stale: what this one computes is published at the next boundary.
         late: what the model is given until then; None: what the step before computed.
         compensation: how; None: not at all.
+        measures: how far what the model is given is off, into ``timing``.
         fn: steps instead, on the optimizer thread.
         number: of the update, in errors.
     """
@@ -78,12 +80,13 @@ class InflightStep:
         is_stale: bool,
         late: LateGradients | None = None,
         compensation: Compensation | None = None,
+        measures: bool = False,
         fn: Callable[[], object] | None,
         number: int,
     ) -> None:
         self.replica, self.streams, self.number = replica, streams, number
         self.publishes_first, self.is_stale, self.is_of_user = publishes_first, is_stale, bool(fn)
-        self.compensation = compensation
+        self.compensation, self._measures = compensation, measures
         parts = len(replica.parts)
         self.lead = parts * publishes_first
         """Parts that only publish what the step before computed."""
@@ -93,6 +96,9 @@ class InflightStep:
         # Gradients and owner go with the work, which the task drops once it is done.
         work = partial(self._work, owner, grads, sent, deferred, ready, late, fn)
         self.task = Task(work, (parts if fn is None else 1) + self.lead)
+        if is_stale:
+            kind = "none" if late is None or compensation is None else compensation.kind
+            self.timing.delay_compensation = kind
 
     @property
     def timing(self) -> StepTiming:
@@ -193,8 +199,9 @@ class InflightStep:
         # What the training thread steps itself is in order on its own stream.
         with nullcontext() if task.timing.inline else self._beside(grads, deferred, ready, late):
             try:
+                shown: ShownError | None = None
                 if late is not None:
-                    self._publish_late(late)
+                    shown = self._publish_late(late)
                     late = None
                 else:
                     for part in replica.parts if self.publishes_first else ():
@@ -204,7 +211,7 @@ class InflightStep:
                     # Masters are overwritten from here on; what was sent up has to be there.
                     streams.wait_on_host(self.events[-1] if self.events else ready)
                 if fn is None:
-                    self._update(grads, sent, deferred)
+                    self._update(grads, sent, deferred, shown)
                 else:
                     self._run(fn, grads, sent, deferred)
             finally:
@@ -230,28 +237,33 @@ class InflightStep:
             finally:
                 self.replica.keep()
 
-    def _publish_late(self, late: LateGradients) -> None:
+    def _publish_late(self, late: LateGradients) -> ShownError | None:
         """What the next forward sees, part by part, before the update itself."""
         assert self.compensation is not None
-        ahead, factor = self.compensation.take(), float(late.deferred.factor)
-        for part in self.replica.parts:
+        ahead, factor, replica = self.compensation.take(), float(late.deferred.factor), self.replica
+        factors = [
+            1.0 if late.are_unscaled and not (g is not None and goes_to_master(p, g)) else factor
+            for p, g in zip(replica.ordered, late.grads, strict=True)
+        ]
+        for part in replica.parts:
             mine = slice(part.start, part.end)
-            grads = late.grads[mine]
-            factors = [
-                1.0
-                if late.are_unscaled and not (g is not None and goes_to_master(p, g))
-                else factor
-                for p, g in zip(part.pairs, grads, strict=True)
-            ]
-            self.compensation.publish(part, ahead, grads, factors, late.newer)
+            self.compensation.publish(part, ahead, late.grads[mine], factors[mine], late.newer)
             for event in late.sent[mine]:  # whoever writes to a gradient waits for this part alone
                 self.streams.wait(event)
             if late.sent:  # the update has copies, and takes long: the device's memory is free
-                late.grads[mine] = [None] * len(grads)
+                late.grads[mine] = [None] * len(part.pairs)
             self._done()
+        if not self._measures:
+            return None
+        reads_model = self.streams.is_host or not replica.offload
+        return ShownError(self.compensation, ahead, factors, reads_model)
 
     def _update(
-        self, grads: list[Tensor | None], sent: list[Any], deferred: DeferredUnscale
+        self,
+        grads: list[Tensor | None],
+        sent: list[Any],
+        deferred: DeferredUnscale,
+        shown: ShownError | None,
     ) -> None:
         replica = self.replica
         buffered = replica.fill_buffers(grads, deferred.multiply)
@@ -259,13 +271,17 @@ class InflightStep:
             self.task.spent.append(grads)
         for part in replica.parts:
             mine = slice(part.start, part.end)
+            found = grads[mine]
             if buffered:
-                final = grads[mine]
+                final = found
             else:
-                final = self._bring(part, grads[mine], sent[mine], deferred.multiply)
+                final = self._bring(part, found, sent[mine], deferred.multiply)
                 grads[mine] = [None] * len(final)
             late = self.compensation
             before = [] if late is None else late.before_update(part, final)
+            if shown is not None:
+                shown.before_update(part, found, before)
+            del found
             try:
                 replica.step_part(part, final, deferred.divide, buffered)
             except BaseException:
@@ -277,8 +293,12 @@ class InflightStep:
             if not self.is_stale:
                 self._publish(part)
             self._done()
+            if shown is not None:
+                shown.after_update()
             if late is not None:
                 late.after_update(part, before)
+        if shown is not None:
+            self.timing.shown_error = shown.read()
 
     def _run(
         self,

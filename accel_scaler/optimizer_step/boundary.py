@@ -80,6 +80,7 @@ class Boundary:
         """Step this optimizer here; ``fold_unscale``: its kernel may unscale and clip."""
         stepper = stepper_of(optimizer)
         stepper.fold_unscale = fold_unscale
+        stepper.measures_shown = self.observer.wants_shown_errors
         self.scaler.manage(stepped(optimizer), stepper)
 
     def before_backward(self, loss: Tensor) -> None:

@@ -17,13 +17,15 @@ class Observer:
     """Told by a boundary what happens; here every method does nothing.
 
     All that is known of a window, norms included, stands in the window. No number of the training
-    depends on who listens, and nothing but what ``wants_each_norm`` asks for is computed for it.
+    depends on who listens, and nothing is computed for it but what these ask for:
     """
 
     wants_norms = False
     """On some rank a norm is read: where to find one the ranks communicate, all of them do."""
     wants_each_norm = False
     """The norm of each gradient is read, where one pass gives it beside that of all."""
+    wants_shown_errors = False
+    """A late update's timing is to say how far off it was what the model was shown of it."""
 
     def before_backward(self, loss: Tensor) -> None:
         """A backward from this unscaled loss is about to start."""

@@ -34,6 +34,10 @@ class StepTiming:
     """On the training thread, which so waits for all of it."""
     waits: list[tuple[float, float, Any]] = field(default_factory=list)
     """``(start, length, where)``: the parameter whose use waited, or what else did."""
+    delay_compensation: str | None = None
+    """What the model was shown of it at first (``"none"``: nothing); None: it was not late."""
+    shown_error: tuple[float, float] | None = None
+    """Where that was measured: the norm of what it was off by, and that of the update."""
 
 
 class Stepper(ABC):
@@ -44,6 +48,8 @@ class Stepper(ABC):
     """Of the last update."""
     fold_unscale = False
     """Unscaling and clipping may be left to the kernel."""
+    measures_shown = False
+    """``timing`` is to say how far off it was what the model was shown of a late update."""
 
     @property
     def keeps_scaled(self) -> bool:

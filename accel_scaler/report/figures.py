@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..telemetry import Record
+from ..telemetry import TOO_FAR, Record
 from .formatting import counted, number, shorten
 from .heatmap import draw_heatmap, heatmap_rows
 from .run_summary import Run
-from .samples import Bin
+from .samples import Bin, Spread
 from .theme import BAD, INK, PAPER, RUNS, SOFT
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def stacked(found: Sequence[Picture]) -> Figure:
 def pictures(runs: Sequence[Run]) -> list[Picture]:
     """Every picture there is data for."""
     runs = [run for run in runs if run.windows]
-    found = [_scale(runs), _norm(runs)] if runs else []
+    found = [_scale(runs), _norm(runs), _preview(runs)] if runs else []
     several = len(runs) > 1
     for build in (_heatmap, _timeline):
         for number_of, run in enumerate(runs, 1):
@@ -182,7 +182,7 @@ def _plot_scale(axes: Axes, runs: Sequence[Run]) -> None:
 
 def _norm(runs: Sequence[Run]) -> Picture | None:
     """None: there is no finite norm."""
-    if not any(b.norms for run in runs for b in run.bins.done):
+    if not any(b.norm.count for run in runs for b in run.bins.done):
         return None
     caption = (
         "The length of the whole gradient at each step, as the optimizer would see it without "
@@ -192,6 +192,18 @@ def _norm(runs: Sequence[Run]) -> Picture | None:
     return Picture("norm", caption, title, 3.3, partial(_plot_norm, runs=runs))
 
 
+def _preview(runs: Sequence[Run]) -> Picture | None:
+    """None: no update was late, or nobody measured what was shown of it."""
+    if not any(b.preview_error.count for run in runs for b in run.bins.done):
+        return None
+    caption = (
+        "Of each update that came a step late: the norm of what the model was off by until then, "
+        "against the norm of the update. 1: as if nothing had been shown of it."
+    )
+    title = "Late updates: how far off the preview was"
+    return Picture("preview", caption, title, 3.0, partial(_plot_preview, runs=runs))
+
+
 def _readable(norm: float) -> float:
     """A norm as it is drawn: beyond these a logarithmic axis has no room for its margins."""
     return min(max(norm, 1e-60), 1e60)
@@ -199,30 +211,54 @@ def _readable(norm: float) -> float:
 
 def _plot_norm(axes: Axes, runs: Sequence[Run]) -> None:
     """The gradient norm over the steps (log) and the clipping threshold."""
+    _plot_spreads(axes, runs, _norm_of, "norm")
+    _threshold_lines(axes, runs)
+    _mark_bad(axes, runs, _norm_of)
+    _plain_log_ticks(axes)
+    _shared_axis(axes, runs, "L2 norm")
+
+
+def _plot_preview(axes: Axes, runs: Sequence[Run]) -> None:
+    """The error of previews over the steps (log), and where it is too large."""
+    _plot_spreads(axes, runs, _preview_error_of, "error")
+    axes.axhline(
+        TOO_FAR, color=INK, linewidth=1.2, linestyle=(0, (4, 3)), label="as if nothing was shown"
+    )
+    _mark_bad(axes, runs, _preview_error_of)
+    _plain_log_ticks(axes)
+    _shared_axis(axes, runs, "of the update")
+
+
+def _norm_of(each: Bin) -> Spread:
+    return each.norm
+
+
+def _preview_error_of(each: Bin) -> Spread:
+    return each.preview_error
+
+
+def _plot_spreads(axes: Axes, runs: Sequence[Run], of: Callable[[Bin], Spread], name: str) -> None:
+    """One line a run over the steps, on a logarithmic axis."""
     axes.set_yscale("log")
     for index, run in enumerate(runs):
-        bins, width = [b for b in run.bins.done if b.norms], run.bins.width
+        bins, width = [b for b in run.bins.done if of(b).count], run.bins.width
         if not bins:
             continue
-        color = RUNS[index]
-        label = shorten(run.label, 24) if len(runs) > 1 else "norm"
+        color, spreads = RUNS[index], [of(b) for b in bins]
+        label = shorten(run.label, 24) if len(runs) > 1 else name
         if width > 1:
             label += f", mean of {width} windows (band: least to most)"
-            low = [_readable(b.norm_low) for b in bins]
-            _band(axes, bins, low, [_readable(b.norm_high) for b in bins], color=color)
+            low = [_readable(each.low) for each in spreads]
+            _band(axes, bins, low, [_readable(each.high) for each in spreads], color=color)
         axes.plot(
             [b.x for b in bins],
-            [_readable(math.exp(b.norm_logs / b.norms)) for b in bins],
+            [_readable(each.middle) for each in spreads],
             color=color,
             linewidth=1.5 if width > 1 or len(bins) < 300 else 1.0,
             linestyle=DASHES[index],
             marker="." if len(bins) < 3 else None,
             label=label,
         )
-    _threshold_lines(axes, runs)
-    _mark_bad_norms(axes, runs)
-    _plain_log_ticks(axes)
-    _shared_axis(axes, runs, "L2 norm")
 
 
 def _threshold_lines(axes: Axes, runs: Sequence[Run]) -> None:
@@ -236,10 +272,10 @@ def _threshold_lines(axes: Axes, runs: Sequence[Run]) -> None:
         axes.axhline(_readable(limit), color=INK, linewidth=1.2, linestyle=(0, (4, 3)), label=label)
 
 
-def _mark_bad_norms(axes: Axes, runs: Sequence[Run]) -> None:
-    """Norms that were inf or NaN have no height: a mark at the upper edge."""
+def _mark_bad(axes: Axes, runs: Sequence[Run], of: Callable[[Bin], Spread]) -> None:
+    """Numbers that were inf or NaN have no height: a mark at the upper edge."""
     for index, run in enumerate(runs):
-        bad = [b for b in run.bins.done if b.norms_bad]
+        bad = [b for b in run.bins.done if of(b).bad]
         if bad:
             axes.plot(
                 [(b.x + b.last_x) / 2 for b in bad],

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from ..telemetry import RECENT, REMEDY, TOO_FAR
 from .formatting import counted, number, percent, times
 from .run_summary import MAX_FALLS, Fall, Run, Session
+from .samples import Spread
 
 Level = Literal["bad", "warn", "note", "good"]
 LEVELS: tuple[Level, ...] = ("bad", "warn", "note", "good")
@@ -78,6 +79,19 @@ def facts(run: Run) -> list[tuple[str, str]]:
     if timing.optimizer:
         rows.append(("update, each", f"{timing.optimizer / timing.updates * 1e3:.3g} ms"))
         rows.append(("of it hidden", percent(timing.hidden, timing.optimizer)))
+    if run.late.kinds:
+        kinds = run.late.kinds.most_common()
+        rows.append(
+            (
+                "late updates",
+                ", ".join(f"{percent(n, run.late.kinds.total())} {k}" for k, n in kinds),
+            )
+        )
+    if run.late.most is not None:
+        mean, (most, x) = run.late.mean, run.late.most
+        rows.append(
+            ("preview off by", f"{mean:.2g} of the update, at most {most:.2g} ({run.place(x)})")
+        )
     if (seconds := sum(session.seconds for session in run.sessions)) > 0:
         rows.append(("time", f"{seconds:.3g} s, {run.windows / seconds:.3g} windows/s"))
     return rows
@@ -307,9 +321,10 @@ def _skips(run: Run) -> Iterable[Finding]:
 def _clipping(run: Run) -> Iterable[Finding]:
     if run.limited and run.clipped > MANY_CLIPPED * run.limited:
         limits = [b.max_norm for b in run.bins.done if b.max_norm is not None]
-        logs = sum(b.norm_logs for b in run.bins.done)
-        norms = sum(b.norms for b in run.bins.done)
-        middle = number(math.exp(logs / norms)) if norms else "?"
+        norms = Spread()
+        for each in run.bins.done:
+            norms.merge(each.norm)
+        middle = number(norms.middle) if norms.count else "?"
         yield Finding(
             "warn",
             f"The gradient norm was above the clipping threshold in "
@@ -362,6 +377,29 @@ def _waiting(run: Run) -> Iterable[Finding]:
     )
 
 
+def _previews(run: Run) -> Iterable[Finding]:
+    late = run.late
+    if late.most is None:
+        return
+    if late.worst is not None and late.worst[0] > TOO_FAR:
+        mean, x = late.worst
+        yield Finding(
+            "warn",
+            f"What the model was shown of late updates was off by {mean:.3g} times the update "
+            f"itself on average in the {RECENT} windows up to {run.place(x)}: without any preview "
+            "it would be 1.",
+            "The held-out loss beside a run with step_mode='overlap'.",
+            REMEDY,
+        )
+        return
+    most, x = late.most
+    yield Finding(
+        "good" if late.mean <= TOO_FAR else "note",
+        f"What the model was shown of late updates was off by {late.mean:.2g} of the update on "
+        f"average (at most {most:.2g}, {run.place(x)}); without any preview it would be 1.",
+    )
+
+
 def _broken(run: Run) -> Iterable[Finding]:
     if run.broken:
         line, why = run.broken_first or (0, "")
@@ -383,5 +421,6 @@ RULES: tuple[Callable[[Run], Iterable[Finding]], ...] = (
     _clipping,
     _underflow,
     _waiting,
+    _previews,
     _broken,
 )

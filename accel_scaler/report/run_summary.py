@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..telemetry import End, Names, Record, Start
-from .samples import Bins, NormColumns, Timing
+from .samples import Bins, Late, NormColumns, Timing
 
 MAX_FALLS = 8
 MAX_FIRSTS = 50
@@ -94,6 +94,7 @@ class Run:
         self.bins = Bins()
         self.norms = NormColumns()
         self.timing = Timing()
+        self.late = Late()
         self.windows = self.skips = self.overflows = 0
         self.search_skips = self.growth_skips = self.other_skips = 0
         self.longest_streak = self.longest_streak_x = 0
@@ -126,6 +127,7 @@ class Run:
     def begin(self, start: Start) -> None:
         """A new session: the scale is searched for again."""
         self.finish()
+        self.late.begin()
         first_x = (
             self.sessions[-1].first_x + self.sessions[-1].last_step + 1 if self.sessions else 0
         )
@@ -152,6 +154,7 @@ class Run:
         self.overflows += record.found_inf
         self.bins.add(x, record)
         self.timing.add(x, record)
+        self.late.add(x, record)
         self._add_norm(x, record)
         if record.loss_nonfinite:
             self.loss_first_x = self.loss_first_x if self.loss_windows else x

@@ -5,15 +5,49 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from ..telemetry import Record
+from ..telemetry import RecentErrors, Record
 
 MAX_BINS = 1024
 MAX_COLUMNS = 240
 MAX_CELLS = 1 << 21
 TIMELINE = 8
 """Windows."""
+
+
+@dataclass(slots=True)
+class Spread:
+    """Of the finite numbers above 0 among some."""
+
+    low: float = math.inf
+    high: float = 0.0
+    logs: float = 0.0
+    """The sum of their natural logarithms."""
+    count: int = 0
+    bad: int = 0
+    """Those that were inf or NaN."""
+
+    @property
+    def middle(self) -> float:
+        """Their geometric mean."""
+        return math.exp(self.logs / self.count)
+
+    def add(self, value: float | None) -> None:
+        """One more, if there is one."""
+        if value is not None and 0 < value < math.inf:
+            self.low, self.high = min(self.low, value), max(self.high, value)
+            self.logs += math.log(value)
+            self.count += 1
+        elif value is not None and value != 0:  # inf or NaN
+            self.bad += 1
+
+    def merge(self, other: Spread) -> None:
+        """Take in others."""
+        self.low, self.high = min(self.low, other.low), max(self.high, other.high)
+        self.logs += other.logs
+        self.count += other.count
+        self.bad += other.bad
 
 
 @dataclass(slots=True)
@@ -28,29 +62,20 @@ class Bin:
     """Of the last of them."""
     scale_low: float = math.inf
     scale_high: float = 0.0
-    norm_low: float = math.inf
-    norm_high: float = 0.0
-    norm_logs: float = 0.0
-    norms: int = 0
-    """Finite norms above 0; ``norm_logs`` is the sum of their natural logarithms."""
-    norms_bad: int = 0
+    norm: Spread = field(default_factory=Spread)
+    preview_error: Spread = field(default_factory=Spread)
     max_norm: float | None = None
 
     def add(self, x: int, record: Record) -> None:
         """One window more."""
-        scale, norm = record.scale, record.grad_norm
+        scale = record.scale
         self.last_x, self.scale = x, scale
         self.windows += 1
         self.skips += record.skipped
         self.scale_low = min(self.scale_low, scale)
         self.scale_high = max(self.scale_high, scale)
-        if norm is not None and 0 < norm < math.inf:
-            self.norm_low = min(self.norm_low, norm)
-            self.norm_high = max(self.norm_high, norm)
-            self.norm_logs += math.log(norm)
-            self.norms += 1
-        elif norm is not None and norm != 0:  # inf or NaN
-            self.norms_bad += 1
+        self.norm.add(record.grad_norm)
+        self.preview_error.add(record.preview_error)
         if record.max_norm is not None:
             self.max_norm = record.max_norm
 
@@ -62,11 +87,8 @@ class Bin:
         self.scale = later.scale
         self.scale_low = min(self.scale_low, later.scale_low)
         self.scale_high = max(self.scale_high, later.scale_high)
-        self.norm_low = min(self.norm_low, later.norm_low)
-        self.norm_high = max(self.norm_high, later.norm_high)
-        self.norm_logs += later.norm_logs
-        self.norms += later.norms
-        self.norms_bad += later.norms_bad
+        self.norm.merge(later.norm)
+        self.preview_error.merge(later.preview_error)
         if later.max_norm is not None:
             self.max_norm = later.max_norm
 
@@ -137,3 +159,40 @@ class Timing:
             if self.last and self.last[-1][1].index >= record.index:
                 self.last.clear()  # a new session: its clock starts at 0
             self.last.append((x, record))
+
+
+COMPENSATIONS = ("preview", "extrapolate", "none")
+
+
+class Late:
+    """Of the updates that came a step late: what the model was shown, and how far that was off."""
+
+    def __init__(self) -> None:
+        self.kinds: Counter[str] = Counter()
+        """Updates by what was shown of them."""
+        self.errors = 0
+        self.mean = 0.0
+        """Of all errors that are numbers, ``errors`` of them."""
+        self.most: tuple[float, int] | None = None
+        """The largest error, and the window's x."""
+        self.worst: tuple[float, int] | None = None
+        """The largest mean of a few windows in a row, and the x of the last of them."""
+        self._recent = RecentErrors()
+
+    def begin(self) -> None:
+        """A new session."""
+        self._recent = RecentErrors()
+
+    def add(self, x: int, record: Record) -> None:
+        """One window."""
+        self.kinds.update(kind for kind in record.delay_compensation if kind in COMPENSATIONS)
+        error = record.preview_error
+        if error is None or math.isnan(error):
+            return
+        self.errors += 1
+        self.mean += (error - self.mean) / self.errors if self.mean < math.inf else 0.0
+        if self.most is None or error > self.most[0]:
+            self.most = (error, x)
+        mean = self._recent.add(error)
+        if mean is not None and (self.worst is None or mean > self.worst[0]):
+            self.worst = (mean, x)

@@ -7,16 +7,21 @@ observes: no number of the training depends on it. Who reads the file gets recor
 """
 
 from .history import History
+from .preview_watch import RECENT, REMEDY, TOO_FAR, RecentErrors
 from .record import FORMAT, BrokenLineError, CutLineError, End, Names, Record, Span, Start, decode
 from .recorder import Recorder, make_recorder
 
 __all__ = [
     "FORMAT",
+    "RECENT",
+    "REMEDY",
+    "TOO_FAR",
     "BrokenLineError",
     "CutLineError",
     "End",
     "History",
     "Names",
+    "RecentErrors",
     "Record",
     "Recorder",
     "Span",

@@ -84,6 +84,12 @@ class Record:
     """How long the training thread waited for it."""
     spans: tuple[Span, ...] = ()
     """What ran when. Only with ``telemetry``; kept for the last windows."""
+    delay_compensation: tuple[str, ...] = ()
+    """What the model was shown of each update of this window that came a step late: ``"preview"``,
+    ``"extrapolate"`` or ``"none"``. Only with ``step_mode="delayed"``."""
+    preview_error: float | None = None
+    """The norm of what it was off by against the norm of these updates, on this rank; None where
+    nothing was shown. Nothing shown at all would be 1. Only with ``telemetry``."""
 
     @property
     def hidden_s(self) -> float | None:
@@ -191,6 +197,12 @@ def _spans(value: Any) -> tuple[Span, ...]:
     )
 
 
+def _texts(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        raise ValueError("expected a list of texts")
+    return tuple(map(_text, value))
+
+
 def _pair(value: Any) -> tuple[float, float]:
     low, high = value
     return float(low), float(high)
@@ -284,6 +296,8 @@ FIELDS = (
     Field("optimizer_us", "optimizer_s", _seconds, _microseconds, absent=None),
     Field("waited_us", "waited_s", _seconds, _microseconds, absent=None),
     Field("hidden_us", "hidden_s", _seconds, _microseconds, absent=None),
+    Field("delay_compensation", "delay_compensation", _texts, list, absent=()),
+    Field("preview_error", "preview_error", _number, _finite_or_text, absent=None),
     Field("spans", "spans", _spans, _write_spans, absent=()),
 )
 """In the order of the line; ``norms`` come last."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..optimizer_step import StepTiming
+from .preview_watch import PreviewWatch
 from .record import Names, Record, Span
 from .writer import Journal
 
@@ -57,6 +59,8 @@ class OpenRecord:
             underflow=self.underflow,
             optimizer_s=busy if timings else None,
             waited_s=min(waited, busy) if timings else None,
+            delay_compensation=tuple(t.delay_compensation for t in timings if t.delay_compensation),
+            preview_error=_preview_error(timings),
             spans=tuple((kind, at - self.start_s, *rest) for kind, at, *rest in spans),
         )
         self._is_closed = True
@@ -74,6 +78,7 @@ class RecordQueue:
         self.error: str | None = None
         """What ended the run."""
         self._journal = journal
+        self._watch = PreviewWatch()
         self._waiting: deque[OpenRecord] = deque()
         self._written_s = 0.0
 
@@ -100,4 +105,19 @@ class RecordQueue:
     def _write(self) -> None:
         self._written_s = time.perf_counter()
         window = self._waiting.popleft()
-        self._journal.add(window.close(), window.names)
+        record = window.close()
+        self._journal.add(record, window.names)
+        self._watch.add(record)
+
+
+def _preview_error(timings: Sequence[StepTiming]) -> float | None:
+    found = [t.shown_error for t in timings if t.shown_error is not None]
+    if not found:
+        return None
+    off, moved = map(_root, zip(*found, strict=True))
+    return off / moved if moved else (math.inf if off else 0.0)
+
+
+def _root(norms: Iterable[float]) -> float:
+    """Of the sum of their squares."""
+    return math.sqrt(sum(norm * norm for norm in norms))

@@ -60,7 +60,7 @@ class Recorder(Observer):
         underflow_interval: int = 100,
     ) -> None:
         self.scaler, self.journal, self.finder = scaler, journal, finder
-        self.wants_norms = self.wants_each_norm = journal is not None
+        self.wants_norms = self.wants_each_norm = self.wants_shown_errors = journal is not None
         self.history = History()
         self.timeline = None if journal is None else Timeline()
         self.underflow_interval = underflow_interval

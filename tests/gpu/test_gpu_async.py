@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,8 +29,9 @@ from accelerators import (
 from accelerators import (
     assert_same as assert_close,
 )
-from references import Reference
+from references import Reference, recording
 from support import mlp, weights
+from telemetry_runs import windows_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -71,6 +73,7 @@ def train(
     after_step: Prepare | None = None,
     model: nn.Module | None = None,
     steps: int = STEPS,
+    telemetry: Path | None = None,
     **settings: Any,
 ) -> tuple[Tensor, list[bool], list[float], list[Tensor]]:
     """Weights, skips, learning rates, and every state tensor, after some steps.
@@ -84,7 +87,8 @@ def train(
     schedule = torch.optim.lr_scheduler.LambdaLR(inner, lambda n: 1 / (1 + 0.1 * n))
     scaler = GradScaler(KIND, init_scale=SCALE, growth_interval=5)
     skipped, rates = [], []
-    with AsyncOptimizer(inner, model, scaler=scaler, **settings) as optimizer:
+    recorded = nullcontext() if telemetry is None else recording(scaler, telemetry, DEVICE)
+    with recorded, AsyncOptimizer(inner, model, scaler=scaler, **settings) as optimizer:
         for step in range(steps):
             for micro in range(ACCUMULATION):
                 loss = loss_of(model, step, micro, half)
@@ -228,6 +232,49 @@ def test_delayed_equals_the_reference(
         assert torch.equal(mine, expected)
     else:  # in which kernels sum and multiply otherwise
         assert_close([mine], [expected])
+
+
+@pytest.mark.parametrize("compensation", ["preview", "extrapolate"])
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "float16"])
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+def test_what_is_measured_of_previews_is_what_the_model_saw(
+    compensation: str, half: bool, offload: str, busy: bool, tmp_path: Path
+) -> None:
+    """Looked at from outside: the model before a fence and behind it. No number changes by it."""
+    model, path = mlp(64), tmp_path / "run.jsonl"
+    exact: dict[int, Tensor] = {}
+    expected: dict[int, float] = {}
+
+    def look(optimizer: AsyncOptimizer, step: int) -> None:
+        if step % 4 < 2:
+            return
+        shown = weights(model).cpu().double()
+        optimizer.synchronize()
+        exact[step] = weights(model).cpu().double()
+        if step % 4 == 3 and step != OVERFLOW:
+            off, moved = (exact[step] - other for other in (shown, exact[step - 1]))
+            expected[step] = float(off.norm() / moved.norm())
+
+    def late(optimizer: AsyncOptimizer, step: int) -> None:
+        if busy:
+            busy_update(optimizer, step)
+            busy_copies(optimizer, step)
+
+    settings: Any = {"make": adamw, "half": half, "delay_compensation": compensation}
+    mine = train(
+        *("delayed", offload),
+        **settings,
+        model=model,
+        telemetry=path,
+        before_step=late,
+        after_step=look,
+    )
+    assert torch.equal(mine[0], train("delayed", offload, **settings)[0])
+    errors = [line.get("preview_error") for line in windows_of(path)]
+    assert [errors[step] for step in expected] == pytest.approx([*expected.values()], rel=1e-3)
+    nothing = [0, OVERFLOW] if compensation == "preview" else [OVERFLOW]
+    assert [n for n, error in enumerate(errors) if error is None] == nothing
 
 
 BUSY: dict[str, dict[str, Prepare]] = {

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +13,9 @@ from support import mlp, same
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import MultiplicativeLR
 
-from accel_scaler import AsyncOptimizer, GradScaler
+from accel_scaler import AsyncOptimizer, GradScaler, ScalerConfig
+from accel_scaler.optimizer_step import Boundary
+from accel_scaler.telemetry import make_recorder
 
 Make = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
@@ -44,6 +48,9 @@ class Reference:
         self.compensation = compensation
         self.params = list(params)
         self.before: dict[int, Tensor] = {}
+        self.error: tuple[float, float] | None = None
+        """By how much it was off what the last boundary showed of its update, and the update's
+        own norm; None: it showed nothing."""
         copies = [p.detach().float().clone() for p in self.params]
         self.masters = [nn.Parameter(c if place is None else c.to(place)) for c in copies]
         self.optimizer = make(self.masters)
@@ -73,6 +80,7 @@ class Reference:
             self.scale, self.good = scale * 2.0, 0
         for p in self.params:
             p.grad = None
+        self.error = None
         if not finite:
             self.publish()
             return False
@@ -108,7 +116,19 @@ class Reference:
         self.steps += 1
         if self.steps <= self.prompt or is_first:
             self.publish()
+        elif self.compensation != "none":
+            self.error = self.shown_error(old)
         return True
+
+    @torch.no_grad()
+    def shown_error(self, old: list[Tensor]) -> tuple[float, float]:
+        """Both as the model's dtype has them."""
+        off = moved = 0.0
+        for p, master, before in zip(self.params, self.masters, old, strict=True):
+            exact = master.to(p.dtype).double()
+            off += float((exact - p.double()).square().sum())
+            moved += float((exact - before.to(p.dtype).double()).square().sum())
+        return math.sqrt(off), math.sqrt(moved)
 
     @torch.no_grad()
     def show(self, grads: list[Tensor | None], factors: list[float]) -> None:
@@ -181,7 +201,7 @@ def run_reference(
     reference = Reference(model.parameters(), OPTIMIZERS[kind], prompt, compensation)
     reference.scale = scale
     scheduler = MultiplicativeLR(reference.optimizer, lambda _: DECAY)
-    seen: dict[str, Any] = {"losses": [], "scales": [], "skips": []}
+    seen: dict[str, Any] = {"losses": [], "scales": [], "skips": [], "errors": []}
     for step in range(steps):
         for number in range(step * micro, (step + 1) * micro):
             with torch.autocast("cpu", torch.float16, enabled=autocast):
@@ -191,6 +211,8 @@ def run_reference(
         stepped = reference.boundary(**clip)
         seen["scales"].append(reference.scale)
         seen["skips"].append(not stepped)
+        error = reference.error
+        seen["errors"].append(None if error is None else error[0] / error[1])
         if schedule and stepped:
             scheduler.step()
         if step in fences:
@@ -215,22 +237,27 @@ def run_ours(
     schedule: str = "",
     fences: dict[int, Callable[[Any, Any], object]] | None = None,
     compensation: str = "none",
+    telemetry: Path | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
     """The same with an ``AsyncOptimizer``; ``schedule``: of the "inner" optimizer, or of "ours"."""
     model = make()
     scaler = GradScaler("cpu", init_scale=scale, growth_interval=GROWTH_INTERVAL)
+    recorded = nullcontext() if telemetry is None else recording(scaler, telemetry)
     inner = OPTIMIZERS[kind](model.parameters())
     seen: dict[str, Any] = {"losses": [], "scales": [], "skips": []}
-    with AsyncOptimizer(
-        inner,
-        model,
-        scaler=scaler,
-        mode=mode,
-        offload=offload,
-        delay_compensation=compensation,
-        **settings,
-    ) as optimizer:
+    with (
+        recorded,
+        AsyncOptimizer(
+            inner,
+            model,
+            scaler=scaler,
+            mode=mode,
+            offload=offload,
+            delay_compensation=compensation,
+            **settings,
+        ) as optimizer,
+    ):
         scheduler = MultiplicativeLR(inner if schedule == "inner" else optimizer, lambda _: DECAY)
         for step in range(steps):
             loss = loss_of(model, step, step in overflows)
@@ -248,6 +275,19 @@ def run_ours(
                 fences[step](model, optimizer)
         seen.update(saved_of(model, optimizer.state_dict()))
     return seen
+
+
+@contextmanager
+def recording(scaler: GradScaler, path: Path, device: str = "cpu") -> Iterator[None]:
+    """An ``AsyncOptimizer`` made inside writes telemetry, as one that is attached does."""
+    config = ScalerConfig(telemetry=str(path))
+    recorder = make_recorder(scaler, config, {"rank": 0, "ranks": 1})
+    boundary = Boundary(scaler, torch.device(device), recorder)
+    try:
+        yield
+    finally:
+        recorder.close()
+        del boundary
 
 
 def saved_of(model: nn.Module, saved: dict[str, Any]) -> dict[str, Any]:

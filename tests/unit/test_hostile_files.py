@@ -93,7 +93,7 @@ def run_with(texts: list[str], path: Path) -> Path:
         t.names(texts),
         {"kind": texts[6], texts[7]: texts[8]},
         *(t.window(s, skipped=True, first=first, spans=at, **bad) for s in range(9)),
-        *(t.window(s, spans=at) for s in range(9, 12)),
+        *(t.window(s, spans=at, delay_compensation=texts) for s in range(9, 12)),
         t.end(12, 9, " ".join(texts)),
     ]  # fmt: skip
     return t.write(path, [json.dumps(line) for line in lines])

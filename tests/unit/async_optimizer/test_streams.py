@@ -8,6 +8,8 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +17,10 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from references import recording
 from streams import PaperDevice, Stream
 from support import mlp, weights
+from telemetry_runs import windows_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -127,6 +131,8 @@ def train(
     optimizer: str = "sgd",
     fence: int | None = None,
     overflow: int | None = 3,
+    compensation: str = "auto",
+    telemetry: Path | None = None,
 ) -> Tensor:
     """A few steps; with ``fence``, everything is published between that backward and its step."""
     model = mlp()
@@ -137,9 +143,18 @@ def train(
         "adamw": lambda: torch.optim.AdamW(model.parameters(), lr=0.01, fused=True),
     }[optimizer]()
     scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-    with AsyncOptimizer(
-        inner, model, scaler=scaler, mode=mode, offload="cpu" if offload else "none"
-    ) as ours:
+    recorded = nullcontext() if telemetry is None else recording(scaler, telemetry)
+    with (
+        recorded,
+        AsyncOptimizer(
+            inner,
+            model,
+            scaler=scaler,
+            mode=mode,
+            offload="cpu" if offload else "none",
+            delay_compensation=compensation,
+        ) as ours,
+    ):
         if device is None:
             _steps(ours, model, scaler, half, fence, overflow)
         else:
@@ -212,6 +227,25 @@ def test_no_two_accesses_race(
     assert {"side 1", "side 2"} & used == sides
     if offload:
         assert any(name.startswith("host") for name in used)
+
+
+@pytest.mark.parametrize("compensation", ["preview", "extrapolate"])
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("half", [False, True])
+def test_what_is_measured_of_previews_races_with_nothing(
+    paper: Any, offload: bool, half: bool, compensation: str, tmp_path: Path
+) -> None:
+    """With offload what the device was shown is made again on the host."""
+    on_cpu, on_paper = tmp_path / "cpu.jsonl", tmp_path / "paper.jsonl"
+    settings: Any = {"optimizer": "adamw", "compensation": compensation}
+    expected = train(None, "delayed", offload, half, telemetry=on_cpu, **settings)
+    device = paper(offload)
+    got = train(device, "delayed", offload, half, telemetry=on_paper, **settings)
+    assert torch.equal(got, expected)
+    errors = [[line.get("preview_error") for line in windows_of(p)] for p in (on_cpu, on_paper)]
+    assert errors[0] == errors[1]
+    first = 1 if compensation == "preview" else 0
+    assert [n for n, e in enumerate(errors[0]) if e is None] == [*range(first), 3]
 
 
 @pytest.mark.parametrize("offload", [False, True])

@@ -99,9 +99,9 @@ def test_bins_hold_every_window_once_whatever_their_number(count: int) -> None:
     assert [b.x for b in done[1:]] == [b.last_x + 1 for b in done[:-1]]
     for b in done:
         part, scales = norms[b.x : b.last_x + 1], [2.0 ** (x % 7) for x in range(b.x, b.last_x + 1)]
-        assert b.windows == b.norms == len(part)
-        assert (b.norm_low, b.norm_high) == (min(part), max(part))
-        assert b.norm_logs == pytest.approx(sum(map(math.log, part)))
+        assert b.windows == b.norm.count == len(part)
+        assert (b.norm.low, b.norm.high) == (min(part), max(part))
+        assert b.norm.logs == pytest.approx(sum(map(math.log, part)))
         assert b.skips == sum(x % 5 == 0 for x in range(b.x, b.last_x + 1))
         assert (b.scale_low, b.scale_high) == (min(scales), max(scales))
         assert (b.scale, b.max_norm) == (scales[-1], b.last_x)
@@ -121,7 +121,7 @@ def test_norms_are_inf_and_nan_as_the_format_writes_them(tmp_path: Path) -> None
     lines = [t.start(), *(t.window(i, grad_norm=n) for i, n in enumerate(["inf", "nan", None, 2]))]
     run = read(tmp_path, lines)
     assert (run.stepped_bad, run.stepped_bad_x, run.highest) == (2, 0, (2.0, 3))
-    assert [(b.norms, b.norms_bad) for b in run.bins.done] == [(0, 1), (0, 1), (0, 0), (1, 0)]
+    assert [(b.norm.count, b.norm.bad) for b in run.bins.done] == [(0, 1), (0, 1), (0, 0), (1, 0)]
 
 
 # Sessions, and what is lost of a file.

@@ -53,6 +53,8 @@ FULL = Record(
     optimizer_s=0.001234,
     waited_s=0.00001,
     spans=(("step", 1.5, 0.25), ("wait", 2.0, 0.125, "a")),
+    delay_compensation=("preview", "none"),
+    preview_error=0.375,
 )
 BARE = Record(index=0, scale=8.0, next_scale=8.0, skipped=False, grad_norm=None)
 
@@ -79,6 +81,8 @@ def test_a_window_line_has_every_number_under_its_name() -> None:
         "optimizer_us": 1234,
         "waited_us": 10,
         "hidden_us": 1224,
+        "delay_compensation": ["preview", "none"],
+        "preview_error": 0.375,
         "spans": [["step", 1500000, 250000], ["wait", 2000000, 125000, "a"]],
         "norms": base64.b64encode(struct.pack("<2f", 0.75, 1.0)).decode(),
     }
@@ -95,7 +99,8 @@ def test_what_is_not_known_is_left_out_or_null() -> None:
     line = json.loads(encode_window(BARE))
     assert (line["grad_norm"], line["max_norm"], line["clip_coefficient"]) == (None, None, None)
     optional = {"norms", "nonfinite", "loss_nonfinite", "first", "underflow", "spans"}
-    assert not line.keys() & {*optional, "optimizer_us", "waited_us", "hidden_us"}
+    optional |= {"optimizer_us", "waited_us", "hidden_us", "delay_compensation", "preview_error"}
+    assert not line.keys() & optional
     assert line.keys() >= {"step", "time", "found_inf", "growth_tracker", "lr"}
 
 
@@ -122,7 +127,13 @@ def test_a_start_names_and_an_end_come_back_as_they_were() -> None:
 def test_numbers_that_json_has_not_are_text_that_float_reads() -> None:
     norms = array("f", (INF, NAN)).tobytes()
     record = dataclasses.replace(
-        BARE, grad_norm=NAN, max_norm=INF, clip_coefficient=-INF, lr=(NAN,), norms=norms
+        BARE,
+        grad_norm=NAN,
+        max_norm=INF,
+        clip_coefficient=-INF,
+        lr=(NAN,),
+        norms=norms,
+        preview_error=INF,
     )
     line = encode_window(record)
     got = json.loads(line)
@@ -131,7 +142,7 @@ def test_numbers_that_json_has_not_are_text_that_float_reads() -> None:
     ]
     back = decode(line.encode(), NAMES)
     assert isinstance(back, Record)
-    assert (back.max_norm, back.norms) == (INF, norms)
+    assert (back.max_norm, back.norms, back.preview_error) == (INF, norms, INF)
     assert back.grad_norm is not None
     assert math.isnan(back.grad_norm)
 
@@ -165,6 +176,8 @@ BROKEN = {
     "norm as a word": window(grad_norm="large"),
     "time NaN": window(time="nan"),
     "lr no list": window(lr=0.1),
+    "compensation no list": window(delay_compensation="preview"),
+    "error of a preview as a word": window(preview_error="small"),
     "norms too short": window(norms=t.norms([1.0])),
     "norms not base64": window(norms="!" * 12),
     "index out of range": window(nonfinite=[[2, 1]]),

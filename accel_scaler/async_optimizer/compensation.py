@@ -249,7 +249,7 @@ class Compensation:
         float16 has not (torch on a CPU rounds them to it, or refuses).
         """
         rate, limit = share.rate * factor, share.limit / factor if factor else math.inf
-        for out, preview, piece in pieces_of((target, source, grad), self._largest):
+        for out, preview, piece in pieces_of((target, source, grad), _largest_on(target.device)):
             bounded = piece.float() if piece.dtype in LOW_PRECISION else piece
             bounded = bounded if limit == math.inf else bounded.clamp(-limit, limit)
             torch.add(preview, bounded, alpha=rate, out=out)
@@ -274,13 +274,9 @@ class Compensation:
             weights = [pair.stepped.detach() for pair in pairs]
             into = [pair.target if pair.ahead is None else pair.ahead for pair in pairs]
             is_wanted = due is not None or not self.makes_in_place
-            shares = terms.preview(weights, into if is_wanted else None, self._largest)
+            largest = _largest_on(weights[0].device)
+            shares = terms.preview(weights, into if is_wanted else None, largest)
             ahead.shares.update(zip(map(id, pairs), shares, strict=True))
-
-    @property
-    def _largest(self) -> int:
-        on_host = self._replica.offload or self._streams.is_host
-        return PIECE if on_host else LARGEST_PART
 
     def shown_on_host(
         self, pair: ParameterPair, grad: Tensor, ahead: Ahead, factor: float
@@ -311,6 +307,10 @@ class Compensation:
             if old is not None and pair.ahead is not None:
                 moved = pair.stepped.detach().mul(2.0).sub_(old)
                 pair.ahead.copy_(moved, non_blocking=self._streams.copies_beside)
+
+
+def _largest_on(device: torch.device) -> int:
+    return PIECE if device.type == "cpu" else LARGEST_PART
 
 
 def _versions_of(values: Iterable[Any]) -> list[int]:

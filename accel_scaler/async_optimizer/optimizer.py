@@ -31,8 +31,8 @@ class AsyncOptimizer(Optimizer):
 
     ``mode="overlap"`` computes what the plain optimizer computes, bit for bit: a parameter is
     awaited where it is next used, in a forward or anywhere else. ``mode="delayed"`` updates
-    float32 masters while the model keeps the parameters of the step before; they are published
-    at the next boundary. ``mode="sync"`` steps at once (float16 parameters then train through
+    float32 masters, which are published one step late; until then the model has a preview of them
+    (``delay_compensation``). ``mode="sync"`` steps at once (float16 parameters then train through
     masters too). ``offload="cpu"`` keeps state and masters in host memory.
 
     With ``scaler``, :meth:`step` is the whole boundary. Without, it only updates, so

@@ -8,7 +8,8 @@ on, *down* the one of copies to the host. ``ready`` is home's event at the hand-
 after it, and each part of a step ends with a event of its own.
 
 Model's parameters
-    Side writes them (``delayed``: those of the step before), home and the user's streams read them.
+    Side writes them (``delayed``: what is shown of the step, of its gradients too, at its begin),
+    home and the user's streams read them. What a fence has taken away home puts back.
     Written after ``ready``, and so after what home followed by then. A use waits for the event of
     its part, on its own stream and on home; until the device is past that event the class stays
     pending (:mod:`.pending_parameter`), so each other stream waits as well. ``synchronize()``

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from accelerators import DEVICE, MISSING, has, has_streams, is_simulated, synchronize
 
 from accel_scaler.async_optimizer import replica as replica_module
@@ -51,6 +52,13 @@ def sync_counter(device: str) -> None:
     """Needs a backend that can warn of each synchronisation."""
     if not has("set_sync_debug_mode"):
         pytest.skip(f"{device}: its module cannot warn of synchronisations")
+
+
+@pytest.fixture(scope="session")
+def memory_counter(device: str) -> None:
+    """Needs a torch that counts any accelerator's memory: 2.9 is the first."""
+    if not hasattr(torch.accelerator, "max_memory_allocated"):
+        pytest.skip("torch.accelerator counts no memory")
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ finds. Streams and events are torch's own, not those of a backend.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -89,6 +89,21 @@ def event(timed: bool = False) -> torch.Event:
 
 def synchronize() -> None:
     torch.accelerator.synchronize(DEVICE)
+
+
+@contextmanager
+def peak_bytes() -> Iterator[Callable[[], int]]:
+    """Asked at the end: bytes of the device's memory in the worst moment, above those before."""
+    synchronize()
+    torch.accelerator.empty_cache()
+    torch.accelerator.reset_peak_memory_stats(DEVICE)
+    before = torch.accelerator.memory_allocated(DEVICE)
+
+    def taken() -> int:
+        synchronize()
+        return torch.accelerator.max_memory_allocated(DEVICE) - before
+
+    yield taken
 
 
 def sgd(params: Any) -> Any:

@@ -166,7 +166,7 @@ class ScalerConfig:
         _one_of("sync", "overlap", "delayed"),
         "When parameters are updated: sync, inside optimizer.step(); overlap, on the optimizer "
         "thread, each parameter awaited where it is next used; delayed, on the optimizer thread, "
-        "the update published at the next boundary (one step stale).",
+        "the update published one step late (see delay_compensation).",
     )
     delay_warmup_steps: int = setting(
         0,

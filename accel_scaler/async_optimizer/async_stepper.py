@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,7 +45,7 @@ from .grad_handoff import (
     unguard,
     unscale_in_place,
 )
-from .inflight_step import InflightStep, LateGradients, wait_for_gradient
+from .inflight_step import SHORTEST_WAIT_S, InflightStep, LateGradients, wait_for_gradient
 from .master_params import ParameterPair, place_of
 from .pending_parameter import (
     GradientHold,
@@ -471,7 +472,7 @@ class AsyncStepper(Stepper):
         if not step.wait(part, where):
             self._finish(step, "forward")
         step.follow(part)
-        if where != "optimizer.step":  # else settings may move before the next step
+        if where != "optimizer.step" and not self._is_prepared:  # else settings may still move
             self._prepare()
         # Later parts are enqueued perhaps, but the device has not been told to wait for them.
         return part if self.streams.copies_beside else step.task.done
@@ -514,9 +515,14 @@ class AsyncStepper(Stepper):
         task = self._preparation
         if task is None:
             return
+        start = time.perf_counter()
         ok = task.wait()
         if self._preparation is task:
             self._preparation = None
+            if self.timing is not None and self._is_trainer:
+                length = time.perf_counter() - start
+                if length > SHORTEST_WAIT_S:
+                    self.timing.waits.append((start, length, "preview"))
             if not ok:
                 self._drop_preparation()
                 raise StepError(
@@ -524,6 +530,10 @@ class AsyncStepper(Stepper):
                     f"update failed on the optimizer thread ({type(task.error).__name__}: "
                     f"{task.error}). Nothing has moved; the next call works."
                 ) from task.error
+
+    @property
+    def _is_prepared(self) -> bool:
+        return self.compensation is not None and self.compensation.has_settings
 
     def _drop_preparation(self) -> None:
         """What was made, or is being made, for the next boundary is not shown."""

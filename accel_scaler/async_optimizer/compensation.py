@@ -118,6 +118,11 @@ class Compensation:
         """Something can be made before the boundary, and ahead of its gradients."""
         return self._rule is not None
 
+    @property
+    def has_settings(self) -> bool:
+        """It is made already, or being made."""
+        return self._settings is not None
+
     def new_settings(self) -> Settings | None:
         """The settings of the step that is to be previewed, as they are now; None: it is."""
         groups = self._replica.optimizer.param_groups

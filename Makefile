@@ -120,7 +120,7 @@ bench-load: $(STAMP)
 	$(BIN)/python benchmarks/load.py $(ARGS)
 
 bench-convergence: $(STAMP)
-	$(BIN)/python benchmarks/convergence.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/convergence.py --processes $(WORKERS) $(ARGS)
 
 # On a machine with a GPU; VENV names an environment with a torch for it, and the peers to compare.
 bench-gpu: $(STAMP)

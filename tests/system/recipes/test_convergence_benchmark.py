@@ -15,8 +15,11 @@ import pytest
 import torch
 from places import ROOT
 
+from accel_scaler.integrations import cpu_float16
+
 pytest.importorskip("datasets")
 BENCHMARKS = ROOT / "benchmarks"
+HAS_KERNELS = cpu_float16.has_float16_kernels
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +38,7 @@ def convergence() -> Iterator[Any]:
 @pytest.fixture
 def few_looks(convergence: Any, monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
     """Looks are fences: with one after every step nothing would be late."""
+    monkeypatch.setattr(cpu_float16, "has_float16_kernels", HAS_KERNELS)  # torch's are slow
     monkeypatch.setattr(convergence, "LOOKS", 2)
     monkeypatch.setattr(convergence, "HELD_OUT", 8)
     labels = {"logging": ["logging"], "xml": ["xml"]}  # the whole library takes seconds to read

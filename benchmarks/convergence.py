@@ -61,8 +61,8 @@ from accel_scaler import ScalerConfig, attach, detach
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 LOOKS = 3
 HELD_OUT = 128  # texts, or blocks of text, that a model is judged by
-STEPS = {"classifier": 36, "lora": 42, "trainer": 180, "scratch": 120,
-         "images": 300, "recurrent": 96, "half": 480}  # fmt: skip
+STEPS = {"classifier": 39, "lora": 45, "trainer": 180, "scratch": 120,
+         "images": 300, "recurrent": 120, "half": 600}  # fmt: skip
 LONG = 1000
 GRID = {
     "adamw": (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1),

@@ -576,8 +576,8 @@ class AsyncStepper(Stepper):
 
     def go_on(self) -> None:
         """A training forward begins: it sees what it would have seen without the fences before."""
-        if not self._is_trainer:
-            return
+        if not self._is_trainer or (self.streams.copies_beside and is_capturing()):
+            return  # a graph reads what is there when it is replayed, and nothing may wait here
         if self._shown and not self.hooks.is_called_by_watched():
             self._show_again()
         self._prepare()

@@ -182,9 +182,10 @@ def test_a_model_on_another_than_the_present_device(mode: str, offload: str) -> 
 
 
 @pytest.mark.skipif(KIND != "cuda", reason="the one backend with graphs that capture a stream")
-def test_a_real_capture_is_refused() -> None:
+@pytest.mark.parametrize("mode", ["overlap", "delayed"])
+def test_a_real_capture_is_refused(mode: str) -> None:
     model = mlp(64).to(DEVICE)
-    with AsyncOptimizer(sgd(model.parameters()), model) as optimizer:
+    with AsyncOptimizer(sgd(model.parameters()), model, mode=mode) as optimizer:
         for _ in range(2):
             model(batch(0, DEVICE)).square().mean().backward()
             optimizer.step()

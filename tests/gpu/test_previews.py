@@ -361,6 +361,30 @@ def test_steps_without_a_forward_between_them(compensation: str, offload: str, h
     assert_same(mine, expected)
 
 
+def with_jobs(where: str, *how: str, **settings: Any) -> list[Tensor]:
+    """Some steps are a function of the user's, which may move nothing at all."""
+    training = Training(where, *how, scaled=False, **settings)
+    for step in range(STEPS):
+        training.backward(step)
+        if step in (2, 3):
+            training.optimizer.submit(lambda: None)
+        elif step == 5:
+            training.optimizer.submit(training.optimizer.step)
+        else:
+            training.optimizer.step()
+        zero(training, step)
+        training.forward(step)  # what comes next is made ahead
+    return training.finish()
+
+
+@each_kind
+@each_offload
+@each_dtype
+def test_steps_of_the_users_in_between(compensation: str, offload: str, half: bool) -> None:
+    mine, expected = (with_jobs(where, offload, compensation, half=half) for where in (DEVICE, CPU))
+    assert_same(mine, expected)
+
+
 def evaluate(training: Training) -> None:
     training.model.eval()
     with torch.no_grad():

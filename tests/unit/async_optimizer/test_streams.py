@@ -18,7 +18,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from references import recording
-from streams import PaperDevice, Stream
+from streams import Event, PaperDevice, Stream
 from support import mlp, weights
 from telemetry_runs import windows_of
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from torch.distributed.fsdp import fully_shard
 from accel_scaler import AsyncOptimizer, GradScaler, UnsupportedError, devices
 from accel_scaler.async_optimizer import async_stepper as async_stepper_module
 from accel_scaler.async_optimizer import replica as replica_module
+from accel_scaler.async_optimizer.compensation import Compensation
 from accel_scaler.async_optimizer.replica import Replica
 from accel_scaler.async_optimizer.streams import SideStreams, packs
 from accel_scaler.async_optimizer.worker import Task, Worker
@@ -439,6 +440,60 @@ def test_a_graph_that_is_being_captured_refuses_a_step(
                 model(torch.ones(2, 8))
         optimizer.synchronize()
         assert not torch.equal(weights(model), before)
+
+
+def test_a_graph_is_captured_behind_a_fence_as_the_model_is(
+    paper: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next training forward that runs is shown the preview again."""
+    device = paper(False)
+    model = mlp()
+    inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with device.watch(), AsyncOptimizer(inner, model, mode="delayed") as optimizer:
+        for _ in range(3):
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        exact = weights(model)
+        with monkeypatch.context() as patch:
+            patch.setattr(devices, "is_capturing", lambda: True)
+            patch.setattr(async_stepper_module, "is_capturing", lambda: True)
+            patch.setattr(device, "synchronize", lambda: pytest.fail("waits for the device"))
+            patch.setattr(Event, "synchronize", lambda _: pytest.fail("waits for the device"))
+            model(torch.ones(2, 8)).sum()
+        assert torch.equal(weights(model), exact)
+        model(torch.ones(2, 8)).sum()
+        assert not torch.equal(weights(model), exact)
+
+
+def test_what_is_on_its_way_up_is_not_overwritten(
+    paper: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody uses a parameter between a step that is not late and a preview in its buffer."""
+    device, calls = paper(True), list[str]()
+    wait, make = SideStreams.wait_for_side, Compensation._make
+
+    def waiting(self: SideStreams) -> None:
+        calls.append("wait")
+        wait(self)
+
+    def making(self: Compensation, *args: Any) -> None:
+        calls.append("make")
+        make(self, *args)
+
+    monkeypatch.setattr(SideStreams, "wait_for_side", waiting)
+    monkeypatch.setattr(Compensation, "_make", making)
+    model = mlp().half()
+    inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+    settings: Any = {"mode": "delayed", "offload": "cpu"}
+    with device.watch(), AsyncOptimizer(inner, **settings) as optimizer:
+        for _ in range(2):
+            for p in model.parameters():
+                p.grad = torch.ones(p.shape, dtype=p.dtype)  # asks for no element
+            optimizer.step()
+        optimizer.synchronize()
+    assert calls == ["wait", "make"] * len(list(model.parameters()))
 
 
 def test_a_boundary_is_refused_in_a_graph_that_is_being_captured(

@@ -254,7 +254,7 @@ class Compensation:
         float16 has not (torch on a CPU rounds them to it, or refuses).
         """
         rate, limit = share.rate * factor, share.limit / factor if factor else math.inf
-        for out, preview, piece in pieces_of((target, source, grad), _largest_on(target.device)):
+        for out, preview, piece in pieces_of((target, source, grad), largest_on(target.device)):
             bounded = piece.float() if piece.dtype in LOW_PRECISION else piece
             bounded = bounded if limit == math.inf else bounded.clamp(-limit, limit)
             torch.add(preview, bounded, alpha=rate, out=out)
@@ -279,7 +279,7 @@ class Compensation:
             weights = [pair.stepped.detach() for pair in pairs]
             into = [pair.target if pair.ahead is None else pair.ahead for pair in pairs]
             is_wanted = due is not None or not self.makes_in_place
-            largest = _largest_on(weights[0].device)
+            largest = largest_on(weights[0].device)
             shares = terms.preview(weights, into if is_wanted else None, largest)
             ahead.shares.update(zip(map(id, pairs), shares, strict=True))
 
@@ -314,7 +314,8 @@ class Compensation:
                 pair.ahead.copy_(moved, non_blocking=self._streams.copies_beside)
 
 
-def _largest_on(device: torch.device) -> int:
+def largest_on(device: torch.device) -> int:
+    """Elements that are worked on at a time there."""
     return PIECE if device.type == "cpu" else LARGEST_PART
 
 

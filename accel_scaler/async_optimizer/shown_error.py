@@ -13,15 +13,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from .compensation import Ahead, Compensation
-from .master_params import ParameterPair
+from .compensation import Ahead, Compensation, largest_on
+from .preview_rules import pieces_of
 from .replica import Part
 
-TOGETHER = 64
-"""Tensors whose differences are held at a time."""
-
-Seen = tuple[ParameterPair, Tensor, Tensor | None]
-"""A pair, what its master was before; what the model was shown, None: it has that still."""
+Pieces = list[tuple[Tensor, ...]]
+"""Of masters as they are, of what was shown of them, of masters as they were."""
 
 
 class ShownError:
@@ -39,7 +36,7 @@ class ShownError:
     ) -> None:
         self._compensation, self._ahead, self._factors = compensation, ahead, factors
         self._reads_model = reads_model
-        self._before: list[Seen] = []
+        self._seen: Pieces = []
         self._off: list[Tensor] = []
         self._moved: list[Tensor] = []
         self._is_lost = False
@@ -52,33 +49,29 @@ class ShownError:
 
         Args:
             grads: as the model was shown their share, but where masters are.
-            before: copies of masters that somebody has made already.
+            before: copies of the masters that are, if somebody has made them already.
         """
-        factors = self._factors[part.start : part.end]
+        found = zip(part.pairs, grads, self._factors[part.start : part.end], before, strict=True)
+        due = [(p, g, f, old) for p, g, f, old in found if p.is_master and g is not None]
+        masters = [pair.stepped.detach() for pair, *_ in due]
         with self._unless_full():
-            for pair, grad, factor, old in zip(part.pairs, grads, factors, before, strict=True):
-                if grad is None or not pair.is_master:
-                    continue
-                kind = pair.target.dtype
-                if old is None:
-                    old = pair.stepped.detach().to(kind, copy=True)
-                old, shown = old.to(kind), None
+            copies = [old for *_, old in due if old is not None]
+            if len(copies) < len(due):
+                copies = list(torch._foreach_mul(masters, 1.0))
+            for (pair, grad, factor, _), master, old in zip(due, masters, copies, strict=True):
+                shown: Tensor | None = pair.target
                 if not self._reads_model:
                     shown = self._compensation.shown_on_host(pair, grad, self._ahead, factor)
-                    shown = old if shown is None else shown
-                self._before.append((pair, old, shown))
+                self._seen.append((master, old if shown is None else shown, old))
 
     @torch.no_grad()
     def after_update(self) -> None:
         """It was updated, and nothing made of it yet."""
-        seen, self._before = self._before, []
+        seen, self._seen = self._seen, []
         with self._unless_full():
-            for start in range(0, len(seen), TOGETHER):
-                some = seen[start : start + TOGETHER]
-                exact = [pair.stepped.detach().to(pair.target.dtype).float() for pair, *_ in some]
-                shown = [pair.target if mine is None else mine for pair, _, mine in some]
-                self._off += _distances(exact, shown)
-                self._moved += _distances(exact, [old for _, old, _ in some])
+            for exact, shown, old in map(_columns, _packs(seen)):
+                self._off.append(torch.linalg.vector_norm(exact - shown))
+                self._moved.append(torch.linalg.vector_norm(exact - old))
 
     def read(self) -> tuple[float, float] | None:
         """``(norm of exact - shown, norm of exact - before)``; None: not known."""
@@ -95,11 +88,31 @@ class ShownError:
         except torch.OutOfMemoryError:
             self._is_lost = True
         if self._is_lost:
-            self._before, self._off, self._moved = [], [], []
+            self._seen, self._off, self._moved = [], [], []
 
 
-def _distances(exact: list[Tensor], others: list[Tensor]) -> list[Tensor]:
-    return list(torch._foreach_norm(torch._foreach_sub(exact, [t.float() for t in others])))
+def _packs(seen: Pieces) -> Iterator[Pieces]:
+    """Few calls for many small tensors; of large ones pieces, whose differences stay in a cache."""
+    pack: Pieces = []
+    size = 0
+    for tensors in seen:
+        largest = largest_on(tensors[0].device)
+        for pieces in pieces_of(tensors, largest):
+            if pack and (size >= largest or pack[-1][1].dtype is not pieces[1].dtype):
+                yield pack
+                pack, size = [], 0
+            pack.append(pieces)
+            size += pieces[0].numel()
+    if pack:
+        yield pack
+
+
+def _columns(pack: Pieces) -> list[Tensor]:
+    """Each of the three as one, float32, rounded as what was shown is."""
+    kind = pack[0][1].dtype
+    flat = [[piece.reshape(-1) for piece in column] for column in zip(*pack, strict=True)]
+    whole = [column[0] if len(column) == 1 else torch.cat(column) for column in flat]
+    return [t if kind is torch.float32 else t.to(kind).float() for t in whole]
 
 
 def _root(norms: Sequence[float]) -> float:

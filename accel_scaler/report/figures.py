@@ -222,7 +222,11 @@ def _plot_preview(axes: Axes, runs: Sequence[Run]) -> None:
     """The error of previews over the steps (log), and where it is too large."""
     _plot_spreads(axes, runs, _preview_error_of, "error")
     axes.axhline(
-        TOO_FAR, color=INK, linewidth=1.2, linestyle=(0, (4, 3)), label="as if nothing was shown"
+        TOO_FAR,
+        color=INK,
+        linewidth=1.2,
+        linestyle=(0, (4, 3)),
+        label=f"too far above {number(TOO_FAR)}",
     )
     _mark_bad(axes, runs, _preview_error_of)
     _plain_log_ticks(axes)

@@ -88,8 +88,8 @@ class Record:
     """What the model was shown of each update of this window that came a step late: ``"preview"``,
     ``"extrapolate"`` or ``"none"``. Only with ``step_mode="delayed"``."""
     preview_error: float | None = None
-    """The norm of what it was off by against the norm of these updates, on this rank; None where
-    nothing was shown. Nothing shown at all would be 1. Only with ``telemetry``."""
+    """The norm of what it was off by against the norm of these updates, on this rank: 1 as if
+    nothing was shown. None where nothing was, or nothing moved. Only with ``telemetry``."""
 
     @property
     def hidden_s(self) -> float | None:

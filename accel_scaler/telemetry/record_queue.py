@@ -115,7 +115,7 @@ def _preview_error(timings: Sequence[StepTiming]) -> float | None:
     if not found:
         return None
     off, moved = map(_root, zip(*found, strict=True))
-    return off / moved if moved else (math.inf if off else 0.0)
+    return off / moved if moved else None
 
 
 def _root(norms: Iterable[float]) -> float:

@@ -131,7 +131,6 @@ PRIVATE: dict[str, dict[str | Callable[[], Any], tuple[str, ...]]] = {
             "_foreach_mul",
             "_foreach_sqrt",
             "_foreach_sqrt_",
-            "_foreach_sub",
             "_fused_adam_",
             "_fused_adamw_",
             "_C",

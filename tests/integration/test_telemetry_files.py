@@ -28,6 +28,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 
 from accel_scaler import ScalerConfig
+from accel_scaler.report.findings import facts
+from accel_scaler.report.reader import read_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -116,6 +118,27 @@ def test_the_start_says_what_runs_with_which_settings(tmp_path: Path) -> None:
     assert start["settings"].keys() == ScalerConfig.__dataclass_fields__.keys()
     assert start["package"]
     assert start["accelerate"]
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_what_was_shown_of_late_updates_is_in_the_file_and_the_report(
+    tmp_path: Path, offload: str
+) -> None:
+    path, rule = tmp_path / "run.jsonl", {"growth_interval": 2}
+    with attached(path, step_mode="delayed", offload=offload, **rule) as accelerator:
+        train(accelerator, windows=14, scale=rule)
+        records = list(accelerator.scaler_history.records)
+    lines = windows_of(path)
+    late = [line for line in lines if not line["skipped"]][1:]  # the first update is not late
+    assert [line for line in lines if "delay_compensation" in line] == late
+    assert {tuple(line["delay_compensation"]) for line in late} == {("preview",)}
+    assert all(0.0 < line["preview_error"] < 1e-3 for line in late)  # of SGD all is known
+    # In memory too, once the next window has closed.
+    known = [(list(r.delay_compensation), r.preview_error) for r in records[:-1]]
+    assert known == [(n.get("delay_compensation", []), n.get("preview_error")) for n in lines[:-1]]
+    told = dict(facts(read_run(path)))
+    assert told["late updates"] == "100 % preview"
+    assert told["preview off by"].endswith(")")
 
 
 Clip = Callable[[Any, list[Tensor]], Any]

@@ -182,7 +182,7 @@ def test_no_update_is_lost_where_there_is_no_memory_to_look_at_it(
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(shown_error, "_distances", full)
+    monkeypatch.setattr(shown_error, "_packs", full)
     path = tmp_path / "run.jsonl"
     settings: Any = {**WINDOWS, "compensation": "preview"}
     ours = run_ours("adamw", telemetry=path, **settings)

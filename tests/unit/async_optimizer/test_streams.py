@@ -243,10 +243,12 @@ def test_what_is_measured_of_previews_races_with_nothing(
     device = paper(offload)
     got = train(device, "delayed", offload, half, telemetry=on_paper, **settings)
     assert torch.equal(got, expected)
-    errors = [[line.get("preview_error") for line in windows_of(p)] for p in (on_cpu, on_paper)]
-    assert errors[0] == errors[1]
     first = 1 if compensation == "preview" else 0
-    assert [n for n, e in enumerate(errors[0]) if e is None] == [*range(first), 3]
+    errors = [[line.get("preview_error") for line in windows_of(p)] for p in (on_cpu, on_paper)]
+    late = [[e for e in of if e is not None] for of in errors]
+    assert late[0] == pytest.approx(late[1], rel=1e-5)  # the parts differ
+    for of in errors:
+        assert [n for n, e in enumerate(of) if e is None] == [*range(first), 3]
 
 
 @pytest.mark.parametrize("offload", [False, True])

@@ -172,7 +172,9 @@ class AsyncStepper(Stepper):
     def claim_if_gone(self) -> None:
         """The same in a training forward, where the thread that trained before has ended."""
         if not self._trainer.is_alive():
-            self.claim()
+            with self.lock:  # of several threads, the first
+                if not self._trainer.is_alive():
+                    self.claim()
 
     @property
     def is_trained_here(self) -> bool:
@@ -576,17 +578,19 @@ class AsyncStepper(Stepper):
 
     def go_on(self) -> None:
         """A training forward begins: it sees what it would have seen without the fences before."""
-        if not self._is_trainer or (self.streams.copies_beside and is_capturing()):
+        if self.streams.copies_beside and is_capturing():
             return  # a graph reads what is there when it is replayed, and nothing may wait here
         if self._shown and not self.hooks.is_called_by_watched():
-            self._show_again()
+            with self.lock:  # another thread's forward begins after it, too
+                if self._shown and self._is_trainer:
+                    self._show_again()
         self._prepare()
 
     def _show_again(self) -> None:
         self.finish(everywhere=True)
         self.refresh()
         with self.lock, torch.inference_mode(False), torch.no_grad(), self.streams.as_at_home():
-            shown, self._shown = self._shown, []
+            shown = self._shown
             mine = {id(pair) for pair in self.replica.pairs}
             self._newer = []
             self.streams.wait_for_all()
@@ -601,6 +605,7 @@ class AsyncStepper(Stepper):
             self.unpublished = bool(self._newer)
             torch.autograd.graph.increment_version(self._newer)
             self._versions = [p._version for p in self.replica.params]
+            self._shown = []
 
     def _finish(self, step: InflightStep, where: str, everywhere: bool = False) -> None:
         if self.streams.copies_beside:

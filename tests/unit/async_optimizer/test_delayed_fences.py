@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+import threading
+import time
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -116,3 +118,31 @@ def test_nothing_is_shown_of_a_frozen_parameter() -> None:
         optimizer.submit(optimizer.step)
         state = optimizer.state_dict()["state"]
     assert ["preview" in state[index] for index in range(4)] == [False, False, True, True]
+
+
+def test_forwards_on_several_threads_begin_after_it_is_shown_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thread that trained has ended: the first of them goes on, and the others wait for it."""
+    model = Two()
+    seen: list[str] = []
+
+    def forward() -> None:
+        seen.append(str(float(model(9, 2).detach())))
+
+    def on_threads(count: int, fn: Callable[[], object]) -> None:
+        threads = [threading.Thread(target=fn) for _ in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    with opened(model, delay_compensation="preview") as optimizer:
+        on_threads(1, lambda: train(model, optimizer, range(3)))
+        on_threads(1, forward)
+        optimizer.synchronize()
+        monkeypatch.setattr(optimizer._stepper.streams, "wait_for_all", lambda: time.sleep(0.2))
+        on_threads(3, forward)
+    assert set(seen) == {seen[0]}
+    forward()
+    assert seen[-1] != seen[0]

@@ -38,6 +38,10 @@ class Optimizer:
 
     def __init__(self) -> None:
         self.w = self.shown = list(START)
+        self.hidden: list[float] | None = None
+        """What a fence has taken from the model, until the next training forward."""
+        self.extrapolated: list[float] | None = None
+        """``w``, moved once more as the last update has moved it."""
         self.momentum: list[float] | None = None
         self.grad: list[float] | None = None
         self.bad = False
@@ -57,23 +61,55 @@ class Optimizer:
     def norm_squared(self) -> float:
         return sum(g * g for g in self.grad or ())
 
-    def publish(self) -> None:
+    def publish(self, again: bool) -> None:
+        """``again``: the next training forward is to see what was shown."""
+        if again and self.shown is not self.w:
+            self.hidden = self.shown
         self.shown = self.w
 
-    def update(self, momentum: float, stale: bool) -> None:
+    def go_on(self) -> bool:
+        """A training forward begins; whether something was hidden."""
+        hidden, self.hidden = self.hidden, None
+        self.shown = hidden or self.shown
+        return hidden is not None
+
+    def start_over(self) -> None:
+        """Stepped by another from here on."""
+        self.steps, self.hidden, self.extrapolated = 0, None, None
+
+    def preview(self, momentum: float) -> list[float]:
+        """The update to come, in two additions: what is known of it, and its gradient."""
         assert self.grad is not None
-        self.publish()  # the update before this one, if it was held back
-        step = self.grad
+        known = self.w
+        if momentum and self.momentum is not None:
+            rate = self.lr * momentum
+            known = [f32(w - rate * m) for w, m in zip(known, self.momentum, strict=True)]
+        return [f32(w - self.lr * g) for w, g in zip(known, self.grad, strict=True)]
+
+    def update(self, momentum: float, stale: bool, compensation: str) -> None:
+        """The model sees it one step late, if it is ``stale``, and what is shown until then."""
+        assert self.grad is not None
+        if compensation == "preview" and momentum and self.momentum is None:
+            stale = False  # nothing is known of a first update
+        self.publish(again=False)  # the update before this one, if it was held back
+        self.hidden = None
+        if stale and compensation == "preview":
+            self.shown = self.preview(momentum)
+        elif stale and compensation == "extrapolate":
+            self.shown = self.extrapolated or self.w
+        step, before = self.grad, self.w
         if momentum:
             old = self.momentum or [0.0] * 3
             step = self.momentum = [f32(m * momentum + g) for m, g in zip(old, step, strict=True)]
         self.w = [f32(w - self.lr * s) for w, s in zip(self.w, step, strict=True)]
+        if compensation == "extrapolate":
+            pairs = zip(self.w, before, strict=True)
+            self.extrapolated = [f32(2.0 * w - old) for w, old in pairs]
         self.steps += 1
         if not stale:
-            self.publish()
+            self.publish(again=False)
 
     def double_momentum(self) -> None:
-        self.publish()
         if self.momentum is not None:
             self.momentum = [m * 2.0 for m in self.momentum]
 
@@ -103,6 +139,7 @@ class Model:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.mode, self.offload, self.warmup = setup.mode, setup.offload, setup.warmup
+        self.compensation = setup.compensation
         self.optimizers = [Optimizer() for _ in range(setup.optimizers)]
         self.scale, self.good, self.bad_run = setup.init_scale, 0, 0
         self.counter = 0
@@ -207,10 +244,11 @@ class Model:
             self.close(i)
         own.skipped = own.bad
         if own.bad:
-            own.publish()
+            own.publish(again=False)
+            own.hidden = None
             return
-        delayed = self.attached and self.mode == "delayed"
-        own.update(self.setup.momentum, stale=delayed and own.steps >= self.warmup)
+        stale, kind = self.is_delayed and own.steps >= self.warmup, self.shows
+        own.update(self.setup.momentum, stale, kind if own.steps + 1 >= self.warmup else "none")
 
     def close(self, i: int) -> None:
         """The verdict: however many optimizers step, the scale moves once, from where it was."""
@@ -249,11 +287,23 @@ class Model:
 
     # What happens between windows.
 
-    def publish(self) -> None:
-        for own in self.optimizers:
-            own.publish()
+    @property
+    def is_delayed(self) -> bool:
+        return self.attached and self.mode == "delayed"
 
-    def switch(self, mode: str, offload: str, warmup: int) -> None:
+    @property
+    def shows(self) -> str:
+        """What the model is given of an update that is late."""
+        if not self.is_delayed:
+            return "none"
+        return "preview" if self.compensation == "auto" else self.compensation
+
+    def publish(self, i: int | None = None) -> None:
+        """A fence, of one optimizer or of all."""
+        for own in self.optimizers if i is None else [self.optimizers[i]]:
+            own.publish(again=self.shows != "none")
+
+    def switch(self, mode: str, offload: str, warmup: int, compensation: str) -> None:
         """Detach, then attach with these settings (mode ``stock``: detach)."""
         if self.phase == "open":
             self.give_up_window()
@@ -263,9 +313,9 @@ class Model:
         self.attached = mode != "stock"
         if self.attached:
             self.mode, self.offload, self.warmup = mode, offload, warmup
-            self.scale = self.bounded(self.scale)
-            for own in self.optimizers:
-                own.steps = 0
+            self.compensation, self.scale = compensation, self.bounded(self.scale)
+        for own in self.optimizers:
+            own.start_over()
         self.new_window()
 
     def give_up_window(self) -> None:
@@ -286,6 +336,9 @@ class Model:
             own.momentum, own.position = old.momentum, old.position
             own.skipped, own.steps = own.skipped and not fresh, 0 if fresh else own.steps
         self.attached = self.attached or fresh
+        for own, old in zip(self.optimizers, saved.optimizers, strict=True):
+            own.hidden = old.hidden if self.shows != "none" else None
+            own.extrapolated = old.extrapolated if self.shows == "extrapolate" else None
         self.scale, self.good = self.bounded(saved.scale), saved.good
         self.bad_run = saved.bad_run if self.attached else 0
         self.counter = saved.counter if counter else 0 if fresh else self.counter

@@ -30,6 +30,7 @@ class Setup(Short):
     mode: str = "sync"
     offload: str = "none"
     warmup: int = 0
+    compensation: str = "none"
     telemetry: bool = False
     worker: str = "free"
     """The optimizer thread is itself (``free``), in many ``parts``, or waits until somebody waits
@@ -95,6 +96,7 @@ class Switch(Short):
     mode: str = "sync"
     offload: str = "none"
     warmup: int = 0
+    compensation: str = "none"
 
 
 @dataclass(frozen=True, repr=False)
@@ -126,6 +128,7 @@ AFTER = (*AFTER, "replace state")
 LIMITS = (2.0, 16.0, 0.7, 1e6)
 VALUES = (0.0, 1.0, 1.0, -1.0, 2.0, 3.0, -4.0, 4.0, 5.0, -6.0, 8.0)
 MODES = ("sync", "overlap", "delayed")
+COMPENSATIONS = ("none", "preview", "preview", "extrapolate", "extrapolate", "auto")
 DEFAULT_USED = (0, 1, 2)
 
 
@@ -146,6 +149,7 @@ def draw_setup(r: random.Random) -> Setup:
         mode=r.choice(MODES),
         offload=r.choice(("none", "none", "cpu")),
         warmup=r.choice((0, 0, 2)),
+        compensation=r.choice(COMPENSATIONS),
         telemetry=r.random() < 0.3,
         worker=r.choice(("free", "parts", "lazy")),
     )
@@ -192,7 +196,8 @@ def draw_epoch(r: random.Random) -> Epoch:
 
 
 def draw_switch(r: random.Random) -> Switch:
-    return Switch(r.choice(MODES), r.choice(("none", "none", "cpu")), r.choice((0, 0, 2)))
+    places, warmups = ("none", "none", "cpu"), (0, 0, 2)
+    return Switch(r.choice(MODES), r.choice(places), r.choice(warmups), r.choice(COMPENSATIONS))
 
 
 def draw_op(r: random.Random) -> Op:

@@ -52,7 +52,7 @@ class Player:
         elif isinstance(op, Switch):
             self.seen["attached again"] += not self.model.attached
             self.seen[f"to {op.mode} from {self.model.mode}"] += 1
-            self.world.switch(op.mode, op.offload, op.warmup)
+            self.world.switch(op.mode, op.offload, op.warmup, op.compensation)
         elif self.setup.stock != "none" and not self.setup.fused and self.model.attached:
             self.world.switch("stock")
             self.seen["detached"] += 1
@@ -141,6 +141,7 @@ class Player:
             self.world.accelerator.load_state(str(state))
         else:
             self.world.load_by_hand(state, op.model_first)
+        self.world.claim()
         self.model.restore(model, fresh=op.fresh, counter=isinstance(state, Path))
         self.world.check_weights()
         self.seen["restored, fresh" if op.fresh else "restored"] += 1

@@ -171,9 +171,18 @@ class Twin:
         self.refused = False
         """An overflow that a clipped norm has shown: nobody steps."""
 
+    @property
+    def everywhere(self) -> bool:
+        """All that is trained has a master."""
+        return self.setup.mode == "delayed" or self.setup.offload == "cpu"
+
     def has_master(self, p: Tensor) -> bool:
-        everywhere = self.setup.mode == "delayed" or self.setup.offload == "cpu"
-        return p.requires_grad and (everywhere or p.dtype is torch.float16)
+        return p.requires_grad and (self.everywhere or p.dtype is LOW)
+
+    def had_master(self, p: Tensor) -> bool:
+        """When it was last looked at, or it has one now."""
+        trained = p.requires_grad or self.places[p][0]
+        return trained and (self.everywhere or p.dtype is LOW)
 
     @property
     def compensation(self) -> str:
@@ -397,7 +406,7 @@ class Twin:
             self.shown[number] = {}
         self.extrapolated.clear()
         for number in range(len(self.owned)):
-            if not any(map(self.has_master, self.owned[number])):
+            if not (self.everywhere or any(map(self.had_master, self.owned[number]))):
                 continue
             for p in self.owned[number]:
                 self.masters[p].copy_(p)

@@ -156,21 +156,41 @@ class World:
             step_mode=model.mode,
             offload=model.offload,
             delay_warmup_steps=model.warmup,
-            delay_compensation="none",
+            delay_compensation=model.compensation,
             hysteresis=setup.hysteresis,
             optimizer_threads=1,
             **more,
         )
         attach(self.accelerator, config)
+        self.claim()
         self.since = len(model.windows)
 
-    def switch(self, mode: str, offload: str = "none", warmup: int = 0) -> None:
+    def claim(self) -> None:
+        """This thread trains."""
+        self.trainers = [threading.current_thread()] * self.setup.optimizers
+
+    def go_on(self, used: Sequence[int], in_threads: bool) -> bool:
+        """A training forward of each model that is in use; whether any sees again what a fence has
+        taken from it. On another thread than the one that trains none does."""
+        found = False
+        nets = [net for net in self.nets if not set(used).isdisjoint(net.columns)]
+        for i in (column for net in nets for column in net.columns):
+            trainer = self.trainers[i]
+            if not trainer.is_alive() and not in_threads:
+                self.trainers[i] = trainer = threading.current_thread()
+            if not trainer.is_alive() or (trainer is threading.current_thread() and not in_threads):
+                found = self.model.optimizers[i].go_on() or found
+        return found
+
+    def switch(
+        self, mode: str, offload: str = "none", warmup: int = 0, compensation: str = "none"
+    ) -> None:
         """Detach, and attach again unless ``mode`` is ``stock``."""
         if self.model.phase == "open":
             self.drop_gradients()
         saved = self.accelerator.scaler.state_dict()
         detach(self.accelerator)
-        self.model.switch(mode, offload, warmup)
+        self.model.switch(mode, offload, warmup, compensation)
         if mode != "stock":
             self.attach()
             if self.setup.stock == "none":  # nobody else has kept the scale
@@ -221,6 +241,7 @@ class World:
             same("sync_gradients", accelerator.sync_gradients, ends)
             same("the count of micro-batches", accelerator.step, model.counter)
             rows = [tuple(row) for row in batch.tolist()]
+            again = self.go_on(used, micro.threads)
             shown = [[f16(w) for w in own.shown] for own in model.optimizers]
             if micro.threads:
                 self.in_threads(batch, used, micro.plain)
@@ -239,7 +260,7 @@ class World:
                 Caught(self.peek).finish()
             happened = self.boundary(micro, op.zeroes, batch, used) if ends else self.between(micro)
         self.check_state()
-        return [*happened, *self.note(batch, micro, op, used)]
+        return [*happened, *["shown again"] * again, *self.note(batch, micro, op, used)]
 
     def note(self, batch: Tensor, micro: Micro, op: Epoch, used: list[int]) -> list[str]:
         several, bad = len(batch) > 1, not bool(batch.isfinite().all())
@@ -397,6 +418,7 @@ class World:
         for i in self.numbers if self.setup.momentum else ():
             if self.model.attached:
                 self.optimizers[i].synchronize()
+            self.model.publish(i)
             for p in self.parts[i].parameters():
                 entry = self.optimizers[i].state.get(p, {})
                 if entry.get("momentum_buffer") is not None:
@@ -454,7 +476,7 @@ class World:
         for i, own in enumerate(self.model.optimizers):
             if self.model.attached:
                 self.optimizers[i].synchronize()
-            own.publish()
+            self.model.publish(i)
             same(f"weights of {i}", torch.cat(list(self.parts[i].parameters())).tolist(), own.w)
             state = self.optimizers[i].state
             buffers = [state[p].get("momentum_buffer") for p in self.parts[i].parameters()]

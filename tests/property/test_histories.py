@@ -47,6 +47,7 @@ ACCELERATE = (
     *("restored", "restored, fresh", "detached", "boundary in stock", "attached again"),
     *(f"to {a} from {b}" for a in ("sync", "overlap", "delayed") for b in ("sync", "overlap")),
     *("to sync from delayed", "to overlap from delayed", "to delayed from delayed"),
+    "shown again",
 )
 ASYNC = (
     *(name for name in history_async.CHOICES if name != "torch_loop"),
@@ -143,6 +144,14 @@ TOLD: dict[str, tuple[Setup, list[Op]]] = {
         Setup(mode="delayed", offload="cpu"),
         [Epoch(rows=ROWS), Save(), Epoch(rows=ROWS), Restore(fresh=True), Epoch(rows=ROWS)],
     ),
+    "saved between two windows that are late, loaded into stock, and back": (
+        Setup(mode="delayed", stock="kwargs", compensation="extrapolate"),
+        [
+            *(Epoch(rows=ROWS), Save(by_hand=True), Epoch(rows=ROWS), Detach(), Restore()),
+            *(Epoch(rows=ROWS), Switch(mode="delayed", compensation="preview"), Epoch(rows=ROWS)),
+            *(Save(by_hand=True), Epoch(rows=ROWS), Restore(model_first=False), Epoch(rows=ROWS)),
+        ],
+    ),
     "sync, overlap, delayed, stock, and back": (
         Setup(stock="kwargs", telemetry=True, worker="lazy"),
         [
@@ -154,9 +163,11 @@ TOLD: dict[str, tuple[Setup, list[Op]]] = {
 }
 
 
+@pytest.mark.parametrize("compensation", ["none", "preview", "extrapolate"])
 @pytest.mark.parametrize("name", TOLD)
-def test_histories_through_accelerate(name: str) -> None:
-    history_play.play(*TOLD[name])
+def test_histories_through_accelerate(name: str, compensation: str) -> None:
+    setup, ops = TOLD[name]
+    history_play.play(replace(setup, compensation=compensation), ops)
 
 
 BACKWARD: Call = ("backward", {"used": LAYERS, "bad": False})

@@ -779,7 +779,7 @@ class AsyncStepper(Stepper):
         An entry ``master`` holds where it rounds to the model's present parameter; what was shown
         of an update, where the model has the master then.
         """
-        replica = self.replica
+        replica, shown = self.replica, None
         with torch.inference_mode(False), self.streams.as_at_home():
             if replica.masters or self.keeps_scaled:
                 if not replica.is_current():
@@ -793,7 +793,7 @@ class AsyncStepper(Stepper):
                 saved = replica.load_state(
                     {**state_dict, "state": rest}, {k: v[MASTER] for k, v in own.items()}
                 )
-                self.import_shown([own.get(index, {}) for index in saved])
+                shown = [own.get(index, {}) for index in saved]
         counts = [
             entry["step"]
             for entry in state_dict["state"].values()
@@ -802,6 +802,8 @@ class AsyncStepper(Stepper):
         if counts:  # a warm-up goes on where it was
             self.steps = int(max(map(float, counts)))
         self.refresh()
+        if shown is not None:  # of a model that may be loaded after this
+            self.import_shown(shown)
 
     def close(self) -> None:
         """Synchronise, give the optimizer back, remove what was put on parameters."""

@@ -150,8 +150,9 @@ class SyncHooks:
                 pair, entry = pairs.get(id(p)), state.get(index)
                 if pair is None:
                     continue
-                if isinstance(entry, dict):
-                    entry = {key: _export(pair, value) for key, value in list(entry.items())}
+                if isinstance(entry, dict):  # a plain optimizer may have loaded what is ours
+                    own = without_own(entry)
+                    entry = {key: _export(pair, value) for key, value in own.items()}
                 more = {key: _export(pair, value) for key, value in shown[id(pair)].items()}
                 if more or (pair.is_rounded and (stepper.steps or pair.loaded is not None)):
                     entry = {**(entry or {}), MASTER: _export(pair, pair.stepped.data), **more}

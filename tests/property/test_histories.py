@@ -144,12 +144,12 @@ TOLD: dict[str, tuple[Setup, list[Op]]] = {
         Setup(mode="delayed", offload="cpu"),
         [Epoch(rows=ROWS), Save(), Epoch(rows=ROWS), Restore(fresh=True), Epoch(rows=ROWS)],
     ),
-    "saved between two windows that are late, loaded into stock, and back": (
-        Setup(mode="delayed", stock="kwargs", compensation="extrapolate"),
+    "saved with something shown, loaded into stock, and saved where nothing is": (
+        Setup(mode="delayed", stock="kwargs"),
         [
             *(Epoch(rows=ROWS), Save(by_hand=True), Epoch(rows=ROWS), Detach(), Restore()),
-            *(Epoch(rows=ROWS), Switch(mode="delayed", compensation="preview"), Epoch(rows=ROWS)),
-            *(Save(by_hand=True), Epoch(rows=ROWS), Restore(model_first=False), Epoch(rows=ROWS)),
+            *(Switch(mode="delayed", compensation="extrapolate"), Save(by_hand=True)),
+            *(Epoch(rows=ROWS), Restore(), Epoch(rows=ROWS)),
         ],
     ),
     "sync, overlap, delayed, stock, and back": (

@@ -103,6 +103,9 @@ def test_what_was_shown_is_restored_in_any_order(kind: str, model_first: bool) -
     again = Two()
     with opened(again, delay_compensation=kind) as optimizer:
         train(again, optimizer, range(2))
+        optimizer.synchronize()
+        with torch.no_grad():
+            again.layers[0].weight.mul_(0.5)
         for each in (0, 1) if model_first else (1, 0):
             (again, optimizer)[each].load_state_dict(saved[each])
         assert train(again, optimizer, range(3, 6)) == losses
@@ -146,3 +149,16 @@ def test_forwards_on_several_threads_begin_after_it_is_shown_again(
     assert set(seen) == {seen[0]}
     forward()
     assert seen[-1] != seen[0]
+
+
+def test_what_a_plain_optimizer_has_loaded_is_not_saved_again() -> None:
+    """A state dict of ``delayed`` in torch's own optimizer, whose entries keep all of it."""
+    model = Two()
+    with opened(model, delay_compensation="preview") as optimizer:
+        train(model, optimizer, range(3))
+        saved = copy.deepcopy(optimizer.state_dict())
+    assert "preview" in saved["state"][0]
+    plain = adamw(model.parameters())
+    plain.load_state_dict(saved)
+    with AsyncOptimizer(plain, model, mode="delayed", delay_compensation="preview") as optimizer:
+        assert set(optimizer.state_dict()["state"][0]) == {"step", "exp_avg", "exp_avg_sq"}

@@ -65,6 +65,8 @@ class Gate:
         """Where updates ran."""
 
     def want(self, task: Task, parts: int) -> None:
+        if task.finished:
+            return
         with self.changed:
             for earlier in self.order if task in self.order else ():
                 if earlier is task:
@@ -103,11 +105,12 @@ def lazy() -> Iterator[Gate]:
         execute(self)
         with gate.changed:
             gate.order.remove(self)
+            gate.wanted.pop(id(self), None)
 
     def submitting(self: Worker, task: Task) -> None:
         with gate.changed:
             gate.order.append(task)
-            gate.wanted[id(task)] = 0
+            gate.wanted.setdefault(id(task), 0)  # another thread may want it already
         submit(self, task)
 
     def stepping(self: Replica, *args: Any) -> None:

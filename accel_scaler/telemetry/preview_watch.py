@@ -9,8 +9,9 @@ from .record import Record
 
 logger = logging.getLogger("accel_scaler")
 
-TOO_FAR = 1.0
-"""Of a mean of ``Record.preview_error``: further off than no preview at all."""
+TOO_FAR = 0.75
+"""Of a mean of ``Record.preview_error``: more than what was seen to do no harm, which is 0.57 (see
+docs/one-step-late.md); with no preview at all it is 1."""
 
 RECENT = 20
 """Windows with a late update that the mean is of: one alone says little."""

@@ -149,13 +149,13 @@ def test_previews_that_do_harm_are_told_of_once(
     """A mean of the last ones that were late; others do not count."""
     monkeypatch.setattr(record_queue, "LONGEST_WAIT_S", 0.0)
     journal: Any = Journal()
-    queue, errors, told = RecordQueue(journal), [9.0] * 2 + [2.0] * 3 * RECENT, []
+    queue, errors, told = RecordQueue(journal), [6.0] * 2 + [2.0] * 3 * RECENT, []
     for index, error in enumerate([0.1] * RECENT + errors):
         queue.add(late(2 * index, error))
         queue.add(late(2 * index + 1, None))
         told.append(len(caplog.messages))
     queue.flush()
-    # Two alone that are far off make no harm: with those before 0.99 on average.
+    # Two alone that are far off make no harm: with those before 0.69 on average.
     assert told[RECENT : RECENT + 3] == [0, 0, 1]
     assert len(caplog.messages) == 1
     first = caplog.messages[0]

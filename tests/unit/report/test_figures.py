@@ -102,7 +102,7 @@ def test_how_far_off_previews_were_is_drawn_beside_what_no_preview_would_be(
     axes = drawn("preview", run)
     xs, ys = line(axes, "error")
     assert (xs, ys) == ([1, 2, 4], pytest.approx([0.5, 0.25, 2.0]))
-    assert set(line(axes, "too far above 1")[1]) == {1.0}
+    assert set(line(axes, "too far above 0.75")[1]) == {0.75}
     assert line(axes, "inf or NaN")[0] == [3]
     assert [each.name for each in pictures([run])] == ["scale", "norm", "preview"]
     calm = read(tmp_path, [t.start(), t.window(0), t.window(1)])

@@ -202,7 +202,7 @@ def test_previews_that_are_near_are_good_and_few_of_them_no_warning(tmp_path: Pa
     assert "off by 0.3 of the update on average (at most 3, step 51)" in good.what
     assert the(found(tmp_path, late([2.0] * 19)), "late updates").level == "note"
     # The windows of two sessions are not next to each other.
-    both = [*late([0.1] * 30 + [5.0] * 3), *late([5.0] * 3 + [0.1] * 30)]
+    both = [*late([0.1] * 30 + [4.0] * 3), *late([4.0] * 3 + [0.1] * 30)]
     assert the(found(tmp_path, both), "late updates").level == "good"
 
 

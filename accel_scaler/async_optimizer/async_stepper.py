@@ -46,7 +46,7 @@ from .grad_handoff import (
     unscale_in_place,
 )
 from .inflight_step import SHORTEST_WAIT_S, InflightStep, LateGradients, wait_for_gradient
-from .master_params import ParameterPair, place_of
+from .master_params import ParameterPair, place_of, shard_of
 from .pending_parameter import (
     GradientHold,
     any_pending,
@@ -896,9 +896,10 @@ class AsyncStepper(Stepper):
         for pair, entry in zip(self.replica.pairs, entries, strict=True):
             shown, extrapolated = entry.get(PREVIEW), entry.get(EXTRAPOLATED)
             if shown is not None and self.sees_forwards and pair.is_master:
-                self._shown.append((pair, local(shown).to("cpu", pair.target.dtype, copy=True)))
+                mine = shard_of(shown, pair.param).to("cpu", pair.target.dtype, copy=True)
+                self._shown.append((pair, mine))
             if extrapolated is not None and not compensation.prepares and pair.ahead is not None:
-                pair.ahead.copy_(local(extrapolated))
+                pair.ahead.copy_(shard_of(extrapolated, pair.param))
                 pair.is_extrapolated = True
 
     def _names(self, params: Sequence[Tensor]) -> str:

@@ -107,6 +107,19 @@ def make_pairs(
     return pairs
 
 
+def shard_of(value: Tensor, param: Tensor) -> Tensor:
+    """This rank's part of ``value``, a tensor like ``param``: a shard, or all of it as a full state
+    dict has it. torch cuts there what its own optimizers make, and leaves the rest whole."""
+    like: Any = param
+    if hasattr(value, "to_local") or not hasattr(like, "to_local") or value.shape != like.shape:
+        return local(value)
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = like.device_mesh
+    whole = DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return local(whole.redistribute(placements=like.placements))
+
+
 def place_of(t: Tensor) -> object:
     """Which view of which memory: one that is equal reads and writes the same elements."""
     return t.data_ptr(), t.shape, t.stride(), t.dtype

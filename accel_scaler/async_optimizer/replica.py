@@ -31,7 +31,7 @@ from ..scaling import (
     nothing_found,
     parameters_of,
 )
-from .master_params import ParameterPair, make_pairs
+from .master_params import ParameterPair, make_pairs, shard_of
 from .streams import SideStreams
 from .supported_optimizers import (
     attributes_of_every_optimizer,
@@ -376,7 +376,7 @@ class Replica:
                 state[pair.param] = entry
             if pair.is_master:
                 master = masters.get(index)
-                pair.loaded = None if master is None else local(master)
+                pair.loaded = None if master is None else shard_of(master, pair.param)
                 pair.refresh(pair.target if master is None else None)
                 self.has_loaded = True
         self._state = None

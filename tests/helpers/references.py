@@ -30,6 +30,43 @@ DECAY = 0.9
 NEVER_STALE = 10**9
 
 
+@torch.no_grad()
+def show(
+    compensation: str,
+    p: Tensor,
+    w: Tensor,
+    g: Tensor,
+    factor: float,
+    state: dict[str, Any],
+    group: dict[str, Any],
+    before: Tensor,
+) -> None:
+    """Give ``p``, which has its master ``w``, what it is shown: see docs/one-step-late.md.
+
+    ``factor``: what ``g`` is still to be multiplied by; ``before``: the master before this one.
+    """
+    if compensation == "none" or not g.numel():  # nothing, or a shard with no row of it
+        return
+    g = g.float()  # torch would round the rates to float16
+    if compensation == "extrapolate":
+        p.copy_(w * 2.0 - before)
+        return
+    lr, decay = group["lr"], group["weight_decay"]
+    if "betas" not in group:
+        momentum = state["momentum_buffer"]
+        p.copy_((w * (1.0 - lr * decay)).add_(momentum, alpha=-lr * group["momentum"]))
+        p.add_(g, alpha=-lr * factor)
+        return
+    (b1, b2), k = group["betas"], float(state["step"])
+    root = state["exp_avg_sq"].sqrt()
+    scale, step = 1.0 / math.sqrt(1.0 - b2**k), lr / (1.0 - b1 ** (k + 1))
+    s = scale * float(root.norm()) / math.sqrt(root.numel()) + group["eps"]
+    kept, size = w * (1.0 - lr * decay), root + group["eps"] / scale
+    p.copy_(kept.addcdiv_(state["exp_avg"], size, value=-step * b1 / scale))
+    most = math.sqrt((1.0 - b2 ** (k + 1)) / (1.0 - b2)) * s / factor
+    p.add_(g.clamp(-most, most), alpha=-step * (1.0 - b1) / s * factor)
+
+
 class Reference:
     """The scale rule, float32 masters, and the model published one boundary late, compensated.
 
@@ -132,30 +169,12 @@ class Reference:
 
     @torch.no_grad()
     def show(self, grads: list[Tensor | None], factors: list[float]) -> None:
-        """What the model has of the update to come: see docs/one-step-late.md."""
         self.publish()
+        (group,) = self.optimizer.param_groups
         for i, (p, w, g) in enumerate(zip(self.params, self.masters, grads, strict=True)):
-            if self.compensation == "none" or g is None:
-                continue
-            factor, g = factors[i], g.float()  # torch would round the rates to float16
-            if self.compensation == "extrapolate":
-                p.copy_(w * 2.0 - self.before.get(i, w))
-                continue
-            (group,) = self.optimizer.param_groups
-            state, lr, decay = self.optimizer.state[w], group["lr"], group["weight_decay"]
-            if "betas" not in group:
-                momentum = state["momentum_buffer"]
-                p.copy_((w * (1.0 - lr * decay)).add_(momentum, alpha=-lr * group["momentum"]))
-                p.add_(g, alpha=-lr * factor)
-                continue
-            (b1, b2), k = group["betas"], float(state["step"])
-            root = state["exp_avg_sq"].sqrt()
-            scale, step = 1.0 / math.sqrt(1.0 - b2**k), lr / (1.0 - b1 ** (k + 1))
-            s = scale * float(root.norm()) / math.sqrt(root.numel()) + group["eps"]
-            kept, size = w * (1.0 - lr * decay), root + group["eps"] / scale
-            p.copy_(kept.addcdiv_(state["exp_avg"], size, value=-step * b1 / scale))
-            most = math.sqrt((1.0 - b2 ** (k + 1)) / (1.0 - b2)) * s / factor
-            p.add_(g.clamp(-most, most), alpha=-step * (1.0 - b1) / s * factor)
+            if g is not None:
+                state, before = self.optimizer.state[w], self.before.get(i, w)
+                show(self.compensation, p, w, g, factors[i], state, group, before)
 
     def state(self) -> list[dict[str, Any]]:
         return [dict(self.optimizer.state[m]) for m in self.masters]

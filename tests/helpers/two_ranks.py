@@ -19,6 +19,7 @@ from accelerate.utils import (
 )
 from async_support import lazy
 from children import everywhere
+from references import show
 from torch import Tensor, nn
 
 from accel_scaler import AsyncOptimizer, GradScaler, ScalerConfig, attach, detach
@@ -32,7 +33,9 @@ SCALES = [1024.0, 1024.0, 2048.0, 1024.0, 1024.0, 1024.0, 2048.0]
 WARMUP = 2
 
 OVERLAP: dict[str, Any] = {"mode": "overlap"}
-DELAYED: dict[str, Any] = {"mode": "delayed"}
+DELAYED: dict[str, Any] = {"mode": "delayed", "delay_compensation": "none"}
+PREVIEW = DELAYED | {"delay_compensation": "preview"}
+EXTRAPOLATE = DELAYED | {"delay_compensation": "extrapolate"}
 OFFLOAD: dict[str, Any] = {"offload": "cpu"}
 EVERY: dict[str, dict[str, Any]] = {
     "overlap": OVERLAP,
@@ -41,6 +44,13 @@ EVERY: dict[str, dict[str, Any]] = {
     "delayed": DELAYED,
     "delayed offload": DELAYED | OFFLOAD,
     "delayed warm": DELAYED | {"warmup": WARMUP},
+}
+SHOWN: dict[str, dict[str, Any]] = {
+    "preview": PREVIEW,
+    "preview offload": PREVIEW | OFFLOAD,
+    "preview warm": PREVIEW | {"warmup": WARMUP},
+    "extrapolate": EXTRAPOLATE,
+    "extrapolate offload": EXTRAPOLATE | OFFLOAD,
 }
 CLIP = 0.5
 SCALER: dict[str, Any] = {"init_scale": 1024.0, "growth_interval": 3}
@@ -107,18 +117,24 @@ def whole(t: Any) -> Tensor:
     return full.detach().clone()
 
 
+def shard_of(t: Any) -> Tensor:
+    """This rank's, where there are shards."""
+    local: Tensor = t.to_local() if hasattr(t, "to_local") else t
+    return local.detach()
+
+
 def weights(params: Any) -> Tensor:
     return torch.cat([whole(p).float().flatten() for p in params])
 
 
 def state_of(optimizer: Any) -> list[Tensor]:
-    """Every tensor of the optimizer's state, in order."""
+    """Every tensor of the optimizer's state that torch's has too, in order."""
     state = optimizer.state_dict()["state"]
     return [
         whole(value)
         for index in sorted(state)
-        for _, value in sorted(state[index].items())
-        if isinstance(value, Tensor)
+        for name, value in sorted(state[index].items())
+        if isinstance(value, Tensor) and name not in ("master", "preview", "extrapolated")
     ]
 
 
@@ -236,6 +252,7 @@ def reference(
     kind: str,
     *,
     stale_after: int | None = None,
+    delay_compensation: str = "none",
     look: int = -1,
     order: Callable[[list[Any]], Any] = list,
     kind_of_scaler: type[torch.amp.GradScaler] = torch.amp.GradScaler,
@@ -244,7 +261,9 @@ def reference(
     """torch's scaler, clipping and optimizer, on a copy of the parameters.
 
     The model sees the copy as it is after each step; once there were ``stale_after`` updates, as
-    it was before it.
+    it was before it, compensated. Of shards, each by itself: the share of a gradient has the mean
+    of this shard's second moments, not of the whole parameter's, for which ranks would have to ask
+    each other.
     """
     loop, scaler = Loop(wrap, **kwargs), kind_of_scaler("cpu", **SCALER)
     scaler = scaler if loop.scaled else torch.amp.GradScaler("cpu", enabled=False)
@@ -252,6 +271,7 @@ def reference(
     ordered = order(masters)
     optimizer = optimizer_of(kind, ordered)
     schedule, updates = schedule_of(optimizer), 0
+    last: list[Any] = masters
     for window in range(WINDOWS):
         loop.accumulate(scaler, window)
         for p, master in zip(loop.params, masters, strict=True):
@@ -261,15 +281,28 @@ def reference(
             norm = nn.utils.clip_grad_norm_(ordered, CLIP)
             loop.norms.append(float(whole(norm)))
         before, scale = [m.detach().clone() for m in masters], scaler.get_scale()
+        shown = [m.clone() for m in before]
+        stale = stale_after is not None and updates >= stale_after
+        if stale and delay_compensation == "preview":
+            stale = all(optimizer.state.get(m) for m in masters if m.grad is not None)
+        for w, m, old, master in zip(shown, before, last, masters, strict=True):
+            if stale and master.grad is not None:
+                state = {k: shard_of(v) for k, v in optimizer.state[master].items()}
+                tensors = (shard_of(t) for t in (w, m, master.grad))
+                (group,) = optimizer.param_groups
+                show(delay_compensation, *tensors, 1.0, state, group, shard_of(old))
         scaler.step(optimizer)
         scaler.update()
         skipped = scaler.get_scale() < scale
-        stale = stale_after is not None and updates >= stale_after
         updates += not skipped
-        copy(before if stale else masters, loop.params)
-        if window == look:  # an evaluation sees the newest, and so does what comes after it
+        last = last if skipped else before
+        shown = masters if skipped or not stale else shown
+        copy(shown, loop.params)
+        if window == look:  # an evaluation sees the newest
             copy(masters, loop.params)
             loop.evaluate()
+            if delay_compensation != "none":  # else what comes after it does, too
+                copy(shown, loop.params)
         if not skipped:
             schedule.step()
         optimizer.zero_grad()
@@ -285,6 +318,7 @@ def ours(
     offload: str = "none",
     *,
     warmup: int = 0,
+    delay_compensation: str = "none",
     look: int = -1,
     order: Callable[[list[Any]], Any] = list,
     **kwargs: Any,
@@ -295,6 +329,7 @@ def ours(
     inner = optimizer_of(kind, order(loop.params))
     schedule = schedule_of(inner)
     settings: Any = {"mode": mode, "offload": offload, "delay_warmup_steps": warmup}
+    settings["delay_compensation"] = delay_compensation
     with AsyncOptimizer(
         inner, loop.model, scaler=scaler, optimizer_threads=1, **settings
     ) as optimizer:
@@ -315,7 +350,12 @@ def ours(
 
 
 def attached(
-    kind: str, mode: Any, offload: Any = "none", warmup: int = 0, late: bool = False
+    kind: str,
+    mode: Any,
+    offload: Any = "none",
+    warmup: int = 0,
+    late: bool = False,
+    delay_compensation: Any = "none",
 ) -> Result:
     """The same through Accelerate, under DDP.
 
@@ -333,7 +373,11 @@ def attached(
         ],
     )
     config = ScalerConfig(
-        step_mode=mode, offload=offload, delay_warmup_steps=warmup, optimizer_threads=1
+        step_mode=mode,
+        offload=offload,
+        delay_warmup_steps=warmup,
+        delay_compensation=delay_compensation,
+        optimizer_threads=1,
     )
     accelerator: Any = plain if late else attach(plain, config)
     loop = Loop(accelerator.prepare)
@@ -396,10 +440,12 @@ def compare(runs: dict[str, dict[str, Any]], wrap: Wrap, kind: str, **always: An
     for name, settings in {"sync": {"mode": "sync"}, **runs}.items():
         own = {k: settings[k] for k in ("order", "hold_back") if k in settings}
         stale = settings.get("warmup", 0) if settings["mode"] == "delayed" else None
-        key = f"{stale} {sorted(own)}"
+        shown = settings.get("delay_compensation", "none")
+        key = f"{stale} {shown} {sorted(own)}"
         watch.take()
         if kind != "fused" and key not in references:
-            references[key] = reference(wrap, kind, stale_after=stale, look=4, **own, **always)
+            late: Any = {"stale_after": stale, "delay_compensation": shown}
+            references[key] = reference(wrap, kind, look=4, **late, **own, **always)
         theirs = watch.take()[0]
         with lazy():
             mine = ours(wrap, kind, look=4, **settings, **always)
@@ -415,7 +461,7 @@ def compare(runs: dict[str, dict[str, Any]], wrap: Wrap, kind: str, **always: An
             assert names == synchronous, name
         check(mine, references[key], name)
     assert "allreduce_" in synchronous or "_reduce_scatter_base_" in synchronous
-    newest = references["None []"]
+    newest = references["None none []"]
     for key, other in references.items():  # or this would show nothing
-        if key not in ("None []", "None ['hold_back']", "None ['order']"):
+        if not key.startswith("None none"):
             assert {"losses", "weights"} <= set(differing(newest, other)), key

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,12 @@ from two_ranks import (
     DELAYED,
     EVERY,
     OFFLOAD,
+    OVERFLOW,
     OVERLAP,
+    PREVIEW,
     SCALER,
+    SHOWN,
+    WINDOWS,
     Watch,
     attached,
     batch,
@@ -56,10 +61,13 @@ BUCKETS: dict[str, dict[str, Any]] = {
     "copies": {"gradient_as_bucket_view": False},
 }
 RUNS: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
-    ("sgd", "views"): EVERY,
-    ("sgd", "views, one each"): {"delayed": DELAYED, "delayed offload": DELAYED | OFFLOAD},
-    ("sgd", "copies"): {"overlap": OVERLAP},
-    ("adamw", "views"): {"overlap offload": OVERLAP | OFFLOAD},
+    ("sgd", "views"): EVERY | SHOWN,
+    ("sgd", "views, one each"): {
+        **{"delayed": DELAYED, "delayed offload": DELAYED | OFFLOAD},
+        **{"preview": PREVIEW, "preview offload": PREVIEW | OFFLOAD},
+    },
+    ("sgd", "copies"): {"overlap": OVERLAP, "preview": PREVIEW},
+    ("adamw", "views"): {"overlap offload": OVERLAP | OFFLOAD, **SHOWN},
     ("fused", "views"): {"overlap": OVERLAP},
 }
 
@@ -71,22 +79,83 @@ def test_every_mode_equals_torch_on_the_same_ranks(kind: str, buckets: str, tmp_
     on_two_ranks(lambda: compare(RUNS[kind, buckets], wrap, kind), tmp_path)
 
 
-@pytest.mark.parametrize("name", [*EVERY, "sync", "attached late"])
+@pytest.mark.parametrize("name", [*EVERY, *SHOWN, "sync", "attached late"])
 def test_every_mode_through_accelerate_equals_torch_on_the_same_ranks(
     name: str, tmp_path: Path
 ) -> None:
-    settings = EVERY.get(name, {"mode": "sync", "late": name == "attached late"})
+    settings = (EVERY | SHOWN).get(name, {"mode": "sync", "late": name == "attached late"})
     stale = settings.get("warmup", 0) if settings["mode"] == "delayed" else None
+    late: Any = {"stale_after": stale}
+    if stale is not None:
+        late["delay_compensation"] = settings["delay_compensation"]
 
     def body() -> None:
         wrap = partial(DistributedDataParallel, **BUCKETS["views"])
-        expected, watch = reference(wrap, "sgd", stale_after=stale, half=True), Watch()
+        expected, watch = reference(wrap, "sgd", half=True, **late), Watch()
         with lazy():
             mine = attached("sgd", **settings)
         names, elsewhere = watch.take()
         assert "allreduce_" in names
         assert elsewhere == 0
         check(mine, expected, name)
+
+    on_two_ranks(body, tmp_path)
+
+
+@pytest.mark.parametrize("settings", SHOWN.values(), ids=SHOWN)
+@pytest.mark.parametrize("buckets", ["views", "copies"])
+def test_ranks_agree_after_each_step_and_an_overflow_leaves_the_newest(
+    buckets: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """What each is shown is made of sums that both have; of the one's overflow both show nothing.
+
+    Afterwards a checkpoint in the midst of it resumes bit for bit.
+    """
+
+    def train(windows: range, saved: Any = None) -> tuple[list[Tensor], list[Tensor], Any]:
+        """The model after each step, as it is in memory; what an update left; a checkpoint."""
+        model = DistributedDataParallel(net(), **BUCKETS[buckets])
+        inner, scaler = optimizer_of("adamw", model.parameters()), GradScaler("cpu", **SCALER)
+        own: dict[str, Any] = {**settings, "delay_warmup_steps": settings.get("warmup", 0)}
+        own.pop("warmup", None)
+        found, exact = [], []
+        with AsyncOptimizer(inner, model, scaler=scaler, **own) as optimizer:
+            if saved is not None:
+                model.load_state_dict(saved[0])
+                optimizer.load_state_dict(saved[1])
+                scaler.load_state_dict(saved[2])
+            for window in windows:
+                for index, context in enumerate((model.no_sync(), nullcontext())):
+                    with context:
+                        x, y = batch(window, index)
+                        loss = nn.functional.mse_loss(model(x), y)
+                        if (window, index, dist.get_rank()) == (OVERFLOW, 1, 1):
+                            loss = loss * float("inf")
+                        scaler.scale(loss).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                assert optimizer.step_was_skipped is (window == OVERFLOW)
+                optimizer._stepper.finish()
+                found.append(weights(model.parameters()))
+                pairs = optimizer._stepper.replica.pairs
+                exact.append(weights(pair.stepped for pair in pairs))
+            end = deepcopy((model.state_dict(), optimizer.state_dict(), scaler.state_dict()))
+        return found, exact, end
+
+    def body() -> None:
+        found, exact, end = train(range(WINDOWS))
+        for mine in (*found, *exact):
+            assert torch.equal(*everywhere(mine))
+        late = [not torch.equal(*both) for both in zip(found, exact, strict=True)]
+        prompt = settings.get("warmup", int(settings["delay_compensation"] == "preview"))
+        assert late == [window not in (*range(prompt), OVERFLOW) for window in range(WINDOWS)]
+        assert torch.equal(exact[OVERFLOW], exact[OVERFLOW - 1])
+        for cut in (2, OVERFLOW + 1, OVERFLOW + 2):
+            *_, saved = train(range(cut))
+            resumed, masters, other = train(range(cut, WINDOWS), saved)
+            assert all(map(torch.equal, resumed, found[cut:])), cut
+            assert all(map(torch.equal, masters, exact[cut:])), cut
+            assert all(map(torch.equal, other[0].values(), end[0].values()))
 
     on_two_ranks(body, tmp_path)
 
@@ -186,7 +255,7 @@ def test_sparse_gradients_train_as_in_torch_and_are_refused_where_masters_step(
     on_two_ranks(body, tmp_path)
 
 
-def local_sgd(mode: Any, stale: bool = False) -> list[Any]:
+def local_sgd(mode: Any, stale: bool = False, compensation: Any = "none") -> list[Any]:
     """``by_feature/local_sgd.py``. ``mode`` None: stock, with the one-step delay by hand."""
     every, windows = 3, 7
     handlers = [GradScalerKwargs(**SCALER)]
@@ -194,7 +263,8 @@ def local_sgd(mode: Any, stale: bool = False) -> list[Any]:
         accelerator = stock(kwargs_handlers=handlers)
     else:
         plain = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=handlers)
-        accelerator = attach(plain, ScalerConfig(step_mode=mode, optimizer_threads=1))
+        config = ScalerConfig(step_mode=mode, delay_compensation=compensation, optimizer_threads=1)
+        accelerator = attach(plain, config)
     layers = net()
     held = params = list(layers.parameters())
     if mode is None:
@@ -240,6 +310,9 @@ def test_local_sgd_averages_the_newest_parameters(tmp_path: Path) -> None:
             with lazy():
                 found = local_sgd(mode)
             assert all(map(torch.equal, found, stale if mode == "delayed" else newest)), mode
+        with lazy():  # ranks that differ would be told
+            shown = local_sgd("delayed", compensation="preview")
+        assert not torch.equal(shown[-1], stale[-1])
 
     on_two_ranks(body, tmp_path)
 

@@ -32,9 +32,12 @@ from two_ranks import (
     CLIP,
     DELAYED,
     EVERY,
+    EXTRAPOLATE,
     OFFLOAD,
     OVERLAP,
+    PREVIEW,
     SCALER,
+    SHOWN,
     SKIPPED,
     batch,
     compare,
@@ -96,13 +99,14 @@ LAYOUTS: dict[str, Callable[[nn.Module], Any]] = {
     "bf16": partial(shard, mp_policy=BF16),
 }
 RUNS: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
-    ("sgd", "resharded"): EVERY_OF_SHARDS,
-    ("sgd", "prefetched"): {"overlap": OVERLAP, "delayed": DELAYED},
+    ("sgd", "resharded"): EVERY_OF_SHARDS | SHOWN,
+    ("sgd", "prefetched"): {"overlap": OVERLAP, "delayed": DELAYED, "preview": PREVIEW},
     **{
-        ("sgd", layout): {"overlap": OVERLAP}
+        ("sgd", layout): {"overlap": OVERLAP, "extrapolate": EXTRAPOLATE}
         for layout in ("kept", "together", "prefetched far, kept", "bf16")
     },
-    ("adamw", "resharded"): {"delayed offload": DELAYED | OFFLOAD},
+    ("adamw", "resharded"): {"delayed offload": DELAYED | OFFLOAD, **SHOWN},
+    ("adamw", "prefetched"): {"preview": PREVIEW},
     ("fused", "resharded"): {"overlap": OVERLAP},
 }
 
@@ -115,7 +119,7 @@ def test_every_mode_equals_torch_on_the_same_ranks(kind: str, layout: str, tmp_p
 
 def test_parameters_that_are_not_sharded_are_stepped_beside_those_that_are(tmp_path: Path) -> None:
     """Unscaled: torch cannot unscale or clip sharded and plain gradients together."""
-    runs = {"overlap": OVERLAP, "delayed": DELAYED}
+    runs = {"overlap": OVERLAP, "delayed": DELAYED, "preview": PREVIEW}
     wrap = partial(shard, root=False)
     on_two_ranks(lambda: compare(runs, wrap, "sgd", scaled=False), tmp_path)
 
@@ -188,6 +192,60 @@ def resume(kind: str, first: Any, second: Any, full: bool) -> dict[str, Any]:
         if training.is_ours:
             training.optimizer.close()
     return found | end
+
+
+def resume_delayed(kind: str, settings: Any, cut: int, full: bool) -> dict[str, Any]:
+    """Six steps; after ``cut`` of them a checkpoint, from which others go on. 0: none."""
+    options = StateDictOptions(full_state_dict=full)
+    training, found = Training(kind, settings), {}
+    for window in range(6):
+        if cut and window == cut:
+            saved, state = training.saved(options)
+            entries = [e for e in state["state"].values() if "preview" in e or "extrapolated" in e]
+            found["entries"] = sorted({name for entry in entries for name in entry})
+            found["kinds"] = {type(t).__name__ for e in entries for t in e.values() if t.dim()}
+            scale = training.scaler.state_dict()
+            training.optimizer.close()
+            training = Training(kind, settings)
+            set_model_state_dict(training.model, saved, options=options)
+            set_optimizer_state_dict(training.model, training.optimizer, state, options=options)
+            training.scaler.load_state_dict(scale)
+        training.step(window)
+    stepper = training.optimizer._stepper
+    stepper.finish()
+    found["shown"] = weights(training.model.parameters())
+    found["exact"] = weights(pair.stepped for pair in stepper.replica.pairs)
+    training.optimizer.synchronize()
+    found["state"] = state_of(training.optimizer)
+    found["weights"] = weights(training.model.parameters())
+    training.optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("settings", SHOWN.values(), ids=SHOWN)
+def test_a_checkpoint_between_late_steps_resumes_bit_for_bit(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """Sharded or full: the forward after it is shown what it would have been shown without."""
+    own: dict[str, Any] = {**settings, "delay_warmup_steps": settings.get("warmup", 0)}
+    own.pop("warmup", None)
+
+    def body() -> None:
+        for kind in ("sgd", "adamw")["warmup" in settings :]:  # sgd's state has no count
+            whole_run = resume_delayed(kind, own, 0, False)
+            for full in (False, True):
+                mine = resume_delayed(kind, own, 3, full)
+                wanted = {"preview"} | (
+                    {"extrapolated"} if own["delay_compensation"] == "extrapolate" else set()
+                )
+                assert wanted <= set(mine["entries"])
+                assert ("DTensor" in mine["kinds"]) is not full
+                for key in ("shown", "exact", "weights"):
+                    assert torch.equal(mine[key], whole_run[key]), (kind, full, key)
+                assert all(map(torch.equal, mine["state"], whole_run["state"]))
+            assert not torch.equal(whole_run["shown"], whole_run["weights"])
+
+    on_two_ranks(body, tmp_path)
 
 
 CHANGES: list[tuple[str, Any, Any, bool]] = [

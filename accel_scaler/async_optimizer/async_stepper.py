@@ -518,7 +518,13 @@ class AsyncStepper(Stepper):
         if task is None:
             return
         start = time.perf_counter()
-        ok = task.wait()
+        try:
+            ok = task.wait()
+        except StepError:
+            self._preparation = None  # its thread is gone, or in another process
+            if self.compensation is not None:
+                self.compensation.forget()
+            raise
         if self._preparation is task:
             self._preparation = None
             if self.timing is not None and self._is_trainer:
@@ -568,8 +574,14 @@ class AsyncStepper(Stepper):
                 streams.wait_for_side()  # what is to be overwritten may still be on its way up
                 compensation.prepare(settings)
 
-        self._preparation = Task(prepare, 0)
-        self.worker.submit(self._preparation)
+        self._preparation = task = Task(prepare, 0)
+        try:
+            self.worker.submit(task)
+        except BaseException as error:  # Ctrl-C, or no thread to be had
+            if task.abandon(error):
+                self._preparation = None
+                compensation.forget()
+            raise
 
     @property
     def has_hidden(self) -> bool:
@@ -578,6 +590,7 @@ class AsyncStepper(Stepper):
 
     def go_on(self) -> None:
         """A training forward begins: it sees what it would have seen without the fences before."""
+        self.claim_if_gone()
         if self.streams.copies_beside and is_capturing():
             return  # a graph reads what is there when it is replayed, and nothing may wait here
         if self._shown and not self.hooks.is_called_by_watched():
@@ -590,19 +603,24 @@ class AsyncStepper(Stepper):
         self.finish(everywhere=True)
         self.refresh()
         with self.lock, torch.inference_mode(False), torch.no_grad(), self.streams.as_at_home():
-            shown = self._shown
-            mine = {id(pair) for pair in self.replica.pairs}
-            self._newer = []
             self.streams.wait_for_all()
-            for pair, value in shown:
+            if self.unpublished:
+                self._publish_masters()  # this was interrupted before
+            mine = {id(pair) for pair in self.replica.pairs}
+            shown: list[tuple[ParameterPair, Tensor]] = []
+            for pair, value in self._shown:
                 if id(pair) in mine and _holds_master(pair):
-                    pair.target.copy_(value)
-                    self._newer.append(pair.param)
+                    shown.append((pair, value))
                 elif id(pair) in mine:
                     pair.is_extrapolated = False
                     pair.refresh()  # changed since through ``.data``, which no version counts
+            self._shown = shown
+            # Before the first of them is written: who is interrupted here may save next.
+            self._newer = [pair.param for pair, _ in shown]
+            self.unpublished = bool(shown)
+            for pair, value in shown:
+                pair.target.copy_(value)
             self.streams.wait_on_host(self.streams.record())  # for whatever stream reads it
-            self.unpublished = bool(self._newer)
             torch.autograd.graph.increment_version(self._newer)
             self._versions = [p._version for p in self.replica.params]
             self._shown = []
@@ -746,7 +764,8 @@ class AsyncStepper(Stepper):
                 # Readers on other streams are in order before the next step, which this is not.
                 self.streams.wait_for_all()
                 self._follow_edits()
-                if shown and self.compensation is not None and self.sees_forwards:
+                is_known = bool(self._shown)  # by a fence that was interrupted
+                if shown and not is_known and self.compensation is not None and self.sees_forwards:
                     newer = set(map(id, self._newer))
                     mine = (pair for pair in self.replica.pairs if id(pair.param) in newer)
                     pairs = [pair for pair in mine if pair.is_master]

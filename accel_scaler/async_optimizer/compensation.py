@@ -44,6 +44,9 @@ logger = logging.getLogger("accel_scaler")
 PIECE = 1 << 18
 """Elements that the host works on at a time, so that what is made on the way stays in its cache."""
 
+LARGEST = torch.finfo(torch.float32).max
+"""torch refuses a limit past it; no gradient is larger."""
+
 Settings = list[dict[str, Any]]
 """Of each group, as they were when they were frozen."""
 
@@ -174,10 +177,10 @@ class Compensation:
     def prepare(self, settings: Settings) -> None:
         """Make what the next boundary publishes, of the masters and the state as they are."""
         ahead = Ahead(self._replica.parts, settings)
+        ahead.made_of = self._sources()  # before: who edits one meanwhile is seen
+        ahead.versions = _versions_of(ahead.made_of)
         for part in ahead.parts:
             self._make(part, ahead)
-        ahead.made_of = self._sources()
-        ahead.versions = _versions_of(ahead.made_of)
         self._ahead = ahead
 
     def take(self) -> Ahead:
@@ -256,7 +259,7 @@ class Compensation:
         rate, limit = share.rate * factor, share.limit / factor if factor else math.inf
         for out, preview, piece in pieces_of((target, source, grad), largest_on(target.device)):
             bounded = piece.float() if piece.dtype in LOW_PRECISION else piece
-            bounded = bounded if limit == math.inf else bounded.clamp(-limit, limit)
+            bounded = bounded if limit > LARGEST else bounded.clamp(-limit, limit)
             torch.add(preview, bounded, alpha=rate, out=out)
 
     def _make(self, part: Part, ahead: Ahead, due: Sequence[bool] | None = None) -> None:

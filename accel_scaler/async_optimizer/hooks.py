@@ -249,6 +249,8 @@ class SyncHooks:
 
     def _hook(self, module: Any, stepper: AsyncStepper, handles: list[Any]) -> None:
         if next(Module.parameters(module, recurse=False), None) is not None:
+            # A copy is made in this order, and is to meet a hook before the parameters.
+            vars(module)["_parameters"] = vars(module).pop("_parameters")
             handles.append(module.register_state_dict_pre_hook(_Synchronize(stepper)))
             handles.append(module.register_load_state_dict_pre_hook(_Synchronize(stepper)))
         if _is_fsdp2(module):

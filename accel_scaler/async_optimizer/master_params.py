@@ -46,6 +46,9 @@ class ParameterPair:
         memory.copy_(self.target)
         self.is_master = True
         self.stepped = nn.Parameter(memory, requires_grad=True)
+        kind = getattr(self.param, "grad_dtype", self.param.dtype)
+        if kind not in {torch.float32, *LOW_PRECISION}:  # those are float32 by then
+            self.stepped.grad_dtype = kind
 
     @property
     def is_rounded(self) -> bool:
@@ -62,6 +65,14 @@ class ParameterPair:
             self.stepped.copy_(torch.where(kept.to(now.dtype) == now, kept, now.float()))
         else:
             self.stepped.copy_(now)
+
+    def forget_loaded(self) -> None:
+        """A step begins: the model has been loaded by now, if it ever is; its extrapolation is
+        right if it was loaded with the master that was saved with that."""
+        loaded, self.loaded = self.loaded, None
+        if self.is_extrapolated and loaded is not None:
+            own = self.stepped.detach()
+            self.is_extrapolated = torch.equal(own, loaded.to(own.device, own.dtype))
 
     def publish(self, streams: SideStreams) -> None:
         """Write the master to the model, rounded to its dtype. Call without autograd."""
@@ -89,7 +100,7 @@ def make_pairs(
             pair = ParameterPair(p, number)
             before = old.get(id(p))
             # float16 always: its smallest step near 1 is 1/1024. bfloat16 trains as in torch.
-            wanted = p.requires_grad and (masters or p.dtype is torch.float16)
+            wanted = is_stepped(p) and (masters or p.dtype is torch.float16)
             if (
                 before is not None
                 and place_of(before.target) == place_of(pair.target)
@@ -118,6 +129,11 @@ def shard_of(value: Tensor, param: Tensor) -> Tensor:
     mesh = like.device_mesh
     whole = DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return local(whole.redistribute(placements=like.placements))
+
+
+def is_stepped(p: Tensor) -> bool:
+    """Whether an optimizer may move it: one that was frozen too, while it has a gradient."""
+    return p.requires_grad or p.grad is not None
 
 
 def place_of(t: Tensor) -> object:

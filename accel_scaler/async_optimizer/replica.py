@@ -31,7 +31,7 @@ from ..scaling import (
     nothing_found,
     parameters_of,
 )
-from .master_params import ParameterPair, make_pairs, shard_of
+from .master_params import ParameterPair, is_stepped, make_pairs, shard_of
 from .streams import SideStreams
 from .supported_optimizers import (
     attributes_of_every_optimizer,
@@ -51,7 +51,7 @@ PARTS = 32
 SMALLEST_PART, LARGEST_PART = 1 << 19, 1 << 22
 """Elements in a part, unless one parameter alone has more."""
 
-_dtype_of, _is_trained = attrgetter("dtype"), attrgetter("requires_grad")
+_dtype_of = attrgetter("dtype")
 
 
 class Part:
@@ -143,7 +143,7 @@ class Replica:
 
     def rounds_now(self) -> bool:
         """What ``has_rounded`` will be once :meth:`follow` has looked: one may be unfrozen."""
-        trained = filter(_is_trained, parameters_of(self.optimizer))
+        trained = filter(is_stepped, parameters_of(self.optimizer))
         low = LOW_PRECISION if self.masters else {torch.float16}
         return not low.isdisjoint(map(_dtype_of, trained))
 
@@ -388,7 +388,7 @@ class Replica:
     def forget_loaded(self) -> None:
         """A step begins: the model has been loaded by now, if it ever is."""
         for pair in self.pairs if self.has_loaded else ():
-            pair.loaded = None
+            pair.forget_loaded()
         self.has_loaded = False
 
     def _has_all(self, grads: Sequence[Tensor | None]) -> bool:
@@ -645,7 +645,7 @@ def _return_grad(pair: ParameterPair, left: Tensor | None) -> None:
 
 
 def _places(params: list[Tensor], masters: bool) -> object:
-    """Where each is, its shape, and with masters whether it is trained, for then it needs one."""
+    """Where each is, its shape, and with masters whether it is stepped, for then it needs one."""
     sharded = bool(params) and hasattr(params[0], "to_local")
     held = [local(p.detach()) for p in params] if sharded else params
     return (
@@ -653,5 +653,5 @@ def _places(params: list[Tensor], masters: bool) -> object:
         list(map(Tensor.size, held)),
         list(map(Tensor.stride, held)),
         list(map(_dtype_of, held)),
-        masters and list(map(_is_trained, params)),
+        masters and list(map(is_stepped, params)),
     )

@@ -348,8 +348,12 @@ def test_a_preview_is_made_behind_the_update_with_the_settings_of_the_next_step(
                 inner.param_groups[0]["lr"] *= 0.5
     parts = len(list(model.parameters()))
     behind, late = ["behind"] * parts, ["at the boundary"] * parts
-    # The first step, which is not late, has shown the order of the forward: other parts from then.
-    assert made == [*behind * 2, *late, *behind * 3, *late, *behind]
+    # The first step, which is not late, has shown the order of the forward: other parts from then,
+    # which may be known before the first is made, or after.
+    assert made in (
+        [*behind * 2, *late, *behind * 3, *late, *behind],
+        [*behind * 5, *late, *behind],
+    )
 
 
 @pytest.mark.parametrize("offload", ["none", "cpu"])

@@ -734,14 +734,6 @@ class AsyncStepper(Stepper):
     def _synchronize(self, shown: bool) -> None:
         self.finish(everywhere=True)
         self.streams.follow_last(on_host=True)  # what was finished on one stream alone
-        if self.unpublished and not self.is_trained_here:
-            raise OrderError(
-                "step_mode='delayed': a newer value waits to be published, and this thread "
-                f"({threading.current_thread().name}) is not the one that trains "
-                f"({self._trainer.name}): its forward and backward would see two values. Call "
-                "optimizer.synchronize() on the thread that trains, then read here; or use "
-                "step_mode='overlap'."
-            )
         self._publish_newest(shown)
 
     @contextmanager
@@ -758,6 +750,14 @@ class AsyncStepper(Stepper):
     def _publish_newest(self, shown: bool) -> None:
         """``shown``: the next training forward is to see what the model has now."""
         with self.lock, torch.inference_mode(False):
+            if self.unpublished and not self.is_trained_here:  # the other may just have gone on
+                raise OrderError(
+                    "step_mode='delayed': a newer value waits to be published, and this thread "
+                    f"({threading.current_thread().name}) is not the one that trains "
+                    f"({self._trainer.name}): its forward and backward would see two values. Call "
+                    "optimizer.synchronize() on the thread that trains, then read here; or use "
+                    "step_mode='overlap'."
+                )
             if self.compensation is not None and self._inflight is None:
                 self.compensation.forget()  # who looks may edit, too
             if self.unpublished and self._inflight is None:

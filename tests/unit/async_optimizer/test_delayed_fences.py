@@ -15,7 +15,7 @@ from async_support import lazy
 from references import assert_same_run, network, run_ours, run_reference
 from torch import Tensor, nn
 
-from accel_scaler import AsyncOptimizer, GradScaler
+from accel_scaler import AsyncOptimizer, GradScaler, OrderError
 
 pytestmark = pytest.mark.usefixtures("one_thread", "one_part_each")
 
@@ -162,3 +162,36 @@ def test_what_a_plain_optimizer_has_loaded_is_not_saved_again() -> None:
     plain.load_state_dict(saved)
     with AsyncOptimizer(plain, model, mode="delayed", delay_compensation="preview") as optimizer:
         assert set(optimizer.state_dict()["state"][0]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_a_reader_that_comes_before_it_is_shown_again_publishes_nothing_after(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Two()
+    errors: list[BaseException] = []
+    arrived, shown = threading.Event(), threading.Event()
+
+    def follow_last(on_host: bool = False) -> None:
+        if threading.current_thread() is reader:
+            arrived.set()
+            shown.wait(60.0)
+
+    def read() -> None:
+        try:
+            optimizer.synchronize()
+        except OrderError as error:
+            errors.append(error)
+
+    reader = threading.Thread(target=read)
+    with opened(model, delay_compensation="preview") as optimizer:
+        train(model, optimizer, range(3))
+        expected = float(model(9, 2).detach())
+        optimizer.synchronize()
+        monkeypatch.setattr(optimizer._stepper.streams, "follow_last", follow_last)
+        reader.start()
+        arrived.wait(60.0)
+        assert float(model(9, 2).detach()) == expected
+        shown.set()
+        reader.join()
+        assert float(model(9, 2).detach()) == expected
+    assert len(errors) == 1

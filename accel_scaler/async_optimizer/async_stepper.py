@@ -159,6 +159,8 @@ class AsyncStepper(Stepper):
         """A model is watched, so it is known when a training forward begins."""
         self._preparation: Task | None = None
         """What is made for the next boundary."""
+        self._saw_forward = False
+        """A training forward of a watched model has begun since the last step."""
         self._broken: str | None = None
         self._trainer = threading.current_thread()
         """The thread that trains, as far as is known."""
@@ -410,6 +412,7 @@ class AsyncStepper(Stepper):
                 self._versions = [p._version for p in replica.params]
             self.timing = step.timing
             self.steps += 1
+            self._saw_forward = False
             self.unpublished, self._shown = is_stale, []
             self.optimizer.__dict__["_opt_called"] = True  # what an LR scheduler's wrapper sets
             self._launch(step, inline)
@@ -591,6 +594,7 @@ class AsyncStepper(Stepper):
     def go_on(self) -> None:
         """A training forward begins: it sees what it would have seen without the fences before."""
         self.claim_if_gone()
+        self._saw_forward = True
         if self.streams.copies_beside and is_capturing():
             return  # a graph reads what is there when it is replayed, and nothing may wait here
         if self._shown and not self.hooks.is_called_by_watched():
@@ -663,7 +667,14 @@ class AsyncStepper(Stepper):
             return
         hold.release()
         # Compiled code checks the class of its parameters before any of ours runs.
-        self.waits_at_step |= hold.was_traced
+        if hold.was_traced and not self.waits_at_step:
+            self.waits_at_step = True
+            if self.mode == "delayed" and self.sees_forwards and not self._saw_forward:
+                logger.warning(
+                    "step_mode='delayed': a compiled forward reads parameters, and none of the "
+                    "given model is seen: evaluated through it they are not the newest. Give "
+                    "AsyncOptimizer what torch.compile returned, or call synchronize() before."
+                )
         if self._learning and learn:
             self._learning = False
             before = self.replica.params

@@ -275,3 +275,15 @@ def test_a_module_trained_alone_goes_on_where_the_thread_that_trained_has_ended(
             train(model[0], optimizer, range(4, 7))
         found.append(values(model))
     assert are_same(*found)
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+def test_a_compiled_model_that_is_not_the_given_one_is_told_of(
+    is_given: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its forward runs no hooks, so its evaluations are not seen."""
+    model = model_of()
+    compiled: Any = torch.compile(model, backend="eager")
+    with delayed(compiled if is_given else model) as optimizer:
+        train(compiled, optimizer, range(5))
+    assert caplog.text.count("Give AsyncOptimizer what torch.compile returned") == (not is_given)

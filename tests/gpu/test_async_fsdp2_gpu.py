@@ -28,6 +28,7 @@ pytestmark = [
 
 SAME = ("overlap none", "sync cpu", "overlap cpu")
 STALE = ("delayed none", "delayed cpu")
+SHOWN = ("delayed none preview", "delayed cpu preview")
 
 
 def train(config: ScalerConfig | None) -> dict[str, Any]:
@@ -118,11 +119,23 @@ def test_delayed_is_one_step_late_and_skips_with_the_others(
     assert torch.equal(ranks[0][case]["weights"], ranks[1][case]["weights"])
 
 
+@pytest.mark.parametrize("case", SHOWN)
+def test_a_preview_of_momentum_is_the_update_up_to_rounding(
+    ranks: list[dict[str, Any]], case: str
+) -> None:
+    for rank in ranks:
+        mine, stock = rank[case], rank["stock"]
+        assert mine["skipped"] == stock["skipped"]
+        torch.testing.assert_close(mine["losses"], stock["losses"], rtol=1e-2, atol=1e-3)
+    assert torch.equal(ranks[0][case]["weights"], ranks[1][case]["weights"])
+
+
 def main(folder: Path) -> None:
     results = {"stock": train(None)}
-    for case in SAME + STALE:
-        mode, offload = case.split()
-        results[case] = train(ScalerConfig(step_mode=mode, offload=offload))
+    for case in SAME + STALE + SHOWN:
+        mode, offload, shown = (*case.split(), "none")[:3]
+        config = ScalerConfig(step_mode=mode, offload=offload, delay_compensation=shown)
+        results[case] = train(config)
     torch.save(results, folder / f"rank{os.environ['RANK']}.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

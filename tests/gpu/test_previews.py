@@ -73,10 +73,13 @@ class Training:
         make: Callable[[Any], Any] = fused_adamw,
         scaled: bool = True,
         watched: bool = True,
+        compiled: bool = False,
         **settings: Any,
     ) -> None:
         self.where, self.half = where, half
         self.model = Branched().to(where, torch.float16 if half else torch.float32)
+        if compiled:
+            self.model.compile(backend="eager")
         self.params = list(self.model.parameters())
         self.side: Any = None if where == CPU else torch.Stream(where)
         self.scaler = GradScaler(torch.device(where).type, init_scale=1024.0) if scaled else None
@@ -188,6 +191,12 @@ def test_the_forward_waits_for_what_it_is_shown(
 ) -> None:
     settings: Any = {"half": half, "make": make, "watched": watched}
     assert_beside_cpu(offload, compensation, before_step=busy_side, **settings)
+
+
+@each_kind
+@each_offload
+def test_a_compiled_forward_waits_for_all_of_it(compensation: str, offload: str) -> None:
+    assert_beside_cpu(offload, compensation, before_step=busy_side, compiled=True)
 
 
 def faster(training: Training, step: int) -> None:

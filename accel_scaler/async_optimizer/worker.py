@@ -134,7 +134,8 @@ class Task:
                 "there; the thread that would finish the step exists only there. Call "
                 "optimizer.synchronize() before forking."
             )
-        if self._thread is threading.current_thread():
+        # ``current_thread`` would make a thread of autograd's one of Python's for good.
+        if self._thread.ident == threading.get_ident():
             raise OrderError(
                 "a step waits for itself: code on the optimizer thread used a parameter of the "
                 "model, or called synchronize(), state_dict() or the like. Inside submit(fn) use "
@@ -228,7 +229,7 @@ class Worker:
 
     def is_current(self) -> bool:
         """Whether the caller is this worker's thread."""
-        return self._thread is threading.current_thread()
+        return self._thread is not None and self._thread.ident == threading.get_ident()
 
     def stop(self, limit_s: float = WAIT_LIMIT_S) -> None:
         """Finish what was submitted and end the thread; a later task starts another."""

@@ -8,6 +8,7 @@ shows; a simulated device looks itself for accesses that nothing orders.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -271,6 +272,23 @@ def test_nobody_writes_to_a_gradient_too_early(
     after_step, scaled = WRITERS[writer]
     settings: Any = {"before_step": busy_copies, "after_step": after_step, "scaled": scaled}
     assert_beside_cpu(offload, compensation, half=half, **settings)
+
+
+def test_autograds_threads_do_not_become_pythons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that waits for a gradient: its like would be in ``threading.enumerate()`` for good."""
+    step_part = Replica.step_part
+
+    def slowly(self: Replica, *args: Any) -> None:
+        time.sleep(0.02)
+        step_part(self, *args)
+
+    monkeypatch.setattr(Replica, "step_part", slowly)
+    training = Training(DEVICE, "none", "preview", scaled=False)
+    for step in range(3):
+        training.backward(step)
+        training.optimizer.step()
+    training.finish()
+    assert not [t for t in threading.enumerate() if isinstance(t, threading._DummyThread)]
 
 
 def in_one_buffer(where: str, *how: str, **settings: Any) -> list[Tensor]:

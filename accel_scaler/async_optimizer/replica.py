@@ -373,6 +373,8 @@ class Replica:
             if entry is not None and not is_empty(entry):
                 if isinstance(entry, dict):
                     settle_entry(pair, entry, chosen=not self.splittable)
+                    if self.splittable and not pair.is_master and self._may_need_master(pair):
+                        _keep_exact(entry, state_dict["state"][index])
                 state[pair.param] = entry
             if pair.is_master:
                 master = masters.get(index)
@@ -384,6 +386,10 @@ class Replica:
             groups = self.optimizer.param_groups
             self.optimizer.__setstate__({"state": state, "param_groups": groups})
         return saved
+
+    def _may_need_master(self, pair: ParameterPair) -> bool:
+        """It has one while it is stepped."""
+        return self.masters or pair.target.dtype is torch.float16
 
     def forget_loaded(self) -> None:
         """A step begins: the model has been loaded by now, if it ever is."""
@@ -622,6 +628,14 @@ def settle_entry(pair: ParameterPair, entry: dict[str, Any], chosen: bool = Fals
             to_master = rounded if chosen else not exact
             value = value.to(pair.stepped.device, torch.float32 if to_master else None)
         entry[key] = value
+
+
+def _keep_exact(entry: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Of a frozen parameter, which may be unfrozen: what torch has rounded to its dtype."""
+    for key, value in saved.items():
+        rounded = entry.get(key)
+        if isinstance(rounded, Tensor) and rounded.dtype in LOW_PRECISION:
+            entry[key] = local(value).to(rounded.device, copy=True)
 
 
 def _follow_attributes(source: Tensor, target: Tensor) -> None:

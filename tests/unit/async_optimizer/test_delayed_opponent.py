@@ -287,3 +287,33 @@ def test_a_compiled_model_that_is_not_the_given_one_is_told_of(
     with delayed(compiled if is_given else model) as optimizer:
         train(compiled, optimizer, range(5))
     assert caplog.text.count("Give AsyncOptimizer what torch.compile returned") == (not is_given)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_state_of_a_parameter_that_is_frozen_while_it_is_loaded_is_not_rounded(
+    dtype: torch.dtype,
+) -> None:
+    x = torch.eye(4, dtype=dtype)
+
+    def run(model: nn.Module, optimizer: Any, steps: int) -> None:
+        for _ in range(steps):
+            model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, resumed = model_of().to(dtype), model_of().to(dtype)
+    with delayed(model) as optimizer, delayed(resumed) as other:
+        run(model, optimizer, 4)
+        next(model.parameters()).requires_grad_(False)
+        next(resumed.parameters()).requires_grad_(False)
+        run(model, optimizer, 2)
+        resumed.load_state_dict(model.state_dict())
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for each, its in ((model, optimizer), (resumed, other)):
+            run(each, its, 2)
+            next(each.parameters()).requires_grad_(True)
+            run(each, its, 3)
+        saved = [optimizer.state_dict()["state"], other.state_dict()["state"]]
+    for index, entry in saved[0].items():
+        for key, value in entry.items():
+            assert torch.equal(value, saved[1][index][key]), key

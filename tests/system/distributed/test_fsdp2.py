@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
 from transformers.optimization import Adafactor
 from two_ranks import (
     CLIP,
@@ -52,6 +53,7 @@ from two_ranks import (
 from versions import before_torch
 
 from accel_scaler import AsyncOptimizer, GradScaler, UnsupportedError
+from accel_scaler.async_optimizer.master_params import shard_of
 
 pytestmark = before_torch(2, 7, "torch 2.6: fully_shard wants the streams of a device")
 
@@ -244,6 +246,20 @@ def test_a_checkpoint_between_late_steps_resumes_bit_for_bit(
                     assert torch.equal(mine[key], whole_run[key]), (kind, full, key)
                 assert all(map(torch.equal, mine["state"], whole_run["state"]))
             assert not torch.equal(whole_run["shown"], whole_run["weights"])
+
+    on_two_ranks(body, tmp_path)
+
+
+def test_a_full_tensor_is_cut_without_asking_other_ranks(tmp_path: Path) -> None:
+    def body() -> None:
+        for p in shard(net()).parameters():
+            with CommDebugMode() as asked:
+                full = p.full_tensor()
+            assert asked.get_total_counts() == 1
+            with CommDebugMode() as asked:
+                mine = shard_of(full, p), shard_of(p.detach(), p)
+            assert asked.get_total_counts() == 0
+            assert all(torch.equal(t, p.to_local()) for t in mine)
 
     on_two_ranks(body, tmp_path)
 

@@ -127,8 +127,9 @@ class Run:
             "state": [
                 value.clone()
                 for index in sorted(saved["state"])
-                for _, value in sorted(saved["state"][index].items())
-                if isinstance(value, Tensor)
+                for key, value in sorted(saved["state"][index].items())
+                # What the model is to be shown is of the next step, and shows in its weights.
+                if isinstance(value, Tensor) and key not in ("master", "preview")
             ],
             "rates": [group["lr"] for group in saved["param_groups"]],
             "schedule": self.schedule.state_dict()["last_epoch"],

@@ -718,6 +718,8 @@ class Player:
             if counts:  # a warm-up goes on where it was saved
                 twin.steps[number] = int(max(counts))
             twin.optimizers[number].load_state_dict(before.optimizers[number].state_dict())
+            # Where there are masters, state is ours to load; elsewhere torch casts it.
+            loads_exactly = twin.everywhere or any(map(twin.had_master, twin.owned[number]))
             for index, (p, q) in enumerate(
                 zip(twin.owned[number], before.owned[number], strict=True)
             ):
@@ -729,7 +731,7 @@ class Player:
                     twin.extrapolated[p] = before.extrapolated[q]
                 kept = "master" in states[number]["state"].get(index, {})
                 twin.masters[p].copy_(before.masters[q] if kept else q)
-                if not twin.has_master(p):  # torch casts what it loads
+                if not loads_exactly:
                     twin.round_state(number, p)
             twin.follow(number)
 

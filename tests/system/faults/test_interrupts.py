@@ -263,8 +263,9 @@ def test_an_interrupt_while_the_training_thread_waits_for_the_other_is_handled_a
         step_part(self, *args)
 
     def waiting(self: Task, *args: Any) -> bool:
-        awaited = mode.startswith("overlap") == (args[0] is not None)  # a part, or all
-        if awaited and not self.finished and not gate.is_set():
+        awaited = mode.startswith("overlap") == bool(args and args[0] is not None)  # a part, or all
+        is_update = self.parts > 0  # not what is made for the next boundary
+        if awaited and is_update and not self.finished and not gate.is_set():
             signal.raise_signal(signal.SIGINT)
         return wait(self, *args)
 

@@ -41,7 +41,7 @@ from .streams import SideStreams
 
 logger = logging.getLogger("accel_scaler")
 
-PIECE = 1 << 18
+PIECE = 1 << 20
 """Elements that the host works on at a time, so that what is made on the way stays in its cache."""
 
 LARGEST = torch.finfo(torch.float32).max

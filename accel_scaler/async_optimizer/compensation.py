@@ -128,8 +128,7 @@ class Compensation:
 
     def new_settings(self) -> Settings | None:
         """The settings of the step that is to be previewed, as they are now; None: it is."""
-        groups = self._replica.optimizer.param_groups
-        now = [{k: frozen(v) for k, v in group.items() if k != "params"} for group in groups]
+        now: Settings = frozen(_settings_of(self._replica.optimizer))
         if self._settings is not None and _are_equal(now, self._settings):
             return None
         self._settings = now
@@ -189,9 +188,7 @@ class Compensation:
         if ahead is not None and ahead.settings is self._settings:
             self._settings = None  # else they are of the one after this already
         replica = self._replica
-        settings = [
-            {k: v for k, v in group.items() if k != "params"} for group in replica.copy.param_groups
-        ]
+        settings = _settings_of(replica.copy)
         if ahead is not None and ahead.parts is replica.parts:
             found = self._sources()
             if (
@@ -320,6 +317,10 @@ class Compensation:
 def largest_on(device: torch.device) -> int:
     """Elements that are worked on at a time there."""
     return PIECE if device.type == "cpu" else LARGEST_PART
+
+
+def _settings_of(optimizer: Optimizer) -> Settings:
+    return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
 def _versions_of(values: Iterable[Any]) -> list[int]:

@@ -78,7 +78,7 @@ class ShownError:
         if self._is_lost or not self._off:
             return None
         norms = torch.stack([*self._off, *self._moved]).tolist()
-        return _root(norms[: len(self._off)]), _root(norms[len(self._off) :])
+        return math.hypot(*norms[: len(self._off)]), math.hypot(*norms[len(self._off) :])
 
     @contextmanager
     def _unless_full(self) -> Iterator[None]:
@@ -113,8 +113,3 @@ def _columns(pack: Pieces) -> list[Tensor]:
     flat = [[piece.reshape(-1) for piece in column] for column in zip(*pack, strict=True)]
     whole = [column[0] if len(column) == 1 else torch.cat(column) for column in flat]
     return [t if kind is torch.float32 else t.to(kind).float() for t in whole]
-
-
-def _root(norms: Sequence[float]) -> float:
-    """Of the sum of their squares."""
-    return math.sqrt(sum(norm * norm for norm in norms))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -114,10 +114,5 @@ def _preview_error(timings: Sequence[StepTiming]) -> float | None:
     found = [t.shown_error for t in timings if t.shown_error is not None]
     if not found:
         return None
-    off, moved = map(_root, zip(*found, strict=True))
+    off, moved = (math.hypot(*norms) for norms in zip(*found, strict=True))
     return off / moved if moved else None
-
-
-def _root(norms: Iterable[float]) -> float:
-    """Of the sum of their squares."""
-    return math.sqrt(sum(norm * norm for norm in norms))

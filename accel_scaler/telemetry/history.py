@@ -26,6 +26,9 @@ class History:
         self.skips = 0
         self.max_grad_norm: float | None = None
 
+    healed: tuple[str, ...] = ()
+    """Modules that ``heal`` has put into float32, in order."""
+
     def add(self, record: Record) -> None:
         """Append the record of a window, or amend it when its index is the last one's."""
         if self.records and self.records[-1].index == record.index:
@@ -51,6 +54,8 @@ class History:
         norm = record.grad_norm
         if norm is not None and math.isfinite(norm):
             self.max_grad_norm = max(norm, self.max_grad_norm or 0.0)
+        if record.healed:
+            self.healed = tuple(dict.fromkeys(self.healed + record.healed))
 
     def complete(self, record: Record) -> None:
         """Put what came to be known later in the place of the last record."""

@@ -20,7 +20,7 @@ import math
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from datetime import datetime, timezone
 from typing import Any
 
@@ -90,6 +90,15 @@ class Record:
     preview_error: float | None = None
     """The norm of what it was off by against the norm of these updates, on this rank: 1 as if
     nothing was shown. None where nothing was, or nothing moved. Only with ``telemetry``."""
+    healed: tuple[str, ...] = ()
+    """Modules that run in float32 from the next window on, found by ``heal``."""
+
+    def __setstate__(self, state: list[Any]) -> None:
+        """From a pickle, of an earlier version too, which had fewer fields: new ones come last."""
+        for index, each in enumerate(fields(self)):
+            value = state[index] if index < len(state) else each.default
+            assert value is not MISSING
+            object.__setattr__(self, each.name, value)
 
     @property
     def hidden_s(self) -> float | None:
@@ -298,6 +307,7 @@ FIELDS = (
     Field("hidden_us", "hidden_s", _seconds, _microseconds, absent=None),
     Field("delay_compensation", "delay_compensation", _texts, list, absent=()),
     Field("preview_error", "preview_error", _number, _finite_or_text, absent=None),
+    Field("healed", "healed", _texts, list, absent=()),
     Field("spans", "spans", _spans, _write_spans, absent=()),
 )
 """In the order of the line; ``norms`` come last."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import time
 import weakref
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import isfinite
 from typing import Any
 
@@ -69,6 +70,8 @@ class Recorder(Observer):
         self._open: OpenRecord | None = None
         """The window on record last, which another optimizer may join."""
         self._counted: tuple[tuple[int, ...], Tensor] | None = None
+        self._healed: tuple[str, ...] = ()
+        """Of the window that is being closed, which is not on record yet."""
         self._told_low = False
         self._start = time.perf_counter() if journal is None else journal.start_s
         if self._queue is not None:
@@ -130,8 +133,10 @@ class Recorder(Observer):
             growth_tracker=self.scaler.read_state().growth_tracker if scaled else 0,
             lr=(before.lr if before else ()) + tuple(map(_lr, optimizer.param_groups)),
             time=time.perf_counter() - self._start,
+            healed=(before.healed if before else ()) + self._healed,
             **self._details(optimizer, window, found_inf, before),
         )
+        self._healed = ()
         if self._open is None:
             self._open = OpenRecord(record, self._start, self._table.label)
             if self._queue is not None:
@@ -195,6 +200,24 @@ class Recorder(Observer):
                 f"{names}. min_scale keeps it up, max_consecutive_skips ends such a run. "
                 "(Said once.)"
             )
+
+    def note_healed(self, names: Sequence[str], text: str) -> None:
+        """Modules run in float32 from the next window on: put on the record of the window that is
+        being closed, or has just been, and said at once.
+
+        Args:
+            names: of the modules.
+            text: one line: what was done, and what it costs.
+        """
+        index = self.scaler.window.index
+        logger.warning("window %d: %s", index, text)
+        open_record = self._open
+        if open_record is None or open_record.record.index != index:
+            self._healed += tuple(names)
+            return
+        record = open_record.record
+        open_record.record = replace(record, healed=record.healed + tuple(names))
+        self.history.add(open_record.record)
 
     def _count_underflow(self, optimizer: Optimizer) -> None:
         """Of scaled float16 gradients: read by a later window, when the device is idle anyway."""

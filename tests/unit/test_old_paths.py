@@ -11,6 +11,7 @@ import pickle
 import pickletools
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -109,6 +110,11 @@ def test_a_prepared_optimizer_and_a_history(mode: str, load: Callable[[str], Any
     assert torch.equal(optimizer.param_groups[0]["params"][0], plain(2))
     history = load(f"history {mode}")
     assert (history.boundaries, len(history.records)) == (2, 2)
+    first, last = history.records
+    assert (last.index, last.lr, last.healed, history.healed) == (1, (0.1,), (), ())
+    history.add(replace(last, index=2))
+    assert history.summary().startswith("scaler: 3 windows, 0 skipped")
+    assert first != last
 
 
 def test_an_asynchronous_optimizer_trains_on(load: Callable[[str], Any]) -> None:

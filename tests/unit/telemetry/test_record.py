@@ -6,6 +6,7 @@ import base64
 import dataclasses
 import json
 import math
+import pickle
 import struct
 import sys
 from array import array
@@ -55,6 +56,7 @@ FULL = Record(
     spans=(("step", 1.5, 0.25), ("wait", 2.0, 0.125, "a")),
     delay_compensation=("preview", "none"),
     preview_error=0.375,
+    healed=("block.wo",),
 )
 BARE = Record(index=0, scale=8.0, next_scale=8.0, skipped=False, grad_norm=None)
 
@@ -83,6 +85,7 @@ def test_a_window_line_has_every_number_under_its_name() -> None:
         "hidden_us": 1224,
         "delay_compensation": ["preview", "none"],
         "preview_error": 0.375,
+        "healed": ["block.wo"],
         "spans": [["step", 1500000, 250000], ["wait", 2000000, 125000, "a"]],
         "norms": base64.b64encode(struct.pack("<2f", 0.75, 1.0)).decode(),
     }
@@ -100,6 +103,7 @@ def test_what_is_not_known_is_left_out_or_null() -> None:
     assert (line["grad_norm"], line["max_norm"], line["clip_coefficient"]) == (None, None, None)
     optional = {"norms", "nonfinite", "loss_nonfinite", "first", "underflow", "spans"}
     optional |= {"optimizer_us", "waited_us", "hidden_us", "delay_compensation", "preview_error"}
+    optional |= {"healed"}
     assert not line.keys() & optional
     assert line.keys() >= {"step", "time", "found_inf", "growth_tracker", "lr"}
 
@@ -110,6 +114,10 @@ def test_a_record_comes_back_as_it_was(record: Record) -> None:
         record, names=NAMES.names
     )
     assert decode(encode_window(record).encode()) == dataclasses.replace(record, names=())
+
+
+def test_a_pickle_comes_back_as_it_was() -> None:
+    assert pickle.loads(pickle.dumps(FULL)) == FULL
 
 
 def test_a_start_names_and_an_end_come_back_as_they_were() -> None:
@@ -178,6 +186,7 @@ BROKEN = {
     "lr no list": window(lr=0.1),
     "compensation no list": window(delay_compensation="preview"),
     "error of a preview as a word": window(preview_error="small"),
+    "healed no list": window(healed="block.wo"),
     "norms too short": window(norms=t.norms([1.0])),
     "norms not base64": window(norms="!" * 12),
     "index out of range": window(nonfinite=[[2, 1]]),

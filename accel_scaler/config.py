@@ -102,7 +102,7 @@ SWITCH = Kind(
 SCALE = Kind("a finite number > 0 (float32)", is_positive, float)
 COUNT = Kind("an integer from 1 to 2**53", is_count, int)
 PATH = Kind(  # what the environment takes for None is no path
-    "the path of a file to append to",
+    "a path",
     lambda value: (
         isinstance(value, str)
         and value.strip().lower() not in ("", "none", "null")
@@ -228,11 +228,31 @@ class ScalerConfig:
         COUNT,
         "With telemetry: windows between two counts of zero and subnormal float16 gradients.",
     )
-    find_overflow: bool = setting(
+    find_overflow: Literal["auto", "replay", "always", "off"] = setting(
+        "auto",
+        Kind(
+            "'auto', 'replay', 'always' or 'off'",
+            lambda value: value in ("auto", "replay", "always", "off") or isinstance(value, bool),
+            str.strip,
+            SWITCH.words,
+        ),
+        "How an overflow is told of. replay, the forwards and backwards of the skipped window are "
+        "run again and the module is named in which it began, at the first skip of a run and one "
+        "in a hundred after that; always, every module is watched in every window (slow; for "
+        "what cannot be replayed); off; auto, replay where telemetry, max_consecutive_skips, heal "
+        "or save_overflow is set, else off. True and False are always and off.",
+    )
+    heal: bool = setting(
         False,
         SWITCH,
-        "For debugging: watch every module's activations and gradients, and say of each overflow "
-        "in which module it began. Slow; computes the same numbers.",
+        "Keep the smallest module that overflows at any scale in float32 from then on, and go on. "
+        "What was kept is told, printed at the end and saved with the scaler.",
+    )
+    save_overflow: str | None = setting(
+        None,
+        _or_none(PATH),
+        "Folder for the window that overflowed: its micro-batch, random state and weights, which "
+        "accel-scaler replay runs again. At most one a run of skips.",
     )
 
     def __post_init__(self) -> None:
@@ -240,7 +260,14 @@ class ScalerConfig:
             value = getattr(self, spec.name)
             if not spec.metadata["kind"].check(value):
                 raise _wrong(spec.name, value, spec)
+        if isinstance(self.find_overflow, bool):  # which it was before there was a replay
+            object.__setattr__(self, "find_overflow", "always" if self.find_overflow else "off")
         check_bounds(self.init_scale, self.min_scale, self.max_scale)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if isinstance(state.get("find_overflow"), bool):  # of before there was a replay
+            state = {**state, "find_overflow": "always" if state["find_overflow"] else "auto"}
+        vars(self).update(state)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], where: str = "the settings") -> ScalerConfig:
@@ -280,6 +307,14 @@ class ScalerConfig:
             else str(value)
             for name, value in self.changed().items()
         }
+
+    @property
+    def finds_overflow(self) -> Literal["replay", "always", "off"]:
+        """``find_overflow``, with ``"auto"`` made up."""
+        if self.find_overflow != "auto":
+            return self.find_overflow
+        wishes = (self.telemetry, self.max_consecutive_skips, self.heal or None, self.save_overflow)
+        return "replay" if any(wish is not None for wish in wishes) else "off"
 
     def changed(self) -> dict[str, Any]:
         """The fields that differ from their defaults, in order."""

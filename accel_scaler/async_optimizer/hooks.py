@@ -17,7 +17,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from ..errors import UnsupportedError
-from ..overflow_finder import inert
+from ..overflow_finder import inert, is_replaying
 from ..scaling import parameters_of
 from .async_stepper import MASTER, AsyncStepper, without_own, without_shown
 from .master_params import ParameterPair
@@ -337,6 +337,10 @@ class _BeforeForward(_Hook):
         stepper = self.find()
         if stepper is None:
             return
+        if is_replaying():  # the window's own parameters, and nothing begins
+            if stepper.waits_at_root and not _is_fsdp2(module):
+                stepper.finish_model()
+            return
         if _is_evaluated(module):
             stepper.synchronize()  # an evaluation sees the newest parameters
             return
@@ -356,7 +360,7 @@ class _BeforeInnerForward(_Hook):
 
     def __call__(self, module: Module, _: Any) -> None:
         stepper = self.find()
-        if stepper is None or not (stepper.unpublished or stepper.has_hidden):
+        if stepper is None or not (stepper.unpublished or stepper.has_hidden) or is_replaying():
             return
         if getattr(module, "_is_replica", False):
             return  # DataParallel's, on a thread of its own: what it replicates was asked for

@@ -18,7 +18,6 @@ from ..telemetry import History
 from .attachment import Attachment, begin
 from .autocast import add_autocast, add_emulation
 from .checkpoints import loading, saving
-from .cpu_float16 import emulate_float16
 from .optimizer import adopt, inner_of, refuse_unsuitable
 
 
@@ -97,7 +96,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
                 add_autocast(self, [prepared])
             if attachment.emulates_float16:
                 add_emulation(self, prepared)
-            attachment.recorder.watch(prepared, self.unwrap_model(prepared))
+            attachment.watch(prepared, self.unwrap_model(prepared))
         return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
@@ -130,9 +129,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
             yield
 
     def _emulation(self) -> AbstractContextManager[None]:
-        attachment = self._attachment
-        on_cpu = attachment is not None and attachment.emulates_float16
-        return emulate_float16() if on_cpu else nullcontext()
+        return nullcontext() if self._attachment is None else self._attachment.float16()
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Unscale the gradients of ``optimizer`` (default: all prepared), once a window.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,8 @@ from ..errors import OrderError, StepError
 from ..optimizer_step import Boundary
 from ..telemetry import make_recorder
 from .autocast import add_autocast, remove_autocast, remove_emulation
+from .cpu_float16 import emulate_float16
+from .explaining import OverflowExplainer
 from .optimizer import ScaledOptimizer, adopt, refuse_unsuitable
 from .stock_scaler import make_scaler, refuse_other_scalers
 
@@ -52,7 +55,11 @@ class Attachment:
         is_fsdp = accelerator.distributed_type == DistributedType.FSDP
         self.scaler.sharded = config.sharded or is_fsdp
         self.recorder = make_recorder(self.scaler, config, _facts_of(accelerator))
-        self.boundary = Boundary(self.scaler, self.device, self.recorder)
+        self.explainer: OverflowExplainer | None = None
+        if config.finds_overflow != "off":
+            replays = config.finds_overflow == "replay"
+            self.explainer = OverflowExplainer(self.scaler, replays, self.float16)
+        self.boundary = Boundary(self.scaler, self.device, self.recorder, self.explainer)
         self.worker = Worker(config.optimizer_threads)
         self.optimizers: weakref.WeakSet[ScaledOptimizer] = weakref.WeakSet()
         """Adopted ones, those too that ``free_memory`` makes the accelerator forget."""
@@ -69,6 +76,21 @@ class Attachment:
         """float16 products are computed on a CPU, which may have no kernels for them."""
         return self.scales and self.device.type == "cpu"
 
+    def float16(self) -> AbstractContextManager[None]:
+        """Where float16 products have no kernels they are computed all the same in the block."""
+        return emulate_float16() if self.emulates_float16 else nullcontext()
+
+    def watch(self, prepared: Module, inner: Module) -> None:
+        """Record this model's forwards, and explain its overflows.
+
+        Args:
+            prepared: what the training loop calls.
+            inner: the model in it, whose parameters' names are known.
+        """
+        self.recorder.watch(prepared, inner)
+        if self.explainer is not None:
+            self.explainer.watch(prepared, inner)
+
     def put_on(self, accelerator: Any) -> None:
         """Scale from now on: autocast, scaler, names, optimizers. Whatever ends it, nothing stays.
 
@@ -84,7 +106,7 @@ class Attachment:
             if self.scales:
                 accelerator.scaler = self.scaler
             for model in self.models:
-                self.recorder.watch(model, accelerator.unwrap_model(model))
+                self.watch(model, accelerator.unwrap_model(model))
             for optimizer in accelerator._optimizers:
                 adopt(optimizer, self)
         except BaseException:
@@ -118,6 +140,8 @@ class Attachment:
         accelerator.scaler = self.stock_scaler
         self.worker.stop()
         self.recorder.close()
+        if self.explainer is not None:
+            self.explainer.close()
         del accelerator._attachment
         if self.stock_class is not None:
             accelerator.__class__ = self.stock_class

@@ -7,6 +7,7 @@ Accelerate and no record of anything: who steps later is a Stepper like any othe
 """
 
 from .boundary import Boundary, boundary_of
+from .explainer import Explainer
 from .fused_adam import AdamGroup, is_plain
 from .observer import Observer
 from .stepper import (
@@ -23,6 +24,7 @@ __all__ = [
     "ATTRIBUTE",
     "AdamGroup",
     "Boundary",
+    "Explainer",
     "Observer",
     "StepTiming",
     "Stepper",

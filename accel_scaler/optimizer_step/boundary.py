@@ -34,6 +34,7 @@ from ..scaling import (
     stepped,
 )
 from .clipping import Clipping
+from .explainer import Explainer
 from .observer import Observer
 from .overflow_check import OverflowCheck
 from .stepper import Stepper, stepper_of
@@ -61,13 +62,19 @@ class Boundary:
         scaler: whose windows these are.
         device: where ranks communicate, and the norm of an overflow is.
         observer: is told what happens; None: nobody is.
+        explainer: is asked where an overflow began; None: nobody is.
     """
 
     def __init__(
-        self, scaler: GradScaler, device: torch.device, observer: Observer | None = None
+        self,
+        scaler: GradScaler,
+        device: torch.device,
+        observer: Observer | None = None,
+        explainer: Explainer | None = None,
     ) -> None:
         self.scaler, self.device = scaler, device
         self.observer = Observer() if observer is None else observer
+        self.explainer = Explainer() if explainer is None else explainer
         self.check = OverflowCheck(scaler, device, self.observer)
         self.clipping = Clipping(self.check)
         self._idle: weakref.WeakKeyDictionary[Optimizer, set[int] | None]
@@ -93,6 +100,7 @@ class Boundary:
             for optimizer in self.scaler.managed:
                 stepper_of(optimizer).settle_gradients()
         self.observer.before_backward(loss)
+        self.explainer.before_backward(loss)
 
     def unscale(self, optimizers: Iterable[Optimizer]) -> bool:
         """Unscale and check each optimizer that has gradients; once a window, later calls pass.
@@ -218,6 +226,7 @@ class Boundary:
         self.scaler.close_window(found_inf)
         record.stage = OptState.STEPPED
         self.observer.before_update(optimizer, window)
+        self.explainer.before_update(optimizer, window)
         if found_inf:
             stepper.skip()
             left = [p for p in parameters_of(optimizer) if id(p) not in window.unscaled]
@@ -237,6 +246,7 @@ class Boundary:
             streak.search(parameters_of(optimizer), optimizer, skips - 1)
             streak.tell_broken_statistics()
         self.observer.optimizer_stepped(optimizer, window, timing, start)
+        self.explainer.optimizer_stepped(window)
 
     def _step_without_window(self, optimizer: Optimizer) -> None:
         """Nothing was scaled since the last step: only zero gradients are right as they are.

@@ -2,10 +2,24 @@
 
 :class:`OverflowFinder` puts hooks on a model; they leave the range of each tensor they see, on its
 device. After a window that overflowed somebody asks the finder, which searches what was left and
-answers with a sentence. It knows modules, tensors and errors: no scale, no window, no optimizer.
+answers with a sentence. :class:`WindowRecording` keeps what a window's forwards were given, and
+:func:`run_again` runs it again under a finder, once it has overflowed. They know modules, tensors
+and errors: no scale, no window's verdict, no optimizer.
 """
 
 from .finder import OverflowFinder
 from .hooks import Hook, inert
+from .recording import WindowRecording, is_replaying
+from .replay import obstacle, run_again
+from .search import Origin
 
-__all__ = ["Hook", "OverflowFinder", "inert"]
+__all__ = [
+    "Hook",
+    "Origin",
+    "OverflowFinder",
+    "WindowRecording",
+    "inert",
+    "is_replaying",
+    "obstacle",
+    "run_again",
+]

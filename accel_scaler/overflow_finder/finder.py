@@ -11,6 +11,7 @@ import itertools
 import threading
 import warnings
 import weakref
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +49,8 @@ class OverflowFinder:
     into: there a loss or a parameter is named at best.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_eager: bool = False) -> None:
+        self._is_eager = is_eager
         self._handles: list[Any] = []
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -73,15 +75,8 @@ class OverflowFinder:
         self._is_closed = False
         compiled = []
         for name, module in model.named_modules():
-            place = Place(
-                name,
-                type(module).__name__,
-                type(model).__name__,
-                weakref.ref(module),
-                is_leaf=next(module.children(), None) is None,
-                has_code=getattr(type(module), "forward", None) is not nn.Sequential.forward,
-            )
-            if _is_compiled(module):
+            place = place_of(name, module, model)
+            if not self._is_eager and _is_compiled(module):
                 compiled.append(str(place))
             for own, p in module.named_parameters(recurse=False):
                 if p not in self._parameters:
@@ -139,7 +134,21 @@ class OverflowFinder:
 
         Synchronises with each device once.
         """
-        return search(self._window, len(self._roots) > 1) or self._search_sums()
+        found = search(self._window, len(self._roots) > 1)
+        return found or search_sums(self._places(), self._window.micro)
+
+    def nonfinite_parameters(self) -> set[str]:
+        """Names of those to which a gradient came, in the present window, that was not finite.
+
+        Synchronises with each device once.
+        """
+        came = list(self._window.parameter_gradients)
+        Range.read(each.range for each in came)
+        return {
+            f"{each.place.name}.{each.name}".lstrip(".")
+            for each in came
+            if not each.range.is_finite
+        }
 
     def close(self) -> None:
         """Remove every hook and forget everything."""
@@ -159,24 +168,9 @@ class OverflowFinder:
                 hook = Hook(self, "add_parameter_gradient", place, name)
                 self._parameters[p] = (place, name, p.register_hook(hook))
 
-    def _search_sums(self) -> Origin | None:
-        """Every part was finite: a sum over micro-batches or ranks may not be."""
-        summed = [
-            (made, place, name)
-            for p, (place, name, _) in list(self._parameters.items())
-            if p.grad is not None and (made := Range.of(p.grad)) is not None
-        ]
-        Range.read(made for made, _, _ in summed)
-        for made, place, name in summed:
-            if not made.is_finite:
-                micro = self._window.micro
-                text = (
-                    f"gradient of parameter {name} of {place}, micro-batch {micro}: "
-                    f"{in_words(made.values)} when it was summed, over micro-batches or ranks; "
-                    "what was seen here to go into it is finite"
-                )
-                return Origin("parameter", place.name, place.cls, micro, None, None, text)
-        return None
+    def _places(self) -> Iterator[tuple[Place, str, Tensor]]:
+        for p, (place, name, _) in list(self._parameters.items()):
+            yield place, name, p
 
     # Called by hooks.
 
@@ -300,6 +294,37 @@ class OverflowFinder:
             hook: Any = Hook(self, "add_gradient", seen.uses)
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
         return seen.uses
+
+
+def place_of(name: str, module: nn.Module, model: nn.Module) -> Place:
+    """What is told of ``module``, which the model knows by this name."""
+    return Place(
+        name,
+        type(module).__name__,
+        type(model).__name__,
+        weakref.ref(module),
+        is_leaf=next(module.children(), None) is None,
+        has_code=getattr(type(module), "forward", None) is not nn.Sequential.forward,
+    )
+
+
+def search_sums(parameters: Iterable[tuple[Place, str, Tensor]], micro: int) -> Origin | None:
+    """Where every part was finite: a sum over micro-batches or ranks may not be. Synchronises."""
+    summed = [
+        (made, place, name)
+        for place, name, p in parameters
+        if p.grad is not None and (made := Range.of(p.grad)) is not None
+    ]
+    Range.read(made for made, _, _ in summed)
+    for made, place, name in summed:
+        if not made.is_finite:
+            text = (
+                f"gradient of parameter {name} of {place}, micro-batch {micro}: "
+                f"{in_words(made.values)} when it was summed, over micro-batches or ranks; "
+                "what was seen here to go into it is finite"
+            )
+            return Origin("parameter", place.name, place.cls, micro, None, None, text)
+    return None
 
 
 def _is_in_backward() -> bool:

@@ -29,6 +29,8 @@ def inert() -> tuple[Callable[..., Any], tuple[Any, ...]]:
 class Hook:
     """Calls ``listener.method(*about, *what the hook is given)``, while the listener lives."""
 
+    __torch_unserializable__ = True  # a tensor is saved without its hooks, and without a warning
+
     def __init__(self, listener: Any, method: str, *about: Any) -> None:
         self._listener, self._method, self._about = weakref.ref(listener), method, about
 

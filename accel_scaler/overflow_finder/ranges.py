@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -97,6 +98,35 @@ def tensors_in(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str
         items = ((f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value))
     for key, item in items:
         yield from tensors_in(item, f"{path}.{key}" if path else str(key), depth + 1)
+
+
+def with_tensors(value: Any, change: Callable[[Tensor], Any], depth: int = 0) -> Any:
+    """``value``, with ``change(tensor)`` in the place of every tensor that :func:`tensors_in`
+    finds; containers are copied, all else is the same object."""
+    if issubclass(type(value), torch._C.TensorBase):
+        return change(value)
+    if depth >= DEEPEST:
+        return value
+
+    def inner(item: Any) -> Any:
+        return with_tensors(item, change, depth + 1)
+
+    if isinstance(value, (list, tuple)):
+        items = list(map(inner, value))
+        if hasattr(value, "_fields"):
+            return type(value)(*items)
+        return type(value)(items)
+    if isinstance(value, Mapping):
+        changed: Any = copy.copy(value)
+        for key, item in value.items():
+            changed[key] = inner(item)
+        return changed
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changed = copy.copy(value)
+        for each in dataclasses.fields(value):
+            object.__setattr__(changed, each.name, inner(getattr(value, each.name, None)))
+        return changed
+    return value
 
 
 def joined(ranges: Iterable[Range]) -> Pair:

@@ -6,7 +6,13 @@ that is known from the first backward to the update of the scale. The folder kno
 no file and no step mode; it has the only collectives of the package.
 """
 
-from .collectives import agree_on_overflow, is_sharded, reduce_partial_gradients, whole
+from .collectives import (
+    agree_on_overflow,
+    gather_objects,
+    is_sharded,
+    reduce_partial_gradients,
+    whole,
+)
 from .fused_call import call_fused, nothing_found
 from .grad_norms import GradNorm
 from .grad_scaler import GradScaler
@@ -62,6 +68,7 @@ __all__ = [
     "clip_coefficient",
     "count_nonfinite",
     "first_nonfinite",
+    "gather_objects",
     "gradients_of",
     "is_power_of_two",
     "is_sharded",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 def is_sharded(parameters: Iterable[Any]) -> bool:
@@ -48,6 +51,20 @@ def agree_on_overflow(found_inf: bool, device: torch.device, sharded: bool) -> b
     flag = torch.full((), float(found_inf), dtype=torch.float32, device=device)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     return bool(flag)
+
+
+def gather_objects(value: T, device: torch.device) -> list[T]:
+    """``value`` of every rank, in their order. Small, and of a kind that is pickled.
+
+    Args:
+        device: where the process group communicates.
+
+    Synchronises with the device and with the other ranks.
+    """
+    answers: list[Any] = [None] * dist.get_world_size()
+    with torch.get_device_module(device.type).device(device) if device.index else nullcontext():
+        dist.all_gather_object(answers, value)
+    return answers
 
 
 def whole(t: Any) -> Tensor:

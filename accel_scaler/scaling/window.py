@@ -14,6 +14,7 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.optim import Optimizer
 
 from ..errors import OrderError
+from ..overflow_finder import Origin
 from .grad_norms import GradNorms
 from .gradients import differ, kept, local, make_own, nonzero, parameters_of, reciprocal
 from .update_rule import ScaleState
@@ -243,6 +244,8 @@ class Window:
         self.before: ScaleState | None = None
         """Set when the boundary has updated the scale: where the update started from."""
         self.found_inf = False
+        self.origin: Origin | None = None
+        """Where its overflow began, once somebody knows."""
         self.follows_overflow = False
         """The window before was given up for an overflow."""
         self.sealed = False

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
-from math import isfinite
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from torch.optim import Optimizer
 
 from ..config import ScalerConfig
 from ..optimizer_step import Observer, StepTiming
-from ..overflow_finder import OverflowFinder
 from ..scaling import (
     GradScaler,
     Window,
@@ -49,7 +47,6 @@ class Recorder(Observer):
     Args:
         scaler: whose windows these are.
         journal: the telemetry file; None: records in memory, without norms of each parameter.
-        finder: of the module where an overflow begins.
         underflow_interval: windows between two counts of float16 underflow.
     """
 
@@ -57,10 +54,9 @@ class Recorder(Observer):
         self,
         scaler: GradScaler,
         journal: Journal | None = None,
-        finder: OverflowFinder | None = None,
         underflow_interval: int = 100,
     ) -> None:
-        self.scaler, self.journal, self.finder = scaler, journal, finder
+        self.scaler, self.journal = scaler, journal
         self.wants_norms = self.wants_each_norm = self.wants_shown_errors = journal is not None
         self.history = History()
         self.timeline = None if journal is None else Timeline()
@@ -82,7 +78,7 @@ class Recorder(Observer):
         return nullcontext() if self.timeline is None else self.timeline.span(kind)
 
     def watch(self, prepared: Module, inner: Module) -> None:
-        """Note when a model runs forward, and where in it an overflow begins.
+        """Note when a model runs forward.
 
         Args:
             prepared: what the training loop calls.
@@ -91,13 +87,6 @@ class Recorder(Observer):
         self.scaler.parameter_names.add_module(inner)
         if self.timeline is not None:
             self.timeline.watch(prepared)
-        if self.finder is not None:
-            self.finder.watch(inner)
-
-    def before_backward(self, loss: Tensor) -> None:
-        """A backward from this unscaled loss is about to start."""
-        if self.finder is not None:
-            self.finder.note_loss(loss)
 
     def before_update(self, optimizer: Optimizer, window: Window) -> None:
         """Look at what the update will take away; the check has just waited for the device."""
@@ -149,8 +138,6 @@ class Recorder(Observer):
         if self.timeline is not None and self._open is not None:
             self.timeline.add("step", start)
             self._open.spans += self.timeline.take()
-        if self.finder is not None:
-            self.finder.end_window()
 
     def _details(
         self, optimizer: Optimizer, window: Window, found_inf: bool, before: Record | None
@@ -159,9 +146,7 @@ class Recorder(Observer):
         details: dict[str, Any] = {}
         if before is not None:
             details = {"nonfinite": before.nonfinite, "loss_nonfinite": before.loss_nonfinite}
-            details["first"] = before.first
-        if found_inf and self.finder is not None and details.get("first") is None:
-            details["first"] = self._find(window.index)
+        details["first"] = None if window.origin is None else window.origin.as_json()
         if not self.wants_each_norm:
             return details
         if found_inf:
@@ -178,18 +163,6 @@ class Recorder(Observer):
             self._table.numbers_of(parameters_of(optimizer), optimizer)
         details["names"] = self._table.known.names
         return details
-
-    def _find(self, index: int) -> dict[str, Any] | None:
-        """Where the overflow began; said at once too, for those without a file."""
-        found = None if self.finder is None else self.finder.find()
-        if found is None:
-            return None
-        evidence = self.scaler.overflow_streak.evidence
-        evidence.first = found.text + ". "
-        made = found.where == "forward" and found.input and all(map(isfinite, found.input))
-        evidence.module = f"{found.module or 'the model'} ({found.cls})" if made else ""
-        logger.warning("window %d overflowed: %s", index, found.text)
-        return found.as_json()
 
     def _warn(self, record: Record) -> None:
         if record.next_scale < 1.0 and not self._told_low:
@@ -272,8 +245,6 @@ class Recorder(Observer):
             self._finish()
         if self.timeline is not None:
             self.timeline.close()
-        if self.finder is not None:
-            self.finder.close()
 
 
 def _lr(group: dict[str, Any]) -> float | None:
@@ -297,7 +268,6 @@ def make_recorder(scaler: GradScaler, config: ScalerConfig, facts: dict[str, Any
     if path is not None and (facts["rank"] == 0 or RANK in path):
         own = {"package": __version__, "torch": torch.__version__, "settings": asdict(config)}
         journal = Journal(path.replace(RANK, str(facts["rank"])), {**facts, **own})
-    finder = OverflowFinder() if config.find_overflow else None
-    recorder = Recorder(scaler, journal, finder, config.underflow_interval)
+    recorder = Recorder(scaler, journal, config.underflow_interval)
     recorder.wants_norms = path is not None
     return recorder

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from ..overflow_finder import Hook
+from ..overflow_finder import Hook, is_replaying
 from .record import Span
 
 MOST_SPANS = 256
@@ -69,7 +69,8 @@ class Timeline:
 
     def forward_begins(self, starts: list[float], *_: Any) -> None:
         """Note when; one that failed before is forgotten."""
-        starts[:] = [time.perf_counter()] if torch.is_grad_enabled() else []
+        is_training = torch.is_grad_enabled() and not is_replaying()
+        starts[:] = [time.perf_counter()] if is_training else []
 
     def forward_ends(self, starts: list[float], *_: Any) -> None:
         """A training forward is a span."""

@@ -6,6 +6,7 @@ versions installed, and walks the package, the recipes and the benchmarks for na
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
@@ -73,6 +74,16 @@ def flattened() -> Any:
 def compiled() -> Any:
     """A function given to torch.compile."""
     return torch.compile(lambda x: x)
+
+
+def compiled_module() -> Any:
+    """A module given to torch.compile."""
+    return torch.compile(nn.Linear(1, 1))
+
+
+def named_tuple() -> Any:
+    """A namedtuple."""
+    return namedtuple("Pair", "a b")(1, 2)
 
 
 def launch_parser() -> Any:
@@ -172,6 +183,7 @@ PRIVATE: dict[str, dict[str | Callable[[], Any], tuple[str, ...]]] = {
         fsdp_state: ("_states_to_forward_prefetch",),
         replica: ("_is_replica",),
         flattened: ("_fsdp_flattened",),
+        compiled_module: ("_orig_mod",),
         compiled: ("_torchdynamo_orig_callable",),
         operator: ("_op_dk",),
     },
@@ -183,6 +195,7 @@ PRIVATE: dict[str, dict[str | Callable[[], Any], tuple[str, ...]]] = {
         "accelerate.commands.launch": ("_validate_launch_command",),
     },
     "transformers": {"transformers.Trainer": ("_save_checkpoint", "_get_output_dir")},
+    "collections": {named_tuple: ("_fields",)},
     "argparse": {launch_parser: ("_action_groups", "_actions")},
 }
 """By library: at a dotted path, or on what is returned, which the docstring describes."""

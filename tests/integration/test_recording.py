@@ -220,7 +220,7 @@ def test_where_it_began_is_looked_for_once_a_window_and_only_after_an_overflow(
     path, hot, fine = tmp_path / "run.jsonl", Hot(), mlp()
     with attached(path, find_overflow=True) as accelerator:
         pairs = [prepared(accelerator, model) for model in (hot, fine)]
-        finder, looks = accelerator._attachment.recorder.finder, []
+        finder, looks = accelerator._attachment.explainer.finder, []
         find = finder.find
         monkeypatch.setattr(finder, "find", lambda: looks.append(1) or find())
         for factor in (1.0, 1e7):

@@ -58,7 +58,9 @@ VALUES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
         ("", "  ", "None", 1, True, Path("a"), "a\0b"),
     ),
     "underflow_interval": ((1, 100), (*NO_COUNT, None)),
-    "find_overflow": ((True, False), NO_SWITCH),
+    "find_overflow": (("auto", "replay", "always", "off"), (1, 0, "", "true", None, "ALWAYS")),
+    "heal": ((True, False), NO_SWITCH),
+    "save_overflow": ((None, "out/overflows"), ("", "None", 1, True, Path("a"), "a\0b")),
 }
 
 

@@ -1,0 +1,363 @@
+"""A window is run again after it has overflowed, to see in which module that began.
+
+Nothing of it stays: it runs on other parameter objects with the same memory, on copies of the
+buffers, with the random numbers of that time, and all that it touches is put back afterwards.
+Sharded models (FSDP2) run on their own parameters, whose gradients are put aside.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import operator
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from .finder import OverflowFinder, place_of, search_sums
+from .random_state import RandomState
+from .ranges import Range, in_words, tensors_in, with_tensors
+from .recording import ForwardCall, Kept, OutputGradient, WindowRecording, as_replay
+from .search import Origin
+from .trace import Place
+
+MOST_DIFFERENCES = 3
+"""Named of a replay that gave something else."""
+
+CONTAINERS = (list, dict, set, collections.OrderedDict, collections.deque)
+"""Attributes of modules whose contents are put back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What a second run of a window has shown."""
+
+    origin: Origin | None
+    """Where the overflow began; None: nothing was inf or NaN."""
+    nonfinite: frozenset[str]
+    """Names of the parameters whose gradients were inf or NaN in some micro-batch."""
+    differences: tuple[str, ...]
+    """What was not as it had been; none: it is the same window, bit for bit as far as is known."""
+    seconds: float
+
+    @property
+    def is_finite(self) -> bool:
+        """Nothing overflowed."""
+        return self.origin is None and not self.nonfinite
+
+
+def obstacle(recording: WindowRecording) -> str:
+    """Why the window cannot be run again, and what helps; "": it can. Does not synchronise."""
+    hint = "find_overflow='always' watches modules while they run"
+    if recording.left_out:
+        return f"a forward was not kept: {recording.left_out}; {hint}"
+    if not recording.calls:
+        return f"no forward of a prepared model, with gradients, was seen in it; {hint}"
+    for call in recording.calls:
+        if call.model.module() is None:
+            return "a model that ran in it is gone"
+        for kept in call.inputs:
+            if kept.change:
+                return f"input {kept.path} of a forward is not what it was: {kept.change}; {hint}"
+        for grad in call.grads:
+            if grad.has_graph:
+                return f"a gradient was differentiated itself (create_graph=True); {hint}"
+            if grad.kept.change:
+                return f"the {grad.kept.path} is not what it was: {grad.kept.change}; {hint}"
+    return ""
+
+
+def run_again(
+    recording: WindowRecording,
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    factor: float = 1.0,
+    stops: bool = True,
+) -> Replay:
+    """Run the window again, watched, until something is inf or NaN; leave no trace.
+
+    Synchronises with the device once a micro-batch, and once more for the search.
+
+    Args:
+        recording: one without an :func:`obstacle`.
+        around: entered around each backward, as the training loop does.
+        factor: what the gradients of the outputs are multiplied by: another scale.
+        stops: False: every micro-batch is run, whatever was found (ranks that communicate).
+
+    Raises:
+        Whatever the model raises; all is put back then, too.
+    """
+    start = time.perf_counter()
+    calls = sorted(recording.calls, key=lambda call: call.order)
+    models = list(dict.fromkeys(m for c in calls if (m := c.model.module()) is not None))
+    run = _Run(recording, around, factor)
+    with (
+        torch.inference_mode(False),
+        as_replay(),
+        untouched(models, calls[0].model.device),
+        torch.compiler.set_stance("force_eager"),
+        _watched(models) as finder,
+    ):
+        for micro in _micro_batches(recording, calls):
+            run.micro_batch(finder, micro)
+            if stops and finder.nonfinite_parameters():
+                break
+        nonfinite, origin = finder.nonfinite_parameters(), finder.find()
+    if origin is None and not nonfinite:
+        origin = search_sums(_places(models), max(recording.backwards - 1, 0))
+    return Replay(origin, frozenset(nonfinite), tuple(run.differences), time.perf_counter() - start)
+
+
+def _places(models: Iterable[Module]) -> Iterator[tuple[Place, str, Tensor]]:
+    for model in models:
+        for name, p in Module.named_parameters(model):
+            module, _, own = name.rpartition(".")
+            yield place_of(module, model.get_submodule(module), model), own, p
+
+
+MicroBatch = tuple[int, list[ForwardCall], list[tuple[ForwardCall, OutputGradient]]]
+
+
+def _micro_batches(recording: WindowRecording, calls: list[ForwardCall]) -> Iterator[MicroBatch]:
+    """``(number, forwards, gradients)``: what ran up to one backward, and came in it."""
+    done: set[int] = set()
+    for backward in range(max(recording.backwards, 1)):
+        is_last = backward + 1 >= recording.backwards
+        grads = [(c, g) for c in calls for g in c.grads if g.backward == backward]
+        wanted = {id(call) for call, _ in grads}
+        forwards = [
+            call
+            for call in calls
+            if id(call) not in done and (id(call) in wanted or (is_last and not call.grads))
+        ]
+        done.update(map(id, forwards))
+        yield backward, forwards, grads
+
+
+class _Run:
+    """One run of a window again."""
+
+    def __init__(
+        self,
+        recording: WindowRecording,
+        around: Callable[[], AbstractContextManager[None]],
+        factor: float,
+    ) -> None:
+        self.recording, self.around, self.factor = recording, around, factor
+        self.differences: list[str] = []
+        self._outputs: dict[ForwardCall, list[Tensor]] = {}
+
+    def micro_batch(self, finder: OverflowFinder, micro: MicroBatch) -> None:
+        """Forwards, then one backward."""
+        number, forwards, grads = micro
+        for call in forwards:
+            self._outputs[call] = self._forward(call)
+        for loss in self.recording.losses[number : number + 1]:
+            finder.note_loss(loss.tensor)
+        if not grads:
+            return
+        last = {id(call): max(g.backward for g in call.grads) for call, _ in grads}
+        stays = any(last[id(call)] > number for call, _ in grads)
+        roots, seeds, handles = [], [], []
+        for call, grad in grads:
+            outputs = self._outputs[call]
+            if grad.output >= len(outputs) or not outputs[grad.output].requires_grad:
+                self._differs(f"output {grad.output} takes no gradient")
+                continue
+            root = outputs[grad.output]
+            seed = grad.kept.tensor if self.factor == 1.0 else grad.kept.tensor * self.factor
+            # All that came to it, whatever comes again from another output that was made of it.
+            replaces: Any = partial(_replaced, seed)
+            handles.append(root.register_hook(replaces))  # type: ignore[no-untyped-call]
+            roots.append(root)
+            seeds.append(seed)
+        try:
+            with self.around():
+                torch.autograd.backward(roots, seeds, retain_graph=stays)
+        finally:
+            for handle in handles:
+                handle.remove()
+        if not stays:
+            for call, _ in grads:
+                self._outputs.pop(call, None)
+
+    def _forward(self, call: ForwardCall) -> list[Tensor]:
+        model = call.model.module()
+        assert model is not None
+        if model.training != call.is_training:
+            self._differs(f"the model is in {'train' if model.training else 'eval'}() mode now")
+        requires = {id(kept.tensor) for kept in call.inputs if kept.requires_grad}
+        args, kwargs = with_tensors(
+            (call.args, call.kwargs),
+            lambda t: t.detach().requires_grad_() if id(t) in requires else t,
+        )
+        call.random.put_back()
+        with ExitStack() as stack:
+            for kind, enabled, dtype in call.autocast:
+                stack.enter_context(
+                    torch.autocast(
+                        kind, dtype=dtype, enabled=enabled, cache_enabled=call.cache_enabled
+                    )
+                )
+            stack.enter_context(torch.enable_grad())
+            model(*args, **kwargs)
+        outputs = [tensor for _, tensor in tensors_in(self.recording.last_outputs)]
+        self.recording.last_outputs = None
+        for number, kept in call.outputs.items():
+            self._compare(kept, outputs[number] if number < len(outputs) else None)
+        return outputs
+
+    def _compare(self, before: Kept, now: Tensor | None) -> None:
+        if before.change:
+            return  # its owner went on working with it
+        if now is None or now.shape != before.tensor.shape or now.dtype != before.tensor.dtype:
+            self._differs(f"output {before.path or '0'} has another shape or dtype")
+            return
+        was, now = before.tensor.detach(), now.detach()
+        if was.layout is not torch.strided or was.is_quantized or hasattr(was, "to_local"):
+            return
+        same = (was == now) | ((was != was) & (now != now))
+        if not bool(same.all()):
+            first, second = (in_words(_range_of(each)) for each in (was, now))
+            self._differs(f"output {before.path or '0'} was {first}, is {second}")
+
+    def _differs(self, text: str) -> None:
+        if len(self.differences) < MOST_DIFFERENCES and text not in self.differences:
+            self.differences.append(text)
+
+
+def _range_of(tensor: Tensor) -> tuple[float, float] | None:
+    made = Range.of(tensor)
+    if made is None:
+        return None
+    Range.read([made])
+    return made.values
+
+
+def _replaced(seed: Tensor, _: Tensor) -> Tensor:
+    return seed
+
+
+@contextmanager
+def _watched(models: Iterable[Module]) -> Iterator[OverflowFinder]:
+    finder = OverflowFinder(is_eager=True)
+    try:
+        for model in models:
+            finder.watch(model)
+        yield finder
+    finally:
+        finder.close()
+
+
+@contextmanager
+def untouched(models: Iterable[Module], device: torch.device) -> Iterator[None]:
+    """Within the block the models may be run; afterwards all is as it was.
+
+    Parameters, gradients, buffers, modes, hooks, attributes of the modules and random numbers.
+    """
+    random, states = RandomState.now(device), list(map(_ModelState, models))
+    try:
+        for state in states:
+            state.put_aside()
+        yield
+    finally:
+        for state in reversed(states):
+            state.put_back()
+        random.put_back()
+
+
+class _ModelState:
+    """A model's modules as they were, attribute by attribute."""
+
+    def __init__(self, model: Module) -> None:
+        self._modules = list(model.modules())
+        self._attributes = [dict(vars(module)) for module in self._modules]
+        self._contents = [
+            {name: copy.copy(value) for name, value in own.items() if type(value) in CONTAINERS}
+            for own in self._attributes
+        ]
+        self._is_sharded = any(map(_is_fsdp2, self._modules))
+        self._grads = [(p, p.grad) for p in Module.parameters(model) if p.requires_grad]
+
+    def put_aside(self) -> None:
+        """Other parameters with the same memory, and copies of what a forward may write to."""
+        for p, _ in self._grads:
+            p.grad = None
+        others: dict[int, Tensor] = {}
+        if not self._is_sharded:  # it gathers its own
+            others = {id(p): _alias(p) for p, _ in self._grads}
+        for module, own in zip(self._modules, self._attributes, strict=True):
+            for name, value in own.items():
+                if type(value) in (list, dict, collections.OrderedDict):
+                    _swap(value, others)
+                elif isinstance(value, Tensor) and not value.requires_grad:
+                    vars(module)[name] = others.setdefault(id(value), value.clone())
+            for name, buffer in module._buffers.items():
+                if buffer is not None and not buffer.requires_grad:
+                    module._buffers[name] = others.setdefault(id(buffer), buffer.clone())
+
+    def put_back(self) -> None:
+        """Everything as it was."""
+        for module, own, contents in zip(
+            self._modules, self._attributes, self._contents, strict=True
+        ):
+            now = vars(module)
+            for name in now.keys() - own.keys():
+                del now[name]
+            for name, value in own.items():
+                if now.get(name) is not value:
+                    now[name] = value
+            for name, content in contents.items():
+                _refill(own[name], content)
+        for p, grad in self._grads:
+            p.grad = grad
+
+
+def _alias(p: Tensor) -> Parameter:
+    """Another leaf with the same memory, whose gradient goes as soon as it has been looked at."""
+    alias = Parameter(p.detach())
+    vars(alias).update(vars(p))
+    if getattr(p, "grad_dtype", p.dtype) is not p.dtype:
+        alias.grad_dtype = p.grad_dtype
+    alias.register_post_accumulate_grad_hook(_drop)  # type: ignore[no-untyped-call]
+    return alias
+
+
+def _drop(p: Tensor) -> None:
+    p.grad = None
+
+
+def _swap(container: Any, others: dict[int, Tensor]) -> None:
+    """Put the other parameters where theirs are."""
+    items = enumerate(container) if isinstance(container, list) else list(container.items())
+    for key, value in items:
+        if id(value) in others:
+            container[key] = others[id(value)]
+
+
+def _refill(container: Any, content: Any) -> None:
+    """Its contents again, if they have changed."""
+    if isinstance(container, dict):
+        same = list(container) == list(content) and all(
+            container[key] is content[key] for key in content
+        )
+    elif isinstance(container, set):
+        same = container == content
+    else:
+        same = len(container) == len(content) and all(map(operator.is_, container, content))
+    if not same:
+        container.clear()
+        (container.extend if hasattr(container, "extend") else container.update)(content)
+
+
+def _is_fsdp2(module: Module) -> bool:
+    # To import it takes a second; who has such a module has imported it.
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)

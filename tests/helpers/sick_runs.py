@@ -1,0 +1,114 @@
+"""Runs of the recipes' sick models: in fp32, in fp16, in fp16 with modules kept in fp32 by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from recipe_support import RECIPES
+from support import reset
+from torch import Tensor, nn
+
+from accel_scaler import ScalerConfig, attach
+
+sys.path.insert(0, str(RECIPES))
+try:
+    from sick_models import HEALTHY, NO_MODULE, SICK
+finally:
+    sys.path.remove(str(RECIPES))
+
+__all__ = ["HEALTHY", "NO_MODULE", "SICK", "SickRun", "close", "few", "share", "train"]
+
+HELD_OUT = 1 << 20  # a seed that no training uses
+
+
+@dataclass
+class SickRun:
+    """What became of one run."""
+
+    before: float
+    after: float
+    """Held-out loss, computed in fp32."""
+    skips: int
+    records: Any
+    """The scaler's history."""
+    model: nn.Module
+    """With the weights of the end, in fp32."""
+    accelerator: Any
+
+
+def train(sick: Any, precision: str = "fp16", *, by_hand: Any = (), **settings: Any) -> SickRun:
+    """Train a sick model from its start; ``by_hand``: names of the modules kept in fp32."""
+    reset()
+    accelerator: Any = Accelerator(
+        cpu=True, mixed_precision=precision, gradient_accumulation_steps=sick.accumulate
+    )
+    if precision == "fp16":
+        attach(accelerator, ScalerConfig(init_scale=sick.init_scale, **settings))
+    model = sick.make()
+    for name in by_hand:
+        keep_in_fp32(model.get_submodule(name))
+    start = held_out_loss(sick, sick.make())
+    optimizer = sick.optimizer(model.parameters(), lr=sick.lr)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    batches = sick.batches(0)
+    for _ in range(sick.steps * sick.accumulate):
+        batch = next(batches)
+        if precision == "no" and any(each.isnan().any() for each in batch.values()):
+            continue  # nothing would skip it
+        in_autocast = accelerator.autocast() if sick.loss_in_autocast else contextlib.nullcontext()
+        with accelerator.accumulate(model):
+            with in_autocast:
+                loss = sick.loss(model, batch)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    judge = sick.make()
+    judge.load_state_dict(accelerator.get_state_dict(model))
+    history = accelerator.scaler_history if precision == "fp16" else None
+    after = held_out_loss(sick, judge)
+    return SickRun(start, after, history.skips if history else 0, history, judge, accelerator)
+
+
+def held_out_loss(sick: Any, model: nn.Module) -> float:
+    """Mean loss in fp32 of a model in evaluation, on batches that no training saw."""
+    model.eval()
+    batches = sick.batches(HELD_OUT)
+    return sum(sick.loss(model, next(batches)).item() for _ in range(8)) / 8
+
+
+def close(run: SickRun, reference: SickRun) -> bool:
+    """Within 1 per cent; False for NaN."""
+    return abs(run.after - reference.after) <= 0.01 * abs(reference.after)
+
+
+def few(sick: Any, steps: int) -> Any:
+    """The same for a few steps."""
+    return replace(sick, steps=steps)
+
+
+def share(sick: Any, names: Any) -> float:
+    """Share of the model's parameters that these modules hold."""
+    model = sick.make()
+    held = {p for name in names for p in model.get_submodule(name).parameters()}
+    return sum(p.numel() for p in held) / sum(p.numel() for p in model.parameters())
+
+
+def keep_in_fp32(module: nn.Module) -> None:
+    """The cure by hand."""
+    forward = module.forward
+
+    def wide(value: Any) -> Any:
+        return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    @wraps(forward)
+    def in_fp32(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            return forward(*map(wide, args), **{key: wide(v) for key, v in kwargs.items()})
+
+    module.forward = in_fp32  # type: ignore[method-assign]

@@ -13,6 +13,7 @@ from math import sqrt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import T5Config, T5ForConditionalGeneration
 
 Batch = dict[str, Tensor]
@@ -151,8 +152,11 @@ class Residual(nn.Module):
 class Language(nn.Module):
     """Says the next word. One of its layers is what the caller gives."""
 
-    def __init__(self, layer: nn.Module, embed: nn.Module | None = None) -> None:
+    def __init__(
+        self, layer: nn.Module, embed: nn.Module | None = None, checkpoints: bool = False
+    ) -> None:
         super().__init__()
+        self.checkpoints = checkpoints
         self.embed = embed or nn.Embedding(WORDS, WIDTH)
         self.norm = nn.LayerNorm(WIDTH)
         self.layers = nn.ModuleList([Residual(each) for each in (Mlp(), layer, Mlp())])
@@ -164,7 +168,11 @@ class Language(nn.Module):
         """Return the mean loss where there are labels, else the scores of the words."""
         x = self.norm(self.embed(tokens))
         for number, layer in enumerate(self.layers):
-            x = layer(x, padding=padding) if number == 1 and padding is not None else layer(x)
+            given = {"padding": padding} if number == 1 and padding is not None else {}
+            if self.checkpoints and self.training:
+                x = checkpoint(layer, x, use_reentrant=False, **given)
+            else:
+                x = layer(x, **given)
         scores = self.head(x)
         return scores if labels is None else next_word(scores, labels)
 
@@ -229,7 +237,6 @@ def t5_feed_forward() -> nn.Module:
     feed_forward = model.encoder.block[1].layer[1].DenseReluDense
     enlarge(feed_forward.wi, 1000)
     enlarge(feed_forward.wo, 300)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
 
 
@@ -590,7 +597,7 @@ TWELVE = [
     SickModel(
         name="rms_norm",
         about="a gated RMS norm in fp16",
-        make=language(Gated),
+        make=seeded(lambda: Language(Gated(), checkpoints=True)),
         batches=texts,
         loss=own_loss,
         cure=("layers.1.layer.norm",),

@@ -88,4 +88,4 @@ def test_the_models_cover_the_ways_to_train() -> None:
     assert {each.loss_in_model for each in everyone} == {True, False}
     assert {each.optimizer for each in everyone} == {torch.optim.AdamW, torch.optim.SGD}
     assert any(each.accumulate > 1 for each in everyone)
-    assert any(getattr(each.make(), "is_gradient_checkpointing", False) for each in everyone)
+    assert any(getattr(each.make(), "checkpoints", False) for each in everyone)

@@ -226,7 +226,8 @@ class ScalerConfig:
     underflow_interval: int = setting(
         100,
         COUNT,
-        "With telemetry: windows between two counts of zero and subnormal float16 gradients.",
+        "With telemetry: windows between two looks at how much of float16's range gradients take: "
+        "the largest against 65504, zeros, subnormals.",
     )
     find_overflow: Literal["auto", "replay", "always", "off"] = setting(
         "auto",

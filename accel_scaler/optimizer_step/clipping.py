@@ -101,6 +101,7 @@ class Clipping:
 
     def clip_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
         """Unscale what owns ``parameters``, clip each element to ``[-clip_value, clip_value]``."""
+        self.scaler.window.clipped_values = True
         if not self.scaler.is_enabled():
             if parameters:
                 torch.nn.utils.clip_grad_value_(parameters, clip_value)

@@ -241,6 +241,8 @@ class Window:
         """``id`` of parameters whose gradients a boundary has unscaled in place."""
         self.grad_norms = GradNorms()
         """Norms that were taken of its gradients."""
+        self.clipped_values = False
+        """Elements of some gradients were clipped: how large they were is not known."""
         self.before: ScaleState | None = None
         """Set when the boundary has updated the scale: where the update started from."""
         self.found_inf = False

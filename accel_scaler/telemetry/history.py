@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import replace
 from typing import Any
 
+from .gradient_range import headroom
 from .record import Record
 
 KEPT_RECORDS = 4096
@@ -28,6 +29,22 @@ class History:
 
     healed: tuple[str, ...] = ()
     """Modules that ``heal`` has put into float32, in order."""
+    largest_unscaled: float | None = None
+    """``Record.largest_gradient`` of the last window that was measured, unscaled."""
+
+    @property
+    def headroom(self) -> float | None:
+        """How often the present scale can be doubled before the largest gradient of the last
+        window that was measured overflows; a negative number says that float32 has added it up.
+        None: nothing was measured. Only with ``telemetry``."""
+        if self.largest_unscaled is None or not self.records:
+            return None
+        return headroom(self.largest_unscaled * self.records[-1].next_scale)
+
+    def note_largest(self, largest: float | None, scale: float) -> None:
+        """The largest scaled gradient of a window with this scale; None: not known."""
+        if largest is not None and scale > 0:
+            self.largest_unscaled = largest / scale
 
     def add(self, record: Record) -> None:
         """Append the record of a window, or amend it when its index is the last one's."""
@@ -102,6 +119,7 @@ class History:
             "scaler/skips": self.skips,
             "scaler/grad_norm": last.grad_norm,
             "scaler/clip_coefficient": last.clip_coefficient,
+            "scaler/headroom": self.headroom,
         }
         return {k: v for k, v in found.items() if v is not None and math.isfinite(v)}
 

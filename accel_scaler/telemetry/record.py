@@ -72,8 +72,9 @@ class Record:
     """``(index in names, non-finite elements)`` of every offender. Only with ``telemetry``; kept
     for the last windows."""
     underflow: tuple[tuple[int, float, float], ...] = ()
-    """``(index in names, share of zeros, share of subnormals)`` of float16 gradients; kept for the
-    last windows."""
+    """``(index in names, share of zeros, share of subnormals)`` of each scaled gradient, as float16
+    numbers: of float16 gradients, and of the float32 ones of fp16 training. Only with
+    ``telemetry``, once every ``underflow_interval`` windows; kept for the last windows."""
     first: dict[str, Any] | None = None
     """Where the overflow began. Only with ``find_overflow``."""
     time: float = 0.0
@@ -92,6 +93,13 @@ class Record:
     nothing was shown. None where nothing was, or nothing moved. Only with ``telemetry``."""
     healed: tuple[str, ...] = ()
     """Modules that run in float32 from the next window on, found by ``heal``."""
+    largest_gradient: float | None = None
+    """The largest magnitude of an element of the gradients that ``underflow`` counts, scaled,
+    before clipping; float16 ends at 65504. Of parameters alone: gradients of activations may be
+    larger. On this rank, after micro-batches were added up and ranks averaged; None where it was
+    not measured, or elements were clipped. Above 65504 where float32 added them up."""
+    zero_share: float | None = None
+    """The share of zeros among all these elements (sparse gradients left out)."""
 
     def __setstate__(self, state: list[Any]) -> None:
         """From a pickle, of an earlier version too, which had fewer fields: new ones come last."""
@@ -308,6 +316,14 @@ FIELDS = (
     Field("delay_compensation", "delay_compensation", _texts, list, absent=()),
     Field("preview_error", "preview_error", _number, _finite_or_text, absent=None),
     Field("healed", "healed", _texts, list, absent=()),
+    Field("largest_gradient", "largest_gradient", _maybe(_amount), absent=None),
+    Field(
+        "zero_share",
+        "zero_share",
+        _maybe(_amount),
+        lambda share: round(share, 6),
+        absent=None,
+    ),
     Field("spans", "spans", _spans, _write_spans, absent=()),
 )
 """In the order of the line; ``norms`` come last."""

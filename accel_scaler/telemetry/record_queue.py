@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..optimizer_step import StepTiming
+from .gradient_range import RangeTotals
 from .preview_watch import PreviewWatch
 from .record import Names, Record, Span
 from .writer import Journal
@@ -35,7 +36,7 @@ class OpenRecord:
     timings: list[StepTiming] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     """Of the training thread."""
-    underflow: tuple[tuple[int, float, float], ...] = ()
+    range: RangeTotals = field(default_factory=RangeTotals)
     _is_closed: bool = False
 
     @property
@@ -56,7 +57,9 @@ class OpenRecord:
         waited = sum(t.busy if t.inline else sum(wait[1] for wait in t.waits) for t in timings)
         self.record = replace(
             self.record,
-            underflow=self.underflow,
+            underflow=self.range.underflow,
+            largest_gradient=self.range.largest,
+            zero_share=self.range.zero_share,
             optimizer_s=busy if timings else None,
             waited_s=min(waited, busy) if timings else None,
             delay_compensation=tuple(t.delay_compensation for t in timings if t.delay_compensation),

@@ -25,6 +25,7 @@ from ..scaling import (
     parameters_of,
 )
 from ..version import __version__
+from .gradient_range import Measure, measure
 from .history import History
 from .name_table import NameTable
 from .record import Record
@@ -37,9 +38,6 @@ logger = logging.getLogger("accel_scaler")
 RANK = "{rank}"
 """In a path: each rank writes its own file."""
 
-SMALLEST_NORMAL = 2.0**-14
-"""Of float16."""
-
 
 class Recorder(Observer):
     """Collects what happens in a window and puts it on record: in memory, and in a file if any.
@@ -47,7 +45,7 @@ class Recorder(Observer):
     Args:
         scaler: whose windows these are.
         journal: the telemetry file; None: records in memory, without norms of each parameter.
-        underflow_interval: windows between two counts of float16 underflow.
+        underflow_interval: windows between two looks at how much of float16's range gradients take.
     """
 
     def __init__(
@@ -65,7 +63,11 @@ class Recorder(Observer):
         self._queue = None if journal is None else RecordQueue(journal)
         self._open: OpenRecord | None = None
         """The window on record last, which another optimizer may join."""
-        self._counted: tuple[tuple[int, ...], Tensor] | None = None
+        self._measures: list[Measure] = []
+        """Of a window, whose numbers are read in a later one."""
+        self._measured_in = -1
+        """The window that was measured last."""
+        self._measures_from = 0
         self._healed: tuple[str, ...] = ()
         """Of the window that is being closed, which is not on record yet."""
         self._told_low = False
@@ -91,10 +93,10 @@ class Recorder(Observer):
     def before_update(self, optimizer: Optimizer, window: Window) -> None:
         """Look at what the update will take away; the check has just waited for the device."""
         window.grad_norms.fetch()
-        self._read_underflow()
-        counts = self.wants_each_norm and window.index % self.underflow_interval == 0
-        if counts and not window.record(optimizer).found_inf:
-            self._count_underflow(optimizer)
+        if self._measures and self._measures[0].window != window.index:
+            self._read_range()
+        if self.wants_each_norm and not window.record(optimizer).found_inf:
+            self._measure_range(optimizer, window)
 
     def optimizer_stepped(
         self, optimizer: Optimizer, window: Window, timing: StepTiming | None, start: float
@@ -192,32 +194,29 @@ class Recorder(Observer):
         open_record.record = replace(record, healed=record.healed + tuple(names))
         self.history.add(open_record.record)
 
-    def _count_underflow(self, optimizer: Optimizer) -> None:
-        """Of scaled float16 gradients: read by a later window, when the device is idle anyway."""
-        params = [
-            p
-            for p in parameters_of(optimizer)
-            if (grad := p.grad) is not None
-            and grad.dtype is torch.float16
-            and not grad.is_sparse
-            and grad.numel() > 0
-        ]
-        shares = []
-        for grad in gradients_of(params):
-            size = grad.abs()
-            zero = (size == 0).float().mean()
-            shares.append(torch.stack((zero, (size < SMALLEST_NORMAL).float().mean() - zero)))
-        if shares:
-            numbers = self._table.numbers_of(params, optimizer)
-            self._counted = (tuple(numbers), torch.stack(shares))
+    def _measure_range(self, optimizer: Optimizer, window: Window) -> None:
+        """Once every ``underflow_interval`` windows, in one that did not overflow. The numbers are
+        read in a later window, when the device is idle anyway."""
+        index = window.index
+        if index != self._measured_in:
+            if index < self._measures_from:
+                return
+            self._measured_in = index
+            self._measures_from = (index // self.underflow_interval + 1) * self.underflow_interval
+        params = [p for p in parameters_of(optimizer) if p.grad is not None]
+        numbers = self._table.numbers_of(params, optimizer)
+        closed_at = window.before
+        scale = closed_at.scale if closed_at is not None and self.scaler.is_enabled() else None
+        self._measures += measure(params, numbers, window, window.record(optimizer), scale)
 
-    def _read_underflow(self) -> None:
-        counted, self._counted = self._counted, None
-        if counted is not None and self._open is not None:
-            numbers, shares = counted
-            self._open.underflow += tuple(
-                (n, zero, low) for n, (zero, low) in zip(numbers, shares.tolist(), strict=True)
-            )
+    def _read_range(self) -> None:
+        measures, self._measures = self._measures, []
+        window = self._open
+        for each in measures:
+            # Of a window whose update failed there is no record.
+            if window is not None and each.window == window.record.index:
+                window.range.add(each)
+                self.history.note_largest(window.range.largest, window.record.scale)
 
     def _close_window(self) -> None:
         """The window on record last is over."""
@@ -231,7 +230,7 @@ class Recorder(Observer):
 
     def flush(self, error: str | None = None) -> None:
         """Write what is known of the last window now. ``error``: what ends the run."""
-        self._read_underflow()
+        self._read_range()
         self._close_window()
         self.scaler.window.grad_norms.forget()
         if self._queue is not None:

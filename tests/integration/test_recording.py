@@ -270,8 +270,8 @@ def test_healed_modules_stand_in_the_window_that_is_closed(
 # Underflow of float16 gradients.
 
 
-def test_shares_of_zeros_and_subnormals_of_float16_gradients(tmp_path: Path) -> None:
-    """Not of float32 ones, nor of those without elements; the last window's are written too."""
+def test_shares_of_zeros_and_subnormals(tmp_path: Path) -> None:
+    """Not of those without elements; the last window's are written too."""
     path, plain = tmp_path / "run.jsonl", Linear(4).half()
     values = torch.tensor([0.0, 2.0**-20, 2.0**-15, 1.0], dtype=torch.float16)
     plain.empty = nn.Parameter(torch.zeros(0, dtype=torch.float16))
@@ -285,9 +285,9 @@ def test_shares_of_zeros_and_subnormals_of_float16_gradients(tmp_path: Path) -> 
             optimizer.step()
             optimizer.zero_grad()
     found = windows_of(path)
-    assert [line["step"] for line in found if line["underflow"]] == [0, 3, 9]  # 6 overflowed
-    for number in (0, 3, 9):
-        assert found[number]["underflow"] == {"w": [0.25, 0.5]}
+    assert [line["step"] for line in found if line["underflow"]] == [0, 3, 7, 9]  # 6 overflowed
+    for number in (0, 3, 7, 9):
+        assert found[number]["underflow"] == {"w": [0.25, 0.5], "full": [0.0, 0.0]}
 
 
 # Where nothing is scaled.

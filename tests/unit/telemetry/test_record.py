@@ -57,6 +57,8 @@ FULL = Record(
     delay_compensation=("preview", "none"),
     preview_error=0.375,
     healed=("block.wo",),
+    largest_gradient=32752.0,
+    zero_share=0.25,
 )
 BARE = Record(index=0, scale=8.0, next_scale=8.0, skipped=False, grad_norm=None)
 
@@ -86,6 +88,8 @@ def test_a_window_line_has_every_number_under_its_name() -> None:
         "delay_compensation": ["preview", "none"],
         "preview_error": 0.375,
         "healed": ["block.wo"],
+        "largest_gradient": 32752.0,
+        "zero_share": 0.25,
         "spans": [["step", 1500000, 250000], ["wait", 2000000, 125000, "a"]],
         "norms": base64.b64encode(struct.pack("<2f", 0.75, 1.0)).decode(),
     }
@@ -103,7 +107,7 @@ def test_what_is_not_known_is_left_out_or_null() -> None:
     assert (line["grad_norm"], line["max_norm"], line["clip_coefficient"]) == (None, None, None)
     optional = {"norms", "nonfinite", "loss_nonfinite", "first", "underflow", "spans"}
     optional |= {"optimizer_us", "waited_us", "hidden_us", "delay_compensation", "preview_error"}
-    optional |= {"healed"}
+    optional |= {"healed", "largest_gradient", "zero_share"}
     assert not line.keys() & optional
     assert line.keys() >= {"step", "time", "found_inf", "growth_tracker", "lr"}
 
@@ -186,6 +190,8 @@ BROKEN = {
     "lr no list": window(lr=0.1),
     "compensation no list": window(delay_compensation="preview"),
     "error of a preview as a word": window(preview_error="small"),
+    "negative largest": window(largest_gradient=-1.0),
+    "share no number": window(zero_share="nan"),
     "healed no list": window(healed="block.wo"),
     "norms too short": window(norms=t.norms([1.0])),
     "norms not base64": window(norms="!" * 12),

@@ -11,6 +11,7 @@ import pytest
 
 from accel_scaler.optimizer_step import StepTiming
 from accel_scaler.telemetry import record_queue
+from accel_scaler.telemetry.gradient_range import RangeTotals
 from accel_scaler.telemetry.preview_watch import RECENT, TOO_FAR
 from accel_scaler.telemetry.record import Names, Record
 from accel_scaler.telemetry.record_queue import OpenRecord, RecordQueue
@@ -103,10 +104,11 @@ def test_what_is_known_only_after_the_step_joins_the_record() -> None:
     beside = timing(inline=False, waits=waits)
     open_record = window(0, timing(start=6.0, busy=1.0), beside, timing(finished=False))
     open_record.spans += [("step", 5.5, 1.0)]
-    open_record.underflow = ((0, 0.5, 0.0),)
+    open_record.range = RangeTotals(((0, 0.5, 0.0),), 3.0, zeros=1, elements=4)
     assert not open_record.is_complete
     record = open_record.close()
     assert record.underflow == ((0, 0.5, 0.0),)
+    assert (record.largest_gradient, record.zero_share) == (3.0, 0.25)
     assert (record.optimizer_s, record.waited_s) == (3.0, 1.75)
     assert record.hidden_s == 1.25
     assert record.spans == (

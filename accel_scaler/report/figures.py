@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..telemetry import TOO_FAR, Record
+from ..telemetry import LARGEST, TOO_FAR, Record
 from .formatting import counted, number, shorten
 from .heatmap import draw_heatmap, heatmap_rows
 from .run_summary import Run
@@ -77,7 +77,7 @@ def stacked(found: Sequence[Picture]) -> Figure:
 def pictures(runs: Sequence[Run]) -> list[Picture]:
     """Every picture there is data for."""
     runs = [run for run in runs if run.windows]
-    found = [_scale(runs), _norm(runs), _preview(runs)] if runs else []
+    found = [_scale(runs), _norm(runs), _largest(runs), _preview(runs)] if runs else []
     several = len(runs) > 1
     for build in (_heatmap, _timeline):
         for number_of, run in enumerate(runs, 1):
@@ -192,6 +192,19 @@ def _norm(runs: Sequence[Run]) -> Picture | None:
     return Picture("norm", caption, title, 3.3, partial(_plot_norm, runs=runs))
 
 
+def _largest(runs: Sequence[Run]) -> Picture | None:
+    """None: nobody measured it."""
+    if not any(b.largest.count for run in runs for b in run.bins.done):
+        return None
+    caption = (
+        "The largest element of the parameters' gradients, as the backward left them: multiplied "
+        "by the scale. Each halving below float16's largest number is a doubling that the scale "
+        "has left, as far as parameters tell; what float32 adds up may lie above."
+    )
+    title = "Largest scaled gradient"
+    return Picture("largest", caption, title, 3.0, partial(_plot_largest, runs=runs))
+
+
 def _preview(runs: Sequence[Run]) -> Picture | None:
     """None: no update was late, or nobody measured what was shown of it."""
     if not any(b.preview_error.count for run in runs for b in run.bins.done):
@@ -231,6 +244,24 @@ def _plot_preview(axes: Axes, runs: Sequence[Run]) -> None:
     _mark_bad(axes, runs, _preview_error_of)
     _plain_log_ticks(axes)
     _shared_axis(axes, runs, "of the update")
+
+
+def _plot_largest(axes: Axes, runs: Sequence[Run]) -> None:
+    """The largest scaled gradient over the steps (log), and float16's largest number."""
+    _plot_spreads(axes, runs, _largest_of, "largest gradient")
+    axes.axhline(
+        LARGEST,
+        color=INK,
+        linewidth=1.2,
+        linestyle=(0, (4, 3)),
+        label=f"end of float16, {number(LARGEST)}",
+    )
+    _plain_log_ticks(axes)
+    _shared_axis(axes, runs, "magnitude")
+
+
+def _largest_of(each: Bin) -> Spread:
+    return each.largest
 
 
 def _norm_of(each: Bin) -> Spread:

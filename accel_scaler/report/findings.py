@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from ..telemetry import RECENT, REMEDY, TOO_FAR
+from ..telemetry import LARGEST, RECENT, REMEDY, TOO_FAR
 from .formatting import counted, number, percent, times
 from .run_summary import MAX_FALLS, Fall, Run, Session
 from .samples import Spread
@@ -19,6 +20,12 @@ MANY_SKIPPED = 0.1
 LITTLE_HIDDEN = 0.5
 MANY_ZERO = 0.5
 MANY_SUBNORMAL = 0.1
+FEW_SUBNORMAL = 0.01
+"""Of what is not zero. Zeros with fewer beside them are no underflow, which takes the smallest
+first: rows of an embedding that are not in the batch, units that are off."""
+MUCH_ROOM = 4.0
+"""Doublings of the scale."""
+LITTLE_ROOM = 1.0
 DEEP_FALL = 6.0
 """Halvings of the scale, growth apart, that are no longer ordinary."""
 REPEATED = 3
@@ -75,6 +82,18 @@ def facts(run: Run) -> list[tuple[str, str]]:
         )
     if run.limited:
         rows.append(("clipped", percent(run.clipped, run.limited)))
+    room = run.range.room_at(run.last_scale)
+    if room is not None and run.range.last is not None and run.range.least is not None:
+        least, where = run.range.least
+        rows.append(
+            (
+                "headroom",
+                f"{_doublings(room)} at last (seen at {run.place(run.range.last[1])}), "
+                f"at least {_doublings(least)} ({run.place(where)})",
+            )
+        )
+    if run.range.zero_share is not None:
+        rows.append(("zero gradients", f"{percent(run.range.zero_share, 1)} of the elements"))
     timing = run.timing
     if timing.optimizer:
         rows.append(("update, each", f"{timing.optimizer / timing.updates * 1e3:.3g} ms"))
@@ -335,22 +354,85 @@ def _clipping(run: Run) -> Iterable[Finding]:
         )
 
 
+def _underflowing(run: Run) -> list[tuple[str, float, float]]:
+    """Parameters whose gradients lost small elements: name, zeros, subnormals; worst first."""
+    found = [
+        (name, zero, low)
+        for name, zero, low in run.range.underflow
+        if low > MANY_SUBNORMAL
+        or zero == 1
+        or (zero > MANY_ZERO and low > FEW_SUBNORMAL * (1 - zero))
+    ]
+    return sorted(found, key=lambda u: -max(u[1], u[2]))
+
+
 def _underflow(run: Run) -> Iterable[Finding]:
-    low = [u for u in run.underflow if u[1] > MANY_ZERO or u[2] > MANY_SUBNORMAL]
-    if low:
-        worst = sorted(low, key=lambda u: -max(u[1], u[2]))[:3]
-        each = ", ".join(
-            f"{name} {percent(zero, 1)} zero and {percent(tiny, 1)} subnormal"
-            for name, zero, tiny in worst
-        )
+    low, room = _underflowing(run), run.range.room_at(run.last_scale)
+    if not low:
+        return
+    each = ", ".join(
+        f"{name} {percent(zero, 1)} zero and {percent(tiny, 1)} subnormal"
+        for name, zero, tiny in low[:3]
+    )
+    do = "A larger scale: raise init_scale, or a smaller growth_interval; keep what overflows "
+    if room is not None and room < MUCH_ROOM:
+        do = f"There is little room for a larger scale ({_doublings(room)}): keep what overflows "
+    yield Finding(
+        "warn",
+        f"Underflow: {len(low)} of {counted(len(run.range.underflow), 'parameter')} measured at "
+        f"{run.place(run.range.underflow_x)} had mostly zero or many subnormal float16 gradients "
+        f"({each}).",
+        "Whether those zeros are meant: embedding rows not in the batch, unused experts.",
+        do + "first in float32, since it holds the scale down for all.",
+    )
+
+
+def _doublings(room: float) -> str:
+    """``2.5 doublings``, none where float32 has added up more than float16 holds."""
+    return f"{max(room, 0.0):.1f} doublings" if room < math.inf else "no gradient is above 0"
+
+
+def _headroom(run: Run) -> Iterable[Finding]:
+    """A scale that could be higher, and one at its floor that is about to be too high."""
+    room = run.range.room_at(run.last_scale) if _scaled(run) and run.last_scale > 0 else None
+    if room is None or run.range.last is None or run.range.zero_share == 1:
+        return
+    unscaled, x = run.range.last
+    seen = (
+        f"at {run.place(x)} the largest gradient was {number(unscaled)}, so that at the last "
+        f"scale, {number(run.last_scale)}, it takes {number(unscaled * run.last_scale)} of "
+        f"float16's {number(LARGEST)}"
+    )
+    floor, ceiling = _setting(run, "min_scale"), _setting(run, "max_scale")
+    at_floor = floor is not None and run.last_scale <= floor
+    if 0 <= room < LITTLE_ROOM and (at_floor or run.last_scale <= 1):
+        end = "a scale below 1 helps nobody"
+        if at_floor:
+            end = f"min_scale = {number(floor or 0.0)} keeps the scale there"
+        lower = "Lower min_scale, or k" if at_floor and run.last_scale > 1 else "K"
         yield Finding(
             "warn",
-            f"Underflow: {len(low)} of {counted(len(run.underflow), 'parameter')} measured at "
-            f"{run.place(run.underflow_x)} had mostly zero or many subnormal float16 gradients "
-            f"({each}).",
-            "Whether those zeros are meant: embedding rows not in the batch, unused experts.",
-            "A larger scale: raise init_scale, or a smaller growth_interval; keep what overflows "
-            "first in float32, since it holds the scale down for all.",
+            f"About to fail: {seen}, and {end}: a gradient twice as large overflows.",
+            "The gradient norm: does it grow?",
+            f"{lower}eep the layer with the largest gradients in float32.",
+        )
+    elif room >= MUCH_ROOM and _underflowing(run):
+        held = ceiling is not None and run.last_scale >= ceiling
+        better = number(run.last_scale * 2.0 ** int(min(room, 24.0) - 1))
+        interval = _setting(run, "growth_interval")
+        do = f"Raise max_scale, to {better} say." if held else f"init_scale={better}, say."
+        if not held and (run.growth_skips or run.other_skips):
+            do = (
+                "Gradients of activations are what overflows at a larger scale: keep that layer in "
+                "float32. " + _find_overflow_hint(run)
+            ).strip()
+        elif not held and interval is not None:
+            do += f" By itself it doubles after {number(interval)} windows without overflow."
+        yield Finding(
+            "warn",
+            f"The scale could be higher: {seen}, {_doublings(room)} below the end, while small "
+            "gradients are lost (above)" + (", and max_scale holds it there." if held else "."),
+            do=do,
         )
 
 
@@ -420,6 +502,7 @@ RULES: tuple[Callable[[Run], Iterable[Finding]], ...] = (
     _skips,
     _clipping,
     _underflow,
+    _headroom,
     _waiting,
     _previews,
     _broken,

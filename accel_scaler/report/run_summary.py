@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..telemetry import End, Names, Record, Start
-from .samples import Bins, Late, NormColumns, Timing
+from .samples import Bins, Late, NormColumns, Range, Timing
 
 MAX_FALLS = 8
 MAX_FIRSTS = 50
@@ -115,8 +115,7 @@ class Run:
         self.highest: tuple[float, int] | None = None
         """The largest finite norm, and the window's x."""
         self.limited = self.clipped = 0
-        self.underflow: list[tuple[str, float, float]] = []
-        self.underflow_x = 0
+        self.range = Range()
         self.lines = self.broken = 0
         self.broken_first: tuple[int, str] | None = None
         self._fall: Fall | None = None
@@ -155,17 +154,14 @@ class Run:
         self.bins.add(x, record)
         self.timing.add(x, record)
         self.late.add(x, record)
+        self.range.add(x, record, names)
         self._add_norm(x, record)
         if record.loss_nonfinite:
             self.loss_first_x = self.loss_first_x if self.loss_windows else x
             self.loss_windows += 1
             self.loss_last_x = x
-        if names is not None:
-            if record.norms is not None:
-                self.norms.add(x, names.names, record.norms)
-            if record.underflow:
-                self.underflow = [(names.names[i], zero, low) for i, zero, low in record.underflow]
-                self.underflow_x = x
+        if names is not None and record.norms is not None:
+            self.norms.add(x, names.names, record.norms)
         origin = self._add_overflow(x, record, names) if record.found_inf else None
         self._follow_scale(x, record, origin)
 

@@ -7,7 +7,7 @@ from array import array
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from ..telemetry import RecentErrors, Record
+from ..telemetry import Names, RecentErrors, Record, headroom
 
 MAX_BINS = 1024
 MAX_COLUMNS = 240
@@ -64,6 +64,8 @@ class Bin:
     scale_high: float = 0.0
     norm: Spread = field(default_factory=Spread)
     preview_error: Spread = field(default_factory=Spread)
+    largest: Spread = field(default_factory=Spread)
+    """Of ``Record.largest_gradient``."""
     max_norm: float | None = None
 
     def add(self, x: int, record: Record) -> None:
@@ -76,6 +78,7 @@ class Bin:
         self.scale_high = max(self.scale_high, scale)
         self.norm.add(record.grad_norm)
         self.preview_error.add(record.preview_error)
+        self.largest.add(record.largest_gradient)
         if record.max_norm is not None:
             self.max_norm = record.max_norm
 
@@ -89,6 +92,7 @@ class Bin:
         self.scale_high = max(self.scale_high, later.scale_high)
         self.norm.merge(later.norm)
         self.preview_error.merge(later.preview_error)
+        self.largest.merge(later.largest)
         if later.max_norm is not None:
             self.max_norm = later.max_norm
 
@@ -159,6 +163,39 @@ class Timing:
             if self.last and self.last[-1][1].index >= record.index:
                 self.last.clear()  # a new session: its clock starts at 0
             self.last.append((x, record))
+
+
+class Range:
+    """How much of float16's range scaled gradients took, where that was measured."""
+
+    def __init__(self) -> None:
+        self.underflow: list[tuple[str, float, float]] = []
+        """Of the last measured window: name, share of zeros, share of subnormals."""
+        self.underflow_x = 0
+        self.zero_share: float | None = None
+        """Of the last measured window."""
+        self.last: tuple[float, int] | None = None
+        """The largest gradient there, unscaled, and the window's x."""
+        self.least: tuple[float, int] | None = None
+        """The least headroom, and the window's x."""
+
+    def add(self, x: int, record: Record, names: Names | None) -> None:
+        """One window."""
+        if record.underflow and names is not None:
+            self.underflow = [(names.names[i], zero, low) for i, zero, low in record.underflow]
+            self.underflow_x = x
+        if record.zero_share is not None:
+            self.zero_share = record.zero_share
+        if record.largest_gradient is None or not record.scale > 0:
+            return
+        self.last = (record.largest_gradient / record.scale, x)
+        room = headroom(record.largest_gradient)
+        if self.least is None or room < self.least[0]:
+            self.least = (room, x)
+
+    def room_at(self, scale: float) -> float | None:
+        """Doublings of this scale until the largest of the last measured window overflows."""
+        return None if self.last is None else headroom(self.last[0] * scale)
 
 
 COMPENSATIONS = ("preview", "extrapolate", "none")

@@ -6,6 +6,7 @@ observes: no number of the training depends on it. Who reads the file gets recor
 ``decode``; the schema, both ways, is in one module.
 """
 
+from .gradient_range import LARGEST, headroom
 from .history import History
 from .preview_watch import RECENT, REMEDY, TOO_FAR, RecentErrors
 from .record import FORMAT, BrokenLineError, CutLineError, End, Names, Record, Span, Start, decode
@@ -13,6 +14,7 @@ from .recorder import Recorder, make_recorder
 
 __all__ = [
     "FORMAT",
+    "LARGEST",
     "RECENT",
     "REMEDY",
     "TOO_FAR",
@@ -27,5 +29,6 @@ __all__ = [
     "Span",
     "Start",
     "decode",
+    "headroom",
     "make_recorder",
 ]

@@ -40,6 +40,8 @@ def headroom(largest: float) -> float:
     >>> headroom(65504 / 8)
     3.0
     """
+    if largest == math.inf:
+        return -math.inf
     return math.log2(LARGEST / largest) if largest > 0 else math.inf
 
 

@@ -53,6 +53,20 @@ def line(axes: Axes, label: str) -> tuple[list[float], list[float]]:
     return [float(x) for x in one.get_xdata()], [float(y) for y in one.get_ydata()]  # type: ignore[union-attr]
 
 
+def test_the_largest_gradient_is_drawn_where_it_was_measured(tmp_path: Path) -> None:
+    lines = t.story(300, lambda *_: False)
+    windows = [w for w in lines if w["kind"] == "window"]
+    for step in (0, 100, 200):
+        windows[step]["largest_gradient"] = 1000.0 + step
+    run = read(tmp_path, lines)
+    axes = drawn("largest", run)
+    assert line(axes, "largest gradient") == ([0.0, 100.0, 200.0], [1000.0, 1100.0, 1200.0])
+    assert line(axes, "end of float16")[1] == [65504.0, 65504.0]
+    other = read(tmp_path, t.story(3, lambda *_: False))
+    assert "largest" not in [p.name for p in pictures([other])]
+    assert "largest" in [p.name for p in pictures([other, run])]
+
+
 def test_the_scale_is_drawn_at_every_change_and_every_skip_is_marked(tmp_path: Path) -> None:
     lines = t.story(300, lambda s, scale: scale > 16384, growth_interval=100)
     windows = [w for w in lines if w["kind"] == "window"]

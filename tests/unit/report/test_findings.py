@@ -135,11 +135,84 @@ def test_a_norm_mostly_above_the_threshold_is_counted(tmp_path: Path) -> None:
 
 def test_underflow_names_the_worst_of_the_last_measurement(tmp_path: Path) -> None:
     old, new = [[0, 1.0, 0.0]], [[0, 0.2, 0.0], [1, 0.6, 0.0], [2, 0.0, 0.125]]
-    lines = [t.start(), t.names(["a", "b", "c"])]
+    new[1][2], names = 0.01, ["a", "b", "c", "rows that are not in the batch"]
+    new.append([3, 0.9, 0.0005])
+    lines = [t.start(), t.names(names)]
     lines += [t.window(0, underflow=old), t.window(1, underflow=new)]
     one = the(found(tmp_path, calm(lines)), "Underflow")
-    assert "2 of 3 parameters measured at step 1" in one.what
-    assert "(b 60 % zero and 0 % subnormal, c 0 % zero and 12.5 % subnormal)" in one.what
+    assert "2 of 4 parameters measured at step 1" in one.what
+    assert "(b 60 % zero and 1 % subnormal, c 0 % zero and 12.5 % subnormal)" in one.what
+
+
+def ranged(largest: float, scale: float = 65536.0, low: float = 0.5, **settings: Any) -> list[Any]:
+    """A run whose third window was measured."""
+    lines = [t.start(settings=settings), t.names(["a"]), t.window(0, scale), t.window(1, scale)]
+    measured = {"largest_gradient": largest, "zero_share": 0.25, "underflow": [[0, 0.25, low]]}
+    return calm([*lines, t.window(2, scale, **measured), t.window(3, scale), t.end(4)])
+
+
+def test_the_room_that_the_scale_has_stands_among_the_numbers(tmp_path: Path) -> None:
+    lines = ranged(65504 / 8)
+    lines[2] |= {"largest_gradient": 65504 / 2}
+    rows = dict(facts(read(tmp_path, lines)))
+    assert (
+        rows["headroom"]
+        == "3.0 doublings at last (seen at step 2), at least 1.0 doublings (step 0)"
+    )
+    assert rows["zero gradients"] == "25 % of the elements"
+    # The last scale counts, not that of the measured window.
+    lines[-2] |= {"next_scale": 16384.0}
+    assert dict(facts(read(tmp_path, lines)))["headroom"].startswith("5.0 doublings at last")
+    assert "headroom" not in dict(facts(read(tmp_path, calm(t.story(9, lambda *_: False)))))
+    beyond = dict(facts(read(tmp_path, ranged(65504 * 4))))["headroom"]
+    assert beyond.startswith("0.0 doublings at last")
+    assert "no gradient is above 0" in dict(facts(read(tmp_path, ranged(0.0))))["headroom"]
+
+
+def test_a_scale_that_could_be_higher(tmp_path: Path) -> None:
+    held = the(found(tmp_path, ranged(65504 / 64, max_scale=65536.0)), "could be higher")
+    assert held.what == (
+        "The scale could be higher: at step 2 the largest gradient was 0.01562, so that at the "
+        "last scale, 65536, it takes 1024 of float16's 65504, 6.0 doublings below the end, while "
+        "small gradients are lost (above), and max_scale holds it there."
+    )
+    assert held.do == f"Raise max_scale, to {65536 * 2**5} say."
+    free = the(found(tmp_path, ranged(65504 / 64)), "could be higher")
+    assert free.do == (
+        f"init_scale={65536 * 2**5}, say. By itself it doubles after 2000 windows without overflow."
+    )
+    for lines in (ranged(65504 / 64, low=0.0), ranged(65504 / 4)):
+        assert not [f for f in found(tmp_path, lines) if "could be higher" in f.what]
+    near = the(found(tmp_path, ranged(65504 / 4)), "Underflow")
+    assert near.do.startswith("There is little room for a larger scale (2.0 doublings)")
+
+
+def test_growths_that_are_followed_by_skips_say_that_activations_overflow(tmp_path: Path) -> None:
+    lines = ranged(65504 / 64)
+    lines[-2] |= {"next_scale": 131072.0}
+    lines[-1:] = calm([t.window(4, 131072.0, True), t.window(5), t.end(6, 1)])
+    do = the(found(tmp_path, lines), "could be higher").do
+    assert do.startswith("Gradients of activations are what overflows at a larger scale")
+
+
+def test_a_scale_at_its_floor_that_is_about_to_fail(tmp_path: Path) -> None:
+    lines = ranged(65504 / 1.5, scale=8.0, low=0.0, min_scale=8.0)
+    one = the(found(tmp_path, lines), "About to fail")
+    assert one.level == "warn"
+    assert "it takes 4.367e+04 of float16's 65504" in one.what
+    assert "min_scale = 8 keeps the scale there" in one.what
+    assert one.do.startswith("Lower min_scale")
+    below = the(found(tmp_path, ranged(65504 / 1.5, scale=1.0, low=0.0)), "About to fail")
+    assert below.do.startswith("Keep the layer")
+    for lines in (
+        ranged(65504 / 1.5, low=0.0),  # the scale may fall
+        ranged(65504 / 4, scale=8.0, low=0.0, min_scale=8.0),
+        ranged(65504 * 2, scale=8.0, low=0.0, min_scale=8.0),  # float32 has added that up
+        ranged(0.0, scale=8.0, low=0.0, min_scale=8.0),
+    ):
+        assert not [f for f in found(tmp_path, lines) if "About to fail" in f.what]
+    plain = [ranged(65504 / 1.5, scale=1.0)[0] | {"precision": "bf16"}, *ranged(1.0)[1:]]
+    assert not [f for f in found(tmp_path, plain) if "About to fail" in f.what]
 
 
 def test_an_error_at_the_end_and_a_missing_end_are_said(tmp_path: Path) -> None:

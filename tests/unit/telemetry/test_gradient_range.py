@@ -21,7 +21,8 @@ INF = math.inf
 
 
 def test_headroom_is_counted_in_doublings() -> None:
-    assert [headroom(x) for x in (65504.0, 65504.0 / 4, 65504.0 * 2, 0.0)] == [0, 2, -1, INF]
+    assert [headroom(x) for x in (65504.0, 65504.0 / 4, 65504.0 * 2)] == [0, 2, -1]
+    assert [headroom(x) for x in (0.0, INF, 5e-324)] == [INF, -INF, INF]
 
 
 # Beside a plain look at what the backward left.

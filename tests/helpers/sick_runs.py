@@ -18,13 +18,11 @@ from accel_scaler import ScalerConfig, attach
 
 sys.path.insert(0, str(RECIPES))
 try:
-    from sick_models import HEALTHY, NO_MODULE, SICK
+    from sick_models import HEALTHY, HELD_OUT, NO_MODULE, SICK
 finally:
     sys.path.remove(str(RECIPES))
 
 __all__ = ["HEALTHY", "NO_MODULE", "SICK", "SickRun", "close", "few", "share", "train"]
-
-HELD_OUT = 1 << 20  # a seed that no training uses
 
 
 @dataclass

@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import itertools
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -108,6 +109,16 @@ PATH = Kind(  # what the environment takes for None is no path
         and value.strip().lower() not in ("", "none", "null")
         and "\0" not in value
     ),
+)
+
+
+GLOBS = Kind(
+    "a list of globs on module names, without commas and spaces",
+    lambda value: (
+        isinstance(value, (list, tuple))
+        and all(isinstance(each, str) and re.fullmatch(r"[^\s,]+", each) for each in value)
+    ),
+    lambda text: tuple(filter(None, map(str.strip, text.split(",")))),
 )
 
 
@@ -256,6 +267,14 @@ class ScalerConfig:
         "accel-scaler replay runs again. At most one a run of skips.",
     )
 
+    fp32_modules: tuple[str, ...] = setting(
+        (),
+        GLOBS,
+        "Modules that run in float32 under fp16, by name: globs on the names of "
+        "model.named_modules(), as '*.wo' or 'transformer.h.3.mlp'; in a text with commas between "
+        "them. One that matches nothing is an error.",
+    )
+
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
             value = getattr(self, spec.name)
@@ -263,6 +282,7 @@ class ScalerConfig:
                 raise _wrong(spec.name, value, spec)
         if isinstance(self.find_overflow, bool):  # which it was before there was a replay
             object.__setattr__(self, "find_overflow", "always" if self.find_overflow else "off")
+        object.__setattr__(self, "fp32_modules", tuple(self.fp32_modules))
         check_bounds(self.init_scale, self.min_scale, self.max_scale)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -302,12 +322,7 @@ class ScalerConfig:
 
     def to_env(self) -> dict[str, str]:
         """The variables that make ``from_env`` give this config again (defaults left out)."""
-        return {
-            ENV_PREFIX + name.upper(): str(value).lower()
-            if isinstance(value, bool) or value is None
-            else str(value)
-            for name, value in self.changed().items()
-        }
+        return {ENV_PREFIX + name.upper(): _text(value) for name, value in self.changed().items()}
 
     @property
     def finds_overflow(self) -> Literal["replay", "always", "off"]:
@@ -430,6 +445,13 @@ def _read(spec: dataclasses.Field[Any], value: Any, where: str) -> Any:
     if not spec.metadata["kind"].check(read):
         raise _wrong(where, value, spec)
     return read
+
+
+def _text(value: Any) -> str:
+    """What a field's kind parses to ``value`` again."""
+    if isinstance(value, tuple):
+        return ",".join(value)
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
 def _wrong(where: str, value: object, spec: dataclasses.Field[Any]) -> ConfigError:

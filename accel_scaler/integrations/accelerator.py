@@ -55,11 +55,15 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         """As Accelerate's.
 
         Raises:
-            UnsupportedError: an optimizer that another thread cannot step, with the reason;
-                nothing was prepared.
+            UnsupportedError: an optimizer that another thread cannot step, a module of
+                ``fp32_modules`` that cannot run in float32, with the reason; nothing was prepared.
         """
         with self._all_or_nothing(args):
-            return super().prepare(*args, **kwargs)
+            result = super().prepare(*args, **kwargs)
+            if self._attachment is not None:
+                for model in self._models:  # FSDP2's come by no other way
+                    self._attachment.chosen.put_on(model)
+        return result
 
     @contextmanager
     def _all_or_nothing(self, objects: Sequence[Any]) -> Iterator[None]:
@@ -69,6 +73,10 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         if self._attachment is not None:
             optimizers = [each for each in objects if isinstance(each, Optimizer)]
             refuse_unsuitable(optimizers, self._attachment.config, are_placed=False)
+            for each in objects:
+                if isinstance(each, torch.nn.Module):
+                    self._attachment.chosen.refuse_uncastable(each)
+        chosen = 0 if self._attachment is None else self._attachment.chosen.count
         registered = (self._models, self._optimizers, self._schedulers, self._dataloaders)
         before = list(map(len, registered))
         try:
@@ -78,6 +86,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
                 given = set(map(id, objects))  # those that were prepared before stay as they are
                 fresh = [o for o in self._optimizers[before[1] :] if id(o) not in given]
                 self._attachment.release(fresh)
+                self._attachment.chosen.take_off(chosen)
             for each, length in zip(registered, before, strict=True):
                 del each[length:]
             raise
@@ -86,16 +95,20 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         """As Accelerate's, and takes the parameters' names for errors and telemetry.
 
         Raises:
-            UnsupportedError: it was prepared and compiled without autocast before.
+            UnsupportedError: it was prepared and compiled without autocast before, or has a module
+                of ``fp32_modules`` that cannot run in float32.
         """
-        prepared = super().prepare_model(model, *args, **kwargs)
         attachment = self._attachment
+        if attachment is not None:
+            attachment.chosen.refuse_uncastable(model)
+        prepared = super().prepare_model(model, *args, **kwargs)
         if attachment is not None:
             if attachment.scales and self.native_amp:
                 # Of a model that another accelerator has prepared Accelerate changes nothing.
                 add_autocast(self, [prepared])
             if attachment.emulates_float16:
                 add_emulation(self, prepared)
+            attachment.chosen.put_on(prepared)  # a compiler traces it in its first forward
             attachment.watch(prepared, self.unwrap_model(prepared))
         return prepared
 
@@ -112,11 +125,16 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         return prepared
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """As Accelerate's: divide by the accumulation steps, scale, backward."""
+        """As Accelerate's: divide by the accumulation steps, scale, backward.
+
+        Raises:
+            ConfigError: a glob in ``fp32_modules`` matches no module; nothing was done.
+        """
         attachment = self._attachment
         if attachment is None:
             super().backward(loss, **kwargs)
             return
+        attachment.refuse_unmatched()
         attachment.follow_parameters()  # before anything looks at the gradients
         attachment.boundary.before_backward(loss)
         with attachment.recorder.span("backward"), self._emulation():

@@ -18,6 +18,7 @@ from ..async_optimizer import Worker
 from ..config import ScalerConfig
 from ..errors import OrderError, StepError
 from ..optimizer_step import Boundary
+from ..precision import ChosenModules
 from ..telemetry import make_recorder
 from .autocast import add_autocast, remove_autocast, remove_emulation
 from .cpu_float16 import emulate_float16
@@ -36,7 +37,8 @@ class Attachment:
         asked_config: as given; ``config`` is what comes of it.
 
     Raises:
-        UnsupportedError: an optimizer that cannot be adopted; nothing was changed.
+        UnsupportedError: an optimizer that cannot be adopted, a module that cannot run in float32;
+            nothing was changed.
     """
 
     def __init__(self, accelerator: Any, asked_config: ScalerConfig, config: ScalerConfig) -> None:
@@ -48,6 +50,10 @@ class Attachment:
         self.device: torch.device = accelerator.device
         self.scales: bool = accelerator.mixed_precision == "fp16"
         """False: only telemetry is written."""
+        self.chosen = ChosenModules(config.fp32_modules if self.scales else ())
+        """The modules in float32, which are put on when a model is prepared."""
+        for model in self.models:
+            self.chosen.refuse_uncastable(model)
         self.stock_class: type | None = None
         """What ``attach`` has changed the class from."""
         self.stock_scaler = accelerator.scaler
@@ -106,6 +112,7 @@ class Attachment:
             if self.scales:
                 accelerator.scaler = self.scaler
             for model in self.models:
+                self.chosen.put_on(model)
                 self.watch(model, accelerator.unwrap_model(model))
             for optimizer in accelerator._optimizers:
                 adopt(optimizer, self)
@@ -131,6 +138,7 @@ class Attachment:
                 optimizer.leave(self)
             except StepError as error:
                 failed = error
+        self.chosen.take_off()
         for model in self.models:
             if self._added_autocast:
                 remove_autocast(accelerator, model)
@@ -171,6 +179,14 @@ class Attachment:
                 # Or an attach() after this one would take it for a scaler at its start.
                 stock._lazy_init_scale_growth_tracker(self.device)
 
+    def refuse_unmatched(self) -> None:
+        """A backward is about to begin, so all models are prepared.
+
+        Raises:
+            ConfigError: a glob in ``fp32_modules`` that matches in none of them.
+        """
+        self.chosen.refuse_unmatched(self.models)
+
     def follow_parameters(self) -> None:
         """A backward is about to begin: float16 parameters may be trained that were not."""
         for optimizer in list(self.optimizers):
@@ -200,9 +216,10 @@ def begin(accelerator: Any, config: ScalerConfig | None) -> Attachment | None:
             if config.telemetry is None
             else "training is as before, only telemetry is written"
         )
+        more = " fp32_modules does nothing." if config.fp32_modules else ""
         warnings.warn(
             f"accel_scaler: mixed_precision={accelerator.mixed_precision!r} needs no gradient "
-            f"scaling; {does}. Set it to 'fp16' to scale.",
+            f"scaling; {does}.{more} Set it to 'fp16' to scale.",
             stacklevel=3,
         )
         if config.telemetry is None:

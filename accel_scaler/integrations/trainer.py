@@ -13,6 +13,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 
 from ..config import ScalerConfig
 from ..errors import StepError
+from ..precision import refuse_unmatched
 from .attaching import attach, detach, scaled_class
 from .attachment import Attachment, attachment_of
 from .checkpoints import check_trainer_folder, saving_trainer
@@ -109,7 +110,14 @@ class ShowScale(TrainerCallback):  # type: ignore[misc]
 
 
 def attach_trainer(trainer: Any, config: ScalerConfig | None) -> Any:
-    """:func:`accel_scaler.attach` for a Trainer or a subclass."""
+    """:func:`accel_scaler.attach` for a Trainer or a subclass.
+
+    Raises:
+        ConfigError: a glob in ``fp32_modules`` matches in its model nothing.
+    """
+    asked = ScalerConfig.from_env() if config is None else config
+    if trainer.accelerator.mixed_precision == "fp16" and trainer.model_init is None:
+        refuse_unmatched([trainer.model], asked.fp32_modules)
     attached = attachment_of(attach(trainer.accelerator, config))
     if attached is not None:
         # What the environment said now holds for later accelerators too.

@@ -17,7 +17,7 @@ PAGE = ROOT / "ARCHITECTURE.md"
 BEGIN, END = "```mermaid\n", "```\n"
 
 FOLDERS = (
-    *("overflow_finder", "scaling", "optimizer_step", "telemetry", "report"),
+    *("overflow_finder", "precision", "scaling", "optimizer_step", "telemetry", "report"),
     *("async_optimizer", "integrations", "launch", "doctor"),
 )
 """Each may import those before it, and the single modules."""

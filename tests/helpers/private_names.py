@@ -86,6 +86,11 @@ def named_tuple() -> Any:
     return namedtuple("Pair", "a b")(1, 2)
 
 
+def recurrent() -> Any:
+    """A recurrent layer."""
+    return nn.LSTM(1, 1)
+
+
 def launch_parser() -> Any:
     """The parser of `accelerate launch`."""
     from accelerate.commands.launch import launch_command_parser
@@ -184,6 +189,7 @@ PRIVATE: dict[str, dict[str | Callable[[], Any], tuple[str, ...]]] = {
         replica: ("_is_replica",),
         flattened: ("_fsdp_flattened",),
         compiled_module: ("_orig_mod",),
+        recurrent: ("_flat_weights", "_flat_weights_names"),
         compiled: ("_torchdynamo_orig_callable",),
         operator: ("_op_dk",),
     },
@@ -201,6 +207,8 @@ PRIVATE: dict[str, dict[str | Callable[[], Any], tuple[str, ...]]] = {
 """By library: at a dotted path, or on what is returned, which the docstring describes."""
 
 OPTIONAL = {
+    "_checkpoint_wrapped_module": "absent: a wrapper's own name is part of its module's name",
+    "_fsdp_wrapped_module": "absent: the same, of FSDP1's",
     "_is_mkldnn_fp16_supported": "absent: doctor cannot tell how fast fp16 is",
 }
 """Names that we live without, and how."""

@@ -61,6 +61,10 @@ VALUES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "find_overflow": (("auto", "replay", "always", "off"), (1, 0, "", "true", None, "ALWAYS")),
     "heal": ((True, False), NO_SWITCH),
     "save_overflow": ((None, "out/overflows"), ("", "None", 1, True, Path("a"), "a\0b")),
+    "fp32_modules": (
+        ((), ("*.wo",), ("h.[0-3].mlp", "a?")),
+        ("*.wo", None, True, 1, ("",), (1,), ("a b",), ("a,b",), {"a"}),
+    ),
 }
 
 
@@ -126,6 +130,8 @@ def test_bounds_that_contradict(values: dict[str, float]) -> None:
         ("max_consecutive_skips", "3", 3),
         ("step_mode", " sync ", "sync"),
         ("optimizer_threads", "Auto", "auto"),
+        ("fp32_modules", "*.wo, h.3.mlp,", ("*.wo", "h.3.mlp")),
+        ("fp32_modules", "", ()),
     ],
 )
 def test_texts_as_people_write_them(tmp_path: Path, name: str, text: str, value: Any) -> None:

@@ -1,0 +1,12 @@
+"""Modules that run in float32 within a model that runs in float16: ``fp32_modules``.
+
+:class:`Fp32Module` changes one module's forward, and gives it back as it was;
+:class:`ChosenModules` does so with those that globs name. What comes in are torch modules, what
+goes out are the same, in place. The folder knows torch alone: no scale, no window, no optimizer,
+and not Accelerate.
+"""
+
+from .chosen import ChosenModules
+from .names import refuse_unmatched
+
+__all__ = ["ChosenModules", "refuse_unmatched"]

@@ -1,0 +1,93 @@
+"""A module's float16 and bfloat16 parameters and buffers: in float32 for one call."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Module
+
+from .casts import LOW
+
+
+class Change(NamedTuple):
+    """One tensor of a module, replaced for a call."""
+
+    owner: Module
+    where: dict[str, Any]
+    """The owner's parameters or buffers."""
+    name: str
+    tensor: Tensor
+    """What was there."""
+    cast: Tensor
+
+
+def raise_parameters(module: Module) -> list[Change]:
+    """Put float32 casts in the place of float16 and bfloat16 parameters, buffers.
+
+    autograd sees the cast: gradients flow to the parameters, in their dtype. A tensor that two
+    modules have is cast once. Those of modules in it that FSDP2 gathers are not touched: they are
+    there within those modules' own calls alone.
+
+    Returns what :func:`restore` needs; empty where all are in another dtype.
+    """
+    changes: list[Change] = []
+    casts: dict[int, Tensor] = {}
+    for owner in _owners(module):
+        places: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers)
+        for where in places:
+            for name, tensor in where.items():
+                if tensor is not None and tensor.dtype in LOW:
+                    if id(tensor) not in casts:
+                        casts[id(tensor)] = tensor.to(torch.float32)
+                    cast = casts[id(tensor)]
+                    changes.append(Change(owner, where, name, tensor, cast))
+    for owner, where, name, _, cast in changes:
+        where[name] = cast
+        _tell(owner)
+    return changes
+
+
+def restore(changes: list[Change]) -> None:
+    """The tensors of before, with what the call has written to buffers."""
+    for owner, where, name, tensor, cast in changes:
+        now = where.get(name)
+        if where is owner._buffers and now is not None:
+            if now is not cast:  # a buffer was replaced
+                where[name] = now.to(tensor.dtype) if now.dtype is torch.float32 else now
+                continue
+            _write(tensor, cast)
+        if now is cast:
+            where[name] = tensor
+            _tell(owner)
+
+
+def is_gathered(module: Module) -> bool:
+    """FSDP2 shards it, by itself or as one of a group."""
+    # To import it takes a second; who has such a module has imported it.
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def _owners(module: Module) -> Iterator[Module]:
+    yield module
+    for child in module._modules.values():
+        if child is not None and not is_gathered(child):
+            yield from _owners(child)
+
+
+def _tell(owner: Module) -> None:
+    """A recurrent layer keeps its weights in a list beside."""
+    if isinstance(owner, nn.RNNBase):
+        owner._flat_weights = [getattr(owner, name, None) for name in owner._flat_weights_names]
+
+
+@torch.no_grad()
+def _write(buffer: Tensor, cast: Tensor) -> None:
+    """Unchanged or not: batch norm writes without a word to the version counter, and who has saved
+    the buffer for a backward must not find that changed where nothing was."""
+    if 0 not in buffer.stride():  # one that is expanded cannot be written to
+        (buffer if torch.compiler.is_compiling() else buffer.data).copy_(cast)

@@ -1,0 +1,233 @@
+"""``fp32_modules`` under Accelerate: put on by ``prepare``, taken off by ``detach``."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DynamoBackend, TorchDynamoPlugin
+from attached import cpu
+from torch import Tensor, nn
+
+from accel_scaler import ConfigError, ScalerConfig, UnsupportedError, attach, detach
+
+WIDTH = 8
+
+
+class Net(nn.Module):
+    by_hand = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wi, self.wo = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.wi(x))
+        if not self.by_hand:
+            return x + self.wo(hidden)
+        with torch.autocast("cpu", enabled=False):
+            out = nn.functional.linear(hidden.float(), self.wo.weight.float(), self.wo.bias.float())
+        return x + out
+
+
+def made(by_hand: bool = False, half: bool = False) -> Any:
+    torch.manual_seed(2)
+    net = Net()
+    net.by_hand = by_hand
+    return net.half() if half else net
+
+
+def config(**values: Any) -> ScalerConfig:
+    return ScalerConfig(fp32_modules=("*wo",), init_scale=64.0, **values)
+
+
+def forwards(model: nn.Module) -> list[str]:
+    return [name for name, each in model.named_modules() if "forward" in vars(each)]
+
+
+def trained(accelerator: Any, model: Any, optimizer: Any, steps: int = 4) -> list[Tensor]:
+    torch.manual_seed(1)
+    seen = []
+    for _ in range(steps):
+        out = model(torch.randn(6, WIDTH).to(next(model.parameters()).dtype))
+        accelerator.backward(out.float().square().mean())
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(out.detach().clone())
+    detach(accelerator)
+    return [*seen, *(p.detach().clone() for p in model.parameters())]
+
+
+def run(model: nn.Module, settings: ScalerConfig, momentum: float = 0.9) -> list[Tensor]:
+    accelerator = attach(cpu(), settings)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+    return trained(accelerator, *accelerator.prepare(model, optimizer))
+
+
+def assert_equal(one: list[Tensor], other: list[Tensor]) -> None:
+    assert len(one) == len(other)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed", "offload"])
+def test_as_written_by_hand_in_every_step_mode(mode: str, half: bool) -> None:
+    values = {"offload": "cpu"} if mode == "offload" else {"step_mode": mode}
+    by_hand = run(made(by_hand=True, half=half), ScalerConfig(init_scale=64.0, **values))
+    assert_equal(run(made(half=half), config(**values)), by_hand)
+    plain = run(made(half=half), ScalerConfig(init_scale=64.0, **values))
+    assert not torch.equal(plain[-1], by_hand[-1]), "float16 would have passed"
+
+
+def test_put_on_by_prepare_and_taken_off_by_detach() -> None:
+    accelerator, model = attach(cpu(), config()), made()
+    prepared = accelerator.prepare(model)
+    assert forwards(model) == ["", "wo"]
+    assert prepared(torch.ones(1, WIDTH)).dtype is torch.float32
+    accelerator.prepare(prepared)
+    detach(accelerator)
+    assert "wo" not in forwards(model)
+
+
+def test_attached_after_prepare() -> None:
+    accelerator, model = cpu(), made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    prepared = accelerator.prepare(model, optimizer)
+    attach(accelerator, config())
+    assert "wo" in forwards(model)
+    by_hand = run(made(by_hand=True), ScalerConfig(init_scale=64.0))
+    assert_equal(trained(accelerator, *prepared), by_hand)
+    assert forwards(model) == []
+
+
+@pytest.mark.parametrize("regional", [False, True])
+def test_compiled_by_accelerate(regional: bool) -> None:
+    torch._dynamo.reset()
+    plugin = TorchDynamoPlugin(
+        backend=DynamoBackend.EAGER, use_regional_compilation=regional, dynamic=False
+    )
+
+    def compiled(by_hand: bool, settings: ScalerConfig) -> list[Tensor]:
+        torch.manual_seed(2)
+        model = Stack(by_hand)
+        accelerator = attach(cpu(dynamo_plugin=plugin), settings)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return trained(accelerator, *accelerator.prepare(model, optimizer))
+
+    by_hand = compiled(True, ScalerConfig(init_scale=64.0))
+    assert_equal(compiled(False, config()), by_hand)
+    assert not torch.equal(compiled(False, ScalerConfig(init_scale=64.0))[-1], by_hand[-1])
+    torch._dynamo.reset()
+
+
+class Stack(nn.Module):
+    def __init__(self, by_hand: bool) -> None:
+        super().__init__()
+        self.h = nn.ModuleList([made(by_hand), made(by_hand)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for each in self.h:
+            x = each(x)
+        return x
+
+
+def test_a_glob_that_matches_nothing_is_refused_before_the_first_backward() -> None:
+    settings = ScalerConfig(fp32_modules=("*wo", "discriminator"), init_scale=64.0)
+    accelerator, model = attach(cpu(), settings), made()
+    prepared = accelerator.prepare(model)
+    loss = prepared(torch.ones(1, WIDTH)).sum()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="fp32_modules: 'discriminator' matches no module"):
+            accelerator.backward(loss)
+    assert model.wo.weight.grad is None
+    assert not accelerator.scaler.has_begun
+    detach(accelerator)
+
+
+def test_of_two_models_one_is_enough() -> None:
+    settings = ScalerConfig(fp32_modules=("wo", "0"), init_scale=64.0)
+    accelerator, generator = attach(cpu(), settings), made()
+    generator = accelerator.prepare(generator)
+    critic = accelerator.prepare(nn.Sequential(nn.Linear(WIDTH, 1)))
+    accelerator.backward(critic(generator(torch.ones(2, WIDTH))).sum())
+    assert "wo" in forwards(generator)
+    assert "0" in forwards(critic)
+    accelerator.scaler.abandon_window()
+    detach(accelerator)
+    assert not {"wo", "0"} & {*forwards(generator), *forwards(critic)}
+
+
+def test_what_cannot_be_cast_is_refused_before_anything_is_prepared() -> None:
+    model = made()
+    model.wo.table = nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False)
+    optimizer = torch.optim.SGD(model.wi.parameters(), lr=0.1)
+    accelerator = attach(cpu(), config())
+    for prepare in (
+        lambda: accelerator.prepare(model, optimizer),
+        lambda: accelerator.prepare_model(model),
+    ):
+        with pytest.raises(UnsupportedError, match=r"'wo' cannot run in float32.*int8"):
+            prepare()
+        assert accelerator._models == accelerator._optimizers == []
+        assert forwards(model) == []
+    detach(accelerator)
+    stock = cpu()
+    stock.prepare(model)
+    before = forwards(model)
+    with pytest.raises(UnsupportedError, match=r"'wo' cannot run in float32.*int8"):
+        attach(stock, config())
+    assert forwards(model) == before
+    assert not hasattr(stock, "_attachment")
+
+
+def test_a_preparation_that_fails_takes_them_off() -> None:
+    accelerator, kept, model = attach(cpu(), config()), made(), made()
+    accelerator.prepare(kept)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def prepare_optimizer(*args: Any, **kwargs: Any) -> Any:
+        raise ArithmeticError
+
+    accelerator.prepare_optimizer = prepare_optimizer
+    with pytest.raises(ArithmeticError):
+        accelerator.prepare(model, optimizer)
+    assert "wo" not in forwards(model)
+    assert "wo" in forwards(kept)
+    detach(accelerator)
+
+
+def test_data_parallel_is_refused() -> None:
+    accelerator = attach(cpu(), config())
+    with pytest.raises(UnsupportedError, match="DataParallel"):
+        accelerator.prepare(nn.DataParallel(made()))
+    detach(accelerator)
+
+
+def test_without_fp16_it_is_said_to_do_nothing() -> None:
+    with pytest.warns(UserWarning, match="fp32_modules does nothing") as said:
+        accelerator = attach(Accelerator(cpu=True, mixed_precision="bf16"), config())
+    assert len(said) == 1
+    model = made()
+    accelerator.prepare(model)
+    assert "wo" not in forwards(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accelerator.backward(model(torch.ones(1, WIDTH)).sum())
+
+
+def test_a_model_that_is_freed_is_not_kept() -> None:
+    accelerator, model = attach(cpu(), config()), made()
+    accelerator.prepare(model)
+    ref = weakref.ref(model)
+    accelerator.free_memory()
+    del model
+    gc.collect()
+    assert ref() is None
+    detach(accelerator)

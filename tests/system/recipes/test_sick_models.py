@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from sick_runs import HEALTHY, NO_MODULE, SICK, close, few, share, train
+from support import same
 
 pytestmark = pytest.mark.slow
-# Where the search finds it from hooks that watch the whole run, if not in what has to be in fp32.
+# Where the search finds it, if not in what has to be in fp32.
 FOUND_ELSEWHERE = {
     # NaN in rows that have no label: the loss is finite, and the head's gradient the first NaN.
     "masked_softmax": ("backward", ""),
@@ -39,9 +40,20 @@ def test_no_part_of_a_cure_can_be_left_out(name: str) -> None:
         assert train(sick, by_hand=part, min_scale=1.0).skips >= 7
 
 
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
 @pytest.mark.parametrize("name", SICK)
-def test_the_search_begins_in_what_has_to_be_in_fp32(name: str) -> None:
-    run = train(few(SICK[name], 2), find_overflow=True)
+def test_the_cure_as_a_setting_is_the_cure_by_hand_bit_for_bit(name: str, mode: str) -> None:
+    sick = few(SICK[name], 6)
+    by_hand = train(sick, by_hand=sick.cure)
+    kept = train(sick, fp32_modules=sick.cure, step_mode=mode)
+    assert same(kept.model.state_dict(), by_hand.model.state_dict())
+    assert kept.skips == by_hand.skips <= 2
+
+
+@pytest.mark.parametrize("how", ["always", "replay"])
+@pytest.mark.parametrize("name", SICK)
+def test_the_search_begins_in_what_has_to_be_in_fp32(name: str, how: str) -> None:
+    run = train(few(SICK[name], 2), find_overflow=how)
     first: Any = run.records.records[0].first
     if name in FOUND_ELSEWHERE:
         assert (first["where"], first["module"]) == FOUND_ELSEWHERE[name]

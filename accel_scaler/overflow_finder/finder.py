@@ -323,7 +323,7 @@ def search_sums(parameters: Iterable[tuple[Place, str, Tensor]], micro: int) -> 
                 f"{in_words(made.values)} when it was summed, over micro-batches or ranks; "
                 "what was seen here to go into it is finite"
             )
-            return Origin("parameter", place.name, place.cls, micro, None, None, text)
+            return Origin("parameter", place.name, place.cls, micro, None, None, text, place)
     return None
 
 

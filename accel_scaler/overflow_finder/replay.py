@@ -46,6 +46,8 @@ class Replay:
     """Names of the parameters whose gradients were inf or NaN in some micro-batch."""
     differences: tuple[str, ...]
     """What was not as it had been; none: it is the same window, bit for bit as far as is known."""
+    lost_backwards: int
+    """Those that were left out."""
     seconds: float
 
     @property
@@ -78,18 +80,22 @@ def obstacle(recording: WindowRecording) -> str:
 def run_again(
     recording: WindowRecording,
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
-    factor: float = 1.0,
     stops: bool = True,
+    cures: bool = False,
+    factor: float = 1.0,
 ) -> Replay:
     """Run the window again, watched, until something is inf or NaN; leave no trace.
+
 
     Synchronises with the device once a micro-batch, and once more for the search.
 
     Args:
         recording: one without an :func:`obstacle`.
         around: entered around each backward, as the training loop does.
-        factor: what the gradients of the outputs are multiplied by: another scale.
         stops: False: every micro-batch is run, whatever was found (ranks that communicate).
+        cures: the model was changed, to see whether that cures it: outputs and losses of the
+            window are not compared with, and a backward that began with inf or NaN is left out.
+        factor: what the gradients of the outputs are multiplied by: another scale.
 
     Raises:
         Whatever the model raises; all is put back then, too.
@@ -97,7 +103,7 @@ def run_again(
     start = time.perf_counter()
     calls = sorted(recording.calls, key=lambda call: call.order)
     models = list(dict.fromkeys(m for c in calls if (m := c.model.module()) is not None))
-    run = _Run(recording, around, factor)
+    run = _Run(recording, around, cures, factor)
     with (
         torch.inference_mode(False),
         as_replay(),
@@ -112,7 +118,8 @@ def run_again(
         nonfinite, origin = finder.nonfinite_parameters(), finder.find()
     if origin is None and not nonfinite:
         origin = search_sums(_places(models), max(recording.backwards - 1, 0))
-    return Replay(origin, frozenset(nonfinite), tuple(run.differences), time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    return Replay(origin, frozenset(nonfinite), tuple(run.differences), run.lost_backwards, seconds)
 
 
 def _places(models: Iterable[Module]) -> Iterator[tuple[Place, str, Tensor]]:
@@ -148,9 +155,12 @@ class _Run:
         self,
         recording: WindowRecording,
         around: Callable[[], AbstractContextManager[None]],
+        cures: bool,
         factor: float,
     ) -> None:
-        self.recording, self.around, self.factor = recording, around, factor
+        self.recording, self.around = recording, around
+        self.cures, self.factor = cures, factor
+        self.lost_backwards = 0
         self.differences: list[str] = []
         self._outputs: dict[ForwardCall, list[Tensor]] = {}
 
@@ -159,9 +169,18 @@ class _Run:
         number, forwards, grads = micro
         for call in forwards:
             self._outputs[call] = self._forward(call)
-        for loss in self.recording.losses[number : number + 1]:
+        losses = self.recording.losses[number : number + 1]
+        if self.cures:  # the window's own loss may be what is to be cured
+            losses = []
+            finder.note_loss(
+                [o for c, g in grads for o in self._outputs[c][g.output :][:1] if o.numel() == 1]
+            )
+        for loss in losses:
             finder.note_loss(loss.tensor)
         if not grads:
+            return
+        if self.cures and not _are_finite(grad.kept.tensor for _, grad in grads):
+            self.lost_backwards += 1
             return
         last = {id(call): max(g.backward for g in call.grads) for call, _ in grads}
         stays = any(last[id(call)] > number for call, _ in grads)
@@ -210,7 +229,7 @@ class _Run:
             model(*args, **kwargs)
         outputs = [tensor for _, tensor in tensors_in(self.recording.last_outputs)]
         self.recording.last_outputs = None
-        for number, kept in call.outputs.items():
+        for number, kept in call.outputs.items() if not self.cures else ():
             self._compare(kept, outputs[number] if number < len(outputs) else None)
         return outputs
 
@@ -239,6 +258,12 @@ def _range_of(tensor: Tensor) -> tuple[float, float] | None:
         return None
     Range.read([made])
     return made.values
+
+
+def _are_finite(tensors: Iterable[Tensor]) -> bool:
+    ranges = [made for tensor in tensors if (made := Range.of(tensor)) is not None]
+    Range.read(ranges)
+    return all(made.is_finite for made in ranges)
 
 
 def _replaced(seed: Tensor, _: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +46,11 @@ class Origin:
     output: Pair | None
     text: str
     """One sentence."""
+    place: Place | None = field(default=None, compare=False, repr=False)
+    """The module; None for code outside of any. Not pickled."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "place": None}
 
     def as_json(self) -> dict[str, Any]:
         """The form in a telemetry file: strict JSON, where inf is ``"inf"``."""
@@ -279,7 +284,7 @@ class _MicroBatch:
     def _origin(
         self, where: str, place: Place, input_: Pair | None, output: Pair | None, text: str
     ) -> Origin:
-        return Origin(where, place.name, place.cls, self.micro, input_, output, text)
+        return Origin(where, place.name, place.cls, self.micro, input_, output, text, place)
 
 
 def _suspects(forward: Forward) -> Iterator[_Suspect]:

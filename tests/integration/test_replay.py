@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import copy
-import logging
 import random
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +15,6 @@ from async_support import assert_same
 from telemetry_runs import attached, sgd
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-
-from accel_scaler import OverflowStreakError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

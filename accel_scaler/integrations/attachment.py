@@ -64,7 +64,7 @@ class Attachment:
         self.explainer: OverflowExplainer | None = None
         if config.finds_overflow != "off":
             replays = config.finds_overflow == "replay"
-            self.explainer = OverflowExplainer(self.scaler, replays, self.float16)
+            self.explainer = OverflowExplainer(self.scaler, replays, config.heal, self.float16)
         self.boundary = Boundary(self.scaler, self.device, self.recorder, self.explainer)
         self.worker = Worker(config.optimizer_threads)
         self.optimizers: weakref.WeakSet[ScaledOptimizer] = weakref.WeakSet()

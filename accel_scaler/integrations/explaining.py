@@ -1,13 +1,18 @@
-"""Where the overflow of a window began: it is run again, or its modules were watched."""
+"""Where the overflow of a window began, and what is done about it.
+
+The window is run again, or its modules were watched while they ran; with ``heal`` what overflows at
+any scale runs in float32 from then on. All of it happens before anything is updated.
+"""
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from math import isfinite
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,13 +21,24 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..optimizer_step import Explainer
-from ..overflow_finder import Origin, OverflowFinder, WindowRecording, obstacle, run_again
+from ..overflow_finder import (
+    Origin,
+    OverflowFinder,
+    Replay,
+    WindowRecording,
+    obstacle,
+    run_again,
+    without_wrappers,
+)
 from ..scaling import GradScaler, Window, gather_objects, is_sharded, parameters_of
+from .healing import Finding, Healer, Located, locate, share_of
 
 logger = logging.getLogger("accel_scaler")
 
+T = TypeVar("T")
+
 ONE_IN = 100
-"""After the first skip of a run, the windows of it that are run again."""
+"""After the first skip of a run, the windows of it that are run again to be told of."""
 
 MOST_TOLD = 20
 """Overflows of which a warning is given that a lower scale may cure."""
@@ -35,6 +51,7 @@ class OverflowExplainer(Explainer):
         scaler: whose windows these are.
         replays: a window is run again once it has overflowed, and modules are watched only where
             that fails, while a run of skips lasts; False: modules are watched in every window.
+        heals: modules that overflow at any scale are put on float32.
         around: entered around a backward, as the training loop does.
     """
 
@@ -42,19 +59,30 @@ class OverflowExplainer(Explainer):
         self,
         scaler: GradScaler,
         replays: bool,
+        heals: bool,
         around: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.scaler, self.around = scaler, around
         self.recording = WindowRecording() if replays else None
         self.finder = None if replays else OverflowFinder()
-        self._models: weakref.WeakSet[Module] = weakref.WeakSet()
+        self.healer = Healer() if heals else None
+        self._models: list[weakref.ref[Module]] = []
+        """In the order in which they came, which is the same on every rank."""
         self._prepared: weakref.WeakSet[Module] = weakref.WeakSet()
         self._is_same_everywhere = False
         """The gradients of the last backward are those of every rank."""
         self._overflows = 0
         """Windows in a row."""
+        self._first_scale = 1.0
+        """Of the first of them."""
+        self._explained: Window | None = None
         self._told = 0
         self._told_why = ""
+
+    @property
+    def models(self) -> list[Module]:
+        """Those that are watched, without their wrappers."""
+        return [model for ref in self._models if (model := ref()) is not None]
 
     def watch(self, prepared: Module, inner: Module) -> None:
         """Explain the overflows of this model too.
@@ -63,12 +91,14 @@ class OverflowExplainer(Explainer):
             prepared: what the training loop calls.
             inner: the model in it, whose modules' names are told.
         """
+        plain = without_wrappers(inner)
         self._prepared.add(prepared)
-        self._models.add(inner)
+        if not any(plain is model for model in self.models):
+            self._models.append(weakref.ref(plain))
         if self.recording is not None:
-            self.recording.watch(prepared, inner)
+            self.recording.watch(prepared, plain)
         if self.finder is not None:
-            self.finder.watch(inner)
+            self.finder.watch(plain)
 
     def before_backward(self, loss: Tensor) -> None:
         """A backward from this unscaled loss is about to start."""
@@ -85,13 +115,22 @@ class OverflowExplainer(Explainer):
         """Explain the window if it has overflowed, and nobody has yet."""
         scaled = self.scaler.is_enabled()
         overflowed = window.found_inf if scaled else not window.grad_norms.are_finite
-        if not overflowed:
+        if not overflowed or self._explained is window:
             return
-        if window.origin is None:
-            self._overflows += 1
-            origin = self._explain(optimizer, window)
-            if origin is not None:
-                self._tell(window, origin)
+        self._explained = window
+        self._overflows += 1
+        if self._overflows == 1:
+            self._first_scale = self.scaler.window_scale
+        params = parameters_of(optimizer)
+        ranks = _Ranks(params[0].device, self.scaler.sharded or is_sharded(params))
+        ranks.are_together = torch.distributed.is_initialized() and (
+            ranks.are_sharded or self._is_same_everywhere
+        )
+        origin = self._explain(ranks)
+        if origin is not None:
+            self._tell(window, origin)
+        if self.healer is not None and scaled:
+            self._heal(self.healer, window, origin, ranks)
 
     def optimizer_stepped(self, window: Window) -> None:
         """A window without overflow ends a run of them."""
@@ -99,19 +138,25 @@ class OverflowExplainer(Explainer):
             self.recording.end_window()
         if self.finder is not None:
             self.finder.end_window()
-        if not window.found_inf and window.origin is None:
-            self._overflows = 0
-            if self.recording is not None and self.finder is not None:
-                self._watch_no_more()
+        if self._explained is window:
+            return
+        self._explained, self._overflows = None, 0
+        if self.recording is not None and self.finder is not None:
+            self._watch_no_more()
+        if self.healer is not None:
+            self.healer.window_was_fine()
 
     def close(self) -> None:
-        """Remove every hook."""
+        """Remove every hook; modules that were put on float32 are as they were."""
         if self.recording is not None:
             self.recording.close()
         if self.finder is not None:
             self.finder.close()
+        if self.healer is not None:
+            self.healer.take_off()
+        self._explained = None
 
-    def _explain(self, optimizer: Optimizer, window: Window) -> Origin | None:
+    def _explain(self, ranks: _Ranks) -> Origin | None:
         if self.finder is not None:  # always, or since a window could not be run again
             found = self.finder.find()
             if found is not None and self.recording is not None:
@@ -119,41 +164,84 @@ class OverflowExplainer(Explainer):
             return found
         if self.recording is None or (self._overflows - 1) % ONE_IN:
             return None
-        return self._replay(self.recording, optimizer)
-
-    def _replay(self, recording: WindowRecording, optimizer: Optimizer) -> Origin | None:
-        """Run the window again on every rank, or on none."""
-        params = parameters_of(optimizer)
-        sharded = self.scaler.sharded or is_sharded(params)
-        together = torch.distributed.is_initialized() and (sharded or self._is_same_everywhere)
-        why, found = obstacle(recording), None
-        if together:
-            reasons = gather_objects(why, params[0].device)
-            why = next(filter(None, reasons), "")
-        if not why:
-            found, why = self._run_again(recording, stops=not (together and sharded))
-        if together:
-            answers = gather_objects((found, why), params[0].device)
+        result, why = self._run_again(self.recording, ranks)
+        if result is not None and result.differences:
+            why = f"it did not give the same numbers: {', '.join(result.differences)}"
+        elif result is not None and result.is_finite:
+            why = "nothing was inf or NaN when it was run again"
+        if result is not None and not why:
+            logger.debug("the window was run again in %.3g s", result.seconds)
+        found = None if result is None or result.differences else result.origin
+        if ranks.are_together:
+            answers = ranks.gather((found, why))
             for rank, (origin, _) in enumerate(answers):
                 if origin is not None and found is None:
                     found = replace(origin, text=f"{origin.text} (rank {rank})")
-            why = "" if found is not None else why
         if found is None:
             self._watch_from_now(why)
         return found
 
-    def _run_again(self, recording: WindowRecording, stops: bool) -> tuple[Origin | None, str]:
-        """``(origin, "")``, or why there is none."""
+    def _run_again(
+        self, recording: WindowRecording, ranks: _Ranks, **how: float
+    ) -> tuple[Replay | None, str]:
+        """On every rank or on none; and why not."""
+        why = obstacle(recording)
+        if ranks.are_together:
+            why = next(filter(None, ranks.gather(why)), "")
+        if why:
+            return None, why
+        stops = not (ranks.are_together and ranks.are_sharded)
         try:
-            result = run_again(recording, self.around, stops=stops)
+            return run_again(recording, self.around, stops=stops, **how), ""  # type: ignore[arg-type]
         except Exception as error:  # the model's own, or no memory is left; it is told
             return None, f"it raised {type(error).__name__}: {error}"
-        if result.differences:
-            return None, f"it did not give the same numbers: {', '.join(result.differences)}"
-        if result.is_finite:
-            return None, "nothing was inf or NaN when it was run again"
-        logger.debug("the window was run again in %.3g s", result.seconds)
-        return result.origin, ""
+
+    def _heal(self, healer: Healer, window: Window, origin: Origin | None, ranks: _Ranks) -> None:
+        """Put on float32 what overflows at any scale."""
+        recording, models, scale = self.recording, self.models, self.scaler.window_scale
+        if recording is None or self.finder is not None:
+            return
+
+        def at_scale_1() -> Finding | None:
+            result, _ = self._run_again(recording, ranks, cures=True, factor=1 / max(scale, 1.0))
+            found = None
+            if result is None:
+                found = Finding(Origin("", "", "", 0, None, None, "it cannot be run again"), None)
+            elif result.origin is not None:
+                found = Finding(result.origin, locate(models, result.origin))
+            answers = ranks.gather(found) if ranks.are_together else [found]
+            return next(filter(None, answers), None)
+
+        finding = None if origin is None else Finding(origin, locate(models, origin))
+        if ranks.are_together:
+            finding = next(filter(None, ranks.gather(finding)), None)
+        if finding is None or not finding.is_in_forward:
+            finding = at_scale_1()
+        if finding is None:
+            healer.window_was_fine()
+            return
+        healed = healer.heal(models, finding, at_scale_1)
+        if healed:
+            self._tell_healed(window, healer, healed, finding)
+
+    def _tell_healed(
+        self, window: Window, healer: Healer, healed: Sequence[Located], finding: Finding
+    ) -> None:
+        window.healed = tuple(each.name for each in healed)
+        share = share_of(self.models, list(healer.kept))
+        logger.warning(
+            "window %d: %s run in float32 from now on, which cures the overflow (%s). %.2g%% of "
+            "the parameters are in float32; fp32_modules: [%s] in the config does it from the "
+            "start.",
+            window.index,
+            " and ".join(window.healed),
+            finding.origin.text,
+            100 * share,
+            ", ".join(each.name for each in healer.kept),
+        )
+        # What brought it down was not its size.
+        state = self.scaler.read_state()
+        self.scaler.write_state(replace(state, scale=max(self._first_scale, state.scale)))
 
     def _watch_from_now(self, why: str) -> None:
         """Modules are watched while they run, until this run of skips is over."""
@@ -165,7 +253,7 @@ class OverflowExplainer(Explainer):
                 why,
             )
         self.finder = OverflowFinder()
-        for model in self._models:
+        for model in self.models:
             self.finder.watch(model)
 
     def _watch_no_more(self) -> None:
@@ -184,3 +272,16 @@ class OverflowExplainer(Explainer):
         self._told += is_usual
         level = logging.INFO if is_usual and self._told > MOST_TOLD else logging.WARNING
         logger.log(level, "window %d overflowed: %s", window.index, origin.text)
+
+
+class _Ranks:
+    """The ranks that run a window again."""
+
+    def __init__(self, device: torch.device, are_sharded: bool) -> None:
+        self.device, self.are_sharded = device, are_sharded
+        self.are_together = False
+        """All of them have overflowed in it, and so may communicate."""
+
+    def gather(self, value: T) -> list[T]:
+        """The value of every rank."""
+        return gather_objects(value, self.device)

@@ -80,7 +80,8 @@ class Healer:
         self.kept: dict[Located, Fp32Module] = {}
         self._last: Located | None = None
         self._in_a_row = 0
-        self._told: set[str] = set()
+        self._given_up: set[Located | None] = set()
+        """Where nothing has helped, or would have been too much."""
 
     def window_was_fine(self) -> None:
         """Nothing overflowed, or only at the present scale: overflows are counted anew."""
@@ -103,6 +104,8 @@ class Healer:
                 return []
         if found.origin.where == "forward" and not found.is_in_forward:
             return []  # the data were not finite
+        if found.at in self._given_up:
+            return []
         chosen = self._search(models, found, trial)
         for located in chosen:
             self.keep(models, located)
@@ -133,12 +136,12 @@ class Healer:
         while at is not None and at.name and trials < MOST_TRIALS and len(chosen) < MOST_AT_ONCE:
             wider = self._with(chosen, at)
             if self._share(models, wider) > MOST_SHARE:
-                self._say_once(
-                    f"heal: {at.name} and what is in float32 already hold more than "
-                    f"{MOST_SHARE:.0%} of the parameters, so {found.origin.text} is left as it is. "
-                    "Train this model in float32 or bfloat16."
+                why = (
+                    f"{', '.join(each.name for each in wider)} and what is in float32 already hold "
+                    f"more than {MOST_SHARE:.0%} of the parameters. Train this model in float32 or "
+                    "bfloat16"
                 )
-                return []
+                return self._give_up(found, why)
             trials += 1
             with self._tried(models, wider) as cannot:
                 after = None if cannot else trial()
@@ -153,12 +156,11 @@ class Healer:
                 at = at.parent
             else:
                 at = after.at
-        self._say_once(
-            f"heal: no module in float32 cures this overflow: {found.origin.text}. "
-            "If it is in code outside of the model, or in the model's own forward, compute that in "
-            "float32."
+        why = (
+            "no module in float32 cures it. If it is in code outside of the model, or in the "
+            "model's own forward, compute that in float32"
         )
-        return []
+        return self._give_up(found, why)
 
     def _without_needless(
         self, models: Sequence[Module], chosen: list[Located], trial: Trial
@@ -198,10 +200,10 @@ class Healer:
     def _share(self, models: Sequence[Module], chosen: Sequence[Located]) -> float:
         return share_of(models, [*self.kept, *chosen])
 
-    def _say_once(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
-            logger.warning("%s", text)
+    def _give_up(self, found: Finding, why: str) -> list[Located]:
+        self._given_up.add(found.at)
+        logger.warning("heal: %s. (Of %s. Said once.)", why, found.origin.text)
+        return []
 
 
 def share_of(models: Sequence[Module], chosen: Sequence[Located]) -> float:

@@ -9,17 +9,19 @@ and errors: no scale, no window's verdict, no optimizer.
 
 from .finder import OverflowFinder
 from .hooks import Hook, inert
-from .recording import WindowRecording, is_replaying
-from .replay import obstacle, run_again
+from .recording import WindowRecording, is_replaying, without_wrappers
+from .replay import Replay, obstacle, run_again
 from .search import Origin
 
 __all__ = [
     "Hook",
     "Origin",
     "OverflowFinder",
+    "Replay",
     "WindowRecording",
     "inert",
     "is_replaying",
     "obstacle",
     "run_again",
+    "without_wrappers",
 ]

@@ -46,8 +46,6 @@ class Replay:
     """Names of the parameters whose gradients were inf or NaN in some micro-batch."""
     differences: tuple[str, ...]
     """What was not as it had been; none: it is the same window, bit for bit as far as is known."""
-    lost_backwards: int
-    """Those that were left out."""
     seconds: float
 
     @property
@@ -94,7 +92,7 @@ def run_again(
         around: entered around each backward, as the training loop does.
         stops: False: every micro-batch is run, whatever was found (ranks that communicate).
         cures: the model was changed, to see whether that cures it: outputs and losses of the
-            window are not compared with, and a backward that began with inf or NaN is left out.
+            window are not compared with, and what came to the model as inf or NaN comes as 0.
         factor: what the gradients of the outputs are multiplied by: another scale.
 
     Raises:
@@ -116,10 +114,10 @@ def run_again(
             if stops and finder.nonfinite_parameters():
                 break
         nonfinite, origin = finder.nonfinite_parameters(), finder.find()
-    if origin is None and not nonfinite:
+    if origin is None and not (nonfinite or cures):  # the gradients are those of the window
         origin = search_sums(_places(models), max(recording.backwards - 1, 0))
     seconds = time.perf_counter() - start
-    return Replay(origin, frozenset(nonfinite), tuple(run.differences), run.lost_backwards, seconds)
+    return Replay(origin, frozenset(nonfinite), tuple(run.differences), seconds)
 
 
 def _places(models: Iterable[Module]) -> Iterator[tuple[Place, str, Tensor]]:
@@ -160,7 +158,6 @@ class _Run:
     ) -> None:
         self.recording, self.around = recording, around
         self.cures, self.factor = cures, factor
-        self.lost_backwards = 0
         self.differences: list[str] = []
         self._outputs: dict[ForwardCall, list[Tensor]] = {}
 
@@ -179,9 +176,6 @@ class _Run:
             finder.note_loss(loss.tensor)
         if not grads:
             return
-        if self.cures and not _are_finite(grad.kept.tensor for _, grad in grads):
-            self.lost_backwards += 1
-            return
         last = {id(call): max(g.backward for g in call.grads) for call, _ in grads}
         stays = any(last[id(call)] > number for call, _ in grads)
         roots, seeds, handles = [], [], []
@@ -192,6 +186,8 @@ class _Run:
                 continue
             root = outputs[grad.output]
             seed = grad.kept.tensor if self.factor == 1.0 else grad.kept.tensor * self.factor
+            if self.cures:  # what a loss that is to be cured gave: 0 * inf is NaN still
+                seed = torch.where(seed.isfinite(), seed, 0.0)
             # All that came to it, whatever comes again from another output that was made of it.
             replaces: Any = partial(_replaced, seed)
             handles.append(root.register_hook(replaces))  # type: ignore[no-untyped-call]
@@ -258,12 +254,6 @@ def _range_of(tensor: Tensor) -> tuple[float, float] | None:
         return None
     Range.read([made])
     return made.values
-
-
-def _are_finite(tensors: Iterable[Tensor]) -> bool:
-    ranges = [made for tensor in tensors if (made := Range.of(tensor)) is not None]
-    Range.read(ranges)
-    return all(made.is_finite for made in ranges)
 
 
 def _replaced(seed: Tensor, _: Tensor) -> Tensor:

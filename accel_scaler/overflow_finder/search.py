@@ -103,7 +103,20 @@ class _MicroBatch:
     def forward(self) -> Origin | None:
         """The first module that made what it was not given, where that got out of it."""
         is_loss_finite = all(loss.range.is_finite for loss in self.losses)
-        suspects = [
+        suspects = self._suspects()
+        chosen = next(filter(_spreads, suspects), None)
+        if chosen is None and suspects and not is_loss_finite:
+            chosen = suspects[0]  # it may have left by another way, as an auxiliary loss
+        if chosen is None:
+            return None
+        if chosen.is_data:
+            chosen = self._made_without_gradient(chosen) or chosen
+        return self._in_forward(chosen)
+
+    def _suspects(self) -> list[_Suspect]:
+        """In the forwards that a backward reached, in order."""
+        is_loss_finite = all(loss.range.is_finite for loss in self.losses)
+        return [
             suspect
             for forward in sorted(self.window.forwards, key=lambda f: f.order)
             if forward.micro == self.micro and (forward.got_gradient or not forward.has_hooks)
@@ -115,14 +128,6 @@ class _MicroBatch:
                 and all(entry.range.is_masked for entry in suspect.made)
             )
         ]
-        chosen = next(filter(_spreads, suspects), None)
-        if chosen is None and suspects and not is_loss_finite:
-            chosen = suspects[0]  # it may have left by another way, as an auxiliary loss
-        if chosen is None:
-            return None
-        if chosen.is_data:
-            chosen = self._made_without_gradient(chosen) or chosen
-        return self._in_forward(chosen)
 
     def _made_without_gradient(self, given: _Suspect) -> _Suspect | None:
         """A detached tensor: another watched model may have made it, as a generator does."""
@@ -173,6 +178,11 @@ class _MicroBatch:
         uses = first.uses
         if uses.loss is not None:
             return self._at_loss(first, uses.loss)
+        if any(not entry.is_finite for call in uses.producers for entry in call.outputs):
+            # The loss leaves out what is not finite (rows without a label): its gradient is NaN.
+            made = [each for each in self._suspects() if not each.is_data]
+            if made:
+                return self._in_forward(made[0])
         consumers = _innermost(c for c in uses.consumers if c not in uses.producers)
         # A module whose output nobody used got no gradient, and made none.
         active = [c for c in consumers if self._gradient_at_output(c, first)] or consumers

@@ -248,6 +248,8 @@ class Window:
         self.found_inf = False
         self.origin: Origin | None = None
         """Where its overflow began, once somebody knows."""
+        self.healed: tuple[str, ...] = ()
+        """Modules that run in float32 from the next window on, for its overflow."""
         self.follows_overflow = False
         """The window before was given up for an overflow."""
         self.sealed = False

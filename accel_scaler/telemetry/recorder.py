@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -68,8 +67,6 @@ class Recorder(Observer):
         self._measured_in = -1
         """The window that was measured last."""
         self._measures_from = 0
-        self._healed: tuple[str, ...] = ()
-        """Of the window that is being closed, which is not on record yet."""
         self._told_low = False
         self._start = time.perf_counter() if journal is None else journal.start_s
         if self._queue is not None:
@@ -124,10 +121,9 @@ class Recorder(Observer):
             growth_tracker=self.scaler.read_state().growth_tracker if scaled else 0,
             lr=(before.lr if before else ()) + tuple(map(_lr, optimizer.param_groups)),
             time=time.perf_counter() - self._start,
-            healed=(before.healed if before else ()) + self._healed,
+            healed=window.healed,
             **self._details(optimizer, window, found_inf, before),
         )
-        self._healed = ()
         if self._open is None:
             self._open = OpenRecord(record, self._start, self._table.label)
             if self._queue is not None:
@@ -175,24 +171,6 @@ class Recorder(Observer):
                 f"{names}. min_scale keeps it up, max_consecutive_skips ends such a run. "
                 "(Said once.)"
             )
-
-    def note_healed(self, names: Sequence[str], text: str) -> None:
-        """Modules run in float32 from the next window on: put on the record of the window that is
-        being closed, or has just been, and said at once.
-
-        Args:
-            names: of the modules.
-            text: one line: what was done, and what it costs.
-        """
-        index = self.scaler.window.index
-        logger.warning("window %d: %s", index, text)
-        open_record = self._open
-        if open_record is None or open_record.record.index != index:
-            self._healed += tuple(names)
-            return
-        record = open_record.record
-        open_record.record = replace(record, healed=record.healed + tuple(names))
-        self.history.add(open_record.record)
 
     def _measure_range(self, optimizer: Optimizer, window: Window) -> None:
         """Once every ``underflow_interval`` windows, in one that did not overflow. The numbers are

@@ -23,6 +23,7 @@ from ..telemetry import make_recorder
 from .autocast import add_autocast, remove_autocast, remove_emulation
 from .cpu_float16 import emulate_float16
 from .explaining import OverflowExplainer
+from .healing import Healer
 from .optimizer import ScaledOptimizer, adopt, refuse_unsuitable
 from .stock_scaler import make_scaler, refuse_other_scalers
 
@@ -64,7 +65,8 @@ class Attachment:
         self.explainer: OverflowExplainer | None = None
         if config.finds_overflow != "off":
             replays = config.finds_overflow == "replay"
-            self.explainer = OverflowExplainer(self.scaler, replays, config.heal, self.float16)
+            healer = Healer(self.chosen) if config.heal and self.scales else None
+            self.explainer = OverflowExplainer(self.scaler, replays, healer, self.float16)
         self.boundary = Boundary(self.scaler, self.device, self.recorder, self.explainer)
         self.worker = Worker(config.optimizer_threads)
         self.optimizers: weakref.WeakSet[ScaledOptimizer] = weakref.WeakSet()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from math import isfinite
@@ -31,7 +31,7 @@ from ..overflow_finder import (
     without_wrappers,
 )
 from ..scaling import GradScaler, Window, gather_objects, is_sharded, parameters_of
-from .healing import Finding, Healer, Located, locate, share_of
+from .healing import Finding, Healer, locate
 
 logger = logging.getLogger("accel_scaler")
 
@@ -51,7 +51,7 @@ class OverflowExplainer(Explainer):
         scaler: whose windows these are.
         replays: a window is run again once it has overflowed, and modules are watched only where
             that fails, while a run of skips lasts; False: modules are watched in every window.
-        heals: modules that overflow at any scale are put on float32.
+        healer: puts modules that overflow at any scale on float32; None: nobody does.
         around: entered around a backward, as the training loop does.
     """
 
@@ -59,13 +59,13 @@ class OverflowExplainer(Explainer):
         self,
         scaler: GradScaler,
         replays: bool,
-        heals: bool,
+        healer: Healer | None,
         around: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.scaler, self.around = scaler, around
         self.recording = WindowRecording() if replays else None
         self.finder = None if replays else OverflowFinder()
-        self.healer = Healer() if heals else None
+        self.healer = healer
         self._models: list[weakref.ref[Module]] = []
         """In the order in which they came, which is the same on every rank."""
         self._prepared: weakref.WeakSet[Module] = weakref.WeakSet()
@@ -131,6 +131,7 @@ class OverflowExplainer(Explainer):
             self._tell(window, origin)
         if self.healer is not None and scaled:
             self._heal(self.healer, window, origin, ranks)
+            self.healer.statistics.put_back()
 
     def optimizer_stepped(self, window: Window) -> None:
         """A window without overflow ends a run of them."""
@@ -145,15 +146,14 @@ class OverflowExplainer(Explainer):
             self._watch_no_more()
         if self.healer is not None:
             self.healer.window_was_fine()
+            self.healer.statistics.keep(self.models)
 
     def close(self) -> None:
-        """Remove every hook; modules that were put on float32 are as they were."""
+        """Remove every hook."""
         if self.recording is not None:
             self.recording.close()
         if self.finder is not None:
             self.finder.close()
-        if self.healer is not None:
-            self.healer.take_off()
         self._explained = None
 
     def _explain(self, ranks: _Ranks) -> Origin | None:
@@ -220,15 +220,12 @@ class OverflowExplainer(Explainer):
         if finding is None:
             healer.window_was_fine()
             return
-        healed = healer.heal(models, finding, at_scale_1)
-        if healed:
-            self._tell_healed(window, healer, healed, finding)
+        window.healed = healer.heal(models, finding, at_scale_1)
+        if window.healed:
+            self._tell_healed(window, healer, finding)
 
-    def _tell_healed(
-        self, window: Window, healer: Healer, healed: Sequence[Located], finding: Finding
-    ) -> None:
-        window.healed = tuple(each.name for each in healed)
-        share = share_of(self.models, list(healer.kept))
+    def _tell_healed(self, window: Window, healer: Healer, finding: Finding) -> None:
+        share = healer.share(self.models)
         logger.warning(
             "window %d: %s run in float32 from now on, which cures the overflow (%s). %.2g%% of "
             "the parameters are in float32; fp32_modules: [%s] in the config does it from the "
@@ -237,7 +234,7 @@ class OverflowExplainer(Explainer):
             " and ".join(window.healed),
             finding.origin.text,
             100 * share,
-            ", ".join(each.name for each in healer.kept),
+            ", ".join(healer.chosen.patterns),
         )
         # What brought it down was not its size.
         state = self.scaler.read_state()

@@ -7,17 +7,20 @@ changed for good is known to help before it is.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.nn import Module
 
 from ..errors import UnsupportedError
 from ..overflow_finder import Origin
-from ..precision import Fp32Module
+from ..precision import ChosenModules, Fp32Module, named
 
 logger = logging.getLogger("accel_scaler")
 
@@ -32,7 +35,7 @@ MOST_TRIALS = 24
 """Runs of one window in search of them."""
 
 MOST_SHARE = 0.5
-"""Of a model's parameters in float32: beyond it there is little float16 left."""
+"""Of all parameters in float32: beyond it there is little float16 left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +66,16 @@ class Finding:
 
     @property
     def is_in_forward(self) -> bool:
-        """No scale helps: it is in a forward or a loss, of finite input."""
+        """In a forward or a loss: no scale helps."""
+        return self.origin.where in ("forward", "loss")
+
+    @property
+    def is_of_data(self) -> bool:
+        """A forward was given what is not finite."""
         given = self.origin.input
-        made = given is None or all(map(isfinite, given))
-        return self.origin.where in ("forward", "loss") and made
+        return (
+            self.origin.where == "forward" and given is not None and not all(map(isfinite, given))
+        )
 
 
 Trial = Callable[[], Finding | None]
@@ -74,10 +83,15 @@ Trial = Callable[[], Finding | None]
 
 
 class Healer:
-    """Keeps modules in float32, of several models."""
+    """Finds the modules that have to run in float32.
 
-    def __init__(self) -> None:
-        self.kept: dict[Located, Fp32Module] = {}
+    Args:
+        chosen: keeps them there.
+    """
+
+    def __init__(self, chosen: ChosenModules) -> None:
+        self.chosen = chosen
+        self.statistics = Statistics()
         self._last: Located | None = None
         self._in_a_row = 0
         self._given_up: set[Located | None] = set()
@@ -87,55 +101,36 @@ class Healer:
         """Nothing overflowed, or only at the present scale: overflows are counted anew."""
         self._last, self._in_a_row = None, 0
 
-    def heal(self, models: Sequence[Module], found: Finding, trial: Trial) -> list[Located]:
+    def heal(self, models: Sequence[Module], found: Finding, trial: Trial) -> tuple[str, ...]:
         """Put the smallest module on float32 that cures this overflow, or several.
 
         Args:
             models: by their number.
             found: what overflows at scale 1, and so at any.
-            trial: told that it is cured.
+            trial: told whether it is cured.
 
-        Returns those that were put on now; none where nothing helps, which is said once.
+        Returns the names of those that were put on now; none where nothing helps, which is said
+        once for each place.
         """
+        if found.is_of_data or found.at in self._given_up:
+            return ()
         if not found.is_in_forward:
             self._in_a_row = self._in_a_row + 1 if found.at == self._last else 1
             self._last = found.at
             if self._in_a_row < IN_A_ROW:
-                return []
-        if found.origin.where == "forward" and not found.is_in_forward:
-            return []  # the data were not finite
-        if found.at in self._given_up:
-            return []
-        chosen = self._search(models, found, trial)
-        for located in chosen:
-            self.keep(models, located)
-        if chosen:
+                return ()
+        cure = tuple(each.name for each in self._search(models, found, trial))
+        if cure:
+            self.chosen.keep(cure, models)
             self.window_was_fine()
-        return chosen
-
-    def keep(self, models: Sequence[Module], located: Located) -> None:
-        """In float32 from now on.
-
-        Raises:
-            UnsupportedError: it cannot be cast.
-        """
-        if located not in self.kept:
-            module = Fp32Module(models[located.model].get_submodule(located.name), located.name)
-            module.put_on()
-            self.kept[located] = module
-
-    def take_off(self) -> None:
-        """Every one is as it was."""
-        for module in reversed(self.kept.values()):
-            module.take_off()
-        self.kept.clear()
+        return cure
 
     def _search(self, models: Sequence[Module], found: Finding, trial: Trial) -> list[Located]:
         chosen: list[Located] = []
         at, trials = found.at, 0
         while at is not None and at.name and trials < MOST_TRIALS and len(chosen) < MOST_AT_ONCE:
-            wider = self._with(chosen, at)
-            if self._share(models, wider) > MOST_SHARE:
+            wider = [each for each in chosen if not each.is_in(at)] + [at]
+            if self.share(models, wider) > MOST_SHARE:
                 why = (
                     f"{', '.join(each.name for each in wider)} and what is in float32 already hold "
                     f"more than {MOST_SHARE:.0%} of the parameters. Train this model in float32 or "
@@ -143,13 +138,13 @@ class Healer:
                 )
                 return self._give_up(found, why)
             trials += 1
-            with self._tried(models, wider) as cannot:
+            with _tried(models, wider) as cannot:
                 after = None if cannot else trial()
-            if cannot:
-                at = at.parent if cannot is at else None
+            if cannot is not None:
+                at = at.parent if cannot == at else None
                 continue
             if after is None:
-                return self._without_needless(models, wider, trial)
+                return _without_needless(models, wider, trial)
             chosen = wider
             if after.at is None or any(after.at.is_in(each) for each in wider):
                 # In float32 it still overflows: its input does, or what it gives to the next.
@@ -162,43 +157,17 @@ class Healer:
         )
         return self._give_up(found, why)
 
-    def _without_needless(
-        self, models: Sequence[Module], chosen: list[Located], trial: Trial
-    ) -> list[Located]:
-        """Those that were tried on the way and are not needed are left out again."""
-        for each in chosen[:-1]:
-            fewer = [other for other in chosen if other != each]
-            with self._tried(models, fewer) as cannot:
-                if not cannot and trial() is None:
-                    chosen = fewer
-        return chosen
+    def share(self, models: Sequence[Module], more: Sequence[Located] = ()) -> float:
+        """The part of all parameters that is in float32, from 0 to 1.
 
-    @staticmethod
-    def _with(chosen: list[Located], at: Located) -> list[Located]:
-        """``at`` too, and nothing that is inside of it."""
-        return [each for each in chosen if not each.is_in(at)] + [at]
-
-    @contextmanager
-    def _tried(self, models: Sequence[Module], chosen: list[Located]) -> Iterator[Located | None]:
-        """In float32 within the block; gives the one that cannot be cast."""
-        put: list[Fp32Module] = []
-        cannot = None
-        try:
-            for located in chosen:
-                try:
-                    module = models[located.model].get_submodule(located.name)
-                    put.append(Fp32Module(module, located.name))
-                    put[-1].put_on()
-                except UnsupportedError:
-                    cannot = located
-                    break
-            yield cannot
-        finally:
-            for each in reversed(put):
-                each.take_off()
-
-    def _share(self, models: Sequence[Module], chosen: Sequence[Located]) -> float:
-        return share_of(models, [*self.kept, *chosen])
+        Args:
+            more: modules that are not yet.
+        """
+        modules = [m for each in more if (m := _module_of(models, each)) is not None]
+        modules += self.chosen.modules
+        every: dict[int, int] = {id(p): p.numel() for m in models for p in Module.parameters(m)}
+        held: dict[int, int] = {id(p): p.numel() for m in modules for p in Module.parameters(m)}
+        return sum(held.values()) / max(sum(every.values()), 1)
 
     def _give_up(self, found: Finding, why: str) -> list[Located]:
         self._given_up.add(found.at)
@@ -206,15 +175,82 @@ class Healer:
         return []
 
 
-def share_of(models: Sequence[Module], chosen: Sequence[Located]) -> float:
-    """The part of all parameters that these hold, from 0 to 1."""
-    every: dict[int, int] = {id(p): p.numel() for m in models for p in Module.parameters(m)}
-    held: dict[int, int] = {
-        id(p): p.numel()
-        for each in chosen
-        for p in Module.parameters(models[each.model].get_submodule(each.name))
-    }
-    return sum(held.values()) / max(sum(every.values()), 1)
+class Statistics:
+    """Running statistics of batch norms, as the last window without overflow has left them.
+
+    A forward that overflows leaves inf or NaN in them, and no later window takes it out again.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[weakref.ref[Module], str, Tensor]] = []
+
+    @torch.no_grad()
+    def keep(self, models: Sequence[Module]) -> None:
+        """As they are now. Does not synchronise."""
+        found = list(_running(models))
+        if len(found) != len(self._kept) or any(
+            ref() is not module or name != own or old.shape != value.shape
+            for (module, own, value), (ref, name, old) in zip(found, self._kept, strict=True)
+        ):
+            self._kept = [(weakref.ref(m), name, value.clone()) for m, name, value in found]
+        elif found:
+            torch._foreach_copy_([old for _, _, old in self._kept], [v for _, _, v in found])
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Those that are not finite any more. Synchronises."""
+        for ref, name, old in self._kept:
+            module = ref()
+            value = None if module is None else getattr(module, name)
+            if value is not None and value.shape == old.shape and not value.isfinite().all():
+                value.copy_(old)
+
+
+def _running(models: Sequence[Module]) -> Iterator[tuple[Module, str, Tensor]]:
+    for model in models:
+        for module in model.modules():
+            for name in ("running_mean", "running_var"):
+                value = module._buffers.get(name)
+                if value is not None and value.is_floating_point():
+                    yield module, name, value
+
+
+@contextmanager
+def _tried(models: Sequence[Module], chosen: list[Located]) -> Iterator[Located | None]:
+    """In float32 within the block; gives the one that cannot be cast."""
+    put: list[Fp32Module] = []
+    cannot = None
+    try:
+        for located in chosen:
+            module = _module_of(models, located)
+            try:
+                if module is None:
+                    raise UnsupportedError(f"{located.name} is not there")
+                put.append(Fp32Module(module, located.name))
+            except UnsupportedError:
+                cannot = located
+                break
+            put[-1].put_on()
+        yield cannot
+    finally:
+        for each in reversed(put):
+            each.take_off()
+
+
+def _without_needless(
+    models: Sequence[Module], chosen: list[Located], trial: Trial
+) -> list[Located]:
+    """Those that were tried on the way and are not needed are left out again."""
+    for each in chosen[:-1]:
+        fewer = [other for other in chosen if other != each]
+        with _tried(models, fewer) as cannot:
+            if cannot is None and trial() is None:
+                chosen = fewer
+    return chosen
+
+
+def _module_of(models: Sequence[Module], located: Located) -> Module | None:
+    return named(models[located.model]).get(located.name)
 
 
 def locate(models: Sequence[Module], origin: Origin) -> Located | None:
@@ -223,7 +259,7 @@ def locate(models: Sequence[Module], origin: Origin) -> Located | None:
     if module is None:
         return None
     for number, model in enumerate(models):
-        for name, each in model.named_modules():
+        for name, each in named(model).items():
             if each is module:
                 return Located(number, name)
     return None

@@ -7,6 +7,7 @@ and not Accelerate.
 """
 
 from .chosen import ChosenModules
-from .names import refuse_unmatched
+from .fp32_modules import Fp32Module
+from .names import named, refuse_unmatched
 
-__all__ = ["ChosenModules", "refuse_unmatched"]
+__all__ = ["ChosenModules", "Fp32Module", "named", "refuse_unmatched"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from glob import escape
 
 from torch import nn
 from torch.nn import Module
@@ -28,6 +29,29 @@ class ChosenModules:
     def names(self) -> list[str]:
         """Of the modules that are in float32, in the order in which that happened."""
         return [each.name for each in self._on if each.module is not None]
+
+    def keep(self, names: Iterable[str], models: Iterable[Module]) -> None:
+        """Put these on float32 from now on, as if globs had named them: in every model that knows
+        the name, those too that come later.
+
+        Raises:
+            UnsupportedError: one cannot run in float32; nothing is changed.
+        """
+        before = self.patterns
+        self.patterns = tuple(dict.fromkeys((*before, *map(escape, names))))
+        try:
+            for model in models:
+                self.refuse_uncastable(model)
+        except UnsupportedError:
+            self.patterns = before
+            raise
+        for model in models:
+            self.put_on(model)
+
+    @property
+    def modules(self) -> list[Module]:
+        """Those that are in float32."""
+        return [module for each in self._on if (module := each.module) is not None]
 
     @property
     def count(self) -> int:

@@ -8,7 +8,7 @@ autocast off, on float32 copies of the float16 and bfloat16 tensors that come in
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.nn import Module
 
 from .castable import SeesAutocast, own_forward, refuse_uncastable
 from .casts import FULL, LOW, first_dtype, lowered, raised
-from .parameters import is_gathered, raise_parameters, restore
+from .parameters import is_gathered, needs_parts, owns_tensors, raise_parameters, restore
 
 
 class Fp32Module:
@@ -53,7 +53,7 @@ class Fp32Module:
         refuse_uncastable(module, name)
         self.name = name
         self._module = weakref.ref(module)
-        self._forwards: list[weakref.ref[_Replaced]] = []
+        self._forward: weakref.ref[_Forward] | None = None  # the module keeps it
 
     @property
     def module(self) -> Module | None:
@@ -63,7 +63,7 @@ class Fp32Module:
     @property
     def is_on(self) -> bool:
         """Between :meth:`put_on` and :meth:`take_off`."""
-        return bool(self._forwards)
+        return self._forward is not None
 
     def put_on(self) -> None:
         """In float32 from the next forward on; does nothing where it is on.
@@ -74,22 +74,21 @@ class Fp32Module:
             UnsupportedError: it, or a module in it, enters autocast itself.
         """
         module = self._module()
-        if module is None or self._forwards:
+        if module is None or self._forward is not None:
             return
-        for forward in (_Forward(module, self.name), *_parts_of(module)):
-            self._forwards.append(weakref.ref(forward))  # the module keeps it
-            forward.set()
+        forward = _Forward(module, self.name)
+        self._forward = weakref.ref(forward)
+        forward.set()
 
     def take_off(self) -> None:
         """As it was before :meth:`put_on`; does nothing where it is off.
 
         A forward that was wrapped by others meanwhile stays, and runs what it ran before.
         """
-        for ref in reversed(self._forwards):
-            forward = ref()
-            if forward is not None:
-                forward.unset()
-        self._forwards = []
+        forward = None if self._forward is None else self._forward()
+        self._forward = None
+        if forward is not None:
+            forward.unset()
 
 
 class _Replaced:
@@ -151,6 +150,27 @@ class _Forward(_Replaced):
         self.name, self.kinds = name, _autocast_kinds()
         self.watched: list[bool] = []
         """``training`` in the forwards that were watched."""
+        self.parts: list[weakref.ref[_Part]] = []
+
+    def set(self) -> None:
+        super().set()
+        self._watch_parts()
+
+    def unset(self) -> None:
+        for ref in reversed(self.parts):
+            part = ref()
+            if part is not None:
+                part.unset()
+        super().unset()
+
+    def _watch_parts(self) -> None:
+        """FSDP2 may shard the module when this is on, or somebody may call ``half()``."""
+        if not self.parts and self.module._modules and needs_parts(self.module):
+            for each in self.module.modules():
+                if each is not self.module and (owns_tensors(each) or is_gathered(each)):
+                    part = _Part(each)
+                    self.parts.append(weakref.ref(part))
+                    part.set()
 
     def call(self, args: Any, kwargs: dict[str, Any]) -> Any:
         module = self.module
@@ -159,6 +179,8 @@ class _Forward(_Replaced):
         is_prepared = "_original_forward" in vars(module)
         forward = own_forward(module) if is_prepared else self.found
         kinds = [kind for kind in self.kinds if torch.is_autocast_enabled(kind)]
+        if not torch.compiler.is_compiling():
+            self._watch_parts()
         given = first_dtype((args, kwargs), LOW)
         changes = raise_parameters(module)
         args, kwargs = raised((args, kwargs))
@@ -213,15 +235,6 @@ class _Part(_Replaced):
             return forward(*args, **kwargs)
         finally:
             restore(changes)
-
-
-def _parts_of(module: Module) -> Iterator[_Part]:
-    tensors = [*module.parameters(), *module.buffers()]
-    if not any(t.dtype in LOW or hasattr(t, "to_local") for t in tensors):
-        return
-    for each in module.modules():
-        if each is not module and (each._parameters or each._buffers or is_gathered(each)):
-            yield _Part(each)
 
 
 def _autocast_kinds() -> tuple[str, ...]:

@@ -65,6 +65,19 @@ def restore(changes: list[Change]) -> None:
             _tell(owner)
 
 
+def needs_parts(module: Module) -> bool:
+    """A module in it, called by itself, may find its parameters in float16."""
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None and (tensor.dtype in LOW or hasattr(tensor, "to_local")):
+            return True
+    return any(needs_parts(each) for each in module._modules.values() if each is not None)
+
+
+def owns_tensors(module: Module) -> bool:
+    """Parameters or buffers that are no other module's."""
+    return bool(module._parameters or module._buffers)
+
+
 def is_gathered(module: Module) -> bool:
     """FSDP2 shards it, by itself or as one of a group."""
     # To import it takes a second; who has such a module has imported it.

@@ -1,0 +1,185 @@
+"""``fp32_modules`` on two gloo ranks, beside models that are written so by hand, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from children import everywhere, on_two_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+from versions import before_torch
+
+from accel_scaler import ConfigError, ScalerConfig, attach, detach
+from accel_scaler.precision.fp32_modules import Fp32Module
+from accel_scaler.precision.names import named
+
+WIDTH = 8
+
+
+class Layer(nn.Linear):
+    """By hand: as if it ran in float32."""
+
+    by_hand = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.by_hand:
+            return super().forward(x)
+        with torch.autocast("cpu", enabled=False):
+            return nn.functional.linear(x.float(), self.weight.float(), self.bias.float())
+
+
+class Mlp(nn.Module):
+    by_hand = checkpoints = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wi, self.wo = Layer(WIDTH, WIDTH), Layer(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = x.dtype
+        x = x.float() if self.by_hand else x
+        x = torch.relu(self.run(self.wi, x)) * 3
+        x = self.run(self.wo, x)
+        is_half = self.by_hand and given is torch.float16
+        return x.half() if is_half and not torch.is_autocast_enabled("cpu") else x
+
+    def run(self, layer: nn.Module, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(layer, x, use_reentrant=False) if self.checkpoints else layer(x)
+        return out
+
+
+class Net(nn.Module):
+    def __init__(self, by_hand: bool, checkpoints: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.inp = nn.Linear(WIDTH, WIDTH)
+        self.h = nn.ModuleList(Mlp() for _ in range(3))
+        for each in self.h:
+            each.checkpoints = checkpoints
+        for each in self.h[1].modules() if by_hand else ():
+            each.by_hand = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for each in self.h:
+            x = x + each(x)
+        return x
+
+
+def shard_layers(model: Net) -> list[nn.Module]:
+    return [each for mlp in model.h for each in (mlp.wi, mlp.wo)]
+
+
+LAYOUTS: dict[str, Callable[[Net], list[nn.Module]]] = {
+    "the root alone": lambda model: [],
+    "the module": lambda model: list(model.h),
+    "within the module": shard_layers,
+    "both": lambda model: [*shard_layers(model), *model.h],
+}
+
+
+def sharded(model: Net, layout: str, reshard: bool) -> Net:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
+    for each in (*LAYOUTS[layout](model), model):
+        fully_shard(each, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    return model
+
+
+def trained(model: Any) -> list[Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    seen = []
+    for step in range(3):
+        torch.manual_seed(10 * step + dist.get_rank())
+        out = model(torch.randn(4, WIDTH))
+        (out.float().square().mean() * 256).backward()
+        seen += [out.detach().clone(), *(p.grad.to_local().clone() for p in model.parameters())]
+        for p in model.parameters():
+            p.grad /= 256
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*seen, *(p.to_local().detach().clone() for p in model.parameters())]
+
+
+def equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    assert [t.dtype for t in one] == [t.dtype for t in other]
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@before_torch(2, 7, "torch 2.6: fully_shard wants the streams of a device")
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fsdp2_with_float16_parameters(layout: str, checkpoints: bool, tmp_path: Path) -> None:
+    def body() -> None:
+        for reshard in (True, False):
+            by_hand = trained(sharded(Net(True, checkpoints), layout, reshard))
+            plain = trained(sharded(Net(False, checkpoints), layout, reshard))
+            assert not equal(plain, by_hand), "float16 would have passed"
+            for before in (True, False):
+                model = Net(False, checkpoints)
+                fp32 = Fp32Module(model.h[1], "h.1")
+                if before:
+                    fp32.put_on()
+                model = sharded(model, layout, reshard)
+                fp32.put_on()
+                assert equal(trained(model), by_hand), (reshard, before)
+                fp32.take_off()
+                assert not any("forward" in vars(each) for each in model.modules())
+
+    on_two_ranks(body, tmp_path)
+
+
+def test_ddp_through_accelerate(tmp_path: Path) -> None:
+    def run(by_hand: bool, *globs: str, **values: Any) -> list[Tensor]:
+        settings = ScalerConfig(init_scale=256.0, fp32_modules=globs, **values)
+        accelerator: Any = attach(Accelerator(mixed_precision="fp16"), settings)
+        model = Net(by_hand)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        prepared, optimizer = accelerator.prepare(model, optimizer)
+        assert isinstance(prepared, nn.parallel.DistributedDataParallel)
+        seen = []
+        for step in range(4):
+            torch.manual_seed(10 * step + dist.get_rank())
+            with accelerator.accumulate(prepared):
+                out = prepared(torch.randn(4, WIDTH))
+                accelerator.backward(out.square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            seen.append(out.detach().clone())
+        on = [name for name, each in named(model).items() if name and "forward" in vars(each)]
+        assert on == list(globs)
+        detach(accelerator)
+        assert not any("forward" in vars(each) for each in model.modules())
+        return [*seen, *(p.detach().clone() for p in model.parameters())]
+
+    def body() -> None:
+        for values in ({}, {"step_mode": "overlap"}, {"step_mode": "delayed"}):
+            by_hand, plain = run(True, **values), run(False, **values)
+            assert equal(run(False, "h.1", **values), by_hand)
+            assert not equal(plain, by_hand), "float16 would have passed"
+
+    on_two_ranks(body, tmp_path)
+
+
+def test_a_glob_that_matches_nothing_is_refused_on_every_rank(tmp_path: Path) -> None:
+    def body() -> None:
+        settings = ScalerConfig(init_scale=256.0, fp32_modules=["module.h.1"])
+        accelerator: Any = attach(Accelerator(mixed_precision="fp16"), settings)
+        model = accelerator.prepare(Net(False))
+        loss = model(torch.ones(1, WIDTH)).sum()
+        with pytest.raises(
+            ConfigError, match=r"'module\.h\.1' matches no module.*'h\.1'"
+        ) as caught:
+            accelerator.backward(loss)
+        assert len(set(everywhere(str(caught.value)))) == 1
+        detach(accelerator)
+
+    on_two_ranks(body, tmp_path)

@@ -1,11 +1,11 @@
-"""Printing for commands."""
+"""Printing for commands, and numbers in words."""
 
 from __future__ import annotations
 
 import os
 import sys
 
-__all__ = ["plain", "say"]
+__all__ = ["counted", "percent", "plain", "say"]
 
 
 def plain(text: str) -> str:
@@ -23,3 +23,20 @@ def say(text: str) -> None:
     except BrokenPipeError:
         # `| head` has seen enough; Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def percent(part: float, whole: float) -> str:
+    """``3.2 %``; never ``0 %`` for something, nor ``100 %`` for not all."""
+    if not whole:
+        return "0 %"
+    share = 100 * part / whole
+    if 0 < share < 0.1:
+        return "under 0.1 %"
+    if 99.9 < share < 100:
+        return "over 99.9 %"
+    return f"{share:.1f} %".replace(".0 %", " %")
+
+
+def counted(count: int, noun: str) -> str:
+    """``1 window``, ``3 windows``."""
+    return f"{count} {noun}" + ("" if count == 1 else "s")

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from ..console import plain, say
 from ..errors import ConfigError
 from .figures import pictures, stacked
-from .findings import in_words
 from .html import html_page
 from .reader import read_run
 from .run_summary import Run
+from .text import in_words
 from .theme import drawing
 
 if TYPE_CHECKING:

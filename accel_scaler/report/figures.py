@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ..console import counted
 from ..telemetry import LARGEST, TOO_FAR, Record
-from .formatting import counted, number, shorten
+from .formatting import number, shorten
 from .heatmap import draw_heatmap, heatmap_rows
 from .run_summary import Run
 from .samples import Bin, Spread

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from ..console import counted, percent
 from ..telemetry import LARGEST, RECENT, REMEDY, TOO_FAR
-from .formatting import counted, number, percent, times
+from .formatting import number, times
 from .run_summary import MAX_FALLS, Fall, Run, Session
 from .samples import Spread
 
@@ -50,18 +51,6 @@ def find(run: Run) -> list[Finding]:
     return sorted(found, key=lambda finding: LEVELS.index(finding.level))
 
 
-def in_words(run: Run) -> str:
-    """The summary for a terminal: plain text, a heading, then a paragraph a finding."""
-    lines = [run.label, "=" * min(len(run.label), 80)]
-    width = max((len(name) for name, _ in facts(run)), default=0)
-    lines += [f"{name:<{width}}  {value}" for name, value in facts(run)]
-    marks = {"bad": "[!!]", "warn": "[! ]", "note": "[  ]", "good": "[ok]"}
-    for finding in find(run):
-        lines += ["", f"{marks[finding.level]} {finding.what}"]
-        lines += [f"     {text}" for text in (finding.look, finding.do) if text]
-    return "\n".join(lines)
-
-
 def facts(run: Run) -> list[tuple[str, str]]:
     """Key numbers as ``(name, value)``; what the run does not have is left out."""
     if not run.windows:
@@ -71,7 +60,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
         ("windows", f"{run.windows}{sessions}"),
         ("skipped", f"{run.skips} ({percent(run.skips, run.windows)})"),
     ]
-    if _scaled(run):
+    if is_scaled(run):
         first, last = run.first_scale, run.last_scale
         rows.append(("scale", f"{number(first)} at first, {number(last)} at last"))
         if run.lowest is not None:
@@ -116,12 +105,12 @@ def facts(run: Run) -> list[tuple[str, str]]:
     return rows
 
 
-def _scaled(run: Run) -> bool:
+def is_scaled(run: Run) -> bool:
     """Not an fp32 or bf16 run."""
     return not all(s.facts.get("precision") in WITHOUT_SCALE for s in run.sessions)
 
 
-def _setting(run: Run, name: str) -> float | None:
+def setting(run: Run, name: str) -> float | None:
     """A numeric setting of the last session that has it."""
     for session in reversed(run.sessions):
         value = session.settings.get(name)
@@ -174,7 +163,7 @@ def _loss(run: Run) -> Iterable[Finding]:
 
 
 def _find_overflow_hint(run: Run) -> str:
-    return "" if run.firsts else "Run again with find_overflow=True to see where it begins."
+    return "" if run.firsts else "Run again with find_overflow='replay' to see where it begins."
 
 
 def _stepped(run: Run) -> Iterable[Finding]:
@@ -189,9 +178,9 @@ def _stepped(run: Run) -> Iterable[Finding]:
 
 
 def _floor(run: Run) -> Iterable[Finding]:
-    if run.lowest is None or not _scaled(run):
+    if run.lowest is None or not is_scaled(run):
         return
-    (low, x), floor = run.lowest, _setting(run, "min_scale")
+    (low, x), floor = run.lowest, setting(run, "min_scale")
     if floor is not None and low <= floor:
         yield Finding(
             "bad",
@@ -221,11 +210,16 @@ def _most_often(origins: Counter[str]) -> str:
     return f"{name} overflowed {times(count)}{others}"
 
 
-def _real_falls(run: Run) -> list[Fall]:
+def is_deep(run: Run, fall: Fall) -> bool:
+    """It is no ordinary fall."""
+    return fall.doublings >= DEEP_FALL or (run.lowest is not None and run.lowest[0] <= 1.0)
+
+
+def real_falls(run: Run) -> list[Fall]:
     """Falls that are neither the search nor the price of a growth, the deepest first."""
     falls = [f for f in run.falls if not f.search and (f.doublings >= 2 or f.skips >= REPEATED)]
     falls.sort(key=lambda f: (-f.doublings, -f.skips))
-    return falls if _scaled(run) else []
+    return falls if is_scaled(run) else []
 
 
 def _fall_text(run: Run, fall: Fall) -> str:
@@ -242,16 +236,15 @@ def _fall_text(run: Run, fall: Fall) -> str:
 
 def _falls(run: Run) -> Iterable[Finding]:
     """The deepest of them, and how many more."""
-    falls = _real_falls(run)
+    falls = real_falls(run)
     if not falls:
         return
     worst = falls[0]
-    deep = worst.doublings >= DEEP_FALL or (run.lowest is not None and run.lowest[0] <= 1.0)
     others = counted(len(falls) - 1, "other fall") if len(falls) > 1 else ""
     if others and len(run.falls) >= MAX_FALLS:
         others = f"at least {others}"
     yield Finding(
-        "bad" if deep else "warn",
+        "bad" if is_deep(run, worst) else "warn",
         _fall_text(run, worst) + (f" And {others} like it." if others else ""),
         _near(run, worst),
         f"Keep that layer in float32, lower the learning rate or clip. {_find_overflow_hint(run)}",
@@ -273,10 +266,10 @@ def _repeated(run: Run) -> Iterable[Finding]:
     name, count = run.origins.most_common(1)[0]
     if name == "the loss" or count < REPEATED or 2 * count < total:
         return
-    falls = _real_falls(run)
+    falls = real_falls(run)
     if falls and 2 * falls[0].origins[name] >= count:
         return
-    ordinary = not run.other_skips
+    ordinary = not run.kinds.other
     yield Finding(
         "note" if ordinary else "warn",
         f"{name} is where {count} of {counted(total, 'overflow')} began"
@@ -296,24 +289,24 @@ def _skips(run: Run) -> Iterable[Finding]:
         elif not run.stepped_bad:
             yield Finding("good", f"No overflow in {counted(run.windows, 'window')}.")
         return
-    if run.search_skips:
+    if run.kinds.search:
         search = max((f for f in run.falls if f.search), key=lambda f: f.skips, default=None)
         way = f" ({number(search.high)} to {number(search.low)})" if search else ""
         yield Finding(
-            "good" if run.search_skips == run.skips else "note",
-            f"{counted(run.search_skips, 'skip')} while the scale was first searched for{way}: "
+            "good" if run.kinds.search == run.skips else "note",
+            f"{counted(run.kinds.search, 'skip')} while the scale was first searched for{way}: "
             "normal.",
-            do="A smaller init_scale saves them." if run.search_skips >= 8 else "",
+            do="A smaller init_scale saves them." if run.kinds.search >= 8 else "",
         )
-    if run.growth_skips:
-        interval = _setting(run, "growth_interval")
+    if run.kinds.growth:
+        interval = setting(run, "growth_interval")
         every = f" every {number(interval)} windows" if interval else ""
         yield Finding(
-            "good" if not run.other_skips else "note",
-            f"{counted(run.growth_skips, 'skip')} after the scale had grown: normal, it tries a "
+            "good" if not run.kinds.other else "note",
+            f"{counted(run.kinds.growth, 'skip')} after the scale had grown: normal, it tries a "
             f"larger one{every} and steps back.",
         )
-    later = run.skips - run.search_skips
+    later = run.skips - run.kinds.search
     if later > MANY_SKIPPED * run.windows:
         yield Finding(
             "warn",
@@ -322,14 +315,14 @@ def _skips(run: Run) -> Iterable[Finding]:
             "A growth_interval too small for the run, or a layer that overflows at any scale.",
             "Raise growth_interval, or set max_scale, where every growth is followed by a skip.",
         )
-    elif run.other_skips and not _real_falls(run):
+    elif run.kinds.other and not real_falls(run):
         yield Finding(
             "note",
-            f"{counted(run.other_skips, 'skip')} besides, far apart"
+            f"{counted(run.kinds.other, 'skip')} besides, far apart"
             + (f": {began}." if (began := _most_often(run.origins)) else "."),
         )
-    told = any(f.first_x == run.longest_streak_x for f in _real_falls(run)[:1])
-    if run.longest_streak >= 5 and run.longest_streak > run.search_skips and not told:
+    told = any(f.first_x == run.longest_streak_x for f in real_falls(run)[:1])
+    if run.longest_streak >= 5 and run.longest_streak > run.kinds.search and not told:
         yield Finding(
             "warn",
             f"The longest streak: {run.longest_streak} skips in a row from "
@@ -394,7 +387,7 @@ def _doublings(room: float) -> str:
 
 def _headroom(run: Run) -> Iterable[Finding]:
     """A scale that could be higher, and one at its floor that is about to be too high."""
-    room = run.range.room_at(run.last_scale) if _scaled(run) and run.last_scale > 0 else None
+    room = run.range.room_at(run.last_scale) if is_scaled(run) and run.last_scale > 0 else None
     if room is None or run.range.last is None or run.range.zero_share == 1:
         return
     unscaled, x = run.range.last
@@ -403,7 +396,7 @@ def _headroom(run: Run) -> Iterable[Finding]:
         f"scale, {number(run.last_scale)}, it takes {number(unscaled * run.last_scale)} of "
         f"float16's {number(LARGEST)}"
     )
-    floor, ceiling = _setting(run, "min_scale"), _setting(run, "max_scale")
+    floor, ceiling = setting(run, "min_scale"), setting(run, "max_scale")
     at_floor = floor is not None and run.last_scale <= floor
     if 0 <= room < LITTLE_ROOM and (at_floor or run.last_scale <= 1):
         end = "a scale below 1 helps nobody"
@@ -419,9 +412,9 @@ def _headroom(run: Run) -> Iterable[Finding]:
     elif room >= MUCH_ROOM and _underflowing(run):
         held = ceiling is not None and run.last_scale >= ceiling
         better = number(run.last_scale * 2.0 ** int(min(room, 24.0) - 1))
-        interval = _setting(run, "growth_interval")
+        interval = setting(run, "growth_interval")
         do = f"Raise max_scale, to {better} say." if held else f"init_scale={better}, say."
-        if not held and (run.growth_skips or run.other_skips):
+        if not held and (run.kinds.growth or run.kinds.other):
             do = (
                 "Gradients of activations are what overflows at a larger scale: keep that layer in "
                 "float32. " + _find_overflow_hint(run)

@@ -12,26 +12,9 @@ def number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def percent(part: float, whole: float) -> str:
-    """``3.2 %``; never ``0 %`` for something, nor ``100 %`` for not all."""
-    if not whole:
-        return "0 %"
-    share = 100 * part / whole
-    if 0 < share < 0.1:
-        return "under 0.1 %"
-    if 99.9 < share < 100:
-        return "over 99.9 %"
-    return f"{share:.1f} %".replace(".0 %", " %")
-
-
 def times(count: int) -> str:
     """``once``, ``twice``, ``14 times``."""
     return {1: "once", 2: "twice"}.get(count, f"{count} times")
-
-
-def counted(count: int, noun: str) -> str:
-    """``1 window``, ``3 windows``."""
-    return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
 def shorten(name: str, limit: int) -> str:

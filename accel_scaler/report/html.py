@@ -8,10 +8,11 @@ from datetime import datetime, timezone
 from html import escape
 from typing import Any
 
-from ..console import plain
+from ..console import counted, plain
 from .figures import Picture
 from .findings import facts, find
-from .formatting import counted, number
+from .formatting import number
+from .outcome import verdict_on
 from .run_summary import Run
 from .theme import BAD, INK, LINE, PAPER, SOFT
 
@@ -34,6 +35,7 @@ h3{{font-size:1rem;margin:1.5rem 0 .5rem}}
 p{{margin:.35rem 0}}
 h1,h2,h3,p,li{{overflow-wrap:anywhere}}
 td,th{{overflow-wrap:break-word}}
+.verdict{{font-size:1.1rem}}
 .soft{{color:{SOFT}}}
 .findings{{list-style:none;margin:0;padding:0}}
 .findings li{{border:1px solid {LINE};border-left:5px solid var(--mark);border-radius:6px;
@@ -56,7 +58,7 @@ td.n,th.n{{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums
 def html_page(runs: Sequence[Run], drawn: Sequence[tuple[str, Picture]]) -> str:
     """The whole page, with the pictures as SVG. All text is escaped; there is no script in it."""
     title = f"Loss scaling: {' and '.join(run.label for run in runs)}"
-    body = [f"<h1>{escape(title)}</h1>"]
+    body = [f"<h1>{escape(title)}</h1>", *(_verdict(run, len(runs)) for run in runs)]
     body += ["<h2>Summary</h2>", *(part for run in runs for part in _summary(run, len(runs)))]
     body += ["<h2>In numbers</h2>", _side_by_side(runs, [facts(run) for run in runs])]
     if drawn:
@@ -70,6 +72,11 @@ def html_page(runs: Sequence[Run], drawn: Sequence[tuple[str, Picture]]) -> str:
         f"<title>{escape(title)}</title>\n<style>\n{CSS}\n</style>\n</head>\n"
         f"<body>\n<main>\n{chr(10).join(body)}\n</main>\n</body>\n</html>\n"
     )
+
+
+def _verdict(run: Run, runs: int) -> str:
+    of = f"<b>{escape(run.label)}:</b> " if runs > 1 else ""
+    return f'<p class="verdict">{of}{escape(verdict_on(run))}</p>'
 
 
 def _heading(run: Run, runs: int) -> list[str]:

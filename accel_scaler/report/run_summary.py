@@ -8,15 +8,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..telemetry import End, Names, Record, Start
+from ..telemetry import End, Names, Record, SkipKinds, Start
 from .samples import Bins, Late, NormColumns, Range, Timing
 
 MAX_FALLS = 8
 MAX_FIRSTS = 50
-SETTLED = 20
-"""So many windows in a row without a skip: the first search for a scale is over."""
-SEARCH_WINDOWS = 200
-"""A search that is not over by then was none: the run kept overflowing."""
+MAX_HEALED = 256
 
 
 @dataclass(slots=True)
@@ -96,7 +93,7 @@ class Run:
         self.timing = Timing()
         self.late = Late()
         self.windows = self.skips = self.overflows = 0
-        self.search_skips = self.growth_skips = self.other_skips = 0
+        self.kinds = SkipKinds()
         self.longest_streak = self.longest_streak_x = 0
         self.first_scale = self.last_scale = 0.0
         self.lowest: tuple[float, int] | None = None
@@ -116,12 +113,11 @@ class Run:
         """The largest finite norm, and the window's x."""
         self.limited = self.clipped = 0
         self.range = Range()
+        self.healed: dict[str, None] = {}
+        """Modules in float32 by ``heal``, in order."""
         self.lines = self.broken = 0
         self.broken_first: tuple[int, str] | None = None
         self._fall: Fall | None = None
-        self._searching = True
-        self._grew = False
-        self._good = self._streak = 0
 
     def begin(self, start: Start) -> None:
         """A new session: the scale is searched for again."""
@@ -131,13 +127,11 @@ class Run:
             self.sessions[-1].first_x + self.sessions[-1].last_step + 1 if self.sessions else 0
         )
         self.sessions.append(Session(first_x, start.facts, start.settings))
-        self._searching, self._grew, self._good, self._streak = True, False, 0, 0
+        self.kinds.begin()
 
     def finish(self) -> None:
         """No more windows of this session."""
-        if self.sessions and self._searching and self.sessions[-1].windows:
-            self._settle(self._good * 2 >= self.sessions[-1].windows)
-        self._close()
+        self._close(is_search=self.kinds.finish() is True)
 
     def add(self, record: Record, names: Names | None) -> None:
         """One window of the last session.
@@ -154,6 +148,8 @@ class Run:
         self.bins.add(x, record)
         self.timing.add(x, record)
         self.late.add(x, record)
+        for name in record.healed[: MAX_HEALED - len(self.healed)]:
+            self.healed[name] = None
         self.range.add(x, record, names)
         self._add_norm(x, record)
         if record.loss_nonfinite:
@@ -231,36 +227,18 @@ class Run:
         low = min(scale, after)
         if self.lowest is None or low < self.lowest[0]:
             self.lowest = (low, x)
+        ended = self.kinds.add(record)
         if record.skipped:
             self._skip(x, scale, origin)
-        else:
-            self._good += 1
-            self._streak = 0
         if self._fall is not None and after < scale:
             self._fall.low = min(self._fall.low, after)
-        if after > scale:
-            if self._searching:
-                self._settle(True)
-            self._close()
-            self._grew = True
-        if self._searching:
-            if self._good >= SETTLED:
-                self._settle(True)
-            elif self.sessions[-1].windows >= SEARCH_WINDOWS:
-                self._settle(False)
+        if ended or after > scale:
+            self._close(is_search=ended is True)
 
     def _skip(self, x: int, scale: float, origin: str | None) -> None:
-        self._good = 0
-        self._streak += 1
-        if self._streak > self.longest_streak:
-            self.longest_streak, self.longest_streak_x = self._streak, x - self._streak + 1
-        if self._searching:
-            self.search_skips += 1
-        elif self._grew:
-            self.growth_skips += 1
-        else:
-            self.other_skips += 1
-        self._grew = False
+        streak = self.kinds.streak
+        if streak > self.longest_streak:
+            self.longest_streak, self.longest_streak_x = streak, x - streak + 1
         if self._fall is None:
             self._fall = Fall(x, x, scale, scale)
         self._fall.last_x = x
@@ -268,21 +246,11 @@ class Run:
         if origin is not None:
             self._fall.origins[origin] += 1
 
-    def _settle(self, found: bool) -> None:
-        """The search of this session is over; ``found``: a scale that lasted."""
-        self._searching = False
-        skips = self.sessions[-1].skips
-        if not found:
-            self.search_skips -= skips
-            self.other_skips += skips
-        elif self._fall is not None:
-            self._fall.search = True
-            self._close()
-
-    def _close(self) -> None:
+    def _close(self, is_search: bool) -> None:
         fall, self._fall = self._fall, None
         if fall is None:
             return
+        fall.search = is_search
         self.falls.append(fall)
         if len(self.falls) > MAX_FALLS:
             self.falls.remove(min(self.falls, key=lambda f: (f.doublings, f.skips)))
@@ -292,6 +260,11 @@ class Run:
         return sorted(
             self.offenders.values(), key=lambda o: (-o.began, -o.windows, -o.place, o.name)
         )
+
+    @property
+    def last_x(self) -> int:
+        """Of the last window; 0 where there is none."""
+        return next((s.first_x + s.last_step for s in self.sessions[::-1] if s.windows), 0)
 
     def session_of(self, x: int) -> int:
         """Index of the session that window ``x`` belongs to."""

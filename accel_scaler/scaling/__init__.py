@@ -36,6 +36,7 @@ from .gradients import (
     reciprocal,
     run_on_one_thread,
 )
+from .overflow_streak import BROKEN
 from .parameter_names import MOST_NAMES, ParameterNames
 from .thread_windows import WAIT_LIMIT_S
 from .window import (
@@ -49,6 +50,7 @@ from .window import (
 )
 
 __all__ = [
+    "BROKEN",
     "LOW_PRECISION",
     "MOST_NAMES",
     "SMALL",

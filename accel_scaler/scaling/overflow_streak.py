@@ -39,6 +39,9 @@ IN_FLOAT32 = (
     "inputs as .float())"
 )
 
+BROKEN = "parameters are inf or NaN themselves"
+"""Said where it is so."""
+
 USUAL_SCALE = 1.0
 """Below this a loss scale makes gradients smaller than they are."""
 
@@ -96,7 +99,7 @@ def remedies(evidence: Evidence, scale: float, has_limit: bool = True) -> list[s
     bad = evidence.bad_losses
     if evidence.broken:
         found.append(
-            f"parameters are inf or NaN themselves ({', '.join(evidence.broken)}), so no scale "
+            f"{BROKEN} ({', '.join(evidence.broken)}), so no scale "
             "helps: load the last good checkpoint and look at the updates before"
         )
     if evidence.module:
@@ -127,7 +130,7 @@ def remedies(evidence: Evidence, scale: float, has_limit: bool = True) -> list[s
             "float32 for the layer, or bfloat16 if the device has it"
         )
     if not evidence.first:
-        found.append("find_overflow=True names the module in which it begins, with its ranges")
+        found.append("find_overflow='replay' names the module in which it begins, with its ranges")
     found.append("a lower learning rate or a longer warm-up, if it began in the middle of a run")
     found.append("train in float32 from the same checkpoint: if that fails too, it is not fp16")
     return found[:3]

@@ -11,6 +11,8 @@ from .history import History
 from .preview_watch import RECENT, REMEDY, TOO_FAR, RecentErrors
 from .record import FORMAT, BrokenLineError, CutLineError, End, Names, Record, Span, Start, decode
 from .recorder import Recorder, make_recorder
+from .skip_kinds import SkipKinds
+from .verdict import Outcome, verdict
 
 __all__ = [
     "FORMAT",
@@ -23,12 +25,15 @@ __all__ = [
     "End",
     "History",
     "Names",
+    "Outcome",
     "RecentErrors",
     "Record",
     "Recorder",
+    "SkipKinds",
     "Span",
     "Start",
     "decode",
     "headroom",
     "make_recorder",
+    "verdict",
 ]

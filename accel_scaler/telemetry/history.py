@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
 from .gradient_range import headroom
 from .record import Record
+from .skip_kinds import SkipKinds
+from .verdict import THE_LOSS, Outcome, verdict
 
 KEPT_RECORDS = 4096
 KEPT_DETAILS = 16
@@ -26,7 +29,11 @@ class History:
         self.boundaries = 0
         self.skips = 0
         self.max_grad_norm: float | None = None
+        self._kinds = SkipKinds()
+        """Of all windows but the last, which may still be amended."""
 
+    _stepped_bad: int | None = None
+    """The first of these windows that stepped though its norm was not finite."""
     healed: tuple[str, ...] = ()
     """Modules that ``heal`` has put into float32, in order."""
     largest_unscaled: float | None = None
@@ -46,6 +53,14 @@ class History:
         if largest is not None and scale > 0:
             self.largest_unscaled = largest / scale
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """From a pickle, of an earlier version too."""
+        self.__dict__.update(state)
+        if "_kinds" not in state:
+            self._kinds = SkipKinds()
+            for record in list(self.records)[:-1]:
+                self._kinds.add(record)
+
     def add(self, record: Record) -> None:
         """Append the record of a window, or amend it when its index is the last one's."""
         if self.records and self.records[-1].index == record.index:
@@ -57,6 +72,8 @@ class History:
                 record = replace(record, grad_norm=last.grad_norm)
             self.records[-1] = record
         else:
+            if self.records:
+                self._is_final(self.records[-1])
             self.records.append(record)
             self.boundaries += 1
             self.skips += int(record.skipped)
@@ -74,18 +91,25 @@ class History:
         if record.healed:
             self.healed = tuple(dict.fromkeys(self.healed + record.healed))
 
+    def _is_final(self, record: Record) -> None:
+        self._kinds.add(record)
+        if self._stepped_bad is None and _stepped_bad(record):
+            self._stepped_bad = record.index
+
     def complete(self, record: Record) -> None:
         """Put what came to be known later in the place of the last record."""
         if self.records and self.records[-1].index == record.index:
             self.records[-1] = record
 
     def summary(self) -> str:
-        """A few lines of text: windows, skips, the path of the scale, the largest norm."""
+        """A few lines of text: the verdict, windows, skips, the path of the scale, the largest
+        norm, modules that were healed."""
         if not self.records:
             return "scaler: no window has closed yet"
         path = " -> ".join(f"{scale:.10g} (window {index})" for index, scale in self._short_path())
         norm = "not taken" if self.max_grad_norm is None else f"{self.max_grad_norm:.4g}"
         lines = [
+            self.verdict(),
             f"scaler: {self.boundaries} windows, {self.skips} skipped",
             f"scale: {path}",
             f"largest finite gradient norm: {norm}",
@@ -94,6 +118,39 @@ class History:
         if names:
             lines.append(f"last overflow seen in: {', '.join(names)}")
         return "\n".join(lines)
+
+    def verdict(self) -> str:
+        """One or two sentences: whether the run trained up to now, what stopped it, what to do."""
+        if not self.records:
+            return verdict(Outcome())
+        kinds, last = copy(self._kinds), self.records[-1]
+        kinds.add(last)
+        bad = self._stepped_bad
+        bad = last.index if bad is None and _stepped_bad(last) else bad
+        in_streak = list(self.records)[-kinds.streak :] if kinds.streak else []
+        lowest = min(scale for _, scale in self.scale_path)
+        return verdict(
+            Outcome(
+                windows=self.boundaries,
+                skips=self.skips,
+                search_skips=kinds.search,
+                growth_skips=kinds.growth,
+                scaled=self.skips > 0 or [s for _, s in self.scale_path] != [1.0],
+                scale=last.next_scale,
+                last=f"window {last.index}",
+                streak=kinds.streak,
+                trained_until=f"window {last.index - kinds.streak}"
+                if self.boundaries > kinds.streak
+                else "",
+                firsts=[r.first for r in in_streak if r.first is not None],
+                origins=Counter(filter(None, map(_origin, in_streak))),
+                healed=self.healed,
+                norms=int(self.max_grad_norm is not None),
+                stepped_bad="" if bad is None else f"window {bad}",
+                loss_windows=sum(r.loss_nonfinite > 0 for r in self.records),
+                low=f"the scale fell to {lowest:.10g}" if lowest <= 1 and self.skips else "",
+            )
+        )
 
     def last_overflow(self) -> tuple[str, ...]:
         """Names in the latest kept record that has any."""
@@ -126,3 +183,12 @@ class History:
     def _short_path(self, most: int = 12) -> list[tuple[int, float]]:
         path = list(self.scale_path)
         return path if len(path) <= most else path[: most // 2] + path[-most // 2 :]
+
+
+def _stepped_bad(record: Record) -> bool:
+    norm = record.grad_norm
+    return norm is not None and not math.isfinite(norm) and not record.skipped
+
+
+def _origin(record: Record) -> str:
+    return THE_LOSS if record.loss_nonfinite else next(iter(record.overflowed), "")

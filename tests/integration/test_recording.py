@@ -190,7 +190,7 @@ def test_where_it_began_is_in_the_record_the_log_and_the_error(
     text = str(caught.value)
     assert found[-1]["first"]["text"] in text
     assert "remedies: (1) 1 (Loud) overflows in its forward" in text
-    assert "find_overflow=True names" not in text
+    assert "find_overflow='replay' names" not in text
 
 
 def test_the_second_optimizers_overflow_is_found_too(tmp_path: Path) -> None:

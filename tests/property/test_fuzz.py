@@ -22,9 +22,10 @@ from accel_scaler.config import in_section, resolve
 from accel_scaler.config_file import read_config, shipped_configs
 from accel_scaler.errors import UnsupportedError
 from accel_scaler.launch.launcher import make_parser, parse, prepared
-from accel_scaler.report.findings import facts, in_words
+from accel_scaler.report.findings import facts
 from accel_scaler.report.html import html_page
 from accel_scaler.report.reader import read_run
+from accel_scaler.report.text import in_words
 from accel_scaler.telemetry.writer import Journal
 
 ROUNDS = max(1, int(os.environ.get("FUZZ_ROUNDS", "1")))

@@ -113,7 +113,7 @@ def test_a_prepared_optimizer_and_a_history(mode: str, load: Callable[[str], Any
     first, last = history.records
     assert (last.index, last.lr, last.healed, history.healed) == (1, (0.1,), (), ())
     history.add(replace(last, index=2))
-    assert history.summary().startswith("scaler: 3 windows, 0 skipped")
+    assert "scaler: 3 windows, 0 skipped" in history.summary()
     assert first != last
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ import telemetry_files as t
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from accel_scaler.report.findings import Finding, facts, find, in_words
-from accel_scaler.report.formatting import number, percent, shorten, times
+from accel_scaler.console import percent
+from accel_scaler.report.findings import Finding, facts, find
+from accel_scaler.report.formatting import number, shorten, times
 from accel_scaler.report.reader import read_run
-from accel_scaler.report.run_summary import SEARCH_WINDOWS, SETTLED, Run
+from accel_scaler.report.run_summary import Run
+from accel_scaler.report.text import in_words
+from accel_scaler.telemetry.skip_kinds import SEARCH_WINDOWS, SETTLED
 
 CULPRIT = "transformer.h.3.mlp.c_fc.weight"
 
@@ -66,7 +70,7 @@ def test_a_fall_names_scale_step_layer_and_count_first_of_all(tmp_path: Path) ->
         f"The scale fell to {low:g} after step {skips[-1]} (from step {skips[0]} on, from 65536, "
         f"{len(skips)} skips): {CULPRIT} overflowed {len(skips)} times."
     )
-    assert "find_overflow=True" in first.do
+    assert "find_overflow='replay'" in first.do
 
 
 def test_a_first_report_within_the_fall_is_quoted_and_nothing_more_is_asked(tmp_path: Path) -> None:
@@ -80,7 +84,7 @@ def test_a_first_report_within_the_fall_is_quoted_and_nothing_more_is_asked(tmp_
 
 def test_growth_that_overflows_each_time_is_normal(tmp_path: Path) -> None:
     run = read(tmp_path, calm(t.story(2000, lambda _, s: s > 65536, growth_interval=100)))
-    assert run.growth_skips == run.skips == 19
+    assert run.kinds.growth == run.skips == 19
     one = the(find(run), "after the scale had grown")
     assert one.level == "good"
     assert one.what.startswith("19 skips")
@@ -343,9 +347,9 @@ def slow_reference(windows: list[dict[str, Any]]) -> dict[str, Any]:
     streak = max((len(list(g)) for bad, g in groupby(skips) if bad), default=0)
     return {
         "skips": sum(skips),
-        "search_skips": search,
-        "growth_skips": growth,
-        "other_skips": sum(skips) - search - growth,
+        "kinds.search": search,
+        "kinds.growth": growth,
+        "kinds.other": sum(skips) - search - growth,
         "longest_streak": streak,
         "lowest": min(min(w["scale"], w["next_scale"]) for w in windows),
     }
@@ -374,7 +378,7 @@ def test_every_count_equals_a_slow_count(
     run = read(tmp_path, lines)
     expected = slow_reference(windows)
     low = expected.pop("lowest")
-    assert {key: getattr(run, key) for key in expected} == expected
+    assert {key: attrgetter(key)(run) for key in expected} == expected
     assert run.lowest is not None
     assert run.lowest[0] == low
     assert sum(o.began for o in run.offenders.values()) == expected["skips"]
@@ -388,7 +392,7 @@ def test_a_short_run_has_found_its_scale_when_half_of_it_went_well(
     bad: int, count: int, search: int, tmp_path: Path
 ) -> None:
     run = read(tmp_path, t.story(count, lambda s, _: s < bad))
-    assert (run.search_skips, run.other_skips) == (search, bad - search)
+    assert (run.kinds.search, run.kinds.other) == (search, bad - search)
 
 
 @pytest.mark.parametrize(("falls", "said"), [(1, ""), (3, "2 other"), (12, "at least 7 other")])

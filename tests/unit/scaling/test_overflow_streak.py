@@ -29,7 +29,7 @@ KINDS = {
     "layer": "it began in ",
     "falling": "the scale was still falling",
     "below 1": "the scale is below 1",
-    "find": "find_overflow=True names",
+    "find": "find_overflow='replay' names",
     "rate": "a lower learning rate",
     "float32": "train in float32",
 }

@@ -82,6 +82,7 @@ def test_the_summary_says_what_happened() -> None:
     history.add(record(1, skipped=True, grad_norm=None, overflowed=("head.weight", "head.bias")))
     history.add(record(2, scale=4.0, grad_norm=1234.5678))
     assert history.summary().splitlines() == [
+        "Trained: 3 windows, 2 skipped (66.7 %), all while the scale settled.",
         "scaler: 3 windows, 2 skipped",
         "scale: 8 (window 0) -> 4 (window 1)",
         "largest finite gradient norm: 1235",
@@ -93,7 +94,7 @@ def test_a_long_path_is_shortened_to_its_ends() -> None:
     history = History()
     for index in range(40):
         history.add(record(index, scale=float(index + 1), next_scale=float(index + 2)))
-    line = history.summary().splitlines()[1]
+    line = history.summary().splitlines()[2]
     assert line.startswith("scale: 1 (window 0) -> 2 (window 1)")
     assert line.endswith("40 (window 39) -> 41 (window 40)")
     assert line.count("->") == 11

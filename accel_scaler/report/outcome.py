@@ -1,0 +1,62 @@
+"""What became of a run, as the verdict wants to know it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from ..telemetry import Outcome, verdict
+from .findings import is_deep, is_scaled, real_falls, setting
+from .formatting import number
+from .run_summary import Run
+
+
+def verdict_on(run: Run) -> str:
+    """The report's first sentence: whether it trained, what stopped it, what to do."""
+    return verdict(outcome_of(run))
+
+
+def outcome_of(run: Run) -> Outcome:
+    """All of it from the aggregates."""
+    session = run.sessions[-1] if run.sessions else None
+    if session is None or not run.windows:
+        error = None if session is None else session.error
+        return Outcome(error=error, is_over=session is None or session.ended)
+    last_x, streak = run.last_x, run.kinds.streak
+    origins: Counter[str] = Counter()
+    for fall in run.falls:
+        if streak and fall.last_x == last_x:
+            origins = fall.origins
+    return Outcome(
+        windows=run.windows,
+        skips=run.skips,
+        search_skips=run.kinds.search,
+        growth_skips=run.kinds.growth,
+        scaled=is_scaled(run),
+        scale=run.last_scale,
+        is_over=session.ended,
+        error=session.error,
+        last=run.place(last_x),
+        streak=streak,
+        trained_until=run.place(last_x - streak) if run.windows > streak else "",
+        firsts=[first for x, first in run.firsts if x > last_x - streak],
+        origins=origins,
+        healed=list(run.healed),
+        norms=int(run.highest is not None),
+        stepped_bad=run.place(run.stepped_bad_x) if run.stepped_bad else "",
+        loss_windows=run.loss_windows,
+        low=_low(run),
+    )
+
+
+def _low(run: Run) -> str:
+    """Where the scale fell further than it does in an ordinary run."""
+    if run.lowest is None or not is_scaled(run):
+        return ""
+    (low, x), floor = run.lowest, setting(run, "min_scale")
+    if floor is not None and low <= floor:
+        return f"the scale reached its floor, min_scale = {number(floor)} ({run.place(x)})"
+    worst = next(iter(real_falls(run)), None)
+    if low <= 1 or (worst is not None and is_deep(run, worst)):
+        low, x = (low, x) if low <= 1 or worst is None else (worst.low, worst.last_x)
+        return f"the scale fell to {number(low)} ({run.place(x)})"
+    return ""

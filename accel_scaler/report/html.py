@@ -12,9 +12,9 @@ from ..console import counted, plain
 from .figures import Picture
 from .findings import facts, find
 from .formatting import number
-from .outcome import verdict_on
 from .run_summary import Run
 from .theme import BAD, INK, LINE, PAPER, SOFT
+from .verdict import verdict_on
 
 ROWS = 100
 LEVELS = {

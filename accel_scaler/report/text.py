@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from .findings import facts, find
-from .outcome import verdict_on
 from .run_summary import Run
+from .verdict import verdict_on
 
 
 def in_words(run: Run) -> str:

@@ -8,11 +8,11 @@ observes: no number of the training depends on it. Who reads the file gets recor
 
 from .gradient_range import LARGEST, headroom
 from .history import History
+from .outcome import Outcome, verdict
 from .preview_watch import RECENT, REMEDY, TOO_FAR, RecentErrors
 from .record import FORMAT, BrokenLineError, CutLineError, End, Names, Record, Span, Start, decode
 from .recorder import Recorder, make_recorder
 from .skip_kinds import SkipKinds
-from .verdict import Outcome, verdict
 
 __all__ = [
     "FORMAT",

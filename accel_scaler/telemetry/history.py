@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from .gradient_range import headroom
+from .outcome import THE_LOSS, Outcome, verdict
 from .record import Record
 from .skip_kinds import SkipKinds
-from .verdict import THE_LOSS, Outcome, verdict
 
 KEPT_RECORDS = 4096
 KEPT_DETAILS = 16

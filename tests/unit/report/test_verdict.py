@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from accel_scaler.report.command import add_arguments, run
 from accel_scaler.report.findings import find
 from accel_scaler.report.html import html_page
-from accel_scaler.report.outcome import verdict_on
 from accel_scaler.report.reader import read_run
 from accel_scaler.report.run_summary import Run
 from accel_scaler.report.text import in_words
+from accel_scaler.report.verdict import verdict_on
 
 FIRST = {"where": "forward", "module": "block.2.wo", "class": "Linear", "micro_batch": 0}
 FIRST |= {"input": [-1.0, 2.0], "output": None, "text": "forward of block.2.wo (Linear)"}

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from accel_scaler.telemetry.history import History
+from accel_scaler.telemetry.outcome import STUCK, Outcome, verdict
 from accel_scaler.telemetry.record import Record
 from accel_scaler.telemetry.skip_kinds import SEARCH_WINDOWS, SETTLED, SkipKinds
-from accel_scaler.telemetry.verdict import STUCK, Outcome, verdict
 
 INF = math.inf
 TRAINED = Outcome(windows=1200, skips=14, search_skips=14, scale=8.0, last="step 1199")
@@ -177,6 +177,12 @@ def test_skips_are_those_of_the_search_of_a_growth_or_others() -> None:
     for record in records((True, 2.0), (False, 4.0), (True, 2.0), (True, 1.0)):
         grown.add(record)
     assert (grown.search, grown.growth, grown.other) == (1, 1, 1)
+    healed = SkipKinds()
+    found = records((True, 2.0), (True, 65536.0), (True, 32768.0), (False, 32768.0), (True, 1.0))
+    found[1] = replace(found[1], healed=("a",))
+    told = [healed.add(record) for record in found]
+    assert told == [None, True, None, None, None]  # it is searched for again
+    assert (healed.search, healed.growth, healed.other, healed.streak) == (4, 0, 0, 1)
     never = SkipKinds()
     told = [never.add(r) for r in records(*[(True, 2.0)] * (SEARCH_WINDOWS + 5))]
     assert told.index(False) == SEARCH_WINDOWS - 1

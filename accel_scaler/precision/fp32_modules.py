@@ -17,7 +17,8 @@ from torch.nn import Module
 
 from .castable import SeesAutocast, own_forward, refuse_uncastable
 from .casts import FULL, LOW, first_dtype, lowered, raised
-from .parameters import is_gathered, needs_parts, owns_tensors, raise_parameters, restore
+from .names import has_forward
+from .parameters import is_gathered, needs_parts, raise_parameters, restore
 
 
 class Fp32Module:
@@ -167,7 +168,7 @@ class _Forward(_Replaced):
         """FSDP2 may shard the module when this is on, or somebody may call ``half()``."""
         if not self.parts and self.module._modules and needs_parts(self.module):
             for each in self.module.modules():
-                if each is not self.module and (owns_tensors(each) or is_gathered(each)):
+                if each is not self.module and has_forward(each):
                     part = _Part(each)
                     self.parts.append(weakref.ref(part))
                     part.set()
@@ -182,6 +183,7 @@ class _Forward(_Replaced):
         if not torch.compiler.is_compiling():
             self._watch_parts()
         given = first_dtype((args, kwargs), LOW)
+        is_wide = first_dtype((args, kwargs), FULL) is not None or self._is_part()
         changes = raise_parameters(module)
         args, kwargs = raised((args, kwargs))
         try:
@@ -195,9 +197,16 @@ class _Forward(_Replaced):
             return raised(result)
         if kinds:
             return result
-        if given is None and changes:
+        if given is None and changes and not is_wide:
             given = changes[0].tensor.dtype
         return result if given is None else lowered(result, given)
+
+    def _is_part(self) -> bool:
+        """Another one that is on has this module in it, and this is called by a backward."""
+        below: Any = self.found
+        while isinstance(below, _Forward):
+            below = below.found
+        return isinstance(below, _Part) and below.is_on and _is_recomputed()
 
     def _watched(self, kinds: list[str], forward: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if self._is_compiled():
@@ -226,7 +235,11 @@ class _Part(_Replaced):
 
     def call(self, args: Any, kwargs: dict[str, Any]) -> Any:
         module, forward = self.module, self.found
-        is_meant = is_gathered(module) or first_dtype((args, kwargs), FULL) is not None
+        is_meant = (
+            is_gathered(module)
+            or first_dtype((args, kwargs), FULL) is not None
+            or (_is_recomputed() and first_dtype((args, kwargs), LOW) is None)
+        )
         if not is_meant or any(map(torch.is_autocast_enabled, _autocast_kinds())):
             return forward(*args, **kwargs)
         changes = raise_parameters(module)
@@ -235,6 +248,11 @@ class _Part(_Replaced):
             return forward(*args, **kwargs)
         finally:
             restore(changes)
+
+
+def _is_recomputed() -> bool:
+    """A backward is running: it calls what a checkpoint has not kept."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def _autocast_kinds() -> tuple[str, ...]:

@@ -47,10 +47,10 @@ def match(model: Module, patterns: Iterable[str]) -> list[str]:
         is_meant = name.rpartition(".")[0] in lists or any(fnmatchcase(name, g) for g in globs)
         if not name or not is_meant:
             continue
-        if getattr(module.forward, "__func__", None) is Module.forward:
-            lists.add(name)
-        else:
+        if has_forward(module):
             wanted.setdefault(id(module), name)
+        else:
+            lists.add(name)
     return list(wanted.values())
 
 
@@ -76,6 +76,11 @@ def refuse_unmatched(models: Sequence[Module], patterns: Iterable[str]) -> None:
             f"fp32_modules: {shown(pattern)} matches no module: {why}. It is a glob on the names "
             "of model.named_modules(), as '*.wo' or 'transformer.h.3.mlp'."
         )
+
+
+def has_forward(module: Module) -> bool:
+    """False of a list of modules, which only holds them."""
+    return getattr(module.forward, "__func__", None) is not Module.forward
 
 
 def _nearest(pattern: str, names: list[str]) -> list[str]:

@@ -73,11 +73,6 @@ def needs_parts(module: Module) -> bool:
     return any(needs_parts(each) for each in module._modules.values() if each is not None)
 
 
-def owns_tensors(module: Module) -> bool:
-    """Parameters or buffers that are no other module's."""
-    return bool(module._parameters or module._buffers)
-
-
 def is_gathered(module: Module) -> bool:
     """FSDP2 shards it, by itself or as one of a group."""
     # To import it takes a second; who has such a module has imported it.

@@ -1,0 +1,198 @@
+"""``fp32_modules`` in models of transformers: a Trainer, gradient checkpointing, LoRA, compile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from trainer_support import CONFIG, gpt2, make
+from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+
+from accel_scaler import ConfigError, ScalerConfig, attach, detach
+from accel_scaler.precision.chosen import ChosenModules
+
+BLOCK = "transformer.h.1.mlp"
+
+
+def by_hand(model: Any, name: str) -> Any:
+    """Its class's forward, written out in float32."""
+    module = model.get_submodule(name)
+
+    def forward(x: Tensor) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            return type(module).forward(module, x.float())
+
+    module.forward = forward
+    return model
+
+
+def run(path: Path, model: Any, globs: Any = (), **kwargs: Any) -> list[Tensor]:
+    config = ScalerConfig(
+        init_scale=CONFIG.init_scale, growth_interval=CONFIG.growth_interval, fp32_modules=globs
+    )
+    trainer, recorder = make(path, (), model=model, **kwargs)
+    attach(trainer, config)
+    trainer.train()
+    losses = [torch.tensor(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+    detach(trainer)
+    assert any(recorder.scales)
+    assert not any("forward" in vars(each) for each in model.modules()) or not globs
+    return [*losses, *(p.detach().clone() for p in model.parameters())]
+
+
+def assert_equal(one: list[Tensor], other: list[Tensor]) -> None:
+    assert len(one) == len(other)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("reentrant", [None, True, False])
+def test_a_trainer_with_and_without_gradient_checkpointing(
+    tmp_path: Path, reentrant: bool | None
+) -> None:
+    kwargs: dict[str, Any] = {} if reentrant is None else {"gradient_checkpointing": True}
+    if reentrant is not None:
+        kwargs["gradient_checkpointing_kwargs"] = {"use_reentrant": reentrant}
+    expected = run(tmp_path / "a", by_hand(gpt2(), BLOCK), **kwargs)
+    assert_equal(run(tmp_path / "b", gpt2(), ["*h.1.mlp"], **kwargs), expected)
+    plain = run(tmp_path / "c", gpt2(), **kwargs)
+    assert not torch.equal(plain[-1], expected[-1]), "float16 would have passed"
+
+
+def test_lora(tmp_path: Path) -> None:
+    def with_lora() -> Any:
+        torch.manual_seed(0)
+        config = LoraConfig(
+            r=2, target_modules=["c_fc"], init_lora_weights=False, fan_in_fan_out=True
+        )
+        return get_peft_model(gpt2(), config)
+
+    names = [f"base_model.model.{BLOCK}", f"base_model.model.{BLOCK}.c_fc"]
+    for name in names:
+        expected = run(tmp_path / "a", by_hand(with_lora(), name))
+        assert_equal(run(tmp_path / "b", with_lora(), [name]), expected)
+
+
+def test_a_trainer_refuses_a_glob_that_matches_nothing_when_it_is_attached(tmp_path: Path) -> None:
+    trainer, _ = make(tmp_path, ())
+    before = type(trainer), type(trainer.accelerator)
+    with pytest.raises(ConfigError, match=r"'transformer\.h\.7\.mlp'.*'transformer\.h\.\d\.mlp'"):
+        attach(trainer, ScalerConfig(fp32_modules=["transformer.h.7.mlp"]))
+    assert (type(trainer), type(trainer.accelerator)) == before
+
+
+def t5() -> Any:
+    return T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=64,
+            d_model=16,
+            d_kv=8,
+            d_ff=32,
+            num_layers=2,
+            num_heads=2,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+        )
+    )
+
+
+def llama() -> Any:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=32,
+            eos_token_id=None,
+            bos_token_id=None,
+        )
+    )
+
+
+def gradients(model: Any, reentrant: bool | None, half: bool = False) -> list[Tensor]:
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    ids = torch.arange(1, 13).reshape(2, 6)
+    with torch.autocast("cpu", torch.float16, enabled=not half):
+        out = model(input_ids=ids, labels=ids)
+    (out.loss.float() * 64).backward()
+    return [out.logits, *(p.grad for p in model.parameters())]
+
+
+def put_on(model: Any, glob: str) -> Any:
+    ChosenModules([glob]).put_on(model)
+    return model
+
+
+# transformers' layers checkpoint their own forward, so that is run again without ours around it.
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("glob", ["model.layers.1", "model.layers.*.mlp", "model", "*"])
+def test_gradient_checkpointing_changes_no_number(glob: str, half: bool) -> None:
+    def found(reentrant: bool | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = llama().half() if half else llama()
+        return gradients(put_on(model, glob), reentrant, half)
+
+    kept = found(None)
+    for reentrant in (True, False):
+        assert_equal(found(reentrant), kept)
+
+
+@pytest.mark.parametrize("reentrant", [None, True, False])
+def test_t5_by_hand(reentrant: bool | None) -> None:
+    """Its own numbers depend on checkpointing, a little."""
+
+    def found(make_it: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        return gradients(make_it(t5()), reentrant)
+
+    name = "decoder.block.1.layer.2.DenseReluDense"
+    assert_equal(found(lambda model: put_on(model, name)), found(lambda m: by_hand(m, name)))
+
+
+@pytest.mark.parametrize("glob", ["*.wo", "encoder.block.0", "decoder", "*"])
+def test_t5_in_float16_with_gradient_checkpointing(glob: str) -> None:
+    """Its first layers look their position bias up from integers, in the backward again."""
+
+    def found(reentrant: bool | None) -> Tensor:
+        torch.manual_seed(0)
+        some = gradients(put_on(t5().half(), glob), reentrant, half=True)
+        return torch.cat([t.float().flatten() for t in some])
+
+    kept = found(None)
+    for reentrant in (True, False):
+        assert (found(reentrant) - kept).norm() < 0.05 * kept.norm()
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_a_compiled_backbone_that_returns_a_model_output(half: bool) -> None:
+    torch._dynamo.reset()
+
+    def found(backend: str | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = put_on(llama().half() if half else llama(), "model")
+        if backend is not None:
+            model = torch.compile(model, backend=backend)
+        return gradients(model, None, half)
+
+    assert_equal(found("eager"), found(None))
+    torch._dynamo.reset()
+
+
+def test_module_lists_of_a_half_model_have_no_forward_afterwards_either() -> None:
+    model = llama().half()
+    chosen = ChosenModules(["model"])
+    chosen.put_on(model)
+    again = ChosenModules(["model.layers"])
+    again.put_on(model)
+    assert again.names == ["model.layers.0", "model.layers.1"]
+    chosen.take_off()
+    again.take_off()
+    assert not any("forward" in vars(each) for each in model.modules())
+    assert isinstance(model.model.layers, nn.ModuleList)

@@ -220,6 +220,8 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
     def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """As Accelerate's; adds ``scaler/...`` values, of the last window, to what is logged."""
         super().log({**self.scaler_history.metrics(), **values}, *args, **kwargs)
+        if self._attachment is not None:
+            self._attachment.trackers.step = kwargs.get("step", args[0] if args else None)
 
     def end_training(self) -> None:
         """As Accelerate's; the last step and the telemetry file are complete then."""

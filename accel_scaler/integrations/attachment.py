@@ -26,6 +26,7 @@ from .explaining import OverflowExplainer
 from .healing import Healer
 from .optimizer import ScaledOptimizer, adopt, refuse_unsuitable
 from .stock_scaler import make_scaler, refuse_other_scalers
+from .trackers import Trackers
 
 
 class Attachment:
@@ -62,6 +63,8 @@ class Attachment:
         is_fsdp = accelerator.distributed_type == DistributedType.FSDP
         self.scaler.sharded = config.sharded or is_fsdp
         self.recorder = make_recorder(self.scaler, config, _facts_of(accelerator))
+        self.trackers = Trackers(accelerator)
+        self.recorder.on_alert = self.trackers.send
         self.explainer: OverflowExplainer | None = None
         if config.finds_overflow != "off":
             replays = config.finds_overflow == "replay"

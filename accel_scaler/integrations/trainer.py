@@ -85,6 +85,8 @@ class ScaledTrainer(Trainer):  # type: ignore[misc]
         if "loss" in logs:
             for name, value in self.accelerator.scaler_history.progress().items():
                 logs.setdefault(f"scaler_{name}", value)
+            if self._attachment is not None and (alert := self._attachment.trackers.take_pending()):
+                logs.setdefault("scaler_alert", alert)
         super().log(logs, *args, **kwargs)
 
 

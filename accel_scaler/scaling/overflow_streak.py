@@ -157,8 +157,13 @@ class OverflowStreak:
         self._losses: list[Tensor] = []
         self._bad_losses: int | None = None
 
+    listener: Callable[[int, str], None] | None = None
+    """Called with each warning of skips in a row: how many, and what is said."""
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_losses": [], "_bad_losses": None}
+        state = {**self.__dict__, "_losses": [], "_bad_losses": None}
+        state.pop("listener", None)
+        return state
 
     def note_losses(self, losses: Iterable[Tensor]) -> None:
         """Remember the losses of this window. Does not synchronise."""
@@ -290,9 +295,10 @@ class OverflowStreak:
             end = f"; max_consecutive_skips={self.limit} ends the run after {self.limit}"
         is_last = self._warnings == MOST_WARNINGS
         again = "Not said again." if is_last else f"Said again after {self.warns_at}."
-        logger.warning(
-            f"{skips} windows in a row overflowed{end}. {self._told_so_far(scale)} ({again})"
-        )
+        said = f"{skips} windows in a row overflowed{end}. {self._told_so_far(scale)}"
+        logger.warning(f"{said} ({again})")
+        if self.listener is not None:
+            self.listener(skips, said)
 
     def _tell_dead(self, scale: float) -> None:
         """Below float32's normal numbers 1 / scale is out of range, or soon will be."""

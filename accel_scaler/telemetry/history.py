@@ -157,14 +157,19 @@ class History:
         return next((r.overflowed for r in reversed(self.records) if r.overflowed), ())
 
     def progress(self) -> dict[str, float]:
-        """What a progress bar shows: ``scale`` of the next window, and ``skips`` so far.
+        """What a progress bar shows: ``scale`` of the next window, ``skips`` so far, ``headroom``
+        where it is known and the number of modules ``healed`` where there are any.
 
         >>> bar.set_postfix(accelerator.scaler_history.progress())
         """
         if not self.records:
             return {}
         scale = self.records[-1].next_scale
-        return {"scale": int(scale) if scale.is_integer() else scale, "skips": self.skips}
+        found = {"scale": int(scale) if scale.is_integer() else scale, "skips": self.skips}
+        room = self.headroom
+        if room is not None and math.isfinite(room):
+            found["headroom"] = round(room, 1)
+        return found | ({"healed": len(self.healed)} if self.healed else {})
 
     def metrics(self) -> dict[str, float]:
         """The last window for experiment trackers, as ``scaler/...``; finite numbers only."""

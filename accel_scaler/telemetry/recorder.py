@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any
@@ -24,6 +25,7 @@ from ..scaling import (
     parameters_of,
 )
 from ..version import __version__
+from .alerts import Alarms, Alert
 from .gradient_range import Measure, measure
 from .history import History
 from .name_table import NameTable
@@ -67,6 +69,12 @@ class Recorder(Observer):
         self._measured_in = -1
         """The window that was measured last."""
         self._measures_from = 0
+        self.on_alert: Callable[[Alert], None] | None = None
+        """Sends what a tracker is to be alerted of."""
+        self._alarms = Alarms(scaler.overflow_streak.evidence.min_scale)
+        self._ear = _Ear(self)
+        scaler.overflow_streak.listener = self._ear
+        self._told_healed: tuple[str, ...] = ()
         self._told_low = False
         self._start = time.perf_counter() if journal is None else journal.start_s
         if self._queue is not None:
@@ -133,6 +141,7 @@ class Recorder(Observer):
             self._open.timings.append(timing)
         self.history.add(record)
         self._warn(record)
+        self._alert(self._alarms.window(record))
         if self.timeline is not None and self._open is not None:
             self.timeline.add("step", start)
             self._open.spans += self.timeline.take()
@@ -202,18 +211,32 @@ class Recorder(Observer):
         if window is not None and window.is_complete:
             self.history.complete(window.close())
 
+    def streak_told(self, skips: int, text: str) -> None:
+        """So many windows in a row were skipped, and ``text`` was logged."""
+        self._alert(self._alarms.streak(skips, text))
+
+    def _alert(self, alerts: Iterable[Alert]) -> None:
+        for alert in alerts:
+            if self.on_alert is not None:
+                self.on_alert(alert)
+
     def run_ended(self, error: str) -> None:
         """Write all that is known: ``error`` ends the run."""
         self.flush(error)
+        self._alert(self._alarms.ended(error))
 
     def flush(self, error: str | None = None) -> None:
-        """Write what is known of the last window now. ``error``: what ends the run."""
+        """Write what is known of the last window now, and say the verdict where modules were
+        healed. ``error``: what ends the run."""
         self._read_range()
         self._close_window()
         self.scaler.window.grad_norms.forget()
         if self._queue is not None:
             self._queue.error = error or self._queue.error
             self._queue.flush()
+        if self.history.healed != self._told_healed:
+            self._told_healed = self.history.healed
+            logger.warning(self.history.verdict())
 
     def close(self) -> None:
         """Write the rest and close the file; remove every hook."""
@@ -222,6 +245,20 @@ class Recorder(Observer):
             self._finish()
         if self.timeline is not None:
             self.timeline.close()
+        if self.scaler.overflow_streak.listener is self._ear:
+            self.scaler.overflow_streak.listener = None
+
+
+class _Ear:
+    """A recorder's: a scaler that outlives it does not keep it alive by it."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = weakref.ref(recorder)
+
+    def __call__(self, skips: int, text: str) -> None:
+        recorder = self._recorder()
+        if recorder is not None:
+            recorder.streak_told(skips, text)
 
 
 def _lr(group: dict[str, Any]) -> float | None:

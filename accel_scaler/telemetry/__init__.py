@@ -6,7 +6,7 @@ observes: no number of the training depends on it. Who reads the file gets recor
 ``decode``; the schema, both ways, is in one module.
 """
 
-from .alerts import Alert, Cause
+from .alerts import Alert
 from .gradient_range import LARGEST, headroom
 from .history import History
 from .outcome import Outcome, verdict
@@ -23,7 +23,6 @@ __all__ = [
     "TOO_FAR",
     "Alert",
     "BrokenLineError",
-    "Cause",
     "CutLineError",
     "End",
     "History",

@@ -64,7 +64,7 @@ def test_every_setting_has_its_value_and_who_set_it(
     Path("mine.yaml").write_text(SECTION + "  hysteresis: 3\n  min_scale: 2.0\n  max_scale: null\n")
     monkeypatch.setenv("ACCEL_SCALER_MIN_SCALE", "4")
     monkeypatch.setenv("ACCEL_SCALER_GROWTH_INTERVAL", "9")
-    flags = ["--growth_interval", "7", "--no_enabled"]
+    flags = ["--growth_interval", "7", "--no_enabled", "--fp32_modules", "*.wo, h.3"]
     found = ask(capsys, "--config_file", "mine.yaml", *flags)
     expected = {
         name: {"value": value, "source": "default"}
@@ -75,6 +75,7 @@ def test_every_setting_has_its_value_and_who_set_it(
     expected["min_scale"] = {"value": 4.0, "source": "ACCEL_SCALER_MIN_SCALE"}
     expected["growth_interval"] = {"value": 7, "source": "--growth_interval"}
     expected["enabled"] = {"value": False, "source": "--no_enabled"}
+    expected["fp32_modules"] = {"value": ["*.wo", "h.3"], "source": "--fp32_modules"}
     assert found["settings"] == expected
     assert list(found["settings"]) == list(FIELDS)
     assert found["config_file"] == "mine.yaml"

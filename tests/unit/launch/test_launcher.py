@@ -82,7 +82,7 @@ EVERY = ScalerConfig(
     min_scale=2.0, max_scale=2.0**17, hysteresis=4, max_consecutive_skips=6, step_mode="delayed",
     delay_warmup_steps=8, delay_compensation="extrapolate", offload="cpu", optimizer_threads=3,
     fold_unscale=True, telemetry="a b.jsonl", underflow_interval=7, find_overflow="replay",
-    sharded=True, heal=True, save_overflow="saved",
+    sharded=True, heal=True, save_overflow="saved", fp32_modules=("*.wo", "h.[01].mlp"),
 )  # fmt: skip
 
 
@@ -101,7 +101,7 @@ def test_every_field_travels_from_each_source_to_the_ranks(
         elif source == "flags" and isinstance(value, bool):
             argv += [f"--{name}" if value else f"--no_{name}"]
         elif source == "flags":
-            argv += [f"--{name}", str(value)]
+            argv += [f"--{name}", EVERY.to_env()[ENV_PREFIX + name.upper()]]
     assert main([*argv, "train.py"]) == 0
     assert ScalerConfig.from_env(started.environment) == EVERY
     assert started.settings == EVERY.to_env()

@@ -67,9 +67,10 @@ class Attachment:
         self.recorder.on_alert = self.trackers.send
         self.explainer: OverflowExplainer | None = None
         if config.finds_overflow != "off":
-            replays = config.finds_overflow == "replay"
+            always = config.finds_overflow == "always"
             healer = Healer(self.chosen) if config.heal and self.scales else None
-            self.explainer = OverflowExplainer(self.scaler, replays, healer, self.float16)
+            self.explainer = OverflowExplainer(self.scaler, always, healer, self.float16)
+        self.scaler.call_when_loaded(self.keep_fp32)
         self.boundary = Boundary(self.scaler, self.device, self.recorder, self.explainer)
         self.worker = Worker(config.optimizer_threads)
         self.optimizers: weakref.WeakSet[ScaledOptimizer] = weakref.WeakSet()
@@ -101,6 +102,16 @@ class Attachment:
         self.recorder.watch(prepared, inner)
         if self.explainer is not None:
             self.explainer.watch(prepared, inner)
+
+    def keep_fp32(self) -> None:
+        """Put on float32 what the run that saved the scaler had healed.
+
+        Raises:
+            UnsupportedError: a module that cannot be cast.
+        """
+        names = self.scaler.fp32_modules
+        if names and self.scales:
+            self.chosen.keep(names, self.models)
 
     def put_on(self, accelerator: Any) -> None:
         """Scale from now on: autocast, scaler, names, optimizers. Whatever ends it, nothing stays.

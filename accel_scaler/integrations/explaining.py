@@ -6,9 +6,10 @@ any scale runs in float32 from then on. All of it happens before anything is upd
 
 from __future__ import annotations
 
+import json
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from math import isfinite
@@ -27,11 +28,12 @@ from ..overflow_finder import (
     Replay,
     WindowRecording,
     obstacle,
+    overflowed_sum,
     run_again,
     without_wrappers,
 )
-from ..scaling import GradScaler, Window, gather_objects, is_sharded, parameters_of
-from .healing import Finding, Healer, locate
+from ..scaling import LOW_PRECISION, GradScaler, Window, gather_objects, is_sharded, parameters_of
+from .healing import Finding, Healer, Trial, locate
 
 logger = logging.getLogger("accel_scaler")
 
@@ -49,8 +51,8 @@ class OverflowExplainer(Explainer):
 
     Args:
         scaler: whose windows these are.
-        replays: a window is run again once it has overflowed, and modules are watched only where
-            that fails, while a run of skips lasts; False: modules are watched in every window.
+        always: modules are watched in every window; False: a window is run again once it has
+            overflowed, and modules are watched only where that fails, while a run of skips lasts.
         healer: puts modules that overflow at any scale on float32; None: nobody does.
         around: entered around a backward, as the training loop does.
     """
@@ -58,14 +60,14 @@ class OverflowExplainer(Explainer):
     def __init__(
         self,
         scaler: GradScaler,
-        replays: bool,
+        always: bool,
         healer: Healer | None,
         around: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.scaler, self.around = scaler, around
-        self.recording = WindowRecording() if replays else None
-        self.finder = None if replays else OverflowFinder()
-        self.healer = healer
+        self.recording = None if always and healer is None else WindowRecording()
+        self.finder = OverflowFinder() if always else None
+        self.always, self.healer = always, healer
         self._models: list[weakref.ref[Module]] = []
         """In the order in which they came, which is the same on every rank."""
         self._prepared: weakref.WeakSet[Module] = weakref.WeakSet()
@@ -126,7 +128,7 @@ class OverflowExplainer(Explainer):
         ranks.are_together = torch.distributed.is_initialized() and (
             ranks.are_sharded or self._is_same_everywhere
         )
-        origin = self._explain(ranks)
+        origin = self._explain(params, ranks)
         if origin is not None:
             self._tell(window, origin)
         if self.healer is not None and scaled:
@@ -142,8 +144,7 @@ class OverflowExplainer(Explainer):
         if self._explained is window:
             return
         self._explained, self._overflows = None, 0
-        if self.recording is not None and self.finder is not None:
-            self._watch_no_more()
+        self._watch_no_more()
         if self.healer is not None:
             self.healer.window_was_fine()
             self.healer.statistics.keep(self.models)
@@ -156,10 +157,10 @@ class OverflowExplainer(Explainer):
             self.finder.close()
         self._explained = None
 
-    def _explain(self, ranks: _Ranks) -> Origin | None:
+    def _explain(self, params: Sequence[Tensor], ranks: _Ranks) -> Origin | None:
         if self.finder is not None:  # always, or since a window could not be run again
             found = self.finder.find()
-            if found is not None and self.recording is not None:
+            if found is not None and self.healer is None:
                 self._watch_no_more()
             return found
         if self.recording is None or (self._overflows - 1) % ONE_IN:
@@ -167,9 +168,7 @@ class OverflowExplainer(Explainer):
         result, why = self._run_again(self.recording, ranks)
         if result is not None and result.differences:
             why = f"it did not give the same numbers: {', '.join(result.differences)}"
-        elif result is not None and result.is_finite:
-            why = "nothing was inf or NaN when it was run again"
-        if result is not None and not why:
+        elif result is not None:
             logger.debug("the window was run again in %.3g s", result.seconds)
         found = None if result is None or result.differences else result.origin
         if ranks.are_together:
@@ -177,6 +176,11 @@ class OverflowExplainer(Explainer):
             for rank, (origin, _) in enumerate(answers):
                 if origin is not None and found is None:
                     found = replace(origin, text=f"{origin.text} (rank {rank})")
+            why = next((other for _, other in answers if other), why)
+        if found is None and not why:
+            if ranks.are_together or any(p.dtype in LOW_PRECISION for p in params):
+                found = overflowed_sum(self.models, self.recording.backwards - 1)
+            why = "nothing was inf or NaN when it was run again"
         if found is None:
             self._watch_from_now(why)
         return found
@@ -199,7 +203,7 @@ class OverflowExplainer(Explainer):
     def _heal(self, healer: Healer, window: Window, origin: Origin | None, ranks: _Ranks) -> None:
         """Put on float32 what overflows at any scale."""
         recording, models, scale = self.recording, self.models, self.scaler.window_scale
-        if recording is None or self.finder is not None:
+        if recording is None or (healer.has_given_up and (self._overflows - 1) % ONE_IN):
             return
 
         def at_scale_1() -> Finding | None:
@@ -215,26 +219,31 @@ class OverflowExplainer(Explainer):
         finding = None if origin is None else Finding(origin, locate(models, origin))
         if ranks.are_together:
             finding = next(filter(None, ranks.gather(finding)), None)
-        if finding is None or not finding.is_in_forward:
+        trial: Trial | None = at_scale_1
+        if self.finder is not None and not self.always:  # it could not be run again
+            trial = None
+            if finding is None or (scale > 1 and not finding.is_in_forward):
+                return
+        elif finding is None or not finding.is_in_forward:
             finding = at_scale_1()
         if finding is None:
             healer.window_was_fine()
             return
-        window.healed = healer.heal(models, finding, at_scale_1)
+        window.healed = healer.heal(models, finding, trial)
         if window.healed:
             self._tell_healed(window, healer, finding)
 
     def _tell_healed(self, window: Window, healer: Healer, finding: Finding) -> None:
+        self.scaler.fp32_modules = tuple(dict.fromkeys((*self.scaler.fp32_modules, *window.healed)))
         share = healer.share(self.models)
         logger.warning(
-            "window %d: %s run in float32 from now on, which cures the overflow (%s). %.2g%% of "
-            "the parameters are in float32; fp32_modules: [%s] in the config does it from the "
-            "start.",
+            "window %d: in float32 from now on: %s, since no scale cures: %s. %.2g%% of the "
+            "parameters are in float32. In the config, from the start: fp32_modules: %s",
             window.index,
-            " and ".join(window.healed),
+            ", ".join(window.healed),
             finding.origin.text,
             100 * share,
-            ", ".join(healer.chosen.patterns),
+            json.dumps(healer.chosen.patterns),
         )
         # What brought it down was not its size.
         state = self.scaler.read_state()
@@ -254,7 +263,7 @@ class OverflowExplainer(Explainer):
             self.finder.watch(model)
 
     def _watch_no_more(self) -> None:
-        if self.finder is not None:
+        if self.finder is not None and not self.always:
             self.finder.close()
             self.finder = None
 
@@ -264,7 +273,7 @@ class OverflowExplainer(Explainer):
         evidence = self.scaler.overflow_streak.evidence
         evidence.first = origin.text + ". "
         made = origin.where == "forward" and origin.input and all(map(isfinite, origin.input))
-        evidence.module = f"{origin.module or 'the model'} ({origin.cls})" if made else ""
+        evidence.module = origin.module if made else ""
         is_usual = origin.where not in ("forward", "loss") and self.scaler.window_scale > 1.0
         self._told += is_usual
         level = logging.INFO if is_usual and self._told > MOST_TOLD else logging.WARNING

@@ -38,6 +38,12 @@ MOST_SHARE = 0.5
 """Of all parameters in float32: beyond it there is little float16 left."""
 
 
+NOTHING_HELPS = (
+    "no module in float32 cures it. If it is in code outside of the model, or in the model's own "
+    "forward, compute that in float32"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Located:
     """A module of one of the models; the same on every rank."""
@@ -94,32 +100,43 @@ class Healer:
         self.statistics = Statistics()
         self._last: Located | None = None
         self._in_a_row = 0
+        self.has_given_up = False
+        """Of the present run of overflows nothing is to be expected."""
+        self._suspected: set[Located] = set()
+        """Put on float32 without a trial."""
         self._given_up: set[Located | None] = set()
         """Where nothing has helped, or would have been too much."""
 
     def window_was_fine(self) -> None:
         """Nothing overflowed, or only at the present scale: overflows are counted anew."""
-        self._last, self._in_a_row = None, 0
+        self._last, self._in_a_row, self.has_given_up = None, 0, False
 
-    def heal(self, models: Sequence[Module], found: Finding, trial: Trial) -> tuple[str, ...]:
+    def heal(
+        self, models: Sequence[Module], found: Finding, trial: Trial | None
+    ) -> tuple[str, ...]:
         """Put the smallest module on float32 that cures this overflow, or several.
 
         Args:
             models: by their number.
             found: what overflows at scale 1, and so at any.
-            trial: told whether it is cured.
+            trial: tells whether it is cured; None: the window cannot be run again, so the next ones
+                tell.
 
         Returns the names of those that were put on now; none where nothing helps, which is said
         once for each place.
         """
         if found.is_of_data or found.at in self._given_up:
+            self.has_given_up = True
             return ()
         if not found.is_in_forward:
             self._in_a_row = self._in_a_row + 1 if found.at == self._last else 1
             self._last = found.at
             if self._in_a_row < IN_A_ROW:
                 return ()
-        cure = tuple(each.name for each in self._search(models, found, trial))
+        if trial is None:
+            cure = tuple(each.name for each in self._suspect(models, found))
+        else:
+            cure = tuple(each.name for each in self._search(models, found, trial))
         if cure:
             self.chosen.keep(cure, models)
             self.window_was_fine()
@@ -151,11 +168,24 @@ class Healer:
                 at = at.parent
             else:
                 at = after.at
-        why = (
-            "no module in float32 cures it. If it is in code outside of the model, or in the "
-            "model's own forward, compute that in float32"
-        )
-        return self._give_up(found, why)
+        return self._give_up(found, NOTHING_HELPS)
+
+    def _suspect(self, models: Sequence[Module], found: Finding) -> list[Located]:
+        """The module itself; where it was put on float32 in vain, the one around it."""
+        at = found.at
+        while at is not None and at.name:
+            tried = [each for each in self._suspected if at.is_in(each)]
+            module = _module_of(models, at)
+            if tried:
+                at = min(tried, key=lambda each: len(each.name)).parent
+            elif self.share(models, [at]) > MOST_SHARE:
+                break
+            elif module is None or not can_be_cast(module, at.name):
+                at = at.parent
+            else:
+                self._suspected.add(at)
+                return [at]
+        return self._give_up(found, NOTHING_HELPS)
 
     def share(self, models: Sequence[Module], more: Sequence[Located] = ()) -> float:
         """The part of all parameters that is in float32, from 0 to 1.
@@ -171,6 +201,7 @@ class Healer:
 
     def _give_up(self, found: Finding, why: str) -> list[Located]:
         self._given_up.add(found.at)
+        self.has_given_up = True
         logger.warning("heal: %s. (Of %s. Said once.)", why, found.origin.text)
         return []
 
@@ -215,6 +246,15 @@ def _running(models: Sequence[Module]) -> Iterator[tuple[Module, str, Tensor]]:
                     yield module, name, value
 
 
+def can_be_cast(module: Module, name: str) -> bool:
+    """Whether it can run in float32."""
+    try:
+        Fp32Module(module, name)
+    except UnsupportedError:
+        return False
+    return True
+
+
 @contextmanager
 def _tried(models: Sequence[Module], chosen: list[Located]) -> Iterator[Located | None]:
     """In float32 within the block; gives the one that cannot be cast."""
@@ -223,13 +263,10 @@ def _tried(models: Sequence[Module], chosen: list[Located]) -> Iterator[Located 
     try:
         for located in chosen:
             module = _module_of(models, located)
-            try:
-                if module is None:
-                    raise UnsupportedError(f"{located.name} is not there")
-                put.append(Fp32Module(module, located.name))
-            except UnsupportedError:
+            if module is None or not can_be_cast(module, located.name):
                 cannot = located
                 break
+            put.append(Fp32Module(module, located.name))
             put[-1].put_on()
         yield cannot
     finally:

@@ -10,7 +10,7 @@ and errors: no scale, no window's verdict, no optimizer.
 from .finder import OverflowFinder
 from .hooks import Hook, inert
 from .recording import WindowRecording, is_replaying, without_wrappers
-from .replay import Replay, obstacle, run_again
+from .replay import Replay, obstacle, overflowed_sum, run_again
 from .search import Origin
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "inert",
     "is_replaying",
     "obstacle",
+    "overflowed_sum",
     "run_again",
     "without_wrappers",
 ]

@@ -87,7 +87,17 @@ class OutputGradient:
     """Its number among the tensors of the output."""
     kept: Kept
     has_graph: bool
-    """The backward was to be differentiated itself."""
+    """That backward was differentiated itself (``create_graph``), in the one that followed."""
+
+
+@dataclass(frozen=True, slots=True)
+class SecondGradient:
+    """What came, in a backward, to the gradient of one input: that of a gradient penalty."""
+
+    backward: int
+    input: int
+    """Its number among the inputs that require gradients."""
+    kept: Kept
 
 
 @dataclass(eq=False, slots=True)
@@ -106,6 +116,7 @@ class ForwardCall:
     outputs: dict[int, Kept] = field(default_factory=dict)
     """Small ones, under their number."""
     grads: list[OutputGradient] = field(default_factory=list)
+    second: list[SecondGradient] = field(default_factory=list)
     bytes: int = 0
 
 
@@ -136,6 +147,8 @@ class WindowRecording:
         self.last_outputs: Any = None
         """Of the forward that was run again last."""
         self._handles: list[Any] = []
+        self._on_inputs: list[Any] = []
+        """Handles of hooks on tensors that a model was given."""
         self._watched: weakref.WeakSet[Module] = weakref.WeakSet()
         self._local = threading.local()
         self._bytes = 0
@@ -183,6 +196,10 @@ class WindowRecording:
         """Let go of everything."""
         for call in self.calls:
             call.grads.clear()
+            call.second.clear()
+        for handle in self._on_inputs:
+            handle.remove()
+        self._on_inputs.clear()
         self.calls, self.losses = [], []
         self.backwards = self._bytes = 0
         self.left_out = ""
@@ -241,13 +258,36 @@ class WindowRecording:
             return
         if call not in self.calls:  # its forward was in an earlier window, as a generator's
             self._keep(call)
-        backward = max(self.backwards - 1, 0)
-        kept = Kept.of(f"gradient of output {number}", grad)
+        has_graph = torch.is_grad_enabled()
+        kept = self._keep_gradient(f"gradient of output {number}", grad)
+        if kept is not None:
+            call.grads.append(OutputGradient(self._backward(has_graph), number, kept, has_graph))
+
+    def add_input_gradient(self, call: ForwardCall, number: int, grad: Any) -> None:
+        """A gradient came to an input of a model; where it has a graph, one may come to it."""
+        if isinstance(grad, Tensor) and grad.requires_grad and not is_replaying():
+            hook: Any = Hook(self, "add_second", call, number)
+            grad.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def add_second(self, call: ForwardCall, number: int, grad: Any) -> None:
+        """A gradient came to the gradient of an input."""
+        if not isinstance(grad, Tensor) or is_replaying():
+            return
+        kept = self._keep_gradient(f"gradient of the gradient of input {number}", grad)
+        if kept is not None:
+            call.second.append(SecondGradient(self._backward(False), number, kept))
+
+    def _backward(self, is_ahead: bool) -> int:
+        """The number of the backward that runs, or, where it is ahead, that is to come."""
+        return self.backwards if is_ahead else max(self.backwards - 1, 0)
+
+    def _keep_gradient(self, what: str, grad: Tensor) -> Kept | None:
+        kept = Kept.of(what, grad)
         self._bytes += kept.bytes
         if self._bytes > MOST_BYTES:
             self.left_out = _too_much(self._bytes)
-            return
-        call.grads.append(OutputGradient(backward, number, kept, grad.requires_grad))
+            return None
+        return kept
 
     def _make(
         self, model: Model, module: Module, args: Any, kwargs: dict[str, Any]
@@ -276,6 +316,12 @@ class WindowRecording:
             module.training,
             bytes=size,
         )
+        wanting = [t for _, t in found if t.requires_grad]
+        for number, tensor in enumerate(wanting):
+            if not isinstance(tensor, torch.nn.Parameter):  # which lives as long as the run
+                hook: Any = Hook(self, "add_input_gradient", call, number)
+                handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+                self._on_inputs.append(handle)
         return call
 
     def _keep(self, call: ForwardCall) -> None:

@@ -67,11 +67,14 @@ def obstacle(recording: WindowRecording) -> str:
         for kept in call.inputs:
             if kept.change:
                 return f"input {kept.path} of a forward is not what it was: {kept.change}; {hint}"
-        for grad in call.grads:
-            if grad.has_graph:
-                return f"a gradient was differentiated itself (create_graph=True); {hint}"
-            if grad.kept.change:
-                return f"the {grad.kept.path} is not what it was: {grad.kept.change}; {hint}"
+        for kept in [*(g.kept for g in call.grads), *(g.kept for g in call.second)]:
+            if kept.change:
+                return f"the {kept.path} is not what it was: {kept.change}; {hint}"
+        if any(grad.has_graph for grad in call.grads) and not call.second:
+            return (
+                "a gradient other than that of a model's input was differentiated itself "
+                f"(create_graph=True); {hint}"
+            )
     return ""
 
 
@@ -114,10 +117,19 @@ def run_again(
             if stops and finder.nonfinite_parameters():
                 break
         nonfinite, origin = finder.nonfinite_parameters(), finder.find()
-    if origin is None and not (nonfinite or cures):  # the gradients are those of the window
-        origin = search_sums(_places(models), max(recording.backwards - 1, 0))
     seconds = time.perf_counter() - start
     return Replay(origin, frozenset(nonfinite), tuple(run.differences), seconds)
+
+
+def overflowed_sum(models: Iterable[Module], micro: int) -> Origin | None:
+    """A gradient that is not finite though every part of it is: it was summed over micro-batches or
+    ranks. Synchronises.
+
+    Args:
+        models: whose parameters still have the gradients of the window.
+        micro: the number of its last micro-batch.
+    """
+    return search_sums(_places(models), micro)
 
 
 def _places(models: Iterable[Module]) -> Iterator[tuple[Place, str, Tensor]]:
@@ -160,6 +172,8 @@ class _Run:
         self.cures, self.factor = cures, factor
         self.differences: list[str] = []
         self._outputs: dict[ForwardCall, list[Tensor]] = {}
+        self._inputs: dict[ForwardCall, list[Tensor]] = {}
+        """Those that require gradients."""
 
     def micro_batch(self, finder: OverflowFinder, micro: MicroBatch) -> None:
         """Forwards, then one backward."""
@@ -178,41 +192,75 @@ class _Run:
             return
         last = {id(call): max(g.backward for g in call.grads) for call, _ in grads}
         stays = any(last[id(call)] > number for call, _ in grads)
-        roots, seeds, handles = [], [], []
-        for call, grad in grads:
-            outputs = self._outputs[call]
-            if grad.output >= len(outputs) or not outputs[grad.output].requires_grad:
-                self._differs(f"output {grad.output} takes no gradient")
-                continue
-            root = outputs[grad.output]
-            seed = grad.kept.tensor if self.factor == 1.0 else grad.kept.tensor * self.factor
-            if self.cures:  # what a loss that is to be cured gave: 0 * inf is NaN still
-                seed = torch.where(seed.isfinite(), seed, 0.0)
-            # All that came to it, whatever comes again from another output that was made of it.
-            replaces: Any = partial(_replaced, seed)
-            handles.append(root.register_hook(replaces))  # type: ignore[no-untyped-call]
-            roots.append(root)
-            seeds.append(seed)
-        try:
-            with self.around():
+        with self.around():
+            roots, seeds = self._second(number, grads)
+            handles = []
+            for call, grad in grads:
+                if grad.has_graph or not self._takes_gradient(call, grad):
+                    continue
+                root, seed = self._outputs[call][grad.output], self._scaled(grad.kept.tensor)
+                # All that came to it, whatever comes again from another output made of it.
+                replaces: Any = partial(_replaced, seed)
+                handles.append(root.register_hook(replaces))  # type: ignore[no-untyped-call]
+                roots.append(root)
+                seeds.append(seed)
+            try:
                 torch.autograd.backward(roots, seeds, retain_graph=stays)
-        finally:
-            for handle in handles:
-                handle.remove()
+            finally:
+                for handle in handles:
+                    handle.remove()
         if not stays:
             for call, _ in grads:
                 self._outputs.pop(call, None)
+                self._inputs.pop(call, None)
+
+    def _second(
+        self, number: int, grads: list[tuple[ForwardCall, OutputGradient]]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Gradients of inputs that were differentiated themselves, and what came to each."""
+        roots: list[Tensor] = []
+        seeds: list[Tensor] = []
+        for call in dict.fromkeys(call for call, grad in grads if grad.has_graph):
+            mine = [g for c, g in grads if c is call and g.has_graph]
+            mine = [g for g in mine if self._takes_gradient(call, g)]
+            made = torch.autograd.grad(
+                [self._outputs[call][g.output] for g in mine],
+                self._inputs[call],
+                [g.kept.tensor for g in mine],  # of no loss, so not scaled
+                create_graph=True,
+                allow_unused=True,
+            )
+            for each in call.second:
+                if each.backward == number and made[each.input] is not None:
+                    roots.append(made[each.input])
+                    seeds.append(self._scaled(each.kept.tensor))
+        return roots, seeds
+
+    def _takes_gradient(self, call: ForwardCall, grad: OutputGradient) -> bool:
+        outputs = self._outputs[call]
+        if grad.output < len(outputs) and outputs[grad.output].requires_grad:
+            return True
+        self._differs(f"output {grad.output} takes no gradient")
+        return False
+
+    def _scaled(self, seed: Tensor) -> Tensor:
+        if self.factor != 1.0:
+            seed = seed * self.factor
+        # What a loss that is to be cured gave is left out: 0 * inf is NaN still.
+        return torch.where(seed.isfinite(), seed, 0.0) if self.cures else seed
 
     def _forward(self, call: ForwardCall) -> list[Tensor]:
         model = call.model.module()
         assert model is not None
         if model.training != call.is_training:
             self._differs(f"the model is in {'train' if model.training else 'eval'}() mode now")
-        requires = {id(kept.tensor) for kept in call.inputs if kept.requires_grad}
-        args, kwargs = with_tensors(
-            (call.args, call.kwargs),
-            lambda t: t.detach().requires_grad_() if id(t) in requires else t,
-        )
+        fresh = {
+            id(kept.tensor): kept.tensor.detach().requires_grad_()
+            for kept in call.inputs
+            if kept.requires_grad
+        }
+        self._inputs[call] = list(fresh.values())
+        args, kwargs = with_tensors((call.args, call.kwargs), lambda t: fresh.get(id(t), t))
         call.random.put_back()
         with ExitStack() as stack:
             for kind, enabled, dtype in call.autocast:

@@ -36,7 +36,17 @@ from .window import OptimizerRecord, Snapshot, Window, stepped
 
 T = TypeVar("T")
 
-_TRANSIENT = ("_windows", "_live", "_mirror", "_local", "_lock", "_known", "_leaves", "_managed")
+_TRANSIENT = (
+    "_windows",
+    "_live",
+    "_mirror",
+    "_local",
+    "_lock",
+    "_known",
+    "_leaves",
+    "_managed",
+    "_follower",
+)
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
@@ -82,6 +92,8 @@ class GradScaler(torch.amp.GradScaler):
 
     sharded: bool = False
     """Ranks hold different gradients, whatever the parameters say, so they agree on a verdict."""
+    fp32_modules: tuple[str, ...] = ()
+    """Modules that ``heal`` keeps in float32: saved with the state, for who goes on from it."""
     _growth_tracker: Tensor | None
     _min_scale: float | None = None
     _max_scale: float | None = None
@@ -137,6 +149,7 @@ class GradScaler(torch.amp.GradScaler):
         self._managed: weakref.WeakKeyDictionary[Optimizer, weakref.ref[GradientReader]]
         self._managed = weakref.WeakKeyDictionary()
         """Optimizers that a boundary steps, in the order they came, and what steps them."""
+        self._follower: weakref.WeakMethod[Callable[[], None]] | None = None
         self._leaves: list[weakref.ref[Tensor]] = []
         """What the scaled outputs of this window lead to. Not longer: torch swaps no parameter that
         has a weak reference."""
@@ -734,13 +747,16 @@ class GradScaler(torch.amp.GradScaler):
         super().set_growth_interval(new_interval)
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's five entries and ``_consecutive_skips``; {} if disabled. Plain numbers.
+        """torch's five entries, ``_consecutive_skips``, and ``_fp32_modules`` where ``heal`` keeps
+        some in float32; {} if disabled. Plain numbers and texts.
 
         torch's own scaler loads it too. Synchronises if the last update ran on the device.
         """
         state = super().state_dict()
         if self._enabled:
             state["_consecutive_skips"] = self._consecutive_skips
+            if self.fp32_modules:
+                state["_fp32_modules"] = list(self.fp32_modules)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -765,6 +781,12 @@ class GradScaler(torch.amp.GradScaler):
                     raise ConfigError(
                         f"scaler state dict: got {key}={state_dict[key]!r}, expected a number."
                     )
+            names = state_dict.get("_fp32_modules", [])
+            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+                raise ConfigError(
+                    f"scaler state dict: got _fp32_modules={shown(names)}, expected a list of "
+                    "module names."
+                )
             if state_dict["scale"] <= 0 and self._min_scale is None:
                 raise ConfigError(
                     f"scaler state dict: got scale={state_dict['scale']!r}, expected a number > 0. "
@@ -777,6 +799,8 @@ class GradScaler(torch.amp.GradScaler):
             super().load_state_dict(state_dict)
             self._was_loaded = True
             self._consecutive_skips = int(state_dict.get("_consecutive_skips", 0))
+            names = state_dict.get("_fp32_modules", [])
+            self.fp32_modules = tuple(dict.fromkeys((*self.fp32_modules, *names)))
             state = self.read_state()
             bounded = replace(state, scale=self.rule.clamp(state.scale))
             if bounded != state:
@@ -787,6 +811,13 @@ class GradScaler(torch.amp.GradScaler):
             why = f"has gradients scaled by {before:g}, and a state with {now:g} was loaded"
             for optimizer in self.managed if now != before else ():
                 self._mark_carried_over(optimizer, why)
+            follower = None if self._follower is None else self._follower()
+        if follower is not None:
+            follower()
+
+    def call_when_loaded(self, method: Callable[[], None]) -> None:
+        """Call this bound method, which is held weakly, after each :meth:`load_state_dict`."""
+        self._follower = weakref.WeakMethod(method)
 
     def __getstate__(self) -> dict[str, Any]:
         state = {key: value for key, value in self.__dict__.items() if key not in _TRANSIENT}

@@ -34,11 +34,6 @@ MOST_WARNINGS = 20
 MOST_SCALES = 64
 """Of a run of skips; in between, a long run repeats itself."""
 
-IN_FLOAT32 = (
-    "run that layer in float32 (its forward under torch.autocast(device_type, enabled=False), "
-    "inputs as .float())"
-)
-
 BROKEN = "parameters are inf or NaN themselves"
 """Said where it is so."""
 
@@ -65,7 +60,7 @@ class Evidence:
     first: str = ""
     """The sentence of ``find_overflow`` about the last one."""
     module: str = ""
-    """The module whose forward made inf or NaN of finite input, as ``find_overflow`` saw it."""
+    """Name of the module whose forward made inf or NaN of finite input, so that no scale helps."""
 
     def add(self, scale: float, bad_loss: bool) -> None:
         """One more window of the run overflowed."""
@@ -87,6 +82,13 @@ def scale_path(scales: Sequence[float], now: float, most: int = 8) -> str:
     return " -> ".join(texts)
 
 
+def in_float32(module: str) -> str:
+    """How a module comes to run in float32; the model itself has no name."""
+    if not module:
+        return "compute that part in float32 (torch.autocast(device_type, enabled=False))"
+    return f"keep it in float32 with fp32_modules={[module]}, or let heal=True find what is needed"
+
+
 def remedies(evidence: Evidence, scale: float, has_limit: bool = True) -> list[str]:
     """Three things to try, the likeliest first.
 
@@ -103,8 +105,10 @@ def remedies(evidence: Evidence, scale: float, has_limit: bool = True) -> list[s
             "helps: load the last good checkpoint and look at the updates before"
         )
     if evidence.module:
-        where = evidence.module
-        found.append(f"{where} overflows in its forward, whatever the scale: {IN_FLOAT32}")
+        found.append(
+            f"{evidence.module} overflows in its forward, whatever the scale: "
+            f"{in_float32(evidence.module)}"
+        )
     if bad:
         found.append(
             f"the loss was inf or NaN in {bad} of these {windows} windows, before any scaling: "
@@ -118,7 +122,10 @@ def remedies(evidence: Evidence, scale: float, has_limit: bool = True) -> list[s
         )
     where, often = max(evidence.began.items(), key=lambda item: item[1], default=("", 0))
     if where and often * 2 > evidence.looked and not bad:
-        found.append(f"it began in {where} in {often} of {evidence.looked} windows: {IN_FLOAT32}")
+        module = where.rpartition(".")[0]
+        found.append(
+            f"it began in {where} in {often} of {evidence.looked} windows: {in_float32(module)}"
+        )
     if not at_floor and scale >= USUAL_SCALE and bad < windows:
         found.append(
             f"the scale was still falling: start with init_scale={scale:.10g}"

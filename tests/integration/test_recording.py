@@ -189,7 +189,7 @@ def test_where_it_began_is_in_the_record_the_log_and_the_error(
     assert len(messages(caplog, "overflowed: ")) == len(found) - 1 == 3
     text = str(caught.value)
     assert found[-1]["first"]["text"] in text
-    assert "remedies: (1) 1 (Loud) overflows in its forward" in text
+    assert "remedies: (1) 1 overflows in its forward" in text
     assert "find_overflow='replay' names" not in text
 
 

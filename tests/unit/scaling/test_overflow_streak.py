@@ -23,7 +23,7 @@ from accel_scaler.scaling.parameter_names import MOST_NAMES, ParameterNames
 
 KINDS = {
     "parameters": "parameters are inf or NaN themselves",
-    "forward": "h.3 (Linear) overflows in its forward",
+    "forward": "h.3 overflows in its forward",
     "loss": "the loss was inf or NaN",
     "floor": "the scale stood at min_scale",
     "layer": "it began in ",
@@ -56,7 +56,12 @@ BROKEN = {"broken": ["w", "b"], "bad_losses": 10}
     ("scale", "seen", "found", "words"),
     [
         (1024.0, {}, "falling, find, rate", "init_scale=1024, or raise max_consecutive_skips"),
-        (1024.0, LAYER, "layer, falling, find", "began in h.3.weight in 5 of 6 windows: run that"),
+        (
+            1024.0,
+            LAYER,
+            "layer, falling, find",
+            "h.3.weight in 5 of 6 windows: keep it in float32",
+        ),
         # No majority.
         (1024.0, {"looked": 6, "began": {"a": 3, "b": 3}}, "falling, find, rate", ""),
         # A bad loss is no matter of the scale or of a layer.
@@ -66,9 +71,9 @@ BROKEN = {"broken": ["w", "b"], "bad_losses": 10}
         # A module that overflows in its forward comes before the loss that it ruined.
         (
             512.0,
-            {"bad_losses": 10, "first": "x. ", "module": "h.3 (Linear)"},
+            {"bad_losses": 10, "first": "x. ", "module": "h.3"},
             "forward, loss, rate",
-            "run that layer in float32",
+            "fp32_modules=['h.3']",
         ),
         (1.0, BROKEN | {"min_scale": 1.0}, "parameters, loss, find", "(w, b)"),
         (4.0, {"min_scale": 4.0}, "floor, find, rate", "min_scale=4:"),

@@ -747,7 +747,7 @@ class GradScaler(torch.amp.GradScaler):
         super().set_growth_interval(new_interval)
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's five entries, ``_consecutive_skips``, and ``_fp32_modules`` where ``heal`` keeps
+        """torch's five entries, ``_consecutive_skips``, and ``fp32_modules`` where ``heal`` keeps
         some in float32; {} if disabled. Plain numbers and texts.
 
         torch's own scaler loads it too. Synchronises if the last update ran on the device.
@@ -756,7 +756,7 @@ class GradScaler(torch.amp.GradScaler):
         if self._enabled:
             state["_consecutive_skips"] = self._consecutive_skips
             if self.fp32_modules:
-                state["_fp32_modules"] = list(self.fp32_modules)
+                state["fp32_modules"] = list(self.fp32_modules)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -781,10 +781,10 @@ class GradScaler(torch.amp.GradScaler):
                     raise ConfigError(
                         f"scaler state dict: got {key}={state_dict[key]!r}, expected a number."
                     )
-            names = state_dict.get("_fp32_modules", [])
+            names = state_dict.get("fp32_modules", [])
             if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
                 raise ConfigError(
-                    f"scaler state dict: got _fp32_modules={shown(names)}, expected a list of "
+                    f"scaler state dict: got fp32_modules={shown(names)}, expected a list of "
                     "module names."
                 )
             if state_dict["scale"] <= 0 and self._min_scale is None:
@@ -799,7 +799,7 @@ class GradScaler(torch.amp.GradScaler):
             super().load_state_dict(state_dict)
             self._was_loaded = True
             self._consecutive_skips = int(state_dict.get("_consecutive_skips", 0))
-            names = state_dict.get("_fp32_modules", [])
+            names = state_dict.get("fp32_modules", [])
             self.fp32_modules = tuple(dict.fromkeys((*self.fp32_modules, *names)))
             state = self.read_state()
             bounded = replace(state, scale=self.rule.clamp(state.scale))

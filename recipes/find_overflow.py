@@ -1,4 +1,4 @@
-"""A run that overflows: find the layer, keep it in fp32, compare with a run that is all fp32.
+"""An fp16 run that no scale can help: the module is named, the run heals itself, and is as in fp32.
 
     accelerate launch --config_file accelerate_configs/cpu_fp16.yaml recipes/find_overflow.py
 
@@ -6,14 +6,20 @@ With no arguments it needs no network: a small GPT-2 learns the help texts that 
 (`pydoc_data.topics`), one byte a token. One of its layers has weights so large that its output does
 not fit in fp16, as happens with weights that were trained in bf16 or fp32 (T5 is known for it).
 
-1. fp16 with find_overflow: every step overflows, whatever the scale. The run ends with an error
-   that names the tensors, and the record of each skipped step names the module it began in.
-2. The same with the modules that were named in fp32. Where that only moves the overflow to another
-   module, that one is added, and so on.
-3. Plain fp32, to compare the losses on held-out texts with.
+1. fp16: every window overflows and is skipped, whatever the scale. The first is run again, and the
+   module is named in which it began. After some skips the run ends with an error.
+2. The same with heal=True: the named module runs in fp32 from then on, and the same run goes on.
+3. From the start with the line that healing gave, fp32_modules: nothing has to be found any more.
+4. Plain fp32, to compare the losses on held-out data with.
 
-It writes the telemetry of all three runs and found.json to --output_dir, and ends with the command
-that makes a report of them. Your own model, without a layer spoilt on purpose:
+It writes the telemetry of all four runs and found.json to --output_dir, and ends with the command
+that makes a report of them. Twelve other models overflow as real ones were reported to, each in
+another place (sick_models.py); one of them, or all and a table:
+
+    ... recipes/find_overflow.py --model cosine
+    ... recipes/find_overflow.py --all
+
+Your own model, without a layer spoilt on purpose:
 
     accelerate launch --config_file accelerate_configs/gpu_fp16.yaml recipes/find_overflow.py \
         --model_name_or_path gpt2 --train_file book.txt --block_size 512 --output_dir out/mine
@@ -25,21 +31,20 @@ import argparse
 import json
 import logging
 import warnings
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import wraps
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any
 
 import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import set_seed
+from sick_models import HELD_OUT, SICK, Batch, SickModel, own_loss
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import (
@@ -56,7 +61,7 @@ from accel_scaler import OverflowStreakError, ScalerConfig, attach
 
 RESULT_FILE = "found.json"  # marks a directory as this recipe's
 SPOILT = "transformer.h.2.mlp.c_proj"
-MOST_MODULES = 8  # more of them in fp32, and there is little fp16 left
+EVALUATED = 8  # held-out batches
 
 
 def fail(message: str) -> SystemExit:
@@ -74,11 +79,16 @@ def positive(text: str) -> int:
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
-        description="Find the layer that overflows in fp16, and train with that layer in fp32.",
+        description="Find what overflows in fp16, and train on with that in fp32.",
         epilog="The scaler's other settings are read from ACCEL_SCALER_* in the environment.",
     )
     add = parser.add_argument
-    add("--model_name_or_path", help="hub name or directory (default: a small new GPT-2)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--model", choices=SICK, help="one of the models of sick_models.py")
+    which.add_argument("--all", action="store_true", help="all of them, and a table")
+    which.add_argument(
+        "--model_name_or_path", help="hub name or directory (default: a small new GPT-2)"
+    )
     add("--train_file", type=Path, help="text file (default: the help texts of Python)")
     spoil_help = f"module whose weight is multiplied by --factor (default: {SPOILT} of the small "
     spoil_help += "GPT-2, none of a model that is passed)"
@@ -88,11 +98,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     out_help += "replaced, a directory with anything else in it is refused"
     add("--output_dir", type=Path, default=Path("out/find_overflow"), help=out_help)
     add("--overwrite_output_dir", action="store_true", help="write into any directory")
-    add("--max_steps", type=positive, default=60, help="of each run (default: %(default)s)")
-    skip_help = "skips in a row that end a run (default: %(default)s)"
+    steps_help = "of each run (default: 100; the models of sick_models.py have their own)"
+    add("--max_steps", type=positive, help=steps_help)
+    skip_help = "skips in a row that end the first run (default: %(default)s)"
     add("--max_consecutive_skips", type=positive, default=8, help=skip_help)
     add("--per_device_batch_size", type=positive, default=8, help="(default: %(default)s)")
-    add("--learning_rate", type=float, default=2e-3, help="(default: %(default)s)")
+    add("--learning_rate", type=float, default=1e-3, help="(default: %(default)s)")
     add("--max_grad_norm", type=float, default=1.0, help="clip to this (default: %(default)s)")
     block_help = "tokens of one example (default: %(default)s)"
     add("--block_size", type=positive, default=64, help=block_help)
@@ -101,8 +112,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def read_texts(args: argparse.Namespace) -> list[str]:
-    """Check the paths and return the texts."""
+def check_output_dir(args: argparse.Namespace) -> None:
+    """Refuse a place where something else would be lost."""
     out = args.output_dir
     if out.exists() and not out.is_dir():
         raise fail(f"--output_dir {out} is a file")
@@ -110,6 +121,10 @@ def read_texts(args: argparse.Namespace) -> list[str]:
     if foreign and not args.overwrite_output_dir:
         raise fail(f"--output_dir {out} holds files of another origin; choose another directory "
                    "or pass --overwrite_output_dir")  # fmt: skip
+
+
+def read_texts(args: argparse.Namespace) -> list[str]:
+    """Check the path and return the texts."""
     if not args.train_file:
         return [topics[name] for name in sorted(topics)]
     if not args.train_file.is_file():
@@ -174,25 +189,31 @@ def blocks(
     return cut[:-held_out], cut[-held_out:][: args.max_eval_samples]
 
 
-# --- the remedy -----------------------------------------------------------------------------------
+def language_model(args: argparse.Namespace) -> SickModel:
+    """What the command line asks for, in the form of sick_models.py."""
+    texts, tokenizer = read_texts(args), load_tokenizer(args)
+    learned, held_out = blocks(texts, tokenizer, args)
+    load_model(args, len(tokenizer))  # says what is wrong with the arguments
 
+    def batches(seed: int) -> Iterator[Batch]:
+        order = torch.Generator().manual_seed(seed)
+        size = args.per_device_batch_size
+        while seed != HELD_OUT:
+            for rows in torch.randperm(len(learned), generator=order).split(size):
+                yield {"input_ids": learned[rows], "labels": learned[rows]}
+        for block in held_out.tensor_split(EVALUATED):
+            yield {"input_ids": block, "labels": block}
 
-def keep_in_fp32(module: nn.Module, device: str) -> None:
-    """Make a module compute in fp32 under autocast: its weights, its inputs, its output."""
-    forward: Callable[..., Any] = module.forward
-
-    def as_fp32(value: Any) -> Any:
-        is_float = isinstance(value, Tensor) and value.is_floating_point()
-        return value.float() if is_float else value
-
-    @wraps(forward)
-    def in_fp32(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(device, enabled=False):
-            named = {key: as_fp32(value) for key, value in kwargs.items()}
-            return forward(*map(as_fp32, args), **named)
-
-    module.float()
-    module.forward = in_fp32
+    return SickModel(
+        name=args.model_name_or_path or "gpt2",
+        about=args.spoil or SPOILT,
+        make=lambda: load_model(args, len(tokenizer)),
+        batches=batches,
+        loss=own_loss,
+        lr=args.learning_rate,
+        steps=100,
+        init_scale=ScalerConfig.from_env().init_scale,
+    )
 
 
 # --- the runs -------------------------------------------------------------------------------------
@@ -202,38 +223,47 @@ def keep_in_fp32(module: nn.Module, device: str) -> None:
 class Outcome:
     """What became of one run."""
 
-    losses: list[float]
-    """Held-out loss before and after, computed in fp32."""
-    windows: int
+    steps: int
     skips: int
-    began_in: Counter
-    """(where, module) -> in how many skipped windows the overflow began there."""
+    loss: float
+    """Of the end, on held-out data, computed in fp32."""
+    began: str | None
+    """Where the first overflow began."""
+    healed: list[str]
+    """Modules that the run has put into fp32."""
     ended_by: str | None
 
 
-@torch.no_grad()
-def held_out_loss(model: nn.Module, blocks: Tensor, device: torch.device) -> float:
+def held_out_loss(sick: SickModel, model: nn.Module, device: torch.device) -> float:
     """Return the mean loss of a model that no accelerator has prepared, so in fp32."""
     model.to(device).eval()
-    parts = [block.to(device) for block in blocks.split(16)]
-    total = sum(model(input_ids=part, labels=part).loss.item() * len(part) for part in parts)
-    return total / len(blocks)
+    total = rows = 0.0
+    for batch in islice(sick.batches(HELD_OUT), EVALUATED):
+        size = len(next(iter(batch.values())))
+        if not size:
+            continue  # there are fewer blocks than that
+        # With gradients: a model may need them for its loss.
+        loss = sick.loss(model, {key: each.to(device) for key, each in batch.items()})
+        total, rows = total + loss.item() * size, rows + size
+    return total / rows
 
 
 def train(
     accelerator: Accelerator,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    loader: DataLoader,
+    sick: SickModel,
     name: str,
     args: argparse.Namespace,
 ) -> str | None:
     """Make the optimizer steps; return why they ended early, if they did."""
-    bar = tqdm(total=args.max_steps, desc=f"{name:>5}")
+    bar = tqdm(total=sick.steps, desc=f"{name:>6}")
     with logging_redirect_tqdm(loggers=[logging.getLogger()]), bar:
-        while bar.n < args.max_steps:
-            for (block,) in loader:
-                loss = model(input_ids=block, labels=block).loss
+        for batch in islice(sick.batches(args.seed), sick.steps * sick.accumulate):
+            batch = {key: each.to(accelerator.device) for key, each in batch.items()}
+            with accelerator.accumulate(model):
+                with accelerator.autocast() if sick.loss_in_autocast else nullcontext():
+                    loss = sick.loss(model, batch)
                 accelerator.backward(loss)
                 accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
                 try:
@@ -242,134 +272,135 @@ def train(
                     tqdm.write(f"ended: {error}")
                     return str(error)
                 optimizer.zero_grad()
+            if accelerator.sync_gradients:
                 bar.update()
-                bar.set_postfix(
-                    {"loss": f"{loss.item():.3f}"} | accelerator.scaler_history.progress()
-                )
-                if bar.n == args.max_steps:
-                    break
+                shown = {"loss": f"{loss.item():.3f}"} | accelerator.scaler_history.progress()
+                bar.set_postfix(shown)
     return None
 
 
 def run(
     name: str,
-    data: tuple[Tensor, Tensor],
-    tokens: int,
-    in_fp32: list[str],
+    sick: SickModel,
     args: argparse.Namespace,
+    precision: str = "fp16",
+    **settings: object,
 ) -> Outcome:
-    """Train once from the same start, with these modules in fp32, and telemetry in name.jsonl."""
-    # Accelerate keeps the precision for the whole process, and the third run has another one.
+    """Train once from the same start, with these settings and telemetry in name.jsonl."""
+    # Accelerate keeps the precision for the whole process, and the last run has another one.
     AcceleratorState._reset_state(reset_partial_state=False)
     GradientState._reset_state()
     telemetry = args.output_dir / f"{name}.jsonl"
     telemetry.unlink(missing_ok=True)  # else it would be appended to
     config = replace(
-        ScalerConfig.from_env(),
-        telemetry=str(telemetry),
-        find_overflow=name != "fp32",
-        max_consecutive_skips=args.max_consecutive_skips,
+        ScalerConfig.from_env(), telemetry=str(telemetry), init_scale=sick.init_scale, **settings
     )
-    accelerator = Accelerator(mixed_precision="no" if name == "fp32" else "fp16")
+    accelerator = Accelerator(
+        mixed_precision=precision, gradient_accumulation_steps=sick.accumulate
+    )
     with warnings.catch_warnings():  # of a run that needs no scaling, which is what is meant
         warnings.filterwarnings("ignore", "accel_scaler: mixed_precision='no'")
         attach(accelerator, config)
-    learned, held_out = data
-    model, device = load_model(args, tokens), accelerator.device
-    for module in in_fp32:
-        keep_in_fp32(model.get_submodule(module), device.type)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
-    loader = DataLoader(
-        torch.utils.data.TensorDataset(learned),
-        batch_size=args.per_device_batch_size,
-        shuffle=True,
-        generator=torch.Generator().manual_seed(args.seed),
-    )
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    ended_by = train(accelerator, model, optimizer, loader, name, args)
+    set_seed(args.seed)
+    model = sick.make()
+    optimizer = sick.optimizer(model.parameters(), lr=sick.lr)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    ended_by = train(accelerator, model, optimizer, sick, name, args)
     # The runs are compared by their weights alone, whatever precision they were trained in.
-    judge = load_model(args, tokens)
-    losses = [held_out_loss(judge, held_out, device)]
+    judge = sick.make()
     judge.load_state_dict(accelerator.get_state_dict(model))
-    losses.append(held_out_loss(judge, held_out, device))
+    loss = held_out_loss(sick, judge, accelerator.device)
     history = accelerator.scaler_history
-    firsts = [record.first for record in history.records if record.first]
-    began_in = Counter((first["where"], first["module"]) for first in firsts)
+    began = [record.first["text"] for record in history.records if record.first]
     print(history.summary())
     accelerator.end_training()
-    return Outcome(losses, history.boundaries, history.skips, began_in, ended_by)
+    return Outcome(
+        history.boundaries, history.skips, loss, next(iter(began), None),
+        list(history.healed), ended_by,
+    )  # fmt: skip
 
 
-def culprits(outcome: Outcome, in_fp32: list[str]) -> list[str]:
-    """Return the modules, not in fp32 yet, in whose forward an overflow began.
+def story(sick: SickModel, args: argparse.Namespace) -> dict[str, Outcome]:
+    """Make the four runs; return what became of them."""
+    print("1. fp16: what overflows is skipped, and run again once to see where it began")
+    limit = {"max_consecutive_skips": args.max_consecutive_skips}
+    outcomes = {"fp16": run("fp16", sick, args, find_overflow="replay", **limit)}
+    fp16 = outcomes["fp16"]
+    if not fp16.skips:
+        raise fail(f"nothing overflowed in {fp16.steps} steps of fp16; there is nothing to find")
+    print(f"   {fp16.began}")
 
-    One that began in a backward needs no remedy: there the scaler lowers the scale.
-    """
-    named = {module for where, module in outcome.began_in if where == "forward" and module}
-    return sorted(named - set(in_fp32))
+    print("2. the same with heal=True: one run, which goes on")
+    healed = outcomes["healed"] = run("healed", sick, args, heal=True)
+    if healed.healed:
+        print(f"3. fp16 from the start, with fp32_modules={json.dumps(healed.healed)}")
+        outcomes["kept"] = run("kept", sick, args, fp32_modules=tuple(healed.healed), **limit)
+    elif not args.all:
+        raise fail(f"{healed.skips} of {healed.steps} steps of fp16 overflowed, and no module was "
+                   "at fault; that takes a lower scale, or another loss")  # fmt: skip
+
+    print("4. fp32")
+    outcomes["fp32"] = run("fp32", sick, args, precision="no")
+    return outcomes
 
 
-def find_and_fix(
-    data: tuple[Tensor, Tensor], tokens: int, args: argparse.Namespace
-) -> tuple[dict[str, Outcome], list[str]]:
-    """Make the runs; return what became of them, and the modules that were kept in fp32."""
-    print("1. fp16, watching every module")
-    outcomes, in_fp32 = {"fp16": run("fp16", data, tokens, [], args)}, []
-    found = culprits(outcomes["fp16"], in_fp32)
-    if not found:
-        last = outcomes["fp16"]
-        if not last.skips:
-            raise fail(f"nothing overflowed in {last.windows} steps of fp16; there is no layer to "
-                       "find")  # fmt: skip
-        raise fail(f"{last.skips} of {last.windows} steps of fp16 overflowed, none of them in a "
-                   "forward; that takes a lower scale, not a layer in fp32")  # fmt: skip
-    while found:
-        if len(in_fp32) >= MOST_MODULES:
-            raise fail(f"{len(in_fp32)} modules are in fp32 and {', '.join(found)} still "
-                       "overflows; train this model in fp32 or bf16")  # fmt: skip
-        in_fp32 += found
-        print(f"2. fp16, with {', '.join(in_fp32)} in fp32")
-        outcomes["fixed"] = run("fixed", data, tokens, in_fp32, args)
-        found = culprits(outcomes["fixed"], in_fp32)
-    print("3. fp32")
-    outcomes["fp32"] = run("fp32", data, tokens, [], args)
-    return outcomes, in_fp32
+def share_in_fp32(sick: SickModel, names: list[str]) -> float:
+    """Return which part of the model's parameters these modules hold."""
+    model = sick.make()
+    held = {p for name in names for p in model.get_submodule(name).parameters()}
+    return sum(p.numel() for p in held) / sum(p.numel() for p in model.parameters())
 
 
 def table(outcomes: dict[str, Outcome]) -> str:
-    """Put the runs side by side."""
-    lines = ["run     steps  skipped  held-out loss before  after"]
+    """Put the runs of one model side by side."""
+    well = outcomes["fp32"].loss
+    lines = ["run     steps  skipped  held-out loss  off fp32"]
     for name, each in outcomes.items():
-        before, after = each.losses
-        lines.append(f"{name:<6}{each.windows:7}{each.skips:9}{before:22.3f}{after:7.3f}")
+        off = f"{abs(each.loss / well - 1):9.2%}"
+        lines.append(f"{name:<6}{each.steps:7}{each.skips:9}{each.loss:15.4f}{off}")
     return "\n".join(lines)
+
+
+def row(sick: SickModel, outcomes: dict[str, Outcome]) -> str:
+    """Put one model's runs into one line."""
+    healed, well = outcomes["healed"], outcomes["fp32"].loss
+    share = share_in_fp32(sick, healed.healed)
+    off = abs(healed.loss / well - 1)
+    numbers = f"{healed.skips:8}{healed.loss:9.4f}{well:9.4f}{off:8.2%}{share:7.1%}"
+    return f"{sick.name:<20}{numbers}  {', '.join(healed.healed)}"
 
 
 def main(argv: list[str] | None = None) -> None:
     """Run the recipe."""
     args = parse_args(argv)
-    texts = read_texts(args)
+    check_output_dir(args)
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     if (processes := PartialState().num_processes) > 1:
         raise fail(f"got {processes} processes, expected one; launch it with --num_processes 1")
-    tokenizer = load_tokenizer(args)
-    data, tokens = blocks(texts, tokenizer, args), len(tokenizer)
-    load_model(args, tokens)  # says what is wrong with the arguments before anything is written
-    args.output_dir.mkdir(parents=True, exist_ok=True)
-    (args.output_dir / RESULT_FILE).write_text("{}\n")
-    outcomes, in_fp32 = find_and_fix(data, tokens, args)
-    print(f"kept in fp32: {', '.join(in_fp32)}")
-    print(table(outcomes))
-    result = {
-        "kept_in_fp32": in_fp32,
-        **{
-            name: {"losses": each.losses, "skips": each.skips, "ended_by": each.ended_by}
-            for name, each in outcomes.items()
-        },
-    }
-    (args.output_dir / RESULT_FILE).write_text(json.dumps(result, indent=2) + "\n")
+    chosen = list(SICK) if args.all else [args.model] if args.model else []
+    subjects = [SICK[name] for name in chosen] or [language_model(args)]
+    out = args.output_dir
+    out.mkdir(parents=True, exist_ok=True)
+    (out / RESULT_FILE).write_text("{}\n")
+    result = {}
+    rows = ["model               skipped   healed     fp32     off  share  kept in fp32"]
+    for sick in subjects:
+        if args.max_steps:
+            sick = replace(sick, steps=args.max_steps)
+        if args.all:
+            print(f"--- {sick.name}: {sick.about}")
+            args.output_dir = out / sick.name
+            args.output_dir.mkdir(exist_ok=True)
+        outcomes = story(sick, args)
+        print(table(outcomes))
+        rows.append(row(sick, outcomes))
+        result[sick.name] = {name: asdict(each) for name, each in outcomes.items()}
+        (out / RESULT_FILE).write_text(json.dumps(result, indent=2) + "\n")
     files = " ".join(str(args.output_dir / f"{name}.jsonl") for name in outcomes)
+    if args.all:
+        print("\n".join(rows))
+        files = str(out / "*" / "healed.jsonl")
     print(f"to see them side by side:\n  accel-scaler report {files} -o report.html")
 
 

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import numpy
 import pytest
@@ -23,7 +22,6 @@ from places import ROOT
 from recipe_support import RECIPES, refusal, run
 from safetensors.torch import load_file
 from support import same
-from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -370,71 +368,99 @@ def test_a_resumed_run_with_fp16_weights_ends_like_one_that_was_not_interrupted(
 # --- find_overflow --------------------------------------------------------------------------------
 
 
-def test_the_layer_that_was_spoilt_is_found_and_the_run_is_mended(
+def test_the_layer_that_was_spoilt_is_found_and_the_run_heals_itself(
     recipe: Recipe, tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = [*TINY, "--max_steps", 12, "--max_consecutive_skips", 3, "--train_file", text]
     flags += ["--spoil", SPOILT, "--factor", 4e6]
-    found = json.loads(run(recipe("find_overflow"), tmp_path / "out", *flags))
-    assert found["kept_in_fp32"] == [SPOILT]
-    fp16, fixed, fp32 = (found[name] for name in ("fp16", "fixed", "fp32"))
-    assert fp16["skips"] == 4
+    flags += ["--learning_rate", 2e-3]
+    runs = json.loads(run(recipe("find_overflow"), tmp_path / "out", *flags))["gpt2"]
+    fp16, healed, kept, fp32 = (runs[name] for name in ("fp16", "healed", "kept", "fp32"))
+    assert f"forward of {SPOILT} (Conv1D)" in fp16["began"]
+    assert fp16["skips"] == fp16["steps"] == 4
     assert "max_consecutive_skips=3" in fp16["ended_by"]
-    assert fp16["losses"][0] == fp16["losses"][1]
-    assert fixed["ended_by"] is None
-    assert fixed["skips"] <= 3  # a scale that came down, if any
-    assert fp32["skips"] == 0
-    gain = fp32["losses"][0] - fp32["losses"][1]
+    assert fp16["healed"] == kept["healed"] == []
+    assert healed["healed"] == [SPOILT]
+    assert [each["ended_by"] for each in (healed, kept, fp32)] == [None] * 3
+    assert healed["steps"] == kept["steps"] == fp32["steps"] == 12
+    assert kept["skips"] <= healed["skips"] - 1
+    gain = fp16["loss"] - fp32["loss"]
     assert gain > 0.2
-    assert fixed["losses"][0] - fixed["losses"][1] > 0.5 * gain
+    for each in (healed, kept):
+        assert fp16["loss"] - each["loss"] > 0.5 * gain
 
     said = capsys.readouterr().out
-    assert f"kept in fp32: {SPOILT}" in said
+    assert fp16["began"] in said
+    assert f'fp32_modules=["{SPOILT}"]' in said
     command = said.strip().splitlines()[-1].split()
     assert command[:2] == ["accel-scaler", "report"]
     files = [Path(part) for part in command[2:-2]]
     starts = [json.loads(path.read_text().splitlines()[0]) for path in files]
-    assert [start["precision"] for start in starts] == ["fp16", "fp16", "no"]
+    assert [start["precision"] for start in starts] == ["fp16", "fp16", "fp16", "no"]
+    assert starts[2]["settings"]["fp32_modules"] == [SPOILT]
     windows = [json.loads(line) for line in files[0].read_text().splitlines()]
-    firsts = [line["first"] for line in windows if line["kind"] == "window"]
-    assert {(each["where"], each["module"]) for each in firsts} == {("forward", SPOILT)}
+    firsts = [line["first"] for line in windows if "first" in line]
+    assert [(each["where"], each["module"]) for each in firsts] == [("forward", SPOILT)]
+    windows = [json.loads(line) for line in files[1].read_text().splitlines()]
+    assert [line["healed"] for line in windows if "healed" in line] == [[SPOILT]]
     assert command_line([*command[1:-2], "--text"]) == 0
     assert SPOILT in capsys.readouterr().out
 
     # A second run replaces the files, which the scaler itself would append to.
-    before = len(files[2].read_text().splitlines())
     run(recipe("find_overflow"), tmp_path / "out", *flags)
-    assert len(files[2].read_text().splitlines()) == before
+    kinds = Counter(json.loads(line)["kind"] for line in files[3].read_text().splitlines())
+    assert (kinds["start"], kinds["window"]) == (1, 12)
 
 
-def test_a_run_in_which_nothing_overflows_ends_with_an_error(
+def test_a_run_in_which_no_module_is_at_fault_ends_with_an_error(
     recipe: Recipe, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = [*TINY, "--max_steps", 2, "--factor", 1, "--train_file", text]
     flags += ["--output_dir", tmp_path / "out"]
     said = refusal(recipe("find_overflow"), *flags)
     assert "nothing overflowed in 2 steps of fp16" in said
-    # Nor is a scale that is too high the fault of a layer.
+    # Nor is a scale that is too high the fault of a module.
     monkeypatch.setenv("ACCEL_SCALER_INIT_SCALE", str(2.0**60))
     said = refusal(recipe("find_overflow"), *flags)
-    assert "2 of 2 steps of fp16 overflowed, none of them in a forward" in said
+    assert "2 of 2 steps of fp16 overflowed, and no module was at fault" in said
     monkeypatch.delenv("ACCEL_SCALER_INIT_SCALE")
     said = refusal(recipe("find_overflow"), *flags, "--spoil", "transformer.h")
     assert "--spoil transformer.h: the model has no such module with a weight" in said
 
 
-def test_a_module_kept_in_fp32_computes_what_it_does_without_autocast(recipe: Recipe) -> None:
-    module = nn.Linear(8, 4)
-    with torch.no_grad():
-        module.weight.fill_(3e4)
-    given = torch.ones(2, 8)
-    expected: Any = module(given)
-    with torch.autocast("cpu", torch.float16):
-        assert not module(given).isfinite().all()
-    recipe("find_overflow").keep_in_fp32(module, "cpu")
-    with torch.autocast("cpu", torch.float16):
-        assert torch.equal(module(given.half()), expected)
-        assert torch.equal(module(input=given.half()), expected)
-    small = nn.Linear(8, 4).half()
-    recipe("find_overflow").keep_in_fp32(small, "cpu")
-    assert small(given.half()).dtype is torch.float32
+def test_one_of_the_sick_models_by_its_name(
+    recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, flags = tmp_path / "out", ["--model", "summed_loss"]
+    runs = json.loads(run(recipe("find_overflow"), out, *flags))["summed_loss"]
+    assert runs["healed"]["healed"] == ["error"]
+    assert runs["healed"]["loss"] == pytest.approx(runs["fp32"]["loss"], rel=0.01)
+    assert runs["kept"]["loss"] == pytest.approx(runs["fp32"]["loss"], rel=0.01)
+    assert runs["kept"]["skips"] == 0
+    assert runs["fp16"]["loss"] > 1.5 * runs["fp32"]["loss"]
+    said = capsys.readouterr()
+    assert "scale=" in said.err
+    assert "skips=" in said.err
+    with pytest.raises(SystemExit):
+        recipe("find_overflow").main(["--model", "nowhere"])
+    assert "invalid choice: 'nowhere'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        recipe("find_overflow").main(["--all", "--model_name_or_path", "gpt2"])
+    assert "not allowed with" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_all_sick_models_give_a_row_each(
+    recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--all", "--max_steps", 8, "--max_consecutive_skips", 2]
+    result = json.loads(run(recipe("find_overflow"), tmp_path / "out", *flags))
+    names = list(recipe("sick_models").SICK)
+    assert list(result) == names
+    said = capsys.readouterr().out.splitlines()
+    start = next(i for i, line in enumerate(said) if line.endswith("kept in fp32"))
+    assert [line.split()[0] for line in said[start + 1 : start + 13]] == names
+    for name in names:
+        assert sorted(path.name for path in (tmp_path / "out" / name).iterdir()) == [
+            "fp16.jsonl", "fp32.jsonl", "healed.jsonl", "kept.jsonl",
+        ]  # fmt: skip

@@ -10,11 +10,6 @@ from sick_runs import HEALTHY, NO_MODULE, SICK, close, few, share, train
 from support import same
 
 pytestmark = pytest.mark.slow
-# Where the search finds it, if not in what has to be in fp32.
-FOUND_ELSEWHERE = {
-    # NaN in rows that have no label: the loss is finite, and the head's gradient the first NaN.
-    "masked_softmax": ("backward", ""),
-}
 
 
 @pytest.mark.parametrize("name", SICK)
@@ -55,11 +50,40 @@ def test_the_cure_as_a_setting_is_the_cure_by_hand_bit_for_bit(name: str, mode: 
 def test_the_search_begins_in_what_has_to_be_in_fp32(name: str, how: str) -> None:
     run = train(few(SICK[name], 2), find_overflow=how)
     first: Any = run.records.records[0].first
-    if name in FOUND_ELSEWHERE:
-        assert (first["where"], first["module"]) == FOUND_ELSEWHERE[name]
-    else:
-        assert first["module"] in SICK[name].cure
-        assert first["where"] in ("forward", "backward")
+    assert first["module"] in SICK[name].cure
+    assert first["where"] in ("forward", "backward")
+
+
+# Its first window leaves NaN in the running statistics, of which nothing was kept before it.
+NOT_WHOLE = pytest.mark.xfail(reason="statistics broken in the first window stay so", strict=True)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=NOT_WHOLE) if n == "convolution" else n for n in SICK],
+)
+def test_a_sick_model_heals_itself_in_the_same_run(name: str) -> None:
+    sick = SICK[name]
+    healed = train(sick, heal=True)
+    assert close(healed, train(sick, "no"))
+    assert healed.skips <= 8
+    assert set(healed.records.healed) == set(sick.cure)
+    assert share(sick, healed.records.healed) <= 0.05
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_of_a_control_nothing_is_healed(name: str) -> None:
+    control = HEALTHY[name]
+    healed, plain = train(control, heal=True), train(control)
+    assert healed.records.healed == ()
+    assert same(healed.model.state_dict(), plain.model.state_dict())
+    assert healed.skips == plain.skips
+
+
+def test_no_module_is_healed_for_a_loss_that_the_script_spoils() -> None:
+    run = train(few(NO_MODULE, 12), heal=True)
+    assert run.records.healed == ()
+    assert run.skips == 12
 
 
 @pytest.mark.parametrize("name", HEALTHY)

@@ -13,6 +13,7 @@ __all__ = ["main"]
 
 LAUNCH = "start an unchanged script, attached; takes what `accelerate launch` takes"
 DOCTOR = "say what a launch would do here, and what would go wrong; takes what launch takes"
+REPLAY = "run a window again that overflowed, from the file that save_overflow has written"
 REPORT = "draw what the scaler did, from telemetry files"
 
 
@@ -20,7 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``accel-scaler``; returns the exit status.
 
     0: done. 2: a wrong argument, setting or file, one line on stderr. ``launch`` returns the status
-    of the process that failed first; ``doctor`` 1 for a wrong setting. 130 after Ctrl-C.
+    of the process that failed first; ``doctor`` 1 for a wrong setting, ``replay`` for another
+    verdict than in the file. 130 after Ctrl-C.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -49,6 +51,12 @@ def _run(argv: list[str]) -> int:
     commands.add_parser("launch", help=LAUNCH, add_help=False)
     commands.add_parser("doctor", help=DOCTOR, add_help=False)
     report_parser = commands.add_parser("report", help=REPORT)
+    replay_parser = commands.add_parser("replay", help=REPLAY)
+    if argv[:1] == ["replay"]:
+        from . import replay
+
+        replay.add_arguments(replay_parser)
+        return replay.run(parser.parse_args(argv))
     if argv[:1] != ["report"]:
         parser.parse_args(argv)
         parser.error("the command must come first")

@@ -7,7 +7,15 @@ launcher.
 """
 
 from .accelerator import ScaledAccelerator
+from .alone import prepare_alone
 from .attaching import attach, attach_default, detach
 from .stock_scaler import scaled_elsewhere
 
-__all__ = ["ScaledAccelerator", "attach", "attach_default", "detach", "scaled_elsewhere"]
+__all__ = [
+    "ScaledAccelerator",
+    "attach",
+    "attach_default",
+    "detach",
+    "prepare_alone",
+    "scaled_elsewhere",
+]

@@ -25,6 +25,7 @@ from .cpu_float16 import emulate_float16
 from .explaining import OverflowExplainer
 from .healing import Healer
 from .optimizer import ScaledOptimizer, adopt, refuse_unsuitable
+from .overflow_files import OverflowFiles
 from .stock_scaler import make_scaler, refuse_other_scalers
 from .trackers import Trackers
 
@@ -41,6 +42,7 @@ class Attachment:
     Raises:
         UnsupportedError: an optimizer that cannot be adopted, a module that cannot run in float32;
             nothing was changed.
+        ConfigError: ``telemetry`` or ``save_overflow`` cannot be written to.
     """
 
     def __init__(self, accelerator: Any, asked_config: ScalerConfig, config: ScalerConfig) -> None:
@@ -69,7 +71,10 @@ class Attachment:
         if config.finds_overflow != "off":
             always = config.finds_overflow == "always"
             healer = Healer(self.chosen) if config.heal and self.scales else None
-            self.explainer = OverflowExplainer(self.scaler, always, healer, self.float16)
+            files = None
+            if config.save_overflow is not None:
+                files = OverflowFiles(config.save_overflow, _facts_of(accelerator), self.chosen)
+            self.explainer = OverflowExplainer(self.scaler, always, healer, self.float16, files)
         self.scaler.call_when_loaded(self.keep_fp32)
         self.boundary = Boundary(self.scaler, self.device, self.recorder, self.explainer)
         self.worker = Worker(config.optimizer_threads)

@@ -47,6 +47,8 @@ class Replay:
     differences: tuple[str, ...]
     """What was not as it had been; none: it is the same window, bit for bit as far as is known."""
     seconds: float
+    last: int
+    """Number of the micro-batch after which it ended."""
 
     @property
     def is_finite(self) -> bool:
@@ -104,7 +106,7 @@ def run_again(
     start = time.perf_counter()
     calls = sorted(recording.calls, key=lambda call: call.order)
     models = list(dict.fromkeys(m for c in calls if (m := c.model.module()) is not None))
-    run = _Run(recording, around, cures, factor)
+    run, last = _Run(recording, around, cures, factor), 0
     with (
         torch.inference_mode(False),
         as_replay(),
@@ -114,11 +116,12 @@ def run_again(
     ):
         for micro in _micro_batches(recording, calls):
             run.micro_batch(finder, micro)
+            last = micro[0]
             if stops and finder.nonfinite_parameters():
                 break
         nonfinite, origin = finder.nonfinite_parameters(), finder.find()
     seconds = time.perf_counter() - start
-    return Replay(origin, frozenset(nonfinite), tuple(run.differences), seconds)
+    return Replay(origin, frozenset(nonfinite), tuple(run.differences), seconds, last)
 
 
 def overflowed_sum(models: Iterable[Module], micro: int) -> Origin | None:

@@ -26,6 +26,7 @@ KEPT = {"telemetry": {"Record", "Span"}}
 ONLY_IN = {
     "accelerate": {
         "integrations/accelerator",
+        "integrations/alone",
         "integrations/attaching",
         "integrations/attachment",
         "integrations/autocast",
@@ -35,6 +36,7 @@ ONLY_IN = {
         "doctor/environment",
     },
     "matplotlib": {"report/command", "report/figures", "report/heatmap", "report/theme"},
+    "safetensors": {"replay/model"},
     "psutil": {"async_optimizer/worker", "launch/launcher", "doctor/environment"},
     "transformers": {"integrations/trainer"},
     "yaml": {"config_file"},

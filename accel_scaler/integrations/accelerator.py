@@ -134,7 +134,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         if attachment is None:
             super().backward(loss, **kwargs)
             return
-        attachment.refuse_unmatched()
+        attachment.check_chosen()
         attachment.follow_parameters()  # before anything looks at the gradients
         attachment.boundary.before_backward(loss)
         with attachment.recorder.span("backward"), self._emulation():

@@ -200,13 +200,15 @@ class Attachment:
                 # Or an attach() after this one would take it for a scaler at its start.
                 stock._lazy_init_scale_growth_tracker(self.device)
 
-    def refuse_unmatched(self) -> None:
+    def check_chosen(self) -> None:
         """A backward is about to begin, so all models are prepared.
 
         Raises:
             ConfigError: a glob in ``fp32_modules`` that matches in none of them.
         """
-        self.chosen.refuse_unmatched(self.models)
+        if self.chosen.patterns:
+            self.chosen.refuse_unmatched(self.models)
+            self.chosen.before_backward(self.models)
 
     def follow_parameters(self) -> None:
         """A backward is about to begin: float16 parameters may be trained that were not."""

@@ -12,6 +12,8 @@ from torch import Tensor
 
 LOW = (torch.float16, torch.bfloat16)
 FULL = (torch.float32,)
+DEEPEST = 6
+"""Containers in containers; a graph of objects that know each other has no end."""
 
 
 def raised(value: Any) -> Any:
@@ -36,7 +38,9 @@ def lowered(value: Any, dtype: torch.dtype) -> Any:
     return _cast(value, FULL, lower)
 
 
-def first_dtype(value: Any, wanted: tuple[torch.dtype, ...]) -> torch.dtype | None:
+def first_dtype(
+    value: Any, wanted: tuple[torch.dtype, ...], depth: int = DEEPEST
+) -> torch.dtype | None:
     """That of the first tensor in ``value`` that is in one of these; None: there is none.
 
     A compiler traces it: no generators, nothing compared by identity.
@@ -50,24 +54,29 @@ def first_dtype(value: Any, wanted: tuple[torch.dtype, ...]) -> torch.dtype | No
     elif not isinstance(value, (tuple, list)):
         return None
     for item in value:
-        found = first_dtype(item, wanted)
+        found = first_dtype(item, wanted, depth - 1) if depth else None
         if found is not None:
             return found
     return None
 
 
-def _cast(value: Any, wanted: tuple[torch.dtype, ...], cast: Callable[[Tensor], Tensor]) -> Any:
-    if first_dtype(value, wanted) is None:
+def _cast(
+    value: Any,
+    wanted: tuple[torch.dtype, ...],
+    cast: Callable[[Tensor], Tensor],
+    depth: int = DEEPEST,
+) -> Any:
+    if first_dtype(value, wanted, depth) is None:
         return value
     if isinstance(value, Tensor):
         return cast(value)
     if isinstance(value, (tuple, list)):
-        items = [_cast(item, wanted, cast) for item in value]
+        items = [_cast(item, wanted, cast, depth - 1) for item in value]
         if hasattr(value, "_make"):
             return value._make(items)
         return items if type(value) is list else type(value)(items)
     if isinstance(value, Mapping):
-        found = {key: _cast(item, wanted, cast) for key, item in value.items()}
+        found = {key: _cast(item, wanted, cast, depth - 1) for key, item in value.items()}
         if type(value) is dict:
             return found
         if not isinstance(value, MutableMapping):
@@ -79,7 +88,7 @@ def _cast(value: Any, wanted: tuple[torch.dtype, ...], cast: Callable[[Tensor], 
     changed = copy.copy(value)
     for spec in dataclasses.fields(value):
         if hasattr(value, spec.name):
-            item = _cast(getattr(value, spec.name), wanted, cast)
+            item = _cast(getattr(value, spec.name), wanted, cast, depth - 1)
             object.__setattr__(changed, spec.name, item)  # in a frozen one too
     return changed
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from glob import escape
 
 from torch import nn
 from torch.nn import Module
 
-from ..errors import UnsupportedError
-from .fp32_modules import Fp32Module
+from ..errors import UnsupportedError, listed
+from .fp32_modules import Fp32Module, is_compiled
 from .names import match, named, refuse_unmatched
+
+logger = logging.getLogger("accel_scaler")
+
+PATIENCE = 10
+"""Backwards; some modules are used now and then."""
 
 
 class ChosenModules:
@@ -24,6 +30,7 @@ class ChosenModules:
         self.patterns = tuple(patterns)
         self._unmatched = list(self.patterns)
         self._on: list[Fp32Module] = []
+        self._backwards = 0
 
     @property
     def names(self) -> list[str]:
@@ -98,6 +105,27 @@ class ChosenModules:
         if self._unmatched:
             refuse_unmatched(list(models), self._unmatched)
             self._unmatched = []
+
+    def before_backward(self, models: Iterable[Module]) -> None:
+        """Say once, in the log, which of them have never run by the tenth backward.
+
+        Args:
+            models: all there are.
+        """
+        self._backwards += 1
+        if self._backwards != PATIENCE or any(map(is_compiled, models)):
+            return
+        unused = [each.name for each in self._on if each.module is not None and not each.has_run]
+        around = tuple(f"{name}." for name in self.names)
+        outer = [name for name in unused if not name.startswith(around)]
+        if outer:
+            logger.warning(
+                "fp32_modules: the forward of %s has not run in %d backwards, so nothing of it is "
+                "in float32. A module around it may use its weights by itself, as "
+                "nn.MultiheadAttention does; name that one.",
+                listed(outer[:5], len(outer)),
+                PATIENCE,
+            )
 
     def _found_in(self, model: Module) -> list[Fp32Module]:
         if not self.patterns:

@@ -66,6 +66,12 @@ class Fp32Module:
         """Between :meth:`put_on` and :meth:`take_off`."""
         return self._forward is not None
 
+    @property
+    def has_run(self) -> bool:
+        """A forward was in float32 since :meth:`put_on`; what compiled code runs is not seen."""
+        forward = None if self._forward is None else self._forward()
+        return forward is not None and forward.has_run
+
     def put_on(self) -> None:
         """In float32 from the next forward on; does nothing where it is on.
 
@@ -152,6 +158,7 @@ class _Forward(_Replaced):
         self.watched: list[bool] = []
         """``training`` in the forwards that were watched."""
         self.parts: list[weakref.ref[_Part]] = []
+        self.has_run = False
 
     def set(self) -> None:
         super().set()
@@ -181,6 +188,7 @@ class _Forward(_Replaced):
         forward = own_forward(module) if is_prepared else self.found
         kinds = [kind for kind in self.kinds if torch.is_autocast_enabled(kind)]
         if not torch.compiler.is_compiling():
+            self.has_run = True
             self._watch_parts()
         given = first_dtype((args, kwargs), LOW)
         is_wide = first_dtype((args, kwargs), FULL) is not None or self._is_part()
@@ -209,21 +217,12 @@ class _Forward(_Replaced):
         return isinstance(below, _Part) and below.is_on and _is_recomputed()
 
     def _watched(self, kinds: list[str], forward: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if self._is_compiled():
+        if is_compiled(self.module, self.found):
             return _without_autocast(kinds, forward, args, kwargs)
         with SeesAutocast(self.name or type(self.module).__name__, self.kinds):
             result = _without_autocast(kinds, forward, args, kwargs)
         self.watched.append(self.module.training)
         return result
-
-    def _is_compiled(self) -> bool:
-        """Something in it is: a mode would be part of what its graph asks for."""
-        return hasattr(self.found, "_torchdynamo_orig_callable") or any(
-            isinstance(each, torch._dynamo.OptimizedModule)
-            or each._compiled_call_impl is not None
-            or hasattr(vars(each).get("forward"), "_torchdynamo_orig_callable")
-            for each in self.module.modules()
-        )
 
 
 class _Part(_Replaced):
@@ -248,6 +247,16 @@ class _Part(_Replaced):
             return forward(*args, **kwargs)
         finally:
             restore(changes)
+
+
+def is_compiled(module: Module, forward: Any = None) -> bool:
+    """It, or a module in it, is: a mode would be part of what its graph asks for."""
+    return hasattr(forward, "_torchdynamo_orig_callable") or any(
+        isinstance(each, torch._dynamo.OptimizedModule)
+        or each._compiled_call_impl is not None
+        or hasattr(vars(each).get("forward"), "_torchdynamo_orig_callable")
+        for each in module.modules()
+    )
 
 
 def _is_recomputed() -> bool:

@@ -18,7 +18,7 @@ class Change(NamedTuple):
 
     owner: Module
     where: dict[str, Any]
-    """The owner's parameters or buffers."""
+    """The owner's parameters, buffers, or attributes."""
     name: str
     tensor: Tensor
     """What was there."""
@@ -37,14 +37,11 @@ def raise_parameters(module: Module) -> list[Change]:
     changes: list[Change] = []
     casts: dict[int, Tensor] = {}
     for owner in _owners(module):
-        places: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers)
-        for where in places:
-            for name, tensor in where.items():
-                if tensor is not None and tensor.dtype in LOW:
-                    if id(tensor) not in casts:
-                        casts[id(tensor)] = tensor.to(torch.float32)
-                    cast = casts[id(tensor)]
-                    changes.append(Change(owner, where, name, tensor, cast))
+        for where, name, tensor in _tensors_of(owner):
+            if tensor.dtype in LOW:
+                if id(tensor) not in casts:
+                    casts[id(tensor)] = tensor.to(torch.float32)
+                changes.append(Change(owner, where, name, tensor, casts[id(tensor)]))
     for owner, where, name, _, cast in changes:
         where[name] = cast
         _tell(owner)
@@ -52,17 +49,16 @@ def raise_parameters(module: Module) -> list[Change]:
 
 
 def restore(changes: list[Change]) -> None:
-    """The tensors of before, with what the call has written to buffers."""
+    """The tensors of before, with what the call has written to those that are no parameters."""
     for owner, where, name, tensor, cast in changes:
         now = where.get(name)
-        if where is owner._buffers and now is not None:
-            if now is not cast:  # a buffer was replaced
-                where[name] = now.to(tensor.dtype) if now.dtype is torch.float32 else now
-                continue
-            _write(tensor, cast)
         if now is cast:
+            if where is not owner._parameters and not cast.requires_grad:
+                _write(tensor, cast)
             where[name] = tensor
             _tell(owner)
+        elif isinstance(now, Tensor) and now.dtype is torch.float32:  # replaced in the call
+            where[name] = now.to(tensor.dtype)
 
 
 def needs_parts(module: Module) -> bool:
@@ -85,6 +81,23 @@ def _owners(module: Module) -> Iterator[Module]:
     for child in module._modules.values():
         if child is not None and not is_gathered(child):
             yield from _owners(child)
+
+
+def _tensors_of(owner: Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    """Parameters and buffers, and what a hook, as of weight norm, or FSDP1 leaves among its
+    attributes; no compiler goes through their names.
+
+    A parameter whose update is on its way is not asked whether it is a tensor: it would wait.
+    """
+    places: list[dict[str, Any]] = [owner._parameters, owner._buffers]
+    for where in places:
+        for name, tensor in where.items():
+            if tensor is not None:
+                yield where, name, tensor
+    if not torch.compiler.is_compiling():
+        for name, value in vars(owner).items():
+            if isinstance(value, Tensor):
+                yield vars(owner), name, value
 
 
 def _tell(owner: Module) -> None:

@@ -103,3 +103,12 @@ def test_what_is_beyond_the_range_is_clamped_but_not_what_is_infinite(dtype: tor
     assert x.grad is not None
     assert x.grad[:4].tolist() == [1, 1, 0, 0]
     assert lowered(torch.tensor(65519.0), torch.float16).item() == 65504
+
+
+def test_containers_that_hold_themselves_end() -> None:
+    known: dict[str, Any] = {"a": HALF}
+    known["self"] = known
+    assert raised(known)["a"].dtype is torch.float32
+    data = Data(torch.ones(1))
+    data.made = data
+    assert raised(data) is data

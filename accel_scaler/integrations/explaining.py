@@ -102,6 +102,8 @@ class OverflowExplainer(Explainer):
         self._prepared.add(prepared)
         if not any(plain is model for model in self.models):
             self._models.append(weakref.ref(plain))
+        if self.healer is not None:
+            self.healer.statistics.keep(self.models)
         if self.recording is not None:
             self.recording.watch(prepared, plain)
         if self.finder is not None:
@@ -224,12 +226,9 @@ class OverflowExplainer(Explainer):
                 found = Finding(Origin("", "", "", 0, None, None, "it cannot be run again"), None)
             elif result.origin is not None:
                 found = Finding(result.origin, locate(models, result.origin))
-            answers = ranks.gather(found) if ranks.are_together else [found]
-            return next(filter(None, answers), None)
+            return ranks.first(found)
 
-        finding = None if origin is None else Finding(origin, locate(models, origin))
-        if ranks.are_together:
-            finding = next(filter(None, ranks.gather(finding)), None)
+        finding = ranks.first(None if origin is None else Finding(origin, locate(models, origin)))
         trial: Trial | None = at_scale_1
         if self.finder is not None and not self.always:  # it could not be run again
             trial = None
@@ -302,3 +301,9 @@ class _Ranks:
     def gather(self, value: T) -> list[T]:
         """The value of every rank."""
         return gather_objects(value, self.device)
+
+    def first(self, found: Finding | None) -> Finding | None:
+        """What the first rank has found; one that has it from another does not know its module."""
+        answers = self.gather(found) if self.are_together else [found]
+        told = [answer for answer in answers if answer is not None]
+        return next((answer for answer in told if answer.at is not None), next(iter(told), None))

@@ -1,0 +1,299 @@
+"""What overflows at any scale runs in float32 from then on, and is as if it always had."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from async_support import assert_same
+from telemetry_runs import attached, sgd
+from torch import Tensor, nn
+
+from accel_scaler import ConfigError, ScalerConfig, detach
+from accel_scaler.integrations import healing
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MODES = pytest.mark.parametrize(
+    "mode",
+    [
+        {},
+        {"step_mode": "overlap"},
+        {"step_mode": "overlap", "offload": "cpu"},
+        {"step_mode": "delayed", "delay_warmup_steps": 2},
+        {"step_mode": "delayed", "offload": "cpu", "delay_compensation": "none"},
+        {"fold_unscale": True},
+    ],
+    ids=lambda mode: "-".join(map(str, mode.values())) or "sync",
+)
+
+
+class Loud(nn.Linear):
+    """Its output is beyond float16 under autocast, and small again in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * 3e4 * 1e2) / 3e6
+
+
+class Steep(nn.Linear):
+    """Finite forward; its backward is beyond float16 at a scale of 1."""
+
+    steep = 1e6
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return (x / self.steep) * self.steep if x.dtype is torch.float32 else Cliff.apply(x)
+
+
+class Cliff(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 6e4 * 6e4
+
+
+class Net(nn.Module):
+    def __init__(self, sick: type[nn.Linear] = Loud, half: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.before = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8))
+        self.sick: Any = sick(8, 8)
+        self.drop = nn.Dropout(0.2)
+        self.after = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+        if half:
+            self.half()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = self.drop(self.sick(self.before(x.to(self.before[0].weight.dtype))))
+        out = self.after(x.to(self.before[0].weight.dtype) if self.training else x)
+        return {"loss": (out.float() - 1).square().mean() / 8, "out": out}
+
+
+def rows(count: int, seed: int = 3) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(4, 8, generator=generator) for _ in range(count)]
+
+
+def train(
+    net: nn.Module,
+    count: int = 8,
+    skips_first: int = 0,
+    inside: bool = True,
+    accumulation: int = 1,
+    **settings: Any,
+) -> Any:
+    """``skips_first``: windows that are thrown away, as a skip does."""
+    torch.manual_seed(11)
+    given = {"init_scale": 256.0, "growth_interval": 4} | settings
+    with attached(None, accumulation=accumulation, **given) as accelerator:
+        model, optimizer = accelerator.prepare(net, sgd(net.parameters(), momentum=0.9))
+        for number, x in enumerate(rows(count * accumulation)):
+            with accelerator.accumulate(model):
+                made = model(x)
+                loss = made["loss"] if inside else (made["out"].float() - 1).square().mean() / 8
+                accelerator.backward(loss)
+                if number // accumulation >= skips_first:
+                    optimizer.step()
+                elif accelerator.sync_gradients:
+                    accelerator.scaler.abandon_window()
+                optimizer.zero_grad()
+        records = list(accelerator.scaler_history.records)
+        return {
+            "weights": {k: v.detach().clone() for k, v in net.state_dict().items()},
+            "state": copy.deepcopy(optimizer.state_dict()["state"]),
+            "scale": accelerator.scaler.get_scale(),
+        }, records
+
+
+@MODES
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("inside", [True, False])
+def test_from_then_on_it_is_as_if_it_had_always_been_in_float32(
+    mode: dict[str, Any], half: bool, inside: bool
+) -> None:
+    """One skip, the scale as before it, then bit for bit the run with the line in its config."""
+    if half and mode.get("fold_unscale"):
+        pytest.skip("float16 parameters are unscaled in the step anyway")
+    healed, records = train(Net(half=half), inside=inside, heal=True, growth_interval=99, **mode)
+    assert [r.skipped for r in records] == [True] + [False] * 7
+    assert [r.healed for r in records] == [("sick",)] + [()] * 7
+    assert {r.scale for r in records} == {256.0}
+    named, _ = train(
+        Net(half=half), 8, 1, inside, fp32_modules=["sick"], growth_interval=99, **mode
+    )
+    assert_same(healed, named)
+
+
+def test_a_backward_is_healed_when_scale_1_is_too_much_three_times_in_a_row() -> None:
+    healed, records = train(Net(Steep), heal=True)
+    assert [r.skipped for r in records] == [True] * 3 + [False] * 5
+    assert [r.healed for r in records] == [(), (), ("sick",)] + [()] * 5
+    assert [r.scale for r in records[:4]] == [256.0, 128.0, 64.0, 256.0]
+    named, _ = train(Net(Steep), 8, 3, fp32_modules=["sick"])
+    assert_same(healed["weights"], named["weights"])
+
+
+@pytest.mark.parametrize("scale", [2.0**24, 2.0**40])
+def test_a_scale_that_is_too_high_heals_nothing(scale: float) -> None:
+    plain, _ = train(Net(nn.Linear), 40, init_scale=scale)
+    healed, records = train(Net(nn.Linear), 40, init_scale=scale, heal=True)
+    assert sum(r.skipped for r in records) >= 3
+    assert not any(r.healed for r in records)
+    assert_same(healed, plain)
+
+
+class Apart(nn.Module):
+    """The sick place is in the code of a module, between those in it."""
+
+    def __init__(self, *_: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.second((x * 3e4 * 3e4) / 9e8)
+
+
+class Own(nn.Linear):
+    """Enters autocast itself, so that it cannot be cast."""
+
+    @torch.autocast("cpu", dtype=torch.float16)
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * 3e4 * 1e2) / 3e6
+
+
+@pytest.mark.parametrize("sick", [Apart, lambda *_: nn.Sequential(nn.Linear(8, 8), nn.ReLU())])
+def test_the_smallest_module_that_helps(sick: Any) -> None:
+    net = Net(sick)
+    if isinstance(net.sick, nn.Sequential):
+        net.sick[0].weight.data *= 1e6
+        net.sick.append(nn.LayerNorm(8))
+    _, records = train(net, heal=True)
+    assert records[0].healed == (("sick",) if sick is Apart else ("sick.0",))
+    assert sum(r.skipped for r in records) == 1
+
+
+def test_what_cannot_be_cast_is_not(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        _, records = train(Net(Own), 4, heal=True)
+    assert all(r.skipped and not r.healed for r in records)
+    (said,) = [r.getMessage() for r in caplog.records if "heal: " in r.getMessage()]
+    assert "no module in float32 cures it" in said
+
+
+def test_more_than_half_of_the_parameters_is_too_much(caplog: pytest.LogCaptureFixture) -> None:
+    net = Net()
+    net.before, net.after = nn.Sequential(nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 1))
+    net.sick = Loud(8, 8)
+    net.before[0].weight = net.sick.weight
+    with caplog.at_level(logging.WARNING):
+        _, records = train(net, 4, heal=True)
+    assert all(r.skipped and not r.healed for r in records)
+    (said,) = [r.getMessage() for r in caplog.records if "heal: " in r.getMessage()]
+    assert "50%" in said
+
+
+def test_where_a_window_cannot_be_run_again_the_next_one_tells() -> None:
+    """Watched while it runs: the first module is tried for good."""
+
+    class InPlace(Net):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            made = super().forward(x.clone())
+            x.zero_()
+            return made
+
+    _, records = train(InPlace(), heal=True)
+    assert [r.skipped for r in records] == [True] * 2 + [False] * 6
+    assert [r.first is not None for r in records] == [False, True] + [False] * 6
+    assert records[1].healed == ("sick",)
+
+
+def test_running_statistics_are_as_before_the_overflow() -> None:
+    class Normed(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.after = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 1))
+            self.drop = nn.Identity()
+
+    net = Normed()
+    healed, records = train(net, heal=True)
+    assert records[0].healed == ("sick",)
+    named, _ = train(Normed(), 8, 1, fp32_modules=["sick"])
+    assert all(torch.isfinite(v).all() for v in healed["weights"].values())
+    # The first window's were inf, and do not count; batches are counted all the same.
+    for name in ("sick.weight", "after.1.weight", "after.0.num_batches_tracked"):
+        assert_same(healed["weights"][name], named["weights"][name])
+
+
+def test_a_run_that_goes_on_from_a_checkpoint_keeps_them(tmp_path: Path) -> None:
+    """Also where it does not heal itself."""
+
+    def go(net: Net, load: bool, count: int, **settings: Any) -> tuple[Any, Any]:
+        with attached(None, init_scale=256.0, **settings) as accelerator:
+            model, optimizer = accelerator.prepare(net, sgd(net.parameters(), momentum=0.9))
+            if load:
+                accelerator.load_state(str(tmp_path / "saved"))
+            for x in rows(9)[9 - count :] if load else rows(9)[:count]:
+                accelerator.backward(model(x)["loss"])
+                optimizer.step()
+                optimizer.zero_grad()
+            if not load and count < 9:
+                accelerator.save_state(str(tmp_path / "saved"))
+            skips = accelerator.scaler_history.skips
+            return copy.deepcopy(net.state_dict()), skips
+
+    torch.manual_seed(1)
+    whole, _ = go(Net(), False, 9, heal=True)
+    torch.manual_seed(1)
+    _, skips = go(Net(), False, 5, heal=True)
+    assert skips == 1
+    other = Net()
+    rest, skips = go(other, True, 4)
+    assert skips == 0
+    assert_same(rest, whole)
+    assert "forward" not in vars(other.sick)  # detach took it off
+    state = torch.load(tmp_path / "saved" / "scaler.pt", weights_only=True)
+    assert state["fp32_modules"] == ["sick"]
+    torch.amp.GradScaler("cpu").load_state_dict(state)
+
+
+def test_detach_gives_back_the_forward() -> None:
+    net = Net()
+    with attached(None, init_scale=256.0, heal=True) as accelerator:
+        model, optimizer = accelerator.prepare(net, sgd(net.parameters()))
+        for x in rows(2):
+            accelerator.backward(model(x)["loss"])
+            optimizer.step()
+            optimizer.zero_grad()
+        assert "forward" in vars(net.sick)
+        detach(accelerator)
+        assert not any("forward" in vars(m) for m in net.modules() if m is not net)
+
+
+def test_settings_that_contradict() -> None:
+    for name, value in (("heal", True), ("save_overflow", "x")):
+        with pytest.raises(ConfigError, match=f"{name}=.*find_overflow='off'"):
+            ScalerConfig(**{name: value}, find_overflow="off")
+
+
+def test_a_search_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever each trial says."""
+    tried: list[Any] = []
+    find = healing.locate
+
+    def elsewhere(models: Any, origin: Any) -> Any:
+        found = find(models, origin)
+        tried.append(found)
+        return healing.Located(0, ["before.0", "after.0", "sick"][len(tried) % 3])
+
+    monkeypatch.setattr("accel_scaler.integrations.explaining.locate", elsewhere)
+    _, records = train(Net(Own), 2, heal=True)
+    assert all(r.skipped for r in records)
+    assert len(tried) <= 2 * healing.MOST_TRIALS + 2

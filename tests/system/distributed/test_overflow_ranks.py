@@ -1,0 +1,158 @@
+"""An overflow on two gloo ranks: every rank runs the window again or none does, all heal alike."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from children import everywhere, on_two_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from versions import before_torch
+
+from accel_scaler import ScalerConfig, attach, detach
+
+
+class Loud(nn.Linear):
+    """Beyond float16 for large inputs under autocast, and small again in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * 3e4 * 1e2) / 3e6
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.before, self.sick = nn.Linear(8, 16), Loud(16, 16)
+        self.after = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.after(self.sick(self.before(x)))
+        return (out.float() - 1).square().mean() / 8
+
+
+def batch(number: int, quiet: bool) -> Tensor:
+    """A quiet one is beyond float16 nowhere."""
+    generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
+    return torch.randn(4, 8, generator=generator) * (1e-5 if quiet else 1.0)
+
+
+def attached(**settings: Any) -> Any:
+    return attach(Accelerator(mixed_precision="fp16"), ScalerConfig(init_scale=256.0, **settings))
+
+
+def finish(accelerator: Any) -> None:
+    accelerator.scaler.abandon_window()
+    detach(accelerator)
+
+
+@pytest.mark.parametrize("loud", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("mode", [{}, {"step_mode": "overlap"}, {"step_mode": "delayed"}])
+def test_ddp(loud: tuple[int, ...], mode: dict[str, Any], tmp_path: Path) -> None:
+    def body() -> None:
+        accelerator = attached(heal=True, **mode)
+        plain = Net()
+        for p in (plain.before.weight, plain.before.bias):
+            p.requires_grad_(False)  # else what is quiet would not stay so
+            p.data.zero_()
+        plain.before.weight.data[:8] = torch.eye(8)
+        plain.before.weight.data[8:] = torch.eye(8)
+        optimizer: Any = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.1)
+        model, optimizer = accelerator.prepare(plain, optimizer)
+        assert isinstance(model, nn.parallel.DistributedDataParallel)
+        for number in range(4):
+            accelerator.backward(model(batch(number, dist.get_rank() not in loud)))
+            optimizer.step()
+            optimizer.zero_grad()
+        records = accelerator.scaler_history.records
+        assert [r.skipped for r in records] == [True, False, False, False]
+        assert [r.healed for r in records] == [("sick",), (), (), ()]
+        assert accelerator._attachment.chosen.names == ["sick"]
+        first: Any = records[0].first
+        assert first["module"] == "sick"
+        assert (f"(rank {loud[0]})" in first["text"]) == (dist.get_rank() not in loud)
+        optimizer.synchronize()
+        one, other = everywhere([p.detach() for p in plain.parameters()])
+        assert all(map(torch.equal, one, other))
+        finish(accelerator)
+
+    on_two_ranks(body, tmp_path)
+
+
+def test_ranks_that_step_alone_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    """Under ``no_sync``, as LocalSGD trains: one rank overflows, the other knows nothing of it."""
+
+    def body() -> None:
+        accelerator = attached(find_overflow="replay")
+        plain = Net()
+        plain.before.requires_grad_(False).bias.zero_()
+        trained = [p for p in plain.parameters() if p.requires_grad]
+        model, optimizer = accelerator.prepare(plain, torch.optim.SGD(trained, lr=0.01))
+        with model.no_sync():
+            for number in range(3):
+                accelerator.backward(model(batch(number, quiet=dist.get_rank() == 0)))
+                optimizer.step()
+                optimizer.zero_grad()
+        records = accelerator.scaler_history.records
+        assert {r.skipped for r in records} == {dist.get_rank() == 1}
+        found = [r.first["module"] for r in records if r.first]
+        assert found == (["sick"] if dist.get_rank() == 1 else [])
+        finish(accelerator)
+
+    on_two_ranks(body, tmp_path)
+
+
+@before_torch(2, 7, "torch 2.6: fully_shard wants the streams of a device")
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("mode", [{}, {"step_mode": "overlap"}])
+def test_fsdp2(accumulation: int, mode: dict[str, Any], tmp_path: Path) -> None:
+    """Its parameters are sharded on a CPU mesh: with ``heal``, and beside the run with the line in
+    its settings, the first window thrown away."""
+
+    def train(heals: bool) -> tuple[list[Tensor], Any, Any]:
+        more: dict[str, Any] = {"heal": True} if heals else {"fp32_modules": ["sick"]}
+        accelerator = attached(sharded=True, **more, **mode)
+        plain = Net()
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for each in (plain.before, plain.sick, plain.after, plain):
+            fully_shard(each, mesh=mesh)
+        accelerator._models.append(plain)
+        model: Any = accelerator.prepare_model(plain, evaluation_mode=True)
+        optimizer: Any = accelerator.prepare_optimizer(torch.optim.SGD(plain.parameters(), lr=0.1))
+        for number in range(4 * accumulation):
+            is_last = number % accumulation == accumulation - 1
+            accelerator.gradient_state._set_sync_gradients(is_last)
+            accelerator.backward(model(batch(number, quiet=False)))
+            if not is_last:
+                continue
+            if heals or number >= accumulation:
+                optimizer.step()
+            else:
+                accelerator.scaler.abandon_window()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        seen: Any = [p.to_local().detach().clone() for p in plain.parameters()]
+        records = list(accelerator.scaler_history.records)
+        finish(accelerator)
+        return seen, records, plain
+
+    def body() -> None:
+        healed, records, plain = train(heals=True)
+        assert [r.skipped for r in records] == [True, False, False, False]
+        assert [r.healed for r in records] == [("sick",), (), (), ()]
+        assert not any("forward" in vars(m) for m in plain.modules() if m is not plain)
+        named, _, _ = train(heals=False)
+        assert all(map(torch.equal, healed, named))
+
+    logging.disable(logging.WARNING)
+    try:
+        on_two_ranks(body, tmp_path)
+    finally:
+        logging.disable(logging.NOTSET)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..console import counted, percent
-from ..telemetry import LARGEST, RECENT, REMEDY, TOO_FAR
+from ..telemetry import LARGEST, RECENT, REMEDY, TOO_FAR, module_list
 from .formatting import number, times
 from .run_summary import MAX_FALLS, Fall, Run, Session
 from .samples import Spread
@@ -144,6 +144,17 @@ def _ending(run: Run) -> Iterable[Finding]:
                 if session is last
                 else "",
             )
+
+
+def _healed(run: Run) -> Iterable[Finding]:
+    if run.healed:
+        each = ", ".join(f"{name} (from {run.place(x)} on)" for name, x in run.healed.items())
+        yield Finding(
+            "note",
+            f"heal has put {counted(len(run.healed), 'module')} in float32: {each}.",
+            "What they cost: the time of their forwards and backwards.",
+            f"{module_list(list(run.healed))} in the config does it from the start.",
+        )
 
 
 def _loss(run: Run) -> Iterable[Finding]:
@@ -487,6 +498,7 @@ def _broken(run: Run) -> Iterable[Finding]:
 
 RULES: tuple[Callable[[Run], Iterable[Finding]], ...] = (
     _ending,
+    _healed,
     _loss,
     _stepped,
     _falls,

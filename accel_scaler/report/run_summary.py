@@ -113,8 +113,8 @@ class Run:
         """The largest finite norm, and the window's x."""
         self.limited = self.clipped = 0
         self.range = Range()
-        self.healed: dict[str, None] = {}
-        """Modules in float32 by ``heal``, in order."""
+        self.healed: dict[str, int] = {}
+        """Modules in float32 by ``heal``, in order, and the x of the window."""
         self.lines = self.broken = 0
         self.broken_first: tuple[int, str] | None = None
         self._fall: Fall | None = None
@@ -149,10 +149,10 @@ class Run:
         self.timing.add(x, record)
         self.late.add(x, record)
         for name in record.healed[: MAX_HEALED - len(self.healed)]:
-            self.healed[name] = None
+            self.healed.setdefault(name, x)
         self.range.add(x, record, names)
         self._add_norm(x, record)
-        if record.loss_nonfinite:
+        if record.loss_nonfinite and not record.healed:
             self.loss_first_x = self.loss_first_x if self.loss_windows else x
             self.loss_windows += 1
             self.loss_last_x = x

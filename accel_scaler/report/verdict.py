@@ -39,6 +39,7 @@ def outcome_of(run: Run) -> Outcome:
         streak=streak,
         trained_until=run.place(last_x - streak) if run.windows > streak else "",
         firsts=[first for x, first in run.firsts if x > last_x - streak],
+        all_firsts=[first for _, first in run.firsts],
         origins=origins,
         healed=list(run.healed),
         norms=int(run.highest is not None),

@@ -9,7 +9,7 @@ observes: no number of the training depends on it. Who reads the file gets recor
 from .alerts import Alert
 from .gradient_range import LARGEST, headroom
 from .history import History
-from .outcome import Outcome, verdict
+from .outcome import Outcome, module_list, verdict
 from .preview_watch import RECENT, REMEDY, TOO_FAR, RecentErrors
 from .record import FORMAT, BrokenLineError, CutLineError, End, Names, Record, Span, Start, decode
 from .recorder import Recorder, make_recorder
@@ -37,5 +37,6 @@ __all__ = [
     "decode",
     "headroom",
     "make_recorder",
+    "module_list",
     "verdict",
 ]

@@ -143,11 +143,12 @@ class History:
                 if self.boundaries > kinds.streak
                 else "",
                 firsts=[r.first for r in in_streak if r.first is not None],
+                all_firsts=[r.first for r in self.records if r.first is not None],
                 origins=Counter(filter(None, map(_origin, in_streak))),
                 healed=self.healed,
                 norms=int(self.max_grad_norm is not None),
                 stepped_bad="" if bad is None else f"window {bad}",
-                loss_windows=sum(r.loss_nonfinite > 0 for r in self.records),
+                loss_windows=sum(r.loss_nonfinite > 0 and not r.healed for r in self.records),
                 low=f"the scale fell to {lowest:.10g}" if lowest <= 1 and self.skips else "",
             )
         )

@@ -15,6 +15,9 @@ STUCK = 20
 """Skips in a row at the end of a run: it did not train any more. The search for a scale takes 16
 from the usual 65536 to 1."""
 
+MANY_SKIPPED = 0.1
+"""Of all windows, neither while the scale settled nor after it had grown: it trained in part."""
+
 LONGEST_ERROR = 200
 """Letters of it: the whole of it stands below."""
 
@@ -45,6 +48,8 @@ class Outcome:
     """The window before these; empty: there is none."""
     firsts: Sequence[dict[str, Any]] = ()
     """``Record.first`` of windows of the streak, in order."""
+    all_firsts: Sequence[dict[str, Any]] = ()
+    """The same of all windows."""
     origins: Counter[str] = field(default_factory=Counter)
     """In how many of its windows the overflow began where: a parameter, or the loss."""
     healed: Sequence[str] = ()
@@ -53,7 +58,7 @@ class Outcome:
     stepped_bad: str = ""
     """The first window that stepped though its norm was not finite; empty: none did."""
     loss_windows: int = 0
-    """Windows whose loss was inf or NaN."""
+    """Windows whose loss was inf or NaN, but for those that healed the reason."""
     low: str = ""
     """``"the scale fell to 1 after step 12"``: where that is no ordinary fall."""
 
@@ -174,11 +179,22 @@ def _trained(of: Outcome) -> str:
     if of.low:
         but.append(of.low)
     problems = f", but {'; '.join(but)}" if but else ""
+    trained, other = of.windows - of.skips, of.skips - of.search_skips - of.growth_skips
     if of.healed:
+        many = counted(len(of.healed), "module")
+        begin = f"Trained with {many} healed" if trained else f"Nothing trained yet, {many} healed"
         return (
-            f"Trained with {counted(len(of.healed), 'module')} healed{problems}: put "
-            f"`{module_list(of.healed)}` into the config. {counts[0].upper()}{counts[1:]}."
+            f"{begin}{problems}: put `{module_list(of.healed)}` into the config. "
+            f"{counts[0].upper()}{counts[1:]}."
         )
+    if other > MANY_SKIPPED * of.windows:
+        part = f"Trained in {trained:,} of {of.windows:,} windows only"
+        causes = Counter(_told(first) for first in of.all_firsts)
+        if causes:
+            (what, remedy), _ = causes.most_common(1)[0]
+            part = f"{part}: most often it {what}; {remedy}"
+        share = percent(of.skips, of.windows)
+        return f"{part}{problems}. {of.skips:,} were skipped ({share}){_when(of)}."
     return f"Trained{problems}: {counts}."
 
 

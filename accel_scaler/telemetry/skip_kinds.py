@@ -39,11 +39,10 @@ class SkipKinds:
             self._grew = False
         else:
             self._good, self.streak = self._good + 1, 0
-        ended, streak = None, self.streak
+        ended = None
         if record.healed:  # the scale goes back to where it was, and may be too high once more
             ended = self._settle(True)
             self.begin()
-            self.streak = streak
             return ended
         if record.next_scale > record.scale:
             ended, self._grew = self._settle(True), True

@@ -103,9 +103,15 @@ def test_what_was_healed_is_the_line_for_the_config(tmp_path: Path) -> None:
     lines = t.story(100, lambda *_: False)
     lines[10]["healed"] = ["a.wo"]
     lines[12]["healed"] = ["b.wo", "a.wo"]
+    lines[10] |= {"loss_nonfinite": 1, "found_inf": True, "skipped": True, "next_scale": 65536.0}
+    run_of = read(tmp_path, lines)
+    assert not [f for f in find(run_of) if f.level in ("bad",)]
+    (told,) = [f for f in find(run_of) if f.what.startswith("heal has put 2 modules in float32")]
+    assert "a.wo (from step 8 on), b.wo (from step 10 on)." in told.what
+    assert told.do.startswith("fp32_modules: ['a.wo', 'b.wo'] in the config")
     assert said(tmp_path, lines) == (
         "Trained with 2 modules healed: put `fp32_modules: ['a.wo', 'b.wo']` into the config. "
-        "100 windows, none skipped."
+        "100 windows, 1 skipped (1 %), all while the scale settled."
     )
 
 

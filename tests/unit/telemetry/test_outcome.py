@@ -146,6 +146,31 @@ def test_what_went_wrong_on_the_way_is_said_too() -> None:
     assert going.endswith("There is no end after step 1199: it was killed, or is still going.")
 
 
+def test_a_run_that_trained_in_part_names_what_kept_it_from_it() -> None:
+    part = Outcome(windows=44, skips=39, scale=2.0, last="step 43", streak=3)
+    assert verdict(part) == (
+        "Trained in 5 of 44 windows only. 39 were skipped (88.6 %), all in the middle of training."
+    )
+    seen = [first("forward", "a", "B"), first("backward", "c", "D"), first("forward", "a", "B")]
+    assert verdict(replace(part, all_firsts=seen)).startswith(
+        "Trained in 5 of 44 windows only: most often it overflowed in the forward of a (B); keep "
+        "it in float32: fp32_modules: ['a']. 39 were skipped"
+    )
+    few = replace(part, skips=9, search_skips=5)
+    assert verdict(replace(few, all_firsts=seen)).startswith("Trained: 44 windows, 9 skipped")
+
+
+def test_a_run_that_was_healed_in_its_last_window() -> None:
+    fresh = Outcome(windows=1, skips=1, search_skips=1, last="step 0", healed=["a"])
+    assert verdict(fresh) == (
+        "Nothing trained yet, 1 module healed: put `fp32_modules: ['a']` into the config. "
+        "1 window, 1 skipped (100 %), all while the scale settled."
+    )
+    (record,) = records((True, 65536.0))
+    healed = replace(record, healed=("a",), loss_nonfinite=1, first=first("forward", "a", "B"))
+    assert history_of(healed).verdict() == verdict(fresh)
+
+
 def test_healed_modules_are_the_line_for_the_config() -> None:
     assert verdict(replace(TRAINED, healed=["a.wo", "b.wo"])) == (
         "Trained with 2 modules healed: put `fp32_modules: ['a.wo', 'b.wo']` into the config. "
@@ -218,7 +243,7 @@ def test_a_history_knows_its_verdict() -> None:
         "a.wo (Linear); keep it in float32: fp32_modules: ['a.wo']."
     )
     named = [replace(r, overflowed=("b.weight", "c")) if r.skipped else r for r in stuck[:35]]
-    assert history_of(*named).verdict().startswith("Trained: 35 windows, 5 skipped")
+    assert history_of(*named).verdict().startswith("Trained in 30 of 35 windows only.")
 
 
 def test_an_amended_window_counts_once() -> None:

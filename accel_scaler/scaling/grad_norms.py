@@ -57,6 +57,8 @@ class GradNorms:
 
     def __init__(self) -> None:
         self._found: list[GradNorm] = []
+        self.knows_every_clip = True
+        """False: a clip of some of what another clip took is not among these."""
 
     def __iter__(self) -> Iterator[GradNorm]:
         return iter(self._found)
@@ -71,7 +73,10 @@ class GradNorms:
             if other.max_norm is not None and ids <= theirs:
                 if ids == theirs and new.max_norm is not None:
                     other.later.append(new)
+                elif new.max_norm is not None:
+                    self.knows_every_clip = False
                 return
+            self.knows_every_clip &= other.max_norm is None
             self._found.remove(other)
             if new.each is None and ids == theirs:
                 new.each, new.ids, new.parameters = other.each, other.ids, other.parameters

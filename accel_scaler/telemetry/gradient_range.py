@@ -196,7 +196,7 @@ def _measured(window: Window, group: _Group) -> Measure:
             found += torch.stack(((sizes == 0).sum(), (sizes < limit).sum()))
         counts.append(found)
     largest = torch.stack(most).amax().float() * group.factor
-    if window.clipped_values:
+    if window.clipped_values or not window.grad_norms.knows_every_clip:
         largest = torch.full_like(largest, math.nan)
     bits = largest.view(torch.int32).to(torch.int64).reshape(1)
     return Measure(

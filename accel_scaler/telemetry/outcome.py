@@ -190,11 +190,12 @@ def _trained(of: Outcome) -> str:
     if other > MANY_SKIPPED * of.windows:
         part = f"Trained in {trained:,} of {of.windows:,} windows only"
         causes = Counter(_told(first) for first in of.all_firsts)
+        cause = ""
         if causes:
             (what, remedy), _ = causes.most_common(1)[0]
-            part = f"{part}: most often it {what}; {remedy}"
+            cause = f": most often it {what}; {remedy}"
         share = percent(of.skips, of.windows)
-        return f"{part}{problems}. {of.skips:,} were skipped ({share}){_when(of)}."
+        return f"{part}{problems}{cause}. {of.skips:,} were skipped ({share}){_when(of)}."
     return f"Trained{problems}: {counts}."
 
 

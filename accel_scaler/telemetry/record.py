@@ -96,8 +96,9 @@ class Record:
     largest_gradient: float | None = None
     """The largest magnitude of an element of the gradients that ``underflow`` counts, scaled,
     before clipping; float16 ends at 65504. Of parameters alone: gradients of activations may be
-    larger. On this rank, after micro-batches were added up and ranks averaged; None where it was
-    not measured, or elements were clipped. Above 65504 where float32 added them up."""
+    larger. On this rank, after micro-batches were added up and ranks averaged; above 65504 where
+    float32 added them up. None where it was not measured, and where clips left no way to tell
+    (of single elements; of parameters that overlap)."""
     zero_share: float | None = None
     """The share of zeros among all these elements (sparse gradients left out)."""
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from async_support import lazy
 from children import everywhere, on_two_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from versions import before_torch
 
-from accel_scaler import ConfigError, ScalerConfig, attach, detach
+from accel_scaler import AsyncOptimizer, ConfigError, ScalerConfig, attach, detach
 from accel_scaler.precision.fp32_modules import Fp32Module
 from accel_scaler.precision.names import named
 
@@ -94,8 +95,11 @@ def sharded(model: Net, layout: str, reshard: bool) -> Net:
     return model
 
 
-def trained(model: Any) -> list[Tensor]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def trained(model: Any, mode: str | None = None) -> list[Tensor]:
+    """``mode``: of the optimizer thread; None: torch steps."""
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if mode is not None:
+        optimizer = AsyncOptimizer(optimizer, model, mode=mode)
     seen = []
     for step in range(3):
         torch.manual_seed(10 * step + dist.get_rank())
@@ -106,6 +110,8 @@ def trained(model: Any) -> list[Tensor]:
             p.grad /= 256
         optimizer.step()
         optimizer.zero_grad()
+    if mode is not None:
+        optimizer.close()
     return [*seen, *(p.to_local().detach().clone() for p in model.parameters())]
 
 
@@ -133,6 +139,27 @@ def test_fsdp2_with_float16_parameters(layout: str, checkpoints: bool, tmp_path:
                 assert equal(trained(model), by_hand), (reshard, before)
                 fp32.take_off()
                 assert not any("forward" in vars(each) for each in model.modules())
+
+    on_two_ranks(body, tmp_path)
+
+
+@before_torch(2, 7, "torch 2.6: fully_shard wants the streams of a device")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fsdp2_and_the_optimizer_thread(layout: str, tmp_path: Path) -> None:
+    """Updated when somebody waits for it: a wait that is missing shows."""
+
+    def body() -> None:
+        def run(mode: str | None) -> list[Tensor]:
+            model = sharded(Net(False), layout, True)
+            fp32 = Fp32Module(model.h[1], "h.1")
+            fp32.put_on()
+            found = trained(model, mode)
+            fp32.take_off()
+            return found
+
+        torch_steps = run(None)
+        with lazy():
+            assert equal(run("overlap"), torch_steps)
 
     on_two_ranks(body, tmp_path)
 

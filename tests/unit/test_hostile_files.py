@@ -82,6 +82,7 @@ def run_with(texts: list[str], path: Path) -> Path:
     }
     bad |= {"norms": t.norms([1.0] * len(texts)), "underflow": [[0, 0.5, 0.25]]}
     bad |= {"optimizer_us": 10, "waited_us": 5, "hidden_us": 5, texts[3]: texts[4]}
+    bad |= {"healed": texts, "largest_gradient": 1e308, "zero_share": 1e300}
     at = [["wait", 1000 + 10 * i, 5, text] for i, text in enumerate(texts)]
     lines: list[Any] = [
         t.start(

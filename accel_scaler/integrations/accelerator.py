@@ -218,7 +218,12 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
             stepper_of(inner).synchronize_memory(found)
 
     def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """As Accelerate's; adds ``scaler/...`` values, of the last window, to what is logged."""
+        """As Accelerate's; adds ``scaler/...`` values, of the last window, to what is logged.
+
+        Without being asked trackers are alerted of a healed module, many skips in a row, a scale at
+        its floor and the end by ``max_consecutive_skips``: wandb and trackio by their own alerts,
+        others by ``scaler/alert``, which is then 1, 2, 3 or 4.
+        """
         super().log({**self.scaler_history.metrics(), **values}, *args, **kwargs)
         if self._attachment is not None:
             self._attachment.trackers.step = kwargs.get("step", args[0] if args else None)

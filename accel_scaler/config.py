@@ -282,6 +282,11 @@ class ScalerConfig:
                 raise _wrong(spec.name, value, spec)
         if isinstance(self.find_overflow, bool):  # which it was before there was a replay
             object.__setattr__(self, "find_overflow", "always" if self.find_overflow else "off")
+        if self.save_overflow is not None and self.find_overflow in ("always", "off"):
+            raise ConfigError(
+                f"save_overflow={self.save_overflow!r} saves a window that was run again, which "
+                f"find_overflow={self.find_overflow!r} never does; leave it at 'auto'."
+            )
         object.__setattr__(self, "fp32_modules", tuple(self.fp32_modules))
         check_bounds(self.init_scale, self.min_scale, self.max_scale)
         for name in ("heal", "save_overflow"):

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..devices import is_capturing
 from ..errors import listed
-from .hooks import Hook, gradient_edge, hook_inputs
+from .hooks import Hook, gradient_edge, hook_inputs, is_compiled
 from .ranges import Range, in_words, tensors_in
 from .search import Origin, search
 from .trace import Call, Entry, InputGradient, Loss, ParameterGradient, Place, Uses, WindowTrace
@@ -76,7 +76,7 @@ class OverflowFinder:
         compiled = []
         for name, module in model.named_modules():
             place = place_of(name, module, model)
-            if not self._is_eager and _is_compiled(module):
+            if not self._is_eager and is_compiled(module):
                 compiled.append(str(place))
             for own, p in module.named_parameters(recurse=False):
                 if p not in self._parameters:
@@ -329,10 +329,3 @@ def search_sums(parameters: Iterable[tuple[Place, str, Tensor]], micro: int) -> 
 
 def _is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _is_compiled(module: Any) -> bool:
-    return (
-        isinstance(module, (torch.jit.ScriptModule, torch._dynamo.OptimizedModule))
-        or module._compiled_call_impl is not None
-    )

@@ -72,3 +72,11 @@ def hook_inputs(
             if any(after is end and output == at for end, at in inputs):
                 node.register_hook(hook_of(number))
             stack.append(after)
+
+
+def is_compiled(module: Any) -> bool:
+    """Whether torch.compile or TorchScript runs it, so that hooks see nothing."""
+    return (
+        isinstance(module, (torch.jit.ScriptModule, torch._dynamo.OptimizedModule))
+        or module._compiled_call_impl is not None
+    )

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from ..devices import is_capturing
-from .hooks import Hook
+from .hooks import Hook, is_compiled
 from .random_state import RandomState
 from .ranges import tensors_in, with_tensors
 
@@ -127,6 +127,8 @@ class Model:
     module: weakref.ref[Module]
     index: int
     device: torch.device
+    is_compiled: bool
+    """It runs compiled in training: what is run again, uncompiled, is rounded elsewhere."""
 
 
 class WindowRecording:
@@ -171,7 +173,8 @@ class WindowRecording:
         self._watched.add(entered)
         first = next(plain.parameters(), None)
         device = torch.device("cpu") if first is None else first.device
-        model = Model(weakref.ref(plain), len(self.models), device)
+        is_compiled = entered is not plain or any(map(is_compiled, plain.modules()))
+        model = Model(weakref.ref(plain), len(self.models), device, is_compiled)
         self.models.append(model)
         enter, leave = Hook(self, "enter", model), Hook(self, "leave", model)
         self._handles += [

@@ -273,10 +273,13 @@ class _Run:
                     )
                 )
             stack.enter_context(torch.enable_grad())
-            model(*args, **kwargs)
-        outputs = [tensor for _, tensor in tensors_in(self.recording.last_outputs)]
-        self.recording.last_outputs = None
-        for number, kept in call.outputs.items() if not self.cures else ():
+            self.recording.last_outputs = None
+            returned = model(*args, **kwargs)
+        if self.recording.last_outputs is not None:  # a later hook may have changed it
+            returned, self.recording.last_outputs = self.recording.last_outputs, None
+        outputs = [tensor for _, tensor in tensors_in(returned)]
+        comparable = not (self.cures or call.model.is_compiled)
+        for number, kept in call.outputs.items() if comparable else ():
             self._compare(kept, outputs[number] if number < len(outputs) else None)
         return outputs
 

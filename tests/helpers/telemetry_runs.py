@@ -75,14 +75,21 @@ def windows_of(path: Path | str) -> list[Line]:
 
 @contextmanager
 def attached(
-    path: Path | None = None, precision: str = "fp16", accumulation: int = 1, **settings: Any
+    path: Path | None = None,
+    precision: str = "fp16",
+    accumulation: int = 1,
+    dynamo_plugin: Any = None,
+    **settings: Any,
 ) -> Iterator[Any]:
     """A fresh attached accelerator, detached at the end, so that its file is complete."""
     reset()
     telemetry = None if path is None else str(path)
     defaults = {"init_scale": 2.0**12, "optimizer_threads": 1, "telemetry": telemetry}
     accelerator: Any = Accelerator(
-        cpu=True, mixed_precision=precision, gradient_accumulation_steps=accumulation
+        cpu=True,
+        mixed_precision=precision,
+        gradient_accumulation_steps=accumulation,
+        dynamo_plugin=dynamo_plugin,
     )
     says = "only telemetry is written"
     with nullcontext() if precision == "fp16" else pytest.warns(UserWarning, match=says):

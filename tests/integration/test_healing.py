@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import TorchDynamoPlugin
 from async_support import assert_same
 from telemetry_runs import attached, sgd
 from torch import Tensor, nn
@@ -87,12 +88,15 @@ def train(
     skips_first: int = 0,
     inside: bool = True,
     accumulation: int = 1,
+    dynamo_plugin: Any = None,
     **settings: Any,
 ) -> Any:
     """``skips_first``: windows that are thrown away, as a skip does."""
     torch.manual_seed(11)
     given = {"init_scale": 256.0, "growth_interval": 4} | settings
-    with attached(None, accumulation=accumulation, **given) as accelerator:
+    with attached(
+        None, accumulation=accumulation, dynamo_plugin=dynamo_plugin, **given
+    ) as accelerator:
         model, optimizer = accelerator.prepare(net, sgd(net.parameters(), momentum=0.9))
         for number, x in enumerate(rows(count * accumulation)):
             with accelerator.accumulate(model):
@@ -262,6 +266,22 @@ def test_a_run_that_goes_on_from_a_checkpoint_keeps_them(tmp_path: Path) -> None
     state = torch.load(tmp_path / "saved" / "scaler.pt", weights_only=True)
     assert state["fp32_modules"] == ["sick"]
     torch.amp.GradScaler("cpu").load_state_dict(state)
+
+
+@pytest.mark.parametrize("regional", [False, True])
+def test_a_compiled_model(regional: bool) -> None:
+    """It is run again uncompiled, and compiled anew with the module in float32."""
+
+    def plain() -> Net:
+        net = Net()
+        net.drop = nn.Identity()  # compiled, it draws other numbers
+        return net
+
+    plugin = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=regional)
+    healed, records = train(plain(), heal=True, dynamo_plugin=plugin)
+    assert [r.healed for r in records] == [("sick",)] + [()] * 7
+    named, _ = train(plain(), 8, 1, fp32_modules=["sick"], dynamo_plugin=plugin)
+    assert_same(healed["weights"], named["weights"])
 
 
 def test_detach_gives_back_the_forward() -> None:

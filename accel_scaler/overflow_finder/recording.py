@@ -173,8 +173,8 @@ class WindowRecording:
         self._watched.add(entered)
         first = next(plain.parameters(), None)
         device = torch.device("cpu") if first is None else first.device
-        is_compiled = entered is not plain or any(map(is_compiled, plain.modules()))
-        model = Model(weakref.ref(plain), len(self.models), device, is_compiled)
+        compiled = entered is not plain or any(map(is_compiled, plain.modules()))
+        model = Model(weakref.ref(plain), len(self.models), device, compiled)
         self.models.append(model)
         enter, leave = Hook(self, "enter", model), Hook(self, "leave", model)
         self._handles += [

@@ -292,6 +292,8 @@ def run(
     GradientState._reset_state()
     telemetry = args.output_dir / f"{name}.jsonl"
     telemetry.unlink(missing_ok=True)  # else it would be appended to
+    # What this recipe shows is not for the environment to set.
+    settings = {"find_overflow": "replay", "heal": False, "fp32_modules": ()} | settings
     config = replace(
         ScalerConfig.from_env(), telemetry=str(telemetry), init_scale=sick.init_scale, **settings
     )
@@ -324,7 +326,7 @@ def story(sick: SickModel, args: argparse.Namespace) -> dict[str, Outcome]:
     """Make the four runs; return what became of them."""
     print("1. fp16: what overflows is skipped, and run again once to see where it began")
     limit = {"max_consecutive_skips": args.max_consecutive_skips}
-    outcomes = {"fp16": run("fp16", sick, args, find_overflow="replay", **limit)}
+    outcomes = {"fp16": run("fp16", sick, args, **limit)}
     fp16 = outcomes["fp16"]
     if not fp16.skips:
         raise fail(f"nothing overflowed in {fp16.steps} steps of fp16; there is nothing to find")
@@ -379,6 +381,9 @@ def main(argv: list[str] | None = None) -> None:
     if (processes := PartialState().num_processes) > 1:
         raise fail(f"got {processes} processes, expected one; launch it with --num_processes 1")
     chosen = list(SICK) if args.all else [args.model] if args.model else []
+    if chosen and (args.train_file or args.spoil):
+        raise fail("--train_file and --spoil are for a language model; --model and --all bring "
+                   "their own data")  # fmt: skip
     subjects = [SICK[name] for name in chosen] or [language_model(args)]
     out = args.output_dir
     out.mkdir(parents=True, exist_ok=True)

@@ -429,8 +429,12 @@ def test_a_run_in_which_no_module_is_at_fault_ends_with_an_error(
 
 
 def test_one_of_the_sick_models_by_its_name(
-    recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recipe: Recipe,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("ACCEL_SCALER_HEAL", "true")  # else the first run would heal, too
     out, flags = tmp_path / "out", ["--model", "summed_loss"]
     runs = json.loads(run(recipe("find_overflow"), out, *flags))["summed_loss"]
     assert runs["healed"]["healed"] == ["error"]
@@ -447,6 +451,9 @@ def test_one_of_the_sick_models_by_its_name(
     with pytest.raises(SystemExit):
         recipe("find_overflow").main(["--all", "--model_name_or_path", "gpt2"])
     assert "not allowed with" in capsys.readouterr().err
+    said = refusal(recipe("find_overflow"), "--all", "--spoil", "0", "--output_dir", tmp_path / "a")
+    assert "--train_file and --spoil are for a language model" in said
+    assert not (tmp_path / "a").exists()
 
 
 @pytest.mark.slow

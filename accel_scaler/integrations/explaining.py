@@ -102,10 +102,11 @@ class OverflowExplainer(Explainer):
         self._prepared.add(prepared)
         if not any(plain is model for model in self.models):
             self._models.append(weakref.ref(plain))
-        if self.healer is not None:
-            self.healer.statistics.keep(self.models)
         if self.recording is not None:
             self.recording.watch(prepared, plain)
+            if self.healer is not None:
+                self.healer.statistics.watch(plain)
+                self.recording.before_window = self.healer.statistics.keep
         if self.finder is not None:
             self.finder.watch(plain)
 
@@ -157,7 +158,6 @@ class OverflowExplainer(Explainer):
         self._watch_no_more()
         if self.healer is not None:
             self.healer.window_was_fine()
-            self.healer.statistics.keep(self.models)
 
     def close(self) -> None:
         """Remove every hook."""

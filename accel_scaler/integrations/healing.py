@@ -207,18 +207,23 @@ class Healer:
 
 
 class Statistics:
-    """Running statistics of batch norms, as the last window without overflow has left them.
+    """Running statistics of batch norms, as they were before the window in hand.
 
     A forward that overflows leaves inf or NaN in them, and no later window takes it out again.
     """
 
     def __init__(self) -> None:
+        self._models: weakref.WeakSet[Module] = weakref.WeakSet()
         self._kept: list[tuple[weakref.ref[Module], str, Tensor]] = []
 
+    def watch(self, model: Module) -> None:
+        """Those of this model too."""
+        self._models.add(model)
+
     @torch.no_grad()
-    def keep(self, models: Sequence[Module]) -> None:
-        """As they are now. Does not synchronise."""
-        found = list(_running(models))
+    def keep(self) -> None:
+        """As they are now, which may be what was loaded. Does not synchronise."""
+        found = list(_running(list(self._models)))
         if len(found) != len(self._kept) or any(
             ref() is not module or name != own or old.shape != value.shape
             for (module, own, value), (ref, name, old) in zip(found, self._kept, strict=True)

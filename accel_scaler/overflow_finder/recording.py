@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -148,6 +148,9 @@ class WindowRecording:
         """Why some forward was not kept."""
         self.last_outputs: Any = None
         """Of the forward that was run again last."""
+        self.before_window: Callable[[], None] | None = None
+        """Called before the first forward of each window."""
+        self._has_begun = False
         self._handles: list[Any] = []
         self._on_inputs: list[Any] = []
         """Handles of hooks on tensors that a model was given."""
@@ -207,7 +210,7 @@ class WindowRecording:
         self.backwards = self._bytes = 0
         self.left_out = ""
         self._window += 1
-        self._is_over = False
+        self._is_over = self._has_begun = False
 
     def close(self) -> None:
         """Remove every hook and let go of everything."""
@@ -231,6 +234,10 @@ class WindowRecording:
             return
         if self._is_over:
             self.new_window()
+        if not self._has_begun:
+            self._has_begun = True
+            if self.before_window is not None:
+                self.before_window()
         stack.append(self._make(model, module, args, kwargs))
 
     def leave(self, model: Model, module: Module, args: Any, output: Any) -> None:

@@ -236,6 +236,28 @@ def test_running_statistics_are_as_before_the_overflow() -> None:
         assert_same(healed["weights"][name], named["weights"][name])
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_running_statistics_that_were_loaded_before_the_first_window_are_not_lost(
+    accumulate: int,
+) -> None:
+    net = Net()
+    net.before.append(nn.BatchNorm1d(8))
+    net.after = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 1))
+    with attached(None, init_scale=256.0, heal=True) as accelerator:
+        accelerator.gradient_accumulation_steps = accumulate
+        model, optimizer = accelerator.prepare(net, sgd(net.parameters()))
+        loaded = net.state_dict()
+        loaded["after.0.running_mean"] = torch.full((8,), 5.0)
+        net.load_state_dict(loaded)
+        for x in rows(accumulate):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x)["loss"])
+                optimizer.step()
+                optimizer.zero_grad()
+        assert accelerator.scaler_history.healed == ("sick",)
+    assert torch.equal(net.after[0].running_mean, torch.full((8,), 5.0))
+
+
 def test_a_run_that_goes_on_from_a_checkpoint_keeps_them(tmp_path: Path) -> None:
     """Also where it does not heal itself."""
 

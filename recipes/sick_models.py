@@ -95,14 +95,14 @@ def pictures(seed: int) -> Iterator[Batch]:
 
 
 def pairs(seed: int) -> Iterator[Batch]:
-    """Queries, and the fixed features of the documents that they look for; one in six is empty."""
+    """Queries, and the fixed features of the documents that they look for; one in four is empty."""
     fixed = torch.Generator().manual_seed(0)
     change = torch.randn(WIDTH, WIDTH, generator=fixed) / sqrt(WIDTH)
     chance = torch.Generator().manual_seed(seed)
     while True:
         documents = torch.randn(2 * BATCH, WIDTH, generator=chance)
         noise = torch.randn(2 * BATCH, WIDTH, generator=chance)
-        empty = torch.rand(2 * BATCH, 1, generator=chance) < 1 / 6
+        empty = torch.rand(2 * BATCH, 1, generator=chance) < 1 / 4
         yield {"x": documents @ change + noise, "documents": documents.masked_fill(empty, 0.0)}
 
 

@@ -60,14 +60,7 @@ def test_the_search_begins_in_what_has_to_be_in_fp32(name: str, how: str) -> Non
     assert first["where"] in ("forward", "backward")
 
 
-# Its first window leaves NaN in the running statistics, of which nothing was kept before it.
-NOT_WHOLE = pytest.mark.xfail(reason="statistics broken in the first window stay so", strict=True)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=NOT_WHOLE) if n == "convolution" else n for n in SICK],
-)
+@pytest.mark.parametrize("name", SICK)
 def test_a_sick_model_heals_itself_in_the_same_run(name: str) -> None:
     sick = SICK[name]
     healed = train(sick, heal=True)

@@ -152,8 +152,9 @@ class WindowRecording:
         """Called before the first forward of each window."""
         self._has_begun = False
         self._handles: list[Any] = []
-        self._on_inputs: list[Any] = []
-        """Handles of hooks on tensors that a model was given."""
+        self._on_leaves: list[Any] = []
+        """Handles of hooks on tensors that outlive the window: inputs, parameters that a model
+        gives out."""
         self._watched: weakref.WeakSet[Module] = weakref.WeakSet()
         self._local = threading.local()
         self._bytes = 0
@@ -189,6 +190,9 @@ class WindowRecording:
         """A backward from this unscaled loss is about to start."""
         if self._is_over:
             self.new_window()
+        if self._stack():  # no forward runs now: of one, KeyboardInterrupt has taken the end
+            self._stack().clear()
+            self.left_out = "a forward was broken off before it"
         self.backwards += 1
         if loss.numel() <= SMALL_OUTPUT and len(self.losses) < MOST_FORWARDS:
             self.losses.append(Kept.of("loss", loss))
@@ -203,9 +207,9 @@ class WindowRecording:
         for call in self.calls:
             call.grads.clear()
             call.second.clear()
-        for handle in self._on_inputs:
+        for handle in self._on_leaves:
             handle.remove()
-        self._on_inputs.clear()
+        self._on_leaves.clear()
         self.calls, self.losses = [], []
         self.backwards = self._bytes = 0
         self.left_out = ""
@@ -259,7 +263,9 @@ class WindowRecording:
             if tensor.requires_grad:
                 # The graph keeps the call, so that a later window's backward finds it.
                 hook: Any = Hook(self, "add_gradient", call, number)
-                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+                handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+                if tensor.is_leaf:
+                    self._on_leaves.append(handle)
         self._keep(call)
 
     def add_gradient(self, call: ForwardCall, number: int, grad: Any) -> None:
@@ -309,7 +315,11 @@ class WindowRecording:
             self.left_out = _too_much(self._bytes + size)
             return None
         plain = {id(t): kept.tensor for (_, t), kept in zip(found, inputs, strict=True)}
-        args, kwargs = with_tensors((args, kwargs), lambda t: plain[id(t)])
+        try:
+            args, kwargs = with_tensors((args, kwargs), lambda t: plain[id(t)])
+        except Exception as error:  # what its containers raise; the forward goes on
+            self.left_out = f"its inputs cannot be copied ({type(error).__name__}: {error})"
+            return None
         self._order += 1
         call = ForwardCall(
             model,
@@ -331,7 +341,7 @@ class WindowRecording:
             if not isinstance(tensor, torch.nn.Parameter):  # which lives as long as the run
                 hook: Any = Hook(self, "add_input_gradient", call, number)
                 handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-                self._on_inputs.append(handle)
+                self._on_leaves.append(handle)
         return call
 
     def _keep(self, call: ForwardCall) -> None:

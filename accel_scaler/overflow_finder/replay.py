@@ -263,7 +263,11 @@ class _Run:
             if kept.requires_grad
         }
         self._inputs[call] = list(fresh.values())
-        args, kwargs = with_tensors((call.args, call.kwargs), lambda t: fresh.get(id(t), t))
+        # Others were made to require gradients since, as for a gradient penalty.
+        args, kwargs = with_tensors(
+            (call.args, call.kwargs),
+            lambda t: fresh.get(id(t), t.detach() if t.requires_grad else t),
+        )
         call.random.put_back()
         with ExitStack() as stack:
             for kind, enabled, dtype in call.autocast:

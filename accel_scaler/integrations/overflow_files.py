@@ -76,9 +76,9 @@ class OverflowFiles:
             size = self._write(capture(recording, found, about, self._in_fp32(model)), window)
         except UnsupportedError as error:
             self._tell(f"the window that overflowed is not saved: {error}.")
-        except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError
-            # Of a device without memory, too; training goes on as without a file.
-            self._tell(f"save_overflow={str(self.folder)!r}: no file was written: {error}")
+        except (OSError, RuntimeError, MemoryError) as error:  # no memory is left for a copy
+            why = getattr(error, "strerror", None) or error
+            self._tell(f"save_overflow={str(self.folder)!r}: no file was written ({why})", "write")
         else:
             path, bytes_ = size
             self._written += 1
@@ -109,9 +109,10 @@ class OverflowFiles:
         found = {} if model is None else named(model)
         return tuple(n for n, module in found.items() if any(module is each for each in chosen))
 
-    def _tell(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
+    def _tell(self, text: str, kind: str = "") -> None:
+        """Once for each kind, or each text."""
+        if (kind or text) not in self._told:
+            self._told.add(kind or text)
             logger.warning("%s", text)
 
 

@@ -9,6 +9,7 @@ data: whoever has the file has the batch and the weights.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import tempfile
 import zipfile
@@ -218,14 +219,17 @@ def write(path: str | os.PathLike[str], file: PostMortem) -> int:
     """Write it whole or not at all; returns its bytes.
 
     Raises:
-        OSError, RuntimeError: a full disk, a folder that is gone.
+        OSError: a full disk, a folder that is gone.
     """
     path = Path(path)
     content = {spec.name: getattr(file, spec.name) for spec in dataclasses.fields(file)}
     handle, name = tempfile.mkstemp(prefix=".overflow-", suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as out:
-            torch.save({"kind": KIND, "format": FORMAT, **content}, out)
+            try:
+                torch.save({"kind": KIND, "format": FORMAT, **content}, out)
+            except RuntimeError as error:  # "unexpected pos", of a write that was cut short
+                raise OSError(errno.EIO, "torch could not finish it; is the disk full?") from error
         size = os.path.getsize(name)
         os.replace(name, path)
     except BaseException:

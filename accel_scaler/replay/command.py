@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from ..console import say
+from .. import console
 from ..errors import ConfigError, listed
 from ..integrations import prepare_alone
 from ..overflow_finder import (
@@ -29,6 +29,7 @@ from .model import adopt, make_model, read_weights
 
 MOST_NAMED = 5
 MOST_LINES = 40
+LONGEST_LINE = 2000
 
 PRECISIONS = ("fp16", "bf16", "no")
 
@@ -74,7 +75,8 @@ def run(args: argparse.Namespace) -> int:
     if args.model is None and (args.fp32 or args.weights or args.device):
         raise ConfigError("replay: --fp32, --weights and --device need --model.")
     file = read(args.file)
-    say("\n".join(_told(file)))
+    for line in _told(file):
+        say(line)
     device = torch.device("cpu")
     present = torch.accelerator.current_accelerator(check_available=True)
     kind = file.about.get("device")
@@ -98,6 +100,12 @@ def run(args: argparse.Namespace) -> int:
     model, around = prepare_alone(model, str(precision), on_cpu=device.type == "cpu")
     with as_then(file.about):
         return _replay(file, model, around, args.fp32, different)
+
+
+def say(text: str) -> None:
+    """One line, of bounded length, whatever a file has put into it."""
+    indent = "  " if text.startswith("  ") else ""
+    console.say(indent + " ".join(text.split())[:LONGEST_LINE])
 
 
 def _replay(
@@ -132,7 +140,8 @@ def _replay(
         say(f"The same verdict, bit for bit: {file.origin['text']}")
         return 0
     say("Not the same:")
-    say("\n".join(f"  {line}" for line in wrong))
+    for line in wrong:
+        say(f"  {line}")
     if different:
         say(f"  perhaps because of {'; '.join(different)}")
     return 1

@@ -108,6 +108,23 @@ def test_other_versions_are_said(says: Says, path: Path, tmp_path: Path) -> None
     assert "torch was 1.0, is" in says(file=tmp_path / "changed.pt")
 
 
+EVIL = "\x1b[2J\u202e\nThe same verdict, bit for bit\r\u2028\x9b31m" + "x" * 10_000
+
+
+def test_texts_of_a_file_steer_no_terminal(says: Says, path: Path, tmp_path: Path) -> None:
+    content: Any = torch.load(path, weights_only=True)
+    content["about"] |= {"torch": EVIL, "window": EVIL, EVIL: 1}
+    content["origin"] |= {"text": EVIL}
+    content |= {"model": EVIL, "notes": (EVIL,), "nonfinite": (EVIL,), "fp32_modules": (EVIL,)}
+    content["calls"][0]["kwargs"] |= {EVIL: EVIL}
+    torch.save(content, tmp_path / "evil.pt")
+    said = says(file=tmp_path / "evil.pt")
+    said += says(*model(), status=2, file=tmp_path / "evil.pt")
+    assert "\ufffd[2J" in said
+    assert not any(line.startswith("The same") for line in said.splitlines())
+    assert all(line.isprintable() and len(line) < 2_100 for line in said.splitlines())
+
+
 def test_another_model_is_refused(says: Says) -> None:
     said = says(*model("other"), status=2)
     assert "head.weight is float32 [2, 8], in the file float32 [1, 8]" in said

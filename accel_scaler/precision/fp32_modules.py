@@ -17,7 +17,7 @@ from torch.nn import Module
 
 from .castable import SeesAutocast, own_forward, refuse_uncastable
 from .casts import FULL, LOW, first_dtype, lowered, raised
-from .names import has_forward
+from .names import has_forward, with_forward
 from .parameters import is_gathered, needs_parts, raise_parameters, restore
 
 
@@ -37,9 +37,10 @@ class Fp32Module:
     values are clamped to that dtype's range first, an inf or NaN stays one. A clamped element's
     gradient is 0.
 
-    Nesting is fine; an outer one that is put on after an inner one has to be taken off first only
-    if it is the same module. A copy, or a pickle, of a module that is put on is a plain one. A
-    ``copy.copy``, as ``nn.DataParallel`` makes them, is not: its forward is that of the original.
+    Nesting is fine, also twice on one module, in whatever order they are taken off. A copy, or a
+    pickle, of a module that is put on is a plain one. A ``copy.copy``, as ``nn.DataParallel`` makes
+    them, is not: its forward is that of the original. float16 parameters are replaced while the
+    call lasts, so other threads may not use the module then.
 
     Args:
         module: in place; it is held weakly.
@@ -54,7 +55,7 @@ class Fp32Module:
         refuse_uncastable(module, name)
         self.name = name
         self._module = weakref.ref(module)
-        self._forward: weakref.ref[_Forward] | None = None  # the module keeps it
+        self._forwards: list[weakref.ref[_Forward]] = []  # the module keeps them
 
     @property
     def module(self) -> Module | None:
@@ -64,38 +65,40 @@ class Fp32Module:
     @property
     def is_on(self) -> bool:
         """Between :meth:`put_on` and :meth:`take_off`."""
-        return self._forward is not None
+        return bool(self._forwards)
 
     @property
     def has_run(self) -> bool:
         """A forward was in float32 since :meth:`put_on`; what compiled code runs is not seen."""
-        forward = None if self._forward is None else self._forward()
-        return forward is not None and forward.has_run
+        return any((forward := ref()) is not None and forward.has_run for ref in self._forwards)
 
     def put_on(self) -> None:
         """In float32 from the next forward on; does nothing where it is on.
 
-        In its first forward, one in training and one in evaluation, the module is watched.
+        In its first forward, one in training and one in evaluation, the module is watched, where
+        nothing in it is compiled. A list of modules has no forward: those in it are put on.
 
         Raises (in that forward):
             UnsupportedError: it, or a module in it, enters autocast itself.
         """
         module = self._module()
-        if module is None or self._forward is not None:
+        if module is None or self._forwards:
             return
-        forward = _Forward(module, self.name)
-        self._forward = weakref.ref(forward)
-        forward.set()
+        for each in with_forward(module):
+            forward = _Forward(each, self.name)
+            self._forwards.append(weakref.ref(forward))
+            forward.set()
 
     def take_off(self) -> None:
         """As it was before :meth:`put_on`; does nothing where it is off.
 
         A forward that was wrapped by others meanwhile stays, and runs what it ran before.
         """
-        forward = None if self._forward is None else self._forward()
-        self._forward = None
-        if forward is not None:
-            forward.unset()
+        for ref in reversed(self._forwards):
+            forward = ref()
+            if forward is not None:
+                forward.unset()
+        self._forwards = []
 
 
 class _Replaced:

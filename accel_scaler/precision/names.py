@@ -83,6 +83,15 @@ def has_forward(module: Module) -> bool:
     return getattr(module.forward, "__func__", None) is not Module.forward
 
 
+def with_forward(module: Module) -> Iterator[Module]:
+    """The module; where it only holds others, those."""
+    if has_forward(module):
+        yield module
+    else:
+        for each in module.children():
+            yield from with_forward(each)
+
+
 def _nearest(pattern: str, names: list[str]) -> list[str]:
     """Whole names first; then those whose last part is near the last part of the pattern."""
     near = difflib.get_close_matches(pattern[:200], names, n=MOST_NEAR)

@@ -583,6 +583,18 @@ def test_what_only_looks_so_is_taken() -> None:
     Fp32Module(of_package("awqward", nn.Linear)(2, 2), "x")
 
 
+def test_a_list_of_modules_stands_for_those_in_it() -> None:
+    model, one_by_one = made(), made()
+    (fp32,) = put_on(model, "h")
+    put_on(one_by_one, "h.0", "h.1", "h.2")
+    assert not fp32.has_run
+    assert_equal(trained(model), trained(one_by_one))
+    assert fp32.has_run
+    fp32.take_off()
+    assert not fp32.is_on
+    assert not any("forward" in vars(each) for each in model.modules())
+
+
 def test_a_model_that_is_gone_is_forgotten() -> None:
     module = nn.Linear(2, 2)
     fp32 = Fp32Module(module, "x")

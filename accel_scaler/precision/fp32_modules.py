@@ -194,9 +194,10 @@ class _Forward(_Replaced):
             self.has_run = True
             self._watch_parts()
         given = first_dtype((args, kwargs), LOW)
-        is_wide = first_dtype((args, kwargs), FULL) is not None or self._is_part()
+        is_wide = given is None and self._is_wide(args, kwargs)
         changes = raise_parameters(module)
-        args, kwargs = raised((args, kwargs))
+        if given is not None:
+            args, kwargs = raised((args, kwargs))
         try:
             if not torch.compiler.is_compiling() and module.training not in self.watched:
                 result = self._watched(kinds, forward, args, kwargs)
@@ -211,6 +212,10 @@ class _Forward(_Replaced):
         if given is None and changes and not is_wide:
             given = changes[0].tensor.dtype
         return result if given is None else lowered(result, given)
+
+    def _is_wide(self, args: Any, kwargs: dict[str, Any]) -> bool:
+        """What comes in is in float32, so what goes out stays so."""
+        return first_dtype((args, kwargs), FULL) is not None or self._is_part()
 
     def _is_part(self) -> bool:
         """Another one that is on has this module in it, and this is called by a backward."""

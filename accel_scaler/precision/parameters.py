@@ -37,6 +37,8 @@ def raise_parameters(module: Module) -> list[Change]:
     changes: list[Change] = []
     casts: dict[int, Tensor] = {}
     for owner in _owners(module):
+        if not _is_low(owner):
+            continue
         for where, name, tensor in _tensors_of(owner):
             if tensor.dtype in LOW:
                 if id(tensor) not in casts:
@@ -76,11 +78,30 @@ def is_gathered(module: Module) -> bool:
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
-def _owners(module: Module) -> Iterator[Module]:
-    yield module
-    for child in module._modules.values():
-        if child is not None and not is_gathered(child):
-            yield from _owners(child)
+def _owners(module: Module) -> list[Module]:
+    """It and those in it, but for what is gathered by itself."""
+    found = [module]
+    for owner in found:
+        for child in owner._modules.values():
+            if child is not None and not is_gathered(child):
+                found.append(child)
+    return found
+
+
+def _is_low(owner: Module) -> bool:
+    """Whether :func:`_tensors_of` gives any; asked of every module, in every call."""
+    for tensor in owner._parameters.values():
+        if tensor is not None and tensor.dtype in LOW:
+            return True
+    for tensor in owner._buffers.values():
+        if tensor is not None and tensor.dtype in LOW:
+            return True
+    if torch.compiler.is_compiling():
+        return False
+    for value in vars(owner).values():
+        if type(value) is Tensor and value.dtype in LOW:
+            return True
+    return False
 
 
 def _tensors_of(owner: Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
@@ -96,7 +117,7 @@ def _tensors_of(owner: Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
                 yield where, name, tensor
     if not torch.compiler.is_compiling():
         for name, value in vars(owner).items():
-            if isinstance(value, Tensor):
+            if type(value) is Tensor:
                 yield vars(owner), name, value
 
 

@@ -14,7 +14,12 @@ from async_support import lazy
 from children import everywhere, on_two_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.utils.checkpoint import checkpoint
 from versions import before_torch
 
@@ -164,11 +169,44 @@ def test_fsdp2_and_the_optimizer_thread(layout: str, tmp_path: Path) -> None:
     on_two_ranks(body, tmp_path)
 
 
-def test_ddp_through_accelerate(tmp_path: Path) -> None:
+@pytest.mark.parametrize("original", [True, False])
+def test_fsdp1_with_float16_parameters(original: bool, tmp_path: Path) -> None:
+    """Its flat parameters leave views among the attributes."""
+
+    def body() -> None:
+        def run(by_hand: bool, on: bool = False) -> list[Tensor]:
+            model = FullyShardedDataParallel(
+                Net(by_hand),
+                use_orig_params=original,
+                device_id=torch.device("cpu"),
+                mixed_precision=MixedPrecision(torch.float16, torch.float32),
+            )
+            if on:
+                Fp32Module(named(model)["h.1"], "h.1").put_on()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            seen = []
+            for step in range(3):
+                torch.manual_seed(10 * step + dist.get_rank())
+                out = model(torch.randn(4, WIDTH))
+                out.float().square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                seen.append(out.detach().clone())
+            return seen
+
+        by_hand = run(True)
+        assert equal(run(False, on=True), by_hand)
+        assert not equal(run(False), by_hand), "float16 would have passed"
+
+    on_two_ranks(body, tmp_path)
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_ddp_through_accelerate(half: bool, tmp_path: Path) -> None:
     def run(by_hand: bool, *globs: str, **values: Any) -> list[Tensor]:
         settings = ScalerConfig(init_scale=256.0, fp32_modules=globs, **values)
         accelerator: Any = attach(Accelerator(mixed_precision="fp16"), settings)
-        model = Net(by_hand)
+        model = Net(by_hand).half() if half else Net(by_hand)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         prepared, optimizer = accelerator.prepare(model, optimizer)
         assert isinstance(prepared, nn.parallel.DistributedDataParallel)
@@ -176,13 +214,13 @@ def test_ddp_through_accelerate(tmp_path: Path) -> None:
         for step in range(4):
             torch.manual_seed(10 * step + dist.get_rank())
             with accelerator.accumulate(prepared):
-                out = prepared(torch.randn(4, WIDTH))
+                out = prepared(torch.randn(4, WIDTH).to(model.inp.weight.dtype))
                 accelerator.backward(out.square().mean())
                 optimizer.step()
                 optimizer.zero_grad()
             seen.append(out.detach().clone())
         on = [name for name, each in named(model).items() if name and "forward" in vars(each)]
-        assert on == list(globs)
+        assert on[:1] == list(globs)  # and of float16 parameters those in it
         detach(accelerator)
         assert not any("forward" in vars(each) for each in model.modules())
         return [*seen, *(p.detach().clone() for p in model.parameters())]

@@ -90,18 +90,15 @@ def _owners(module: Module) -> list[Module]:
 
 def _is_low(owner: Module) -> bool:
     """Whether :func:`_tensors_of` gives any; asked of every module, in every call."""
-    for tensor in owner._parameters.values():
-        if tensor is not None and tensor.dtype in LOW:
+    for parameter in owner._parameters.values():
+        if parameter is not None and parameter.dtype in LOW:
             return True
-    for tensor in owner._buffers.values():
-        if tensor is not None and tensor.dtype in LOW:
+    for buffer in owner._buffers.values():
+        if buffer is not None and buffer.dtype in LOW:
             return True
     if torch.compiler.is_compiling():
         return False
-    for value in vars(owner).values():
-        if type(value) is Tensor and value.dtype in LOW:
-            return True
-    return False
+    return any(type(value) is Tensor and value.dtype in LOW for value in vars(owner).values())
 
 
 def _tensors_of(owner: Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -76,8 +74,8 @@ class OverflowFiles:
             size = self._write(capture(recording, found, about, self._in_fp32(model)), window)
         except UnsupportedError as error:
             self._tell(f"the window that overflowed is not saved: {error}.")
-        except (OSError, RuntimeError, MemoryError) as error:  # no memory is left for a copy
-            why = getattr(error, "strerror", None) or error
+        except Exception as error:  # a full disk, no memory for a copy; it is told
+            why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
             self._tell(f"save_overflow={str(self.folder)!r}: no file was written ({why})", "write")
         else:
             path, bytes_ = size
@@ -100,8 +98,7 @@ class OverflowFiles:
         while path.exists():  # of a run before this one
             number += 1
             path = self.folder / f"{name}-{number}.pt"
-        with contextlib.suppress(FileExistsError):
-            os.makedirs(self.folder, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         return path, write(path, file)
 
     def _in_fp32(self, model: Module | None) -> tuple[str, ...]:

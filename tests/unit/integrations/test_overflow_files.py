@@ -44,10 +44,12 @@ class Net(nn.Module):
 Loop = Callable[[int], Any]
 
 
-def train(bad: str, make: Loop = lambda number: 1e9, **settings: Any) -> Any:
+def train(
+    bad: str, make: Loop = lambda number: 1e9, net: Callable[[], nn.Module] = Net, **settings: Any
+) -> Any:
     """One window a letter, those with an x overflow; state of all there is at the end."""
     torch.manual_seed(5)
-    plain = Net()
+    plain = net()
     with attached(None, init_scale=64.0, **settings) as accelerator:
         model, optimizer = accelerator.prepare(plain, sgd(plain.parameters()))
         for number, letter in enumerate(bad):
@@ -101,6 +103,23 @@ def test_what_cannot_be_saved_is_told_once(
     train("x-x-x", lambda number: Given(1e9), save_overflow=str(tmp_path))
     assert caplog.text.count("is not saved: argument 1 is a ") == 1
     assert "Given" in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+def test_batch_statistics_of_several_ranks_are_not_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process that takes itself for two; such a layer has no kernel on a CPU."""
+
+    class Synced(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.SyncBatchNorm(8).requires_grad_(False)
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    train("x", save_overflow=str(tmp_path), net=Synced)
+    assert "norm (SyncBatchNorm) takes the batches of all ranks" in caplog.text
     assert not list(tmp_path.iterdir())
 
 

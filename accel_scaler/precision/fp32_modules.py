@@ -26,8 +26,10 @@ class Fp32Module:
 
     Under autocast its forward runs without it, as torch's float32 operators do: float16 and
     bfloat16 tensors among its inputs, in containers too, are cast up, float32 ones are passed as
-    they are, and what it returns stays float32. A layer that takes no mixture (batch norm of
-    float16 parameters, layer norm on a CPU) and reads that belongs on the list as well.
+    they are, and what it returns stays float32. What was cast up, and a list or mapping that holds
+    it, is a copy: what the module writes into that nobody sees. A layer that reads what it returns
+    and takes no mixture of dtypes (of float16 parameters: batch norm, on a CPU layer norm) belongs
+    on the list as well.
 
     float16 and bfloat16 parameters and buffers are cast up for the call. The gradients that reach
     them are cast down again, as autograd does; what is written to a buffer in place is kept.

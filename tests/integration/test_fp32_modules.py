@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from attached import cpu
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from trainer_support import CONFIG, gpt2, make
@@ -74,6 +75,37 @@ def test_lora(tmp_path: Path) -> None:
     for name in names:
         expected = run(tmp_path / "a", by_hand(with_lora(), name))
         assert_equal(run(tmp_path / "b", with_lora(), [name]), expected)
+
+
+@pytest.mark.parametrize("glob", ["*.layers.1.mlp", "*up_proj", "*.layers.1"])
+def test_lora_on_a_float16_model(glob: str) -> None:
+    """float16 weights and float32 adapters in one module; neither checkpoints nor the optimizer
+    thread change a number."""
+
+    def found(reentrant: bool | None, mode: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        config = LoraConfig(r=2, target_modules=["up_proj", "q_proj"], init_lora_weights=False)
+        model: Any = get_peft_model(llama().half(), config)
+        if reentrant is not None:
+            model.enable_input_require_grads()
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        settings = ScalerConfig(init_scale=128.0, fp32_modules=[glob], step_mode=mode)
+        accelerator = attach(cpu(), settings)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer: Any = torch.optim.SGD(trained, lr=0.5)
+        model, optimizer = accelerator.prepare(model.train(), optimizer)
+        ids = torch.arange(12).reshape(2, 6)
+        for _ in range(3):
+            accelerator.backward(model(input_ids=ids, labels=ids).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        detach(accelerator)
+        assert not any("forward" in vars(each) for each in model.modules())
+        return [p.detach().clone() for p in trained]
+
+    expected = found(None, "sync")
+    assert_equal(found(True, "sync"), expected)
+    assert_equal(found(False, "overlap"), expected)
 
 
 def test_a_trainer_refuses_a_glob_that_matches_nothing_when_it_is_attached(tmp_path: Path) -> None:

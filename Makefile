@@ -23,7 +23,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: train test test-all test-gpu test-simulated test-oldest test-newest check-dist lint types report clean
-.PHONY: soak bench bench-cpu bench-overlap bench-telemetry bench-load bench-convergence bench-gpu
+.PHONY: soak bench bench-cpu bench-overlap bench-telemetry bench-overflow bench-load bench-convergence bench-gpu
 
 # Passive: threads that wait for each other sleep. By default they spin, and where other processes
 # want the cores a thread that spins keeps the one it waits for from running.
@@ -115,6 +115,9 @@ bench-overlap: $(STAMP)
 
 bench-telemetry: $(STAMP)
 	$(BIN)/python benchmarks/telemetry.py $(ARGS)
+
+bench-overflow: $(STAMP)
+	$(BIN)/python benchmarks/overflow.py $(ARGS)
 
 bench-load: $(STAMP)
 	$(BIN)/python benchmarks/load.py $(ARGS)

@@ -148,8 +148,8 @@ def _told(first: dict[str, Any]) -> tuple[str, str]:
     if where == "loss":
         return "overflowed in the loss, outside of the model", "compute it in float32"
     if where == "forward":
-        given = first.get("input")
-        if given is not None and not all(map(math.isfinite, given)):
+        given = first.get("input") or ()
+        if not all(math.isfinite(float(each)) for each in given):  # before a file, inf is a text
             return f"got inf or NaN as the input of {named}", "look at the data of these batches"
         return f"overflowed in the forward of {named}", in_float32
     if where == "parameter":

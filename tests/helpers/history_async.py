@@ -186,6 +186,7 @@ class Attached(Raw):
             delay_warmup_steps=self.setup.warmup,
             delay_compensation=self.setup.compensation,
             fold_unscale=self.setup.fold,
+            find_overflow="replay" if self.setup.finds else "off",
             optimizer_threads=1,
             init_scale=INIT_SCALE,
             growth_interval=GROWTH_INTERVAL,
@@ -270,6 +271,7 @@ def draw(r: random.Random, on_device: bool = False) -> tuple[Setup, list[Call]]:
         inner_schedule=r.random() < 0.5,
         other_stream=on_device and r.random() < 0.3,
         dropped=on_device and r.random() < 0.2,
+        finds=attached and r.random() < 0.5,
     )
     if setup.mode == "sync":
         setup = replace(setup, warmup=0)

@@ -53,6 +53,8 @@ class Setup(Short):
     """The schedule is the inner optimizer's."""
     other_stream: bool = False
     """On a device: trains on a stream that is not the default one."""
+    finds: bool = False
+    """Where an overflow began is found by running its window again."""
     dropped: bool = False
     """On a device: at the end without ``close``."""
 

@@ -94,6 +94,13 @@ def test_a_run_that_is_stuck_names_module_and_remedy(said: str) -> None:
     assert text == f"Did not train past step 310: every window since (89) {said}"
 
 
+def test_what_is_not_finite_is_a_text_before_it_was_in_a_file() -> None:
+    said = "got inf or NaN as the input of a (Net)"
+    for value in ("nan", "inf", "-inf"):
+        seen: Any = {**first("forward", "a", "Net"), "input": [0.0, value]}
+        assert said in verdict(replace(STREAK, firsts=[seen]))
+
+
 def test_a_run_that_is_stuck_for_a_reason_that_nobody_saw() -> None:
     assert verdict(STREAK).endswith(
         "overflowed; run with find_overflow='replay' to see in which module it begins."

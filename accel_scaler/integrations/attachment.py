@@ -64,6 +64,9 @@ class Attachment:
         self.scaler = make_scaler(accelerator, config, self.stock_scaler)
         is_fsdp = accelerator.distributed_type == DistributedType.FSDP
         self.scaler.sharded = config.sharded or is_fsdp
+        files = None
+        if config.save_overflow is not None:
+            files = OverflowFiles(config.save_overflow, _facts_of(accelerator), self.chosen)
         self.recorder = make_recorder(self.scaler, config, _facts_of(accelerator))
         self.trackers = Trackers(accelerator)
         self.recorder.on_alert = self.trackers.send
@@ -71,9 +74,6 @@ class Attachment:
         if config.finds_overflow != "off":
             always = config.finds_overflow == "always"
             healer = Healer(self.chosen) if config.heal and self.scales else None
-            files = None
-            if config.save_overflow is not None:
-                files = OverflowFiles(config.save_overflow, _facts_of(accelerator), self.chosen)
             self.explainer = OverflowExplainer(self.scaler, always, healer, self.float16, files)
         self.scaler.call_when_loaded(self.keep_fp32)
         self.boundary = Boundary(self.scaler, self.device, self.recorder, self.explainer)

@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     for line in _told(file):
         say(line)
     device = torch.device("cpu")
-    present = torch.accelerator.current_accelerator(check_available=True)
+    present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     kind = file.about.get("device")
     if args.device != "cpu" and present is not None and (args.device or kind != "cpu"):
         device = present

@@ -96,6 +96,8 @@ def main(folder: str, kind: str, *settings: str) -> None:
     given: dict[str, Any] = dict(each.split("=") for each in settings)
     if "init_scale" in given:
         given["init_scale"] = float(given["init_scale"])
+    if "fp32_modules" in given:
+        given["fp32_modules"] = given["fp32_modules"].split(",")
     config = ScalerConfig(**{"init_scale": 64.0, "save_overflow": folder, **given})
     accelerator = attach(
         Accelerator(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=2), config

@@ -146,8 +146,12 @@ def test_a_folder_that_cannot_be_is_refused_before_anything_starts(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("")
-    with pytest.raises(ConfigError, match="cannot be written to"), attached(save_overflow=place):
+    with (
+        pytest.raises(ConfigError, match="cannot be written to"),
+        attached(Path("run.jsonl"), save_overflow=place),
+    ):
         pass
+    assert not Path("run.jsonl").exists()
 
 
 @pytest.mark.parametrize("how", ["always", "off", True])

@@ -136,6 +136,19 @@ def test_float32_modules_are_tried(says: Says) -> None:
     assert "'head'" in says(*model(), "--fp32", "haed", status=2)
 
 
+def test_modules_in_float32_are_so_again(says: Says, tmp_path: Path) -> None:
+    reset()
+    overflowing.main(str(tmp_path / "out"), "net", "fp32_modules=first,second")
+    (path,) = (tmp_path / "out").iterdir()
+    assert "The same verdict" in says(*model(), file=path)
+    assert "in float32: first, second" in says(file=path)
+    content: Any = torch.load(path, weights_only=True)
+    torch.save({**content, "fp32_modules": ()}, tmp_path / "without.pt")
+    assert "it was: " in says(*model(), status=1, file=tmp_path / "without.pt")
+    torch.save({**content, "fp32_modules": ("frist",)}, tmp_path / "other.pt")
+    assert "'first'" in says(*model(), status=2, file=tmp_path / "other.pt")
+
+
 def test_arguments_that_say_nothing_are_refused(says: Says) -> None:
     for argv in (["--fp32", "head"], ["--weights", "w.pt"], ["--device", "cpu"]):
         assert "need --model" in says(*argv, status=2)

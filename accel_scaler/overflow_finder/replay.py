@@ -1,16 +1,13 @@
 """A window is run again after it has overflowed, to see in which module that began.
 
 Nothing of it stays: it runs on other parameter objects with the same memory, on copies of the
-buffers, with the random numbers of that time, and all that it touches is put back afterwards.
+buffers, with the random numbers of that time, and all that it touches is put back afterwards
+(``untouched``).
 Sharded models (FSDP2) run on their own parameters, whose gradients are put aside.
 """
 
 from __future__ import annotations
 
-import collections
-import copy
-import operator
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -20,20 +17,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from .finder import OverflowFinder, place_of, search_sums
-from .random_state import RandomState
 from .ranges import Range, in_words, tensors_in, with_tensors
 from .recording import ForwardCall, Kept, OutputGradient, WindowRecording, as_replay
 from .search import Origin
 from .trace import Place
+from .untouched import StrangeGradients, untouched
 
 MOST_DIFFERENCES = 3
 """Named of a replay that gave something else."""
-
-CONTAINERS = (list, dict, set, collections.OrderedDict, collections.deque)
-"""Attributes of modules whose contents are put back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +105,7 @@ def run_again(
         torch.inference_mode(False),
         as_replay(),
         untouched(models, calls[0].model.device),
+        run.strange,
         torch.compiler.set_stance("force_eager"),
         _watched(models) as finder,
     ):
@@ -174,6 +169,7 @@ class _Run:
         self.recording, self.around = recording, around
         self.cures, self.factor = cures, factor
         self.differences: list[str] = []
+        self.strange = StrangeGradients()
         self._outputs: dict[ForwardCall, list[Tensor]] = {}
         self._inputs: dict[ForwardCall, list[Tensor]] = {}
         """Those that require gradients."""
@@ -207,6 +203,7 @@ class _Run:
                 handles.append(root.register_hook(replaces))  # type: ignore[no-untyped-call]
                 roots.append(root)
                 seeds.append(seed)
+            self.strange.put_aside(roots)
             try:
                 torch.autograd.backward(roots, seeds, retain_graph=stays)
             finally:
@@ -327,110 +324,3 @@ def _watched(models: Iterable[Module]) -> Iterator[OverflowFinder]:
         yield finder
     finally:
         finder.close()
-
-
-@contextmanager
-def untouched(models: Iterable[Module], device: torch.device) -> Iterator[None]:
-    """Within the block the models may be run; afterwards all is as it was.
-
-    Parameters, gradients, buffers, modes, hooks, attributes of the modules and random numbers.
-    """
-    random, states = RandomState.now(device), list(map(_ModelState, models))
-    try:
-        for state in states:
-            state.put_aside()
-        yield
-    finally:
-        for state in reversed(states):
-            state.put_back()
-        random.put_back()
-
-
-class _ModelState:
-    """A model's modules as they were, attribute by attribute."""
-
-    def __init__(self, model: Module) -> None:
-        self._modules = list(model.modules())
-        self._attributes = [dict(vars(module)) for module in self._modules]
-        self._contents = [
-            {name: copy.copy(value) for name, value in own.items() if type(value) in CONTAINERS}
-            for own in self._attributes
-        ]
-        self._is_sharded = any(map(_is_fsdp2, self._modules))
-        self._grads = [(p, p.grad) for p in Module.parameters(model) if p.requires_grad]
-
-    def put_aside(self) -> None:
-        """Other parameters with the same memory, and copies of what a forward may write to."""
-        for p, _ in self._grads:
-            p.grad = None
-        others: dict[int, Tensor] = {}
-        if not self._is_sharded:  # it gathers its own
-            others = {id(p): _alias(p) for p, _ in self._grads}
-        for module, own in zip(self._modules, self._attributes, strict=True):
-            for name, value in own.items():
-                if type(value) in (list, dict, collections.OrderedDict):
-                    _swap(value, others)
-                elif isinstance(value, Tensor) and not value.requires_grad:
-                    vars(module)[name] = others.setdefault(id(value), value.clone())
-            for name, buffer in module._buffers.items():
-                if buffer is not None and not buffer.requires_grad:
-                    module._buffers[name] = others.setdefault(id(buffer), buffer.clone())
-
-    def put_back(self) -> None:
-        """Everything as it was."""
-        for module, own, contents in zip(
-            self._modules, self._attributes, self._contents, strict=True
-        ):
-            now = vars(module)
-            for name in now.keys() - own.keys():
-                del now[name]
-            for name, value in own.items():
-                if now.get(name) is not value:
-                    now[name] = value
-            for name, content in contents.items():
-                _refill(own[name], content)
-        for p, grad in self._grads:
-            p.grad = grad
-
-
-def _alias(p: Tensor) -> Parameter:
-    """Another leaf with the same memory, whose gradient goes as soon as it has been looked at."""
-    alias = Parameter(p.detach())
-    vars(alias).update(vars(p))
-    if getattr(p, "grad_dtype", p.dtype) is not p.dtype:
-        alias.grad_dtype = p.grad_dtype
-    alias.register_post_accumulate_grad_hook(_drop)  # type: ignore[no-untyped-call]
-    return alias
-
-
-def _drop(p: Tensor) -> None:
-    p.grad = None
-
-
-def _swap(container: Any, others: dict[int, Tensor]) -> None:
-    """Put the other parameters where theirs are."""
-    items = enumerate(container) if isinstance(container, list) else list(container.items())
-    for key, value in items:
-        if id(value) in others:
-            container[key] = others[id(value)]
-
-
-def _refill(container: Any, content: Any) -> None:
-    """Its contents again, if they have changed."""
-    if isinstance(container, dict):
-        same = list(container) == list(content) and all(
-            container[key] is content[key] for key in content
-        )
-    elif isinstance(container, set):
-        same = container == content
-    else:
-        same = len(container) == len(content) and all(map(operator.is_, container, content))
-    if not same:
-        container.clear()
-        (container.extend if hasattr(container, "extend") else container.update)(content)
-
-
-def _is_fsdp2(module: Module) -> bool:
-    # To import it takes a second; who has such a module has imported it.
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, fsdp.FSDPModule)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import collections
+import random
 import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from async_support import assert_same
@@ -121,17 +124,279 @@ def test_an_input_that_was_made_to_require_gradients_later_gets_none() -> None:
     def run(find: str) -> list[Any]:
         torch.manual_seed(0)
         plain, seen = Net(), []
-        with attached(init_scale=2.0**18, find_overflow=find) as accelerator:
-            model, optimizer = accelerator.prepare(plain, sgd(plain.parameters()))
+        with attached(init_scale=2.0**14, find_overflow=find) as accelerator:
+            model, optimizer = accelerator.prepare(plain, sgd(plain.parameters(), lr=1e-4))
             for number in range(3):
-                x = batch(number)
+                x = batch(number, 2e4)
                 y = model(x)
                 x.requires_grad_()
-                accelerator.backward((y + model(x)).square().mean())
+                accelerator.backward((y + model(x)).mean())
                 optimizer.step()
                 optimizer.zero_grad()
                 assert x.grad is not None
-                seen.append(x.grad.view(torch.int32).clone())
+                assert x.grad.isfinite().all()
+                seen.append(x.grad.clone())
+            assert accelerator.scaler_history.records[0].found_inf
+        return seen
+
+    assert_same(run("replay"), run("off"))
+
+
+everywhere = {"forwards": 0}
+forwards = 0
+
+
+class Writer(Net):
+    """Its forward writes to what :meth:`make` gives, and reads it."""
+
+    count = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = self.make()
+
+    def make(self) -> Any:
+        return None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.move()
+
+    def move(self) -> Any:
+        """A factor near 1."""
+        raise NotImplementedError
+
+
+class OwnGenerator(Writer):
+    def make(self) -> Any:
+        return torch.Generator().manual_seed(1)
+
+    def move(self) -> Any:
+        return 1 + torch.rand((), generator=self.state) / 8
+
+
+class NumpyGenerator(Writer):
+    def make(self) -> Any:
+        return numpy.random.default_rng(1)
+
+    def move(self) -> Any:
+        return 1 + self.state.random() / 8
+
+
+class NumpyState(NumpyGenerator):
+    def make(self) -> Any:
+        return numpy.random.RandomState(1)
+
+    def move(self) -> Any:
+        return 1 + self.state.rand() / 8
+
+
+class PythonGenerator(NumpyGenerator):
+    def make(self) -> Any:
+        return random.Random(1)
+
+
+class Array(Writer):
+    def make(self) -> Any:
+        return numpy.zeros(2)
+
+    def move(self) -> Any:
+        self.state += 1 / 64
+        return 1 + self.state[0]
+
+
+class Nested(Writer):
+    def make(self) -> Any:
+        return {"lists": ([],)}
+
+    def move(self) -> Any:
+        self.state["lists"][0].append(1)
+        return 1 + len(self.state["lists"][0]) / 64
+
+
+class Counted(Writer):
+    def make(self) -> Any:
+        return collections.Counter()
+
+    def move(self) -> Any:
+        self.state["n"] += 1
+        return 1 + self.state["n"] / 64
+
+
+class Config:
+    forwards = 0
+
+
+class Configured(Writer):
+    def make(self) -> Any:
+        return Config()
+
+    def move(self) -> Any:
+        self.state.forwards += 1
+        return 1 + self.state.forwards / 64
+
+
+class OfClass(Writer):
+    def move(self) -> Any:
+        type(self).count += 1
+        return 1 + type(self).count / 64
+
+
+class InGlobals(Writer):
+    def move(self) -> Any:
+        global forwards
+        forwards += 1
+        everywhere["forwards"] += 1
+        return 1 + (forwards + everywhere["forwards"]) / 64
+
+
+class TensorInList(Writer):
+    def make(self) -> Any:
+        return [[torch.zeros(())]]
+
+    def move(self) -> Any:
+        self.state[0][0].add_(1 / 64)
+        return 1 + self.state[0][0]
+
+
+class FrozenParameter(Writer):
+    def make(self) -> Any:
+        return nn.Parameter(torch.zeros(()), requires_grad=False)
+
+    def move(self) -> Any:
+        self.state += 1 / 64
+        return 1 + self.state
+
+
+class OwnWeights(Writer):
+    def move(self) -> Any:
+        with torch.no_grad():
+            self.last.weight.mul_(0.99)
+        self.first.weight.data *= 0.99
+        torch.mul(self.first.bias.data, 0.99, out=self.first.bias.data)
+        return 1
+
+
+class Hidden(Writer):
+    """A teacher that is in no ``modules()``, with running statistics."""
+
+    def make(self) -> Any:
+        return [nn.BatchNorm1d(2)]
+
+    def move(self) -> Any:
+        return 1 + self.state[0](torch.tensor([[1.0, 2.0], [2.0, 5.0]])).mean()
+
+
+WRITERS = [
+    *(
+        OwnGenerator,
+        NumpyGenerator,
+        NumpyState,
+        PythonGenerator,
+        Array,
+        Nested,
+        Counted,
+        Configured,
+    ),
+    *(OfClass, InGlobals, TensorInList, FrozenParameter, OwnWeights, Hidden),
+]
+
+
+def state_of(value: Any) -> Any:
+    """Comparable, whatever a writer writes to."""
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, numpy.random.Generator):
+        return value.bit_generator.state["state"]
+    if isinstance(value, numpy.random.RandomState):
+        return value.get_state()[1].tolist()
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, numpy.ndarray):
+        return value.tolist()
+    if isinstance(value, list) and isinstance(value[0], nn.Module):
+        return value[0].state_dict()
+    if isinstance(value, nn.Module):
+        return value.state_dict()
+    if isinstance(value, Config):
+        return vars(value)
+    return value
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_what_a_forward_writes_to_is_put_back(kind: type[Writer], accumulation: int) -> None:
+    """Wherever that is: the run goes on with the same numbers."""
+    global forwards
+
+    def run(find: str) -> Any:
+        global forwards
+        torch.manual_seed(0)
+        kind.count = everywhere["forwards"] = forwards = 0
+        plain = kind()
+        with attached(init_scale=64.0, find_overflow=find) as accelerator:
+            model, optimizer = accelerator.prepare(plain, sgd(plain.parameters(), lr=0.01))
+            for number, factor in enumerate((1.0, 1e9, 1.0, 1e9, 1.0)):
+                for micro in range(accumulation):
+                    accelerator.backward(model(batch(2 * number + micro, factor)).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+        counts = kind.count, forwards, everywhere["forwards"]
+        return plain.state_dict(), counts, state_of(plain.state)
+
+    assert_same(run("replay"), run("off"))
+
+
+def test_hooks_that_collect_have_nothing_more() -> None:
+    """As who looks at activations writes it: into a list around the hook, or counting."""
+
+    def run(find: str) -> Any:
+        torch.manual_seed(0)
+        plain, seen, count = Net(), [], 0
+
+        def collect(module: nn.Module, args: Any, output: Tensor) -> None:
+            nonlocal count
+            count += 1
+            seen.append(count)
+
+        plain.first.register_forward_hook(collect)
+        with attached(init_scale=64.0, find_overflow=find) as accelerator:
+            model, optimizer = accelerator.prepare(plain, sgd(plain.parameters()))
+            for number, factor in enumerate((1.0, 1e9, 1.0)):
+                accelerator.backward(model(batch(number, factor)).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+        return seen, count
+
+    assert run("replay") == run("off") == ([1, 2, 3], 3)
+
+
+@pytest.mark.parametrize("where", ["closure", "attribute", "list"])
+def test_leaves_that_are_no_parameters_get_no_gradients(where: str) -> None:
+    """As architecture weights beside a network; they are stepped by others, later."""
+
+    def run(find: str) -> list[Any]:
+        torch.manual_seed(0)
+        leaf = torch.ones(1, requires_grad=True)
+        plain: Any = Net()
+        if where == "closure":
+            plain.last = nn.Sequential(plain.last)
+            plain.last.register_forward_hook(lambda module, args, out: out + leaf)
+        else:
+            plain.leaf = leaf if where == "attribute" else [leaf]
+            own = (lambda: plain.leaf) if where == "attribute" else (lambda: plain.leaf[0])
+            plain.last.register_forward_hook(lambda module, args, out: out + own())
+        with attached(init_scale=2.0**14, find_overflow=find) as accelerator:
+            model, optimizer = accelerator.prepare(plain, sgd(plain.parameters(), lr=1e-4))
+            seen = []
+            for number, factor in enumerate((1.0, 2e4, 1.0)):
+                accelerator.backward(model(batch(number, factor)).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                assert leaf.grad is not None
+                assert leaf.grad.isfinite().all()
+                seen.append(leaf.grad.clone())
+            skipped = [r.found_inf for r in accelerator.scaler_history.records]
+        assert skipped == [False, True, False]
         return seen
 
     assert_same(run("replay"), run("off"))

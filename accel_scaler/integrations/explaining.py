@@ -194,6 +194,8 @@ class OverflowExplainer(Explainer):
             if ranks.are_together or any(p.dtype in LOW_PRECISION for p in params):
                 found = overflowed_sum(self.models, self.recording.backwards - 1)
             why = "nothing was inf or NaN when it was run again"
+        if self.files is not None and self._replay is None and why:
+            self.files.refuse(why)
         if found is None:
             self._watch_from_now(why)
         return found

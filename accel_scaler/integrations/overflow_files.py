@@ -73,7 +73,7 @@ class OverflowFiles:
             _refuse_joint_statistics(model)
             size = self._write(capture(recording, found, about, self._in_fp32(model)), window)
         except UnsupportedError as error:
-            self._tell(f"the window that overflowed is not saved: {error}.")
+            self.refuse(str(error))
         except Exception as error:  # a full disk, no memory for a copy; it is told
             why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
             self._tell(f"save_overflow={str(self.folder)!r}: no file was written ({why})", "write")
@@ -91,6 +91,10 @@ class OverflowFiles:
                 path,
                 last,
             )
+
+    def refuse(self, why: str) -> None:
+        """Tell, once for each reason, that there is no file."""
+        self._tell(f"the window that overflowed is not saved: {why}.")
 
     def _write(self, file: Any, window: Window) -> tuple[Path, int]:
         name = f"overflow-{window.index:06d}-rank{self.facts.get('rank', 0)}"

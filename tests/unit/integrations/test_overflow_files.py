@@ -106,6 +106,20 @@ def test_what_cannot_be_saved_is_told_once(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_window_that_cannot_be_run_again_is_not_saved_and_that_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Changes(Net):
+        def forward(self, x: Tensor, given: Any = 1.0) -> Tensor:
+            out: Tensor = super().forward(x, given)
+            x += 1
+            return out
+
+    train("x-x", net=Changes, save_overflow=str(tmp_path))
+    assert caplog.text.count("is not saved: a forward was not kept") == 1
+    assert not list(tmp_path.iterdir())
+
+
 def test_batch_statistics_of_several_ranks_are_not_saved(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,14 @@ from torch import Tensor, nn
 
 from accel_scaler import ConfigError, cli
 from accel_scaler.errors import UnsupportedError
-from accel_scaler.overflow_finder import WindowRecording, capture, read, run_again, write
+from accel_scaler.overflow_finder import (
+    WindowRecording,
+    capture,
+    post_mortem,
+    read,
+    run_again,
+    write,
+)
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(60)]
 
@@ -123,6 +130,18 @@ def test_a_list_in_itself_is_refused(tmp_path: Path) -> None:
     recording.calls[0].kwargs["thing"] = endless
     with pytest.raises(UnsupportedError, match="nested too deeply"):
         capture(recording, found, {})
+
+
+def test_weights_that_are_too_large_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(post_mortem, "MOST_WEIGHTS", 4 * (8 + 2) - 1)
+    file = saved(tmp_path / "f.pt", torch.ones(3, 4))
+    assert file.weights is None
+    assert file.shapes["inner.weight"] == ("torch.float32", (2, 4), True)
+    assert "are not in the file" in file.notes[0]
+    monkeypatch.setattr(post_mortem, "MOST_WEIGHTS", 4 * (8 + 2))
+    assert saved(tmp_path / "f.pt", torch.ones(3, 4)).weights is not None
 
 
 def test_two_models_in_a_window_are_refused() -> None:

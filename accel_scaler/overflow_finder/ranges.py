@@ -14,6 +14,9 @@ from torch import Tensor
 DEEPEST = 6
 """Nesting of containers up to which tensors are looked for."""
 
+PLAIN = frozenset((type(None), bool, int, float, str, bytes))
+"""In which no tensor is; a forward may be given thousands, as texts or tokens."""
+
 Pair = tuple[float, float]
 
 
@@ -91,7 +94,7 @@ def tensors_in(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str
     if depth >= DEEPEST:
         return
     if isinstance(value, (list, tuple)):
-        items = enumerate(value)
+        items = () if PLAIN.issuperset(map(type, value)) else enumerate(value)
     elif isinstance(value, Mapping):
         items = value.items()
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -112,7 +115,9 @@ def with_tensors(value: Any, change: Callable[[Tensor], Any], depth: int = 0) ->
         return with_tensors(item, change, depth + 1)
 
     if isinstance(value, (list, tuple)):
-        items = list(map(inner, value))
+        items = list(value)
+        if not PLAIN.issuperset(map(type, items)):
+            items = list(map(inner, items))
         if hasattr(value, "_fields"):
             return type(value)(*items)
         return type(value)(items)

@@ -15,6 +15,8 @@ from async_support import assert_same
 from telemetry_runs import attached, sgd
 from torch import Tensor, nn
 
+from accel_scaler.overflow_finder import ranges
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -400,3 +402,24 @@ def test_leaves_that_are_no_parameters_get_no_gradients(where: str) -> None:
         return seen
 
     assert_same(run("replay"), run("off"))
+
+
+def test_thousands_of_texts_are_not_looked_at_one_by_one(monkeypatch: Any) -> None:
+    """A forward that is given its tokens in words costs no more with them."""
+    looked = 0
+    as_it_is = ranges.tensors_in
+
+    def counted(*given: Any) -> Any:
+        nonlocal looked
+        looked += 1
+        return as_it_is(*given)
+
+    monkeypatch.setattr(ranges, "tensors_in", counted)
+    texts, x = ["word"] * 5000, torch.ones(2)
+    found = list(ranges.tensors_in({"texts": texts, "x": [1, x]}))
+    assert [path for path, _ in found] == ["x.1"]
+    assert looked < 10
+    changed = ranges.with_tensors((texts, x), lambda tensor: tensor + 1)
+    assert changed[0] == texts
+    assert changed[0] is not texts
+    assert changed[1].tolist() == [2, 2]

@@ -129,6 +129,8 @@ class Model:
     device: torch.device
     is_compiled: bool
     """It runs compiled in training: what is run again, uncompiled, is rounded elsewhere."""
+    autocast: Callable[[], Module | None] = lambda: None
+    """What is around it and enters autocast: a model that was compiled before it was prepared."""
 
 
 class WindowRecording:
@@ -179,6 +181,10 @@ class WindowRecording:
         device = torch.device("cpu") if first is None else first.device
         compiled = entered is not plain or any(map(is_compiled, plain.modules()))
         model = Model(weakref.ref(plain), len(self.models), device, compiled)
+        around = _compiled_around(prepared)
+        own = vars(plain)  # where the compiler's module puts what is set on itself
+        if around is not None and "_original_forward" in own and "forward" not in own:
+            model.autocast = weakref.ref(around)
         self.models.append(model)
         enter, leave = Hook(self, "enter", model), Hook(self, "leave", model)
         self._handles += [
@@ -352,6 +358,14 @@ class WindowRecording:
     def _stack(self) -> list[ForwardCall | None]:
         stack: list[ForwardCall | None] = self._local.__dict__.setdefault("stack", [])
         return stack
+
+
+def _compiled_around(model: Module) -> Module | None:
+    """What the compiler has made of a model, within what replicates that."""
+    plain, wrapped = without_wrappers(model), model
+    while wrapped is not plain and not isinstance(wrapped, torch._dynamo.OptimizedModule):
+        wrapped = wrapped.module  # type: ignore[assignment]
+    return wrapped if wrapped is not plain and wrapped._orig_mod is plain else None
 
 
 def without_wrappers(model: Module) -> Module:

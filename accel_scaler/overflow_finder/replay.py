@@ -275,7 +275,7 @@ class _Run:
                 )
             stack.enter_context(torch.enable_grad())
             self.recording.last_outputs = None
-            returned = model(*args, **kwargs)
+            returned = (call.model.autocast() or model)(*args, **kwargs)
         if self.recording.last_outputs is not None:  # a later hook may have changed it
             returned, self.recording.last_outputs = self.recording.last_outputs, None
         outputs = [tensor for _, tensor in tensors_in(returned)]

@@ -423,3 +423,36 @@ def test_thousands_of_texts_are_not_looked_at_one_by_one(monkeypatch: Any) -> No
     assert changed[0] == texts
     assert changed[0] is not texts
     assert changed[1].tolist() == [2, 2]
+
+
+class Squares(nn.Module):
+    """Too large for float16 on the way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * 3e3 + 3e3) * (x * 3e3 + 3e3) / 9e6
+
+
+def test_a_model_that_was_compiled_before_it_was_prepared() -> None:
+    """Its autocast is around the compiler's module, and is entered again too."""
+
+    def run(**settings: Any) -> tuple[list[Tensor], list[Any], list[bool]]:
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(8, 8), Squares(), nn.Linear(8, 1))
+        with attached(init_scale=64.0, **settings) as accelerator:
+            compiled = torch.compile(plain, backend="eager")
+            model, optimizer = accelerator.prepare(compiled, sgd(plain.parameters(), lr=0.01))
+            for number in range(4):
+                accelerator.backward(model(batch(number)).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            records = accelerator.scaler_history.records
+        weights = [p.detach() for p in plain.parameters()]
+        return weights, [r.first for r in records], [r.found_inf for r in records]
+
+    _, firsts, _ = run(find_overflow="replay")
+    assert (firsts[0]["where"], firsts[0]["module"]) == ("forward", "1")
+    healed, _, skipped = run(heal=True)
+    assert skipped == [True, False, False, False]
+    _, _, skipped = run(fp32_modules=["1"])
+    assert not any(skipped)
+    assert all(weight.isfinite().all() for weight in healed)

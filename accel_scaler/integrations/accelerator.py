@@ -110,6 +110,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
                 add_emulation(self, prepared)
             attachment.chosen.put_on(prepared)  # a compiler traces it in its first forward
             attachment.watch(prepared, self.unwrap_model(prepared))
+            attachment.agree(prepared)
         return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:

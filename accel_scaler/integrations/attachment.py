@@ -10,15 +10,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import __version__ as accelerate_version
 from accelerate.utils import DistributedType
 from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 
 from ..async_optimizer import Worker
 from ..config import ScalerConfig
 from ..errors import OrderError, StepError
 from ..optimizer_step import Boundary
 from ..precision import ChosenModules
+from ..scaling import gather_objects, is_sharded
 from ..telemetry import make_recorder
 from .autocast import add_autocast, remove_autocast, remove_emulation
 from .cpu_float16 import emulate_float16
@@ -107,6 +110,22 @@ class Attachment:
         self.recorder.watch(prepared, inner)
         if self.explainer is not None:
             self.explainer.watch(prepared, inner)
+
+    def agree(self, prepared: Module) -> None:
+        """Before ranks that train one model explain an overflow together: are all of them to?
+
+        A collective, where ``prepared`` is a model whose preparation is one.
+        """
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        if not isinstance(prepared, DistributedDataParallel) and not is_sharded(
+            prepared.parameters()
+        ):
+            return
+        wish = (self.config.finds_overflow, self.config.heal)
+        is_same = len(set(gather_objects(wish, self.device))) == 1
+        if self.explainer is not None:
+            self.explainer.is_everywhere = is_same
 
     def keep_fp32(self) -> None:
         """Put on float32 what the run that saved the scaler had healed.

@@ -16,7 +16,9 @@ from math import isfinite
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -69,6 +71,7 @@ class OverflowExplainer(Explainer):
     ) -> None:
         self.scaler, self.around, self.files = scaler, around, files
         self._replay: Replay | None = None
+        self._stepped: frozenset[Module] = frozenset()
         """Of the window in hand, where it began on this rank and on none before it."""
         self.recording = None if always and healer is None else WindowRecording()
         self.finder = OverflowFinder() if always else None
@@ -76,6 +79,8 @@ class OverflowExplainer(Explainer):
         self._models: list[weakref.ref[Module]] = []
         """In the order in which they came, which is the same on every rank."""
         self._prepared: weakref.WeakSet[Module] = weakref.WeakSet()
+        self.is_everywhere = False
+        """Every rank has the same settings, so that they may communicate."""
         self._is_same_everywhere = False
         """The gradients of the last backward are those of every rank."""
         self._overflows = 0
@@ -83,8 +88,12 @@ class OverflowExplainer(Explainer):
         self._first_scale = 1.0
         """Of the first of them."""
         self._explained: Window | None = None
+        """The window that overflowed last."""
+        self._closed: Window | None = None
+        """The window in which an optimizer has stepped last; others may join it."""
         self._told = 0
         self._told_why = ""
+        self._told_alone = False
 
     @property
     def models(self) -> list[Module]:
@@ -112,6 +121,9 @@ class OverflowExplainer(Explainer):
 
     def before_backward(self, loss: Tensor) -> None:
         """A backward from this unscaled loss is about to start."""
+        closed, self._closed = self._closed, None
+        if closed is not None and closed is not self._explained:
+            self._window_was_fine()
         self._is_same_everywhere = all(
             isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync
             for model in self._prepared
@@ -133,10 +145,14 @@ class OverflowExplainer(Explainer):
             self._first_scale = self.scaler.window_scale
         params = parameters_of(optimizer)
         ranks = _Ranks(params[0].device, self.scaler.sharded or is_sharded(params))
-        ranks.are_together = torch.distributed.is_initialized() and (
-            ranks.are_sharded or self._is_same_everywhere
-        )
+        if self.is_everywhere and (ranks.are_sharded or self._is_same_everywhere):
+            # One of them may have overflowed alone before, and be in the midst of a run.
+            ranks.are_together = True
+            self._overflows = max(ranks.gather(self._overflows))
+            if any(ranks.gather(self.finder is not None)) and self.finder is None:
+                self._watch_from_now("another rank could not")
         self._replay = None
+        self._stepped = self._stepped_in(window, optimizer)
         origin = self._explain(params, ranks)
         if origin is not None:
             self._tell(window, origin)
@@ -146,14 +162,31 @@ class OverflowExplainer(Explainer):
             self._heal(self.healer, window, origin, ranks)
             self.healer.statistics.put_back()
 
+    def _stepped_in(self, window: Window, optimizer: Optimizer) -> frozenset[Module]:
+        """Models whose parameters another optimizer has updated in this window."""
+        records = [(o, window.known(o)) for o in self.scaler.managed if o is not optimizer]
+        updated = {
+            id(p)
+            for other, record in records
+            if record and record.stage is OptState.STEPPED and not record.found_inf
+            for p in parameters_of(other)
+        }
+        return frozenset(
+            model
+            for model in self.models
+            if updated and not updated.isdisjoint(map(id, Module.parameters(model)))
+        )
+
     def optimizer_stepped(self, window: Window) -> None:
-        """A window without overflow ends a run of them."""
+        """Another optimizer may step, and overflow, in the same window."""
         if self.recording is not None:
             self.recording.end_window()
         if self.finder is not None:
             self.finder.end_window()
-        if self._explained is window:
-            return
+        self._closed = window
+
+    def _window_was_fine(self) -> None:
+        """A run of overflows is over."""
         self._explained, self._overflows = None, 0
         self._watch_no_more()
         if self.healer is not None:
@@ -170,7 +203,7 @@ class OverflowExplainer(Explainer):
     def _explain(self, params: Sequence[Tensor], ranks: _Ranks) -> Origin | None:
         if self.finder is not None:  # always, or since a window could not be run again
             found = self.finder.find()
-            if found is not None and self.healer is None:
+            if found is not None and self.healer is None and not ranks.are_together:
                 self._watch_no_more()
             return found
         if self.recording is None or (self._overflows - 1) % ONE_IN:
@@ -187,7 +220,7 @@ class OverflowExplainer(Explainer):
             for rank, (origin, _) in enumerate(answers):
                 if origin is not None and found is None:
                     found = replace(origin, text=f"{origin.text} (rank {rank})")
-            if any(origin is not None for origin, _ in answers[: torch.distributed.get_rank()]):
+            if any(origin is not None for origin, _ in answers[: dist.get_rank()]):
                 self._replay = None
             why = next((other for _, other in answers if other), why)
         if found is None and not why:
@@ -211,7 +244,7 @@ class OverflowExplainer(Explainer):
             return None, why
         stops = not (ranks.are_together and ranks.are_sharded)
         try:
-            return run_again(recording, self.around, stops=stops, **how), ""  # type: ignore[arg-type]
+            return run_again(recording, self.around, stops=stops, stepped=self._stepped, **how), ""  # type: ignore[arg-type]
         except Exception as error:  # the model's own, or no memory is left; it is told
             return None, f"it raised {type(error).__name__}: {error}"
 
@@ -219,6 +252,9 @@ class OverflowExplainer(Explainer):
         """Put on float32 what overflows at any scale."""
         recording, models, scale = self.recording, self.models, self.scaler.window_scale
         if recording is None or (healer.has_given_up and (self._overflows - 1) % ONE_IN):
+            return
+        if ranks.are_several and not ranks.are_together:
+            self._tell_not_healed()
             return
 
         def at_scale_1() -> Finding | None:
@@ -244,6 +280,15 @@ class OverflowExplainer(Explainer):
         window.healed = healer.heal(models, finding, trial)
         if window.healed:
             self._tell_healed(window, healer, finding)
+
+    def _tell_not_healed(self) -> None:
+        if not self._told_alone:
+            self._told_alone = True
+            logger.warning(
+                "heal: the ranks do not overflow together (they step alone, have other settings, "
+                "or were attached after prepare), so none of them puts a module on float32 that "
+                "the others do not. (Said once.)"
+            )
 
     def _tell_healed(self, window: Window, healer: Healer, finding: Finding) -> None:
         self.scaler.fp32_modules = tuple(dict.fromkeys((*self.scaler.fp32_modules, *window.healed)))
@@ -297,6 +342,7 @@ class _Ranks:
 
     def __init__(self, device: torch.device, are_sharded: bool) -> None:
         self.device, self.are_sharded = device, are_sharded
+        self.are_several = dist.is_initialized() and dist.get_world_size() > 1
         self.are_together = False
         """All of them have overflowed in it, and so may communicate."""
 

@@ -80,9 +80,9 @@ def run_again(
     stops: bool = True,
     cures: bool = False,
     factor: float = 1.0,
+    stepped: frozenset[Module] = frozenset(),
 ) -> Replay:
     """Run the window again, watched, until something is inf or NaN; leave no trace.
-
 
     Synchronises with the device once a micro-batch, and once more for the search.
 
@@ -93,12 +93,14 @@ def run_again(
         cures: the model was changed, to see whether that cures it: outputs and losses of the
             window are not compared with, and what came to the model as inf or NaN comes as 0.
         factor: what the gradients of the outputs are multiplied by: another scale.
+        stepped: models that are left out, since their parameters have been updated already.
 
     Raises:
         Whatever the model raises; all is put back then, too.
     """
     start = time.perf_counter()
     calls = sorted(recording.calls, key=lambda call: call.order)
+    calls = [call for call in calls if call.model.module() not in stepped] or calls
     models = list(dict.fromkeys(m for c in calls if (m := c.model.module()) is not None))
     run, last = _Run(recording, around, cures, factor), 0
     with (

@@ -15,7 +15,7 @@ from telemetry_runs import attached, sgd
 from torch import Tensor, nn
 
 from accel_scaler import ConfigError, ScalerConfig, detach
-from accel_scaler.integrations import healing
+from accel_scaler.integrations import explaining, healing
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -182,6 +182,32 @@ def test_the_smallest_module_that_helps(sick: Any) -> None:
     _, records = train(net, heal=True)
     assert records[0].healed == (("sick",) if sick is Apart else ("sick.0",))
     assert sum(r.skipped for r in records) == 1
+
+
+def test_a_second_optimizers_run_of_overflows_is_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each window the first optimizer's gradients are fine."""
+    runs: list[int] = []
+    original = explaining.run_again
+
+    def counted(*args: Any, **more: Any) -> Any:
+        runs.append(1)
+        return original(*args, **more)
+
+    monkeypatch.setattr(explaining, "run_again", counted)
+    fine, sick = nn.Linear(8, 1), Net()
+    with attached(None, init_scale=256.0, find_overflow="replay") as accelerator:
+        models = accelerator.prepare(fine, sick)
+        optimizers = [accelerator.prepare(sgd(m.parameters())) for m in (fine, sick)]
+        for x in rows(6):
+            accelerator.backward(models[0](x).float().square().mean() / 8)
+            accelerator.backward(models[1](x)["loss"])
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        records = list(accelerator.scaler_history.records)
+    assert [r.found_inf for r in records] == [True] * 6
+    assert [r.first is not None for r in records] == [True] + [False] * 5
+    assert len(runs) == 1
 
 
 def test_what_cannot_be_cast_is_not(caplog: pytest.LogCaptureFixture) -> None:

@@ -30,6 +30,9 @@ MOST_ITEMS = 1 << 12
 """Of a container that is looked through; of a larger one the items are put back, not what is in
 them."""
 
+MOST_BYTES = 1 << 28
+"""Of an array that is copied; a larger one is data."""
+
 NOT_THE_MODELS_OWN = {"torch", "accelerate", "accel_scaler", *sys.stdlib_module_names}
 """Packages whose objects hold more than a model's state."""
 
@@ -228,7 +231,7 @@ class _Found:
         elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
             self._look_at_function(value, depth + 1)
         elif not self._look_at_state(value) and (
-            isinstance(value, types.SimpleNamespace) or _package(type(value)) in self._packages
+            isinstance(value, _HOLDERS) or _package(type(value)) in self._packages
         ):
             self._look_at_attributes(value, depth + 1)
 
@@ -238,6 +241,11 @@ class _Found:
             before = dict(own)
             self._spaces.append((own, before))
             for value in before.values():
+                self._look(value, depth)
+        for name in [n for cls in type(owner).__mro__ for n in vars(cls).get("__slots__", ())]:
+            if not name.startswith("__") and hasattr(owner, name):
+                value = getattr(owner, name)
+                self._put_back.append(functools.partial(object.__setattr__, owner, name, value))
                 self._look(value, depth)
 
     def _look_at_class(self, cls: type) -> None:
@@ -294,7 +302,7 @@ class _Found:
         elif numpy is not None and isinstance(value, numpy.random.RandomState):
             put = functools.partial(value.set_state, value.get_state())
         elif numpy is not None and isinstance(value, numpy.ndarray):
-            if value.flags.writeable:
+            if value.flags.writeable and value.nbytes <= MOST_BYTES:
                 put = functools.partial(numpy.copyto, value, value.copy())
         else:
             return False
@@ -304,6 +312,7 @@ class _Found:
 
 
 _CONTAINERS = (list, dict, set, collections.deque)
+_HOLDERS = (types.SimpleNamespace, collections.UserDict, collections.UserList)
 _PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device)
 
 
@@ -338,7 +347,7 @@ def _content(container: Any) -> list[Any]:
     if isinstance(container, dict):
         kind: Any = _ORDERED if isinstance(container, _ORDERED) else dict
         return list(kind.items(container))
-    return list(container)
+    return list.copy(container) if isinstance(container, list) else list(container)
 
 
 def _is_same(one: list[Any], other: list[Any]) -> bool:

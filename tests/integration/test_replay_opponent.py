@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import random
 import types
 from collections.abc import Callable
@@ -237,6 +238,16 @@ class Configured(Writer):
         return 1 + self.state.forwards / 64
 
 
+@dataclasses.dataclass(slots=True)
+class Slots:
+    forwards: int = 0
+
+
+class Slotted(Configured):
+    def make(self) -> Any:
+        return Slots()
+
+
 class OfClass(Writer):
     def move(self) -> Any:
         type(self).count += 1
@@ -319,6 +330,8 @@ def state_of(value: Any) -> Any:
         return value[0].state_dict()
     if isinstance(value, nn.Module):
         return value.state_dict()
+    if isinstance(value, Slots):
+        return value.forwards
     if isinstance(value, Config):
         return vars(value)
     return value

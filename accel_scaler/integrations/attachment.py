@@ -258,7 +258,8 @@ def begin(accelerator: Any, config: ScalerConfig | None) -> Attachment | None:
             if config.telemetry is None
             else "training is as before, only telemetry is written"
         )
-        more = " fp32_modules does nothing." if config.fp32_modules else ""
+        idle = [name for name in ("fp32_modules", "heal") if getattr(config, name)]
+        more = f" {' and '.join(idle)} can do nothing." if idle else ""
         warnings.warn(
             f"accel_scaler: mixed_precision={accelerator.mixed_precision!r} needs no gradient "
             f"scaling; {does}.{more} Set it to 'fp16' to scale.",

@@ -214,7 +214,7 @@ def test_data_parallel_is_refused() -> None:
 
 
 def test_without_fp16_it_is_said_to_do_nothing() -> None:
-    with pytest.warns(UserWarning, match="fp32_modules does nothing") as said:
+    with pytest.warns(UserWarning, match="fp32_modules can do nothing") as said:
         accelerator = attach(Accelerator(cpu=True, mixed_precision="bf16"), config())
     assert len(said) == 1
     model = made()

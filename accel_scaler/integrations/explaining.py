@@ -46,7 +46,7 @@ ONE_IN = 100
 """After the first skip of a run, the windows of it that are run again to be told of."""
 
 MOST_TOLD = 20
-"""Overflows of which a warning is given that a lower scale may cure."""
+"""Overflows of which a warning is given; of later ones records and the log's level INFO tell."""
 
 
 class OverflowExplainer(Explainer):
@@ -331,9 +331,8 @@ class OverflowExplainer(Explainer):
         evidence.first = origin.text + ". "
         made = origin.where == "forward" and origin.input and all(map(isfinite, origin.input))
         evidence.module = origin.module if made else ""
-        is_usual = origin.where not in ("forward", "loss") and self.scaler.window_scale > 1.0
-        self._told += is_usual
-        level = logging.INFO if is_usual and self._told > MOST_TOLD else logging.WARNING
+        self._told += 1
+        level = logging.WARNING if self._told <= MOST_TOLD else logging.INFO
         logger.log(level, "window %d overflowed: %s", window.index, origin.text)
 
 

@@ -162,8 +162,9 @@ def test_an_interrupt_at_a_random_place_of_a_step_is_told_and_training_goes_on(
         moved, scaler = run.state()
         assert scaler in (before[1], after[1]), at.where
         if PARTLY in told():
-            for mine, *either in zip(moved, before[0], after[0], strict=True):
-                assert any(same(mine, each) for each in either), at.where
+            entries = zip(moved, before[0], after[0], strict=True)
+            torn = [m for m, *either in entries if not any(same(m, each) for each in either)]
+            assert len(torn) <= 1, at.where  # a momentum that was multiplied, and not added to yet
         else:
             assert any(same(moved, each) for each in (before[0], after[0])), at.where
         goes_on(run, tmp_path / f"{place}")

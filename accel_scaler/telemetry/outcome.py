@@ -167,7 +167,8 @@ def _trained(of: Outcome) -> str:
     elif not of.skips:
         counts += ", none skipped"
     else:
-        counts += f", {of.skips:,} skipped ({percent(of.skips, of.windows)}){_when(of)}"
+        when = "" if of.healed else _when(of)  # what was healed is why, whenever that was
+        counts += f", {of.skips:,} skipped ({percent(of.skips, of.windows)}){when}"
     but = []
     if of.stepped_bad:
         but.append(

@@ -111,7 +111,7 @@ def test_what_was_healed_is_the_line_for_the_config(tmp_path: Path) -> None:
     assert told.do.startswith("fp32_modules: ['a.wo', 'b.wo'] in the config")
     assert said(tmp_path, lines) == (
         "Trained with 2 modules healed: put `fp32_modules: ['a.wo', 'b.wo']` into the config. "
-        "100 windows, 1 skipped (1 %), all while the scale settled."
+        "100 windows, 1 skipped (1 %)."
     )
 
 

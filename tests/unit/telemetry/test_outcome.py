@@ -171,7 +171,7 @@ def test_a_run_that_was_healed_in_its_last_window() -> None:
     fresh = Outcome(windows=1, skips=1, search_skips=1, last="step 0", healed=["a"])
     assert verdict(fresh) == (
         "Nothing trained yet, 1 module healed: put `fp32_modules: ['a']` into the config. "
-        "1 window, 1 skipped (100 %), all while the scale settled."
+        "1 window, 1 skipped (100 %)."
     )
     (record,) = records((True, 65536.0))
     healed = replace(record, healed=("a",), loss_nonfinite=1, first=first("forward", "a", "B"))
@@ -181,7 +181,7 @@ def test_a_run_that_was_healed_in_its_last_window() -> None:
 def test_healed_modules_are_the_line_for_the_config() -> None:
     assert verdict(replace(TRAINED, healed=["a.wo", "b.wo"])) == (
         "Trained with 2 modules healed: put `fp32_modules: ['a.wo', 'b.wo']` into the config. "
-        "1,200 windows, 14 skipped (1.2 %), all while the scale settled."
+        "1,200 windows, 14 skipped (1.2 %)."
     )
     stuck = verdict(replace(STREAK, healed=["a.wo"], firsts=[first("forward", "b", "L")]))
     assert stuck.startswith("Did not train past step 310")

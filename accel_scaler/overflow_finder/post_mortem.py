@@ -106,6 +106,10 @@ def capture(
         or (not call.grads and last + 1 >= recording.backwards)
     ]
     tensors = dict(_weights_of(model))
+    names = {id(module): name for name, module in model.named_modules()}
+    began = [call for call in recording.calls if any(first <= g.backward for g in call.grads)]
+    for ref, own, value in min(began, key=lambda call: call.order).buffers if began else ():
+        tensors[f"{names.get(id(ref()), '')}.{own}".lstrip(".")] = value  # as its forward read it
     shapes = {name: (str(t.dtype), tuple(t.shape), t.requires_grad) for name, t in tensors.items()}
     weights: dict[str, Tensor] | None = None
     if sum(t.numel() * t.element_size() for t in tensors.values()) <= MOST_WEIGHTS:

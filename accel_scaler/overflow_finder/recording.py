@@ -33,6 +33,9 @@ MOST_FORWARDS = 1024
 SMALL_OUTPUT = 1 << 12
 """Elements up to which an output is kept, to be compared with what a second run gives."""
 
+STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}
+"""Buffers that a training forward writes to, and does not read."""
+
 _this_thread = threading.local()
 
 
@@ -100,6 +103,10 @@ class SecondGradient:
     kept: Kept
 
 
+Buffers = list[tuple[weakref.ref[Module], str, Tensor]]
+"""``(module, name, value)``."""
+
+
 @dataclass(eq=False, slots=True)
 class ForwardCall:
     """One training forward of a watched model."""
@@ -113,6 +120,8 @@ class ForwardCall:
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     cache_enabled: bool
     is_training: bool
+    buffers: Buffers = field(default_factory=list)
+    """Copies of those that forwards change, as they were before this one."""
     outputs: dict[int, Kept] = field(default_factory=dict)
     """Small ones, under their number."""
     grads: list[OutputGradient] = field(default_factory=list)
@@ -129,6 +138,10 @@ class Model:
     device: torch.device
     is_compiled: bool
     """It runs compiled in training: what is run again, uncompiled, is rounded elsewhere."""
+    changing: list[tuple[weakref.ref[Module], str]] | None = None
+    """Buffers that its forward changes; None: none has been seen yet."""
+    versions: list[tuple[Module, str, int]] = field(default_factory=list)
+    """Of all buffers, during its first forward."""
     autocast: Callable[[], Module | None] = lambda: None
     """What is around it and enters autocast: a model that was compiled before it was prepared."""
 
@@ -259,6 +272,7 @@ class WindowRecording:
         call = stack.pop() if stack else None
         if call is None or output is None:
             return
+        _note_changing(call.model)
         for kept in call.inputs:
             if kept.change:
                 self.left_out = f"the model changes its input {kept.path} in place"
@@ -340,6 +354,7 @@ class WindowRecording:
             ),
             torch.is_autocast_cache_enabled(),
             module.training,
+            _copies_of_changing(model),
             bytes=size,
         )
         wanting = [t for _, t in found if t.requires_grad]
@@ -358,6 +373,37 @@ class WindowRecording:
     def _stack(self) -> list[ForwardCall | None]:
         stack: list[ForwardCall | None] = self._local.__dict__.setdefault("stack", [])
         return stack
+
+
+def _copies_of_changing(model: Model) -> Buffers:
+    """Before a forward: what it changes and may read, as the vectors of a spectral norm."""
+    plain = model.module()
+    if plain is None:
+        return []
+    if model.changing is None:
+        model.versions = [
+            (module, name, buffer._version)
+            for module in plain.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in STATISTICS and not buffer.is_inference()
+        ]
+        return []
+    return [
+        (ref, name, buffer.detach().clone())
+        for ref, name in model.changing
+        if (module := ref()) is not None and (buffer := module._buffers.get(name)) is not None
+    ]
+
+
+def _note_changing(model: Model) -> None:
+    """After its first forward."""
+    if model.changing is None:
+        model.changing = [
+            (weakref.ref(module), name)
+            for module, name, version in model.versions
+            if (buffer := module._buffers.get(name)) is None or buffer._version != version
+        ]
+        model.versions = []
 
 
 def _compiled_around(model: Module) -> Module | None:

@@ -268,6 +268,10 @@ class _Run:
             lambda t: fresh.get(id(t), t.detach() if t.requires_grad else t),
         )
         call.random.put_back()
+        for ref, name, value in call.buffers:
+            holder = ref()
+            if holder is not None:
+                holder._buffers[name] = value.clone()
         with ExitStack() as stack:
             for kind, enabled, dtype in call.autocast:
                 stack.enter_context(

@@ -63,6 +63,13 @@ def frozen() -> nn.Module:
     return model
 
 
+def sharp() -> nn.Module:
+    """With vectors that each forward moves on."""
+    model: Any = net()
+    nn.utils.parametrizations.spectral_norm(model.head)
+    return model
+
+
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 

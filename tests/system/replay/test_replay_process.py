@@ -49,6 +49,7 @@ def model(name: str) -> tuple[str, str]:
         ("outside", []),
         ("half", []),
         ("frozen", []),
+        ("sharp", []),
         ("gpt2", ["init_scale=65536"]),
     ],
     ids=str,

@@ -185,6 +185,35 @@ def test_a_random_number_that_nobody_can_know_of() -> None:
     assert run_again(kept).differences
 
 
+def test_buffers_that_a_forward_changes_and_reads() -> None:
+    """As the vectors of a spectral norm: known from the second forward on."""
+
+    class Sharp(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers[0] = nn.utils.parametrizations.spectral_norm(self.layers[0])
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: Tensor, more: Any = None) -> Tensor:
+            self.count += 1
+            return super().forward(x + self.count * 1e-3)
+
+    net = Sharp()
+    kept = watched(net)
+    window(kept, net, torch.ones(2, 4))
+    kept.end_window()
+    for _ in range(3):  # micro-batches
+        window(kept, net, torch.ones(2, 4))
+    before = {name: value.clone() for name, value in net.named_buffers()}
+    assert origin_of(kept) == "layers.1"
+    assert all(torch.equal(value, before[name]) for name, value in net.named_buffers())
+    plain = Net()
+    other = watched(plain)
+    window(other, plain, torch.ones(2, 4))
+    window(other, plain, torch.ones(2, 4))
+    assert not any(call.buffers for call in other.calls)
+
+
 def test_whatever_is_raised_everything_is_put_back() -> None:
     class Sulks(Net):
         def __init__(self) -> None:

@@ -78,6 +78,7 @@ class Attachment:
             always = config.finds_overflow == "always"
             healer = Healer(self.chosen) if config.heal and self.scales else None
             self.explainer = OverflowExplainer(self.scaler, always, healer, self.float16, files)
+            self.explainer.is_asked = config.heal or config.find_overflow == "replay"
         self.scaler.call_when_loaded(self.keep_fp32)
         self.boundary = Boundary(self.scaler, self.device, self.recorder, self.explainer)
         self.worker = Worker(config.optimizer_threads)

@@ -79,6 +79,8 @@ class OverflowExplainer(Explainer):
         self._models: list[weakref.ref[Module]] = []
         """In the order in which they came, which is the same on every rank."""
         self._prepared: weakref.WeakSet[Module] = weakref.WeakSet()
+        self.is_asked = False
+        """Somebody has asked for replays, and is to know where there is none."""
         self.is_everywhere = False
         """Every rank has the same settings, so that they may communicate."""
         self._is_same_everywhere = False
@@ -310,7 +312,8 @@ class OverflowExplainer(Explainer):
         """Modules are watched while they run, until this run of skips is over."""
         if why != self._told_why:
             self._told_why = why
-            logger.info(
+            logger.log(
+                logging.WARNING if self.is_asked else logging.INFO,
                 "the window that overflowed could not be run again: %s. The next windows are "
                 "watched while they run, until one does not overflow.",
                 why,

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import collections
 import copy
+import logging
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
 from async_support import assert_same
-from telemetry_runs import attached, sgd
+from telemetry_runs import attached, sgd, windows_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -148,3 +150,44 @@ def test_nothing_of_it_stays(mode: dict[str, Any], loss: Any, accumulation: int)
         assert_same(one, other)
     # The root has two hooks more, before and after.
     assert all(sum(hooks) == sum(without) + 2 for hooks in found_hooks[len(factors) :])
+
+
+class Secret(Net):
+    """A random number of a generator that nobody knows of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chance = torch.Generator()
+
+    def forward(self, x: Tensor, factor: float = 1.0, steep: float = 1.0) -> dict[str, Tensor]:
+        return super().forward(x + torch.rand((), generator=self.chance), factor, steep)
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_what_differs_is_said_and_the_next_window_is_watched(
+    asked: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"find_overflow": "replay"} if asked else {"max_consecutive_skips": 9}
+    with caplog.at_level(logging.INFO):
+        _, found = train(loss_inside, (1.0, 1e9, 1e9, 1.0), make=Secret, **settings)
+    assert [each is not None for each in found] == [False, False, True, False]
+    (said,) = [r for r in caplog.records if "could not be run again" in r.getMessage()]
+    assert "it did not give the same numbers: output loss was " in said.getMessage()
+    assert (said.levelno == logging.WARNING) == asked
+
+
+def test_telemetry_is_as_without_it(tmp_path: Path) -> None:
+    """But for the times, and for where it began."""
+
+    def windows(**settings: Any) -> list[dict[str, Any]]:
+        path = tmp_path / f"{settings['find_overflow']}.jsonl"
+        train(both, (1.0, 1e9, 1.0, 1e9), 2, telemetry=str(path), underflow_interval=1, **settings)
+        lines = windows_of(path)
+        for line in lines:
+            line["spans"] = [kind for kind, *_ in line.pop("spans", [])]
+            line.pop("first", None)
+            for name in [name for name in line if name == "time" or name.endswith("_us")]:
+                del line[name]
+        return lines
+
+    assert windows(find_overflow="replay") == windows(find_overflow="off")

@@ -303,10 +303,13 @@ def _skips(run: Run) -> Iterable[Finding]:
     if run.kinds.search:
         search = max((f for f in run.falls if f.search), key=lambda f: f.skips, default=None)
         way = f" ({number(search.high)} to {number(search.low)})" if search else ""
+        why = "normal"
+        if run.healed:
+            why = "normal, but for what was healed"
         yield Finding(
-            "good" if run.kinds.search == run.skips else "note",
+            "good" if run.kinds.search == run.skips and not run.healed else "note",
             f"{counted(run.kinds.search, 'skip')} while the scale was first searched for{way}: "
-            "normal.",
+            f"{why}.",
             do="A smaller init_scale saves them." if run.kinds.search >= 8 else "",
         )
     if run.kinds.growth:

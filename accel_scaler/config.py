@@ -289,12 +289,11 @@ class ScalerConfig:
             )
         object.__setattr__(self, "fp32_modules", tuple(self.fp32_modules))
         check_bounds(self.init_scale, self.min_scale, self.max_scale)
-        for name in ("heal", "save_overflow"):
-            if getattr(self, name) and self.find_overflow == "off":
-                raise ConfigError(
-                    f"{name}={getattr(self, name)!r} runs the window that overflowed again, which "
-                    "find_overflow='off' rules out; leave find_overflow at 'auto'."
-                )
+        if self.heal and self.find_overflow == "off":
+            raise ConfigError(
+                "heal=True runs the window that overflowed again, which find_overflow='off' rules "
+                "out; leave find_overflow at 'auto'."
+            )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if isinstance(state.get("find_overflow"), bool):  # of before there was a replay

@@ -6,7 +6,6 @@ Hooks of torch's own on one optimizer and on models; removed by ``close``.
 from __future__ import annotations
 
 import inspect
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -17,7 +16,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from ..errors import UnsupportedError
-from ..overflow_finder import inert, is_replaying
+from ..overflow_finder import inert, is_fsdp2, is_in_backward, is_replaying
 from ..scaling import parameters_of
 from .async_stepper import MASTER, AsyncStepper, without_own, without_shown
 from .master_params import ParameterPair
@@ -244,7 +243,7 @@ class SyncHooks:
         self._roots.update(_roots(model))
         if scripted:
             stepper.waits_at_step = True
-        if isinstance(model, torch.nn.DataParallel) or any(map(_is_fsdp2, model.modules())):
+        if isinstance(model, torch.nn.DataParallel) or any(map(is_fsdp2, model.modules())):
             stepper.waits_at_root = True  # their reads of parameters cannot be seen
 
     def _hook(self, module: Any, stepper: AsyncStepper, handles: list[Any]) -> None:
@@ -253,7 +252,7 @@ class SyncHooks:
             vars(module)["_parameters"] = vars(module).pop("_parameters")
             handles.append(module.register_state_dict_pre_hook(_Synchronize(stepper)))
             handles.append(module.register_load_state_dict_pre_hook(_Synchronize(stepper)))
-        if _is_fsdp2(module):
+        if is_fsdp2(module):
             handles.append(module.register_forward_pre_hook(_BeforeGather(stepper), prepend=True))
         elif stepper.mode == "delayed":
             hook = _BeforeInnerForward(stepper, weakref.ref(self))
@@ -338,16 +337,16 @@ class _BeforeForward(_Hook):
         if stepper is None:
             return
         if is_replaying():  # the window's own parameters, and nothing begins
-            if stepper.waits_at_root and not _is_fsdp2(module):
+            if stepper.waits_at_root and not is_fsdp2(module):
                 stepper.finish_model()
             return
         if _is_evaluated(module):
             stepper.synchronize()  # an evaluation sees the newest parameters
             return
         stepper.claim_if_gone()
-        if not _is_recomputed():
+        if not is_in_backward():
             stepper.go_on()
-        if stepper.waits_at_root and not _is_fsdp2(module):  # which waits before each gather
+        if stepper.waits_at_root and not is_fsdp2(module):  # which waits before each gather
             stepper.finish_model()
 
 
@@ -365,7 +364,7 @@ class _BeforeInnerForward(_Hook):
         if getattr(module, "_is_replica", False):
             return  # DataParallel's, on a thread of its own: what it replicates was asked for
         is_evaluated = _is_evaluated(module)
-        if is_evaluated != stepper.unpublished or _is_recomputed():
+        if is_evaluated != stepper.unpublished or is_in_backward():
             return
         hooks = self._hooks()
         # A frozen layer in the midst of a training forward is no evaluation, nor the reverse.
@@ -378,11 +377,7 @@ class _BeforeInnerForward(_Hook):
 
 def _is_evaluated(module: Module) -> bool:
     """Whether this forward is one of an evaluation, and not a backward's that computes it anew."""
-    return not (torch.is_grad_enabled() and module.training) and not _is_recomputed()
-
-
-def _is_recomputed() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return not (torch.is_grad_enabled() and module.training) and not is_in_backward()
 
 
 def _is_compiled(module: Module) -> bool:
@@ -410,7 +405,7 @@ class _WaitFirst:
         else:
             if module is not None and _is_evaluated(module):
                 stepper.synchronize()
-            elif not _is_recomputed():
+            elif not is_in_backward():
                 stepper.go_on()
             stepper.finish_model()
         return self._call(*args, **kwargs)
@@ -424,7 +419,7 @@ class _BeforeGather(_Hook):
         if stepper is None:
             self._streams.follow_last(on_host=True)
             return
-        if stepper.has_hidden and not (_is_evaluated(module) or _is_recomputed()):
+        if stepper.has_hidden and not (_is_evaluated(module) or is_in_backward()):
             stepper.go_on()
         group: Any = module  # FSDP2 does not say in public what it gathers, and what ahead of time
         state = group._get_fsdp_state()
@@ -436,17 +431,11 @@ class _BeforeGather(_Hook):
         stepper.streams.wait_for_followed()  # it gathers on streams of its own
 
 
-def _is_fsdp2(module: Module) -> bool:
-    # To import it takes a second; who has such a module has imported it.
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
-
-
 def _own_parameters(module: Module) -> Iterator[Tensor]:
     """The parameters that FSDP2 gathers together with this module."""
     yield from Module.parameters(module, recurse=False)
     for child in module.children():
-        if not _is_fsdp2(child):
+        if not is_fsdp2(child):
             yield from _own_parameters(child)
 
 

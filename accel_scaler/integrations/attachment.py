@@ -67,10 +67,10 @@ class Attachment:
         self.scaler = make_scaler(accelerator, config, self.stock_scaler)
         is_fsdp = accelerator.distributed_type == DistributedType.FSDP
         self.scaler.sharded = config.sharded or is_fsdp
-        files = None
+        files, facts = None, _facts_of(accelerator)
         if config.save_overflow is not None:
-            files = OverflowFiles(config.save_overflow, _facts_of(accelerator), self.chosen)
-        self.recorder = make_recorder(self.scaler, config, _facts_of(accelerator))
+            files = OverflowFiles(config.save_overflow, facts, self.chosen)
+        self.recorder = make_recorder(self.scaler, config, facts)
         self.trackers = Trackers(accelerator)
         self.recorder.on_alert = self.trackers.send
         self.explainer: OverflowExplainer | None = None

@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from math import isfinite
 from typing import TypeVar
 
 import torch
@@ -71,8 +70,9 @@ class OverflowExplainer(Explainer):
     ) -> None:
         self.scaler, self.around, self.files = scaler, around, files
         self._replay: Replay | None = None
-        self._stepped: frozenset[Module] = frozenset()
         """Of the window in hand, where it began on this rank and on none before it."""
+        self._stepped: frozenset[Module] = frozenset()
+        """Models that another optimizer has updated in it already."""
         self.recording = None if always and healer is None else WindowRecording()
         self.finder = OverflowFinder() if always else None
         self.always, self.healer = always, healer
@@ -150,8 +150,11 @@ class OverflowExplainer(Explainer):
         if self.is_everywhere and (ranks.are_sharded or self._is_same_everywhere):
             # One of them may have overflowed alone before, and be in the midst of a run.
             ranks.are_together = True
-            self._overflows = max(ranks.gather(self._overflows))
-            if any(ranks.gather(self.finder is not None)) and self.finder is None:
+            overflows, watch = zip(
+                *ranks.gather((self._overflows, self.finder is not None)), strict=True
+            )
+            self._overflows = max(overflows)
+            if any(watch) and self.finder is None:
                 self._watch_from_now("another rank could not")
         self._replay = None
         self._stepped = self._stepped_in(window, optimizer)
@@ -332,7 +335,7 @@ class OverflowExplainer(Explainer):
         window.origin = origin
         evidence = self.scaler.overflow_streak.evidence
         evidence.first = origin.text + ". "
-        made = origin.where == "forward" and origin.input and all(map(isfinite, origin.input))
+        made = origin.where == "forward" and origin.input and not origin.is_of_data
         evidence.module = origin.module if made else ""
         self._told += 1
         level = logging.WARNING if self._told <= MOST_TOLD else logging.INFO

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import isfinite
 from typing import Any
 
 import torch
@@ -75,14 +74,6 @@ class Finding:
         """In a forward or a loss: no scale helps."""
         return self.origin.where in ("forward", "loss")
 
-    @property
-    def is_of_data(self) -> bool:
-        """A forward was given what is not finite."""
-        given = self.origin.input
-        return (
-            self.origin.where == "forward" and given is not None and not all(map(isfinite, given))
-        )
-
 
 Trial = Callable[[], Finding | None]
 """Runs the window again, with scale 1, on every rank; None: it is finite."""
@@ -125,7 +116,7 @@ class Healer:
         Returns the names of those that were put on now; none where nothing helps, which is said
         once for each place.
         """
-        if found.is_of_data or found.at in self._given_up:
+        if found.origin.is_of_data or found.at in self._given_up:
             self.has_given_up = True
             return ()
         if not found.is_in_forward:

@@ -10,7 +10,7 @@ no window's verdict, no optimizer.
 
 from .circumstances import as_then, surroundings
 from .finder import OverflowFinder
-from .hooks import Hook, inert
+from .hooks import Hook, inert, is_fsdp2, is_in_backward
 from .post_mortem import PostMortem, capture, read, recorded, write
 from .recording import WindowRecording, is_replaying, without_wrappers
 from .replay import Replay, obstacle, overflowed_sum, run_again
@@ -26,6 +26,8 @@ __all__ = [
     "as_then",
     "capture",
     "inert",
+    "is_fsdp2",
+    "is_in_backward",
     "is_replaying",
     "obstacle",
     "overflowed_sum",

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..devices import is_capturing
 from ..errors import listed
-from .hooks import Hook, gradient_edge, hook_inputs, is_compiled
+from .hooks import Hook, gradient_edge, hook_inputs, is_compiled, is_in_backward
 from .ranges import Range, in_words, tensors_in
 from .search import Origin, search
 from .trace import Call, Entry, InputGradient, Loss, ParameterGradient, Place, Uses, WindowTrace
@@ -183,12 +183,12 @@ class OverflowFinder:
         if parent is None:
             if not torch.is_grad_enabled():
                 return
-            if self._is_over and not _is_in_backward():
+            if self._is_over and not is_in_backward():
                 self.new_window()
                 stack = self._stack()
             self._watch_parameters()
         window = self._window
-        earlier = window.latest.get(place) if _is_in_backward() else None
+        earlier = window.latest.get(place) if is_in_backward() else None
         if parent is not None:
             forward = parent.forward
         elif earlier is not None:
@@ -325,7 +325,3 @@ def search_sums(parameters: Iterable[tuple[Place, str, Tensor]], micro: int) -> 
             )
             return Origin("parameter", place.name, place.cls, micro, None, None, text, place)
     return None
-
-
-def _is_in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -80,3 +81,15 @@ def is_compiled(module: Any) -> bool:
         isinstance(module, (torch.jit.ScriptModule, torch._dynamo.OptimizedModule))
         or module._compiled_call_impl is not None
     )
+
+
+def is_in_backward() -> bool:
+    """Whether this thread runs one: a forward in it is a checkpoint's second."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def is_fsdp2(module: Any) -> bool:
+    """Whether ``fully_shard`` was called on it."""
+    # To import it takes a second; who has such a module has imported it.
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)

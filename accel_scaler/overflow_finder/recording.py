@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from ..devices import is_capturing
-from .hooks import Hook, is_compiled
+from .hooks import Hook, is_compiled, is_in_backward
 from .random_state import RandomState
 from .ranges import tensors_in, with_tensors
 
@@ -134,7 +134,6 @@ class Model:
     """A watched model: what is run again."""
 
     module: weakref.ref[Module]
-    index: int
     device: torch.device
     is_compiled: bool
     """It runs compiled in training: what is run again, uncompiled, is rounded elsewhere."""
@@ -174,7 +173,6 @@ class WindowRecording:
         self._local = threading.local()
         self._bytes = 0
         self._order = 0
-        self._window = 0
         self._is_over = False
 
     def watch(self, prepared: Module, inner: Module) -> None:
@@ -193,7 +191,7 @@ class WindowRecording:
         first = next(plain.parameters(), None)
         device = torch.device("cpu") if first is None else first.device
         compiled = entered is not plain or any(map(is_compiled, plain.modules()))
-        model = Model(weakref.ref(plain), len(self.models), device, compiled)
+        model = Model(weakref.ref(plain), device, compiled)
         around = _compiled_around(prepared)
         own = vars(plain)  # where the compiler's module puts what is set on itself
         if around is not None and "_original_forward" in own and "forward" not in own:
@@ -232,7 +230,6 @@ class WindowRecording:
         self.calls, self.losses = [], []
         self.backwards = self._bytes = 0
         self.left_out = ""
-        self._window += 1
         self._is_over = self._has_begun = False
 
     def close(self) -> None:
@@ -251,7 +248,7 @@ class WindowRecording:
         if is_replaying():
             return
         stack = self._stack()
-        is_inner = any(call is not None for call in stack) or _is_in_backward()
+        is_inner = any(call is not None for call in stack) or is_in_backward()
         if is_inner or not torch.is_grad_enabled() or is_capturing():
             stack.append(None)
             return
@@ -428,10 +425,6 @@ def without_wrappers(model: Module) -> Module:
 
 def _too_much(size: int) -> str:
     return f"its inputs take {size / 2**20:.0f} MiB, and {MOST_BYTES >> 20} MiB are kept at most"
-
-
-def _is_in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def _version(tensor: Tensor) -> int:

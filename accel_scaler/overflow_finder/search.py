@@ -49,6 +49,12 @@ class Origin:
     place: Place | None = field(default=None, compare=False, repr=False)
     """The module; None for code outside of any. Not pickled."""
 
+    @property
+    def is_of_data(self) -> bool:
+        """A forward was given what is not finite."""
+        given = self.input or ()
+        return self.where == "forward" and not all(map(math.isfinite, given))
+
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "place": None}
 

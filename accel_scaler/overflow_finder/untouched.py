@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 
+from .hooks import is_fsdp2
 from .random_state import RandomState
 
 DEEPEST = 6
@@ -160,7 +161,7 @@ class _Found:
             self._look(module, 0)
         params = {id(p): p for m in self._modules for p in m._parameters.values() if p is not None}
         self._grads = [(p, p.grad) for p in params.values() if p.requires_grad]
-        self._is_sharded = any(map(_is_fsdp2, self._modules))
+        self._is_sharded = any(map(is_fsdp2, self._modules))
 
     def tensors(self) -> Iterator[Tensor]:
         """All but those that are run as a copy anyway."""
@@ -372,9 +373,3 @@ def _refill(container: Any, content: list[Any]) -> None:
     else:
         container.clear()
         (container.update if isinstance(container, set) else container.extend)(content)
-
-
-def _is_fsdp2(module: Module) -> bool:
-    # To import it takes a second; who has such a module has imported it.
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, fsdp.FSDPModule)

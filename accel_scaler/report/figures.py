@@ -235,13 +235,7 @@ def _plot_norm(axes: Axes, runs: Sequence[Run]) -> None:
 def _plot_preview(axes: Axes, runs: Sequence[Run]) -> None:
     """The error of previews over the steps (log), and where it is too large."""
     _plot_spreads(axes, runs, _preview_error_of, "error")
-    axes.axhline(
-        TOO_FAR,
-        color=INK,
-        linewidth=1.2,
-        linestyle=(0, (4, 3)),
-        label=f"too far above {number(TOO_FAR)}",
-    )
+    _limit_line(axes, TOO_FAR, f"too far above {number(TOO_FAR)}")
     _mark_bad(axes, runs, _preview_error_of)
     _plain_log_ticks(axes)
     _shared_axis(axes, runs, "of the update")
@@ -250,13 +244,7 @@ def _plot_preview(axes: Axes, runs: Sequence[Run]) -> None:
 def _plot_largest(axes: Axes, runs: Sequence[Run]) -> None:
     """The largest scaled gradient over the steps (log), and float16's largest number."""
     _plot_spreads(axes, runs, _largest_of, "largest gradient")
-    axes.axhline(
-        LARGEST,
-        color=INK,
-        linewidth=1.2,
-        linestyle=(0, (4, 3)),
-        label=f"end of float16, {number(LARGEST)}",
-    )
+    _limit_line(axes, LARGEST, f"end of float16, {number(LARGEST)}")
     _plain_log_ticks(axes)
     _shared_axis(axes, runs, "magnitude")
 
@@ -305,7 +293,11 @@ def _threshold_lines(axes: Axes, runs: Sequence[Run]) -> None:
         limits.update(given[-1:])
     for limit in sorted(limits):
         label = f"clipped above {number(limit)}"
-        axes.axhline(_readable(limit), color=INK, linewidth=1.2, linestyle=(0, (4, 3)), label=label)
+        _limit_line(axes, _readable(limit), label)
+
+
+def _limit_line(axes: Axes, height: float, label: str) -> None:
+    axes.axhline(height, color=INK, linewidth=1.2, linestyle=(0, (4, 3)), label=label)
 
 
 def _mark_bad(axes: Axes, runs: Sequence[Run], of: Callable[[Bin], Spread]) -> None:

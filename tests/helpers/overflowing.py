@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -118,6 +119,17 @@ def main(folder: str, kind: str, *settings: str) -> None:
             accelerator.backward(forwards(model, kind, number, number == BAD))
             optimizer.step()
             optimizer.zero_grad()
+
+
+def file_of_a_run(folder: Path) -> Path:
+    """Of this script's net, made in this process."""
+    from support import reset
+
+    reset()
+    main(str(folder / "out"), "net")
+    reset()
+    (path,) = (folder / "out").iterdir()
+    return path
 
 
 if __name__ == "__main__":

@@ -66,12 +66,7 @@ def saved(path: Path, *args: Any, **kwargs: Any) -> Any:
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file of a run."""
-    folder = tmp_path_factory.mktemp("run") / "out"
-    reset()
-    overflowing.main(str(folder), "net")
-    reset()
-    (path,) = folder.iterdir()
-    return path
+    return overflowing.file_of_a_run(tmp_path_factory.mktemp("run"))
 
 
 def test_arguments_come_out_as_they_went_in(tmp_path: Path) -> None:

@@ -21,12 +21,7 @@ Says = Callable[..., str]
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a run in which the second micro-batch of the second window overflows."""
-    folder = tmp_path_factory.mktemp("run") / "out"
-    reset()
-    overflowing.main(str(folder), "net")
-    reset()
-    (path,) = folder.iterdir()
-    return path
+    return overflowing.file_of_a_run(tmp_path_factory.mktemp("run"))
 
 
 @pytest.fixture

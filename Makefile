@@ -22,7 +22,7 @@ THREADED := $(wildcard tests/unit/optimizer_step/test_*.py) tests/unit/scaling/t
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: train test test-all test-gpu test-simulated test-oldest test-newest check-dist lint types report clean
+.PHONY: train test test-all test-gpu test-simulated test-oldest test-newest check-dist lint types report docs clean
 .PHONY: soak bench bench-cpu bench-overlap bench-telemetry bench-overflow bench-load bench-convergence bench-gpu
 
 # Passive: threads that wait for each other sleep. By default they spin, and where other processes
@@ -91,6 +91,11 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy
+
+# The site, into out/docs. A broken link, anchor or name in it ends this with an error.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "out/docs/index.html"
 
 # The picture in the README: what a recipe's run, the scale growing every fourth step, looks like.
 report: $(STAMP)

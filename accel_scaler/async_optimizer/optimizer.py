@@ -53,8 +53,13 @@ class AsyncOptimizer(Optimizer):
         model: the module that holds its parameters. Needed where a forward cannot be watched
             parameter by parameter (compiled, FSDP2), and for evaluation in ``delayed``.
         scaler: scales the loss; its windows end with :meth:`step`.
-        mode, offload, delay_warmup_steps, delay_compensation, optimizer_threads, fold_unscale,
-            sharded: see ``ScalerConfig``.
+        mode: ``"overlap"``, ``"delayed"`` or ``"sync"``: ``step_mode`` of ``ScalerConfig``.
+        offload: ``"cpu"`` for state and float32 masters in host memory, else ``"none"``.
+        delay_warmup_steps: as in ``ScalerConfig``, as all that follow.
+        delay_compensation: what ``delayed`` shows of an update until it is published.
+        optimizer_threads: threads of the step's CPU kernels.
+        fold_unscale: let the fused kernel unscale and clip.
+        sharded: ranks hold different gradients in a way that the parameters do not show.
 
     Raises:
         ConfigError: a wrong argument, or a model without any of the optimizer's parameters.

@@ -80,8 +80,13 @@ class GradScaler(torch.amp.GradScaler):
 
     Args:
         device: device type of the scale: ``"cuda"``, ``"cpu"``, ``"xpu"``, ...
-        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.
-        min_scale, max_scale: the scale stays within these after every update. None: no bound.
+        init_scale: as in torch, as all that follow up to ``enabled``: the first window's scale.
+        growth_factor: what the scale is multiplied by as it grows.
+        backoff_factor: what it is multiplied by after a window that overflowed.
+        growth_interval: windows in a row without overflow that make it grow.
+        enabled: False: no scaling; :meth:`step` steps, everything else does nothing.
+        min_scale: the scale is not below this after an update. None: no bound.
+        max_scale: the scale is not above this after an update. None: no bound.
         hysteresis: overflows in a row before the scale backs off.
         max_consecutive_skips: skipped windows in a row that are allowed; one more makes
             :meth:`update` raise ``OverflowStreakError``, naming the tensors that overflowed.

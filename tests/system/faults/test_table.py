@@ -1,4 +1,4 @@
-"""FAULTS.md: each test that it names is there, each number is that of the code."""
+"""docs/faults.md: each test that it names is there, each number is that of the code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from accel_scaler.scaling.overflow_streak import MOST_WARNINGS, TOLD_AT
 from accel_scaler.telemetry.record_queue import LONGEST_WAIT_S, MOST_WAITING
 
 COLUMNS = 5
-LINES = [line for line in (ROOT / "FAULTS.md").read_text("utf-8").splitlines() if line[:1] == "|"]
+LINES = [
+    line for line in (ROOT / "docs/faults.md").read_text("utf-8").splitlines() if line[:1] == "|"
+]
 ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in LINES[2:]]
 
 

@@ -64,8 +64,8 @@ def test_the_sdist_builds_the_same_wheel(built: Path, tmp_path: Path) -> None:
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, filter="data")
     (source,) = tmp_path.iterdir()
-    top = ("README.md", "FAULTS.md", "LICENSE", "Makefile")
-    for needed in (*top, "tests/conftest.py", "recipes", ".ci/run"):
+    top = ("README.md", "LICENSE", "Makefile", "mkdocs.yml")
+    for needed in (*top, "tests/conftest.py", "recipes", "docs", ".ci/run"):
         assert (source / needed).exists(), needed
     build(source, tmp_path / "again", "wheel")
     (again,) = (tmp_path / "again").glob("*.whl")

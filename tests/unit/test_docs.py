@@ -1,0 +1,38 @@
+"""README and docs: every file, test and make target that they name is there.
+
+Links and anchors of the site, and names of the API, are mkdocs' business: `make docs`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+ABOVE = [*sorted(ROOT.glob("*.md")), ROOT / "recipes/README.md"]
+"""They are read where they lie, too: what they link to is beside them."""
+PAGES = [*ABOVE, *sorted(ROOT.glob("docs/**/*.md"))]
+TARGETS = re.findall(r"^([\w-]+)(?: [\w-]+)*:", (ROOT / "Makefile").read_text("utf-8"), re.M)
+
+
+def names(pages: list[Path]) -> list[str]:
+    return [path.relative_to(ROOT).as_posix() for path in pages]
+
+
+@pytest.mark.parametrize("page", ABOVE, ids=names(ABOVE))
+def test_a_link_out_of_a_page_leads_somewhere(page: Path) -> None:
+    text = page.read_text("utf-8")
+    links = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", text)
+    links += re.findall(r"(?:src|srcset|href)=\"(?!https?:|#)([^\"#\s]+)", text)
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_files_and_make_targets_that_a_page_names_are_there(page: Path) -> None:
+    text = page.read_text("utf-8")
+    paths = re.findall(r"\b(?:tests|recipes|benchmarks|accelerate_configs)/[\w/.-]*\w", text)
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    targets = re.findall(r"(?:`|^|    )make ([a-z][\w-]*)", text, re.M)
+    assert [target for target in targets if target not in TARGETS] == []

@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import itertools
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, get_type_hints
 
 from .config_file import SECTION, ConfigFile, read_config
 from .errors import ConfigError, shown
 
 __all__ = ["ScalerConfig"]
+
+C = TypeVar("C", bound=type)
 
 ENV_PREFIX = "ACCEL_SCALER_"
 SMALLEST_FLOAT32 = 2.0**-149
@@ -68,6 +72,8 @@ class Kind:
     convert: Callable[[str], Any] = str
     words: Mapping[str, Any] = field(default_factory=dict)
     """Texts that stand for a value; capital letters and spaces around do not matter."""
+    choices: tuple[str, ...] = ()
+    """The texts among the values, where they are few."""
 
     def parse(self, text: str) -> Any:
         """The value that a text stands for; the text itself, for ``check`` to refuse, if none."""
@@ -89,9 +95,9 @@ def _or_none(kind: Kind) -> Kind:
     )
 
 
-def _one_of(first: str, *others: str) -> Kind:
-    allowed = " or ".join([", ".join(map(repr, [first, *others[:-1]])), repr(others[-1])])
-    return Kind(allowed, lambda value: value in (first, *others), str.strip)
+def _one_of(*choices: str) -> Kind:
+    allowed = " or ".join([", ".join(map(repr, choices[:-1])), repr(choices[-1])])
+    return Kind(allowed, lambda value: value in choices, str.strip, choices=choices)
 
 
 SWITCH = Kind(
@@ -102,16 +108,19 @@ SWITCH = Kind(
 )
 SCALE = Kind("a finite number > 0 (float32)", is_positive, float)
 COUNT = Kind("an integer from 1 to 2**53", is_count, int)
-PATH = Kind(  # what the environment takes for None is no path
-    "a path",
-    lambda value: (
-        isinstance(value, str)
-        and value.strip().lower() not in ("", "none", "null")
-        and "\0" not in value
-    ),
-)
 
 
+def is_path(value: object) -> bool:
+    """A text or a ``PathLike`` of one; what the environment takes for None is no path."""
+    text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    if not isinstance(text, str) or "\0" in text:
+        return False
+    return text.strip().lower() not in ("", "none", "null")
+
+
+PATH = Kind("a path", is_path)
+
+WAYS_TO_FIND = _one_of("auto", "replay", "always", "off")
 GLOBS = Kind(
     "a list of globs on module names, without commas and spaces",
     lambda value: (
@@ -122,11 +131,47 @@ GLOBS = Kind(
 )
 
 
-def setting(default: Any, kind: Kind, about: str) -> Any:
-    """A row of the table: a dataclass field with all that is known of it."""
-    return field(default=default, metadata={"kind": kind, "about": about})
+SCALING, STEPPING, OVERFLOWS = "The scale", "The optimizer step", "Overflows"
+TELEMETRY, LAUNCHING = "Telemetry", "The launcher"
+GROUPS = (SCALING, STEPPING, OVERFLOWS, TELEMETRY, LAUNCHING)
+"""In the order in which help shows them."""
 
 
+def setting(group: str, default: Any, kind: Kind, about: str) -> Any:
+    """A row of the table: a dataclass field with all that is known of it.
+
+    Args:
+        group: one of ``GROUPS``, under which help shows it.
+        about: what it does; one or more sentences.
+    """
+    return field(default=default, metadata={"group": group, "kind": kind, "about": about})
+
+
+def described(cls: C) -> C:
+    """A dataclass of rows: its docstring and its signature show them, and it asks who gives it a
+    name that is in none of them whether another was meant."""
+    specs: dict[str, dataclasses.Field[Any]] = cls.__dataclass_fields__  # type: ignore[attr-defined]
+    made = cls.__init__  # type: ignore[misc]
+    made.__annotations__ = {**get_type_hints(cls), "return": None}
+
+    @functools.wraps(made)
+    def __init__(self: Any, *args: Any, **values: Any) -> None:  # noqa: N807
+        for name in values:
+            _expect_known(name, specs, type(self).__name__)
+        made(self, *args, **values)
+
+    cls.__init__ = __init__  # type: ignore[misc]
+    rows = (
+        f"{name} ({spec.type}): {spec.metadata['about']} Takes {spec.metadata['kind'].allowed}. "
+        f"Default: {spec.default!r}."
+        for name, spec in specs.items()
+    )
+    wrap = textwrap.TextWrapper(96, " " * 8, " " * 12, break_on_hyphens=False)
+    cls.__doc__ = f"{cls.__doc__}\n    Attributes:\n" + "\n".join(map(wrap.fill, rows)) + "\n    "
+    return cls
+
+
+@described
 @dataclass(frozen=True, kw_only=True)
 class ScalerConfig:
     """Every setting of the scaler and of the optimizer step, checked on construction.
@@ -136,43 +181,55 @@ class ScalerConfig:
     """
 
     init_scale: float = setting(
-        2.0**16, SCALE, "Scale of the first window (a factor on the loss, no unit)."
+        SCALING, 2.0**16, SCALE, "Scale of the first window (a factor on the loss, no unit)."
     )
     growth_factor: float = setting(
+        SCALING,
         2.0,
         Kind("a finite number > 1", lambda value: is_number(value) and value > 1, float),
         "Factor on the scale after growth_interval windows in a row without overflow.",
     )
     backoff_factor: float = setting(
+        SCALING,
         0.5,
         Kind("a number in (0, 1)", lambda value: is_number(value) and 0 < value < 1, float),
         "Factor on the scale after a window that overflowed.",
     )
     growth_interval: int = setting(
-        2000, COUNT, "Windows in a row without overflow that make the scale grow."
+        SCALING, 2000, COUNT, "Windows in a row without overflow that make the scale grow."
     )
     enabled: bool = setting(
-        True, SWITCH, "False: no scaling; step calls the optimizer, everything else does nothing."
+        SCALING,
+        True,
+        SWITCH,
+        "False: no scaling; step calls the optimizer, everything else does nothing.",
     )
     min_scale: float | None = setting(
+        SCALING,
         None,
         _or_none(SCALE),
         "The scale never falls below this. None: torch's behaviour, no floor.",
     )
     max_scale: float | None = setting(
+        SCALING,
         None,
         _or_none(SCALE),
         "The scale never grows above this. None: torch's behaviour, float32's range.",
     )
     hysteresis: int = setting(
-        1, COUNT, "Overflows in a row before the scale backs off (each one still skips its step)."
+        SCALING,
+        1,
+        COUNT,
+        "Overflows in a row before the scale backs off (each one still skips its step).",
     )
     max_consecutive_skips: int | None = setting(
+        OVERFLOWS,
         None,
         _or_none(COUNT),
         "Skipped windows in a row that are allowed; one more raises, naming the tensors.",
     )
     step_mode: Literal["sync", "overlap", "delayed"] = setting(
+        STEPPING,
         "sync",
         _one_of("sync", "overlap", "delayed"),
         "When parameters are updated: sync, inside optimizer.step(); overlap, on the optimizer "
@@ -180,6 +237,7 @@ class ScalerConfig:
         "the update published one step late (see delay_compensation).",
     )
     delay_warmup_steps: int = setting(
+        STEPPING,
         0,
         Kind(
             "an integer from 0 to 2**53",
@@ -190,6 +248,7 @@ class ScalerConfig:
         "counting where the optimizer's state has a step; else it warms up again.",
     )
     delay_compensation: Literal["auto", "preview", "extrapolate", "none"] = setting(
+        STEPPING,
         "auto",
         _one_of("auto", "preview", "extrapolate", "none"),
         "delayed: what the model has of an update until it is published. preview, what it will be "
@@ -198,36 +257,42 @@ class ScalerConfig:
         "extrapolate where it has momentum, else none.",
     )
     offload: Literal["none", "cpu"] = setting(
+        STEPPING,
         "none",
         _one_of("none", "cpu"),
         "Where optimizer state lives: none, with the parameters; cpu, in host memory, with "
         "float32 master weights, updated there.",
     )
     optimizer_threads: int | Literal["auto"] = setting(
+        STEPPING,
         "auto",
         Kind(
             "an integer from 1 to 2**53, or 'auto'",
             lambda value: value == "auto" or is_count(value),
             int,
             {"auto": "auto"},
+            ("auto",),
         ),
         "Threads of the optimizer's CPU kernels off the training thread, whatever OMP_NUM_THREADS "
         "says. auto: physical cores / ranks on this host, less one, at least 1.",
     )
     fold_unscale: bool = setting(
+        STEPPING,
         False,
         SWITCH,
         "Let the fused kernel unscale and clip: faster, but .grad stays scaled until the step, "
         "and results may differ by one rounding while clipping is active.",
     )
     sharded: bool = setting(
+        SCALING,
         False,
         SWITCH,
         "Ranks hold different gradients in a way that the parameters do not show (expert or "
         "tensor parallelism by hand), so they agree on each verdict: one all-reduce a window. "
         "DTensors and FSDP are seen without it.",
     )
-    telemetry: str | None = setting(
+    telemetry: str | os.PathLike[str] | None = setting(
+        TELEMETRY,
         None,
         _or_none(PATH),
         "JSON-lines file with one record a window, written by rank 0; with {rank} in the path "
@@ -235,18 +300,19 @@ class ScalerConfig:
         "reads it.",
     )
     underflow_interval: int = setting(
+        TELEMETRY,
         100,
         COUNT,
         "With telemetry: windows between two looks at how much of float16's range gradients take: "
         "the largest against 65504, zeros, subnormals.",
     )
     find_overflow: Literal["auto", "replay", "always", "off"] = setting(
+        OVERFLOWS,
         "auto",
-        Kind(
-            "'auto', 'replay', 'always' or 'off'",
-            lambda value: value in ("auto", "replay", "always", "off") or isinstance(value, bool),
-            str.strip,
-            SWITCH.words,
+        dataclasses.replace(
+            WAYS_TO_FIND,
+            check=lambda value: WAYS_TO_FIND.check(value) or isinstance(value, bool),
+            words=SWITCH.words,
         ),
         "How an overflow is told of. replay, the forwards and backwards of the skipped window are "
         "run again and the module is named in which it began, at the first skip of a run and one "
@@ -255,12 +321,14 @@ class ScalerConfig:
         "or save_overflow is set, else off. True and False are always and off.",
     )
     heal: bool = setting(
+        OVERFLOWS,
         False,
         SWITCH,
         "Keep the smallest module that overflows at any scale in float32 from then on, and go on. "
         "What was kept is told, printed at the end and saved with the scaler.",
     )
-    save_overflow: str | None = setting(
+    save_overflow: str | os.PathLike[str] | None = setting(
+        OVERFLOWS,
         None,
         _or_none(PATH),
         "Folder for the window that overflowed: its micro-batch, random state and weights, which "
@@ -268,6 +336,7 @@ class ScalerConfig:
     )
 
     fp32_modules: tuple[str, ...] = setting(
+        OVERFLOWS,
         (),
         GLOBS,
         "Modules that run in float32 under fp16, by name: globs on the names of "
@@ -288,6 +357,9 @@ class ScalerConfig:
                 f"find_overflow={self.find_overflow!r} never does; leave it at 'auto'."
             )
         object.__setattr__(self, "fp32_modules", tuple(self.fp32_modules))
+        for name in ("telemetry", "save_overflow"):
+            if (path := getattr(self, name)) is not None:
+                object.__setattr__(self, name, os.fspath(path))
         check_bounds(self.init_scale, self.min_scale, self.max_scale)
         if self.heal and self.find_overflow == "off":
             raise ConfigError(
@@ -304,7 +376,7 @@ class ScalerConfig:
     def from_mapping(cls, values: Mapping[str, Any], where: str = "the settings") -> ScalerConfig:
         """Build from plain values; ``where`` is named in errors."""
         for name in values:
-            _expect_known(name, cls.__dataclass_fields__, where, name)
+            _expect_known(name, cls.__dataclass_fields__, where)
         try:
             return cls(**values)
         except ConfigError as error:
@@ -332,7 +404,7 @@ class ScalerConfig:
 
     def to_env(self) -> dict[str, str]:
         """The variables that make ``from_env`` give this config again (defaults left out)."""
-        return {ENV_PREFIX + name.upper(): _text(value) for name, value in self.changed().items()}
+        return {variable_of(name): _text(value) for name, value in self.changed().items()}
 
     @property
     def finds_overflow(self) -> Literal["replay", "always", "off"]:
@@ -356,6 +428,7 @@ class LauncherConfig:
     """What ``accel-scaler launch`` reads beside :class:`ScalerConfig`, which overlooks it."""
 
     attach: bool = setting(
+        LAUNCHING,
         True,
         SWITCH,
         "Attach every Accelerator and Trainer of the script. False: only where it calls attach.",
@@ -366,12 +439,7 @@ FIELDS: dict[str, dataclasses.Field[Any]] = {
     spec.name: spec
     for spec in (*dataclasses.fields(LauncherConfig), *dataclasses.fields(ScalerConfig))
 }
-"""The table: ``metadata`` holds each one's ``kind`` and ``about``."""
-
-ScalerConfig.__doc__ = f"{ScalerConfig.__doc__}\n    Fields:\n" + "".join(
-    f"        {name}: {spec.metadata['about']} ({spec.metadata['kind'].allowed})\n"
-    for name, spec in ScalerConfig.__dataclass_fields__.items()
-)
+"""The table: ``metadata`` holds each one's ``group``, ``kind`` and ``about``."""
 
 
 @dataclass(frozen=True)
@@ -407,6 +475,61 @@ def resolve(*found: Iterable[Found]) -> Settings:
         raise ConfigError(f"{error} ({'; '.join(named)})") from None
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What a call asks for: a config, which is every setting, or some settings by name; arguments
+    outrank the environment.
+
+    Args:
+        config: a :class:`ScalerConfig`, a mapping of fields, or None.
+        settings: fields by keyword; they replace those of ``config``.
+        where: the call, for errors.
+
+    Raises:
+        ConfigError: another ``config``, an unknown field, a value that its field does not take.
+    """
+
+    config: ScalerConfig | Mapping[str, Any] | None
+    settings: Mapping[str, Any]
+    where: str
+
+    def __post_init__(self) -> None:
+        config = self.config
+        if config is not None and not isinstance(config, (ScalerConfig, Mapping)):
+            raise ConfigError(
+                f"{self.where}: got {shown(config)} as config, expected a ScalerConfig or a "
+                "mapping of its fields; single ones are keywords: step_mode='overlap'."
+            )
+        for name, value in self.single.items():
+            spec = _expect_known(name, ScalerConfig.__dataclass_fields__, self.where)
+            if not spec.metadata["kind"].check(value):
+                raise _wrong(f"{self.where}: {name}", value, spec)
+
+    @property
+    def single(self) -> dict[str, Any]:
+        """The fields that are asked for by name."""
+        named = self.config if isinstance(self.config, Mapping) else {}
+        return {**named, **self.settings}
+
+    @property
+    def is_nothing(self) -> bool:
+        """All is left to the environment."""
+        return not isinstance(self.config, ScalerConfig) and not self.single
+
+    def changes(self, config: ScalerConfig) -> ScalerConfig:
+        """What ``config`` becomes by it: equal, where it is what is asked for."""
+        base = self.config if isinstance(self.config, ScalerConfig) else config
+        return dataclasses.replace(base, **self.single)
+
+    def resolved(self) -> ScalerConfig:
+        """Every setting. A ``ScalerConfig`` says all of them; else the environment says those
+        that are not asked for by name."""
+        if isinstance(self.config, ScalerConfig):
+            return self.changes(self.config)
+        named = ((name, value, self.where) for name, value in self.single.items())
+        return resolve(in_environment(os.environ), named).config
+
+
 def in_section(file: ConfigFile) -> Iterator[Found]:
     """The settings of a config file's section; each is checked, used or not.
 
@@ -416,7 +539,7 @@ def in_section(file: ConfigFile) -> Iterator[Found]:
     for name, value in file.values.items():
         line = file.lines.get(str(name))
         source = f"{file.path}, line {line}" if line else f"{file.path}"
-        spec = _expect_known(name, FIELDS, f"{source}, section `{SECTION}:`", name)
+        spec = _expect_known(name, FIELDS, f"{source}, section `{SECTION}:`")
         yield spec.name, _read(spec, value, f"{source}: {name}"), source
 
 
@@ -429,7 +552,7 @@ def in_environment(environ: Mapping[str, str]) -> Iterator[Found]:
     for key in sorted(environ):
         if key.upper().startswith(ENV_PREFIX):
             name = key[len(ENV_PREFIX) :].lower()
-            spec = _expect_known(name, FIELDS, "the environment", key)
+            spec = _expect_known(name, FIELDS, "the environment", key, variable_of)
             if key != key.upper():
                 raise ConfigError(
                     f"the environment: unknown variable {key}. Did you mean {key.upper()}?"
@@ -464,18 +587,43 @@ def _text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
+def variable_of(name: str) -> str:
+    """The environment's name of a field."""
+    return ENV_PREFIX + name.upper()
+
+
+def nearest(written: object, known: Iterable[str]) -> str | None:
+    """What a user may have meant; None: nothing is near."""
+    found = difflib.get_close_matches(str(written)[:80].lower(), known, n=1)
+    return found[0] if found else None
+
+
 def _wrong(where: str, value: object, spec: dataclasses.Field[Any]) -> ConfigError:
-    allowed = spec.metadata["kind"].allowed
-    return ConfigError(f"{where}: got {shown(value)}, expected {allowed}.")
+    kind, meant = spec.metadata["kind"], None
+    if isinstance(value, str):  # "async" is not meant to be "sync"
+        first = value.strip()[:1].lower()
+        meant = nearest(value, [choice for choice in kind.choices if choice[0] == first])
+    ask = "" if meant is None else f" Did you mean {meant!r}?"
+    return ConfigError(f"{where}: got {shown(value)}, expected {kind.allowed}.{ask}")
 
 
 def _expect_known(
-    name: object, known: Mapping[str, dataclasses.Field[Any]], where: str, written: object
+    name: object,
+    known: Mapping[str, dataclasses.Field[Any]],
+    where: str,
+    written: object = None,
+    spelled: Callable[[str], str] = str,
 ) -> dataclasses.Field[Any]:
+    """The row of a field.
+
+    Args:
+        written: the name as it stands there, where that differs.
+        spelled: how another name would be written there.
+    """
     if isinstance(name, str) and name in known:
         return known[name]
-    near = difflib.get_close_matches(str(name)[:80], known, n=1)
-    meant = f" Did you mean {near[0]}?" if near else ""
-    raise ConfigError(
-        f"{where}: unknown field {shown(written)}.{meant} The fields are {', '.join(known)}."
-    )
+    meant = nearest(name, known)
+    say = f"The fields are {', '.join(known)}."
+    if meant is not None:
+        say = f"Did you mean {spelled(meant)}?"
+    raise ConfigError(f"{where}: unknown field {shown(written or name)}. {say}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -12,7 +12,7 @@ from accelerate.utils import DistributedType, recursively_apply
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..config import ScalerConfig
+from ..config import Asked, ScalerConfig
 from ..optimizer_step import stepper_of
 from ..telemetry import History
 from .attachment import Attachment, begin
@@ -24,15 +24,22 @@ from .optimizer import adopt, inner_of, refuse_unsuitable
 class ScaledAccelerator(Accelerator):  # type: ignore[misc]
     """An ``accelerate.Accelerator`` whose fp16 training is scaled by :class:`GradScaler`.
 
-    Takes every argument of ``Accelerator``, and ``scaler_config``. Usually made by
-    :func:`attach`. Without ``mixed_precision="fp16"`` it is a plain ``Accelerator``.
+    Takes every argument of ``Accelerator``, and ``scaler_config``, as :func:`attach` takes its
+    ``config``. Usually made by :func:`attach`. Without ``mixed_precision="fp16"`` it is a plain
+    ``Accelerator``.
     """
 
     _attachment: Attachment | None = None
 
-    def __init__(self, *args: Any, scaler_config: ScalerConfig | None = None, **kwargs: Any):
+    def __init__(
+        self,
+        *args: Any,
+        scaler_config: ScalerConfig | Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        asked = Asked(scaler_config, {}, "scaler_config")
         super().__init__(*args, **kwargs)
-        begin(self, scaler_config)
+        begin(self, asked)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled as what it was before :func:`attach`, with a copy of the scaler; not attached.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, TypeVar, cast
 
 from accelerate import Accelerator
 
-from ..config import ScalerConfig
-from ..errors import ConfigError, OrderError
+from ..config import Asked, ScalerConfig
+from ..errors import ConfigError, OrderError, shown
 from .accelerator import ScaledAccelerator
 from .attachment import attachment_of, begin
 
@@ -17,25 +19,39 @@ T = TypeVar("T")
 _scaled_classes: dict[type, type] = {}
 
 
-def attach(target: T, config: ScalerConfig | None = None) -> T:
+def attach(target: T, config: ScalerConfig | Mapping[str, Any] | None = None, **settings: Any) -> T:
     """Scale ``target``'s fp16 training with :class:`GradScaler`; returns ``target``.
+
+    >>> attach(accelerator)                        # settings of the environment, else defaults
+    >>> attach(accelerator, step_mode="overlap")   # this one, and those of the environment
+    >>> attach(accelerator, {"step_mode": "overlap", "min_scale": 1.0})    # the same for several
+    >>> attach(accelerator, ScalerConfig(step_mode="overlap"))             # these, all of them
 
     Args:
         target: an ``accelerate.Accelerator``, before or after ``prepare``, or a
-            ``transformers.Trainer``. Attaching twice changes nothing, unless ``config`` is
-            given and differs: then detach first.
-        config: the settings; None reads ``ACCEL_SCALER_*`` from the environment. Settings that
-            stay at their defaults are taken from the scaler that is replaced
-            (``GradScalerKwargs``), as is its state.
+            ``transformers.Trainer``. Attaching again changes nothing, unless settings are given
+            that are not in force: then detach first.
+        config: a :class:`ScalerConfig` is every setting, and the environment is not read. A
+            mapping is some of them, by field. Settings that stay at their defaults are taken from
+            the scaler that is replaced (``GradScalerKwargs``), as is its state.
+        **settings: fields of :class:`ScalerConfig`; they outrank ``config``, and that
+            ``ACCEL_SCALER_<FIELD>`` in the environment, where a launcher puts its flags and the
+            section of a config file.
 
     Raises:
         UnsupportedError: DeepSpeed, Megatron-LM, XLA or fp8 (they scale themselves), a model
             compiled before it could be autocast, an optimizer that another thread cannot step.
-        ConfigError: a wrong setting, or a target of another type.
+        ConfigError: a wrong setting, a file that cannot be written, or a target of another type.
+        OrderError: it is attached with other settings.
     """
+    return attach_asked(target, Asked(config, settings, "attach"))
+
+
+def attach_asked(target: T, asked: Asked) -> T:
+    """:func:`attach`, with what was asked of it."""
     trainer = _trainer_module(target)
     if trainer is not None:
-        return cast(T, trainer.attach_trainer(target, config))
+        return cast(T, trainer.attach_trainer(target, asked))
     if not isinstance(target, Accelerator):
         raise ConfigError(
             f"attach: got a {type(target).__name__}, expected an accelerate.Accelerator or a "
@@ -47,18 +63,32 @@ def attach(target: T, config: ScalerConfig | None = None) -> T:
         attached.take_off(accelerator)  # an attach that was interrupted before its end
         attached = None
     if attached is not None:
-        if config is None or config in (attached.config, attached.asked_config):
+        if asked.is_nothing:
+            return target
+        wanted = asked.changes(attached.asked_config)
+        if wanted in (attached.config, attached.asked_config):
+            attached.is_default = False
             return target
         if not attached.is_default:
             raise OrderError(
-                "attach: already attached with other settings; call detach(accelerator) first."
+                f"attach: already attached with {_differing(attached.asked_config, wanted)}; call "
+                "detach(accelerator) first."
             )
         detach(accelerator)
-    attached = begin(accelerator, config)
+    attached = begin(accelerator, asked)
     if attached is not None and not isinstance(accelerator, ScaledAccelerator):
         attached.stock_class = type(accelerator)
         accelerator.__class__ = scaled_class(type(accelerator), ScaledAccelerator)
     return target
+
+
+def _differing(now: ScalerConfig, wanted: ScalerConfig) -> str:
+    before, after = asdict(now), asdict(wanted)
+    return ", ".join(
+        f"{name}={shown(value)}, not {shown(after[name])}"
+        for name, value in before.items()
+        if value != after[name]
+    )
 
 
 def attach_default(target: Any) -> None:

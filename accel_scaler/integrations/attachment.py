@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 import weakref
 from collections.abc import Iterable
@@ -17,7 +18,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from ..async_optimizer import Worker
-from ..config import ScalerConfig
+from ..config import Asked, ScalerConfig
 from ..errors import OrderError, StepError
 from ..optimizer_step import Boundary
 from ..precision import ChosenModules
@@ -69,7 +70,7 @@ class Attachment:
         self.scaler.sharded = config.sharded or is_fsdp
         files, facts = None, _facts_of(accelerator)
         if config.save_overflow is not None:
-            files = OverflowFiles(config.save_overflow, facts, self.chosen)
+            files = OverflowFiles(os.fspath(config.save_overflow), facts, self.chosen)
         self.recorder = make_recorder(self.scaler, config, facts)
         self.trackers = Trackers(accelerator)
         self.recorder.on_alert = self.trackers.send
@@ -246,12 +247,12 @@ def attachment_of(accelerator: Any) -> Attachment | None:
     return getattr(accelerator, "_attachment", None)
 
 
-def begin(accelerator: Any, config: ScalerConfig | None) -> Attachment | None:
+def begin(accelerator: Any, asked_for: Asked) -> Attachment | None:
     """Attach to a stock accelerator.
 
     Returns None where this is no fp16 run, said in a warning, and no telemetry is wanted.
     """
-    asked = config = ScalerConfig.from_env() if config is None else config
+    asked = config = asked_for.resolved()
     refuse_other_scalers(accelerator)
     if accelerator.mixed_precision != "fp16":
         does = (

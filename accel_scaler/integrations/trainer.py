@@ -11,10 +11,10 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
-from ..config import ScalerConfig
+from ..config import Asked, ScalerConfig
 from ..errors import StepError
 from ..precision import refuse_unmatched
-from .attaching import attach, detach, scaled_class
+from .attaching import attach, attach_asked, detach, scaled_class
 from .attachment import Attachment, attachment_of
 from .checkpoints import check_trainer_folder, saving_trainer
 
@@ -111,16 +111,15 @@ class ShowScale(TrainerCallback):  # type: ignore[misc]
                 bar.set_postfix(trainer.accelerator.scaler_history.progress(), refresh=False)
 
 
-def attach_trainer(trainer: Any, config: ScalerConfig | None) -> Any:
+def attach_trainer(trainer: Any, asked: Asked) -> Any:
     """:func:`accel_scaler.attach` for a Trainer or a subclass.
 
     Raises:
         ConfigError: a glob in ``fp32_modules`` matches in its model nothing.
     """
-    asked = ScalerConfig.from_env() if config is None else config
     if trainer.accelerator.mixed_precision == "fp16" and trainer.model_init is None:
-        refuse_unmatched([trainer.model], asked.fp32_modules)
-    attached = attachment_of(attach(trainer.accelerator, config))
+        refuse_unmatched([trainer.model], asked.resolved().fp32_modules)
+    attached = attachment_of(attach_asked(trainer.accelerator, asked))
     if attached is not None:
         # What the environment said now holds for later accelerators too.
         trainer._scaler_config = attached.config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -278,7 +279,8 @@ def make_recorder(scaler: GradScaler, config: ScalerConfig, facts: dict[str, Any
     Raises:
         ConfigError: ``telemetry`` cannot be written.
     """
-    path, journal = config.telemetry, None
+    path = None if config.telemetry is None else os.fspath(config.telemetry)
+    journal = None
     if path is not None and (facts["rank"] == 0 or RANK in path):
         own = {"package": __version__, "torch": torch.__version__, "settings": asdict(config)}
         journal = Journal(path.replace(RANK, str(facts["rank"])), {**facts, **own})

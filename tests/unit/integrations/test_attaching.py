@@ -184,6 +184,114 @@ def test_a_wrong_environment_changes_nothing(monkeypatch: pytest.MonkeyPatch) ->
     assert_untouched(detach(accelerator))
 
 
+def settings_of(accelerator: Any) -> dict[str, Any]:
+    """What is in force and no default."""
+    changed: dict[str, Any] = accelerator._attachment.config.changed()
+    return changed
+
+
+MODE: dict[str, Any] = {"step_mode": "overlap", "min_scale": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("config", "keywords", "expected"),
+    [
+        # By name: the environment says the rest.
+        (None, MODE, {"init_scale": 512.0, **MODE}),
+        (MODE, {}, {"init_scale": 512.0, **MODE}),
+        ({}, {}, {"init_scale": 512.0, "min_scale": 16.0}),
+        ({"min_scale": 8.0, "hysteresis": 2}, MODE,
+         {"init_scale": 512.0, "hysteresis": 2, **MODE}),
+        (None, {"min_scale": None}, {"init_scale": 512.0}),
+        # It alone contradicts the default, and not what the environment says.
+        (None, {"max_scale": 1024.0}, {"init_scale": 512.0, "min_scale": 16.0,
+                                       "max_scale": 1024.0}),
+        # A config says everything.
+        (ScalerConfig(hysteresis=2), MODE, {"hysteresis": 2, **MODE}),
+        (ScalerConfig(step_mode="delayed"), MODE, MODE),
+    ],
+)  # fmt: skip
+def test_settings_by_name_outrank_the_config_and_that_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+    config: Any,
+    keywords: dict[str, Any],
+    expected: dict[str, Any],
+) -> None:
+    monkeypatch.setenv("ACCEL_SCALER_INIT_SCALE", "512")
+    monkeypatch.setenv("ACCEL_SCALER_MIN_SCALE", "16")
+    accelerator = attach(cpu(), config, **keywords)
+    assert settings_of(accelerator) == expected
+    detach(accelerator)
+    if not keywords:  # the class has none
+        direct = ScaledAccelerator(cpu=True, mixed_precision="fp16", scaler_config=config)
+        assert settings_of(direct) == expected
+        detach(direct)
+
+
+def test_what_was_asked_for_by_name_is_there_or_it_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Attached again: the settings that are named count, the environment and the rest do not."""
+    accelerator = attach(cpu(), step_mode="overlap", fp32_modules=["*.none"], telemetry=None)
+    attachment = accelerator._attachment
+    monkeypatch.setenv("ACCEL_SCALER_INIT_SCALE", "512")
+    for config, keywords in (
+        ({}, {}),
+        (None, {"step_mode": "overlap"}),
+        ({"fp32_modules": ("*.none",)}, {}),
+        (attachment.config, {}),
+        (ScalerConfig(fp32_modules=["*.none"]), {"step_mode": "overlap"}),  # type: ignore[arg-type]
+    ):
+        assert attach(accelerator, config, **keywords) is accelerator
+    assert accelerator._attachment is attachment
+    with pytest.raises(OrderError, match="hysteresis=1, not 2, step_mode='overlap', not 'sync'; c"):
+        attach(accelerator, {"step_mode": "sync"}, hysteresis=2)
+    with pytest.raises(OrderError, match=r"fp32_modules=\('\*.none',\), not \(\)"):
+        attach(accelerator, ScalerConfig(step_mode="overlap"))
+    with pytest.raises(ConfigError, match="attach: step_mode: got 'overlapp'"):
+        attach(accelerator, step_mode="overlapp")
+    assert accelerator._attachment is attachment
+    detach(accelerator)
+
+
+def test_settings_that_a_launcher_attached_with_are_asked_for_or_replaced_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ACCEL_SCALER_INIT_SCALE", "512")
+    for first, scale in (({"init_scale": 512.0}, 512.0), ({"init_scale": 64.0}, 64.0)):
+        accelerator = cpu()
+        attach_default(accelerator)
+        assert attach(accelerator).scaler.get_scale() == 512.0
+        assert attach(accelerator, first).scaler.get_scale() == scale
+        with pytest.raises(OrderError, match=f"init_scale={scale}, not 8.0"):
+            attach(accelerator, init_scale=8.0)
+        detach(accelerator)
+
+
+@pytest.mark.parametrize(
+    ("config", "keywords", "said"),
+    [
+        ("overlap", {}, "attach: got 'overlap' as config, expected a ScalerConfig or a mapping"),
+        (ScalerConfig, {}, "attach: got <class .*ScalerConfig'> as config"),
+        ({"step_mod": "overlap"}, {}, "attach: unknown field 'step_mod'. Did you mean step_mode"),
+        (None, {"step_mod": "overlap"}, "attach: unknown field 'step_mod'. Did you mean step_mod"),
+        (ScalerConfig(), {"heel": True}, "attach: unknown field 'heel'. Did you mean heal?"),
+        ({3: 4}, {}, "attach: unknown field 3. The fields are init_scale, "),
+        ({"min_scale": "4"}, {}, "attach: min_scale: got '4', expected a finite number"),
+        (ScalerConfig(min_scale=8.0), {"max_scale": 4.0}, "min_scale=8.0 is above max_scale=4.0"),
+        (None, {"min_scale": 2.0**17}, "init_scale=65536.0 is below .*min_scale: attach"),
+    ],
+)
+def test_what_cannot_be_asked_for_changes_nothing(
+    config: Any, keywords: dict[str, Any], said: str
+) -> None:
+    accelerator = cpu()
+    with pytest.raises(ConfigError, match=said) as caught:
+        attach(accelerator, config, **keywords)
+    assert "\n" not in str(caught.value)
+    assert_untouched(accelerator)
+
+
 @pytest.mark.parametrize("target", [None, 3, mlp(), torch.amp.GradScaler("cpu")])
 def test_a_target_of_another_type(target: Any) -> None:
     with pytest.raises(ConfigError, match=f"got a {type(target).__name__}, expected an acc"):

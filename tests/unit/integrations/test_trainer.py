@@ -14,6 +14,7 @@ from support import mlp
 from transformers import Trainer, TrainingArguments
 
 from accel_scaler import (
+    ConfigError,
     GradScaler,
     OrderError,
     ScaledAccelerator,
@@ -83,6 +84,27 @@ def test_a_trainer_whose_accelerator_is_attached_already(tmp_path: Path) -> None
     assert trainer.accelerator.scaler is scaler
     trainer.create_accelerator_and_postprocess()
     assert trainer.accelerator.scaler.get_scale() == 8.0
+
+
+def test_a_trainer_takes_settings_by_name_and_keeps_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCEL_SCALER_INIT_SCALE", "32")
+    trainer = attach(make(tmp_path), {"hysteresis": 3}, step_mode="overlap")
+    monkeypatch.delenv("ACCEL_SCALER_INIT_SCALE")
+    expected = ScalerConfig(init_scale=32.0, hysteresis=3, step_mode="overlap")
+    assert trainer.accelerator._attachment.config == expected
+    assert attach(trainer, step_mode="overlap") is trainer
+    with pytest.raises(OrderError, match="step_mode='overlap', not 'sync'; call detach"):
+        attach(trainer, step_mode="sync")
+    trainer.create_accelerator_and_postprocess()
+    assert trainer.accelerator._attachment.config == expected
+    assert type(detach(trainer)) is Trainer
+    for wrong in ({"step_mod": "overlap"}, {"fp32_modules": ["*.none"]}):
+        with pytest.raises(ConfigError, match=r"Did you mean step_mode|\*.none"):
+            attach(trainer, **wrong)
+        assert type(trainer) is Trainer
+        assert type(trainer.accelerator) is Accelerator
 
 
 def test_a_subclass_keeps_its_own_methods_and_gets_its_class_back(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ those lack, and may lack it too.
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,10 +17,20 @@ import torch
 
 from .errors import UnsupportedError
 
-__all__ = ["JOINS_BY_ITSELF", "Streams", "is_capturing", "refuse_capture", "streams_of"]
+__all__ = [
+    "JOINS_BY_ITSELF",
+    "Streams",
+    "device_name",
+    "is_capturing",
+    "refuse_capture",
+    "streams_of",
+]
 
 JOINS_BY_ITSELF = ("cuda", "xpu", "npu", "mlu", "hpu", "musa", "sdaa", "neuron")
 """Under Accelerate these join the ranks of torchrun; others wait for ``ACCELERATE_USE_CPU``."""
+
+CPU_INFO = "/proc/cpuinfo"
+"""Where Linux names the processor."""
 
 
 def streams_of(device: torch.device) -> Streams | None:
@@ -50,6 +62,19 @@ def _unordered(device: torch.device, why: str) -> UnsupportedError:
         f"forward and backward ({why}). Use step_mode='sync' without offload, float32 parameters, "
         "and no AsyncOptimizer; or a device whose backend has streams."
     )
+
+
+def device_name(device: torch.device) -> str:
+    """What a person calls it: ``"Tesla T4"``, of a CPU its model."""
+    if device.type != "cpu":
+        ask = getattr(torch.get_device_module(device), "get_device_name", None)
+        return device.type if ask is None else str(ask(device))
+    model = ""
+    if os.path.exists(CPU_INFO):
+        with open(CPU_INFO, encoding="utf-8", errors="replace") as file:
+            lines = (line.partition(":") for line in file)
+            model = next((name for key, _, name in lines if key.strip() == "model name"), "")
+    return model.strip() or platform.processor() or platform.machine()
 
 
 def is_capturing() -> bool:

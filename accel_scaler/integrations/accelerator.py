@@ -144,9 +144,11 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
             return
         attachment.check_chosen()
         attachment.follow_parameters()  # before anything looks at the gradients
-        attachment.boundary.before_backward(loss)
+        accumulation = self.gradient_accumulation_steps
+        attachment.boundary.before_backward(loss, accumulation)
         with attachment.recorder.span("backward"), self._emulation():
             super().backward(loss, **kwargs)
+        attachment.boundary.after_backward(self.step, accumulation)
 
     @contextmanager
     def autocast(self, *args: Any, **kwargs: Any) -> Iterator[None]:

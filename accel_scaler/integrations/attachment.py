@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 import weakref
 from collections.abc import Iterable
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..async_optimizer import Worker
 from ..config import Asked, ScalerConfig
+from ..devices import device_name
 from ..errors import OrderError, StepError
 from ..optimizer_step import Boundary
 from ..precision import ChosenModules
@@ -281,6 +283,8 @@ def _facts_of(accelerator: Any) -> dict[str, Any]:
         "rank": accelerator.process_index,
         "ranks": accelerator.num_processes,
         "device": accelerator.device.type,
+        "device_name": device_name(accelerator.device),
         "precision": str(accelerator.mixed_precision),
         "accelerate": accelerate_version,
+        "transformers": getattr(sys.modules.get("transformers"), "__version__", None),
     }

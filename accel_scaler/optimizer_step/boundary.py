@@ -24,6 +24,7 @@ from ..scaling import (
     LOW_PRECISION,
     DeferredUnscale,
     GradScaler,
+    Losses,
     OptimizerRecord,
     StillScaled,
     Window,
@@ -90,17 +91,29 @@ class Boundary:
         stepper.measures_shown = self.observer.wants_shown_errors
         self.scaler.manage(stepped(optimizer), stepper)
 
-    def before_backward(self, loss: Tensor) -> None:
+    def before_backward(self, loss: Tensor, accumulation: int = 1) -> None:
         """Call before each backward. Where nothing is scaled, it is what opens a window.
 
         May wait for a step that reads gradients which the backward adds to.
+
+        Args:
+            accumulation: what the loss is going to be divided by.
         """
+        window = self.scaler.window
+        is_next = bool(window.losses) and not window.closed
+        if is_next and not any(map(self._has_gradients, self.scaler.managed)):
+            window.losses = Losses()  # what came of those before was thrown away
         if not self.scaler.is_enabled():
-            self.scaler.open_window()
+            window = self.scaler.open_window()
+            window.losses.note([loss.detach() / accumulation])
             for optimizer in self.scaler.managed:
                 stepper_of(optimizer).settle_gradients()
         self.observer.before_backward(loss)
         self.explainer.before_backward(loss)
+
+    def after_backward(self, step: int, accumulation: int) -> None:
+        """Call after it: the loss was that of this micro-batch, as Accelerate counts them."""
+        self.scaler.window.losses.note_step(step, accumulation)
 
     def unscale(self, optimizers: Iterable[Optimizer]) -> bool:
         """Unscale and check each optimizer that has gradients; once a window, later calls pass.
@@ -244,7 +257,7 @@ class Boundary:
         if found_inf:
             skips = self.scaler.read_state().consecutive_skips
             streak.search(parameters_of(optimizer), optimizer, skips - 1)
-            streak.tell_broken_statistics()
+            streak.tell_broken_statistics(window.losses)
         self.observer.optimizer_stepped(optimizer, window, timing, start)
         self.explainer.optimizer_stepped(window)
 

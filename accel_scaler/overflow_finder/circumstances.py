@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..devices import device_name
 from ..version import __version__
 
 PACKAGES = ("torch", "accelerate", "transformers", "numpy", "peft")
@@ -27,9 +28,7 @@ def surroundings(device: torch.device) -> dict[str, Any]:
         asks = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None)
         found["float16 instructions"] = asks is None or bool(asks())
     else:
-        module: Any = torch.get_device_module(device.type)
-        ask = getattr(module, "get_device_name", None)
-        found["device name"] = device.type if ask is None else str(ask(device))
+        found["device name"] = device_name(device)
     return found | {name: read() for name, (read, _) in _switches().items()}
 
 

@@ -61,6 +61,8 @@ class Session:
     first_x: int
     facts: dict[str, Any]
     settings: dict[str, Any]
+    changed: tuple[str, ...] = ()
+    """Which of these were other than their defaults."""
     windows: int = 0
     skips: int = 0
     last_step: int = -1
@@ -123,10 +125,11 @@ class Run:
         """A new session: the scale is searched for again."""
         self.finish()
         self.late.begin()
+        self.bins.begin()
         first_x = (
             self.sessions[-1].first_x + self.sessions[-1].last_step + 1 if self.sessions else 0
         )
-        self.sessions.append(Session(first_x, start.facts, start.settings))
+        self.sessions.append(Session(first_x, start.facts, start.settings, start.changed))
         self.kinds.begin()
 
     def finish(self) -> None:
@@ -260,6 +263,26 @@ class Run:
         return sorted(
             self.offenders.values(), key=lambda o: (-o.began, -o.windows, -o.place, o.name)
         )
+
+    @property
+    def last_loss(self) -> float | None:
+        """Of the last window that has one; inf and NaN too."""
+        return next((b.loss.last for b in self.bins.done[::-1] if b.loss.last is not None), None)
+
+    @property
+    def windows_per_second(self) -> float | None:
+        """Of the last session, its first window apart; None: it has no second one."""
+        seconds, count = 0.0, 0
+        for b in self.bins.done:
+            if self.sessions and b.last_x >= self.sessions[-1].first_x:
+                seconds, count = seconds + b.seconds.total, count + b.seconds.count
+        return count / seconds if seconds > 0 else None
+
+    @property
+    def hidden_share(self) -> float | None:
+        """Of the optimizer's time, what ran beside the training thread's work, from 0 to 1."""
+        timing = self.timing
+        return timing.hidden / timing.optimizer if timing.optimizer else None
 
     @property
     def last_x(self) -> int:

@@ -51,6 +51,45 @@ class Spread:
 
 
 @dataclass(slots=True)
+class Mean:
+    """Of the finite numbers among some, of any sign."""
+
+    low: float = math.inf
+    high: float = -math.inf
+    total: float = 0.0
+    count: int = 0
+    bad: int = 0
+    """Those that were inf or NaN."""
+    last: float | None = None
+    """Finite or not; None: there was none."""
+
+    @property
+    def middle(self) -> float | None:
+        """Their arithmetic mean; None: there is none, or their sum is more than a float holds."""
+        return self.total / self.count if self.count and math.isfinite(self.total) else None
+
+    def add(self, value: float | None) -> None:
+        """One more, if there is one."""
+        if value is None:
+            return
+        self.last = value
+        if not math.isfinite(value):
+            self.bad += 1
+            return
+        self.low, self.high = min(self.low, value), max(self.high, value)
+        self.total += value
+        self.count += 1
+
+    def merge(self, later: Mean) -> None:
+        """Take in those that follow."""
+        self.low, self.high = min(self.low, later.low), max(self.high, later.high)
+        self.total += later.total
+        self.count += later.count
+        self.bad += later.bad
+        self.last = self.last if later.last is None else later.last
+
+
+@dataclass(slots=True)
 class Bin:
     """A few windows in a row, ``x`` to ``last_x`` (numbers of windows over all sessions)."""
 
@@ -67,9 +106,27 @@ class Bin:
     largest: Spread = field(default_factory=Spread)
     """Of ``Record.largest_gradient``."""
     max_norm: float | None = None
+    loss: Mean = field(default_factory=Mean)
+    lr: tuple[float | None, ...] = ()
+    """Of each group, in the last of them."""
+    seconds: Mean = field(default_factory=Mean)
+    """From the end of the window before to the end of each; not of a session's first."""
+    optimizer_s: float = 0.0
+    """How long their updates took, and how much of it ran beside the training thread's work."""
+    hidden_s: float = 0.0
 
-    def add(self, x: int, record: Record) -> None:
-        """One window more."""
+    @property
+    def hidden_share(self) -> float | None:
+        """Of the time of the updates, from 0 to 1; None: they are not known."""
+        return self.hidden_s / self.optimizer_s if self.optimizer_s else None
+
+    def add(self, x: int, record: Record, seconds: float | None = None) -> None:
+        """One window more, ``seconds`` after the one before."""
+        self.loss.add(record.loss)
+        self.lr = record.lr
+        self.seconds.add(seconds)
+        self.optimizer_s += record.optimizer_s or 0.0
+        self.hidden_s += record.hidden_s or 0.0
         scale = record.scale
         self.last_x, self.scale = x, scale
         self.windows += 1
@@ -93,6 +150,11 @@ class Bin:
         self.norm.merge(later.norm)
         self.preview_error.merge(later.preview_error)
         self.largest.merge(later.largest)
+        self.loss.merge(later.loss)
+        self.lr = later.lr
+        self.seconds.merge(later.seconds)
+        self.optimizer_s += later.optimizer_s
+        self.hidden_s += later.hidden_s
         if later.max_norm is not None:
             self.max_norm = later.max_norm
 
@@ -103,9 +165,16 @@ class Bins:
     def __init__(self) -> None:
         self.width = 1
         self.done: list[Bin] = []
+        self._before: float | None = None
+
+    def begin(self) -> None:
+        """A new session: its clock starts at 0."""
+        self._before = None
 
     def add(self, x: int, record: Record) -> None:
         """One window, in order of ``x``."""
+        seconds = None if self._before is None else max(record.time - self._before, 0.0)
+        self._before = record.time
         done = self.done
         if len(done) == MAX_BINS and done[-1].windows == self.width:
             for first, second in zip(done[::2], done[1::2], strict=True):
@@ -114,7 +183,7 @@ class Bins:
             self.width *= 2
         if not done or done[-1].windows == self.width:
             done.append(Bin(x))
-        done[-1].add(x, record)
+        done[-1].add(x, record, seconds)
 
 
 class NormColumns:

@@ -36,6 +36,7 @@ from .gradients import (
     reciprocal,
     run_on_one_thread,
 )
+from .losses import Losses
 from .overflow_streak import BROKEN
 from .parameter_names import MOST_NAMES, ParameterNames
 from .thread_windows import WAIT_LIMIT_S
@@ -58,6 +59,7 @@ __all__ = [
     "DeferredUnscale",
     "GradNorm",
     "GradScaler",
+    "Losses",
     "NormCheck",
     "OptimizerRecord",
     "ParameterNames",

@@ -190,8 +190,9 @@ class GradScaler(torch.amp.GradScaler):
         Does not synchronise.
         """
         if self._enabled and self._windows.bound is None:
-            self._start_over_where_dropped(self.open_window())
-            self.overflow_streak.note_losses(_tensors(outputs))
+            window = self.open_window()
+            self._start_over_where_dropped(window)
+            window.losses.note(_tensors(outputs))
         scaled = super().scale(outputs)
         if self._enabled and self._windows.bound is None:
             self._wait_before_backward(scaled)
@@ -330,7 +331,7 @@ class GradScaler(torch.amp.GradScaler):
             # Of others too, that somebody has unscaled or stepped by hand.
             found_inf = found_inf or any(each.found_inf for each in window.states.values())
             self.overflow_streak.window_closed(
-                window.before.scale, found_inf and not window.found_inf
+                window.before.scale, found_inf and not window.found_inf, window.losses
             )
             window.found_inf = window.found_inf or found_inf
             self.write_state(self.rule.advance(window.before, window.found_inf))
@@ -394,7 +395,6 @@ class GradScaler(torch.amp.GradScaler):
         """Leave the window; what its optimizers have not stepped is carried over to the next."""
         left = self._windows.next()
         self._leaves = []
-        self.overflow_streak.next_window()
         self.parameter_names.next_window()
         managed = self.managed if self._enabled else []
         if managed:
@@ -515,7 +515,7 @@ class GradScaler(torch.amp.GradScaler):
         waits = self._hysteresis > 1 or self.overflow_streak.limit is not None
         if isinstance(found_inf, bool) or waits or scale.device.type == "cpu":
             before, found = self.read_state(), bool(found_inf)
-            self.overflow_streak.window_closed(before.scale, found)
+            self.overflow_streak.window_closed(before.scale, found, self.window.losses)
             self.write_state(self.rule.advance(before, found))
             return
         torch._amp_update_scale_(
@@ -575,7 +575,7 @@ class GradScaler(torch.amp.GradScaler):
             if skipped:
                 for target in self._targets():
                     self._note_skip(target)
-                self.overflow_streak.window_closed(self.get_scale(), True)
+                self.overflow_streak.window_closed(self.get_scale(), True, self.window.losses)
             rule = Rule(2.0, factor, 1, self._min_scale, self._max_scale)
             state = rule.advance(self.read_state(), True)
             skips = self._consecutive_skips + int(skipped)

@@ -8,18 +8,15 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import OverflowStreakError, listed
 from .gradients import MOST_NAMED, SMALLEST_NORMAL, has_nonfinite_gradient, nonfinite
+from .losses import Losses
 from .parameter_names import MOST_NAMES, ParameterNames
 
 logger = logging.getLogger("accel_scaler")
-
-MOST_LOSSES = 1024
-"""Of one window that are remembered, to see after an overflow whether one was NaN."""
 
 TOLD_AT = 30
 """Skips in a row at which a run without a limit is told of, and again at ten times as many. The
@@ -161,42 +158,19 @@ class OverflowStreak:
         """Skips in a row at which a warning is given."""
         self._warnings = 0
         self._told_dead = self._told_statistics = self._told_highest = False
-        self._losses: list[Tensor] = []
-        self._bad_losses: int | None = None
 
     listener: Callable[[int, str], None] | None = None
     """Called with each warning of skips in a row: how many, and what is said."""
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**self.__dict__, "_losses": [], "_bad_losses": None}
+        state = self.__dict__.copy()
         state.pop("listener", None)
         return state
 
-    def note_losses(self, losses: Iterable[Tensor]) -> None:
-        """Remember the losses of this window. Does not synchronise."""
-        for loss in losses:
-            if len(self._losses) < MOST_LOSSES:
-                value = loss.detach()
-                self._losses.append(value if value.numel() == 1 else torch.isfinite(value).all())
-
-    def bad_losses(self) -> int:
-        """How many losses of this window are inf or NaN. Synchronises."""
-        if self._bad_losses is None:
-            self._bad_losses = sum(
-                not bool(loss if loss.dtype is torch.bool else torch.isfinite(loss).all())
-                for loss in self._losses
-            )
-        return self._bad_losses
-
-    def next_window(self) -> None:
-        """Forget the losses."""
-        self._losses.clear()
-        self._bad_losses = None
-
-    def window_closed(self, scale: float, overflowed: bool) -> None:
+    def window_closed(self, scale: float, overflowed: bool, losses: Losses) -> None:
         """A window with this scale is over: evidence, if it belongs to a run of overflows."""
         if overflowed:
-            self.evidence.add(scale, self.bad_losses() > 0)
+            self.evidence.add(scale, losses.bad() > 0)
         elif scale >= HIGHEST and not self._told_highest:
             self._told_highest = True
             logger.warning(
@@ -244,9 +218,9 @@ class OverflowStreak:
             broken = islice((p for p in params if nonfinite(p.detach())), MOST_NAMED)
             evidence.broken = self.names.of(broken, optimizer)
 
-    def tell_broken_statistics(self) -> None:
+    def tell_broken_statistics(self, losses: Losses) -> None:
         """After a skip whose loss was inf or NaN: a batch norm has kept what it saw. Said once."""
-        if self._told_statistics or not self.bad_losses():
+        if self._told_statistics or not losses.bad():
             return
         broken = [
             name or type(part).__name__

@@ -17,6 +17,7 @@ from ..errors import OrderError
 from ..overflow_finder import Origin
 from .grad_norms import GradNorms
 from .gradients import differ, kept, local, make_own, nonzero, parameters_of, reciprocal
+from .losses import Losses
 from .update_rule import ScaleState
 
 HOST = torch.device("cpu")
@@ -239,6 +240,8 @@ class Window:
         unscaled; and the gradients as they were when another loss was scaled after that."""
         self.unscaled: set[int] = set()
         """``id`` of parameters whose gradients a boundary has unscaled in place."""
+        self.losses = Losses()
+        """What was scaled in it."""
         self.grad_norms = GradNorms()
         """Norms that were taken of its gradients."""
         self.clipped_values = False

@@ -24,6 +24,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from datetime import datetime, timezone
 from typing import Any
 
+from ..config import ScalerConfig
 from ..console import plain
 
 FORMAT = 1
@@ -101,6 +102,13 @@ class Record:
     (of single elements; of parameters that overlap)."""
     zero_share: float | None = None
     """The share of zeros among all these elements (sparse gradients left out)."""
+    loss: float | None = None
+    """The loss whose gradient was taken: the sum of the losses of the window, each divided by
+    ``gradient_accumulation_steps`` if Accelerate does that. So it is the mean over micro-batches in
+    a loop, also where the end of the data cut the window short, and what a Trainer logs for one
+    step; of several losses in one window (a GAN's) the sum. Before scaling, on this rank alone.
+    None where one is no single real number. Only with ``telemetry``; without loss scaling on a
+    device only in the file."""
 
     def __setstate__(self, state: list[Any]) -> None:
         """From a pickle, of an earlier version too, which had fewer fields: new ones come last."""
@@ -121,9 +129,12 @@ class Start:
 
     format: int = FORMAT
     facts: dict[str, Any] = field(default_factory=dict)
-    """``package``, ``rank``, ``ranks``, ``device``, ``precision``, ``torch``, ``accelerate`` and
+    """``package``, ``rank``, ``ranks``, ``device`` (its type), ``device_name``, ``precision``,
+    ``python``, ``torch``, ``accelerate``, ``transformers`` (where it was imported) and
     ``unix_time``, as far as they are there."""
     settings: dict[str, Any] = field(default_factory=dict)
+    changed: tuple[str, ...] = ()
+    """Which of them were other than their defaults, ``telemetry`` apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +199,7 @@ def _moment(value: Any) -> float:
 
 def _setting(value: Any) -> Any:
     """A plain value as it is, of anything else its text."""
+    value = list(value) if isinstance(value, tuple) else value  # as JSON has it
     number = isinstance(value, (int, float)) and not abs(value) > 2**53
     return value if value is None or number else _text(value)
 
@@ -325,6 +337,7 @@ FIELDS = (
         lambda share: round(share, 6),
         absent=None,
     ),
+    Field("loss", "loss", _number, _finite_or_text, absent=None),
     Field("spans", "spans", _spans, _write_spans, absent=()),
 )
 """In the order of the line; ``norms`` come last."""
@@ -369,12 +382,23 @@ def _decode_window(line: dict[str, Any], names: Names | None) -> Record:
 
 
 def encode_start(unix_time: float, facts: Mapping[str, Any]) -> str:
-    """The line at the start of a run; ``facts`` as in :class:`Start`, and ``settings``."""
+    """The line at the start of a run; ``facts`` as in :class:`Start`, ``settings``, ``changed``."""
     return _to_json({"kind": "start", "format": FORMAT, "unix_time": unix_time, **facts})
 
 
+def _changed(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Those that are other than this version's defaults; what it does not know is left out."""
+    defaults = {each.name: _setting(each.default) for each in fields(ScalerConfig)}
+    return tuple(
+        name
+        for name, value in settings.items()
+        if name in defaults and name != "telemetry" and _setting(value) != defaults[name]
+    )
+
+
 FACTS: dict[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("package", "device", "precision", "torch", "accelerate"), _text),
+    **dict.fromkeys(("package", "device", "device_name", "precision"), _text),
+    **dict.fromkeys(("python", "torch", "accelerate", "transformers"), _text),
     **dict.fromkeys(("rank", "ranks"), _count),
     "unix_time": _moment,
 }
@@ -386,7 +410,9 @@ def _decode_start(line: dict[str, Any], names: Names | None) -> Start:
         return Start(version)  # what else stands in it is not known
     facts = {key: read(line[key]) for key, read in FACTS.items() if line.get(key) is not None}
     settings = {_text(key): _setting(each) for key, each in line.get("settings", {}).items()}
-    return Start(version, facts, settings)
+    told = line.get("changed")
+    changed = _changed(settings) if told is None else _texts(told)
+    return Start(version, facts, settings, changed)
 
 
 def encode_names(names: Names) -> str:

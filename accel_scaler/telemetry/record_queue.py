@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..optimizer_step import StepTiming
+from ..scaling import Losses
 from .gradient_range import RangeTotals
 from .preview_watch import PreviewWatch
 from .record import Names, Record, Span
@@ -32,6 +33,8 @@ class OpenRecord:
     """``perf_counter`` at the start of the recording."""
     label: Callable[[Any], str]
     """Names what the training thread waited for."""
+    late_losses: Losses | None = None
+    """Still to be read, which waits for a device."""
     names: Names = field(default_factory=Names)
     timings: list[StepTiming] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
@@ -109,6 +112,8 @@ class RecordQueue:
         self._written_s = time.perf_counter()
         window = self._waiting.popleft()
         record = window.close()
+        if window.late_losses is not None:
+            record = replace(record, loss=window.late_losses.total())
         self._journal.add(record, window.names)
         self._watch.add(record)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -20,6 +21,7 @@ from ..config import ScalerConfig
 from ..optimizer_step import Observer, StepTiming
 from ..scaling import (
     GradScaler,
+    Losses,
     Window,
     count_nonfinite,
     gradients_of,
@@ -65,6 +67,9 @@ class Recorder(Observer):
         self._queue = None if journal is None else RecordQueue(journal)
         self._open: OpenRecord | None = None
         """The window on record last, which another optimizer may join."""
+        self._losses: Losses | None = None
+        """Those that ``_loss`` is the sum of."""
+        self._loss: float | None = None
         self._measures: list[Measure] = []
         """Of a window, whose numbers are read in a later one."""
         self._measured_in = -1
@@ -99,10 +104,19 @@ class Recorder(Observer):
     def before_update(self, optimizer: Optimizer, window: Window) -> None:
         """Look at what the update will take away; the check has just waited for the device."""
         window.grad_norms.fetch()
+        self._read_loss(window)
         if self._measures and self._measures[0].window != window.index:
             self._read_range()
         if self.wants_each_norm and not window.record(optimizer).found_inf:
             self._measure_range(optimizer, window)
+
+    def _read_loss(self, window: Window) -> None:
+        """Where that waits for nobody. Else it is read when its record is written."""
+        losses = window.losses
+        if self.wants_each_norm and losses is not self._losses:
+            self._losses, self._loss = losses, None
+            if self.scaler.is_enabled() or losses.are_on_host:
+                self._loss = losses.total()
 
     def optimizer_stepped(
         self, optimizer: Optimizer, window: Window, timing: StepTiming | None, start: float
@@ -131,10 +145,12 @@ class Recorder(Observer):
             lr=(before.lr if before else ()) + tuple(map(_lr, optimizer.param_groups)),
             time=time.perf_counter() - self._start,
             healed=window.healed,
+            loss=self._loss,
             **self._details(optimizer, window, found_inf, before),
         )
         if self._open is None:
-            self._open = OpenRecord(record, self._start, self._table.label)
+            late = window.losses if self._loss is None else None
+            self._open = OpenRecord(record, self._start, self._table.label, late)
             if self._queue is not None:
                 self._queue.add(self._open)
         self._open.record, self._open.names = record, self._table.known
@@ -164,7 +180,7 @@ class Recorder(Observer):
             offenders = dict(details.get("nonfinite", ()))
             offenders |= {n: c for n, c in zip(numbers, counts, strict=True) if c}
             details["nonfinite"] = tuple(offenders.items())
-            details["loss_nonfinite"] = self.scaler.overflow_streak.bad_losses()
+            details["loss_nonfinite"] = window.losses.bad()
         found = [(m.parameters, m.ids, m.each) for m in window.grad_norms]
         details["norms"] = self._table.place_norms(found, optimizer)
         if not self._table.known.names:  # nothing was measured, but waits want names
@@ -282,7 +298,13 @@ def make_recorder(scaler: GradScaler, config: ScalerConfig, facts: dict[str, Any
     path = None if config.telemetry is None else os.fspath(config.telemetry)
     journal = None
     if path is not None and (facts["rank"] == 0 or RANK in path):
-        own = {"package": __version__, "torch": torch.__version__, "settings": asdict(config)}
+        own = {
+            "package": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "changed": [name for name in config.changed() if name != "telemetry"],
+            "settings": asdict(config),
+        }
         journal = Journal(path.replace(RANK, str(facts["rank"])), {**facts, **own})
     recorder = Recorder(scaler, journal, config.underflow_interval)
     recorder.wants_norms = path is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import platform
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 
 from accel_scaler import ScalerConfig
+from accel_scaler.devices import device_name
 from accel_scaler.report.findings import facts
 from accel_scaler.report.reader import read_run
 
@@ -111,8 +113,13 @@ def test_the_start_says_what_runs_with_which_settings(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     with attached(path, min_scale=0.5, step_mode="overlap"):
         (start,) = lines_of(path)
-    facts = ("rank", "ranks", "device", "precision", "torch")
-    assert [start[key] for key in facts] == [0, 1, "cpu", "fp16", torch.__version__]
+    facts = ("rank", "ranks", "device", "precision", "torch", "python")
+    assert [start[key] for key in facts] == [
+        *(0, 1, "cpu", "fp16", torch.__version__, platform.python_version())
+    ]
+    assert start["device_name"] == device_name(torch.device("cpu"))
+    changed = {"min_scale", "step_mode", "init_scale", "optimizer_threads"}
+    assert set(start["changed"]) == changed
     assert start["settings"]["min_scale"] == 0.5
     assert start["settings"]["step_mode"] == "overlap"
     assert start["settings"].keys() == ScalerConfig.__dataclass_fields__.keys()

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from accel_scaler import OverflowStreakError
+from accel_scaler.scaling.losses import Losses
 from accel_scaler.scaling.overflow_streak import (
     MOST_SCALES,
     Evidence,
@@ -184,7 +185,7 @@ def test_the_error_names_the_worst_first_and_counts_the_rest() -> None:
 def test_a_finite_window_forgets_the_run_and_a_pickle_does_not() -> None:
     ours = OverflowStreak(1, 2.0, ParameterNames())
     ours.count(["w"])
-    ours.window_closed(8.0, True)
+    ours.window_closed(8.0, True, Losses())
     ours.check(1, lambda: 1.0)
     again = pickle.loads(pickle.dumps(ours))
     assert (again.limit, again.seen, again.evidence.scales) == (1, {"w": 1}, [8.0])

@@ -10,11 +10,13 @@ import pickle
 import struct
 import sys
 from array import array
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 import telemetry_files as t
 
+from accel_scaler import ScalerConfig
 from accel_scaler.telemetry.record import (
     FORMAT,
     BrokenLineError,
@@ -59,6 +61,7 @@ FULL = Record(
     healed=("block.wo",),
     largest_gradient=32752.0,
     zero_share=0.25,
+    loss=2.5,
 )
 BARE = Record(index=0, scale=8.0, next_scale=8.0, skipped=False, grad_norm=None)
 
@@ -90,6 +93,7 @@ def test_a_window_line_has_every_number_under_its_name() -> None:
         "healed": ["block.wo"],
         "largest_gradient": 32752.0,
         "zero_share": 0.25,
+        "loss": 2.5,
         "spans": [["step", 1500000, 250000], ["wait", 2000000, 125000, "a"]],
         "norms": base64.b64encode(struct.pack("<2f", 0.75, 1.0)).decode(),
     }
@@ -107,7 +111,7 @@ def test_what_is_not_known_is_left_out_or_null() -> None:
     assert (line["grad_norm"], line["max_norm"], line["clip_coefficient"]) == (None, None, None)
     optional = {"norms", "nonfinite", "loss_nonfinite", "first", "underflow", "spans"}
     optional |= {"optimizer_us", "waited_us", "hidden_us", "delay_compensation", "preview_error"}
-    optional |= {"healed", "largest_gradient", "zero_share"}
+    optional |= {"healed", "largest_gradient", "zero_share", "loss"}
     assert not line.keys() & optional
     assert line.keys() >= {"step", "time", "found_inf", "growth_tracker", "lr"}
 
@@ -130,10 +134,21 @@ def test_a_start_names_and_an_end_come_back_as_they_were() -> None:
     line = encode_start(1.7e9, {**facts, "settings": settings})
     assert json.loads(line)["format"] == FORMAT == 1
     assert decode(line.encode()) == Start(1, {**facts, "unix_time": 1.7e9}, settings)
+    line = encode_start(1.7e9, {**facts, "settings": settings, "changed": ["min_scale"]})
+    assert decode(line.encode()) == Start(
+        1, {**facts, "unix_time": 1.7e9}, settings, ("min_scale",)
+    )
     assert decode(encode_names(NAMES).encode()) == NAMES
     end = End(1.5, 3, 2, "StepError: it did not end", 1)
     assert decode(encode_end(end).encode()) == end
     assert "lost" not in encode_end(End())
+
+
+def test_a_file_of_an_earlier_version_is_compared_with_the_defaults_of_this_one() -> None:
+    settings = asdict(ScalerConfig(min_scale=2.0, step_mode="overlap", telemetry="x.jsonl"))
+    start = decode(json.dumps(t.start(settings=settings | {"of_old": 1})).encode())
+    assert isinstance(start, Start)
+    assert sorted(start.changed) == ["min_scale", "step_mode"]
 
 
 def test_numbers_that_json_has_not_are_text_that_float_reads() -> None:
@@ -146,11 +161,12 @@ def test_numbers_that_json_has_not_are_text_that_float_reads() -> None:
         lr=(NAN,),
         norms=norms,
         preview_error=INF,
+        loss=NAN,
     )
     line = encode_window(record)
     got = json.loads(line)
-    assert [got[key] for key in ("grad_norm", "max_norm", "clip_coefficient", "lr")] == [
-        *("nan", "inf", "-inf", ["nan"])
+    assert [got[key] for key in ("grad_norm", "max_norm", "clip_coefficient", "lr", "loss")] == [
+        *("nan", "inf", "-inf", ["nan"], "nan")
     ]
     back = decode(line.encode(), NAMES)
     assert isinstance(back, Record)
@@ -186,6 +202,7 @@ BROKEN = {
     "scale missing": window(scale=None),
     "negative scale": window(scale=-2.0),
     "norm as a word": window(grad_norm="large"),
+    "loss as a word": window(loss="small"),
     "time NaN": window(time="nan"),
     "lr no list": window(lr=0.1),
     "compensation no list": window(delay_compensation="preview"),

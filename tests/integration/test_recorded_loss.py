@@ -1,0 +1,162 @@
+"""The loss on record: what a loop computes beside it, micro-batches, skips, who throws away."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from support import mlp
+from telemetry_runs import INF, MODES, attached, loss_of, sgd, windows_of
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel_scaler import ScalerConfig, attach, detach
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ALL_MODES = pytest.mark.parametrize("mode", MODES.values(), ids=MODES.keys())
+
+
+def recorded(path: Path) -> list[Any]:
+    return [line.get("loss") for line in windows_of(path)]
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "no"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_it_is_the_mean_of_what_the_loop_computes_to_the_odd_end_of_each_epoch(
+    tmp_path: Path, accumulation: int, precision: str
+) -> None:
+    path, means, present = tmp_path / "run.jsonl", [], []
+    with attached(path, precision, accumulation) as accelerator:
+        data = DataLoader(TensorDataset(torch.randn(20, 8), torch.randn(20, 1)), batch_size=4)
+        plain = mlp()
+        model, optimizer, data = accelerator.prepare(plain, sgd(plain.parameters()), data)
+        for _ in range(2):
+            for x, y in data:
+                with accelerator.accumulate(model):
+                    loss = (model(x).float() - y).square().mean()
+                    accelerator.backward(loss)
+                    present.append(loss.item())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if accelerator.sync_gradients:
+                    means.append(sum(present) / len(present))
+                    present.clear()
+    assert len(means) == (10 if accumulation == 1 else 4)
+    assert recorded(path) == pytest.approx(means, rel=1e-6)
+    if accumulation == 1:
+        assert recorded(path) == means
+
+
+@ALL_MODES
+def test_every_mode_has_it_in_memory_and_in_the_file(tmp_path: Path, mode: dict[str, Any]) -> None:
+    path, losses = tmp_path / "run.jsonl", []
+    with attached(path, **mode) as accelerator:
+        plain = mlp()
+        model, optimizer = accelerator.prepare(plain, sgd(plain.parameters()))
+        for number in range(6):
+            loss = loss_of(model, number) * (INF if number == 2 else 1.0)
+            accelerator.backward(loss)
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        kept = [record.loss for record in accelerator.scaler_history.records]
+    assert kept == losses
+    assert losses[2] == INF
+    assert [float(loss) for loss in recorded(path)] == losses
+
+
+def test_a_window_that_is_run_again_has_its_loss_once(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with attached(path, accumulation=2, heal=True, find_overflow="replay") as accelerator:
+        plain = mlp()
+        model, optimizer = accelerator.prepare(plain, sgd(plain.parameters()))
+        expected = []
+        for number in range(8):
+            with accelerator.accumulate(model):
+                loss = loss_of(model, number)
+                if number == 4:  # finite; its gradients overflow
+                    loss = loss * 1e30
+                accelerator.backward(loss)
+                expected.append(loss.item())
+                optimizer.step()
+                optimizer.zero_grad()
+    means = [sum(pair) / 2 for pair in zip(expected[::2], expected[1::2], strict=True)]
+    assert [line["skipped"] for line in windows_of(path)] == [False, False, True, False]
+    assert recorded(path) == pytest.approx(means, rel=1e-6)
+
+
+def test_what_was_thrown_away_is_not_in_it(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with attached(path) as accelerator:
+        plain = mlp()
+        model, optimizer = accelerator.prepare(plain, sgd(plain.parameters()))
+        accelerator.backward(loss_of(model, 0))
+        optimizer.zero_grad()
+        loss = loss_of(model, 1)
+        accelerator.backward(loss)
+        optimizer.step()
+    assert recorded(path) == [loss.item()]
+
+
+def test_two_losses_of_one_window_are_their_sum_and_by_hand_too(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with attached(path) as accelerator:
+        first, second = mlp(), mlp()
+        model, optimizer = accelerator.prepare(first, sgd(first.parameters()))
+        other, another = accelerator.prepare(second, sgd(second.parameters()))
+        one, two = loss_of(model, 0), loss_of(other, 1)
+        accelerator.backward(one)
+        accelerator.backward(two)
+        optimizer.step()
+        another.step()
+        optimizer.zero_grad()
+        another.zero_grad()
+        by_hand = [loss_of(model, 2), loss_of(model, 3)]
+        torch.autograd.backward(accelerator.scaler.scale(by_hand))
+        optimizer.step()
+        optimizer.zero_grad()
+        twice = loss_of(model, 4)
+        accelerator.backward(twice, retain_graph=True)
+        accelerator.backward(twice)
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = [one + two, by_hand[0] + by_hand[1], 2 * twice]
+    assert recorded(path) == pytest.approx([float(each.detach()) for each in expected], rel=1e-6)
+
+
+def test_a_loss_that_is_no_single_number_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with attached(path) as accelerator:
+        plain = mlp()
+        model, optimizer = accelerator.prepare(plain, sgd(plain.parameters()))
+        each = model(torch.randn(4, 8)).float().square().flatten()
+        accelerator.backward(each, gradient=torch.ones_like(each))
+        optimizer.step()
+        optimizer.zero_grad()
+        accelerator.backward(loss_of(model, 1) * math.nan)
+        optimizer.step()
+    assert recorded(path) == [None, "nan"]
+
+
+def test_two_accelerators_have_their_own(tmp_path: Path) -> None:
+    paths, losses = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"], []
+    with attached(paths[0]) as first:
+        second = attach(
+            Accelerator(cpu=True, mixed_precision="fp16"), ScalerConfig(telemetry=str(paths[1]))
+        )
+        prepared = []
+        for accelerator in (first, second):
+            plain = mlp()
+            prepared.append((accelerator, *accelerator.prepare(plain, sgd(plain.parameters()))))
+        for number, (accelerator, model, _) in enumerate(prepared):
+            loss = loss_of(model, number)
+            accelerator.backward(loss)
+            losses.append([loss.item()])
+        for _, _, optimizer in prepared:
+            optimizer.step()
+        detach(second)
+    assert [recorded(path) for path in paths] == losses

@@ -1,0 +1,100 @@
+"""The losses of a window: their sum, what is no number, and when windows are cut short."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from accel_scaler import GradScaler
+from accel_scaler.scaling.losses import MOST_LOSSES, Losses
+
+
+def noted(*values: Any) -> Losses:
+    losses = Losses()
+    losses.note([each if isinstance(each, Tensor) else torch.tensor(each) for each in values])
+    return losses
+
+
+def test_the_total_is_the_sum_of_all_that_were_scaled() -> None:
+    assert noted().total() is None
+    assert noted(0.1).total() == float(torch.tensor(0.1))
+    assert noted(1.5, 2.0, 4.0).total() == 7.5
+    half = torch.tensor([[3.5]], dtype=torch.float16)
+    assert noted(half, torch.tensor(0.25, dtype=torch.float64)).total() == 3.75
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_inf_and_nan_are_numbers_here(bad: float) -> None:
+    losses = noted(1.0, bad)
+    total = losses.total()
+    assert total is not None
+    assert not math.isfinite(total)
+    assert losses.bad() == 1
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [torch.ones(3), torch.ones(()) * 1j, torch.empty(0), torch.ones((), device="meta")],
+    ids=["vector", "complex", "empty", "meta"],
+)
+def test_what_is_no_single_number_has_no_total(odd: Tensor) -> None:
+    assert noted(1.0, odd, 1.0).total() is None
+
+
+def test_not_finite_parts_of_a_vector_are_one_bad_loss() -> None:
+    assert noted(torch.tensor([1.0, math.inf]), torch.tensor(complex(math.nan, 0)), 1.0).bad() == 2
+
+
+def test_so_many_that_not_all_are_kept_have_no_total() -> None:
+    assert noted(*[1.0] * MOST_LOSSES).total() == MOST_LOSSES
+    assert noted(*[1.0] * (MOST_LOSSES + 1)).total() is None
+
+
+@pytest.mark.parametrize(
+    ("steps", "accumulation", "expected"),
+    [
+        ([1, 2, 3, 4], 4, 1.0),  # Accelerate's count in a full window
+        ([9, 10, 0], 4, 1.0),  # the data ended: their mean all the same
+        ([0], 4, 1.0),
+        ([0, 0, 0, 0], 4, 1.0),  # accumulate() is not used
+        ([0, 0, 0], 4, 1.0),
+        ([1, 1, 2, 2], 2, 2.0),  # two losses for each micro-batch
+        ([3, 3, 0, 0], 4, 2.0),
+        ([0, 0], 1, 2.0),  # whoever divides by himself has 1 here
+        ([1, 3], 4, 1.0),  # micro-batches without a backward are no part of the mean
+    ],
+)
+def test_the_mean_is_that_of_the_micro_batches(
+    steps: list[int], accumulation: int, expected: float
+) -> None:
+    losses = Losses()
+    for step in steps:
+        losses.note([torch.tensor(1.0) / accumulation])
+        losses.note_step(step, accumulation)
+    assert losses.total() == pytest.approx(expected, rel=1e-12)
+
+
+def test_lists_are_the_sum_of_their_losses() -> None:
+    scaler = GradScaler("cpu", init_scale=8.0)
+    weight = torch.ones((), requires_grad=True)
+    scaler.scale([weight * 2, (weight * 3, weight * 4)])
+    scaler.scale(weight * 0.5)
+    assert scaler.window.losses.total() == 9.5
+
+
+def test_no_graph_is_kept() -> None:
+    weight = torch.ones(1000, requires_grad=True)
+    kept = weight.exp()
+    loss, ref = (kept * kept).sum(), weakref.ref(kept)
+    losses = Losses()
+    losses.note([loss])
+    del kept, loss
+    gc.collect()
+    assert ref() is None
+    assert losses.total() == pytest.approx(1000 * math.e**2)

@@ -4,11 +4,13 @@
 >>> accelerator = attach(Accelerator(mixed_precision="fp16"))  # a raw Accelerate loop
 >>> trainer = attach(Trainer(...))                             # existing Trainer code
 
-Importing starts no thread, patches nothing and leaves the environment as it is.
+Importing starts no thread, patches nothing and leaves the environment as it is; torch and
+Accelerate are imported by the first name that needs them.
 """
 
-from .async_optimizer import AsyncOptimizer
-from .config import ScalerConfig
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .errors import (
     AccelScalerError,
     ConfigError,
@@ -17,10 +19,14 @@ from .errors import (
     StepError,
     UnsupportedError,
 )
-from .integrations import ScaledAccelerator, attach, detach
 from .old_paths import keep_old_paths
-from .scaling import GradScaler
 from .version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from .async_optimizer import AsyncOptimizer
+    from .config import ScalerConfig
+    from .integrations import ScaledAccelerator, attach, detach
+    from .scaling import GradScaler
 
 __all__ = [
     "AccelScalerError",
@@ -36,5 +42,27 @@ __all__ = [
     "attach",
     "detach",
 ]
+
+HOMES = {
+    "AsyncOptimizer": "async_optimizer",
+    "GradScaler": "scaling",
+    "ScaledAccelerator": "integrations",
+    "ScalerConfig": "config",
+    "attach": "integrations",
+    "detach": "integrations",
+}
+"""Of the names that cost an import, that of torch most: the command prints its help without it."""
+
+if not TYPE_CHECKING:  # a checker would take any name for one of ours
+
+    def __getattr__(name: str) -> Any:
+        if name not in HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(f"{__name__}.{HOMES[name]}"), name)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
 
 keep_old_paths()

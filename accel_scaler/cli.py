@@ -1,20 +1,34 @@
-"""The command ``accel-scaler``: its subcommands, and errors on one line."""
+"""The command ``accel-scaler``: its subcommands, and errors on one line.
+
+Without a command, and for the version, nothing is imported that takes long; torch least of all.
+"""
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 from collections.abc import Sequence
 
 from .console import plain
-from .errors import AccelScalerError
+from .errors import AccelScalerError, ConfigError, shown
+from .version import __version__
 
 __all__ = ["main"]
 
-LAUNCH = "start an unchanged script, attached; takes what `accelerate launch` takes"
-DOCTOR = "say what a launch would do here, and what would go wrong; takes what launch takes"
-REPLAY = "run a window again that overflowed, from the file that save_overflow has written"
-REPORT = "draw what the scaler did, from telemetry files"
+COMMANDS = {
+    "launch": "start an unchanged script as `accelerate launch` does, attached",
+    "doctor": "say what a launch would do here, and what would go wrong",
+    "report": "draw what the scaler did, from telemetry files",
+    "replay": "run a window again that overflowed, from a file of save_overflow",
+}
+EXAMPLE = """\
+example:
+  accel-scaler launch --mixed_precision fp16 --telemetry run.jsonl train.py
+  accel-scaler report run.jsonl
+
+accel-scaler COMMAND --help says more.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,32 +49,49 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    if argv[:1] == ["launch"]:
+    command = argv[0] if argv else None
+    if command == "launch":
         # Its arguments are Accelerate's business, which costs a while to import.
         from .launch.launcher import main as launch
 
         return launch(argv[1:])
-    if argv[:1] == ["doctor"]:
+    if command == "doctor":
         from .doctor import main as doctor
 
         return doctor(argv[1:])
-    parser = argparse.ArgumentParser(
-        prog="accel-scaler", description="fp16 training in Hugging Face Accelerate."
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("launch", help=LAUNCH, add_help=False)
-    commands.add_parser("doctor", help=DOCTOR, add_help=False)
-    report_parser = commands.add_parser("report", help=REPORT)
-    replay_parser = commands.add_parser("replay", help=REPLAY)
-    if argv[:1] == ["replay"]:
+    parser, parsers = _make_parser()
+    if command is None:
+        parser.print_help()
+        return 0
+    if command == "report":
+        from . import report
+
+        report.add_arguments(parsers[command])
+        return report.run(parser.parse_args(argv))
+    if command == "replay":
         from . import replay
 
-        replay.add_arguments(replay_parser)
+        replay.add_arguments(parsers[command])
         return replay.run(parser.parse_args(argv))
-    if argv[:1] != ["report"]:
-        parser.parse_args(argv)
-        parser.error("the command must come first")
-    from . import report
+    if not command.startswith("-"):
+        near = difflib.get_close_matches(command.lower()[:80], COMMANDS, n=1)
+        ask = f"Did you mean {near[0]}?" if near else f"The commands are {', '.join(COMMANDS)}."
+        raise ConfigError(f"unknown command {shown(command)}. {ask}")
+    parser.parse_args(argv)  # --help and --version end here
+    parser.error("the command must come first")
 
-    report.add_arguments(report_parser)
-    return report.run(parser.parse_args(argv))
+
+def _make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The parser of ``accel-scaler``, and those of its commands, still without arguments."""
+    parser = argparse.ArgumentParser(
+        prog="accel-scaler",
+        description="fp16 training in Hugging Face Accelerate: losses scaled, overflows told of.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    version = f"%(prog)s {__version__}"
+    parser.add_argument("--version", action="version", version=version, help="say the version")
+    commands = parser.add_subparsers(
+        title="commands", dest="command", required=True, metavar="COMMAND"
+    )
+    return parser, {name: commands.add_parser(name, help=says) for name, says in COMMANDS.items()}

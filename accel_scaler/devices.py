@@ -22,6 +22,7 @@ __all__ = [
     "Streams",
     "device_name",
     "is_capturing",
+    "present_type",
     "refuse_capture",
     "streams_of",
 ]
@@ -31,6 +32,13 @@ JOINS_BY_ITSELF = ("cuda", "xpu", "npu", "mlu", "hpu", "musa", "sdaa", "neuron")
 
 CPU_INFO = "/proc/cpuinfo"
 """Where Linux names the processor."""
+
+
+def present_type() -> str:
+    """Type of the accelerator that torch finds in this machine, else ``"cpu"``."""
+    # In this order: without a device torch 2.6 has an error for whoever asks for the current one.
+    present = torch.accelerator.is_available() and torch.accelerator.current_accelerator()
+    return present.type if present else "cpu"
 
 
 def streams_of(device: torch.device) -> Streams | None:

@@ -17,6 +17,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from ..config import ScalerConfig, is_count, is_number, is_positive
+from ..devices import present_type
 from ..errors import ConfigError, OrderError, UnsupportedError, shown
 from .collectives import agree_on_overflow, is_sharded
 from .fused_call import call_fused
@@ -79,7 +80,9 @@ class GradScaler(torch.amp.GradScaler):
     synchronises once, unless the optimizer is fused, on a GPU, and has stepped before.
 
     Args:
-        device: device type of the scale: ``"cuda"``, ``"cpu"``, ``"xpu"``, ...
+        device: device type of the scale: ``"cuda"``, ``"cpu"``, ``"xpu"``, ... None: that of
+            ``torch.accelerator``, else the CPU (torch's stands for CUDA then, and disables itself
+            where there is none).
         init_scale: as in torch, as all that follow up to ``enabled``: the first window's scale.
         growth_factor: what the scale is multiplied by as it grows.
         backoff_factor: what it is multiplied by after a window that overflowed.
@@ -108,7 +111,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def __init__(
         self,
-        device: str = "cuda",
+        device: str | None = None,
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
@@ -120,6 +123,11 @@ class GradScaler(torch.amp.GradScaler):
         hysteresis: int = 1,
         max_consecutive_skips: int | None = None,
     ) -> None:
+        if not isinstance(device, (str, torch.device, type(None))):
+            raise ConfigError(
+                f"device: got {shown(device)}, expected the type of a device, as 'cuda', or None; "
+                "the scale is init_scale."
+            )
         if enabled:
             ScalerConfig(
                 init_scale=init_scale,
@@ -136,6 +144,7 @@ class GradScaler(torch.amp.GradScaler):
             max_consecutive_skips, min_scale, self.parameter_names
         )
         self._make_transient()
+        device = present_type() if device is None else device
         super().__init__(
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )

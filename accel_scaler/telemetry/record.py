@@ -22,10 +22,14 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from datetime import datetime, timezone
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..config import ScalerConfig
 from ..console import plain
+from ..old_paths import old_names
+
+if not TYPE_CHECKING:
+    __getattr__ = old_names(__name__)
 
 FORMAT = 1
 """Version of the file format."""

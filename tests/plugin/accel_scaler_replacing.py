@@ -125,6 +125,8 @@ class Replacement:
                 self.note("sharded")
             else:
                 scaler.__class__ = _ours_of(type(scaler), ours)
+                if not args:
+                    kwargs.setdefault("device", "cuda")  # the stock default
                 ours.__init__(scaler, *args, **kwargs)
                 self.note("scaler")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from places import ROOT
 
-from accel_scaler import ConfigError, cli
+from accel_scaler import ConfigError, __version__, cli
 from accel_scaler import __main__ as main_module
 
 ONE_GOOD = "distributed_type: 'NO'\nuse_cpu: true\naccel_scaler:\n  step_mode: {}\n"
@@ -36,21 +37,48 @@ def quiet_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+SHORT = 24
+"""Lines of a terminal."""
+
+
 @pytest.mark.process
-def test_help_names_the_commands_and_loads_nothing_big() -> None:
+@pytest.mark.parametrize("argv", [[], ["--help"], ["--version"], ["launhc"]])
+def test_what_is_typed_first_is_answered_without_torch(argv: list[str]) -> None:
+    """And without anything else that takes a while; so from both of its entrances."""
     code = (
-        "import sys; from accel_scaler import cli\n"
-        "try: cli.main(['--help'])\n"
-        "finally: print([m for m in ('transformers', 'matplotlib', 'accelerate.commands.launch')"
-        " if m in sys.modules])"
+        "import atexit, sys; from importlib.metadata import entry_points\n"
+        "seen = lambda: [m for m in ('torch', 'accelerate', 'numpy', 'yaml') if m in sys.modules]\n"
+        "atexit.register(lambda: print(seen(), file=sys.stderr))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
-    )
-    assert "launch" in done.stdout
-    assert "report" in done.stdout
-    assert done.stdout.endswith("[]\n")
-    assert done.stderr == ""
+    ways = ["from accel_scaler.cli import main; sys.exit(main())", MODULE]
+    ends = []
+    for way in ways:
+        done = subprocess.run(
+            [sys.executable, "-c", code + way, *argv], capture_output=True, text=True, timeout=120,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"},
+        )  # fmt: skip
+        assert done.stderr.endswith("[]\n"), done.stderr
+        ends.append((done.returncode, done.stdout, done.stderr))
+    assert ends[0] == ends[1]
+    status, out, err = ends[0]
+    if argv == ["--version"]:
+        assert (status, out, err) == (0, f"accel-scaler {__version__}\n", "[]\n")
+    elif argv == ["launhc"]:
+        told = "accel-scaler: error: unknown command 'launhc'. Did you mean launch?\n"
+        assert (status, out, err) == (2, "", told + "[]\n")
+    else:
+        assert (status, err) == (0, "[]\n")
+        lines = out.splitlines()
+        assert max(map(len, lines)) <= 80
+        assert len(lines) < SHORT
+        for name in cli.COMMANDS:
+            assert sum(line.startswith(f"    {name} ") for line in lines) == 1
+        assert (
+            "  accel-scaler launch --mixed_precision fp16 --telemetry run.jsonl train.py" in lines
+        )
+
+
+MODULE = "import runpy; runpy.run_module('accel_scaler', run_name='__main__', alter_sys=True)"
 
 
 def test_python_m_and_the_console_script_are_the_same_command() -> None:
@@ -61,14 +89,32 @@ def test_python_m_and_the_console_script_are_the_same_command() -> None:
     assert '[project.scripts]\naccel-scaler = "accel_scaler.cli:main"\n' in text
 
 
-@pytest.mark.parametrize("argv", [[], ["lunch"], ["--launch"], ["--", "launch"], ["--", "report"]])
-def test_no_command_or_a_wrong_one_is_a_usage_error(
+@pytest.mark.parametrize("argv", [["--launch"], ["--", "launch"], ["--", "report"]])
+def test_a_command_that_does_not_come_first_is_a_usage_error(
     capsys: pytest.CaptureFixture[str], argv: list[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(argv)
     assert caught.value.code == 2
     assert "usage: accel-scaler" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("lunch", "unknown command 'lunch'. Did you mean launch?"),
+        ("Report", "unknown command 'Report'. Did you mean report?"),
+        (
+            "train.py",
+            "unknown command 'train.py'. The commands are launch, doctor, report, replay.",
+        ),
+        ("", "unknown command ''. The commands are "),
+    ],
+)
+def test_a_command_that_is_none(
+    capsys: pytest.CaptureFixture[str], command: str, expected: str
+) -> None:
+    assert expected in fails(capsys, command, "--help")
 
 
 @pytest.mark.usefixtures("quiet_home")

@@ -7,16 +7,21 @@ an asynchronous optimizer.
 
 from __future__ import annotations
 
+import importlib
+import os
 import pickle
 import pickletools
+import pkgutil
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from places import HELPERS
+from places import HELPERS, ROOT
 
 import accel_scaler
 from accel_scaler import (
@@ -50,7 +55,23 @@ def test_every_old_path_is_in_a_pickle() -> None:
     named = {path for held in HELD.values() for text in held.values() for path in own_paths(text)}
     assert named >= OLD.keys()
     for path, names in OLD.items():
-        assert vars(sys.modules[path]).items() >= names.items()
+        for name, home in names.items():
+            assert getattr(importlib.import_module(path), name) is pkgutil.resolve_name(home)
+        with pytest.raises(AttributeError, match=f"module '{path}' has no attribute 'Nobody'"):
+            getattr(importlib.import_module(path), "Nobody".strip())
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", ["scaler", "accelerator sync", "history sync"])
+def test_a_pickle_may_be_the_first_that_asks_for_the_package(name: str, tmp_path: Path) -> None:
+    for held in HELD.values():
+        (tmp_path / "p.pkl").write_bytes(held[name])
+        code = "import pickle, sys; print(type(pickle.load(open('p.pkl', 'rb'))).__name__)"
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        assert done.stdout.split() == [type(pickle.loads(held[name])).__name__]
 
 
 def test_settings_and_errors(load: Callable[[str], Any]) -> None:

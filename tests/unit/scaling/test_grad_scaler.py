@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -316,7 +317,48 @@ def test_cuda_without_a_gpu_is_disabled_with_torchs_warning() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.warns(UserWarning, match="CUDA is not available"):
-        assert not GradScaler().is_enabled()
+        assert not GradScaler("cuda").is_enabled()
+
+
+def test_without_a_device_it_takes_the_one_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's stands for CUDA; state and pickle know no difference to a device that was named."""
+    here = torch.accelerator.is_available() and torch.accelerator.current_accelerator()
+    named = here.type if here else "cpu"
+    steps: dict[str, Any] = {}
+    for name, kind, args in (
+        ("theirs", Stock, (named,)),
+        ("named", GradScaler, (named,)),
+        ("unnamed", GradScaler, ()),
+    ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            scaler: Any = kind(*args)
+        assert scaler.is_enabled()
+        p = torch.nn.Parameter(torch.full((2,), 0.5, device=named))
+        optimizer = torch.optim.SGD([p], lr=0.1)
+        for factor in (1.0, INF, 1e-3):
+            scaler.scale(p.square().sum() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        again = pickle.loads(pickle.dumps(scaler))
+        assert again.state_dict() == scaler.state_dict()
+        again.scale(p.sum())
+        assert again._scale.device.type == named
+        state = scaler.state_dict()
+        assert state.pop("_consecutive_skips", 0) == 0  # which torch has not
+        steps[name] = (state, p.tolist())
+    assert steps["theirs"] == steps["named"] == steps["unnamed"]
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda: torch.device("xpu"), raising=False
+    )
+    assert GradScaler()._device == "xpu"
+    assert GradScaler("cpu")._device == "cpu"
+    assert not GradScaler(enabled=False).is_enabled()
+    with pytest.raises(ConfigError, match=r"device: got 1024.0, expected .* is init_scale"):
+        GradScaler(1024.0)  # type: ignore[arg-type]
 
 
 @KINDS

@@ -263,6 +263,14 @@ class ScalerConfig:
         "Where optimizer state lives: none, with the parameters; cpu, in host memory, with "
         "float32 master weights, updated there.",
     )
+    master_weights: Literal["auto", "fp32", "none"] = setting(
+        STEPPING,
+        "auto",
+        _one_of("auto", "fp32", "none"),
+        "What float16 and bfloat16 parameters are updated through. fp32, float32 masters of them, "
+        "saved with the optimizer; none, themselves (bfloat16 alone: 8 bits of each update are "
+        "kept); auto, fp32 where the loss is scaled. With offload or delayed all have masters.",
+    )
     optimizer_threads: int | Literal["auto"] = setting(
         STEPPING,
         "auto",
@@ -360,6 +368,13 @@ class ScalerConfig:
         for name in ("telemetry", "save_overflow"):
             if (path := getattr(self, name)) is not None:
                 object.__setattr__(self, name, os.fspath(path))
+        through = (("step_mode", "delayed"), ("offload", "cpu"))
+        for name, value in through if self.master_weights == "none" else ():
+            if getattr(self, name) == value:
+                raise ConfigError(
+                    f"master_weights='none' steps parameters in place, and {name}={value!r} steps "
+                    "float32 masters; drop one of the two."
+                )
         check_bounds(self.init_scale, self.min_scale, self.max_scale)
         if self.heal and self.find_overflow == "off":
             raise ConfigError(

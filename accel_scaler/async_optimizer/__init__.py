@@ -9,6 +9,7 @@ communicates; the folder knows no Accelerate and no Trainer.
 from .async_stepper import without_shown
 from .compensation import refuse_compensation
 from .hooks import SyncHooks
+from .master_rule import MasterRule
 from .optimizer import AsyncOptimizer, step_beside
 from .shared_parameters import refuse_sharing
 from .supported_optimizers import refuse_spread, refuse_unsteppable
@@ -16,6 +17,7 @@ from .worker import Worker, default_threads
 
 __all__ = [
     "AsyncOptimizer",
+    "MasterRule",
     "SyncHooks",
     "Worker",
     "default_threads",

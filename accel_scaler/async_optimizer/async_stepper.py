@@ -47,6 +47,7 @@ from .grad_handoff import (
 )
 from .inflight_step import SHORTEST_WAIT_S, InflightStep, LateGradients, wait_for_gradient
 from .master_params import ParameterPair, place_of, shard_of
+from .master_rule import MasterRule
 from .pending_parameter import (
     GradientHold,
     any_pending,
@@ -77,6 +78,7 @@ class AsyncStepper(Stepper):
     Args:
         mode: ``"sync"``, ``"overlap"`` or ``"delayed"``.
         offload: state and float32 masters in host memory.
+        masters: which parameters are stepped through float32 masters.
         device: where the model's parameters are.
         delay_warmup_steps: so many first steps of ``delayed`` are not stale.
         delay_compensation: what ``delayed`` shows of an update before it is published.
@@ -91,6 +93,7 @@ class AsyncStepper(Stepper):
         *,
         mode: str,
         offload: bool,
+        masters: MasterRule,
         device: torch.device,
         delay_warmup_steps: int = 0,
         delay_compensation: str = "none",
@@ -103,7 +106,7 @@ class AsyncStepper(Stepper):
                 f"this {type(optimizer).__name__} is stepped by an AsyncOptimizer or an attached "
                 "accelerator already; close() or detach() that one first."
             )
-        refuse_sharing([(optimizer, mode)])
+        refuse_sharing([(optimizer, mode, masters)])
         self.optimizer, self.mode, self.offload, self.worker = optimizer, mode, offload, worker
         self.delay_warmup_steps = delay_warmup_steps
         self.parameter_names = parameter_names or ParameterNames()
@@ -112,7 +115,7 @@ class AsyncStepper(Stepper):
             optimizer,
             self.streams,
             offload=offload,
-            masters=mode == "delayed",
+            masters=masters,
             inline=mode == "sync" and not offload,
         )
         self.compensation: Compensation | None = None
@@ -190,7 +193,7 @@ class AsyncStepper(Stepper):
 
     @property
     def keeps_scaled(self) -> bool:
-        """Some parameters are float16, or bfloat16 with masters: their gradients stay scaled."""
+        """Some are float16 or bfloat16 and have masters: their gradients stay scaled."""
         if not self.replica.pairs:
             self.refresh()
         return self.replica.has_rounded or self.replica.rounds_now()
@@ -227,7 +230,7 @@ class AsyncStepper(Stepper):
                 return  # of the thread that trains, which has asked for itself
             before, pairs = self.replica.params, self.replica.pairs
             if not is_current:
-                refuse_sharing([(self.optimizer, self.mode)])
+                refuse_sharing([(self.optimizer, self.mode, self.replica.masters)])
                 self.replica.follow()
                 if self.compensation is not None:
                     self.compensation.follow()
@@ -811,7 +814,7 @@ class AsyncStepper(Stepper):
         """
         replica, shown = self.replica, None
         with torch.inference_mode(False), self.streams.as_at_home():
-            if replica.masters or self.keeps_scaled:
+            if replica.masters.every or self.keeps_scaled:
                 if not replica.is_current():
                     self.refresh()
                 entries = {k: v for k, v in state_dict["state"].items() if isinstance(v, dict)}

@@ -101,7 +101,9 @@ class SyncHooks:
         optimizer = stepper.optimizer
         if not stepper.replica.pairs:
             return  # nothing was ever stepped or loaded; asked for state it would begin now
-        if not (stepper.replica.masters or stepper.keeps_scaled or stepper.replica.is_sharded):
+        if not (
+            stepper.replica.masters.every or stepper.keeps_scaled or stepper.replica.is_sharded
+        ):
             return
         if not stepper.replica.splittable:
             stepper.replica.return_state()
@@ -170,7 +172,7 @@ class SyncHooks:
         stepper.refresh()
         self._loading = state_dict
         # torch casts to the parameter's dtype and device, which is not where state lives here.
-        if stepper.replica.masters or stepper.keeps_scaled:
+        if stepper.replica.masters.every or stepper.keeps_scaled:
             return {**state_dict, "state": {}}
         return without_shown(state_dict)
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..scaling import LOW_PRECISION, local
+from .master_rule import MasterRule
 from .streams import SideStreams
 
 
@@ -85,7 +86,7 @@ def make_pairs(
     streams: SideStreams,
     *,
     offload: bool,
-    masters: bool,
+    masters: MasterRule,
     known: Iterable[ParameterPair],
 ) -> list[ParameterPair]:
     """A pair for each parameter, in the optimizer's order.
@@ -99,8 +100,7 @@ def make_pairs(
         for p in group["params"]:
             pair = ParameterPair(p, number)
             before = old.get(id(p))
-            # float16 always: its smallest step near 1 is 1/1024. bfloat16 trains as in torch.
-            wanted = is_stepped(p) and (masters or p.dtype is torch.float16)
+            wanted = is_stepped(p) and masters.takes(p)
             if (
                 before is not None
                 and place_of(before.target) == place_of(pair.target)

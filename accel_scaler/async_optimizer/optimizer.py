@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ..scaling import GradScaler, ParameterNames, parameters_of, whole
 from ..telemetry import History, Recorder
 from .async_stepper import AsyncStepper
 from .hooks import SyncHooks
+from .master_rule import MasterRule
 from .worker import Worker
 
 
@@ -32,8 +34,9 @@ class AsyncOptimizer(Optimizer):
     ``mode="overlap"`` computes what the plain optimizer computes, bit for bit: a parameter is
     awaited where it is next used, in a forward or anywhere else. ``mode="delayed"`` updates
     float32 masters, which are published one step late; until then the model has a preview of them
-    (``delay_compensation``). ``mode="sync"`` steps at once (float16 parameters then train through
-    masters too). ``offload="cpu"`` keeps state and masters in host memory.
+    (``delay_compensation``). ``mode="sync"`` steps at once. float16 and bfloat16 parameters train
+    through float32 masters in every mode (``master_weights``). ``offload="cpu"`` keeps state and
+    masters in host memory.
 
     With ``scaler``, :meth:`step` is the whole boundary. Without, it only updates, so
     ``scaler.step(optimizer); scaler.update()`` work as with any optimizer, and so does training
@@ -55,6 +58,8 @@ class AsyncOptimizer(Optimizer):
         scaler: scales the loss; its windows end with :meth:`step`.
         mode: ``"overlap"``, ``"delayed"`` or ``"sync"``: ``step_mode`` of ``ScalerConfig``.
         offload: ``"cpu"`` for state and float32 masters in host memory, else ``"none"``.
+        master_weights: as in ``ScalerConfig``; where no ``scaler`` scales, ``"auto"`` steps
+            bfloat16 parameters in place, as torch does.
         delay_warmup_steps: as in ``ScalerConfig``, as all that follow.
         delay_compensation: what ``delayed`` shows of an update until it is published.
         optimizer_threads: threads of the step's CPU kernels.
@@ -75,6 +80,7 @@ class AsyncOptimizer(Optimizer):
         scaler: GradScaler | None = None,
         mode: str = "overlap",
         offload: str = "none",
+        master_weights: str = "auto",
         delay_warmup_steps: int = 0,
         delay_compensation: str = "auto",
         optimizer_threads: int | str = "auto",
@@ -85,6 +91,7 @@ class AsyncOptimizer(Optimizer):
             {
                 "step_mode": mode,
                 "offload": offload,
+                "master_weights": master_weights,
                 "delay_warmup_steps": delay_warmup_steps,
                 "delay_compensation": delay_compensation,
                 "optimizer_threads": optimizer_threads,
@@ -103,11 +110,11 @@ class AsyncOptimizer(Optimizer):
             scaler.sharded = True
 
     def _open(self) -> None:
-        config = self._config
+        scaled = self.scaler is not None and self.scaler.is_enabled()
+        config = replace(self._config, enabled=scaled)
         self._worker = Worker(config.optimizer_threads)
         device = parameters_of(self.optimizer)[0].device
         parameter_names = self.scaler.parameter_names if self.scaler else None
-        scaled = self.scaler is not None and self.scaler.is_enabled()
         self._hooks = step_beside(
             self.optimizer,
             config,
@@ -233,8 +240,8 @@ class AsyncOptimizer(Optimizer):
             parameters: default: all of this optimizer's.
 
         Returns the norm before clipping, unscaled, float32, shape (); inf after an overflow.
-        ``.grad`` is then what torch leaves there; float16 gradients, and with ``fold_unscale``
-        those of a fused optimizer, stay scaled until the step. Synchronises.
+        ``.grad`` is then what torch leaves there; what is float16, or bfloat16 with a master, and
+        with ``fold_unscale`` what a fused optimizer has, stays scaled until the step. Synchronises.
         """
         self._check_open("clip_grad_norm_")
         self._forbid_inside("clip_grad_norm_")
@@ -294,7 +301,7 @@ class AsyncOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch writes it for the wrapped optimizer, after :meth:`synchronize`.
 
-        float16 parameters (bfloat16 with offload) add their float32 ``master`` to their entries.
+        Parameters that hold less than their float32 ``master`` add it to their entries.
         """
         with self._stepper.still():
             return self.optimizer.state_dict()
@@ -421,6 +428,7 @@ def step_beside(
         optimizer,
         mode=config.step_mode,
         offload=config.offload == "cpu",
+        masters=MasterRule.of(config),
         device=device,
         delay_warmup_steps=config.delay_warmup_steps,
         delay_compensation=config.delay_compensation,

@@ -32,6 +32,7 @@ from ..scaling import (
     parameters_of,
 )
 from .master_params import ParameterPair, is_stepped, make_pairs, shard_of
+from .master_rule import MasterRule
 from .streams import SideStreams
 from .supported_optimizers import (
     attributes_of_every_optimizer,
@@ -73,7 +74,7 @@ class Replica:
 
     Args:
         offload: state and masters live in host memory.
-        masters: every trainable parameter has a float32 master, not just float16 ones.
+        masters: which parameters have them.
         inline: steps run on the training thread.
     """
 
@@ -83,12 +84,12 @@ class Replica:
         streams: SideStreams,
         *,
         offload: bool,
-        masters: bool,
+        masters: MasterRule,
         inline: bool = False,
     ) -> None:
         self.optimizer, self.streams = optimizer, streams
-        self.offload, self.masters = offload, masters or offload
-        refuse_unsteppable(self.optimizer, masters=self.masters)
+        self.offload, self.masters = offload, masters
+        refuse_unsteppable(self.optimizer, self.masters)
         refuse_unshardable(optimizer)
         self.splittable = is_splittable(optimizer)
         self.inline = inline or not self.splittable
@@ -144,15 +145,14 @@ class Replica:
     def rounds_now(self) -> bool:
         """What ``has_rounded`` will be once :meth:`follow` has looked: one may be unfrozen."""
         trained = filter(is_stepped, parameters_of(self.optimizer))
-        low = LOW_PRECISION if self.masters else {torch.float16}
-        return not low.isdisjoint(map(_dtype_of, trained))
+        return not self.masters.rounded.isdisjoint(map(_dtype_of, trained))
 
     def follow(self) -> bool:
         """Take over new groups and moved or resized parameters; True if there were any."""
         if self.is_current():
             return False
         params = parameters_of(self.optimizer)
-        refuse_unsteppable(self.optimizer, masters=self.masters)
+        refuse_unsteppable(self.optimizer, self.masters)
         refuse_unshardable(self.optimizer)
         if not self.inline:
             refuse_spread(self.optimizer, self.streams.device)
@@ -163,7 +163,9 @@ class Replica:
             masters=self.masters,
             known=self.pairs,
         )
-        self._may_need_masters = self.masters or any(p.dtype is torch.float16 for p in params)
+        # Or is refused, once it is trained.
+        low = self.masters.rounded | {torch.float16}
+        self._may_need_masters = self.masters.every or any(p.dtype in low for p in params)
         self.pairs, self._known = pairs, params
         self._places = _places(params, self._may_need_masters)
         self._order = list(range(len(pairs)))
@@ -373,7 +375,7 @@ class Replica:
             if entry is not None and not is_empty(entry):
                 if isinstance(entry, dict):
                     settle_entry(pair, entry, chosen=not self.splittable)
-                    if self.splittable and not pair.is_master and self._may_need_master(pair):
+                    if self.splittable and not pair.is_master and self.masters.takes(pair.target):
                         _keep_exact(entry, state_dict["state"][index])
                 state[pair.param] = entry
             if pair.is_master:
@@ -386,10 +388,6 @@ class Replica:
             groups = self.optimizer.param_groups
             self.optimizer.__setstate__({"state": state, "param_groups": groups})
         return saved
-
-    def _may_need_master(self, pair: ParameterPair) -> bool:
-        """It has one while it is stepped."""
-        return self.masters or pair.target.dtype is torch.float16
 
     def forget_loaded(self) -> None:
         """A step begins: the model has been loaded by now, if it ever is."""

@@ -9,14 +9,17 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
-import torch
 from torch.optim import Optimizer
 
 from ..errors import UnsupportedError
 from ..scaling import parameters_of
+from .master_rule import MasterRule
 
 if TYPE_CHECKING:
     from .async_stepper import AsyncStepper
+
+Wanted = tuple[Optimizer, str, MasterRule]
+"""An optimizer, its step mode, and what has masters."""
 
 _steppers: list[weakref.ref[AsyncStepper]] = []
 """Those that step an optimizer."""
@@ -57,11 +60,12 @@ def _present() -> list[AsyncStepper]:
     return list(filter(None, map(_deref, _steppers)))
 
 
-def refuse_sharing(wanted: Sequence[tuple[Optimizer, str]]) -> None:
+def refuse_sharing(wanted: Sequence[Wanted]) -> None:
     """Raise ``UnsupportedError`` where two optimizers would have a master each for a parameter.
 
     Args:
-        wanted: optimizers to be stepped, and the mode of each; those that are already count too.
+        wanted: optimizers to be stepped, with the mode and the masters of each; those that are
+            already count too.
     """
     said = _sharing(wanted)
     if said is not None:
@@ -71,21 +75,24 @@ def refuse_sharing(wanted: Sequence[tuple[Optimizer, str]]) -> None:
         raise UnsupportedError(said)
 
 
-def _sharing(wanted: Sequence[tuple[Optimizer, str]]) -> str | None:
-    asked = {id(optimizer) for optimizer, _ in wanted}
-    present = [(e.optimizer, e.mode) for e in _present() if id(e.optimizer) not in asked]
-    for place, (one, mode) in enumerate(wanted):
+def _sharing(wanted: Sequence[Wanted]) -> str | None:
+    asked = {id(optimizer) for optimizer, _, _ in wanted}
+    mine = [e for e in _present() if id(e.optimizer) not in asked]
+    present = [(e.optimizer, e.mode, e.replica.masters) for e in mine]
+    for place, (one, mode, masters) in enumerate(wanted):
         own = set(map(id, parameters_of(one)))
-        for other, its_mode in [*present, *wanted[:place]]:
+        for other, its_mode, its_masters in [*present, *wanted[:place]]:
             common = [p for p in parameters_of(other) if id(p) in own and p.requires_grad]
-            rounded = any(p.dtype is torch.float16 for p in common)
+            low = masters.rounded | its_masters.rounded
+            rounded = next((p.dtype for p in common if p.dtype in low), None)
             if common and (rounded or "delayed" in (mode, its_mode)):
-                why = "the parameters are float16" if rounded else "step_mode='delayed'"
+                why = f"parameters are {rounded}" if rounded else "step_mode='delayed'"
                 return (
                     f"{type(one).__name__} shares {len(common)} parameters with a "
                     f"{type(other).__name__} that is stepped as well. Each would step float32 "
                     f"masters of its own ({why}) and not see the other's update. Use step_mode="
-                    "'overlap' or 'sync' with float32 parameters, close() or detach() the other "
-                    "one first, or put the parameters in one optimizer."
+                    "'overlap' or 'sync' with float32 parameters (or bfloat16 ones and "
+                    "master_weights='none'), close() or detach() the other one first, or put the "
+                    "parameters in one optimizer."
                 )
     return None

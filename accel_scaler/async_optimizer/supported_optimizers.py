@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from ..errors import UnsupportedError
 from ..optimizer_step import ATTRIBUTE
 from ..scaling import LOW_PRECISION, parameters_of
+from .master_rule import MasterRule
 
 _BY_PARAMETER = (
     *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam"),
@@ -35,6 +36,12 @@ _PLAIN = (
     torch.Generator,
 )
 """What leads to no parameter."""
+
+WHY = "offload, step_mode 'delayed', float16 or bfloat16 parameters"
+WAY_OUT = (
+    "Use step_mode='sync' or 'overlap' without offload, with float32 parameters, or with bfloat16 "
+    "ones and master_weights='none'."
+)
 
 _READ_BY_STEPS = {
     *("__getattr__", "__getattribute__", "__setattr__", "__delattr__"),
@@ -112,11 +119,11 @@ def refuse_replaced(optimizer: Optimizer) -> None:
         )
 
 
-def refuse_unsteppable(optimizer: Optimizer, *, masters: bool) -> None:
+def refuse_unsteppable(optimizer: Optimizer, masters: MasterRule) -> None:
     """Raise ``UnsupportedError`` for optimizers that cannot be stepped in this way.
 
     Args:
-        masters: all that are trained are stepped through float32 copies, not just float16 ones.
+        masters: which of what is trained is stepped through float32 copies.
     """
     cls = type(optimizer)
     name = cls.__name__
@@ -144,17 +151,20 @@ def refuse_unsteppable(optimizer: Optimizer, *, masters: bool) -> None:
             "offload, without AsyncOptimizer."
         )
     trained = [p for p in parameters_of(optimizer) if p.requires_grad]
-    low = [p for p in trained if masters or p.dtype is torch.float16]
-    if masters or low:
-        _refuse_masters(optimizer, low)
+    through = [p for p in trained if masters.takes(p)]
+    if any(p.dtype is torch.float16 and not masters.takes(p) for p in trained):
+        raise UnsupportedError(
+            f"{name} has float16 parameters, which master_weights='none' would step in place: "
+            "near 1 what is smaller than 1/2048 would be lost, and torch refuses to unscale their "
+            "gradients. Leave master_weights at 'auto', or load the model in bfloat16 or float32."
+        )
+    if masters.every or through:
+        _refuse_masters(optimizer, through)
 
 
 def _refuse_masters(optimizer: Optimizer, params: Sequence[Tensor]) -> None:
     name = type(optimizer).__name__
-    way_out = (
-        "with float32 masters (offload, step_mode 'delayed', float16 parameters). Use step_mode="
-        "'sync' or 'overlap' without offload."
-    )
+    way_out = f"with float32 masters ({WHY}). {WAY_OUT}"
     others = {p.dtype for p in params} - LOW_PRECISION - {torch.float32}
     if others:
         raise UnsupportedError(
@@ -183,9 +193,7 @@ def refuse_hidden(optimizer: Optimizer, masters: Iterable[Tensor] = ()) -> None:
         if (what := _hidden_in(value, optimizer, seen, memory)) is not None:
             raise UnsupportedError(
                 f"{type(optimizer).__name__}: {where} holds {what}, by which its step could reach "
-                "parameters or state past their float32 masters (offload, step_mode 'delayed', "
-                "float16 parameters). Use step_mode='sync' or 'overlap' without offload, with "
-                "float32 parameters."
+                f"parameters or state past their float32 masters ({WHY}). {WAY_OUT}"
             )
 
 
@@ -194,9 +202,7 @@ def refuse_bare_state(optimizer: Optimizer) -> None:
     if any(isinstance(k, Tensor) and isinstance(v, Tensor) for k, v in optimizer.state.items()):
         raise UnsupportedError(
             f"{type(optimizer).__name__}: its state holds a tensor for a parameter, expected a "
-            "dict: with float32 masters (offload, step_mode 'delayed', float16 parameters) each of "
-            "its tensors has a name. Use step_mode='sync' or 'overlap' without offload, with "
-            "float32 parameters."
+            f"dict: with float32 masters ({WHY}) each of its tensors has a name. {WAY_OUT}"
         )
 
 

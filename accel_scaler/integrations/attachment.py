@@ -23,7 +23,7 @@ from ..config import Asked, ScalerConfig
 from ..devices import device_name
 from ..errors import OrderError, StepError
 from ..optimizer_step import Boundary
-from ..precision import ChosenModules
+from ..precision import ChosenModules, warn_past_float16
 from ..scaling import gather_objects, is_sharded
 from ..telemetry import make_recorder
 from .autocast import add_autocast, remove_autocast, remove_emulation
@@ -111,6 +111,8 @@ class Attachment:
             prepared: what the training loop calls.
             inner: the model in it, whose parameters' names are known.
         """
+        if self.scales:
+            warn_past_float16(inner, self.chosen.modules)
         self.recorder.watch(prepared, inner)
         if self.explainer is not None:
             self.explainer.watch(prepared, inner)
@@ -234,7 +236,7 @@ class Attachment:
             self.chosen.before_backward(self.models)
 
     def follow_parameters(self) -> None:
-        """A backward is about to begin: float16 parameters may be trained that were not."""
+        """A backward is about to begin: parameters may be trained that were not."""
         for optimizer in list(self.optimizers):
             optimizer.follow_parameters()
 
@@ -271,7 +273,9 @@ def begin(accelerator: Any, asked_for: Asked) -> Attachment | None:
         )
         if config.telemetry is None:
             return None
-        config = replace(config, step_mode="sync", offload="none", enabled=False)
+        config = replace(
+            config, step_mode="sync", offload="none", master_weights="auto", enabled=False
+        )
     attachment = Attachment(accelerator, asked, config)
     attachment.put_on(accelerator)
     return attachment

@@ -13,6 +13,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch.optim import Optimizer
 
 from ..async_optimizer import (
+    MasterRule,
     SyncHooks,
     refuse_compensation,
     refuse_sharing,
@@ -101,7 +102,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         super().eval()
 
     def follow_parameters(self) -> None:
-        """Step through masters from now on, where a float16 parameter is trained that was not."""
+        """Step through masters from now on, where a parameter is trained that needs one."""
         attachment = self._attachment
         if attachment is not None and _needs_async_stepper(
             self.stepped_optimizer, attachment.config
@@ -169,14 +170,12 @@ def adopt(optimizer: Any, attachment: Attachment) -> None:
 def _needs_async_stepper(inner: Optimizer, config: ScalerConfig) -> bool:
     if async_stepper_of(inner) is not None:
         return False
-    return config.step_mode != "sync" or config.offload != "none" or _has_float16(inner)
-
-
-def _has_float16(optimizer: Optimizer) -> bool:
-    """Whether some trainable parameter is float16: it is updated through a float32 master."""
-    # Asked at every backward, so in no loop of Python's.
-    trained = filter(attrgetter("requires_grad"), parameters_of(optimizer))
-    return torch.float16 in map(attrgetter("dtype"), trained)
+    if config.step_mode != "sync" or config.offload != "none":
+        return True
+    # Asked at every backward, so in no loop of Python's. float16 is refused where it has no master.
+    trained = filter(attrgetter("requires_grad"), parameters_of(inner))
+    low = MasterRule.of(config).dtypes | {torch.float16}
+    return not low.isdisjoint(map(attrgetter("dtype"), trained))
 
 
 def _change_class(optimizer: Any, cls: Any) -> None:
@@ -215,9 +214,9 @@ def refuse_unsuitable(
         (inner,) = inner_of(optimizer)
         if not _needs_async_stepper(inner, config):
             continue
-        beside.append((inner, config.step_mode))
-        offload = config.offload != "none"
-        refuse_unsteppable(inner, masters=offload or config.step_mode == "delayed")
+        masters, offload = MasterRule.of(config), config.offload != "none"
+        beside.append((inner, config.step_mode, masters))
+        refuse_unsteppable(inner, masters)
         if config.step_mode == "delayed":
             refuse_compensation(config.delay_compensation, inner)
         if are_placed and (offload or config.step_mode != "sync"):

@@ -93,10 +93,10 @@ class OverflowCheck:
         if record.returned is not None and record.returned.is_changed:
             raise OrderError(
                 f"the gradients of {type(optimizer).__name__} were changed after they were "
-                "clipped, while they still are scaled: they are float16, or fold_unscale leaves "
-                "unscaling to the kernel, so the change would be scaled too. Change them before "
-                "clip_grad_norm_, or load the model in float32, without fold_unscale; zero the "
-                "gradients to go on."
+                "clipped, while they still are scaled: they go to float32 masters, or fold_unscale "
+                "leaves unscaling to the kernel, so the change would be scaled too. Change them "
+                "before clip_grad_norm_, or load the model in float32, without fold_unscale; zero "
+                "the gradients to go on."
             )
 
     def check(self, optimizer: Optimizer) -> OptimizerRecord:
@@ -120,14 +120,15 @@ class OverflowCheck:
         if stepper.keeps_scaled and self.unscaled_elsewhere([optimizer]):
             raise OrderError(
                 f"{type(optimizer).__name__}: some of its gradients are unscaled already (clipped "
-                "before it had their parameters, or for another optimizer), and float16 ones stay "
-                "scaled until the step. Make the optimizer before the backward; zero the gradients "
-                "to go on."
+                "before it had their parameters, or for another optimizer), and those of float32 "
+                "masters stay scaled until the step. Make the optimizer before the backward; zero "
+                "the gradients to go on."
             )
         if stepper.keeps_scaled:
             raise UnsupportedError(
-                f"{type(optimizer).__name__}: its float16 gradients are sharded, sparse or on "
-                "several devices; load the model in float32."
+                f"{type(optimizer).__name__}: gradients of its float32 masters are sharded, sparse "
+                "or on several devices; load the model in float32, or in bfloat16 with "
+                "master_weights='none'."
             )
         self.scaler.unscale_(optimizer)
 
@@ -221,15 +222,16 @@ class OverflowCheck:
         """Do in place what is deferred, because somebody wants to see unscaled gradients.
 
         Raises:
-            UnsupportedError: they are float16 or bfloat16.
+            UnsupportedError: they are float16, or bfloat16 and go to masters.
         """
         stepper = stepper_of(optimizer)
         if stepper.keeps_scaled:
             raise UnsupportedError(
-                "unscale_gradients: some gradients are float16 or bfloat16; unscaled, they would "
-                "lose what is small, so they are unscaled in float32 within the step. Use "
-                "clip_grad_norm_ or clip_grad_value_, which know this, or load the model in "
-                "float32. A hook before the step (register_step_pre_hook) sees gradients too."
+                "unscale_gradients: some gradients are float16 or bfloat16 and go to float32 "
+                "masters, so they are unscaled in float32 within the step; here small ones would "
+                "be lost. Use clip_grad_norm_ or clip_grad_value_, which know this, or load the "
+                "model in float32, or in bfloat16 with master_weights='none'. A hook before the "
+                "step (register_step_pre_hook) sees gradients too."
             )
         record.forget_returned()
         if record.deferred.multiply is not None:

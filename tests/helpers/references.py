@@ -312,7 +312,7 @@ def recording(scaler: GradScaler, path: Path, device: str = "cpu") -> Iterator[N
 def saved_of(model: nn.Module, saved: dict[str, Any]) -> dict[str, Any]:
     """Parameters, masters and state, as :func:`run_reference` has them."""
     params = [p.detach().clone() for p in model.parameters()]
-    state = [dict(saved["state"][i]) for i in range(len(params))]
+    state = [dict(saved["state"].get(i, {})) for i in range(len(params))]
     masters = [entry.pop("master", p) for entry, p in zip(state, params, strict=True)]
     for entry in state:  # of the steps to come
         for key in ("preview", "extrapolated"):

@@ -190,9 +190,11 @@ def test_gradients_in_float32_of_parameters_that_are_not(
         return p.detach()
 
     ours = train(mode, dtype, offload=offload)
-    has_master = dtype is torch.float16 or offload == "cpu" or mode == "delayed"
-    reference = train(None, torch.float32 if has_master else dtype)
-    assert torch.equal(ours, reference.to(dtype))
+    assert torch.equal(ours, train(None, torch.float32).to(dtype))
+    if dtype is torch.bfloat16 and offload == "none" and mode != "delayed":
+        in_place = train(mode, dtype, master_weights="none")
+        assert torch.equal(in_place, train(None, dtype))
+        assert not torch.equal(in_place, ours)
 
 
 # A parameter twice; state that is laid out otherwise.

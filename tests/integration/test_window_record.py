@@ -614,7 +614,7 @@ def test_bfloat16_is_unscaled_without_torchs_kernel(
             ours.step(inner)
             ours.update()
     else:
-        accelerator = attached(init_scale=3000.0)
+        accelerator = attached(init_scale=3000.0, master_weights="none")
         ours = accelerator.scaler
 
         def step(inner: Any) -> None:

@@ -54,6 +54,7 @@ VALUES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
         ("", "Auto", None, False, "linear"),
     ),
     "offload": (("none", "cpu"), ("", "gpu", None, 0, ["cpu"])),
+    "master_weights": (("auto", "fp32", "none"), ("", "fp16", "float32", None, True)),
     "optimizer_threads": (("auto", 1, 64), (*NO_COUNT, None, "AUTO", "")),
     "fold_unscale": ((True, False), NO_SWITCH),
     "sharded": ((True, False), NO_SWITCH),

@@ -330,7 +330,7 @@ def test_sharded_float16_parameters_are_refused(tmp_path: Path) -> None:
         with AsyncOptimizer(inner, model, scaler=scaler) as optimizer:
             x, y = batch(0, 0)
             scaler.scale(nn.functional.mse_loss(model(x.half()), y.half())).backward()
-            said = "float16 gradients are sharded.*load the model in float32"
+            said = "float32 masters are sharded.*load the model in float32"
             with pytest.raises(UnsupportedError, match=said):
                 optimizer.step()
 

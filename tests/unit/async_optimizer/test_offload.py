@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from accel_scaler import (
     AsyncOptimizer,
     GradScaler,
+    ScalerConfig,
 )
 from accel_scaler.async_optimizer import replica as replica_module
 from accel_scaler.async_optimizer.master_params import make_pairs
+from accel_scaler.async_optimizer.master_rule import MasterRule
 from accel_scaler.async_optimizer.replica import Replica
 from accel_scaler.async_optimizer.streams import SideStreams
 from accel_scaler.async_optimizer.supported_optimizers import is_splittable
@@ -389,10 +391,10 @@ def test_host_like_keeps_shapes_and_strides_in_one_buffer_a_dtype() -> None:
 def test_pairs_are_kept_with_their_masters_until_a_parameter_moves() -> None:
     w, v = nn.Parameter(torch.ones(2).half()), nn.Parameter(torch.ones(2).half())
     optimizer = torch.optim.SGD([w, v])
-    streams = SideStreams(CPU)
+    streams, rule = SideStreams(CPU), MasterRule.of(ScalerConfig())
 
     def pairs(known: Any) -> Any:
-        return make_pairs(optimizer, streams, offload=False, masters=False, known=known)
+        return make_pairs(optimizer, streams, offload=False, masters=rule, known=known)
 
     first = pairs([])
     for pair in first:
@@ -426,7 +428,9 @@ def test_which_optimizers_step_part_by_part() -> None:
 
 
 def make_replica(optimizer: torch.optim.Optimizer) -> Replica:
-    replica = Replica(optimizer, SideStreams(CPU), offload=False, masters=False)
+    replica = Replica(
+        optimizer, SideStreams(CPU), offload=False, masters=MasterRule.of(ScalerConfig())
+    )
     replica.follow()
     return replica
 

@@ -1,0 +1,237 @@
+"""bfloat16 parameters under fp16 autocast: attached, saved, resumed, evaluated, compiled."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from references import (
+    GROWTH_INTERVAL,
+    INIT_SCALE,
+    NEVER_STALE,
+    OPTIMIZERS,
+    assert_same_run,
+    loss_of,
+    network,
+    run_reference,
+    same,
+    saved_of,
+)
+from support import reset
+from torch import Tensor, nn
+
+from accel_scaler import ScalerConfig, UnsupportedError, attach, detach
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+BRAIN = torch.bfloat16
+WAYS = [
+    *itertools.product(("sync", "overlap", "delayed"), ("none", "cpu"), ("auto",)),
+    ("sync", "none", "none"),
+    ("overlap", "none", "none"),
+]
+
+
+def brain() -> nn.Module:
+    return network(BRAIN)
+
+
+def attached(mode: str = "sync", offload: str = "none", wish: str = "auto", **settings: Any) -> Any:
+    reset()
+    return attach(
+        Accelerator(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=1),
+        ScalerConfig(
+            step_mode=mode,  # type: ignore[arg-type]
+            offload=offload,  # type: ignore[arg-type]
+            master_weights=wish,  # type: ignore[arg-type]
+            init_scale=INIT_SCALE,
+            growth_interval=GROWTH_INTERVAL,
+            delay_compensation="none",
+            **settings,
+        ),
+    )
+
+
+def train(
+    accelerator: Any, model: Any, optimizer: Any, steps: range, micro: int = 1
+) -> dict[str, list[Any]]:
+    seen: dict[str, list[Any]] = {"losses": [], "scales": []}
+    for step in steps:
+        for number in range(step * micro, (step + 1) * micro):
+            accelerator.gradient_state._set_sync_gradients(number == (step + 1) * micro - 1)
+            loss = loss_of(model, number, step in (0, 5))
+            accelerator.backward(loss / micro)
+            seen["losses"].append(str(float(loss.detach())))
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            if accelerator.sync_gradients:
+                optimizer.zero_grad()
+        seen["scales"].append(accelerator.scaler.get_scale())
+    return seen
+
+
+@pytest.fixture
+def kernel_without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA torch's check takes none."""
+    kernel = torch._amp_foreach_non_finite_check_and_unscale_
+
+    def checked(grads: list[Tensor], *rest: Any) -> None:
+        assert all(grad.dtype is not BRAIN for grad in grads)
+        kernel(grads, *rest)
+
+    monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", checked)
+
+
+@pytest.mark.usefixtures("kernel_without_bfloat16")
+@pytest.mark.parametrize("micro", [1, 3])
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+@pytest.mark.parametrize(("mode", "offload", "wish"), [way for way in WAYS if way[2] == "auto"])
+def test_attached_they_train_as_a_loop_with_masters(
+    mode: str, offload: str, wish: str, kind: str, micro: int
+) -> None:
+    accelerator = attached(mode, offload, wish)
+    net = brain()
+    model, optimizer = accelerator.prepare(net, OPTIMIZERS[kind](net.parameters()))
+    seen: dict[str, Any] = train(accelerator, model, optimizer, range(12), micro)
+    seen |= saved_of(net, optimizer.state_dict())
+    detach(accelerator)
+    prompt = 0 if mode == "delayed" else NEVER_STALE
+    more = {"max_norm": 0.5, "micro": micro, "autocast": True}
+    assert_same_run(seen, run_reference(kind, prompt, make=brain, **more))
+
+
+@pytest.mark.usefixtures("kernel_without_bfloat16")
+@pytest.mark.parametrize(("mode", "offload", "wish"), WAYS)
+def test_saved_and_resumed_in_the_middle(
+    mode: str, offload: str, wish: str, tmp_path: Path
+) -> None:
+    """The checkpoint's model is bfloat16 and the newest; what goes on from it is the same run."""
+
+    def begin() -> tuple[Any, Any, Any]:
+        accelerator = attached(mode, offload, wish)
+        net = brain()
+        return accelerator, *accelerator.prepare(net, OPTIMIZERS["adamw"](net.parameters()))
+
+    accelerator, model, optimizer = begin()
+    train(accelerator, model, optimizer, range(4))
+    accelerator.save_state(tmp_path / "middle", safe_serialization=False)
+    written = torch.load(tmp_path / "middle" / "pytorch_model.bin")
+    assert {t.dtype for t in written.values()} == {BRAIN}
+    masters = [e.get("master") for e in optimizer.state_dict()["state"].values()]
+    for p, master in zip(written.values(), masters, strict=True):
+        assert (master is None) is (wish == "none")
+        if master is not None:
+            assert torch.equal(p, master.to(BRAIN))
+    rest = train(accelerator, model, optimizer, range(4, 9))
+    whole_state = optimizer.state_dict()  # waits for what is late
+    whole = [p.detach().clone() for p in accelerator.unwrap_model(model).parameters()]
+    detach(accelerator)
+    accelerator, model, optimizer = begin()
+    accelerator.load_state(tmp_path / "middle")
+    assert train(accelerator, model, optimizer, range(4, 9)) == rest
+    assert same(optimizer.state_dict(), whole_state)
+    found = [p.detach().clone() for p in accelerator.unwrap_model(model).parameters()]
+    assert same(found, whole)
+    detach(accelerator)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_cannot_be_met_is_refused_and_nothing_is_changed(late: bool) -> None:
+    """A parameter twice in one group would have two masters."""
+    accelerator = attached("sync") if not late else Accelerator(cpu=True, mixed_precision="fp16")
+    net = brain()
+    optimizer = torch.optim.SGD([p for p in net.parameters()], lr=0.1)  # noqa: C416
+    optimizer.param_groups[0]["params"].append(net[0].weight)
+    if late:
+        accelerator.prepare(net, optimizer)
+    refused = pytest.raises(UnsupportedError, match="master_weights='none'")
+    with refused:
+        attach(accelerator) if late else accelerator.prepare(net, optimizer)
+    if late:
+        assert type(accelerator) is Accelerator
+    else:
+        assert not accelerator._optimizers
+        detach(accelerator)
+
+
+def test_telemetry_of_a_bf16_run_leaves_it_as_it_is(tmp_path: Path) -> None:
+    def run(**settings: Any) -> list[Tensor]:
+        reset()
+        accelerator: Any = Accelerator(cpu=True, mixed_precision="bf16")
+        if settings:
+            with pytest.warns(UserWarning, match="only telemetry is written"):
+                attach(accelerator, ScalerConfig(**settings))
+        net = brain()
+        model, optimizer = accelerator.prepare(net, OPTIMIZERS["adamw"](net.parameters()))
+        for step in range(5):
+            accelerator.backward(loss_of(model, step))
+            optimizer.step()
+            optimizer.zero_grad()
+        if settings:
+            detach(accelerator)
+        return [p.detach() for p in net.parameters()]
+
+    file = str(tmp_path / "run.jsonl")
+    assert same(run(telemetry=file, master_weights="fp32"), run())
+
+
+def test_a_weight_past_float16_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """And what the warning says to do is enough."""
+    for late in (False, True):
+        for chosen in ((), ("0",)):
+            caplog.clear()
+            accelerator: Any = Accelerator(cpu=True, mixed_precision="fp16")
+            config = ScalerConfig(fp32_modules=chosen, init_scale=1.0)
+            net = brain()
+            with torch.no_grad():
+                net[0].weight.zero_()[0, 0] = 2.0**17
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+            with caplog.at_level(logging.WARNING, "accel_scaler"):
+                if late:
+                    prepared = accelerator.prepare(net, optimizer)
+                    attach(accelerator, config)
+                else:
+                    prepared = attach(accelerator, config).prepare(net, optimizer)
+            told = [r.getMessage() for r in caplog.records if "65504" in r.getMessage()]
+            assert len(told) == (not chosen)
+            assert all(each.startswith("0.weight (1.31e+05)") for each in told)
+            model, optimizer = prepared
+            accelerator.backward(model(torch.full((1, 8), 2.0**-10)).float().sum())
+            optimizer.step()
+            assert optimizer.step_was_skipped is (not chosen)
+            detach(accelerator)
+            reset()
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("mode", ["overlap", "delayed"])
+def test_who_looks_between_two_steps_sees_the_newest(mode: str, offload: str) -> None:
+    """As a state dict, in an evaluation, and cast, as adapters are merged."""
+    accelerator = attached(mode, offload)
+    net = brain()
+    model, optimizer = accelerator.prepare(net, OPTIMIZERS["sgd"](net.parameters()))
+    for step in range(4):
+        accelerator.backward(loss_of(model, step))
+        optimizer.step()
+        optimizer.zero_grad()
+        saved = {k: v.clone() for k, v in net.state_dict().items()}
+        masters = [e["master"] for e in optimizer.state_dict()["state"].values()]
+        assert all(map(torch.equal, saved.values(), [m.to(BRAIN) for m in masters]))
+        with torch.no_grad():
+            x = torch.ones(1, 8, dtype=BRAIN)
+            assert torch.equal(model(x), brain_with(saved)(x))
+    detach(accelerator)
+
+
+def brain_with(state: dict[str, Tensor]) -> Any:
+    """Those weights in the same float16 products."""
+    reset()
+    accelerator: Any = attach(Accelerator(cpu=True, mixed_precision="fp16"), ScalerConfig())
+    net = brain()
+    net.load_state_dict(state)
+    return accelerator.prepare(net)

@@ -1,0 +1,70 @@
+"""Weights that float16 does not hold are named."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from accel_scaler.precision import warn_past_float16
+from accel_scaler.precision.past_float16 import past_float16
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "is_past"),
+    [
+        (65280.0, torch.bfloat16, False),  # the last before 65504
+        (65536.0, torch.bfloat16, True),
+        (-1e30, torch.bfloat16, True),
+        (65519.0, torch.float32, False),  # rounds to 65504
+        (65520.0, torch.float32, True),
+        (65504.0, torch.float16, False),
+        (float("inf"), torch.bfloat16, False),  # no dtype would help
+        (float("nan"), torch.bfloat16, False),
+    ],
+)
+def test_what_rounds_to_inf(value: float, dtype: torch.dtype, is_past: bool) -> None:
+    model = layers().to(dtype)
+    with torch.no_grad():
+        model[1].weight[2, 1] = value
+    assert list(past_float16(model)) == (["1.weight"] if is_past else [])
+    assert bool(torch.full((), value, dtype=dtype).half().isinf()) == (
+        is_past or abs(value) == float("inf")
+    )
+
+
+def test_the_order_is_the_models_and_modules_in_float32_are_left_out() -> None:
+    model = layers()
+    model[1].float()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(1e6)
+    assert list(past_float16(model)) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert list(past_float16(model, [model[0]])) == ["1.weight", "1.bias"]
+
+
+def test_what_has_no_values_is_not_read(caplog: pytest.LogCaptureFixture) -> None:
+    model = layers()
+    model.packed = nn.Parameter(torch.full((3,), 255, dtype=torch.uint8), requires_grad=False)
+    model.nothing = nn.Parameter(torch.empty(0, 4))
+    model.elsewhere = nn.Linear(2, 2, device="meta")
+    with caplog.at_level(logging.WARNING, "accel_scaler"):
+        warn_past_float16(model)
+    assert not caplog.records
+
+
+def test_the_warning_says_which_how_large_and_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.ModuleDict({"wo": nn.Linear(2, 2)})
+    with torch.no_grad():
+        model["wo"].weight[0, 0] = -(2.0**17)
+    with caplog.at_level(logging.WARNING, "accel_scaler"):
+        warn_past_float16(model)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("wo.weight (1.31e+05): float16 ends at 65504")
+    assert "fp32_modules=('wo',)" in record.getMessage()

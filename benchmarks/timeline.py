@@ -1,11 +1,12 @@
 """What `sync` and `overlap` do when: the picture in the README, from measured spans.
 
-    OMP_NUM_THREADS=1 python benchmarks/timeline.py assets/overlap.svg     # half a minute, two cores
+    OMP_NUM_THREADS=1 python benchmarks/timeline.py assets/overlap.svg   # half a minute, two cores
 
 The same windows in both modes: fp16, fused AdamW over 33 million parameters, clipping. The training
 thread waits for a device in forward and backward; there is none, so it sleeps, each layer as long
 as the last. All else is done and measured. Of the last windows those four in a row are drawn that
-took least, in either mode: others use the machine, too. The text is grey and the background none: legible on white and on black.
+took least, in either mode: others use the machine, too. The text is grey and the background none:
+legible on white and on black.
 """
 
 from __future__ import annotations
@@ -142,7 +143,9 @@ def picture(modes: dict[str, list[Bar]]) -> str:
     x = float(LEFT)
     for kind in COLORS:
         if any(bar.kind == kind for found in modes.values() for bar in found):
-            parts.append(rect(Bar(kind, (x - LEFT) / unit, (x - LEFT + 14) / unit), y - 4, unit, 12))
+            parts.append(
+                rect(Bar(kind, (x - LEFT) / unit, (x - LEFT + 14) / unit), y - 4, unit, 12)
+            )
             label = LABELS.get(kind, kind)
             parts.append(text(x + 20, y + 7, label, "start", 'font-size="12"'))
             x += 44 + 7.2 * len(label)
@@ -166,7 +169,9 @@ def rect(bar: Bar, top: float, unit: float, height: float = BAR) -> str:
 
 def text(x: float, y: float, words: str, anchor: str, more: str = "") -> str:
     """Words at a place."""
-    return f'<text x="{x:.1f}" y="{y:.1f}" fill="{INK}" text-anchor="{anchor}" {more}>{words}</text>'
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" fill="{INK}" text-anchor="{anchor}" {more}>{words}</text>'
+    )
 
 
 def main() -> None:

@@ -11,13 +11,14 @@ import pytest
 from places import ROOT
 
 LIMIT_S = 120
-LANGUAGES = re.findall(r"^```(\w+)\n(.*?)^```", (ROOT / "README.md").read_text("utf-8"), re.M | re.S)
+README = (ROOT / "README.md").read_text("utf-8")
+FENCED = re.findall(r"^```(\w+)\n(.*?)^```", README, re.M | re.S)
 
 
 @pytest.mark.process
 def test_the_script_prints_what_stands_below_it(tmp_path: Path) -> None:
-    (script,) = [text for kind, text in LANGUAGES if kind == "python" and "manual_seed" in text]
-    (printed,) = [text for kind, text in LANGUAGES if kind == "text"]
+    (script,) = [text for kind, text in FENCED if kind == "python" and "manual_seed" in text]
+    (printed,) = [text for kind, text in FENCED if kind == "text"]
     assert printed.count(", skipped") == 1, "the output shows one skip"
     (tmp_path / "pasted.py").write_text(script, encoding="utf-8")
     done = subprocess.run(

@@ -806,8 +806,9 @@ class AsyncStepper(Stepper):
         if not asked.isdisjoint(mine):
             self.synchronize()
 
-    def load(self, state_dict: dict[str, Any]) -> None:
-        """After the optimizer has loaded ``state_dict``: where masters are, their state too.
+    def load(self, state_dict: dict[str, Any], itself: bool = False) -> None:
+        """After the optimizer has loaded ``state_dict``: where masters are, their state too, which
+        it loads ``itself`` where it does so in a way of its own.
 
         An entry ``master`` holds where it rounds to the model's present parameter; what was shown
         of an update, where the model has the master then.
@@ -823,9 +824,8 @@ class AsyncStepper(Stepper):
                     **state_dict["state"],
                     **{k: without_own(v) for k, v in entries.items()},
                 }
-                saved = replica.load_state(
-                    {**state_dict, "state": rest}, {k: v[MASTER] for k, v in own.items()}
-                )
+                load = replica.load_itself if itself else replica.load_state
+                saved = load({**state_dict, "state": rest}, {k: v[MASTER] for k, v in own.items()})
                 shown = [own.get(index, {}) for index in saved]
         counts = [
             entry["step"]

@@ -387,7 +387,11 @@ class _BeforeInnerForward(_Hook):
         if getattr(module, "_is_replica", False):
             return  # DataParallel's, on a thread of its own: what it replicates was asked for
         is_evaluated = _is_evaluated(module)
-        if is_evaluated != stepper.unpublished or is_in_backward():
+        if is_in_backward():
+            return
+        if not is_evaluated:
+            stepper.lift_fence()
+        if is_evaluated != stepper.unpublished:
             return
         hooks = self._hooks()
         # A frozen layer in the midst of a training forward is no evaluation, nor the reverse.

@@ -415,11 +415,13 @@ def step_beside(
     guards_backward: bool = False,
     holder: object | None = None,
     models: Callable[[], Iterable[Module]] = tuple,
+    fences_reads: bool = False,
 ) -> SyncHooks:
     """Step ``optimizer`` as ``config`` says from now on, until what this returns is closed.
 
     Where ``holder`` is gone without that, it is closed by whoever steps the optimizer next.
-    ``models``: those that hold its parameters, once they are known.
+    ``models``: those that hold its parameters, once they are known. ``fences_reads``: see
+    :class:`AsyncStepper`.
     """
     left = async_stepper_of(optimizer)
     if isinstance(left, AsyncStepper):
@@ -438,6 +440,7 @@ def step_beside(
         worker=worker,
         parameter_names=parameter_names,
         guards_backward=guards_backward,
+        fences_reads=fences_reads,
     )
     return SyncHooks(stepper, holder, models)
 

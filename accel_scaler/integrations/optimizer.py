@@ -165,6 +165,7 @@ def adopt(optimizer: Any, attachment: Attachment) -> None:
             attachment.device,
             names,
             models=lambda: [] if (known := ref()) is None else known.models,
+            fences_reads=True,
         )
     _change_class(optimizer, ScaledOptimizer)
     optimizer.join(attachment, hooks)

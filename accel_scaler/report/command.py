@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import io
 import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..console import plain, say
 from ..errors import ConfigError
@@ -18,9 +16,6 @@ from .reader import read_run
 from .run_summary import Run
 from .text import in_words
 from .theme import drawing
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 MOST_RUNS = 4
 
@@ -45,11 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "or a NAME.png that gets all of them, one below the other (default: report)",
     )
     parser.add_argument(
-        "--format", choices=("html", "png"), default="html", help="a page (default), or pictures"
+        "--format",
+        choices=("html", "png"),
+        default="html",
+        help="a page (default), or pictures, which need matplotlib",
     )
-    parser.add_argument(
-        "--text", action="store_true", help="print the summary and write nothing (no matplotlib)"
-    )
+    parser.add_argument("--text", action="store_true", help="print the summary and write nothing")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -100,18 +96,8 @@ def label(runs: Sequence[Run]) -> None:
 
 def write_page(runs: Sequence[Run], output: Path) -> Path:
     """Write the HTML page."""
-    drawn, found = [], pictures(runs)
-    if found:
-        with drawing():
-            drawn = [(_svg(picture.figure()), picture) for picture in found]
-    output.write_text(html_page(runs, drawn), encoding="utf-8")
+    output.write_text(html_page(runs), encoding="utf-8", newline="\n")
     return output
-
-
-def _svg(figure: Figure) -> str:
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
-    return buffer.getvalue()
 
 
 def write_pictures(runs: Sequence[Run], output: Path) -> list[Path]:

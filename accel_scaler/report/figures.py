@@ -1,4 +1,4 @@
-"""The pictures of a report, drawn with matplotlib's objects; nothing global is touched."""
+"""A report's charts as pictures, drawn with matplotlib's objects; nothing global is touched."""
 
 from __future__ import annotations
 
@@ -6,30 +6,24 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal
 
-from ..console import counted
-from ..telemetry import LARGEST, TOO_FAR, Record
-from .formatting import number, shorten
-from .heatmap import draw_heatmap, heatmap_rows
+from .charts import MANY_POINTS, Axis, Chart, Line, axis_of, charts
+from .formatting import number
+from .heatmap import HeatMap, heatmaps
 from .run_summary import Run
-from .samples import Bin, Spread
-from .theme import BAD, INK, PAPER, RUNS, SOFT
+from .samples import KINDS
+from .theme import DASHES, LIGHT
+from .timeline import Timeline, timelines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 WIDTH = 8.6
-DASHES = ("-", (0, (5, 2)), (0, (2, 1.5)), (0, (6, 2, 1.5, 2)))
-KINDS = {
-    "forward": "#56b4e9",
-    "backward": "#0072b2",
-    "clip": "#e69f00",
-    "step": "#009e73",
-    "optimizer": "#cc79a7",
-    "wait": "",
-}
+NAMED_ROWS = 48
+RED = (0.91, 0.30, 0.10)
+GREY = (0.55, 0.55, 0.55)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +31,6 @@ class Picture:
     """One picture, not yet drawn."""
 
     name: str
-    caption: str
     title: str
     height: float
     """Inches."""
@@ -46,7 +39,8 @@ class Picture:
     def draw(self, figure: Figure) -> Axes:
         """Draw it into a figure, or a part of one."""
         axes = figure.add_subplot()
-        axes.set_title(self.title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=10)
+        ink = LIGHT["ink"]
+        axes.set_title(self.title, loc="left", fontsize=11, fontweight="bold", color=ink, pad=10)
         axes.tick_params(length=3, labelsize=8.5)
         self.plot(axes)
         return axes
@@ -78,35 +72,20 @@ def stacked(found: Sequence[Picture]) -> Figure:
 def pictures(runs: Sequence[Run]) -> list[Picture]:
     """Every picture there is data for."""
     runs = [run for run in runs if run.windows]
-    found = [_scale(runs), _norm(runs), _largest(runs), _preview(runs)] if runs else []
-    several = len(runs) > 1
-    for build in (_heatmap, _timeline):
-        for number_of, run in enumerate(runs, 1):
-            of = f" ({shorten(run.label, 30)})" if several else ""
-            found.append(build(run, of, f"-{number_of}" if several else ""))
-    return [picture for picture in found if picture is not None]
-
-
-def _shared_axis(axes: Axes, runs: Sequence[Run], label: str) -> None:
-    """Steps along the x axis, what stands along the other, and where each later session began."""
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
-
-    axes.set_ylabel(label)
-    axes.grid(axis="y", linewidth=0.7)
-    axes.figure.legend(loc="outside lower center", ncols=3)
-    several = any(len(run.sessions) > 1 for run in runs)
-    axes.set_xlabel("step, counted on over all sessions" if several else "step")
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10], integer=True))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    last = max((run.bins.done[-1].last_x for run in runs if run.bins.done), default=0)
-    axes.set_xlim(-0.01 * max(last, 1), 1.01 * max(last, 1))
-    if len(runs) > 1:
-        return
-    starts = [(n, s.first_x) for n, s in enumerate(runs[0].sessions[1:], 2)]
-    for index, (count, x) in enumerate(starts[:60]):
-        axes.axvline(x, color=SOFT, linewidth=0.8, linestyle=(0, (1, 2)))
-        if index % max(1, len(starts) // 6) == 0:
-            _note(axes, f"session {count}", (x, 1.0), (3, -2))
+    axis = axis_of(runs) if runs else Axis("", 0)
+    found = []
+    for chart in charts(runs):
+        plot = partial(_plot_chart, chart=chart, axis=axis, runs=runs)
+        found.append(Picture(chart.name, chart.title, 3.2, plot))
+    for heat in heatmaps(runs):
+        height = min(8.0, max(2.6, 1.4 + 0.155 * len(heat.rows)))
+        plot = partial(_plot_heatmap, heat=heat, axis=axis)
+        found.append(Picture(heat.name, heat.title, height, plot))
+    for timeline in timelines(runs):
+        height = 2.5 if timeline.beside else 1.9
+        plot = partial(_plot_timeline, timeline=timeline)
+        found.append(Picture(timeline.name, timeline.title, height, plot))
+    return found
 
 
 def _note(axes: Axes, text: str, at: tuple[float, float], offset: tuple[int, int]) -> None:
@@ -118,281 +97,197 @@ def _note(axes: Axes, text: str, at: tuple[float, float], offset: tuple[int, int
         xytext=offset,
         textcoords="offset points",
         fontsize=7.5,
-        color=SOFT,
+        color=LIGHT["soft"],
         va="top",
     )
 
 
-def _band(
-    axes: Axes, bins: Sequence[Bin], low: list[float], high: list[float], **style: Any
-) -> None:
-    """From the least to the most of each bin."""
-    axes.fill_between([b.x for b in bins], low, high, alpha=0.2, linewidth=0, **style)
-
-
-def _scale(runs: Sequence[Run]) -> Picture:
-    caption = (
-        "The factor on the loss. It halves when a window overflows, and that step is skipped; "
-        "after growth_interval windows without overflow it doubles."
-    )
-    return Picture("scale", caption, "Loss scale", 3.3, partial(_plot_scale, runs=runs))
-
-
-def _plot_scale(axes: Axes, runs: Sequence[Run]) -> None:
-    """The loss scale over the steps (log2), every skipped window marked."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-
-    lows = [b.scale_low for run in runs for b in run.bins.done if b.scale_low > 0]
-    smallest = max(min(lows, default=1.0) / 2, 2.0**-150)
-
-    def drawn(scale: float) -> float:
-        """Within float32, whatever the file claims; 0 has no place on a logarithmic axis."""
-        return min(max(scale, smallest), 2.0**128)
-
-    axes.set_yscale("log", base=2)
-    for index, run in enumerate(runs):
-        color, name = RUNS[index], f"{shorten(run.label, 24)}: " if len(runs) > 1 else ""
-        bins, last = run.bins.done, run.bins.done[-1]
-        label = name + ("scale" if run.bins.width == 1 else "scale, thinned out")
-        xs, ys = [b.x for b in bins] + [last.last_x], [drawn(b.scale) for b in bins]
-        axes.step(
-            xs, [*ys, ys[-1]], where="post", color=color, linestyle=DASHES[index], label=label
+def _plot_chart(axes: Axes, chart: Chart, axis: Axis, runs: Sequence[Run]) -> None:
+    """Its lines with their bands, limits and marks."""
+    if chart.scale == "log2":
+        axes.set_yscale("log", base=2)
+    else:
+        axes.set_yscale(chart.scale)
+    for line in chart.lines:
+        _plot_line(axes, line, runs[line.run])
+    for limit in chart.limits:
+        axes.axhline(
+            limit.y, color=LIGHT["ink"], linewidth=1.2, linestyle=(0, (4, 3)), label=limit.label
         )
-        if run.bins.width > 1:
-            low, high = [drawn(b.scale_low) for b in bins], [drawn(b.scale_high) for b in bins]
-            _band(axes, bins, low, high, color=color, step="post")
-        skipped = [b for b in bins if b.skips]
-        if skipped:
-            axes.plot(
-                [(b.x + b.last_x) / 2 for b in skipped],
-                [drawn(b.scale_high) for b in skipped],
-                linestyle="none",
-                marker="x",
-                markersize=5.5,
-                markeredgewidth=1.4,
-                color=BAD if len(runs) == 1 else color,
-                label=f"{name}{counted(run.skips, 'skipped window')}",
-            )
-    axes.yaxis.set_major_locator(LogLocator(base=2, numticks=7))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
-    bottom, top = axes.get_ylim()
-    axes.set_ylim(min(bottom, top / 4), top * 1.2)
-    _shared_axis(axes, runs, "scale (factor on the loss)")
-
-
-def _norm(runs: Sequence[Run]) -> Picture | None:
-    """None: there is no finite norm."""
-    if not any(b.norm.count for run in runs for b in run.bins.done):
-        return None
-    caption = (
-        "The length of the whole gradient at each step, as the optimizer would see it without "
-        "clipping."
-    )
-    title = "Gradient norm, unscaled, before clipping"
-    return Picture("norm", caption, title, 3.3, partial(_plot_norm, runs=runs))
-
-
-def _largest(runs: Sequence[Run]) -> Picture | None:
-    """None: nobody measured it."""
-    if not any(b.largest.count for run in runs for b in run.bins.done):
-        return None
-    caption = (
-        "The largest element of the parameters' gradients, as the backward left them: multiplied "
-        "by the scale. Each halving below float16's largest number is a doubling that the scale "
-        "has left, as far as parameters tell; what float32 adds up may lie above."
-    )
-    title = "Largest scaled gradient"
-    return Picture("largest", caption, title, 3.0, partial(_plot_largest, runs=runs))
-
-
-def _preview(runs: Sequence[Run]) -> Picture | None:
-    """None: no update was late, or nobody measured what was shown of it."""
-    if not any(b.preview_error.count for run in runs for b in run.bins.done):
-        return None
-    caption = (
-        "Of each update that came a step late: the norm of what the model was off by until then, "
-        "against the norm of the update. 1: as if nothing had been shown of it."
-    )
-    title = "Late updates: how far off the preview was"
-    return Picture("preview", caption, title, 3.0, partial(_plot_preview, runs=runs))
-
-
-def _readable(norm: float) -> float:
-    """A norm as it is drawn: beyond these a logarithmic axis has no room for its margins."""
-    return min(max(norm, 1e-60), 1e60)
-
-
-def _plot_norm(axes: Axes, runs: Sequence[Run]) -> None:
-    """The gradient norm over the steps (log) and the clipping threshold."""
-    _plot_spreads(axes, runs, _norm_of, "norm")
-    _threshold_lines(axes, runs)
-    _mark_bad(axes, runs, _norm_of)
-    _plain_log_ticks(axes)
-    _shared_axis(axes, runs, "L2 norm")
-
-
-def _plot_preview(axes: Axes, runs: Sequence[Run]) -> None:
-    """The error of previews over the steps (log), and where it is too large."""
-    _plot_spreads(axes, runs, _preview_error_of, "error")
-    _limit_line(axes, TOO_FAR, f"too far above {number(TOO_FAR)}")
-    _mark_bad(axes, runs, _preview_error_of)
-    _plain_log_ticks(axes)
-    _shared_axis(axes, runs, "of the update")
-
-
-def _plot_largest(axes: Axes, runs: Sequence[Run]) -> None:
-    """The largest scaled gradient over the steps (log), and float16's largest number."""
-    _plot_spreads(axes, runs, _largest_of, "largest gradient")
-    _limit_line(axes, LARGEST, f"end of float16, {number(LARGEST)}")
-    _plain_log_ticks(axes)
-    _shared_axis(axes, runs, "magnitude")
-
-
-def _largest_of(each: Bin) -> Spread:
-    return each.largest
-
-
-def _norm_of(each: Bin) -> Spread:
-    return each.norm
-
-
-def _preview_error_of(each: Bin) -> Spread:
-    return each.preview_error
-
-
-def _plot_spreads(axes: Axes, runs: Sequence[Run], of: Callable[[Bin], Spread], name: str) -> None:
-    """One line a run over the steps, on a logarithmic axis."""
-    axes.set_yscale("log")
-    for index, run in enumerate(runs):
-        bins, width = [b for b in run.bins.done if of(b).count], run.bins.width
-        if not bins:
-            continue
-        color, spreads = RUNS[index], [of(b) for b in bins]
-        label = shorten(run.label, 24) if len(runs) > 1 else name
-        if width > 1:
-            label += f", mean of {width} windows (band: least to most)"
-            low = [_readable(each.low) for each in spreads]
-            _band(axes, bins, low, [_readable(each.high) for each in spreads], color=color)
-        axes.plot(
-            [b.x for b in bins],
-            [_readable(each.middle) for each in spreads],
-            color=color,
-            linewidth=1.5 if width > 1 or len(bins) < 300 else 1.0,
-            linestyle=DASHES[index],
-            marker="." if len(bins) < 3 else None,
-            label=label,
-        )
-
-
-def _threshold_lines(axes: Axes, runs: Sequence[Run]) -> None:
-    """The clipping threshold that each run ended with."""
-    limits = set()
-    for run in runs:
-        given = [b.max_norm for b in run.bins.done if b.max_norm and b.max_norm < math.inf]
-        limits.update(given[-1:])
-    for limit in sorted(limits):
-        label = f"clipped above {number(limit)}"
-        _limit_line(axes, _readable(limit), label)
-
-
-def _limit_line(axes: Axes, height: float, label: str) -> None:
-    axes.axhline(height, color=INK, linewidth=1.2, linestyle=(0, (4, 3)), label=label)
-
-
-def _mark_bad(axes: Axes, runs: Sequence[Run], of: Callable[[Bin], Spread]) -> None:
-    """Numbers that were inf or NaN have no height: a mark at the upper edge."""
-    for index, run in enumerate(runs):
-        bad = [b for b in run.bins.done if of(b).bad]
-        if bad:
-            axes.plot(
-                [(b.x + b.last_x) / 2 for b in bad],
-                [0.985 - 0.03 * index] * len(bad),
-                transform=axes.get_xaxis_transform(),
-                linestyle="none",
-                marker="v",
-                markersize=4.5,
-                markeredgewidth=0,
-                color=BAD if len(runs) == 1 else RUNS[index],
-                label="inf or NaN" if index == 0 else None,
-            )
     low, high = axes.get_ylim()
-    axes.set_ylim(low, high * (high / low) ** 0.08)
+    if chart.scale == "log2":
+        axes.set_ylim(min(low, high / 4), high * 1.2)
+    elif chart.scale == "log" and chart.marks:
+        axes.set_ylim(low, high * (high / low) ** 0.08)
+    _plot_marks(axes, chart, runs)
+    _ticks(axes, chart)
+    _bottom(axes, axis)
+    axes.set_ylabel(chart.unit)
+    axes.grid(axis="y", linewidth=0.7)
+    axes.figure.legend(loc="outside lower center", ncols=3)
 
 
-def _plain_log_ticks(axes: Axes) -> None:
+def _plot_line(axes: Axes, line: Line, run: Run) -> None:
+    bins, color = run.bins.done, LIGHT[line.hue]
+    xs = [bins[i].x for i, y in enumerate(line.y) if y is not None]
+    ys = [y for y in line.y if y is not None]
+    if not ys:
+        return
+    if line.low:
+        low, high = ([y for y in edge if y is not None] for edge in (line.low, line.high))
+        step: Literal["post"] | None = "post" if line.holds else None
+        axes.fill_between(xs, low, high, alpha=0.2, linewidth=0, color=color, step=step)
+    if line.holds:
+        xs, ys = [*xs, bins[-1].last_x], [*ys, ys[-1]]
+    dash = DASHES[line.run]
+    axes.plot(
+        xs,
+        ys,
+        color=color,
+        alpha=0.35 if line.faint else 1.0,
+        linewidth=1.5 if line.low or len(ys) < MANY_POINTS else 1.0,
+        linestyle=(0, dash) if dash else "-",
+        drawstyle="steps-post" if line.holds else "default",
+        marker="." if len(ys) < 3 else None,
+        label=line.label,
+    )
+
+
+def _plot_marks(axes: Axes, chart: Chart, runs: Sequence[Run]) -> None:
+    """Those without a height at the upper edge."""
+    edge = axes.get_xaxis_transform()
+    for marks in chart.marks:
+        bins = runs[marks.run].bins.done
+        xs = [(bins[i].x + bins[i].last_x) / 2 for i in marks.bins]
+        each = list(zip(xs, marks.y, strict=True))
+        cross, label = marks.shape == "cross", marks.label
+        for at in (
+            [(x, y, axes.transData) for x, y in each if y is not None],
+            [(x, 0.985 - 0.03 * marks.run, edge) for x, y in each if y is None],
+        ):
+            if at:
+                axes.plot(
+                    [x for x, *_ in at],
+                    [y for _, y, _ in at],
+                    transform=at[0][2],
+                    linestyle="none",
+                    marker="x" if cross else "v",
+                    markersize=5.5 if cross else 4.5,
+                    markeredgewidth=1.4 if cross else 0,
+                    color=LIGHT[marks.hue],
+                    label=label,
+                )
+                label = "_"  # once
+
+
+def _ticks(axes: Axes, chart: Chart) -> None:
     """Numbers instead of powers; between the decades too where there are few of them."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-    low, high = axes.get_ylim()
-    few = high / low < 300
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,), numticks=8))
+    if chart.scale == "linear":
+        return
+    base: float = 2.0
+    subs: tuple[float, ...] = (1.0,)
+    if chart.scale == "log":
+        low, high = axes.get_ylim()
+        base, subs = 10.0, (1.0, 2.0, 5.0) if high / low < 300 else (1.0,)
+    axes.yaxis.set_major_locator(LogLocator(base=base, subs=subs, numticks=8))
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
 
 
-def _heatmap(run: Run, of: str, suffix: str) -> Picture | None:
-    """None: no norms were kept."""
-    rows = heatmap_rows(run)
-    if not rows:
-        return None
-    caption = (
-        "Parameters from the input (top) to the output (bottom). A backward runs upwards: what is "
-        "non-finite low in a column spreads to all above."
+def _bottom(axes: Axes, axis: Axis) -> None:
+    """Steps along the x axis, and where each later session began."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    axes.set_xlabel(axis.label)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10], integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.set_xlim(-0.01 * max(axis.last, 1), 1.01 * max(axis.last, 1))
+    for index, x in enumerate(axis.sessions):
+        axes.axvline(x, color=LIGHT["soft"], linewidth=0.8, linestyle=(0, (1, 2)))
+        if index % max(1, len(axis.sessions) // 6) == 0:
+            _note(axes, f"session {index + 2}", (x, 1.0), (3, -2))
+
+
+def _plot_heatmap(axes: Axes, heat: HeatMap, axis: Axis) -> None:
+    """Columns: steps. The largest norm of a row shows, and anything non-finite before that."""
+    from matplotlib import colormaps
+    from matplotlib.colors import LogNorm
+    from matplotlib.patches import Patch
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    def clip(value: float) -> float:
+        """NaN: there was no norm. Outside of the scale lie 0, and what is inf or NaN."""
+        if math.isnan(value) or value == 0:
+            return heat.low / 10 if value == 0 else value
+        return 10 * heat.high if value == math.inf else min(max(value, heat.low), heat.high)
+
+    colors = colormaps["viridis"].with_extremes(bad=(0, 0, 0, 0), under=GREY, over=RED)
+    image = axes.imshow(
+        [[clip(value) for value in row] for row in heat.table],
+        norm=LogNorm(heat.low, heat.high),
+        cmap=colors,
+        aspect="auto",
+        interpolation="none",
+        origin="upper",
     )
-    title = "Gradient norm by parameter, unscaled" + of
-    height = min(8.0, max(2.6, 1.4 + 0.155 * len(rows)))
-    plot = partial(draw_heatmap, run=run, rows=rows)
-    return Picture("heatmap" + suffix, caption, title, height, plot)
-
-
-def _timeline(run: Run, of: str, suffix: str) -> Picture | None:
-    """None: the file has no spans."""
-    if not run.timing.last:
-        return None
-    caption = (
-        "What each thread did when, in the last steps. Hatched: the training thread waited for the "
-        "optimizer."
+    labels = heat.labels(34)
+    shown = range(0, len(labels), -(-len(labels) // NAMED_ROWS))
+    axes.set_yticks(shown, [labels[row] for row in shown])
+    axes.tick_params(axis="y", length=0, labelsize=7.5, labelcolor=LIGHT["ink"])
+    for side in ("left", "bottom"):
+        axes.spines[side].set_visible(False)
+    columns = heat.columns
+    ticks = sorted({round(i * (len(columns) - 1) / 6) for i in range(7)})
+    axes.set_xticks(ticks, [number(columns[i]) for i in ticks])
+    axes.set_xlabel(axis.label + (f", one in {heat.stride} shown" if heat.stride > 1 else ""))
+    bar = axes.figure.colorbar(
+        image, ax=axes, pad=0.015, aspect=30, fraction=0.05, extend="neither"
     )
-    (first, _), (last, _) = run.timing.last[0], run.timing.last[-1]
-    beside = run.sessions[run.session_of(last)].settings.get("step_mode") in ("overlap", "delayed")
-    title = f"Timeline, {run.place(first)} to {run.place(last)}{of}"
-    records = [record for _, record in run.timing.last]
-    plot = partial(_plot_timeline, records=records, beside=beside)
-    return Picture("timeline" + suffix, caption, title, 2.5 if beside else 1.9, plot)
+    bar.set_label("L2 norm")
+    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    bar.ax.yaxis.set_minor_formatter(NullFormatter())
+    bar.outline.set_visible(False)
+    values = {value for row in heat.table for value in row if value in (0.0, math.inf)}
+    keys = [(RED, "inf or NaN", math.inf in values), (GREY, "exactly 0", 0.0 in values)]
+    patches = [Patch(color=color, label=label) for color, label, there in keys if there]
+    if patches:
+        axes.legend(
+            handles=patches,
+            loc="lower right",
+            bbox_to_anchor=(1.0, 1.0),
+            borderaxespad=0.2,
+            ncols=2,
+            handlelength=1.0,
+        )
 
 
-def _plot_timeline(axes: Axes, records: Sequence[Record], beside: bool) -> None:
+def _plot_timeline(axes: Axes, timeline: Timeline) -> None:
     """What each thread did in a few windows, in milliseconds."""
-    spans = [span for record in records for span in record.spans]
-    zero = min(start for _, start, *_ in spans)
-    last = max(start + length - zero for _, start, length, *_ in spans) * 1e3
-    for kind, color in KINDS.items():
-        bars = [((s - zero) * 1e3, length * 1e3) for k, s, length, *_ in spans if k == kind]
+    for kind in KINDS:
+        bars = [(bar.start, bar.length) for bar in timeline.bars if bar.kind == kind]
         if not bars:
             continue
-        wait, other = kind == "wait", kind == "optimizer"
-        # In sync the update runs inside the step: a narrower bar upon it.
-        low, height = (-1.0, 0.7) if other and beside else (0.2, 0.3) if other else (0.0, 0.7)
+        lane, top, height = timeline.lane_of(kind)
+        wait = kind == "wait"
         axes.broken_barh(
             bars,
-            (low, height),
-            facecolors=PAPER if wait else color,
-            edgecolor=SOFT if wait else "none",
+            (-lane + 0.7 * (1 - top - height), 0.7 * height),
+            facecolors=LIGHT["paper" if wait else kind],
+            edgecolor=LIGHT["soft"] if wait else "none",
             hatch="//////" if wait else None,
             linewidth=0.5 if wait else 0,
             label=kind,
         )
-    for number_of, record in enumerate(records):
-        at = (record.time - zero) * 1e3
-        if 0 < at <= last:
-            axes.axvline(at, color=INK, linewidth=0.8, linestyle=(0, (1, 1.5)))
-            if number_of == 0:
-                _note(axes, f"end of step {record.index}", (at, 0.98), (3, 0))
-    names = ["training thread", "optimizer thread"] if beside else ["training thread"]
-    axes.set_yticks([0.35, -0.65][: len(names)], names, color=INK)
-    axes.set_ylim(-1.15 if beside else -0.15, 1.05)
-    axes.set_xlim(0, max(last, 1e-3))
+    for index, at in enumerate(timeline.ends):
+        axes.axvline(at, color=LIGHT["ink"], linewidth=0.8, linestyle=(0, (1, 1.5)))
+        if index == 0:
+            _note(axes, timeline.first_end, (at, 0.98), (3, 0))
+    lanes = timeline.lanes
+    axes.set_yticks([0.35 - lane for lane in range(len(lanes))], lanes, color=LIGHT["ink"])
+    axes.set_ylim(-1.15 if timeline.beside else -0.15, 1.05)
+    axes.set_xlim(0, timeline.length)
     axes.set_xlabel("milliseconds")
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)

@@ -1,129 +1,303 @@
-"""The report as one HTML page that needs nothing but itself."""
+"""The report as one HTML page that needs nothing but itself: no server, no network."""
 
 from __future__ import annotations
 
 import base64
+import hashlib
 from collections.abc import Sequence
 from datetime import datetime, timezone
+from functools import cache
 from html import escape
+from importlib.resources import files
 from typing import Any
 
 from ..console import counted, plain
-from .figures import Picture
-from .findings import facts, find
+from .charts import Axis, Chart, axis_of, charts
+from .findings import Level, facts, find
 from .formatting import number
+from .heatmap import HeatMap, heatmaps
+from .page_data import page_data
 from .run_summary import Run
-from .theme import BAD, INK, LINE, PAPER, SOFT
+from .samples import KINDS
+from .theme import HUES
+from .tiles import tiles
+from .timeline import Timeline, timelines
 from .verdict import verdict_on
 
 ROWS = 100
-LEVELS = {
-    "bad": ("Problem", BAD),
-    "warn": ("Look", "#9a6700"),
-    "note": ("Note", SOFT),
-    "good": ("Fine", "#1a7f37"),
-}
-
-CSS = f"""
-*{{box-sizing:border-box}}
-body{{margin:0;background:{PAPER};color:{INK};
-font:16px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,"Noto Sans",sans-serif}}
-main{{max-width:60rem;margin:0 auto;padding:1.5rem 1rem 4rem}}
-h1{{font-size:1.6rem;line-height:1.25;margin:.5rem 0 .25rem}}
-h2{{font-size:1.2rem;margin:2.4rem 0 .75rem;padding-bottom:.3rem;border-bottom:1px solid {LINE}}}
-h3{{font-size:1rem;margin:1.5rem 0 .5rem}}
-p{{margin:.35rem 0}}
-h1,h2,h3,p,li{{overflow-wrap:anywhere}}
-td,th{{overflow-wrap:break-word}}
-.verdict{{font-size:1.1rem}}
-.soft{{color:{SOFT}}}
-.findings{{list-style:none;margin:0;padding:0}}
-.findings li{{border:1px solid {LINE};border-left:5px solid var(--mark);border-radius:6px;
-padding:.6rem .9rem;margin:.6rem 0}}
-.findings .what{{font-weight:600}}
-.findings b{{display:inline-block;color:var(--mark);font-size:.78rem;letter-spacing:.04em;
-text-transform:uppercase;margin-right:.6rem}}
-figure{{margin:1.5rem 0}}
-.wide{{overflow-x:auto}}
-figure img{{display:block;width:100%;min-width:38rem;height:auto}}
-figcaption{{color:{SOFT};font-size:.9rem;margin-top:.4rem}}
-table{{border-collapse:collapse;width:100%;font-size:.9rem}}
-th,td{{text-align:left;vertical-align:top;padding:.35rem .9rem .35rem 0;
-border-bottom:1px solid {LINE}}}
-th{{color:{SOFT};font-weight:600}}
-td.n,th.n{{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}}
-""".strip()
+OPEN_ROWS = 10
+"""The others have to be asked for."""
+WORDS: dict[Level, str] = {"bad": "Problem", "warn": "Look", "note": "Note", "good": "Fine"}
+FIRST = ("loss",)
+"""Charts on the first screen."""
 
 
-def html_page(runs: Sequence[Run], drawn: Sequence[tuple[str, Picture]]) -> str:
-    """The whole page, with the pictures as SVG. All text is escaped; there is no script in it."""
+def html_page(runs: Sequence[Run]) -> str:
+    """The whole page. All text is escaped; the browser runs the package's own script alone."""
+    drawn = [run for run in runs if run.windows]
+    axis = axis_of(drawn) if drawn else None
+    found, maps, times = charts(drawn), heatmaps(drawn), timelines(drawn)
     title = f"Loss scaling: {' and '.join(run.label for run in runs)}"
-    body = [f"<h1>{escape(title)}</h1>", *(_verdict(run, len(runs)) for run in runs)]
-    body += ["<h2>Summary</h2>", *(part for run in runs for part in _summary(run, len(runs)))]
-    body += ["<h2>In numbers</h2>", _side_by_side(runs, [facts(run) for run in runs])]
-    if drawn:
-        body += ["<h2>Pictures</h2>", *(_figure(*each) for each in drawn)]
+    body = [_verdict(run, index, len(runs)) for index, run in enumerate(runs)]
+    body += [_about(runs), _tiles(runs)]
+    loss = [chart for chart in found if chart.name in FIRST]
+    others = [chart for chart in found if chart.name not in FIRST]
+    if axis is not None:
+        body += ['<div class="charts">', *(_chart(each, axis, True) for each in loss), "</div>"]
+    body += ["<h2>Findings</h2>", *(part for run in runs for part in _findings(run, len(runs)))]
+    if axis is not None:
+        body += ["<h2>Charts</h2>", '<div class="charts">']
+        alone = others[-1] if len(others) % 2 else None
+        body += [_chart(chart, axis, chart is alone) for chart in others]
+        body += [_heatmap(heat) for heat in maps]
+        body += [_timeline(each) for each in times]
+        body += ["</div>", NUMBERS]
     body += [part for run in runs for part in _offenders(run, len(runs))]
     body += [part for run in runs for part in _firsts(run, len(runs))]
+    body += ["<h2>In numbers</h2>", _side_by_side(runs, [facts(run) for run in runs])]
     body += ["<h2>Settings and versions</h2>", _settings(runs)]
+    style, script = _style(), _script()
+    policy = (
+        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; "
+        "base-uri 'none'; form-action 'none'"
+    )
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width,initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>\n{CSS}\n</style>\n</head>\n"
-        f"<body>\n<main>\n{chr(10).join(body)}\n</main>\n</body>\n</html>\n"
+        f"<title>{escape(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n"
+        f'<header class="bar"><div><h1>{escape(title)}</h1>'
+        '<button type="button" id="zoom" hidden>Reset zoom</button>'
+        '<button type="button" id="theme" title="light or dark" hidden>Dark</button>'
+        f"</div></header>\n<main>\n{chr(10).join(body)}\n{NO_SCRIPT}\n</main>\n"
+        f'<script type="application/json" id="data">{page_data(drawn, axis, found, maps)}</script>'
+        f"\n<script>{script}</script>\n</body>\n</html>\n"
     )
 
 
-def _verdict(run: Run, runs: int) -> str:
-    of = f"<b>{escape(run.label)}:</b> " if runs > 1 else ""
-    return f'<p class="verdict">{of}{escape(verdict_on(run))}</p>'
+NUMBERS = (
+    '<details id="numbers"><summary>All numbers of these charts as a table</summary>'
+    '<div class="wide"></div></details>'
+)
+NO_SCRIPT = "<noscript><p>The charts are drawn by a script, which is off here.</p></noscript>"
+
+
+# What the page brings along.
+
+
+@cache
+def _asset(name: str) -> str:
+    return (files(__package__) / "assets" / name).read_text("utf-8")
+
+
+def _style() -> str:
+    light, dark = (
+        "".join(f"--{name}:{both[which]};" for name, both in HUES.items()) for which in (0, 1)
+    )
+    return (
+        f":root{{{light}}}\n:root[data-theme=dark]{{{dark}}}\n"
+        f"@media screen and (prefers-color-scheme:dark){{:root:not([data-theme]){{{dark}}}}}\n"
+        f"{_asset('uPlot.min.css')}\n{_asset('page.css')}"
+    )
+
+
+def _script() -> str:
+    return f"{_asset('uPlot.iife.min.js')}\n{_asset('page.js')}"
+
+
+def _hash(text: str) -> str:
+    """As a content security policy names what may run."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+# The first screen.
+
+
+def _about(runs: Sequence[Run]) -> str:
+    """What ran on what; of several runs what they have in common is in the table below."""
+    if len(runs) > 1 or not runs[0].sessions:
+        return ""
+    session = runs[0].sessions[-1]
+    known = session.facts
+    parts = [str(known[key]) for key in ("device_name", "device", "precision") if key in known][:3]
+    if "step_mode" in session.settings:
+        parts.append(f"step_mode {session.settings['step_mode']}")
+    if known.get("ranks", 1) > 1:
+        parts.append(f"rank {known.get('rank', '?')} of {known['ranks']}")
+    if "unix_time" in known:
+        parts.append(_when(known["unix_time"]))
+    return f'<p class="about soft">{escape(" · ".join(parts))}</p>'
+
+
+def _when(moment: float) -> str:
+    return f"{datetime.fromtimestamp(moment, timezone.utc):%Y-%m-%d %H:%M} UTC"
+
+
+def _verdict(run: Run, index: int, runs: int) -> str:
+    level: Level = "bad" if any(f.level == "bad" for f in find(run)) else "good"
+    level = level if run.windows else "note"
+    of = f'<span class="of">{_swatch(index)}{escape(run.label)}</span>' if runs > 1 else ""
+    word = f'<span class="word">{WORDS[level]}</span>'
+    return f'<p class="verdict {level}">{of}{word}{escape(verdict_on(run))}</p>'
+
+
+def _swatch(index: int) -> str:
+    return f'<span class="of-run run-{index}"></span>'
+
+
+def _tiles(runs: Sequence[Run]) -> str:
+    several = len(runs) > 1
+    of = [tiles(run) for run in runs]
+    parts = []
+    for each in zip(*of, strict=True):
+        values = "".join(
+            f'<dd><span class="value">{_swatch(index) if several else ""}{escape(tile.value)}'
+            f'</span><span class="sub">{escape(tile.more)}</span></dd>'
+            for index, tile in enumerate(each)
+        )
+        name = each[0].name
+        parts.append(f'<div class="tile" data-tile="{name}"><dt>{escape(name)}</dt>{values}</div>')
+    return f'<dl class="tiles{" several" if several else ""}">{"".join(parts)}</dl>'
 
 
 def _heading(run: Run, runs: int) -> list[str]:
     return [f"<h3>{escape(run.label)}</h3>"] if runs > 1 else []
 
 
-def _summary(run: Run, runs: int) -> list[str]:
+def _findings(run: Run, runs: int) -> list[str]:
     rows = []
     for finding in find(run):
         more = "".join(f"<p>{escape(t)}</p>" for t in (finding.look, finding.do) if t)
-        word, mark = LEVELS[finding.level]
         rows.append(
-            f'<li style="--mark:{mark}"><p class="what"><b>{word}</b>'
-            f"{escape(finding.what)}</p>{more}</li>"
+            f'<li class="{finding.level}"><p class="what"><span class="word">'
+            f"{WORDS[finding.level]}</span>{escape(finding.what)}</p>{more}</li>"
         )
     return [*_heading(run, runs), f'<ul class="findings">{"".join(rows)}</ul>']
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> str:
+# Charts: what the script fills.
+
+
+def _figure(name: str, title: str, caption: str, inside: str, classes: str = "") -> str:
+    return (
+        f'<figure class="card{classes}" id="chart-{name}"><div class="head"><h3>{escape(title)}'
+        f"</h3></div>{inside}<figcaption>{escape(caption)}</figcaption></figure>"
+    )
+
+
+def _plot(words: str) -> str:
+    return (
+        f'<div class="readout"></div><div class="plot" role="group" aria-label="{escape(words)}">'
+        "</div>"
+    )
+
+
+def _chart(chart: Chart, axis: Axis, is_wide: bool) -> str:
+    plot, wide = _plot(chart.in_words(axis)), " whole" if is_wide else ""
+    return _figure(chart.name, chart.title, chart.caption, plot, wide)
+
+
+def _heatmap(heat: HeatMap) -> str:
+    key = (
+        '<div class="key"><span>L2 norm <span class="ramp-low"></span><span class="ramp"></span>'
+        '<span class="ramp-high"></span></span><span class="key-bad"><i class="swatch"></i>inf or '
+        'NaN</span><span class="key-zero"><i class="swatch"></i>exactly 0</span></div>'
+    )
+    return _figure(
+        heat.name, heat.title, heat.caption, key + _plot(heat.in_words()), " whole heatmap"
+    )
+
+
+def _timeline(timeline: Timeline) -> str:
+    there = [kind for kind in KINDS if any(bar.kind == kind for bar in timeline.bars)]
+    keys = "".join(f'<span><i class="swatch k-{kind}"></i>{kind}</span>' for kind in there)
+    inside = f'<div class="key">{keys}</div>{timeline_svg(timeline)}'
+    return _figure(timeline.name, timeline.title, timeline.caption, inside, " whole timeline")
+
+
+LANE, TOP, GAP = 34, 22, 22
+TICKS = 5
+
+
+def timeline_svg(timeline: Timeline) -> str:
+    """Bars as wide as their share of the time, so that texts keep their size on any screen."""
+
+    def share(at: float) -> str:
+        return f"{100 * at / timeline.length:.3f}%"
+
+    tops = [TOP + lane * (LANE + GAP) for lane in range(len(timeline.lanes))]
+    bottom = tops[-1] + LANE
+    hatch = f"hatch-{timeline.name}"
+    parts = [
+        f'<defs><pattern id="{hatch}" class="hatch" width="5" height="5" '
+        'patternUnits="userSpaceOnUse" patternTransform="rotate(45)"><rect width="5" height="5"/>'
+        '<path d="M0 0V5"/></pattern></defs>'
+    ]
+    for name, top in zip(timeline.lanes, tops, strict=True):
+        parts.append(f'<text class="lane" x="0" y="{top - 6}">{name}</text>')
+    for bar in timeline.bars:
+        lane, inset, height = timeline.lane_of(bar.kind)
+        look = f'fill="url(#{hatch})" stroke="currentColor" stroke-width="0.5"'
+        look = look if bar.kind == "wait" else f'class="k-{bar.kind}"'
+        told = f"{bar.kind} {number(bar.length)} ms" + (f" at {bar.where}" if bar.where else "")
+        parts.append(
+            f'<rect x="{share(bar.start)}" y="{tops[lane] + inset * LANE:g}" '
+            f'width="{share(bar.length)}" height="{height * LANE:g}" {look}>'
+            f"<title>{escape(told)}</title></rect>"
+        )
+    for index, at in enumerate(timeline.ends):
+        x = share(at)
+        parts.append(f'<line class="end" x1="{x}" x2="{x}" y1="8" y2="{bottom}"/>')
+        if index == 0:
+            side = "end" if at > 0.8 * timeline.length else "start"
+            parts.append(
+                f'<text x="{x}" y="11" dx="{-4 if side == "end" else 4}" text-anchor="{side}">'
+                f"{escape(timeline.first_end)}</text>"
+            )
+    for tick in range(TICKS):
+        at = timeline.length * tick / (TICKS - 1)
+        side = "start" if tick == 0 else "end" if tick == TICKS - 1 else "middle"
+        unit = " ms" if tick == TICKS - 1 else ""
+        parts.append(
+            f'<text x="{share(at)}" y="{bottom + 16}" text-anchor="{side}">{at:.4g}{unit}</text>'
+        )
+    words = f"{timeline.title}: {len(timeline.bars)} spans in {number(timeline.length)} ms"
+    head = f'<svg role="img" aria-label="{escape(words)}" height="{bottom + 22}">'
+    return f"{head}{''.join(parts)}</svg>"
+
+
+# Tables.
+
+
+def _table(
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    numbers: Sequence[int] = (),
+    marked: Sequence[bool] = (),
+) -> str:
     """A table; columns named in ``numbers`` stand at the right. All texts are escaped here."""
 
     def cell(tag: str, column: int, text: str) -> str:
         kind = ' class="n"' if column in numbers else ""
         return f"<{tag}{kind}>{escape(text)}</{tag}>"
 
-    lines = [[cell("th", i, text) for i, text in enumerate(head)]]
-    lines += [[cell("td", i, text) for i, text in enumerate(row)] for row in rows]
-    text = "".join("<tr>" + "".join(row) + "</tr>" for row in lines)
-    return f'<div class="wide"><table>{text}</table></div>'
+    lines = ["<tr>" + "".join(cell("th", i, text) for i, text in enumerate(head)) + "</tr>"]
+    for number_of, row in enumerate(rows):
+        other = ' class="other"' if number_of < len(marked) and marked[number_of] else ""
+        lines.append(f"<tr{other}>{''.join(cell('td', i, t) for i, t in enumerate(row))}</tr>")
+    kind = ' class="roomy"' if numbers else ""
+    return f'<div class="wide"><table{kind}>{"".join(lines)}</table></div>'
 
 
-def _side_by_side(runs: Sequence[Run], of: Sequence[Sequence[tuple[str, str]]]) -> str:
-    """A row a key, a column a run."""
+def _side_by_side(
+    runs: Sequence[Run], of: Sequence[Sequence[tuple[str, str]]], mark: bool = False
+) -> str:
+    """A row a key, a column a run; ``mark`` those that are not the same in all."""
     names = list(dict.fromkeys(name for rows in of for name, _ in rows))
     tables = [dict(rows) for rows in of]
-    head = ["", *(run.label for run in runs)]
-    return _table(head, [[name, *(table.get(name, "") for table in tables)] for name in names])
-
-
-def _figure(svg: str, picture: Picture) -> str:
-    # An image of its own: neither names from the file nor ids meet those of the page.
-    data = base64.b64encode(svg.encode("utf-8")).decode("ascii")
-    return (
-        f'<figure><div class="wide"><img src="data:image/svg+xml;base64,{data}" '
-        f'alt="{escape(picture.title)}"></div><figcaption>{escape(picture.caption)}</figcaption>'
-        "</figure>"
-    )
+    rows = [[name, *(table.get(name, "") for table in tables)] for name in names]
+    marked = [mark and len(set(row[1:])) > 1 for row in rows]
+    return _table(["", *(run.label for run in runs)], rows, marked=marked)
 
 
 def _offenders(run: Run, runs: int) -> list[str]:
@@ -144,7 +318,10 @@ def _offenders(run: Run, runs: int) -> list[str]:
     head = ["parameter", "windows", "began there", "first", "last", "most elements"]
     rest = len(worst) - ROWS
     parts = ["<h2>Parameters with inf or NaN gradients</h2>", *_heading(run, runs)]
-    parts.append(_table(head, rows, (1, 2, 3, 4, 5)))
+    parts.append(_table(head, rows[:OPEN_ROWS], (1, 2, 3, 4, 5)))
+    if more := rows[OPEN_ROWS:]:
+        table = _table(head, more, (1, 2, 3, 4, 5))
+        parts.append(f"<details><summary>{len(more)} more</summary>{table}</details>")
     if rest > 0:
         parts.append(f'<p class="soft">and {counted(rest, "parameter")} more</p>')
     return parts
@@ -173,15 +350,20 @@ def _firsts(run: Run, runs: int) -> list[str]:
 
 
 def _settings(runs: Sequence[Run]) -> str:
-    of = []
+    """Two tables: what ran where, and the settings."""
+    where, how = [], []
     for run in runs:
         rows: list[tuple[str, str]] = [("file", plain(run.path))]
+        settings: list[tuple[str, str]] = []
         if run.sessions:
             last = run.sessions[-1]
-            facts_of = dict(last.facts)
-            if "unix_time" in facts_of:
-                when = datetime.fromtimestamp(facts_of.pop("unix_time"), timezone.utc)
-                rows.append(("started", f"{when:%Y-%m-%d %H:%M} UTC"))
-            rows += [(key, str(value)) for key, value in (facts_of | last.settings).items()]
-        of.append(rows)
-    return _side_by_side(runs, of)
+            known = dict(last.facts)
+            if "unix_time" in known:
+                rows.append(("started", _when(known.pop("unix_time"))))
+            rows += [(key, str(value)) for key, value in known.items()]
+            settings = [(key, str(value)) for key, value in last.settings.items()]
+        where.append(rows)
+        how.append(settings)
+    parts = [_side_by_side(runs, of, mark=len(runs) > 1) for of in (where, how)]
+    cards = "".join(f'<div class="card">{part}</div>' for part in parts)
+    return f'<div class="tables">{cards}</div>'

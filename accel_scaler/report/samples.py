@@ -14,6 +14,8 @@ MAX_COLUMNS = 240
 MAX_CELLS = 1 << 21
 TIMELINE = 8
 """Windows."""
+KINDS = ("forward", "backward", "clip", "step", "optimizer", "wait")
+"""Of spans."""
 
 
 @dataclass(slots=True)
@@ -114,6 +116,10 @@ class Bin:
     optimizer_s: float = 0.0
     """How long their updates took, and how much of it ran beside the training thread's work."""
     hidden_s: float = 0.0
+    spent: dict[str, float] = field(default_factory=dict)
+    """Seconds in spans of each of ``KINDS``, of all windows."""
+    timed: int = 0
+    """Windows that have spans."""
 
     @property
     def hidden_share(self) -> float | None:
@@ -127,6 +133,10 @@ class Bin:
         self.seconds.add(seconds)
         self.optimizer_s += record.optimizer_s or 0.0
         self.hidden_s += record.hidden_s or 0.0
+        self.timed += bool(record.spans)
+        for kind, _, length, *_ in record.spans:
+            if kind in KINDS:
+                self.spent[kind] = self.spent.get(kind, 0.0) + length
         scale = record.scale
         self.last_x, self.scale = x, scale
         self.windows += 1
@@ -155,6 +165,9 @@ class Bin:
         self.seconds.merge(later.seconds)
         self.optimizer_s += later.optimizer_s
         self.hidden_s += later.hidden_s
+        self.timed += later.timed
+        for kind, length in later.spent.items():
+            self.spent[kind] = self.spent.get(kind, 0.0) + length
         if later.max_norm is not None:
             self.max_norm = later.max_norm
 

@@ -133,13 +133,16 @@ def look_at_commands(folder: Path) -> str:
     python(folder, TRAIN)
     records = [json.loads(line) for line in (folder / "run.jsonl").read_text().splitlines()]
     expect(len(records) >= 40, "telemetry has", len(records), "lines")
-    wanted = run(folder, ours, "report", "run.jsonl", code=2)
-    expect("accel_scaler[report]" in wanted, "report does not say what to install:", wanted)
+    run(folder, ours, "report", "run.jsonl")
+    page = (folder / "report.html").read_text("utf-8")
+    expect("uPlot" in page and "chart-loss" in page, "the page has no charts")
+    wanted = run(folder, ours, "report", "run.jsonl", "--format", "png", code=2)
+    expect("accel_scaler[report]" in wanted, "pictures do not say what to install:", wanted)
     (folder / "script.py").write_text(TRAIN.replace("run.jsonl", "launched.jsonl"))
     run(folder, ours, "launch", "--config_file", "cpu_fp16", "script.py")
     expect((folder / "launched.jsonl").is_file(), "the launched script left no telemetry")
     expect("hazards" in run(folder, ours, "doctor", "--config_file", "cpu_fp16"), "doctor")
-    return "commands: help, launch, doctor work; report says which extra it needs"
+    return "commands: help, launch, doctor, report work; pictures say which extra they need"
 
 
 def main() -> int:

@@ -163,7 +163,7 @@ def try_telemetry(path: Path) -> int | str:
     except ConfigError as error:
         one_line(error, path)
         return str(error)
-    text = in_words(run) + html_page([run], [])
+    text = in_words(run) + html_page([run])
     assert all(name and value and (name + value).isprintable() for name, value in facts(run))
     assert all(c.isprintable() or c == "\n" for c in text)
     return run.windows

@@ -35,7 +35,7 @@ ONLY_IN = {
         "launch/launcher",
         "doctor/environment",
     },
-    "matplotlib": {"report/command", "report/figures", "report/heatmap", "report/theme"},
+    "matplotlib": {"report/figures", "report/theme"},
     "safetensors": {"replay/model"},
     "psutil": {"async_optimizer/worker", "launch/launcher", "doctor/environment"},
     "transformers": {"integrations/trainer"},

@@ -51,10 +51,17 @@ def test_the_wheel_holds_the_package_and_its_files_alone(built: Path) -> None:
     assert {
         "accel_scaler/py.typed",
         "accel_scaler/launch/startup/sitecustomize.py",
+        "accel_scaler/report/assets/page.css",
+        "accel_scaler/report/assets/page.js",
+        "accel_scaler/report/assets/uPlot.iife.min.js",
+        "accel_scaler/report/assets/uPlot.min.css",
     } <= inside.keys()
     for config in (ROOT / "accelerate_configs").glob("*.yaml"):
         assert inside[f"accel_scaler/accelerate_configs/{config.name}"] == config.read_bytes()
     assert any(name.endswith("licenses/LICENSE") for name in inside)
+    assert any(
+        name.endswith("licenses/accel_scaler/report/assets/uPlot.LICENSE") for name in inside
+    )
     (points,) = [name for name in inside if name.endswith("entry_points.txt")]
     assert b"accel-scaler = accel_scaler.cli:main" in inside[points]
 

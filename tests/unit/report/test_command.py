@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import base64
+import hashlib
+import json
 import re
 import subprocess
 import sys
-import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,14 @@ import telemetry_files as t
 
 from accel_scaler.errors import ConfigError
 from accel_scaler.report import command as report
+from accel_scaler.report.theme import HUES
 
 VOID = {"meta", "br", "hr", "img", "link"}
-IMAGE = "data:image/svg+xml;base64,"
+CHARTS = ["scale", "norm", "lr", "time", "heatmap", "timeline"]
 
 
 class Page(HTMLParser):
-    """The page as a browser reads it: tags in balance, attributes, and text outside of styles."""
+    """The page as a browser reads it: tags in balance, attributes, scripts, and other text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -31,6 +33,7 @@ class Page(HTMLParser):
         self.tags: list[str] = []
         self.attributes: list[tuple[str, str, str]] = []
         self.cells: list[str] = []
+        self.scripts: list[str] = []
         self.text = ""
         self.feed(text)
         self.close()
@@ -46,16 +49,18 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] != "style":
+        if self.open and self.open[-1] == "script":
+            self.scripts.append(data)
+        elif self.open and self.open[-1] != "style":
             self.text += data
             if self.open[-1] == "td":
                 self.cells.append(data)
 
     @property
-    def images(self) -> list[str]:
-        """The pictures' SVG."""
-        sources = [value for tag, key, value in self.attributes if (tag, key) == ("img", "src")]
-        return [base64.b64decode(source.removeprefix(IMAGE)).decode() for source in sources]
+    def drawn(self) -> list[str]:
+        """What the page has charts of."""
+        names = [v for tag, key, v in self.attributes if (tag, key) == ("figure", "id")]
+        return [name.removeprefix("chart-") for name in names]
 
 
 def call(*argv: object) -> int:
@@ -78,26 +83,44 @@ def test_the_page_holds_all_and_needs_nothing_but_itself(tmp_path: Path) -> None
     text = out.read_text("utf-8")
     page = Page(text)
     assert "The scale fell to 256 after step 205" in page.text
-    assert page.text.index("The scale fell") < page.text.index("The factor on the loss")
     assert "transformer.h.3.mlp.c_fc.weight" in page.cells
     assert {"Boom.", "-8.5 to 9", "-inf to 65504", "step 203", "2.13.0", "overlap"} <= set(
         page.cells
     )
-    assert [ET.fromstring(svg).tag.rpartition("}")[2] for svg in page.images] == ["svg"] * 4
-    assert not set(page.tags) & {"script", "link", "iframe", "object", "embed"}
+    assert page.drawn == CHARTS
+    assert not set(page.tags) & {"link", "iframe", "object", "embed", "img", "base"}
     for _, key, value in page.attributes:
         assert not key.startswith("on")
-        assert key not in ("src", "href") or value.startswith(IMAGE)
-    for part in (text, *page.images):
-        assert "@import" not in part
-        assert not re.findall(r"url\((?!#)", part)
+        assert key not in ("src", "href", "style", "action") or not value
+    assert "@import" not in text
+    assert set(re.findall(r"url\(([^)]*)\)", text)) == {"#hatch-timeline"}
     assert ("meta", "name", "viewport") in page.attributes
-    assert set(re.findall(r"var\((--[\w-]+)\)", text)) == {"--mark"}
+    used = set(re.findall(r"var\(--([\w-]+)\)", text)) - {"mark", "run"}
+    assert used <= HUES.keys()
+
+
+def test_a_browser_may_run_the_pages_own_script_and_nothing_else(tmp_path: Path) -> None:
+    out = tmp_path / "report.html"
+    call(bad_run(tmp_path / "run.jsonl"), "-o", out)
+    text = out.read_text("utf-8")
+    page = Page(text)
+    (policy,) = [v for tag, key, v in page.attributes if key == "content" and "default-src" in v]
+    rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
+    (style,) = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
+    kinds = {"script-src": page.scripts[-1], "style-src": style}
+    for rule, content in kinds.items():
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert rules.pop(rule) == f"'sha256-{digest}'"
+    assert rules == dict.fromkeys(("default-src", "base-uri", "form-action"), "'none'")
+    assert text.index("Content-Security-Policy") < text.index("<style") < text.index("<script")
+    assert page.tags.count("script") == 2
+    assert ("script", "type", "application/json") in page.attributes
+    assert "\r" not in text
 
 
 def test_nothing_in_a_file_becomes_markup(tmp_path: Path) -> None:
     evil = ["<script>alert(1)</script>", "]]>--><img src=x onerror=alert(1)>", "a\"'$\\frac{b}$"]
-    evil += ["control\x00\x1b[31m\u202e", "lone \ud800 surrogate"]
+    evil += ["control\x00\x1b[31m\u202e\u2028", "lone \ud800 surrogate"]
     first = {"where": "loss", "module": evil[0], "class": evil[1], "text": evil[2]}
     bad = {"nonfinite": [[i, 1] for i in range(len(evil))], "norms": t.norms([1.0] * len(evil))}
     lines = [
@@ -110,12 +133,15 @@ def test_nothing_in_a_file_becomes_markup(tmp_path: Path) -> None:
     call(t.write(path, lines), "-o", out)
     text = out.read_text("utf-8")
     page = Page(text)
-    assert not set(page.tags) & {"script", "b&run.jsonl"}
-    assert page.tags.count("img") == len(page.images) == 2
+    assert page.tags.count("script") == 2
+    assert not set(page.tags) & {"img", "b&run.jsonl"}
     assert not [a for a in page.attributes if a[1].startswith("on")]
     assert evil[0] in page.cells
     assert "<b>&run.jsonl" in page.text
-    assert not re.search(r"[\x00-\x08\x0b-\x1f\u202e]", text)
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\u2028\u2029\u202e]", text)
+    (heat,) = json.loads(page.scripts[0])["heatmaps"]
+    assert {evil[0], evil[1], evil[2]} < set(heat["rows"])
+    assert not set("<>&\u2028") & set(page.scripts[0])
 
 
 def test_pictures_are_written_into_a_folder_or_into_one(
@@ -123,10 +149,10 @@ def test_pictures_are_written_into_a_folder_or_into_one(
 ) -> None:
     run = bad_run(tmp_path / "run.jsonl")
     assert call(run, "--format", "png", "-o", tmp_path / "new" / "pictures") == 0
-    names = {"scale", "norm", "heatmap", "timeline"}
+    names = set(CHARTS)
     folder = tmp_path / "new" / "pictures"
     assert {p.name for p in folder.iterdir()} == {f"{name}.png" for name in names}
-    assert capsys.readouterr().out.count("wrote ") == 4
+    assert capsys.readouterr().out.count("wrote ") == len(CHARTS)
     call(run, "--format", "png", "-o", tmp_path / "x.png")
 
     def size(path: Path) -> tuple[int, int]:
@@ -156,7 +182,9 @@ except AccelScalerError as error:
 
 
 @pytest.mark.process
-def test_words_need_no_matplotlib_and_pictures_say_what_to_install(tmp_path: Path) -> None:
+def test_only_pictures_need_matplotlib_and_they_say_what_to_install(
+    tmp_path: Path,
+) -> None:
     argv = [sys.executable, "-c", NO_MATPLOTLIB, str(bad_run(tmp_path / "run.jsonl"))]
     more = {"capture_output": True, "text": True, "timeout": 120}
     more["cwd"] = Path(report.__file__).parents[2]
@@ -165,10 +193,14 @@ def test_words_need_no_matplotlib_and_pictures_say_what_to_install(tmp_path: Pat
     assert "The scale fell to 256 after step 205" in words.stdout
     out = tmp_path / "page.html"
     page = subprocess.run([*argv, "-o", str(out)], check=False, **more)  # type: ignore[call-overload]
-    assert page.returncode == 1
-    assert "pip install accel_scaler[report]" in page.stderr
-    assert page.stderr.count("\n") == 1
-    assert not out.exists()
+    assert page.returncode == 0, page.stderr
+    assert Page(out.read_text("utf-8")).drawn == CHARTS
+    target = [*argv, "--format", "png", "-o", str(tmp_path / "page.png")]
+    drawn = subprocess.run(target, check=False, **more)  # type: ignore[call-overload]
+    assert drawn.returncode == 1
+    assert "pip install accel_scaler[report]" in drawn.stderr
+    assert drawn.stderr.count("\n") == 1
+    assert not (tmp_path / "page.png").exists()
 
 
 def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
@@ -178,8 +210,13 @@ def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
     call(one, two, "-o", out)
     page = Page(out.read_text("utf-8"))
     assert "Loss scaling: a.jsonl and b.jsonl" in page.text
-    alt = [value for tag, key, value in page.attributes if (tag, key) == ("img", "alt")]
-    assert "Gradient norm by parameter, unscaled (b.jsonl)" in alt
+    assert "Gradient norm by parameter, unscaled (b.jsonl)" in page.text
+    assert page.drawn == [*CHARTS[:4], "heatmap-1", "heatmap-2", "timeline-1"]
+    data = json.loads(page.scripts[0])
+    assert [run["label"] for run in data["runs"]] == ["a.jsonl", "b.jsonl"]
+    scale = data["charts"][0]
+    assert [line["run"] for line in scale["lines"]] == [0, 1]
+    assert [mark["label"] for mark in scale["marks"]] == ["a.jsonl: 8 skipped windows"]
     at = page.cells.index("windows")
     assert page.cells[at : at + 3] == ["windows", "300", "200"]
 
@@ -203,7 +240,7 @@ def test_an_empty_file_makes_a_report_that_says_so(
     assert capsys.readouterr().err == "empty.jsonl: no windows in this file.\n"
     page = Page(out.read_text("utf-8"))
     assert "The file holds no windows." in page.text
-    assert "img" not in page.tags
+    assert page.drawn == []
     assert call(path, "--text") == 0
     assert call(path, "--format", "png", "-o", tmp_path / "none") == 0
 

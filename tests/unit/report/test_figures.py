@@ -16,13 +16,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from accel_scaler.report.command import write_page, write_pictures
-from accel_scaler.report.figures import Picture, pictures, stacked
-from accel_scaler.report.heatmap import MAX_ROWS, NAMED_ROWS
+from accel_scaler.report.figures import NAMED_ROWS, Picture, pictures, stacked
+from accel_scaler.report.heatmap import MAX_ROWS
 from accel_scaler.report.reader import read_run
 from accel_scaler.report.run_summary import Run
 from accel_scaler.report.theme import drawing
 
-NAMES = ["scale", "norm", "heatmap", "timeline"]
+NAMES = ["scale", "norm", "lr", "time", "heatmap", "timeline"]
 
 
 @pytest.fixture(autouse=True)
@@ -120,11 +120,12 @@ def test_how_far_off_previews_were_is_drawn_beside_what_no_preview_would_be(
     assert (xs, ys) == ([1, 2, 4], pytest.approx([0.5, 0.25, 2.0]))
     assert set(line(axes, "too far above 0.75")[1]) == {0.75}
     assert line(axes, "inf or NaN")[0] == [3]
-    assert [each.name for each in pictures([run])] == ["scale", "norm", "preview"]
+    names = ["scale", "norm", "lr", "time", "preview"]
+    assert [each.name for each in pictures([run])] == names
     calm = read(tmp_path, [t.start(), t.window(0), t.window(1)])
-    assert [each.name for each in pictures([calm, run])] == ["scale", "norm", "preview"]
+    assert [each.name for each in pictures([calm, run])] == names
     calm.label, run.label = "calm", "late"
-    assert line(drawn("preview", calm, run), "late")[0] == [1, 2, 4]
+    assert line(drawn("preview", calm, run), "late: error")[0] == [1, 2, 4]
 
 
 @pytest.mark.filterwarnings("error")
@@ -139,12 +140,12 @@ def test_numbers_of_any_size_are_drawn_without_a_warning(tmp_path: Path) -> None
 
 def test_there_is_a_picture_of_what_there_is_data_for(tmp_path: Path) -> None:
     assert pictures([read(tmp_path, [t.start()])]) == []
-    bare = read(tmp_path, [t.start(), t.window(0, grad_norm=None, max_norm=None)])
+    bare = read(tmp_path, [t.start(), t.window(0, grad_norm=None, max_norm=None, lr=[])])
     assert [each.name for each in pictures([bare])] == ["scale"]
     full = read(tmp_path, t.story(9, lambda s, _: s == 1, with_spans=True))
     assert [each.name for each in pictures([full])] == NAMES
     both = [each.name for each in pictures([full, bare, full])]
-    assert both == ["scale", "norm", *(f"{name}-{n}" for name in NAMES[2:] for n in (1, 3))]
+    assert both == [*NAMES[:4], *(f"{name}-{n}" for name in NAMES[4:] for n in (1, 3))]
 
 
 def pixels(axes: Axes) -> np.ndarray[Any, Any]:
@@ -214,7 +215,7 @@ def test_several_runs_are_told_apart_by_colour_dash_and_name(tmp_path: Path) -> 
         run.label = f"run {n}"
     for name in ("scale", "norm"):
         lines = [x for x in drawn(name, *runs).get_lines() if "run" in str(x.get_label())]
-        lines = [x for x in lines if "skipped" not in str(x.get_label())]
+        lines = [x for x in lines if x.get_linestyle() != "None"]  # no marks
         assert [str(x.get_label())[:5] for x in lines] == [f"run {n}" for n in range(4)]
         assert len({x.get_color() for x in lines}) == 4
         assert len({str(x._unscaled_dash_pattern) for x in lines}) == 4  # type: ignore[attr-defined]

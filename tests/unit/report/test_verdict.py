@@ -123,13 +123,16 @@ def test_it_is_the_first_sentence_of_the_page_and_of_the_text(
     runs = [read_run(path), read_run(other)]
     text = in_words(runs[0])
     assert text.splitlines()[2] == verdict_on(runs[0])
-    page = html_page(runs[:1], [])
-    after = page.split("</h1>")[1].lstrip()
-    assert after.startswith('<p class="verdict">Trained: 100 windows, none skipped.</p>')
-    both = html_page(runs, [])
-    assert both.count('<p class="verdict">') == 2
-    assert "a&lt;b.jsonl:</b> Trained" in both
-    assert "other.jsonl:</b> Did not train past step 310" in both
+    page = html_page(runs[:1])
+    after = page.split("<main>")[1].lstrip()
+    assert after.startswith('<p class="verdict good">')
+    assert after.split("</p>")[0].endswith("Trained: 100 windows, none skipped.")
+    both = html_page(runs).split("<main>")[1].split("</p>")
+    for text, level, name in ((both[0], "good", "a&lt;b.jsonl"), (both[1], "bad", "other.jsonl")):
+        assert f'<p class="verdict {level}">' in text
+        assert f"{name}</span>" in text
+    assert both[0].endswith("Trained: 100 windows, none skipped.")
+    assert "Did not train past step 310" in both[1]
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     assert run(parser.parse_args([str(path), str(other), "--text"])) == 0

@@ -1,0 +1,440 @@
+"""The charts of a report as data: the page and the pictures are both drawn from these alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from ..console import counted
+from ..telemetry import LARGEST, TOO_FAR
+from .formatting import number, shorten
+from .run_summary import Run
+from .samples import KINDS, Bin, Mean, Spread
+
+Scale = Literal["linear", "log", "log2"]
+MOST_SESSIONS = 60
+"""Whose beginnings are drawn."""
+SMOOTHED_FROM = 40
+"""Bins; a shorter line is read as it is."""
+SMOOTHING = 0.9
+MANY_POINTS = 300
+MOST_RATES = 4
+"""Parameter groups whose learning rates are drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """What all charts of a report have along the bottom: windows, counted over all sessions."""
+
+    label: str
+    last: int
+    """The last window of all runs."""
+    sessions: tuple[int, ...] = ()
+    """Where each later session of a single run began."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One number over the bins of one run; None: a bin without."""
+
+    label: str
+    run: int
+    """Index in the report."""
+    y: list[float | None]
+    hue: str
+    """A name of ``theme.HUES``."""
+    low: list[float | None] = field(default_factory=list)
+    """The least of each bin where bins hold several windows, else empty."""
+    high: list[float | None] = field(default_factory=list)
+    holds: bool = False
+    """A bin's number holds until the next bin: drawn in steps."""
+    faint: bool = False
+    """Another line smooths this one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Bins of one run in which something happened."""
+
+    label: str
+    run: int
+    hue: str
+    shape: Literal["cross", "triangle"]
+    bins: list[int]
+    """Indices."""
+    y: list[float | None]
+    """None: at the upper edge."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A height that means something."""
+
+    label: str
+    y: float
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """Lines of all runs over the steps."""
+
+    name: str
+    title: str
+    caption: str
+    unit: str
+    scale: Scale
+    lines: list[Line]
+    marks: list[Marks] = field(default_factory=list)
+    limits: list[Limit] = field(default_factory=list)
+
+    def in_words(self, axis: Axis) -> str:
+        """For who cannot see it: from where to where each line goes, and what is marked."""
+        told = []
+        for line in self.lines:
+            shown = [y for y in line.y if y is not None]
+            if not line.faint and shown:
+                ends = f"from {number(shown[0])} to {number(shown[-1])}"
+                told.append(f"{line.label} {ends}, between {_span(shown)}")
+        told += [f"{marks.label} marked" for marks in self.marks]
+        told += [f"{limit.label}: a line at {number(limit.y)}" for limit in self.limits]
+        return f"{self.title}, steps 0 to {axis.last}: {'; '.join(told) or 'nothing to draw'}."
+
+
+def _span(shown: list[float]) -> str:
+    return f"{number(min(shown))} and {number(max(shown))}"
+
+
+def axis_of(runs: Sequence[Run]) -> Axis:
+    """The one axis of all charts; ``runs`` have windows."""
+    several = any(len(run.sessions) > 1 for run in runs)
+    sessions = [s.first_x for s in runs[0].sessions[1:]] if len(runs) == 1 else []
+    return Axis(
+        "step, counted on over all sessions" if several else "step",
+        max((run.last_x for run in runs), default=0),
+        tuple(sessions[:MOST_SESSIONS]),
+    )
+
+
+def charts(runs: Sequence[Run]) -> list[Chart]:
+    """Every chart there is data for, in the order of the page."""
+    runs = [run for run in runs if run.windows]
+    if not runs:
+        return []
+    found = [build(runs) for build in (_loss, _scale, _norm, _rate, _time, _largest, _preview)]
+    return [chart for chart in found if chart is not None]
+
+
+def _named(run: Run, runs: Sequence[Run], what: str) -> str:
+    """A line's label: what it is, and of which run where there are several."""
+    return what if len(runs) == 1 else f"{shorten(run.label, 24)}: {what}"
+
+
+def _hue(index: int, runs: Sequence[Run], single: str) -> str:
+    """``single`` where there is one run, else the run's own colour."""
+    return single if len(runs) == 1 else f"run-{index}"
+
+
+def _mean_line(
+    runs: Sequence[Run], index: int, of: Callable[[Bin], Mean], what: str, hue: str
+) -> Line | None:
+    """Numbers of any sign: their mean, and the least and most. None: there are none."""
+    run = runs[index]
+    means, width = [of(b) for b in run.bins.done], run.bins.width
+    if all(mean.middle is None for mean in means):
+        return None
+
+    def drawn(value: Callable[[Mean], float | None]) -> list[float | None]:
+        there = (mean.middle is not None for mean in means)
+        return [
+            _drawable(value(mean)) if is_there else None
+            for mean, is_there in zip(means, there, strict=True)
+        ]
+
+    thinned = width > 1
+    label = f"{what}, mean of {width} windows (band: least to most)" if thinned else what
+    return Line(
+        _named(run, runs, label),
+        index,
+        drawn(lambda mean: mean.middle),
+        hue,
+        drawn(lambda mean: mean.low) if thinned else [],
+        drawn(lambda mean: mean.high) if thinned else [],
+    )
+
+
+def _drawable(value: float | None) -> float | None:
+    """What an axis can end at."""
+    return None if value is None else min(max(value, -1e60), 1e60)
+
+
+def _smoothed(values: list[float | None]) -> list[float | None]:
+    """Averages with weights that fall off exponentially to both sides, so that nothing lags."""
+    present = [value for value in values if value is not None]
+    behind, ahead = list(_decaying(present)), list(_decaying(present[::-1]))[::-1]
+    smooth: Iterator[float] = (
+        (a + b - (1 - SMOOTHING) * y) / (u + v - (1 - SMOOTHING))
+        for (a, u), (b, v), y in zip(behind, ahead, present, strict=True)
+    )
+    return [None if value is None else next(smooth) for value in values]
+
+
+def _decaying(values: list[float]) -> Iterator[tuple[float, float]]:
+    """Of each value and those before it the weighted sum, and the sum of the weights."""
+    total = weight = 0.0
+    for value in values:
+        total = SMOOTHING * total + (1 - SMOOTHING) * value
+        weight = SMOOTHING * weight + (1 - SMOOTHING)
+        yield total, weight
+
+
+def _loss(runs: Sequence[Run]) -> Chart | None:
+    """None: no loss was recorded."""
+    lines, marks = [], []
+    for index, run in enumerate(runs):
+        line = _mean_line(runs, index, lambda b: b.loss, "loss", f"run-{index}")
+        if line is None:
+            continue
+        if sum(y is not None for y in line.y) >= SMOOTHED_FROM:
+            label = _named(run, runs, "smoothed")
+            lines += [replace(line, faint=True), Line(label, index, _smoothed(line.y), line.hue)]
+        else:
+            lines.append(line)
+        marks += _skips(index, runs, lambda b: _drawable(b.loss.middle))
+        marks += _bad(runs, lambda b: b.loss, index)
+    if not lines:
+        return None
+    return Chart(
+        "loss",
+        "Loss",
+        "The training loss of each step, as it was given to backward (the mean of its "
+        "micro-batches, on this rank). Crosses: the step was skipped, its batch trained nothing.",
+        "loss",
+        "linear",
+        lines,
+        marks,
+    )
+
+
+def _rate(runs: Sequence[Run]) -> Chart | None:
+    """None: no learning rate was recorded. Groups with equal rates share a line."""
+    lines = []
+    for index, run in enumerate(runs):
+        seen: dict[tuple[float | None, ...], list[int]] = {}
+        for group in range(MOST_RATES if len(runs) == 1 else 1):
+            rates = tuple(_rate_of(b, group) for b in run.bins.done)
+            if any(rate is not None for rate in rates):
+                seen.setdefault(rates, []).append(group)
+        groups = sum(map(len, seen.values()))
+        for at, (shared, members) in enumerate(seen.items()):
+            what = "learning rate"
+            if len(seen) > 1:
+                what += f" of group {', '.join(map(str, members))}"
+            elif groups > 1:
+                what += f" of {groups} groups"
+            hue = f"run-{at if len(runs) == 1 else index}"
+            lines.append(Line(_named(run, runs, what), index, list(shared), hue))
+    if not lines:
+        return None
+    return Chart(
+        "lr",
+        "Learning rate",
+        "As the optimizer took it. A schedule does not move at a skipped step.",
+        "learning rate",
+        "linear",
+        lines,
+    )
+
+
+def _rate_of(each: Bin, group: int) -> float | None:
+    rate = each.lr[group] if group < len(each.lr) else None
+    return rate if rate is None or math.isfinite(rate) else None
+
+
+KIND_LABELS = {"optimizer": "optimizer's own time", "wait": "waiting for the optimizer"}
+
+
+def _time(runs: Sequence[Run]) -> Chart | None:
+    """None: the file has no times that say anything."""
+    lines = []
+    for index, run in enumerate(runs):
+        single = len(runs) == 1
+        bins = run.bins.done
+        line = _mean_line(runs, index, lambda b: b.seconds, "whole step", _hue(index, runs, "ink"))
+        if line is None:
+            continue
+        lines.append(_in_milliseconds(line))
+        for kind in KINDS if single else ():
+            if any(kind in b.spent for b in bins):
+                means = [b.spent.get(kind, 0.0) / b.timed if b.timed else None for b in bins]
+                label = KIND_LABELS.get(kind, kind)
+                lines.append(_in_milliseconds(Line(label, index, means, kind)))
+    if not lines:
+        return None
+    return Chart(
+        "time",
+        "Step time",
+        "From the end of the step before to the end of this one, and what of it the training "
+        "thread spent where, by the clock of the host. In overlap and delayed the optimizer's own "
+        "time runs beside the others.",
+        "milliseconds",
+        "linear",
+        lines,
+    )
+
+
+def _in_milliseconds(line: Line) -> Line:
+    def times(values: list[float | None]) -> list[float | None]:
+        return [None if value is None else _drawable(value * 1e3) for value in values]
+
+    return replace(line, y=times(line.y), low=times(line.low), high=times(line.high))
+
+
+def _scale(runs: Sequence[Run]) -> Chart:
+    lows = [b.scale_low for run in runs for b in run.bins.done if b.scale_low > 0]
+    smallest = max(min(lows, default=1.0) / 2, 2.0**-150)
+
+    def drawn(scale: float) -> float:
+        """Within float32, whatever the file claims; 0 has no place on a logarithmic axis."""
+        return min(max(scale, smallest), 2.0**128)
+
+    lines, marks = [], []
+    for index, run in enumerate(runs):
+        bins, thinned = run.bins.done, run.bins.width > 1
+        lines.append(
+            Line(
+                _named(run, runs, "scale, thinned out" if thinned else "scale"),
+                index,
+                [drawn(b.scale) for b in bins],
+                f"run-{index}",
+                [drawn(b.scale_low) for b in bins] if thinned else [],
+                [drawn(b.scale_high) for b in bins] if thinned else [],
+                holds=True,
+            )
+        )
+        marks += _skips(index, runs, lambda b: drawn(b.scale_high))
+    return Chart(
+        "scale",
+        "Loss scale",
+        "The factor on the loss. It halves when a window overflows, and that step is skipped; "
+        "after growth_interval windows without overflow it doubles.",
+        "scale (factor on the loss)",
+        "log2",
+        lines,
+        marks,
+    )
+
+
+def _skips(index: int, runs: Sequence[Run], height: Callable[[Bin], float | None]) -> list[Marks]:
+    """Every bin with a skipped window."""
+    run = runs[index]
+    at = [i for i, b in enumerate(run.bins.done) if b.skips]
+    if not at:
+        return []
+    label = _named(run, runs, counted(run.skips, "skipped window"))
+    heights = [height(run.bins.done[i]) for i in at]
+    return [Marks(label, index, _hue(index, runs, "bad"), "cross", at, heights)]
+
+
+def readable(value: float) -> float:
+    """As it is drawn: beyond these a logarithmic axis has no room for its margins."""
+    return min(max(value, 1e-60), 1e60)
+
+
+def _spread_lines(runs: Sequence[Run], of: Callable[[Bin], Spread], name: str) -> list[Line]:
+    """One line a run of numbers above 0: their geometric mean, and the least and most."""
+    lines = []
+    for index, run in enumerate(runs):
+        spreads, width = [of(b) for b in run.bins.done], run.bins.width
+        if not any(each.count for each in spreads):
+            continue
+
+        def drawn(value: Callable[[Spread], float], of: list[Spread]) -> list[float | None]:
+            return [readable(value(each)) if each.count else None for each in of]
+
+        thinned = width > 1
+        what = f"{name}, mean of {width} windows (band: least to most)" if thinned else name
+        lines.append(
+            Line(
+                _named(run, runs, what),
+                index,
+                drawn(lambda each: each.middle, spreads),
+                f"run-{index}",
+                drawn(lambda each: each.low, spreads) if thinned else [],
+                drawn(lambda each: each.high, spreads) if thinned else [],
+            )
+        )
+    return lines
+
+
+def _bad(runs: Sequence[Run], of: Callable[[Bin], Spread | Mean], index: int) -> list[Marks]:
+    """Numbers that were inf or NaN have no height."""
+    run = runs[index]
+    at = [i for i, b in enumerate(run.bins.done) if of(b).bad]
+    if not at:
+        return []
+    label, hue = _named(run, runs, "inf or NaN"), _hue(index, runs, "bad")
+    return [Marks(label, index, hue, "triangle", at, [None] * len(at))]
+
+
+def _all_bad(runs: Sequence[Run], of: Callable[[Bin], Spread]) -> list[Marks]:
+    return [marks for index in range(len(runs)) for marks in _bad(runs, of, index)]
+
+
+def _norm(runs: Sequence[Run]) -> Chart | None:
+    """None: there is no finite norm."""
+    lines = _spread_lines(runs, lambda b: b.norm, "norm")
+    limits = set()
+    for run in runs:
+        given = [b.max_norm for b in run.bins.done if b.max_norm and b.max_norm < math.inf]
+        limits.update(given[-1:])  # that it ended with
+    if not lines:
+        return None
+    return Chart(
+        "norm",
+        "Gradient norm, unscaled, before clipping",
+        "The length of the whole gradient at each step, as the optimizer would see it without "
+        "clipping.",
+        "L2 norm",
+        "log",
+        lines,
+        _all_bad(runs, lambda b: b.norm),
+        [Limit(f"clipped above {number(limit)}", readable(limit)) for limit in sorted(limits)],
+    )
+
+
+def _largest(runs: Sequence[Run]) -> Chart | None:
+    """None: nobody measured it."""
+    lines = _spread_lines(runs, lambda b: b.largest, "largest gradient")
+    if not lines:
+        return None
+    return Chart(
+        "largest",
+        "Headroom: the largest scaled gradient",
+        "The largest element of the parameters' gradients, as the backward left them: multiplied "
+        "by the scale. Each halving below float16's largest number is a doubling that the scale "
+        "has left, as far as parameters tell; what float32 adds up may lie above.",
+        "magnitude",
+        "log",
+        lines,
+        limits=[Limit(f"end of float16, {number(LARGEST)}", LARGEST)],
+    )
+
+
+def _preview(runs: Sequence[Run]) -> Chart | None:
+    """None: no update was late, or nobody measured what was shown of it."""
+    lines = _spread_lines(runs, lambda b: b.preview_error, "error")
+    if not lines:
+        return None
+    return Chart(
+        "preview",
+        "Late updates: how far off the preview was",
+        "Of each update that came a step late: the norm of what the model was off by until then, "
+        "against the norm of the update. 1: as if nothing had been shown of it.",
+        "of the update",
+        "log",
+        lines,
+        _all_bad(runs, lambda b: b.preview_error),
+        [Limit(f"too far above {number(TOO_FAR)}", TOO_FAR)],
+    )

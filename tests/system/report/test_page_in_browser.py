@@ -1,0 +1,302 @@
+"""The report's page in Debian's chromium: what is drawn, what hover shows, and that nothing leaks.
+
+Skipped where there is no browser. Takes about 15 s.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import telemetry_files as t
+
+from accel_scaler import cli
+from accel_scaler.report.reader import read_run
+from accel_scaler.report.theme import HUES
+from accel_scaler.report.tiles import tiles
+
+sync_api = pytest.importorskip("playwright.sync_api")
+
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(BROWSER is None, reason="no browser: apt-get install chromium"),
+]
+CHARTS = ["loss", "scale", "norm", "lr", "time", "largest", "heatmap"]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+class Seen:
+    """A page, and all that it complained about or asked for."""
+
+    def __init__(self, browser: Any, path: Path, width: int, **options: Any) -> None:
+        size = {"width": width, "height": 900}
+        self.context = browser.new_context(viewport=size, offline=True, **options)
+        self.page = self.context.new_page()
+        self.said: list[str] = []
+        self.page.on("console", lambda message: self.said.append(message.text))
+        self.page.on("pageerror", lambda error: self.said.append(str(error)))
+        self.page.on("dialog", lambda dialog: self.said.append(f"dialog {dialog.message}"))
+        self.page.on("request", lambda request: self.said.append(f"asked for {request.url}"))
+        self.page.goto(path.as_uri())
+        self.page.wait_for_selector("html[data-drawn]")
+        assert self.said.pop(0) == f"asked for {path.as_uri()}"
+
+    def __call__(self, script: str, argument: Any = None) -> Any:
+        return self.page.evaluate(script, argument)
+
+    def heads(self, *charts: str) -> set[str]:
+        """Which window each of these charts shows the numbers of."""
+        return {self.page.locator(f"#chart-{name} .at").inner_text() for name in charts}
+
+    def readout(self, chart: str) -> str:
+        return str(self.page.locator(f"#chart-{chart} .readout").inner_text())
+
+    def point_at(self, chart: str, share: float, height: float = 0.5) -> None:
+        """Move the mouse to this share of a chart's width."""
+        over = self.page.locator(f"#chart-{chart} .u-over")
+        over.evaluate("element => element.scrollIntoView({block: 'center'})")
+        box = over.bounding_box()
+        self.page.mouse.move(
+            box["x"] + share * box["width"], box["y"] + height * box["height"], steps=2
+        )
+
+
+@pytest.fixture
+def see(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Seen]]:
+    """Write these runs, report on them, look at the page; nothing may have been said at the end."""
+    opened: list[Seen] = []
+
+    def look(*runs: list[Any], width: int = 1200, **options: Any) -> Seen:
+        paths = [t.write(tmp_path / f"run{n}.jsonl", lines) for n, lines in enumerate(runs)]
+        out = tmp_path / "report.html"
+        assert cli.main(["report", *map(str, paths), "-o", str(out)]) == 0
+        opened.append(Seen(browser, out, width, **options))
+        return opened[-1]
+
+    yield look
+    for each in opened:
+        said = each.said
+        each.context.close()
+        assert said == []
+
+
+def rich(count: int = 200, seed: int = 0) -> list[Any]:
+    """A run that has everything: two skips, a loss, spans, norms, measured gradients."""
+    lines = t.story(
+        count, lambda s, scale: scale > 32768, growth_interval=100, with_spans=True, seed=seed
+    )
+    for line in lines:
+        if line["kind"] == "window":
+            step = line["step"]
+            line |= {"loss": round(5 / (1 + step / 20) + 0.1 * (step % 3) + seed, 4)}
+            line |= {"largest_gradient": 900.0 + step, "lr": [round(1e-3 * (1 - step / count), 7)]}
+    return lines
+
+
+PAINTED = """name => {
+    const canvas = document.querySelector(`#chart-${name} canvas`);
+    const copy = new OffscreenCanvas(canvas.width, canvas.height);
+    const context = copy.getContext("2d", {willReadFrequently: true});
+    context.drawImage(canvas, 0, 0);
+    const {data} = context.getImageData(0, 0, canvas.width, canvas.height);
+    const colors = new Set();
+    for (let i = 0; i < data.length; i += 4)
+        if (data[i + 3] === 255) colors.add([data[i], data[i + 1], data[i + 2]].join());
+    return [...colors];
+}"""
+
+
+def rgb(hue: str, scheme: int) -> str:
+    text = HUES[hue][scheme]
+    return ",".join(str(int(text[i : i + 2], 16)) for i in (1, 3, 5))
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_chart_is_drawn_in_the_colours_of_the_scheme(see: Any, scheme: str) -> None:
+    seen = see(rich(), color_scheme=scheme)
+    index = ["light", "dark"].index(scheme)
+    assert seen("[...document.querySelectorAll('figure')].map(f => f.id.slice(6))") == [
+        *CHARTS,
+        "timeline",
+    ]
+    for chart in CHARTS[:-1]:
+        hue = "ink" if chart == "time" else "run-0"
+        assert rgb(hue, index) in seen(PAINTED, chart), chart
+    assert rgb("bad", index) in seen(PAINTED, "loss"), "no skip is marked"
+    assert {"253,231,37", "232,76,26"} <= set(seen(PAINTED, "heatmap"))
+    paper = seen("getComputedStyle(document.querySelector('.card')).backgroundColor")
+    assert paper == f"rgb({rgb('paper', index)})".replace(",", ", ")
+    assert seen("document.querySelectorAll('#chart-timeline rect').length") > 40
+    seen.page.click("#theme")
+    other = 1 - index
+    assert rgb("run-0", other) in seen(PAINTED, "scale")
+    assert rgb("run-0", index) not in seen(PAINTED, "scale")
+
+
+def test_the_cursor_shows_the_numbers_of_one_window_in_all_charts(see: Any, tmp_path: Path) -> None:
+    lines = rich()
+    seen = see(lines)
+    for source in ("loss", "heatmap"):
+        seen.point_at(source, 0.4)
+        (head,) = seen.heads(*CHARTS)
+        step = int(re.fullmatch(r"step (\d+)", head)[1])  # type: ignore[index]
+        assert 70 < step < 90
+        (line,) = [x for x in lines if x.get("step") == step]
+        shown = {c: seen.readout(c).split() for c in CHARTS}
+        assert f"{line['loss']:.4g}" in shown["loss"]
+        assert f"{line['scale']:.0f}" in shown["scale"]
+        assert f"{line['grad_norm']:.4g}" in shown["norm"]
+        assert f"{line['largest_gradient']:.4g}" in shown["largest"]
+        assert float(shown["lr"][-1]) == pytest.approx(line["lr"][0], rel=1e-3)
+        assert {"30", "55", "100"} <= set(shown["time"])
+    # The last row of the heat map, by its name; the norms are those of the file.
+    seen.point_at("heatmap", 0.4, 0.99)
+    assert "transformer.ln_f.weight: " in seen.readout("heatmap")
+    run = read_run(tmp_path / "run0.jsonl")
+    _, _, norms = next(c for c in run.norms.columns if c[0] == step)
+    assert f": {norms[-1]:.4g}" in seen.readout("heatmap")
+    seen.page.mouse.move(0, 0)
+    assert seen.heads(*CHARTS) == {"last"}
+    assert str(lines[-2]["loss"]) in seen.readout("loss")
+
+
+def test_a_zoom_is_shared_and_can_be_undone(see: Any) -> None:
+    seen = see(rich())
+    assert not seen.page.is_visible("#zoom")
+    seen.point_at("scale", 0.5)
+    seen.page.mouse.down()
+    seen.point_at("scale", 0.75)
+    seen.page.mouse.up()
+    assert seen.page.is_visible("#zoom")
+    for chart in ("loss", "time"):
+        steps = []
+        for share in (0.01, 0.99):
+            seen.point_at(chart, share)
+            steps.append(int(seen.readout(chart).split()[1]))
+        assert steps == [pytest.approx(100, abs=4), pytest.approx(150, abs=4)], chart
+    seen.page.click("#zoom")
+    assert not seen.page.is_visible("#zoom")
+    seen.point_at("loss", 0.995)
+    assert seen.readout("loss").startswith("step 199")
+
+
+def test_the_keyboard_moves_the_cursor_and_a_line_can_be_hidden(see: Any) -> None:
+    seen = see(rich())
+    seen.page.focus("#chart-norm .u-over")
+    seen.page.keyboard.press("ArrowRight")
+    seen.page.keyboard.press("ArrowRight")
+    assert seen.heads(*CHARTS) == {"step 1"}
+    assert rgb("run-0", 0) in seen(PAINTED, "norm")
+    seen.page.click("#chart-norm .chip >> nth=0")
+    assert rgb("run-0", 0) not in seen(PAINTED, "norm")
+    assert seen.page.get_attribute("#chart-norm .chip >> nth=0", "aria-pressed") == "false"
+    seen.page.click("#chart-loss .switch")
+    assert rgb("run-0", 0) in seen(PAINTED, "loss")
+
+
+def test_the_first_screen_says_what_the_summary_says(see: Any, tmp_path: Path) -> None:
+    seen = see(rich())
+    run = read_run(tmp_path / "run0.jsonl")
+    expected = [[tile.name, tile.value, tile.more] for tile in tiles(run)]
+    found = seen("""[...document.querySelectorAll(".tile")].map(tile =>
+        [...tile.querySelectorAll("dt, .value, .sub")].map(part => part.textContent))""")
+    assert found == expected
+    assert [row[1] for row in found] == ["200", "2", "0.5566", "32768", "10", "93.3 %"]
+    bottom = "document.querySelector('{}').getBoundingClientRect().bottom"
+    assert seen(bottom.format("#chart-loss")) < 900
+    seen.page.click("#numbers summary")
+    seen.page.wait_for_selector("#numbers tr")
+    rows = seen("[...document.querySelectorAll('#numbers tr')].map(r => r.cells[0].textContent)")
+    assert rows == ["step", *map(str, range(200))]
+
+
+@pytest.mark.parametrize("width", [500, 360])
+def test_a_narrow_screen_needs_no_scrolling_to_the_side(see: Any, width: int) -> None:
+    seen = see(rich(), rich(seed=1), width=width)
+    assert seen("document.documentElement.scrollWidth") == width
+    outside = seen("""[...document.querySelectorAll("h1, h3, p, dd, .plot, svg, .chip")].filter(
+        e => e.getBoundingClientRect().right > innerWidth + 1).length""")
+    assert outside == 0
+
+
+def test_two_runs_share_each_chart(see: Any) -> None:
+    seen = see(rich(), rich(120, seed=1))
+    seen.point_at("loss", 0.3)
+    step = int(seen.readout("loss").split()[1])
+    losses = [round(5 / (1 + step / 20) + 0.1 * (step % 3) + n, 4) for n in (0, 1)]
+    assert {f"{loss:.4g}" for loss in losses} <= set(seen.readout("loss").split())
+    for index in (0, 1):
+        assert rgb(f"run-{index}", 0) in seen(PAINTED, "loss")
+    seen.point_at("loss", 0.9)
+    assert "\u2013" in seen.readout("scale").split(), "the shorter run has no value there"
+
+
+RUNS = {
+    "one window": [t.start(), t.window(0)],
+    "three windows": t.story(3, lambda s, _: s == 0),
+    "every window skipped": t.story(60, lambda *_: True),
+    "fp32": [t.start(precision="no"), *(t.window(s, 1.0) for s in range(50))],
+    "resumed": [*t.story(30, lambda *_: False), *t.story(20, lambda *_: False)],
+    "thinned out": t.story(3000, lambda s, _: s % 500 == 0, with_norms=False),
+    "no window": [t.start()],
+    "extremes": [
+        t.start(),
+        *(t.window(s, 10.0 ** (300 - 60 * s), loss=1e300, grad_norm=5e-324) for s in range(11)),
+    ],
+}
+
+
+@pytest.mark.parametrize("lines", RUNS.values(), ids=RUNS)
+def test_any_run_is_drawn(see: Any, lines: list[Any]) -> None:
+    seen = see(lines)
+    charts = seen("[...document.querySelectorAll('.plot')].map(p => p.parentElement.id.slice(6))")
+    assert bool(charts) == (len(lines) > 1)
+    for chart in charts:
+        assert len(seen(PAINTED, chart)) > 1, chart
+
+
+def test_a_hostile_file_runs_nothing(see: Any) -> None:
+    evil = "</script><script>window.hit = 1</script>"
+    image = "<img src=x onerror='window.hit = 1'>"
+    names = [evil, image, "a\u2028b", "url(http://127.0.0.1:1/x)"]
+    first = {"where": "forward", "module": evil, "class": image, "text": evil}
+    bad = {"nonfinite": [[0, 1]], "first": first, "norms": t.norms([1.0] * 4)}
+    spans = [["wait", 0, 10, evil], [image, 0, 10]]
+    lines = [t.start(device=evil, settings={evil: image}), t.names(names)]
+    lines += [t.window(s, skipped=True, spans=spans, **bad) for s in range(3)]
+    seen = see([*lines, t.end(3, 3, image)])
+    seen.page.click("#numbers summary")
+    seen.page.wait_for_selector("#numbers tr")
+    seen.point_at("heatmap", 0.5, 0.1)
+    assert evil in seen.readout("heatmap")
+    assert seen("window.hit") is None
+    # Not even what got into the page could run, or ask for anything.
+    seen("""() => {
+        const script = document.createElement("script");
+        script.textContent = "window.hit = 1";
+        document.body.append(script);
+        const image = new Image();
+        image.src = "http://127.0.0.1:1/x.png";
+    }""")
+    assert seen("window.hit") is None
+    seen.page.wait_for_timeout(100)
+    said, seen.said[:] = [text for text in seen.said if not text.startswith("asked for")], []
+    assert [text.partition(" violates ")[0] for text in said] == [
+        "Executing inline script",
+        "Loading the image 'http://127.0.0.1:1/x.png'",
+    ]

@@ -22,7 +22,7 @@ THREADED := $(wildcard tests/unit/optimizer_step/test_*.py) tests/unit/scaling/t
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: train test test-all test-gpu test-simulated test-oldest test-newest check-dist lint types report docs clean
+.PHONY: train test test-all test-gpu test-simulated test-oldest test-newest check-dist lint types report picture docs clean
 .PHONY: soak bench bench-cpu bench-overlap bench-telemetry bench-overflow bench-load bench-convergence bench-gpu
 
 # Passive: threads that wait for each other sleep. By default they spin, and where other processes
@@ -104,6 +104,10 @@ report: $(STAMP)
 		--step_mode overlap --growth_interval 4 recipes/trainer_swap.py --output_dir out/report/model
 	$(BIN)/accel-scaler report out/report/run.jsonl -o out/report/report.html
 	$(BIN)/accel-scaler report out/report/run.jsonl --format png -o assets/report.png
+
+# The other picture in the README: when each thread does what, in sync and in overlap.
+picture: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/timeline.py assets/overlap.svg
 
 # Random histories in one process: no failure, and nothing that grows. ARGS="--seed 7"
 soak: $(STAMP)

@@ -85,6 +85,8 @@ class AsyncStepper(Stepper):
         worker: the optimizer thread, perhaps shared with other steppers.
         parameter_names: names parameters in errors.
         guards_backward: no scaled loss tells of a backward, so a hook on each parameter does.
+        fences_reads: in ``delayed``, with a watched model, a parameter that is used before the next
+            training forward begins is the newest. Else it is what that forward is to see.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class AsyncStepper(Stepper):
         worker: Worker,
         parameter_names: ParameterNames | None = None,
         guards_backward: bool = False,
+        fences_reads: bool = False,
     ) -> None:
         if async_stepper_of(optimizer) is not None:
             raise OrderError(
@@ -149,7 +152,7 @@ class AsyncStepper(Stepper):
         self.shared: frozenset[int] = frozenset()
         """``id`` of parameters that another optimizer steps too: it needs their gradients."""
         self._inflight: InflightStep | None = None
-        self._guards_backward = guards_backward
+        self._guards_backward, self._fences_reads = guards_backward, fences_reads
         self._learning = False
         """The next step shows the order in which the forward uses parameters."""
         self._versions: list[int] = []
@@ -313,6 +316,7 @@ class AsyncStepper(Stepper):
             self._synchronize(shown=False)
 
     def _finish_for_boundary(self) -> None:
+        self.lift_fence()  # no forward that is seen came between
         self.finish("optimizer.step")
         self._finish_others()
         self.refresh()
@@ -455,7 +459,10 @@ class AsyncStepper(Stepper):
             self.finish()
             return
         is_seen = self.mode != "sync" and step.is_seen_by_next_forward
-        if is_seen and not (self.waits_at_root or self.waits_at_step):
+        is_fenced = self._fences_reads and self.unpublished and self.sees_forwards
+        if is_fenced and not self.waits_at_step:
+            step.hold_parameters(self.await_part, self._learning, self._publish_for_reader)
+        elif is_seen and not (self.waits_at_root or self.waits_at_step):
             step.hold_parameters(self.await_part, self._learning)
         self.worker.submit(task)
         waits = step.hold is not None or (self.waits_at_root and not self.waits_at_step)
@@ -589,6 +596,23 @@ class AsyncStepper(Stepper):
                 compensation.forget()
             raise
 
+    def _publish_for_reader(self, is_recorded: bool) -> bool:
+        """A parameter is used between a step and the next training forward: the newest is there.
+
+        Returns False on another thread than the one that trains: it sees what a forward would.
+        """
+        if not self.is_trained_here:
+            return False
+        # What a backward needs the next forward must not overwrite: it sees the newest, too.
+        self._synchronize(shown=not is_recorded)
+        return True
+
+    def lift_fence(self) -> None:
+        """A training forward begins: parameters are what it is to see."""
+        step = self._inflight
+        if step is not None:
+            step.lift_fence(keep=not self.waits_at_root)
+
     @property
     def has_hidden(self) -> bool:
         """A fence has published newer values than the next training forward is to see."""
@@ -597,6 +621,7 @@ class AsyncStepper(Stepper):
     def go_on(self) -> None:
         """A training forward begins: it sees what it would have seen without the fences before."""
         self.claim_if_gone()
+        self.lift_fence()
         self._saw_forward = True
         if self.streams.copies_beside and is_capturing():
             return  # a graph reads what is there when it is replayed, and nothing may wait here
@@ -806,8 +831,9 @@ class AsyncStepper(Stepper):
         if not asked.isdisjoint(mine):
             self.synchronize()
 
-    def load(self, state_dict: dict[str, Any]) -> None:
-        """After the optimizer has loaded ``state_dict``: where masters are, their state too.
+    def load(self, state_dict: dict[str, Any], itself: bool = False) -> None:
+        """After the optimizer has loaded ``state_dict``: where masters are, their state too, which
+        it loads ``itself`` where it does so in a way of its own.
 
         An entry ``master`` holds where it rounds to the model's present parameter; what was shown
         of an update, where the model has the master then.
@@ -823,9 +849,8 @@ class AsyncStepper(Stepper):
                     **state_dict["state"],
                     **{k: without_own(v) for k, v in entries.items()},
                 }
-                saved = replica.load_state(
-                    {**state_dict, "state": rest}, {k: v[MASTER] for k, v in own.items()}
-                )
+                load = replica.load_itself if itself else replica.load_state
+                saved = load({**state_dict, "state": rest}, {k: v[MASTER] for k, v in own.items()})
                 shown = [own.get(index, {}) for index in saved]
         counts = [
             entry["step"]

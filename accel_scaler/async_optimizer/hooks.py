@@ -55,6 +55,7 @@ class SyncHooks:
         """Those of them that wait for the whole model, if it cannot be waited for in pieces."""
         self._compiled: list[tuple[weakref.ref[Module], Any, Any]] = []
         self._loading: Any = None
+        self._loads_itself = False
         optimizer = stepper.optimizer
         hooks: list[tuple[Any, Any]] = [
             (optimizer.register_state_dict_pre_hook, self._before_saving),
@@ -163,13 +164,33 @@ class SyncHooks:
                     state[index] = entry
         return {**state_dict, "state": state}
 
-    def _before_loading(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        stepper = self._stepper()
-        if stepper is None:
-            return state_dict
+    def load(self, state_dict: dict[str, Any]) -> None:
+        """The optimizer's ``load_state_dict``; one of its own may run none of torch's hooks."""
+        stepper = self.stepper
+        optimizer = stepper.optimizer
+        if type(optimizer).load_state_dict is Optimizer.load_state_dict:
+            optimizer.load_state_dict(state_dict)
+            return
+        self._loads_itself = True
+        try:
+            self._begin_loading(stepper)
+            if not (stepper.replica.masters.every or stepper.keeps_scaled):
+                optimizer.load_state_dict(without_shown(state_dict))
+            self.watch(self._find_models())
+            stepper.load(state_dict, itself=True)
+        finally:
+            self._loads_itself = False
+
+    def _begin_loading(self, stepper: AsyncStepper) -> None:
         stepper.forgive()
         stepper.synchronize()
         stepper.refresh()
+
+    def _before_loading(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        stepper = self._stepper()
+        if stepper is None or self._loads_itself:
+            return state_dict
+        self._begin_loading(stepper)
         self._loading = state_dict
         # torch casts to the parameter's dtype and device, which is not where state lives here.
         if stepper.replica.masters.every or stepper.keeps_scaled:
@@ -366,7 +387,11 @@ class _BeforeInnerForward(_Hook):
         if getattr(module, "_is_replica", False):
             return  # DataParallel's, on a thread of its own: what it replicates was asked for
         is_evaluated = _is_evaluated(module)
-        if is_evaluated != stepper.unpublished or is_in_backward():
+        if is_in_backward():
+            return
+        if not is_evaluated:
+            stepper.lift_fence()
+        if is_evaluated != stepper.unpublished:
             return
         hooks = self._hooks()
         # A frozen layer in the midst of a training forward is no evaluation, nor the reverse.

@@ -115,8 +115,16 @@ class InflightStep:
         """It writes to the model, before or after it computes."""
         return self.publishes_first or not self.is_stale
 
-    def hold_parameters(self, wait: Callable[[InflightStep, int], int], one_by_one: bool) -> None:
-        """Each use of a parameter waits for its part from now on, where uses can be seen."""
+    def hold_parameters(
+        self,
+        wait: Callable[[InflightStep, int], int],
+        one_by_one: bool,
+        fence: Callable[[bool], bool] | None = None,
+    ) -> None:
+        """Each use of a parameter waits for its part from now on, where uses can be seen.
+
+        ``fence``: see :class:`.pending_parameter.ParameterHold`.
+        """
         replica = self.replica
         if not can_hold_parameters(replica.params):
             return
@@ -127,8 +135,16 @@ class InflightStep:
             ends = [0] * self.lead + ends
             part_of = {key: self.lead + part for key, part in part_of.items()}
         self.hold = ParameterHold(
-            replica.params, ends, part_of, partial(wait, self), one_by_one, self.order
+            replica.params, ends, part_of, partial(wait, self), one_by_one, self.order, fence
         )
+
+    def lift_fence(self, keep: bool) -> None:
+        """A forward begins: parameters wait for their parts alone; not ``keep``: for nothing."""
+        if self.hold is not None and self.hold.fence is not None:
+            self.hold.fence = None
+            if not (keep and self.is_seen_by_next_forward):
+                self.hold.release()
+                self.hold = None
 
     def wait(self, parts: int | None = None, where: Any = None) -> bool:
         """Block until ``parts`` (default: all) are done; False: it failed first. Any thread.

@@ -309,7 +309,10 @@ class AsyncOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what this class or the wrapped one's ``state_dict`` gave."""
         self._forbid_inside("load_state_dict")
-        self.optimizer.load_state_dict(state_dict)
+        if self._closed:
+            self.optimizer.load_state_dict(state_dict)
+        else:
+            self._hooks.load(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the parameters take part from the next step on."""
@@ -412,11 +415,13 @@ def step_beside(
     guards_backward: bool = False,
     holder: object | None = None,
     models: Callable[[], Iterable[Module]] = tuple,
+    fences_reads: bool = False,
 ) -> SyncHooks:
     """Step ``optimizer`` as ``config`` says from now on, until what this returns is closed.
 
     Where ``holder`` is gone without that, it is closed by whoever steps the optimizer next.
-    ``models``: those that hold its parameters, once they are known.
+    ``models``: those that hold its parameters, once they are known. ``fences_reads``: see
+    :class:`AsyncStepper`.
     """
     left = async_stepper_of(optimizer)
     if isinstance(left, AsyncStepper):
@@ -435,6 +440,7 @@ def step_beside(
         worker=worker,
         parameter_names=parameter_names,
         guards_backward=guards_backward,
+        fences_reads=fences_reads,
     )
     return SyncHooks(stepper, holder, models)
 

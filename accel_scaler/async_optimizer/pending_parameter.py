@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import repeat
 from operator import attrgetter, eq
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -95,6 +95,8 @@ def _passive() -> frozenset[Any]:
 
 
 _PASSIVE = _passive()
+_UNRECORDED = frozenset((cast(Any, Tensor.data).__get__, Tensor.detach))
+"""What autograd never keeps for a backward."""
 
 
 class _Settled(nn.Parameter):
@@ -159,9 +161,10 @@ def _torch_function(cls: type, func: Any, types: Any, args: Any = (), kwargs: An
         _settle(args[0])
         return Tensor._make_subclass(nn.Parameter, args[0].detach())
     settled = list(_pending_in((args, kwargs)))
+    is_recorded = torch.is_grad_enabled() and func not in _UNRECORDED
     try:
         for t in settled:
-            _settle(t, everywhere=False)
+            _settle(t, everywhere=False, is_recorded=is_recorded)
         return func(*args, **kwargs)
     finally:
         _take_back(settled)
@@ -234,10 +237,11 @@ def _pending_in(value: Any) -> Iterator[Any]:
             yield from _pending_in(item)
 
 
-def _settle(p: Any, everywhere: bool = True) -> None:
+def _settle(p: Any, everywhere: bool = True, is_recorded: bool = False) -> None:
     """Wait until no update of ``p`` is due, or reads it. Any thread.
 
     ``everywhere``: on whatever stream. Else on the present one, and ``p`` is to be taken back.
+    ``is_recorded``: a backward may need what is read.
     """
     if type(p) is PendingGradient:
         _settle_gradient(p, everywhere)
@@ -251,7 +255,7 @@ def _settle(p: Any, everywhere: bool = True) -> None:
                 _restore(p)
         if hold is not None:
             asked.append(hold)
-            hold.settle(p, everywhere)
+            hold.settle(p, everywhere, is_recorded)
         elif order is not None:
             order.follow()
             if order.is_past(wait=everywhere):
@@ -334,6 +338,9 @@ class ParameterHold:
         one_by_one: keep the others pending even if they are ready, to see the order of use.
         order: where what ``wait`` has waited for is ordered on the present stream only. None: it is
             done.
+        fence: called before, by whoever uses one of them, on any thread, until it is set to None.
+            Told whether a backward may need what is read; returns whether all is done by now. Else
+            the use waits for its part, and the parameter stays pending.
     """
 
     def __init__(
@@ -344,9 +351,10 @@ class ParameterHold:
         wait: Callable[[int], int],
         one_by_one: bool = False,
         order: PartEvents | None = None,
+        fence: Callable[[bool], bool] | None = None,
     ) -> None:
         self.params, self.ends, self.part_of, self._wait = params, ends, part_of, wait
-        self._one_by_one, self._order = one_by_one, order
+        self._one_by_one, self._order, self.fence = one_by_one, order, fence
         self._left = set(part_of)
         """``id`` of those not released yet."""
         self._passed = 0
@@ -375,11 +383,14 @@ class ParameterHold:
         """Whether ``p`` waits for this task. Under the lock."""
         return id(p) in self._left
 
-    def settle(self, p: Tensor, everywhere: bool = True) -> None:
+    def settle(self, p: Tensor, everywhere: bool = True, is_recorded: bool = False) -> None:
         """Wait for ``p``, and give every parameter that is ready its class back.
 
-        ``everywhere``: on whatever stream it is going to be used.
+        ``everywhere``: on whatever stream it is going to be used. ``is_recorded``: for a backward.
         """
+        fence = self.fence
+        if fence is not None and fence(is_recorded):
+            return
         if threading.get_ident() == self._thread:
             self.seen.append(p)
         if torch._guards.CompileContext.try_get() is not None:
@@ -390,6 +401,8 @@ class ParameterHold:
         except StepError:
             self.release()
             raise
+        if fence is not None:
+            return
         if self._order is not None and not self._order.is_past(part, wait=everywhere):
             return
         if self._one_by_one:

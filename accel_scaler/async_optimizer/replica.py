@@ -9,7 +9,7 @@ on the training thread.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain, pairwise
 from operator import attrgetter, is_
@@ -31,6 +31,7 @@ from ..scaling import (
     nothing_found,
     parameters_of,
 )
+from .bnb_settings import chosen_keys, overrides_on
 from .master_params import ParameterPair, is_stepped, make_pairs, shard_of
 from .master_rule import MasterRule
 from .streams import SideStreams
@@ -378,16 +379,28 @@ class Replica:
                     if self.splittable and not pair.is_master and self.masters.takes(pair.target):
                         _keep_exact(entry, state_dict["state"][index])
                 state[pair.param] = entry
+        self._take_masters(saved, masters)
+        if not self.splittable:  # as torch's load_state_dict ends
+            groups = self.optimizer.param_groups
+            self.optimizer.__setstate__({"state": state, "param_groups": groups})
+        return saved
+
+    def load_itself(self, state_dict: dict[str, Any], masters: dict[int, Any]) -> list[Any]:
+        """The same for an optimizer that loads in a way of its own: onto the masters."""
+        with self._on_masters():
+            self.optimizer.load_state_dict(state_dict)
+        saved = list(chain.from_iterable(g["params"] for g in state_dict["param_groups"]))
+        self._take_masters(saved, masters)
+        return saved
+
+    def _take_masters(self, saved: Sequence[Any], masters: dict[int, Any]) -> None:
+        for pair, index in zip(self.pairs, saved, strict=True):
             if pair.is_master:
                 master = masters.get(index)
                 pair.loaded = None if master is None else shard_of(master, pair.param)
                 pair.refresh(pair.target if master is None else None)
                 self.has_loaded = True
         self._state = None
-        if not self.splittable:  # as torch's load_state_dict ends
-            groups = self.optimizer.param_groups
-            self.optimizer.__setstate__({"state": state, "param_groups": groups})
-        return saved
 
     def forget_loaded(self) -> None:
         """A step begins: the model has been loaded by now, if it ever is."""
@@ -521,13 +534,19 @@ class Replica:
                 settle_entry(pair, entry, chosen=True)
             _follow_attributes(pair.param, pair.stepped)
         self._holds_masters = True
+        stand_ins = {id(pair.param): pair.stepped for pair in self.pairs}
         try:
-            self._exchange({id(pair.param): pair.stepped for pair in self.pairs})
-            yield
+            with overrides_on(self.optimizer, stand_ins):
+                self._exchange(stand_ins)
+                yield
             for pair in self.pairs:
                 _follow_attributes(pair.stepped, pair.param)
         finally:
             self.return_groups()
+        for pair in self.pairs:  # bitsandbytes makes what it steps contiguous, elsewhere
+            if not pair.is_master and pair.stepped.data_ptr() != pair.target.data_ptr():
+                pair.target.copy_(pair.stepped)
+                pair.stepped.data = pair.target
 
     def return_groups(self) -> None:
         """The optimizer's own groups and state are of the model. Again, where that was interrupted:
@@ -539,16 +558,17 @@ class Replica:
     def return_state(self) -> None:
         """State of another's optimizer goes where the parameters are, rounded as they are where it
         is not so by the optimizer's own choice."""
+        own = chosen_keys(self.optimizer) | {"step"}
         for pair in self.pairs:
             entry = self.optimizer.state.get(pair.param)
             entry = entry if isinstance(entry, dict) else {}
             for key, value in list(entry.items()):
                 if isinstance(value, Tensor):
-                    rounded = pair.is_rounded and key != "step" and value.dtype is torch.float32
+                    rounded = pair.is_rounded and key not in own and value.dtype is torch.float32
                     dtype = pair.param.dtype if rounded else None
                     entry[key] = value.to(pair.param.device, dtype)
 
-    def _exchange(self, places: dict[int, Tensor]) -> None:
+    def _exchange(self, places: Mapping[int, Tensor]) -> None:
         """Between any two of its lines nothing is lost, and doing it again completes it."""
         for group in self.optimizer.param_groups:
             params = [places.get(id(p), p) for p in group["params"]]

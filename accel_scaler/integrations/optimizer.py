@@ -119,8 +119,11 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         """As Accelerate's; the masters in it are taken where parameters need them by now."""
         self.follow_parameters()
         if async_stepper_of(self.stepped_optimizer) is None:
-            state_dict = without_shown(state_dict)
-        super().load_state_dict(state_dict)
+            super().load_state_dict(without_shown(state_dict))
+        elif self._hooks is not None:
+            self._hooks.load(state_dict)
+        else:
+            super().load_state_dict(state_dict)
 
     def step(self, closure: Any = None) -> None:
         """At a boundary: check, update the scale, step or skip. Elsewhere: nothing."""
@@ -162,6 +165,7 @@ def adopt(optimizer: Any, attachment: Attachment) -> None:
             attachment.device,
             names,
             models=lambda: [] if (known := ref()) is None else known.models,
+            fences_reads=True,
         )
     _change_class(optimizer, ScaledOptimizer)
     optimizer.join(attachment, hooks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from ..telemetry import Outcome, verdict
-from .findings import is_deep, is_scaled, real_falls, setting
+from .findings import is_deep, is_scaled, lowest_told, real_falls
 from .formatting import number
 from .run_summary import Run
 
@@ -51,13 +51,9 @@ def outcome_of(run: Run) -> Outcome:
 
 def _low(run: Run) -> str:
     """Where the scale fell further than it does in an ordinary run."""
-    if run.lowest is None or not is_scaled(run):
-        return ""
-    (low, x), floor = run.lowest, setting(run, "min_scale")
-    if floor is not None and low <= floor:
-        return f"the scale reached its floor, min_scale = {number(floor)} ({run.place(x)})"
+    if low := lowest_told(run):
+        return low
     worst = next(iter(real_falls(run)), None)
-    if low <= 1 or (worst is not None and is_deep(run, worst)):
-        low, x = (low, x) if low <= 1 or worst is None else (worst.low, worst.last_x)
-        return f"the scale fell to {number(low)} ({run.place(x)})"
-    return ""
+    if worst is None or not is_deep(run, worst):
+        return ""
+    return f"the scale fell to {number(worst.low)} ({run.place(worst.last_x)})"

@@ -9,7 +9,7 @@ observes: no number of the training depends on it. Who reads the file gets recor
 from .alerts import Alert
 from .gradient_range import LARGEST, headroom
 from .history import History
-from .outcome import Outcome, module_list, verdict
+from .outcome import THE_LOSS, Outcome, module_list, told, verdict
 from .preview_watch import RECENT, REMEDY, TOO_FAR, RecentErrors
 from .record import FORMAT, BrokenLineError, CutLineError, End, Names, Record, Span, Start, decode
 from .recorder import Recorder, make_recorder
@@ -20,6 +20,7 @@ __all__ = [
     "LARGEST",
     "RECENT",
     "REMEDY",
+    "THE_LOSS",
     "TOO_FAR",
     "Alert",
     "BrokenLineError",
@@ -38,5 +39,6 @@ __all__ = [
     "headroom",
     "make_recorder",
     "module_list",
+    "told",
     "verdict",
 ]

@@ -116,7 +116,7 @@ def _cause(of: Outcome) -> tuple[str, str]:
     first = of.firsts[-1] if of.firsts else None
     searches = of.scale >= 1 and of.streak == of.windows < STUCK
     if first is not None and not (searches and first["where"] in ("backward", "parameter")):
-        return _told(first)
+        return told(first)
     name, count = of.origins.most_common(1)[0] if of.origins else ("", 0)
     if name == THE_LOSS:
         return (
@@ -138,8 +138,8 @@ def _cause(of: Outcome) -> tuple[str, str]:
     return "overflowed", "run with find_overflow='replay' to see in which module it begins"
 
 
-def _told(first: dict[str, Any]) -> tuple[str, str]:
-    """By what the overflow finder saw."""
+def told(first: dict[str, Any]) -> tuple[str, str]:
+    """What windows did and what helps, by what the overflow finder saw (``Record.first``)."""
     where, module, cls = first["where"], first["module"], first["class"]
     named = f"{module} ({cls})" if module else f"the model itself ({cls})"
     in_float32 = "compute that in float32"
@@ -190,7 +190,7 @@ def _trained(of: Outcome) -> str:
         )
     if other > MANY_SKIPPED * of.windows:
         part = f"Trained in {trained:,} of {of.windows:,} windows only"
-        causes = Counter(_told(first) for first in of.all_firsts)
+        causes = Counter(told(first) for first in of.all_firsts)
         cause = ""
         if causes:
             (what, remedy), _ = causes.most_common(1)[0]

@@ -571,7 +571,10 @@ class Player:
     # What looks at parameters, or changes them from outside.
 
     def read(self, which: int, aside: bool) -> None:
-        """One parameter, through an operation; in delayed that is no fence."""
+        """One parameter, through an operation; in delayed that is no fence, but where an attached
+        accelerator has stepped since the last forward (``test_reads_between_steps.py``)."""
+        if self.attached:
+            self.publish_delayed()
         with self.stream(aside):
             p, q = self.pairs[which % len(self.pairs)]
             self.same("what is read", p + 0, q + 0)
@@ -586,6 +589,8 @@ class Player:
 
     def average(self) -> None:
         """Of the weights as they are after some steps."""
+        if self.attached:
+            self.publish_delayed()
         with self.stream(aside=True), torch.no_grad():
             for n, both in enumerate(self.pairs):
                 if n == len(self.averages):

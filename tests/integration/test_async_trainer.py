@@ -213,6 +213,18 @@ class Reader(TrainerCallback):
         self.seen.append([p.grad.clone() for p in model.parameters()])
 
 
+class ForwardReader(Reader):
+    """Reads them where a training forward begins."""
+
+    on_optimizer_step = on_step_end = on_substep_end = TrainerCallback.on_step_end
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        def read(model: Any, _: Any) -> None:
+            self.read(**kwargs)
+
+        kwargs["model"].register_forward_pre_hook(read)
+
+
 def test_callbacks_read_what_they_read_in_sync(tmp_path: Path) -> None:
     readers = {mode: Reader() for mode in ("sync", "overlap")}
     results = [run(tmp_path / m, m, callbacks=[reader]) for m, reader in readers.items()]
@@ -281,9 +293,11 @@ def stepped(
     return trainer, recorder
 
 
-def run_reference(path: Path, make_model: Callable[[], Any], prompt: int) -> dict[str, Any]:
+def run_reference(
+    path: Path, make_model: Callable[[], Any], prompt: int, reader: Reader
+) -> dict[str, Any]:
     """Stock Trainer around the plain loop."""
-    model, reader = make_model(), Reader()
+    model = make_model()
     optimizer = ReferenceOptimizer(model.parameters(), prompt)
     trainer, recorder = stepped(path, model, optimizer, [Verdicts(), reader], max_grad_norm=0.0)
     stock_fp16_on_cpu(trainer.accelerator).scaler = ReferenceScaler(optimizer.reference)
@@ -321,11 +335,14 @@ def single() -> Any:
 def test_masters_in_a_trainer_equal_the_plain_loop(
     tmp_path: Path, make_model: Any, mode: str
 ) -> None:
-    """Losses, rates, weights, momentum, and the parameters that callbacks see step by step."""
+    """Losses, rates, weights, momentum, and the parameters that callbacks see step by step.
+
+    In ``delayed`` callbacks see newer ones than the forward, which is asked then.
+    """
     warmup = 2
-    prompt = warmup if "delayed" in mode else NEVER_STALE
-    reference = run_reference(tmp_path / "reference", make_model, prompt)
-    model, reader = make_model(), Reader()
+    prompt, cls = (warmup, ForwardReader) if "delayed" in mode else (NEVER_STALE, Reader)
+    reference = run_reference(tmp_path / "reference", make_model, prompt, cls())
+    model, reader = make_model(), cls()
     dtype = model.dtype
     trainer, recorder = stepped(tmp_path / "ours", model, momentum(model.parameters()), [reader])
     settings = {"init_scale": INIT_SCALE, "growth_interval": GROWTH_INTERVAL}

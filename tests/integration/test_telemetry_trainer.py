@@ -42,6 +42,7 @@ def test_a_run_has_a_window_a_step_and_the_same_numbers(tmp_path: Path, step_mod
                 if not line["skipped"]:
                     assert line["grad_norm"] == pytest.approx(entry["grad_norm"], rel=1e-6)
                 assert len(line["lr"]) == 2  # with and without decay
+                assert line["loss"] == pytest.approx(entry["loss"], rel=1e-6)
             assert all("optimizer_us" in line for line in found if not line["skipped"])
         ends.append((weights(trainer.model), logs(trainer)))
         detach(trainer)
@@ -49,6 +50,26 @@ def test_a_run_has_a_window_a_step_and_the_same_numbers(tmp_path: Path, step_mod
     assert ends[0][1] == ends[1][1]
     end = lines_of(path)[-1]
     assert (end["windows"], end["skips"]) == (STEPS, len(SKIPPED))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])  # with it the Trainer computes the loss
+def test_the_loss_is_what_the_trainer_logs_to_the_odd_end_of_an_epoch(
+    tmp_path: Path, smoothing: float
+) -> None:
+    path = tmp_path / "run.jsonl"
+    trainer, _ = make(
+        tmp_path / "out",
+        gradient_accumulation_steps=5,
+        max_steps=-1,
+        num_train_epochs=1,
+        label_smoothing_factor=smoothing,
+    )
+    attach(trainer, config(path))
+    train(trainer)
+    detach(trainer)
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(logged) == 10  # of 48 micro-batches: the last one has 3
+    assert [line["loss"] for line in windows_of(path)] == pytest.approx(logged, rel=1e-6)
 
 
 def test_the_logs_have_scale_and_skips(tmp_path: Path) -> None:

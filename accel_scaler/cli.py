@@ -50,6 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: list[str]) -> int:
     command = argv[0] if argv else None
+    if argv[:2] in (["launch", "-h"], ["launch", "--help"]):
+        from .launch.flags import own_parser
+
+        own_parser().print_help()
+        return 0
     if command == "launch":
         # Its arguments are Accelerate's business, which costs a while to import.
         from .launch.launcher import main as launch

@@ -1,7 +1,8 @@
 """``accel-scaler doctor``: what a launch would do here, and what would go wrong in it.
 
 Takes the arguments of ``accel-scaler launch``, script and all, and starts nothing: write ``doctor``
-for ``launch`` in a command to have it explained. The script may be left out.
+for ``launch`` in a command to have it explained. The script may be left out. It says what may go
+wrong, then which settings differ from their defaults; with ``--all`` also the rest.
 
 ``--json`` prints one object with these keys, which do not change their meaning while ``format`` is
 1; more may come:
@@ -32,14 +33,16 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..config import ScalerConfig
 from ..console import plain, say
 from ..errors import AccelScalerError
 from ..integrations import scaled_elsewhere
 from ..launch import launcher
+from ..launch.flags import DOCTOR, own_parser
 from .diagnostics import hazards, mended
 from .environment import LaunchPlan, plan_of
 
@@ -47,32 +50,36 @@ FORMAT = 1
 """Version of the ``--json`` output."""
 
 
-def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str], bool]:
-    """``(arguments of Accelerate's parser, {field: text} of the flags, --json)``.
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str], bool, bool]:
+    """``(arguments of Accelerate's parser, {field: text} of the flags, --json, --all)``.
 
     ``training_script`` is None where there is none.
+
+    Raises:
+        ConfigError: a flag that is not known, or a value that it does not take.
     """
-    parser = launcher.make_parser()
-    parser.prog = "accel-scaler doctor"
-    parser.usage = "accel-scaler doctor [--json] [arguments of accel-scaler launch] [script ...]"
-    parser.description = (
+    own = own_parser()
+    own.prog = "accel-scaler doctor"
+    own.usage = "accel-scaler doctor [--all | --json] [flags of launch] [script ...]"
+    own.description = (
         "Say what `accel-scaler launch` with the same arguments would do on this machine, where "
         "each setting comes from, and what would go wrong. Starts nothing. Exit status 0; 1 where "
         "a setting cannot be used."
     )
-    # The formatter shows those groups whose titles it knows.
-    group = next(group for group in parser._action_groups if group.title == launcher.TITLE)
-    group.add_argument("--json", action="store_true", help="for machines: keys that do not change")
-    script = next(action for action in parser._actions if action.dest == "training_script")
-    script.nargs, script.required = "?", False
+    parser = launcher.make_parser(own)
+    for each in (own, parser):
+        group = each.add_argument_group(DOCTOR)
+        group.add_argument("--all", action="store_true", help="say everything that is known")
+        group.add_argument("--json", action="store_true", help="the same, for machines")
     args, flags = launcher.parse(parser, argv)
-    return args, flags, args.__dict__.pop("json")
+    return args, flags, args.__dict__.pop("json"), args.__dict__.pop("all")
 
 
 def main(argv: Sequence[str]) -> int:
     """Run ``accel-scaler doctor``: 0, or 1 where a launch would refuse, one line on stderr."""
-    args, flags, as_json = parse(argv)
+    as_json = "--json" in argv
     try:
+        args, flags, as_json, everything = parse(argv)
         with launcher.prepared(args, flags) as (path, settings):
             found = plan_of(args, settings, os.environ)
     except AccelScalerError as error:
@@ -82,7 +89,11 @@ def main(argv: Sequence[str]) -> int:
         print("accel-scaler: error:", plain(line), file=sys.stderr)
         return 1
     facts = as_dict(path, found)
-    say(json.dumps(facts, indent=2) if as_json else as_text(facts))
+    if as_json:
+        say(json.dumps(facts, indent=2))
+        return 0
+    for line, style in in_words(facts, everything):
+        say(line, style)
     return 0
 
 
@@ -134,30 +145,59 @@ def as_dict(path: Path | None, found: LaunchPlan) -> dict[str, Any]:
     }
 
 
-def as_text(facts: dict[str, Any]) -> str:
-    """What a person reads: the same, in columns."""
-    lines = [("config file", str(facts["config_file"] or "none"))]
+def in_words(facts: dict[str, Any], everything: bool) -> Iterator[tuple[str, str]]:
+    """What a person reads, as ``(line, its style)``: what may go wrong, what differs from the
+    defaults, and where ``everything`` is wanted the rest of the facts."""
+    hazards, mended = (
+        [(one["id"], one["text"]) for one in facts[k]] for k in ("hazards", "mended")
+    )
+    if hazards:
+        yield "what may go wrong", "heading"
+        yield from ((line, "wrong") for line in _table(hazards))
+    else:
+        yield "nothing is seen that would go wrong", "good"
+    settings = [
+        (name, json.dumps(one["value"]), one["source"]) for name, one in facts["settings"].items()
+    ]
+    plain = {"attach": True, **dataclasses.asdict(ScalerConfig())}
+    changed = [row for row in settings if row[1] != json.dumps(plain[row[0]])]
+    yield "", ""
+    if changed:
+        yield "settings that differ from their defaults", "heading"
+        yield from ((line, "") for line in _table(changed))
+    else:
+        yield "every setting is at its default", ""
+    yield "", ""
+    if not everything:
+        yield facts["scaling"]["text"], ""
+        names = ", ".join(name for name, _ in mended)
+        yield (f"mended by attaching: {names}" if names else "mended by attaching: nothing"), ""
+        yield "--all says the rest: versions, devices, the job, threads, every setting", ""
+        return
+    if mended:
+        yield "mended by attaching", "heading"
+        yield from ((line, "") for line in _table(mended))
+    else:
+        yield "mended by attaching: nothing", ""
+    for title, rows in (("this launch", _facts(facts)), ("settings", settings)):
+        yield "", ""
+        yield title, "heading"
+        yield from ((line, "") for line in _table(rows))
+
+
+def _facts(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = [("config file", str(facts["config_file"] or "none"))]
     for key in ("versions", "devices", "job", "scaling", "threads"):
         values = [
             f"{name} {value}" for name, value in facts[key].items() if value not in (None, ())
         ]
-        lines.append((key, facts[key].get("text") or ", ".join(values)))
-    parts = [_table(lines)]
-    settings = [
-        (name, json.dumps(one["value"]), one["source"]) for name, one in facts["settings"].items()
-    ]
-    parts.append("settings\n" + _table(settings, "  "))
-    for key in ("hazards", "mended"):
-        rows = [(one["id"], one["text"]) for one in facts[key]]
-        title = "mended by attaching" if key == "mended" else key
-        parts.append(f"{title}\n{_table(rows, '  ')}" if rows else f"{title}: none found")
-    return "\n\n".join(parts)
+        rows.append((key, facts[key].get("text") or ", ".join(values)))
+    return rows
 
 
-def _table(rows: Sequence[tuple[str, ...]], indent: str = "") -> str:
+def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
     """Rows in columns as wide as their widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        indent + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        yield "  " + "  ".join(cells).rstrip()

@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 from accelerate.commands.config import default_config_file, load_config_from_file
@@ -33,7 +33,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from ..config import (
     ENV_PREFIX,
     FIELDS,
-    SWITCH,
+    GROUPS,
     Settings,
     in_environment,
     in_flags,
@@ -44,18 +44,10 @@ from ..config_file import PACKAGE, find_config, read_config
 from ..console import plain
 from ..errors import ConfigError, UnsupportedError
 from ..integrations import scaled_elsewhere
+from .flags import DEST, DOCTOR, HELP_ALL, USAGE, add_flags, own_parser, unknown_flags
 
 STARTUP = str(PACKAGE / "launch" / "startup")
 """The folder in front of PYTHONPATH: its ``sitecustomize`` attaches."""
-
-TITLE = "accel_scaler Arguments"
-_DEST = "accel_scaler_"
-_DESCRIPTION = (
-    "Launch a script as `accelerate launch` does, with every Accelerator and Trainer it makes "
-    "attached. Takes all arguments of `accelerate launch`; a config file may have an "
-    "`accel_scaler:` section. A flag outranks a variable ACCEL_SCALER_<FIELD>, that the section, "
-    "that the default. --config_file also takes the name of a shipped file."
-)
 
 
 class _HelpFormatter(CustomHelpFormatter):  # type: ignore[misc]
@@ -63,41 +55,59 @@ class _HelpFormatter(CustomHelpFormatter):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.titles.append(TITLE)
+        self.titles.extend((*GROUPS, DOCTOR))
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Accelerate's parser with a flag for each setting; values stay texts until they are merged."""
+class _HelpAll(argparse.Action):
+    """Prints our flags and Accelerate's."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *args: Any) -> None:
+        print(parser.format_help(), end="")
+        parser.exit()
+
+
+def _refused(message: str) -> NoReturn:
+    raise ConfigError(message)
+
+
+def make_parser(own: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Accelerate's parser with a flag for each setting; values stay texts until they are merged.
+
+    The script may be missing. What it refuses is a ``ConfigError``.
+
+    Args:
+        own: of :func:`own_parser`; ``--help`` prints its help.
+    """
     parser: argparse.ArgumentParser = launch_command_parser()
-    parser.prog, parser.description = "accel-scaler launch", _DESCRIPTION
+    parser.prog, parser.usage, parser.description = own.prog, own.usage, own.description
     parser.formatter_class = _HelpFormatter
-    group = parser.add_argument_group(TITLE, "Settings of the scaler and the optimizer step.")
-    for name, spec in FIELDS.items():
-        kind, dest = spec.metadata["kind"], _DEST + name
-        about = f"{spec.metadata['about']} ({kind.allowed})".replace("%", "%%")
-        if kind is SWITCH:  # as Accelerate's own: no value, or the next word would be one
-            group.add_argument(
-                f"--{name}", dest=dest, action="store_const", const="true", help=about
-            )
-            group.add_argument(
-                f"--no_{name}", dest=dest, action="store_const", const="false", help="the opposite"
-            )
-        else:
-            group.add_argument(f"--{name}", dest=dest, metavar="VALUE", help=about)
+    parser.error = _refused  # type: ignore[method-assign]
+    parser.print_help = own.print_help  # type: ignore[method-assign]
+    names = ("--help-all", "--help_all")  # Accelerate's help shows no name with a hyphen
+    group = add_flags(parser)
+    group.add_argument(*names, nargs=0, action=_HelpAll, default=argparse.SUPPRESS, help=HELP_ALL)
+    script = next(action for action in parser._actions if action.dest == "training_script")
+    script.nargs, script.required = "?", False
     return parser
 
 
 def parse(
     parser: argparse.ArgumentParser, argv: Sequence[str]
 ) -> tuple[argparse.Namespace, dict[str, str]]:
-    """The arguments for Accelerate, and ``{field: text}`` of our flags, which leave them."""
+    """The arguments for Accelerate, and ``{field: text}`` of our flags, which leave them.
+
+    Raises:
+        ConfigError: a flag that is not known, or a value that it does not take.
+    """
     before = sys.argv
     sys.argv = ["accelerate-launch", *argv]  # where Accelerate's help looks for what is used
     try:
-        args = parser.parse_args(argv)
+        args, unknown = parser.parse_known_args(argv)
     finally:
         sys.argv = before
-    given = {name: args.__dict__.pop(_DEST + name) for name in FIELDS}
+    if unknown:
+        raise unknown_flags(unknown, [n for each in parser._actions for n in each.option_strings])
+    given = {name: args.__dict__.pop(DEST + name) for name in FIELDS}
     return args, {name: text for name, text in given.items() if text is not None}
 
 
@@ -107,7 +117,9 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         AccelScalerError: a setting, a file or a script that cannot be used; nothing was started.
     """
-    args, flags = parse(make_parser(), argv)
+    args, flags = parse(make_parser(own_parser()), argv)
+    if args.training_script is None:
+        raise ConfigError(f"no script was given; usage: {USAGE}")
     with _signals_passed_on(), prepared(args, flags) as (_, settings), _environment(settings):
         if not args.quiet:
             print(plain(_announcement(settings)), file=sys.stderr, flush=True)

@@ -141,7 +141,8 @@ def look_at_commands(folder: Path) -> str:
     (folder / "script.py").write_text(TRAIN.replace("run.jsonl", "launched.jsonl"))
     run(folder, ours, "launch", "--config_file", "cpu_fp16", "script.py")
     expect((folder / "launched.jsonl").is_file(), "the launched script left no telemetry")
-    expect("hazards" in run(folder, ours, "doctor", "--config_file", "cpu_fp16"), "doctor")
+    told = run(folder, ours, "doctor", "--config_file", "cpu_fp16")
+    expect("what may go wrong" in told, "doctor says", told)
     return "commands: help, launch, doctor, report work; pictures say which extra they need"
 
 

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -84,7 +85,7 @@ def test_every_setting_has_its_value_and_who_set_it(
 def test_the_words_say_what_the_json_says(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--config_file", "cpu_fp16", "--step_mode", "overlap"]
     found = ask(capsys, *arguments)
-    assert cli.main(["doctor", *arguments]) == 0
+    assert cli.main(["doctor", "--all", *arguments]) == 0
     text = capsys.readouterr().out
     lines = [line.split(maxsplit=1) for line in text.splitlines() if line]
     for name, one in found["settings"].items():
@@ -97,6 +98,68 @@ def test_the_words_say_what_the_json_says(capsys: pytest.CaptureFixture[str]) ->
         assert (f"{name} {version}" in text) == (version is not None)
     assert found["scaling"]["text"] in text
     assert "precision fp16, kind one process, device cpu" in text
+
+
+def said(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
+    assert cli.main(["doctor", *argv]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out.splitlines()
+
+
+def test_what_is_wrong_comes_first_then_what_differs_from_the_defaults(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCEL_SCALER_MIN_SCALE", "4")
+    monkeypatch.setenv("ACCEL_SCALER_HYSTERESIS", "1")  # the default, so it does not differ
+    arguments = ["--config_file", "gpu_fp16", "--step_mode", "overlap"]
+    lines = said(capsys, *arguments)
+    assert lines[0] == "what may go wrong"
+    assert [line.split()[0] for line in lines[1:3]] == ["F11", "no-accelerator"]
+    assert lines[3:5] == ["", "settings that differ from their defaults"]
+    assert [line.split() for line in lines[5:8]] == [
+        ["min_scale", "4.0", "ACCEL_SCALER_MIN_SCALE"],
+        ["step_mode", '"overlap"', "--step_mode"],
+        [],
+    ]
+    assert lines[-1].startswith("--all says the rest")
+    assert "torch 2" not in "\n".join(lines)
+    every = said(capsys, "--all", *arguments)
+    assert every[:8] == lines[:8]
+    assert [line.split()[0] for line in every[-len(FIELDS) :]] == list(FIELDS)
+    monkeypatch.delenv("ACCEL_SCALER_MIN_SCALE")
+    monkeypatch.delenv("ACCEL_SCALER_HYSTERESIS")
+    calm = said(capsys, "--cpu", "--num_cpu_threads_per_process", "2")
+    assert calm[0] == "nothing is seen that would go wrong"
+    assert calm[1:3] == ["", "every setting is at its default"]
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "environ", "expected"),
+    [
+        (True, {}, True),
+        (False, {}, False),
+        (True, {"NO_COLOR": "1"}, False),
+        (True, {"NO_COLOR": ""}, True),  # no-color.org: "when present and not an empty string"
+        (True, {"TERM": "dumb"}, False),
+    ],
+)
+def test_colours_are_for_terminals_that_want_them(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    is_terminal: bool,
+    environ: dict[str, str],
+    expected: bool,
+) -> None:
+    for name, value in {"NO_COLOR": "", "TERM": "xterm", **environ}.items():
+        monkeypatch.setenv(name, value)
+    bare = said(capsys, "--config_file", "gpu_fp16")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    lines = said(capsys, "--config_file", "gpu_fp16")
+    assert lines[0] == ("\x1b[1mwhat may go wrong\x1b[0m" if expected else "what may go wrong")
+    assert lines[1].startswith("\x1b[33m") == expected
+    assert [re.sub(r"\x1b\[\d+m", "", line) for line in lines] == bare
+    assert all("\x1b" not in line for line in ask(capsys, "--cpu")["scaling"].values() if line)
 
 
 def test_the_keys_are_those_that_are_documented(capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,6 +278,8 @@ def test_the_thread_plan_is_that_of_the_ranks(
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
+        (["--step_mod", "overlap"], "unknown flag --step_mod. Did you mean --step_mode?"),
+        (["--min_scale"], "argument --min_scale/--min-scale: expected one argument"),
         (["--min_scale", "low"], "--min_scale: got 'low', expected a finite number"),
         (["--cpu", "no.py"], "the script 'no.py' does not exist"),
         (["--config_file", "keys.yaml"], "keys.yaml: Accelerate cannot use it: The config file at "

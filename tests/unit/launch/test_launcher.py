@@ -17,12 +17,13 @@ from typing import Any
 import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
+from places import ROOT
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from accel_scaler import ScalerConfig, UnsupportedError
-from accel_scaler.config import ENV_PREFIX, FIELDS
+from accel_scaler import ConfigError, ScalerConfig, UnsupportedError
+from accel_scaler.config import ENV_PREFIX, FIELDS, GROUPS
 from accel_scaler.launch import launcher as launcher_module
-from accel_scaler.launch.launcher import STARTUP, main, make_parser
+from accel_scaler.launch.launcher import STARTUP, main
 
 ACCELERATE = "distributed_type: 'NO'\nuse_cpu: true\nmixed_precision: fp16\n"
 LINES_BEFORE = ACCELERATE.count("\n") + 1
@@ -81,6 +82,7 @@ EVERY = ScalerConfig(
     init_scale=512.0, growth_factor=3.0, backoff_factor=0.25, growth_interval=9, enabled=False,
     min_scale=2.0, max_scale=2.0**17, hysteresis=4, max_consecutive_skips=6, step_mode="delayed",
     delay_warmup_steps=8, delay_compensation="extrapolate", offload="cpu", optimizer_threads=3,
+    master_weights="fp32",
     fold_unscale=True, telemetry="a b.jsonl", underflow_interval=7, find_overflow="replay",
     sharded=True, heal=True, save_overflow="saved", fp32_modules=("*.wo", "h.[01].mlp"),
 )  # fmt: skip
@@ -107,26 +109,107 @@ def test_every_field_travels_from_each_source_to_the_ranks(
     assert started.settings == EVERY.to_env()
 
 
-def test_every_field_has_a_flag_with_its_help() -> None:
-    shown = " ".join(make_parser().format_help().split()).replace("- ", "-")
+def helped(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code in (0, None)
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def test_help_shows_our_flags_with_their_texts_and_says_whose_the_others_are(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    out = helped(capsys, "--multi_gpu", "--help", "train.py")
+    assert out == helped(capsys, "-h")
+    lines = out.splitlines()
+    assert lines[0].startswith("usage: accel-scaler launch [flags] script.py")
+    assert max(map(len, lines)) < 80
+    said = " ".join(out.split()).replace("- ", "-")
     for name, spec in FIELDS.items():
-        assert f"--{name}" in shown
-        assert spec.metadata["about"].replace("- ", "-") in shown
+        # Of a switch the one that does something.
+        flag = f"--no_{name}" if spec.default is True else f"--{name}"
+        assert sum(line.split()[:1] == [flag] for line in lines) == 1
+        assert " ".join(spec.metadata["about"].split()).replace("- ", "-") in said
+    assert [line[:-1] for line in lines if line[:-1] in GROUPS] == list(GROUPS)
+    assert "--step_mode sync|overlap|delayed" in out
+    assert "All other flags are those of `accelerate launch`" in out
+    assert "--fsdp_version" not in out
 
 
-def test_help_shows_all_of_accelerates_groups_and_ours(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    out = capsys.readouterr().out
+@pytest.mark.process
+def test_help_comes_without_torch() -> None:
+    code = (
+        "import sys; from accel_scaler import cli; cli.main(['launch', '--help'])\n"
+        "print([m for m in ('torch', 'accelerate') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.stdout.startswith("usage: accel-scaler launch")
+    assert done.stdout.endswith("\n[]\n")
+
+
+def test_help_all_shows_accelerates_groups_too(capsys: pytest.CaptureFixture[str]) -> None:
+    out = helped(capsys, "--help-all")
     assert out.startswith("usage: accel-scaler launch ")
-    # With more arguments Accelerate leaves out the groups that they do not use.
     assert "\nFSDP Arguments:\n" in out
-    assert "\naccel_scaler Arguments:\n" in out
-    with pytest.raises(SystemExit):
-        main(["--multi_gpu", "--help"])
-    out = capsys.readouterr().out
-    assert "\nFSDP Arguments:\n" not in out
-    assert "\naccel_scaler Arguments:\n" in out
+    # With more arguments Accelerate leaves out the groups that they do not use.
+    few = helped(capsys, "--multi_gpu", "--help-all")
+    assert "\nFSDP Arguments:\n" not in few
+    for title in GROUPS:
+        assert f"\n{title}:\n" in out
+        assert f"\n{title}:\n" in few
+    for name in FIELDS:
+        assert f"--{name}" in few or f"--no_{name}" in few
+    assert helped(capsys, "--help_all") == out
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--step_mod", "overlap", "train.py"],
+         "unknown flag --step_mod. Did you mean --step_mode?"),
+        (["--step-mod=overlap", "train.py"], "unknown flag --step-mod. Did you mean --step_mode?"),
+        (["--step_mod=overlap"], "unknown flag --step_mod. Did you mean --step_mode?"),
+        (["--no-atach", "train.py"], "unknown flag --no-atach. Did you mean --no_attach?"),
+        (["--cpu", "--mixed_precison", "fp16", "train.py"],
+         "unknown flag --mixed_precison. Did you mean --mixed_precision?"),
+        (["--qqq", "train.py"], "unknown flag --qqq. --help-all shows all flags. The script's own"),
+        (["-x", "train.py"], "unknown flag -x. --help-all shows"),
+        (["--step_mode", "overlapp", "train.py"],
+         "--step_mode: got 'overlapp', expected 'sync', 'overlap' or 'delayed'. Did you mean 'ov"),
+        (["--step_mode"], "argument --step_mode/--step-mode: expected one argument"),
+        (["--num_processes", "two", "train.py"], "--num_processes/--num-processes: invalid int"),
+        (["--mixed_precision", "fp61", "train.py"], "argument --mixed_precision/--mixed-precision"),
+        (["--cpu"], "no script was given; usage: accel-scaler launch [flags] script.py"),
+    ],
+)  # fmt: skip
+def test_a_wrong_flag_is_one_line_with_the_right_one(
+    started: Started, argv: list[str], said: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        main(argv)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert started.args is None
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        ["train.py", "--step_mod", "overlap", "--help"],
+        ["train.py", "--help-all", "--version"],
+        ["-m", "train", "--step_mod=overlap", "-h"],
+    ],
+)
+def test_flags_behind_the_script_are_the_scripts(started: Started, script: list[str]) -> None:
+    assert main(["--cpu", "--init-scale", "8", *script]) == 0
+    assert started.args.training_script_args == script[1 + (script[0] == "-m") :]
+    assert started.settings == {"ACCEL_SCALER_INIT_SCALE": "8.0"}
 
 
 # --- what Accelerate is given -------------------------------------------------------------------

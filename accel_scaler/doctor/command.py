@@ -33,6 +33,7 @@ import dataclasses
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,10 +62,11 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str], bool
     own = own_parser()
     own.prog = "accel-scaler doctor"
     own.usage = "accel-scaler doctor [--all | --json] [flags of launch] [script ...]"
-    own.description = (
+    own.description = textwrap.fill(
         "Say what `accel-scaler launch` with the same arguments would do on this machine, where "
         "each setting comes from, and what would go wrong. Starts nothing. Exit status 0; 1 where "
-        "a setting cannot be used."
+        "a setting cannot be used.",
+        78,
     )
     parser = launcher.make_parser(own)
     for each in (own, parser):

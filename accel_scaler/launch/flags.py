@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import textwrap
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from ..config import FIELDS, GROUPS, LAUNCHING, SWITCH, nearest
@@ -35,20 +37,6 @@ section `accel_scaler:` with these names. A flag outranks a variable
 ACCEL_SCALER_<NAME>, that the section, that the default. Each switch has both
 forms, --NAME and --no_NAME.
 """
-
-
-class Help(argparse.HelpFormatter):
-    """Flags above their texts; the lines at the end as they are."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=6)
-
-    def add_text(self, text: str | None) -> None:
-        """A text of several lines is laid out already."""
-        if text and "\n" in text:
-            self._add_item(str, [f"\n{text}"])
-        else:
-            super().add_text(text)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> Any:
@@ -88,9 +76,9 @@ def own_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "accel-scaler launch",
         USAGE,
-        ABOUT,
+        textwrap.fill(ABOUT, 78),
         MORE,
-        formatter_class=Help,
+        formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=6),
         add_help=False,
     )
     group = add_flags(parser)

@@ -202,7 +202,7 @@ PRIVATE: dict[str, dict[str | Callable[[], Any], tuple[str, ...]]] = {
     },
     "transformers": {"transformers.Trainer": ("_save_checkpoint", "_get_output_dir")},
     "collections": {named_tuple: ("_fields",)},
-    "argparse": {launch_parser: ("_action_groups", "_actions")},
+    "argparse": {launch_parser: ("_actions",)},
 }
 """By library: at a dotted path, or on what is returned, which the docstring describes."""
 

@@ -14,7 +14,7 @@ from .figures import pictures, stacked
 from .html import html_page
 from .reader import read_run
 from .run_summary import Run
-from .text import in_words
+from .text import all_in_words
 from .theme import drawing
 
 MOST_RUNS = 4
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         if not one.windows:
             print(f"{one.label}: no windows in this file.", file=sys.stderr)
     if args.text:
-        say("\n\n".join(in_words(one) for one in runs))
+        say(all_in_words(runs))
         return 0
     page = args.format == "html"
     output = Path(args.output or ("report.html" if page else "report"))

@@ -88,6 +88,8 @@ def facts(run: Run) -> list[tuple[str, str]]:
         ("windows", f"{run.windows}{sessions}"),
         ("skipped", f"{run.skips} ({percent(run.skips, run.windows)})"),
     ]
+    if run.last_loss is not None:
+        rows.append(("last loss", f"{run.last_loss:.5g}"))
     if is_scaled(run):
         first, last = run.first_scale, run.last_scale
         rows.append(("scale", f"{number(first)} at first, {number(last)} at last"))
@@ -129,7 +131,9 @@ def facts(run: Run) -> list[tuple[str, str]]:
             ("preview off by", f"{mean:.2g} of the update, at most {most:.2g} ({run.place(x)})")
         )
     if (seconds := sum(session.seconds for session in run.sessions)) > 0:
-        rows.append(("time", f"{seconds:.3g} s, {run.windows / seconds:.3g} windows/s"))
+        speed = run.windows_per_second
+        rate = "" if speed is None else f", {speed:.3g} windows/s"
+        rows.append(("time", f"{seconds:.3g} s{rate}"))
     return rows
 
 

@@ -59,7 +59,7 @@ class Attachment:
         """Settings that a later ``attach`` gives outrank these."""
         self.device: torch.device = accelerator.device
         self.scales: bool = accelerator.mixed_precision == "fp16"
-        """False: only telemetry is written."""
+        """False: it is recorded what happens, and that is all."""
         self.chosen = ChosenModules(config.fp32_modules if self.scales else ())
         """The modules in float32, which are put on when a model is prepared."""
         for model in self.models:
@@ -76,6 +76,8 @@ class Attachment:
         self.recorder = make_recorder(self.scaler, config, facts)
         self.trackers = Trackers(accelerator)
         self.recorder.on_alert = self.trackers.send
+        if self.recorder.tracked is not None:
+            self.trackers.follow(self.recorder.tracked, self.recorder.flush)
         self.explainer: OverflowExplainer | None = None
         if config.finds_overflow != "off":
             always = config.finds_overflow == "always"
@@ -194,6 +196,7 @@ class Attachment:
         accelerator.scaler = self.stock_scaler
         self.worker.stop()
         self.recorder.close()
+        self.trackers.close(is_end=False)
         if self.explainer is not None:
             self.explainer.close()
         del accelerator._attachment
@@ -254,16 +257,19 @@ def attachment_of(accelerator: Any) -> Attachment | None:
 def begin(accelerator: Any, asked_for: Asked) -> Attachment | None:
     """Attach to a stock accelerator.
 
-    Returns None where this is no fp16 run, said in a warning, and no telemetry is wanted.
+    Returns None where this is no fp16 run, said in a warning, and nothing is to be recorded.
     """
     asked = config = asked_for.resolved()
     refuse_other_scalers(accelerator)
     if accelerator.mixed_precision != "fp16":
-        does = (
-            "nothing is attached, training is as before"
-            if config.telemetry is None
-            else "training is as before, only telemetry is written"
-        )
+        recorded = {
+            "telemetry is written": config.telemetry,
+            "trackers are told": config.tracker_interval,
+        }
+        wanted = [what for what, setting in recorded.items() if setting is not None]
+        does = "nothing is attached, training is as before"
+        if wanted:
+            does = f"training is as before, only {' and '.join(wanted)}"
         idle = [name for name in ("fp32_modules", "heal") if getattr(config, name)]
         more = f" {' and '.join(idle)} can do nothing." if idle else ""
         warnings.warn(
@@ -271,7 +277,7 @@ def begin(accelerator: Any, asked_for: Asked) -> Attachment | None:
             f"scaling; {does}.{more} Set it to 'fp16' to scale.",
             stacklevel=3,
         )
-        if config.telemetry is None:
+        if not wanted:
             return None
         config = replace(
             config, step_mode="sync", offload="none", master_weights="auto", enabled=False

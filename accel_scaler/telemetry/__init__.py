@@ -7,6 +7,7 @@ observes: no number of the training depends on it. Who reads the file gets recor
 """
 
 from .alerts import Alert
+from .gradient_histograms import Histogram
 from .gradient_range import LARGEST, headroom
 from .history import History
 from .outcome import THE_LOSS, Outcome, module_list, told, verdict
@@ -14,6 +15,7 @@ from .preview_watch import RECENT, REMEDY, TOO_FAR, RecentErrors
 from .record import FORMAT, BrokenLineError, CutLineError, End, Names, Record, Span, Start, decode
 from .recorder import Recorder, make_recorder
 from .skip_kinds import SkipKinds
+from .tracked import TrackedWindow, TrackedWindows
 
 __all__ = [
     "FORMAT",
@@ -26,6 +28,7 @@ __all__ = [
     "BrokenLineError",
     "CutLineError",
     "End",
+    "Histogram",
     "History",
     "Names",
     "Outcome",
@@ -35,6 +38,8 @@ __all__ = [
     "SkipKinds",
     "Span",
     "Start",
+    "TrackedWindow",
+    "TrackedWindows",
     "decode",
     "headroom",
     "make_recorder",

@@ -128,7 +128,7 @@ def measure(
         scale: of the window; None: nothing is scaled, so float32 gradients say nothing.
     """
     due = record.deferred.factor
-    clipped = _clipped(window)
+    clipped = clips_of(window)
     groups: dict[tuple[torch.device, torch.dtype, float], _Group] = {}
     for p, number in zip(params, numbers, strict=True):
         grad = p.grad
@@ -161,7 +161,7 @@ def measure(
     return [_measured(window, group) for group in groups.values()]
 
 
-def _clipped(window: Window) -> dict[int, float]:
+def clips_of(window: Window) -> dict[int, float]:
     """Under the ``id`` of each parameter, what the clips of its window multiply by."""
     found: dict[int, float] = {}
     for norm in window.grad_norms:

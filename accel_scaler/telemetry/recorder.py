@@ -35,6 +35,7 @@ from .name_table import NameTable
 from .record import Record
 from .record_queue import OpenRecord, RecordQueue
 from .spans import Timeline
+from .tracked import TrackedWindows
 from .writer import Journal
 
 logger = logging.getLogger("accel_scaler")
@@ -50,6 +51,7 @@ class Recorder(Observer):
         scaler: whose windows these are.
         journal: the telemetry file; None: records in memory, without norms of each parameter.
         underflow_interval: windows between two looks at how much of float16's range gradients take.
+        tracked: the windows that trackers are told of; None: they are not.
     """
 
     def __init__(
@@ -57,12 +59,14 @@ class Recorder(Observer):
         scaler: GradScaler,
         journal: Journal | None = None,
         underflow_interval: int = 100,
+        tracked: TrackedWindows | None = None,
     ) -> None:
         self.scaler, self.journal = scaler, journal
         self.wants_norms = self.wants_each_norm = self.wants_shown_errors = journal is not None
         self.history = History()
         self.timeline = None if journal is None else Timeline()
         self.underflow_interval = underflow_interval
+        self.tracked = tracked
         self._table = NameTable(scaler.parameter_names)
         self._queue = None if journal is None else RecordQueue(journal)
         self._open: OpenRecord | None = None
@@ -109,14 +113,25 @@ class Recorder(Observer):
             self._read_range()
         if self.wants_each_norm and not window.record(optimizer).found_inf:
             self._measure_range(optimizer, window)
+        if self.tracked is not None:
+            self._track(self.tracked, optimizer, window)
+
+    def _track(self, tracked: TrackedWindows, optimizer: Optimizer, window: Window) -> None:
+        tracked.read(but=window.index)
+        if tracked.is_due(window.index) and not window.record(optimizer).found_inf:
+            params = [p for p in parameters_of(optimizer) if p.grad is not None]
+            names = self.scaler.parameter_names.of(params, optimizer)
+            tracked.look(params, names, window, window.record(optimizer))
 
     def _read_loss(self, window: Window) -> None:
         """Where that waits for nobody. Else it is read when its record is written."""
         losses = window.losses
-        if self.wants_each_norm and losses is not self._losses:
-            self._losses, self._loss = losses, None
-            if self.scaler.is_enabled() or losses.are_on_host:
-                self._loss = losses.total()
+        if losses is self._losses:
+            return
+        self._losses, self._loss = losses, None
+        is_due = self.tracked is not None and self.tracked.is_due(window.index)
+        if (self.wants_each_norm or is_due) and (self.scaler.is_enabled() or losses.are_on_host):
+            self._loss = losses.total()
 
     def optimizer_stepped(
         self, optimizer: Optimizer, window: Window, timing: StepTiming | None, start: float
@@ -225,8 +240,12 @@ class Recorder(Observer):
     def _close_window(self) -> None:
         """The window on record last is over."""
         window, self._open = self._open, None
-        if window is not None and window.is_complete:
+        if window is None:
+            return
+        if window.is_complete:
             self.history.complete(window.close())
+        if self.tracked is not None:
+            self.tracked.close(window.record, self.history, self.scaler.is_enabled())
 
     def streak_told(self, skips: int, text: str) -> None:
         """So many windows in a row were skipped, and ``text`` was logged."""
@@ -246,6 +265,8 @@ class Recorder(Observer):
         """Write what is known of the last window now, and say the verdict where modules were
         healed. ``error``: what ends the run."""
         self._read_range()
+        if self.tracked is not None:
+            self.tracked.read()
         self._close_window()
         self.scaler.window.grad_norms.forget()
         if self._queue is not None:
@@ -287,7 +308,8 @@ def _lr(group: dict[str, Any]) -> float | None:
 
 
 def make_recorder(scaler: GradScaler, config: ScalerConfig, facts: dict[str, Any]) -> Recorder:
-    """The recorder that ``config`` asks for; only rank 0 writes, unless the path has ``{rank}``.
+    """The recorder that ``config`` asks for; only rank 0 writes, unless the path has ``{rank}``,
+    and rank 0 alone tells trackers.
 
     Args:
         facts: for the ``start`` line; ``rank`` and ``ranks`` among them.
@@ -306,6 +328,9 @@ def make_recorder(scaler: GradScaler, config: ScalerConfig, facts: dict[str, Any
             "settings": asdict(config),
         }
         journal = Journal(path.replace(RANK, str(facts["rank"])), {**facts, **own})
-    recorder = Recorder(scaler, journal, config.underflow_interval)
-    recorder.wants_norms = path is not None
+    interval, tracked = config.tracker_interval, None
+    if interval is not None and facts["rank"] == 0:
+        tracked = TrackedWindows(interval)
+    recorder = Recorder(scaler, journal, config.underflow_interval, tracked)
+    recorder.wants_norms = path is not None or interval is not None
     return recorder

@@ -63,6 +63,7 @@ VALUES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
         ("", "  ", "None", 1, True, b"a", Path("None"), "a\0b"),
     ),
     "underflow_interval": ((1, 100), (*NO_COUNT, None)),
+    "tracker_interval": ((None, 1, 100), (*NO_COUNT, "often")),
     "find_overflow": (("auto", "replay", "always", "off"), (1, 0, "", "true", None, "ALWAYS")),
     "heal": ((True, False), NO_SWITCH),
     "save_overflow": ((None, "out/overflows"), ("", "None", 1, True, b"a", "a\0b")),

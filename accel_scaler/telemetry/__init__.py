@@ -7,7 +7,6 @@ observes: no number of the training depends on it. Who reads the file gets recor
 """
 
 from .alerts import Alert
-from .gradient_histograms import Histogram
 from .gradient_range import LARGEST, headroom
 from .history import History
 from .outcome import THE_LOSS, Outcome, module_list, told, verdict
@@ -28,7 +27,6 @@ __all__ = [
     "BrokenLineError",
     "CutLineError",
     "End",
-    "Histogram",
     "History",
     "Names",
     "Outcome",

@@ -92,9 +92,10 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-# The site, into out/docs. A broken link, anchor or name in it ends this with an error.
+# The site, into out/docs. A broken link, anchor or name in it ends this with an error; --quiet would
+# leave most of them untold.
 docs: $(STAMP)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "out/docs/index.html"
 
 # The picture in the README: what a recipe's run, the scale growing every fourth step, looks like.

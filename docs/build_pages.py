@@ -18,10 +18,13 @@ import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = ("", "launch", "doctor", "report", "replay")
 ROLE = re.compile(r":(?:class|meth|func|attr|mod):`~?([\w.]+)`")
+FETCHED = re.compile(r"<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=\"?(https?:[^\"> ]+)")
+SESSION = re.compile(r"((?:^(?:>>>|\.\.\.) .*\n?)+)", re.MULTILINE)
 LINK = re.compile(r"(\]\(|(?:src|href)=\")(?!https?:|#)([^)#\"]+)")
 
 
@@ -51,6 +54,14 @@ def on_page_markdown(markdown: str, **kwargs: Any) -> str:
     return markdown.replace("../assets/", "assets/")
 
 
+def on_post_page(output: str, page: Page, **kwargs: Any) -> str:
+    """Refuse a page that would fetch something when it is read."""
+    fetched = FETCHED.search(output)
+    if fetched is not None:
+        raise PluginError(f"{page.file.src_uri}: it fetches {fetched[1]} from elsewhere")
+    return output
+
+
 def from_above(name: str) -> str:
     """A page that lies outside of ``docs``; its links go to the pages of the site.
 
@@ -60,7 +71,7 @@ def from_above(name: str) -> str:
     path = ROOT / name
 
     def moved(match: re.Match[str]) -> str:
-        target = (path.parent / match[2]).resolve()
+        target = Path(os.path.normpath(path.parent / match[2]))
         if not target.exists():
             raise PluginError(f"{name}: a link to {match[2]}, which is not there")
         inside = target.relative_to(ROOT).as_posix()
@@ -126,9 +137,13 @@ def commands() -> str:
 
 
 class RolesExtension(griffe.Extension):
-    """``:class:`GradScaler``` in a docstring is a link to it; a name that is none is an error."""
+    """``:class:`GradScaler``` in a docstring is a link to it; a name that is none is an error.
+
+    Lines of a session (``>>>``) are code.
+    """
 
     def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Rewrite the docstring of what griffe has just read."""
         if obj.docstring is not None:
-            obj.docstring.value = ROLE.sub(r"[`\1`][\1]", obj.docstring.value)
+            text = ROLE.sub(r"[`\1`][\1]", obj.docstring.value)
+            obj.docstring.value = SESSION.sub(r"```pycon\n\1```\n", text)

@@ -107,15 +107,17 @@ def as_tables(text: str) -> str:
 
 def settings() -> str:
     """Every field of the one table in ``accel_scaler/config.py``: a heading and its text each."""
-    from accel_scaler.config import FIELDS
+    from accel_scaler.config import FIELDS, GROUPS
 
     parts = []
-    for name, spec in FIELDS.items():
-        kind = spec.metadata["kind"].allowed
-        parts.append(
-            f"### `{name}`\n\n{spec.metadata['about']}\n\n"
-            f"Default: `{spec.default!r}`{{ .default }} Allowed: {kind}.\n"
-        )
+    for group in GROUPS:
+        parts.append(f"## {group}\n")
+        for name, spec in FIELDS.items():
+            if spec.metadata["group"] == group:
+                parts.append(
+                    f"### `{name}`\n\n{spec.metadata['about']}\n\n"
+                    f"Default `{spec.default!r}`. Takes {spec.metadata['kind'].allowed}.\n"
+                )
     return "\n".join(parts)
 
 

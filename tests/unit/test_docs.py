@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 from places import ROOT
 
+import accel_scaler
+
 ABOVE = [*sorted(ROOT.glob("*.md")), ROOT / "recipes/README.md"]
 """They are read where they lie, too: what they link to is beside them."""
 PAGES = [*ABOVE, *sorted(ROOT.glob("docs/**/*.md"))]
+API = sorted(ROOT.glob("docs/api/*.md"))
 TARGETS = re.findall(r"^([\w-]+)(?: [\w-]+)*:", (ROOT / "Makefile").read_text("utf-8"), re.M)
 
 
@@ -36,3 +39,20 @@ def test_files_and_make_targets_that_a_page_names_are_there(page: Path) -> None:
     assert [path for path in paths if not (ROOT / path).exists()] == []
     targets = re.findall(r"(?:`|^|    )make ([a-z][\w-]*)", text, re.M)
     assert [target for target in targets if target not in TARGETS] == []
+
+
+def test_every_public_name_has_a_place_among_the_pages_of_the_api() -> None:
+    shown = [re.findall(r"^::: (\S+)$", page.read_text("utf-8"), re.M) for page in API]
+    names = {name for found in shown for name in found}
+    assert {f"accel_scaler.{name}" for name in accel_scaler.__all__} <= names
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    text = (ROOT / "mkdocs.yml").read_text("utf-8")
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in ROOT.glob("docs/**/*.md")}
+    assert {page for page in pages if not re.search(rf": {re.escape(page)}$", text, re.M)} == set()
+
+
+def test_the_readme_is_a_page_long() -> None:
+    """What has no place in it has one in docs."""
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 140

@@ -23,12 +23,11 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     Raises:
         ConfigError: the file cannot be read, is not telemetry, or has a newer format; one line.
     """
-    reader = _Reader(os.fspath(path))
+    reader = RunReader(os.fspath(path))
     try:
         with open(reader.run.path, "rb") as file:
-            for number, line in enumerate(iter(partial(file.readline, LONGEST_LINE), b""), 1):
-                if not line.isspace():
-                    reader.take(number, line)
+            for line in iter(partial(file.readline, LONGEST_LINE), b""):
+                reader.take(line)
     except OSError as error:
         raise ConfigError(
             f"{reader.run.path}: cannot be read ({error.strerror or error}); "
@@ -38,16 +37,24 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     return reader.run
 
 
-class _Reader:
-    """Hands one line after another to the run."""
+class RunReader:
+    """Hands one line after another to the run; ``run.finish()`` is left to the caller."""
 
     def __init__(self, path: str) -> None:
         self.run = Run(path)
         self.names: Names | None = None
+        self._number = 0
 
-    def take(self, number: int, line: bytes) -> None:
-        """One line of the file, numbered from 1."""
-        run = self.run
+    def take(self, line: bytes) -> Start | Names | Record | End | None:
+        """The next line of the file; what was in it, None: nothing that can be used.
+
+        Raises:
+            ConfigError: it is not telemetry, or of a newer format; one line.
+        """
+        self._number += 1
+        if line.isspace():
+            return None
+        run, number = self.run, self._number
         run.lines += 1
         try:
             found = decode(line.strip(), self.names)
@@ -65,6 +72,7 @@ class _Reader:
                 run.places.update(zip(found.names, found.places, strict=True))
             elif isinstance(found, End):
                 run.sessions[-1].end(found)
+            return found
         except BrokenLineError as error:
             # A start line cut off in the middle is telemetry all the same.
             cut = isinstance(error, CutLineError) and line.lstrip().startswith(b'{"kind"')
@@ -74,6 +82,7 @@ class _Reader:
                 self.names = None  # it may have said other ones
             run.broken += 1
             run.broken_first = run.broken_first or (number, str(error))
+            return None
 
     def _refuse(self, number: int, found: str) -> NoReturn:
         raise ConfigError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,6 +136,14 @@ class Run:
     def finish(self) -> None:
         """No more windows of this session."""
         self._close(is_search=self.kinds.finish() is True)
+
+    def so_far(self) -> Run:
+        """As it would be if no window came any more, to look at: it shares with this one what that
+        does not change."""
+        found = copy(self)
+        found.falls, found.kinds, found._fall = list(self.falls), copy(self.kinds), copy(self._fall)
+        found.finish()
+        return found
 
     def add(self, record: Record, names: Names | None) -> None:
         """One window of the last session.

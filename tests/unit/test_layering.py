@@ -36,6 +36,7 @@ ONLY_IN = {
         "doctor/environment",
     },
     "matplotlib": {"report/figures", "report/theme"},
+    "rich": {"report/live"},
     "safetensors": {"replay/model"},
     "psutil": {"async_optimizer/worker", "launch/launcher", "doctor/environment"},
     "transformers": {"integrations/trainer"},

@@ -1,8 +1,9 @@
 """What would go wrong in a launch as a :class:`LaunchPlan` has it, and what attaching mends in it.
 
-F1 to F7, F11 and F12 are faults of docs/what-it-mends.md, known by precision, device and threads. The
-others lie in torch's kernels or in other scalers, and no argument shows them. A hazard is ``(id,
-text)``: the number of a fault ("F1") or a word, which does not change, and a line for people.
+F1 to F7, F11 and F12 are faults of docs/what-it-mends.md, known by precision, device and threads.
+The others lie in torch's kernels or in other scalers, and no argument shows them. A hazard is
+``(id, text)``: the number of a fault ("F1") or a word, which does not change, and a line for
+people.
 """
 
 from __future__ import annotations

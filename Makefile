@@ -98,13 +98,13 @@ docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "out/docs/index.html"
 
-# The picture in the README: what a recipe's run, the scale growing every fourth step, looks like.
+# The picture in the README: the page of a recipe's run, the scale growing every fourth step.
 report: $(STAMP)
 	rm -rf out/report
 	$(BIN)/accel-scaler launch --config_file cpu_fp16 --telemetry out/report/run.jsonl \
 		--step_mode overlap --growth_interval 4 recipes/trainer_swap.py --output_dir out/report/model
 	$(BIN)/accel-scaler report out/report/run.jsonl -o out/report/report.html
-	$(BIN)/accel-scaler report out/report/run.jsonl --format png -o assets/report.png
+	$(BIN)/python tests/helpers/page_picture.py out/report/report.html assets/report.png
 
 # The other picture in the README: when each thread does what, in sync and in overlap.
 picture: $(STAMP)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ..console import counted
 from ..telemetry import LARGEST, TOO_FAR
+from .findings import is_scaled
 from .formatting import number, shorten
 from .run_summary import Run
 from .samples import KINDS, Bin, Mean, Spread
@@ -18,8 +19,11 @@ MOST_SESSIONS = 60
 """Whose beginnings are drawn."""
 SMOOTHED_FROM = 40
 """Bins; a shorter line is read as it is."""
-SMOOTHING = 0.9
+MOST_SMOOTHING = 10.0
+"""Bins to each side, after which a weight has fallen to 1/e; fewer where there are few bins."""
 MANY_POINTS = 300
+MANY_MARKS = 60
+"""More would cover the line that they stand on."""
 MOST_RATES = 4
 """Parameter groups whose learning rates are drawn."""
 
@@ -50,6 +54,8 @@ class Line:
     high: list[float | None] = field(default_factory=list)
     holds: bool = False
     """A bin's number holds until the next bin: drawn in steps."""
+    per_bin: str = ""
+    """What a bin's number is where bins hold several windows."""
     faint: bool = False
     """Another line smooths this one."""
 
@@ -61,11 +67,11 @@ class Marks:
     label: str
     run: int
     hue: str
-    shape: Literal["cross", "triangle"]
+    shape: Literal["cross", "triangle", "tick"]
     bins: list[int]
     """Indices."""
     y: list[float | None]
-    """None: at the upper edge."""
+    """None: at the upper edge; those of ticks at the lower."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +103,7 @@ class Chart:
             if not line.faint and shown:
                 ends = f"from {number(shown[0])} to {number(shown[-1])}"
                 told.append(f"{line.label} {ends}, between {_span(shown)}")
-        told += [f"{marks.label} marked" for marks in self.marks]
+        told += [f"{marks.label}, marked" for marks in self.marks]
         told += [f"{limit.label}: a line at {number(limit.y)}" for limit in self.limits]
         return f"{self.title}, steps 0 to {axis.last}: {'; '.join(told) or 'nothing to draw'}."
 
@@ -136,12 +142,17 @@ def _hue(index: int, runs: Sequence[Run], single: str) -> str:
     return single if len(runs) == 1 else f"run-{index}"
 
 
+def _per_bin(run: Run, what: str) -> str:
+    width = run.bins.width
+    return f"{what} of {width} windows, band from the least to the most" if width > 1 else ""
+
+
 def _mean_line(
     runs: Sequence[Run], index: int, of: Callable[[Bin], Mean], what: str, hue: str
 ) -> Line | None:
     """Numbers of any sign: their mean, and the least and most. None: there are none."""
     run = runs[index]
-    means, width = [of(b) for b in run.bins.done], run.bins.width
+    means, thinned = [of(b) for b in run.bins.done], run.bins.width > 1
     if all(mean.middle is None for mean in means):
         return None
 
@@ -152,15 +163,14 @@ def _mean_line(
             for mean, is_there in zip(means, there, strict=True)
         ]
 
-    thinned = width > 1
-    label = f"{what}, mean of {width} windows (band: least to most)" if thinned else what
     return Line(
-        _named(run, runs, label),
+        _named(run, runs, what),
         index,
         drawn(lambda mean: mean.middle),
         hue,
         drawn(lambda mean: mean.low) if thinned else [],
         drawn(lambda mean: mean.high) if thinned else [],
+        per_bin=_per_bin(run, "mean"),
     )
 
 
@@ -172,21 +182,25 @@ def _drawable(value: float | None) -> float | None:
 def _smoothed(values: list[float | None]) -> list[float | None]:
     """Averages with weights that fall off exponentially to both sides, so that nothing lags."""
     present = [value for value in values if value is not None]
-    behind, ahead = list(_decaying(present)), list(_decaying(present[::-1]))[::-1]
-    smooth: Iterator[float] = (
-        (a + b - (1 - SMOOTHING) * y) / (u + v - (1 - SMOOTHING))
-        for (a, u), (b, v), y in zip(behind, ahead, present, strict=True)
+    decay = math.exp(-1 / min(MOST_SMOOTHING, len(present) / 20))
+    behind, ahead = _decaying(present, decay), _decaying(present[::-1], decay)[::-1]
+    smooth = iter(
+        [
+            (a + b - y) / (u + v - 1)
+            for (a, u), (b, v), y in zip(behind, ahead, present, strict=True)
+        ]
     )
     return [None if value is None else next(smooth) for value in values]
 
 
-def _decaying(values: list[float]) -> Iterator[tuple[float, float]]:
+def _decaying(values: list[float], decay: float) -> list[tuple[float, float]]:
     """Of each value and those before it the weighted sum, and the sum of the weights."""
     total = weight = 0.0
+    found = []
     for value in values:
-        total = SMOOTHING * total + (1 - SMOOTHING) * value
-        weight = SMOOTHING * weight + (1 - SMOOTHING)
-        yield total, weight
+        total, weight = decay * total + value, decay * weight + 1
+        found.append((total, weight))
+    return found
 
 
 def _loss(runs: Sequence[Run]) -> Chart | None:
@@ -209,7 +223,7 @@ def _loss(runs: Sequence[Run]) -> Chart | None:
         "loss",
         "Loss",
         "The training loss of each step, as it was given to backward (the mean of its "
-        "micro-batches, on this rank). Crosses: the step was skipped, its batch trained nothing.",
+        "micro-batches, on this rank). Where a step was skipped its batch trained nothing.",
         "loss",
         "linear",
         lines,
@@ -291,7 +305,10 @@ def _in_milliseconds(line: Line) -> Line:
     return replace(line, y=times(line.y), low=times(line.low), high=times(line.high))
 
 
-def _scale(runs: Sequence[Run]) -> Chart:
+def _scale(runs: Sequence[Run]) -> Chart | None:
+    """None: no run was scaled."""
+    if not any(map(is_scaled, runs)):
+        return None
     lows = [b.scale_low for run in runs for b in run.bins.done if b.scale_low > 0]
     smallest = max(min(lows, default=1.0) / 2, 2.0**-150)
 
@@ -304,13 +321,14 @@ def _scale(runs: Sequence[Run]) -> Chart:
         bins, thinned = run.bins.done, run.bins.width > 1
         lines.append(
             Line(
-                _named(run, runs, "scale, thinned out" if thinned else "scale"),
+                _named(run, runs, "scale"),
                 index,
                 [drawn(b.scale) for b in bins],
                 f"run-{index}",
                 [drawn(b.scale_low) for b in bins] if thinned else [],
                 [drawn(b.scale_high) for b in bins] if thinned else [],
                 holds=True,
+                per_bin=_per_bin(run, "last"),
             )
         )
         marks += _skips(index, runs, lambda b: drawn(b.scale_high))
@@ -332,9 +350,10 @@ def _skips(index: int, runs: Sequence[Run], height: Callable[[Bin], float | None
     at = [i for i, b in enumerate(run.bins.done) if b.skips]
     if not at:
         return []
-    label = _named(run, runs, counted(run.skips, "skipped window"))
-    heights = [height(run.bins.done[i]) for i in at]
-    return [Marks(label, index, _hue(index, runs, "bad"), "cross", at, heights)]
+    label, hue = _named(run, runs, counted(run.skips, "skipped window")), _hue(index, runs, "bad")
+    if len(at) > MANY_MARKS:
+        return [Marks(label, index, hue, "tick", at, [None] * len(at))]
+    return [Marks(label, index, hue, "cross", at, [height(run.bins.done[i]) for i in at])]
 
 
 def readable(value: float) -> float:
@@ -346,23 +365,22 @@ def _spread_lines(runs: Sequence[Run], of: Callable[[Bin], Spread], name: str) -
     """One line a run of numbers above 0: their geometric mean, and the least and most."""
     lines = []
     for index, run in enumerate(runs):
-        spreads, width = [of(b) for b in run.bins.done], run.bins.width
+        spreads, thinned = [of(b) for b in run.bins.done], run.bins.width > 1
         if not any(each.count for each in spreads):
             continue
 
         def drawn(value: Callable[[Spread], float], of: list[Spread]) -> list[float | None]:
             return [readable(value(each)) if each.count else None for each in of]
 
-        thinned = width > 1
-        what = f"{name}, mean of {width} windows (band: least to most)" if thinned else name
         lines.append(
             Line(
-                _named(run, runs, what),
+                _named(run, runs, name),
                 index,
                 drawn(lambda each: each.middle, spreads),
                 f"run-{index}",
                 drawn(lambda each: each.low, spreads) if thinned else [],
                 drawn(lambda each: each.high, spreads) if thinned else [],
+                per_bin=_per_bin(run, "geometric mean"),
             )
         )
     return lines

@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 
 WIDTH = 8.6
 NAMED_ROWS = 48
+MARKERS = {
+    "cross": ("x", 5.5, 1.4, 0.985),
+    "triangle": ("v", 4.5, 0.0, 0.985),
+    "tick": ("|", 5.5, 0.8, 0.15),
+}
+"""Of each shape the marker, its size, the width of its edge, and where it is without a height."""
 RED = (0.91, 0.30, 0.10)
 GREY = (0.55, 0.55, 0.55)
 
@@ -149,7 +155,7 @@ def _plot_line(axes: Axes, line: Line, run: Run) -> None:
         linestyle=(0, dash) if dash else "-",
         drawstyle="steps-post" if line.holds else "default",
         marker="." if len(ys) < 3 else None,
-        label=line.label,
+        label=f"{line.label}, {line.per_bin}" if line.per_bin else line.label,
     )
 
 
@@ -160,10 +166,10 @@ def _plot_marks(axes: Axes, chart: Chart, runs: Sequence[Run]) -> None:
         bins = runs[marks.run].bins.done
         xs = [(bins[i].x + bins[i].last_x) / 2 for i in marks.bins]
         each = list(zip(xs, marks.y, strict=True))
-        cross, label = marks.shape == "cross", marks.label
+        (marker, size, edge_width, top), label = MARKERS[marks.shape], marks.label
         for at in (
             [(x, y, axes.transData) for x, y in each if y is not None],
-            [(x, 0.985 - 0.03 * marks.run, edge) for x, y in each if y is None],
+            [(x, top - 0.03 * marks.run, edge) for x, y in each if y is None],
         ):
             if at:
                 axes.plot(
@@ -171,9 +177,9 @@ def _plot_marks(axes: Axes, chart: Chart, runs: Sequence[Run]) -> None:
                     [y for _, y, _ in at],
                     transform=at[0][2],
                     linestyle="none",
-                    marker="x" if cross else "v",
-                    markersize=5.5 if cross else 4.5,
-                    markeredgewidth=1.4 if cross else 0,
+                    marker=marker,
+                    markersize=size,
+                    markeredgewidth=edge_width,
                     color=LIGHT[marks.hue],
                     label=label,
                 )

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..console import counted, plain
 from .charts import Axis, Chart, axis_of, charts
+from .differences import differences
 from .findings import Level, facts, find
 from .formatting import number
 from .heatmap import HeatMap, heatmaps
@@ -39,7 +40,7 @@ def html_page(runs: Sequence[Run]) -> str:
     found, maps, times = charts(drawn), heatmaps(drawn), timelines(drawn)
     title = f"Loss scaling: {' and '.join(run.label for run in runs)}"
     body = [_verdict(run, index, len(runs)) for index, run in enumerate(runs)]
-    body += [_about(runs), _tiles(runs)]
+    body += [_about(runs), _tiles(runs[0])] if len(runs) == 1 else [_differences(runs)]
     loss = [chart for chart in found if chart.name in FIRST]
     others = [chart for chart in found if chart.name not in FIRST]
     if axis is not None:
@@ -114,8 +115,8 @@ def _hash(text: str) -> str:
 
 
 def _about(runs: Sequence[Run]) -> str:
-    """What ran on what; of several runs what they have in common is in the table below."""
-    if len(runs) > 1 or not runs[0].sessions:
+    """What ran on what."""
+    if not runs[0].sessions:
         return ""
     session = runs[0].sessions[-1]
     known = session.facts
@@ -145,19 +146,35 @@ def _swatch(index: int) -> str:
     return f'<span class="of-run run-{index}"></span>'
 
 
-def _tiles(runs: Sequence[Run]) -> str:
-    several = len(runs) > 1
-    of = [tiles(run) for run in runs]
-    parts = []
-    for each in zip(*of, strict=True):
-        values = "".join(
-            f'<dd><span class="value">{_swatch(index) if several else ""}{escape(tile.value)}'
-            f'</span><span class="sub">{escape(tile.more)}</span></dd>'
-            for index, tile in enumerate(each)
-        )
-        name = each[0].name
-        parts.append(f'<div class="tile" data-tile="{name}"><dt>{escape(name)}</dt>{values}</div>')
-    return f'<dl class="tiles{" several" if several else ""}">{"".join(parts)}</dl>'
+def _tiles(run: Run) -> str:
+    parts = (
+        f'<div class="tile"><dt>{escape(tile.name)}</dt><dd><span class="value">'
+        f'{escape(tile.value)}</span><span class="sub">{escape(tile.more)}</span></dd></div>'
+        for tile in tiles(run)
+    )
+    return f'<dl class="tiles">{"".join(parts)}</dl>'
+
+
+def _differences(runs: Sequence[Run]) -> str:
+    """Of several runs the first thing after the verdicts; below each line what it comes to."""
+    labels = [run.label for run in runs]
+    lines = []
+    for each in differences(runs):
+        cells = "".join(f"<td>{escape(value)}</td>" for value in each.values)
+        lines.append(f'<tr><th scope="row">{escape(each.name)}</th>{cells}</tr>')
+        told = [
+            (f"{label}: " if len(runs) > 2 else "") + note
+            for label, note in zip(labels[1:], each.notes, strict=False)
+            if note
+        ]
+        if told:
+            text = escape("; ".join(told))
+            lines.append(f'<tr class="told"><td></td><td colspan="{len(runs)}">{text}</td></tr>')
+    swatches = (f"<th>{_swatch(i)}{escape(label)}</th>" for i, label in enumerate(labels))
+    head = f"<tr><td></td>{''.join(swatches)}</tr>"
+    inside = f'<div class="wide"><table>{head}{"".join(lines)}</table></div>'
+    inside = inside if lines else "<p>Nothing that the files tell.</p>"
+    return f'<section class="card" id="differences"><h2>Differences</h2>{inside}</section>'
 
 
 def _heading(run: Run, runs: int) -> list[str]:
@@ -194,7 +211,9 @@ def _plot(words: str) -> str:
 
 def _chart(chart: Chart, axis: Axis, is_wide: bool) -> str:
     plot, wide = _plot(chart.in_words(axis)), " whole" if is_wide else ""
-    return _figure(chart.name, chart.title, chart.caption, plot, wide)
+    points = dict.fromkeys(line.per_bin for line in chart.lines if line.per_bin)
+    caption = " ".join([chart.caption, *(f"Each point: the {text}." for text in points)])
+    return _figure(chart.name, chart.title, caption, plot, wide)
 
 
 def _heatmap(heat: HeatMap) -> str:

@@ -65,6 +65,7 @@ def _chart(chart: Chart) -> dict[str, Any]:
                 "hue": line.hue,
                 "holds": line.holds,
                 "faint": line.faint,
+                "perBin": line.per_bin,
                 "y": list(map(rounded, line.y)),
                 "low": list(map(rounded, line.low)),
                 "high": list(map(rounded, line.high)),

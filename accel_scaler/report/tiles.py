@@ -47,7 +47,8 @@ def _loss(run: Run) -> Tile:
     if run.last_loss is None:
         return Tile("last loss", NONE, "not recorded" if run.windows else "")
     means = [b.loss.middle for b in run.bins.done if b.loss.middle is not None]
-    more = f"{means[0]:.4g} at first, lowest {min(means):.4g}" if means else ""
+    lowest = min((b.loss.low for b in run.bins.done), default=0.0)
+    more = f"{means[0]:.4g} at first, lowest {lowest:.4g}" if means else ""
     return Tile("last loss", f"{run.last_loss:.4g}", more)
 
 

@@ -22,7 +22,7 @@
     if (value === null || value === undefined) return "–";
     if (Number.isInteger(value) && Math.abs(value) < 2 ** 33) return String(value);
     const size = Math.abs(value);
-    if (size !== 0 && (size < 1e-4 || size >= 1e4)) return value.toExponential(3).replace(/\.?0+e/, "e");
+    if (size !== 0 && (size < 1e-4 || size >= 1e6)) return value.toExponential(3).replace(/\.?0+e/, "e");
     return String(Number(value.toPrecision(4)));
   };
 
@@ -72,8 +72,8 @@
         }
     return ticks;
   };
-  const tickText = (scale) => (value) => {
-    if (scale === "log2" && (value >= 1e6 || value < 1e-2)) return "2^" + Math.round(Math.log2(value));
+  const tickText = (scale) => (value, index, all) => {
+    if (scale === "log2" && all.some((tick) => tick >= 1e6 || tick < 1e-2)) return "2^" + Math.round(Math.log2(value));
     if (value !== 0 && (Math.abs(value) >= 1e5 || Math.abs(value) < 1e-4) && scale !== "log2")
       return value.toExponential().replace("+", "");
     return String(Number(value.toPrecision(6)));
@@ -200,20 +200,24 @@
       if (hidden.has("m" + index)) return;
       const run = data.runs[marks.run];
       ctx.strokeStyle = ctx.fillStyle = hue(marks.hue);
-      ctx.lineWidth = 1.75 * px;
+      ctx.lineWidth = (marks.shape === "tick" ? 1 : 1.75) * px;
       ctx.beginPath();
       marks.bins.forEach((bin, i) => {
         const x = u.valToPos((run.x[bin] + run.last[bin]) / 2, "x", true);
-        const y = marks.y[i] === null ? u.bbox.top + (7 + 8 * marks.run) * px : u.valToPos(marks.y[i], "y", true);
+        const edge = marks.shape === "tick" ? u.bbox.top + u.bbox.height - (9 + 9 * marks.run) * px
+          : u.bbox.top + (7 + 8 * marks.run) * px;
+        const y = marks.y[i] === null ? edge : u.valToPos(marks.y[i], "y", true);
         const r = 3.6 * px;
-        if (marks.shape === "cross") {
+        if (marks.shape === "tick") {
+          ctx.moveTo(x, y - r); ctx.lineTo(x, y + r);
+        } else if (marks.shape === "cross") {
           ctx.moveTo(x - r, y - r); ctx.lineTo(x + r, y + r);
           ctx.moveTo(x - r, y + r); ctx.lineTo(x + r, y - r);
         } else {
           ctx.moveTo(x - r, y - r); ctx.lineTo(x + r, y - r); ctx.lineTo(x, y + r); ctx.closePath();
         }
       });
-      if (marks.shape === "cross") ctx.stroke(); else ctx.fill();
+      if (marks.shape === "triangle") ctx.fill(); else ctx.stroke();
     });
   });
 
@@ -241,13 +245,13 @@
     };
     chart.lines.forEach((line, index) => {
       const sample = make("i", "sample");
-      const dashed = data.runs[line.run].dash.length > 0;
+      const dashed = !line.faint && data.runs[line.run].dash.length > 0;
       sample.style.borderTop = `${line.faint ? 2 : 3}px ${dashed ? "dashed" : "solid"} var(--${line.hue})`;
       if (line.faint) sample.style.opacity = "0.45";
-      chip("l" + index, line.label, sample, "hide or show");
+      chip("l" + index, line.label, sample, line.perBin || "hide or show");
     });
     chart.marks.forEach((marks, index) => {
-      const sample = make("i", "glyph", marks.shape === "cross" ? "✕" : "▼");
+      const sample = make("i", "glyph", { cross: "✕", triangle: "▼", tick: "|" }[marks.shape]);
       sample.style.color = `var(--${marks.hue})`;
       chip("m" + index, marks.label, sample, "hide or show");
     });
@@ -361,14 +365,14 @@
           bands.push({ series: [at, at + 1], fill: () => hue(line.hue) + "38" });
         }
         series.push({
-          ...common, hover: true, label: line.label, dash: run.dash, alpha: line.faint ? 0.35 : 1,
+          ...common, hover: true, dash: line.faint ? [] : run.dash, alpha: line.faint ? 0.35 : 1,
           stroke: () => hue(line.hue), width: line.faint ? 1 : 1.75,
           points: { show: few, size: 6, fill: () => hue(line.hue) },
         });
         columns.push(spread(run, line.y, line.holds));
       });
       u = new uPlot({
-        width: holder.clientWidth, height, series, bands, legend: { show: false }, padding: [10, 12, 0, 0],
+        width: holder.clientWidth, height, series, bands, legend: { show: false }, padding: [10, 24, 0, 0],
         cursor: { ...cursor, points: { show: pointOf } },
         scales: {
           x: { time: false, range: xRange },
@@ -493,7 +497,7 @@
       values: (u, ticks) => ticks.map((tick) => (isNarrow() ? heat.narrow : heat.wide)[Math.floor(tick)] ?? ""),
     };
     const u = new uPlot({
-      width: holder.clientWidth, height, legend: { show: false }, padding: [6, 12, 0, 0],
+      width: holder.clientWidth, height, legend: { show: false }, padding: [6, 24, 0, 0],
       series: [{}, { show: true, width: 0, points: { show: false } }],
       cursor: { ...cursor, y: true, points: { show: () => undefined } },
       scales: { x: { time: false, range: xRange }, y: { range: () => [0, rows], dir: -1 } },

@@ -6,7 +6,6 @@ Skipped where there is no browser. Takes about 15 s.
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,25 +18,21 @@ from accel_scaler.report.reader import read_run
 from accel_scaler.report.theme import HUES
 from accel_scaler.report.tiles import tiles
 
-sync_api = pytest.importorskip("playwright.sync_api")
+pytest.importorskip("playwright.sync_api")
+from page_picture import BROWSER, MISSING, chromium
 
-BROWSER = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
 pytestmark = [
     pytest.mark.process,
     pytest.mark.timeout(180),
-    pytest.mark.skipif(BROWSER is None, reason="no browser: apt-get install chromium"),
+    pytest.mark.skipif(BROWSER is None, reason=MISSING),
 ]
 CHARTS = ["loss", "scale", "norm", "lr", "time", "largest", "heatmap"]
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+    with chromium() as browser:
         yield browser
-        browser.close()
 
 
 class Seen:
@@ -242,6 +237,7 @@ def test_two_runs_share_each_chart(see: Any) -> None:
     assert {f"{loss:.4g}" for loss in losses} <= set(seen.readout("loss").split())
     for index in (0, 1):
         assert rgb(f"run-{index}", 0) in seen(PAINTED, "loss")
+    assert seen("document.querySelector('main').children[2].id") == "differences"
     seen.point_at("loss", 0.9)
     assert "\u2013" in seen.readout("scale").split(), "the shorter run has no value there"
 

@@ -87,13 +87,13 @@ def test_a_long_run_is_thinned_out_within_its_bounds(tmp_path: Path) -> None:
     lines = [t.start(), *(t.window(s, 2.0 ** (10 + s % 3), grad_norm=1.0 + s) for s in range(1500))]
     run = read(tmp_path, lines)
     axes = drawn("scale", run)
-    xs, ys = line(axes, "scale, thinned out")
+    xs, ys = line(axes, "last of 2 windows")
     assert (len(xs), set(ys) <= {2.0**10, 2.0**11, 2.0**12}) == (751, True)
     (band,) = axes.collections
     heights = band.get_paths()[0].vertices[:, 1]  # type: ignore[index]
     assert (heights.min(), heights.max()) == (2.0**10, 2.0**12)
     axes = drawn("norm", run)
-    xs, ys = line(axes, "mean of 2 windows")
+    xs, ys = line(axes, "geometric mean of 2 windows")
     assert ys[0] == pytest.approx(math.sqrt(1.0 * 2.0))
     assert ys[-1] == pytest.approx(math.sqrt(1499.0 * 1500.0))
 

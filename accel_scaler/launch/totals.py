@@ -20,7 +20,7 @@ from ..telemetry import History
 
 __all__ = ["VARIABLE", "Totals", "closing_line", "read_totals", "tell_at_end"]
 
-VARIABLE = "_ACCEL_SCALER_TOTALS"
+VARIABLE = "LAUNCHED_BY_ACCEL_SCALER"
 """Names the folder; not one of the settings, whose names begin otherwise."""
 
 MOST_PATHS = 4

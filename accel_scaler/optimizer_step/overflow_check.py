@@ -173,8 +173,15 @@ class OverflowCheck:
             return None
         if self.unscaled_elsewhere(owners):
             return None
-        inv_scale = torch.full((), reciprocal(scale), dtype=torch.float32, device=grads[0].device)
-        return check_norms(grads, inv_scale, self.observer.wants_each_norm)
+        device, losses = grads[0].device, self.scaler.window.losses
+        inv_scale = torch.full((), reciprocal(scale), dtype=torch.float32, device=device)
+        if not self.observer.wants_each_norm:
+            return check_norms(grads, inv_scale)
+        loss = None if device.type == "cpu" else losses.sum_on(device)
+        norms = check_norms(grads, inv_scale, keep=True, beside=loss)
+        if norms.beside is not None:
+            losses.tell(norms.beside)
+        return norms
 
     def unscaled_elsewhere(self, optimizers: Sequence[Optimizer]) -> list[Tensor]:
         """Parameters of optimizers that nobody has looked at, whose gradients were unscaled for

@@ -50,6 +50,8 @@ class NormCheck:
     """``total`` as a Python float."""
     each: Tensor | None = None
     """Unscaled norm of each gradient, float32, shape (n,), on the host; if it was asked for."""
+    beside: float | None = None
+    """The number that was to come with them, if it did."""
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -88,7 +90,9 @@ def reciprocal(scale: float) -> float:
 
 
 @torch.no_grad()
-def check_norms(grads: Sequence[Tensor], inv_scale: Tensor, keep: bool = False) -> NormCheck:
+def check_norms(
+    grads: Sequence[Tensor], inv_scale: Tensor, keep: bool = False, beside: Tensor | None = None
+) -> NormCheck:
     """Norm of the *unscaled* gradients and the non-finite check, from one read of scaled ones.
 
     With a power-of-two scale the total equals, bit for bit, what
@@ -103,6 +107,7 @@ def check_norms(grads: Sequence[Tensor], inv_scale: Tensor, keep: bool = False) 
             whose norms are taken in float32.
         inv_scale: reciprocal of their scale, float32, shape (), on their device.
         keep: return the norm of each gradient too; it comes to the host with the total.
+        beside: another number, float32, shape (), on their device, that comes with them.
 
     Returns:
         ``total`` is None when an overflow was found, or when a gradient's own norm leaves
@@ -111,15 +116,19 @@ def check_norms(grads: Sequence[Tensor], inv_scale: Tensor, keep: bool = False) 
     Synchronises with the device once.
     """
     stacked, suspects = _norms_until_nonfinite(grads)
+    came = None
     if stacked is not None:
         unscaled = stacked * inv_scale
         total = torch.linalg.vector_norm(unscaled)
-        each = on_host(unscaled, total) if keep else total.reshape(1)
+        each = on_host(unscaled, total, beside) if keep else total.reshape(1)
+        if keep and beside is not None:
+            each, came = each[:-1], float(each[-1])
         value = float(each[-1])
         if math.isfinite(value):
-            return NormCheck(total, (), value, each[:-1] if keep else None)
+            return NormCheck(total, (), value, each[:-1] if keep else None, came)
         suspects = _not_finite(stacked)
-    return NormCheck(None, tuple(islice((i for i in suspects if nonfinite(grads[i])), MOST_NAMED)))
+    overflowed = islice((i for i in suspects if nonfinite(grads[i])), MOST_NAMED)
+    return NormCheck(None, tuple(overflowed), beside=came)
 
 
 def _norms_until_nonfinite(grads: Sequence[Tensor]) -> tuple[Tensor | None, list[int]]:
@@ -149,9 +158,9 @@ def _norms_of(grads: list[Tensor]) -> Sequence[Tensor]:
     return torch._foreach_norm(grads, 2, dtype=torch.float32)
 
 
-def on_host(each: Tensor, total: Tensor) -> Tensor:
-    """Shape (n + 1,): ``each`` (n,) and ``total`` (), in one transfer."""
-    return torch.cat((each, total.reshape(1))).cpu()
+def on_host(each: Tensor, *others: Tensor | None) -> Tensor:
+    """Shape (n + m,): ``each`` (n,) and m ``others`` (), in one transfer; None is left out."""
+    return torch.cat((each, *(other.reshape(1) for other in others if other is not None))).cpu()
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ class Losses:
         self._is_a_number = True
         """Each was one real number, and all of them are there."""
         self._bad: int | None = None
+        self._sum: float | None = None
         self._steps: set[int] = set()
         self._full = 1
 
@@ -35,6 +37,7 @@ class Losses:
                 self._is_a_number = False
                 value = torch.isfinite(value).all()
             self._values.append(value)
+            self._sum = None
 
     def note_step(self, step: int, accumulation: int) -> None:
         """The last one was of this micro-batch, and was divided by ``accumulation`` before."""
@@ -64,15 +67,37 @@ class Losses:
         Accelerate divides each by ``gradient_accumulation_steps``, so that of a full window it is
         the mean over its micro-batches; of one that the end of the data cut short, which Accelerate
         divides all the same, it is made to be that too. On this rank. Synchronises with a device
-        other than the CPU.
+        other than the CPU, unless :meth:`tell` was called.
 
         Returns None where there was none, or one that is no single real number.
         """
-        values = [_plain(value) for value in self._values]
-        if not values or not self._is_a_number or None in values:
+        if self._sum is None:
+            values = self._plain()
+            if not values:
+                return None
+            numbers: list[Any] = [value.tolist() for value in values]
+            self._sum = float(sum(numbers))
+        return self._sum * (self._full / self._micro_batches)
+
+    def sum_on(self, device: torch.device) -> Tensor | None:
+        """Their sum, float32, shape (), to be brought to the host with other numbers, which
+        :meth:`tell` is told of; None: they are elsewhere, or are no numbers of that kind. Does not
+        synchronise."""
+        values = self._plain()
+        if not values or any(v.device != device or v.dtype is torch.float64 for v in values):
             return None
-        total = sum(float(value) for value in values if value is not None)
-        return total * (self._full / self._micro_batches)
+        return values[0].float() if len(values) == 1 else torch.stack(values).float().sum()
+
+    def tell(self, total: float) -> None:
+        """What :meth:`sum_on` gave has come to the host."""
+        self._sum = total
+
+    def _plain(self) -> list[Tensor]:
+        """Each as a tensor of shape () that can be read without asking other ranks; empty: some
+        cannot."""
+        values = list(map(_whole, self._values)) if self._is_a_number else []
+        found = [value.reshape(()) for value in values if value is not None]
+        return found if len(found) == len(values) else []
 
     @property
     def _micro_batches(self) -> int:
@@ -85,8 +110,8 @@ class Losses:
         return min(len(self._steps), self._full) or self._full
 
 
-def _plain(value: Tensor) -> Tensor | None:
-    """A tensor that can be read without asking other ranks; None: it cannot."""
+def _whole(value: Tensor) -> Tensor | None:
+    """None: it is not all here."""
     if isinstance(value, DTensor):
         is_whole = all(placement.is_replicate() for placement in value.placements)
         return value.to_local() if is_whole else None

@@ -68,6 +68,10 @@ def test_large_and_small_gradients_keep_their_order(order: tuple[int, ...]) -> N
     assert norms.each is not None
     assert torch.equal(norms.total, torchs_total(grads, 1024.0))
     assert torch.equal(norms.each, torch.stack([g.norm() for g in grads]) / 1024)
+    more = check_norms(grads, torch.tensor(1 / 1024), keep=True, beside=torch.tensor(0.25))
+    assert more.each is not None
+    assert torch.equal(more.each, norms.each)
+    assert (more.host_total, more.beside) == (norms.host_total, 0.25)
 
 
 @pytest.mark.parametrize("scale", [1000.0, 3.0, 12345.678])

@@ -6,7 +6,7 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -25,9 +25,9 @@ from ..errors import OrderError, StepError
 from ..optimizer_step import Boundary
 from ..precision import ChosenModules, warn_past_float16
 from ..scaling import gather_objects, is_sharded
-from ..telemetry import make_recorder, path_of, refuse_unwritable
+from ..telemetry import make_recorder
 from .autocast import add_autocast, remove_autocast, remove_emulation
-from .cpu_float16 import emulate_float16
+from .cpu_float16 import emulate_float16, needs_norms
 from .explaining import OverflowExplainer
 from .healing import Healer
 from .optimizer import ScaledOptimizer, adopt, refuse_unsuitable
@@ -71,11 +71,8 @@ class Attachment:
         is_fsdp = accelerator.distributed_type == DistributedType.FSDP
         self.scaler.sharded = config.sharded or is_fsdp
         files, facts = None, _facts_of(accelerator)
-        if (path := path_of(config, facts["rank"])) is not None:
-            refuse_unwritable(path)  # before a folder is made
         if config.save_overflow is not None:
             files = OverflowFiles(os.fspath(config.save_overflow), facts, self.chosen)
-        self.rank: int = facts["rank"]
         self.recorder = make_recorder(self.scaler, config, facts)
         self.trackers = Trackers(accelerator)
         self.recorder.on_alert = self.trackers.send
@@ -93,6 +90,8 @@ class Attachment:
         self.optimizers: weakref.WeakSet[ScaledOptimizer] = weakref.WeakSet()
         """Adopted ones, those too that ``free_memory`` makes the accelerator forget."""
         self._added_autocast = False
+        self._norms = False
+        """A model has bfloat16 weights."""
 
     @property
     def models(self) -> list[Module]:
@@ -107,7 +106,7 @@ class Attachment:
 
     def float16(self) -> AbstractContextManager[None]:
         """Where float16 products have no kernels they are computed all the same in the block."""
-        return emulate_float16() if self.emulates_float16 else nullcontext()
+        return emulate_float16(self._norms) if self.emulates_float16 else nullcontext()
 
     def watch(self, prepared: Module, inner: Module) -> None:
         """Record this model's forwards, and explain its overflows.
@@ -118,6 +117,7 @@ class Attachment:
         """
         if self.scales:
             warn_past_float16(inner, self.chosen.modules)
+            self._norms = self._norms or needs_norms(inner)
         self.recorder.watch(prepared, inner)
         if self.explainer is not None:
             self.explainer.watch(prepared, inner)
@@ -287,17 +287,7 @@ def begin(accelerator: Any, asked_for: Asked) -> Attachment | None:
         )
     attachment = Attachment(accelerator, asked, config)
     attachment.put_on(accelerator)
-    for listener in _listeners:
-        listener(attachment)
     return attachment
-
-
-_listeners: list[Callable[[Attachment], None]] = []
-
-
-def call_when_attached(listener: Callable[[Attachment], None]) -> None:
-    """Tell ``listener`` of each accelerator that this process attaches from now on."""
-    _listeners.append(listener)
 
 
 def _facts_of(accelerator: Any) -> dict[str, Any]:

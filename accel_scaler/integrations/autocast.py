@@ -54,15 +54,16 @@ def add_emulation(accelerator: Any, model: torch.nn.Module) -> None:
     """Around the prepared model's forward, autocast and all: :func:`cpu_float16.emulate_float16`,
     once.
 
-    Does nothing off the CPU, or where the processor has kernels for them.
+    Does nothing off the CPU, or where the processor has kernels for all of it.
     """
-    if accelerator.device.type != "cpu" or cpu_float16.has_float16_kernels():
+    norms = cpu_float16.needs_norms(model)
+    if accelerator.device.type != "cpu" or (cpu_float16.has_float16_kernels() and not norms):
         return
     holder: Any = accelerator.unwrap_model(model)
     function = _function_of(holder)
     if getattr(function, "_accel_scaler_emulation", None) is function:
         return
-    wrapped: Any = cpu_float16.emulating_float16(function)
+    wrapped: Any = cpu_float16.emulating_float16(function, norms)
     wrapped._accel_scaler_emulation = wrapped  # itself: whoever wraps it copies its attributes
     _replace_forward(holder, wrapped)
 

@@ -6,6 +6,9 @@ they are in float16, the product in float32, the result rounded to float16, wher
 65504 becomes inf. That happens below autograd and autocast: graph, casts, their cache and what is
 saved for the backward stay torch's. So what is called outside of it (a backward by hand, another
 thread) is right all the same, at torch's speed.
+
+Layer and group norms with bfloat16 weights, which autocast on a GPU runs in float32 and a CPU's
+kernels refuse beside float16 and float32, are given these in float32, on any processor.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.nn import Module
 from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -29,6 +33,11 @@ PRODUCTS = (
     *("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"),
 )
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+# Where the input stands among the arguments.
+NORMS = {
+    **{"native_layer_norm": 0, "native_layer_norm_backward": 1},
+    **{"native_group_norm": 0, "native_group_norm_backward": 1},
+}
 # Kernels made of products that nobody sees who sees the kernel alone.
 MADE_OF_PRODUCTS = ("_native_multi_head_attention", "_transformer_encoder_layer_fwd")
 
@@ -41,13 +50,19 @@ def has_float16_kernels() -> bool:
     return asks is None or bool(asks())
 
 
+def needs_norms(model: Module) -> bool:
+    """Whether some of its weights are bfloat16, as those of its norms may be."""
+    return any(p.dtype is torch.bfloat16 for p in model.parameters())
+
+
 @contextmanager
-def emulate_float16() -> Iterator[None]:
+def emulate_float16(norms: bool = False) -> Iterator[None]:
     """This thread's float16 products on the CPU: in float32, rounded to float16.
 
-    Does nothing where the processor has kernels for them, or inside another one.
+    Does nothing where the processor has kernels for them, unless for ``norms`` with bfloat16
+    weights; nor inside another one.
     """
-    if getattr(_this_thread, "inside", False) or has_float16_kernels():
+    if getattr(_this_thread, "inside", False) or (has_float16_kernels() and not norms):
         yield
         return
     _this_thread.inside = True
@@ -58,14 +73,14 @@ def emulate_float16() -> Iterator[None]:
         _this_thread.inside = False
 
 
-def emulating_float16(function: Callable[..., Any]) -> Callable[..., Any]:
+def emulating_float16(function: Callable[..., Any], norms: bool = False) -> Callable[..., Any]:
     """``function``, called within :func:`emulate_float16`."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # a mode is no part of a graph
             return function(*args, **kwargs)
-        with emulate_float16():
+        with emulate_float16(norms):
             return function(*args, **kwargs)
 
     return call
@@ -85,7 +100,7 @@ class _Float32Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if types and any(t.__torch_dispatch__ is not Tensor.__torch_dispatch__ for t in types):
             return NotImplemented  # a class that dispatches by itself: what it holds comes by later
         kwargs = kwargs or {}
-        kernel = _kernels().get(func)
+        kernel = _kernels(has_float16_kernels()).get(func)
         if kernel is not None:
             return kernel(self, func, args, kwargs)
         if torch.is_inference_mode_enabled() and isinstance(func, OpOverload):
@@ -112,7 +127,7 @@ Kernel = Callable[[_Float32Kernels, Any, Any, dict[str, Any]], Any]
 
 
 @functools.cache
-def _kernels() -> dict[Any, Kernel]:
+def _kernels(only_norms: bool) -> dict[Any, Kernel]:
     """What is called in the place of which operator."""
     found: dict[Any, Kernel] = {}
 
@@ -121,13 +136,16 @@ def _kernels() -> dict[Any, Kernel]:
         if operator is not None:  # no release has all of them
             found[operator] = kernel
 
-    for name in PRODUCTS:
+    for name, place in NORMS.items():
+        add(name, "default", functools.partial(_norm, place=place))
+    for name in () if only_norms else PRODUCTS:
         add(name, "default", _product)
         add(name, "out", _into)
         add(f"{name}_", "default", _in_place)
-    add(ATTENTION, "default", _attention)
-    # The sixth argument is the logsumexp, in float32.
-    add(f"{ATTENTION}_backward", "default", functools.partial(_product, operands=5))
+    if not only_norms:
+        add(ATTENTION, "default", _attention)
+        # The sixth argument is the logsumexp, in float32.
+        add(f"{ATTENTION}_backward", "default", functools.partial(_product, operands=5))
     for name in MADE_OF_PRODUCTS:
         add(name, "default", _around)
     return found
@@ -164,6 +182,18 @@ def _attention(mode: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
     out, logsumexp = func(*map(_widen, args), **{k: _widen(v) for k, v in kwargs.items()})
     return _narrow(out), logsumexp
+
+
+def _norm(mode: Any, func: Any, args: Any, kwargs: dict[str, Any], place: int) -> Any:
+    if args[place].is_cpu and args[place].dtype in (torch.float16, torch.float32):
+        args = tuple(_from_bfloat16(a) for a in args)  # autograd casts their gradients back
+        kwargs = {k: _from_bfloat16(v) for k, v in kwargs.items()}
+    return func(*args, **kwargs)
+
+
+def _from_bfloat16(value: Any) -> Any:
+    is_one = isinstance(value, Tensor) and value.dtype is torch.bfloat16
+    return value.float() if is_one else value
 
 
 def _around(mode: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -12,10 +12,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from ..integrations import ScaledAccelerator, attach, attach_default, call_when_attached
-from .totals import tell_at_end
-
-call_when_attached(tell_at_end)
+from ..integrations import ScaledAccelerator, attach, attach_default
 
 
 def meet_accelerator(accelerator: Any) -> None:

@@ -574,3 +574,82 @@ def test_float16_parameters(watch: Watch) -> None:
     trained = train(attached(), mlp().half())
     assert not watch.seen
     assert float((trained - train(attached(), mlp())).abs().max()) < 5e-3
+
+
+# Norms with bfloat16 weights.
+
+NORMS: dict[str, Callable[[], nn.Module]] = {
+    "layer": lambda: nn.LayerNorm(8),
+    "layer without bias": lambda: nn.LayerNorm(8, bias=False),
+    "group": lambda: nn.GroupNorm(2, 4),
+}
+
+
+@pytest.mark.parametrize("has_kernels", [False, True])
+@pytest.mark.parametrize("dtype", [HALF, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", NORMS)
+def test_a_norm_with_bfloat16_weights_is_that_with_float32_ones(
+    kind: str, dtype: torch.dtype, has_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On any processor; torch's kernels refuse the mixture, and its weights' gradients fit them."""
+    monkeypatch.setattr(cpu_float16, "has_float16_kernels", lambda: has_kernels)
+    low, full = NORMS[kind]().bfloat16(), NORMS[kind]()
+    with torch.no_grad():
+        for p, q in zip(low.parameters(), full.parameters(), strict=True):
+            q.copy_(p.normal_())
+    x = normal(3, 4, 8).to(dtype).requires_grad_()
+    y = x.detach().clone().requires_grad_()
+    with emulate_float16(norms=True), torch.autocast("cpu", dtype=HALF):
+        found = low(x)
+    with torch.autocast("cpu", dtype=HALF):
+        expected = full(y)
+        with pytest.raises(RuntimeError, match="mixed dtype"):
+            low(x)
+    assert torch.equal(found, expected)
+    with emulate_float16(norms=True):
+        found.float().square().sum().backward()
+    expected.float().square().sum().backward()
+    assert x.grad is not None
+    assert y.grad is not None
+    assert torch.equal(x.grad, y.grad)
+    for p, q in zip(low.parameters(), full.parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        assert torch.equal(p.grad, q.grad.bfloat16())
+
+
+def test_a_norm_all_in_bfloat16_is_torchs() -> None:
+    norm, x = nn.LayerNorm(8).bfloat16(), normal(3, 8).bfloat16()
+    with emulate_float16(norms=True), torch.autocast("cpu", dtype=HALF):
+        assert torch.equal(norm(x), norm.forward(x))
+        found = norm(x)
+    assert torch.equal(found, norm(x))
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("has_kernels", [False, True])
+def test_an_attached_model_stored_in_bfloat16_trains_and_is_evaluated(
+    has_kernels: bool, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_float16, "has_float16_kernels", lambda: has_kernels)
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 1)).bfloat16()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    accelerator: Any = Accelerator(cpu=True, mixed_precision="fp16")
+    if not late:
+        attach(accelerator, ScalerConfig(init_scale=1024.0))
+    prepared, optimizer = accelerator.prepare(model, optimizer)
+    attach(accelerator, ScalerConfig(init_scale=1024.0))
+    x, losses = normal(16, 8), []
+    for _ in range(5):
+        loss = (prepared(x).float() - 1.0).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            assert prepared(x).isfinite().all()
+    detach(accelerator)
+    with pytest.raises(RuntimeError, match="mixed dtype"), torch.autocast("cpu", dtype=HALF):
+        model(x)

@@ -115,6 +115,10 @@ def is_path(value: object) -> bool:
     text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if not isinstance(text, str) or "\0" in text:
         return False
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
     return text.strip().lower() not in ("", "none", "null")
 
 

@@ -44,11 +44,7 @@ def attach(target: T, config: ScalerConfig | Mapping[str, Any] | None = None, **
         ConfigError: a wrong setting, a file that cannot be written, or a target of another type.
         OrderError: it is attached with other settings.
     """
-    return attach_asked(target, Asked(config, settings, "attach"))
-
-
-def attach_asked(target: T, asked: Asked) -> T:
-    """:func:`attach`, with what was asked of it."""
+    asked = Asked(config, settings, "attach")
     trainer = _trainer_module(target)
     if trainer is not None:
         return cast(T, trainer.attach_trainer(target, asked))

@@ -6,7 +6,7 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -25,7 +25,7 @@ from ..errors import OrderError, StepError
 from ..optimizer_step import Boundary
 from ..precision import ChosenModules, warn_past_float16
 from ..scaling import gather_objects, is_sharded
-from ..telemetry import make_recorder
+from ..telemetry import make_recorder, path_of, refuse_unwritable
 from .autocast import add_autocast, remove_autocast, remove_emulation
 from .cpu_float16 import emulate_float16, needs_norms
 from .explaining import OverflowExplainer
@@ -71,8 +71,11 @@ class Attachment:
         is_fsdp = accelerator.distributed_type == DistributedType.FSDP
         self.scaler.sharded = config.sharded or is_fsdp
         files, facts = None, _facts_of(accelerator)
+        if (path := path_of(config, facts["rank"])) is not None:
+            refuse_unwritable(path)  # before a folder is made
         if config.save_overflow is not None:
             files = OverflowFiles(os.fspath(config.save_overflow), facts, self.chosen)
+        self.rank: int = facts["rank"]
         self.recorder = make_recorder(self.scaler, config, facts)
         self.trackers = Trackers(accelerator)
         self.recorder.on_alert = self.trackers.send
@@ -287,7 +290,17 @@ def begin(accelerator: Any, asked_for: Asked) -> Attachment | None:
         )
     attachment = Attachment(accelerator, asked, config)
     attachment.put_on(accelerator)
+    for listener in _listeners:
+        listener(attachment)
     return attachment
+
+
+_listeners: list[Callable[[Attachment], None]] = []
+
+
+def call_when_attached(listener: Callable[[Attachment], None]) -> None:
+    """Tell ``listener`` of each accelerator that this process attaches from now on."""
+    _listeners.append(listener)
 
 
 def _facts_of(accelerator: Any) -> dict[str, Any]:

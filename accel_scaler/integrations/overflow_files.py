@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from torch.nn import Module, SyncBatchNorm
 
 from ..errors import ConfigError, UnsupportedError
 from ..overflow_finder import Replay, WindowRecording, capture, surroundings, write
+from ..places import why_no_folder
 from ..precision import ChosenModules, named
 from ..scaling import Window
 
@@ -20,6 +20,23 @@ logger = logging.getLogger("accel_scaler")
 
 MOST_FILES = 5
 """Of one run, on one rank."""
+
+
+def refuse_unwritable_folder(folder: str) -> None:
+    """Find out whether :class:`OverflowFiles` could write there, and make nothing.
+
+    Raises:
+        ConfigError: it could not.
+    """
+    if (why := why_no_folder(folder)) is not None:
+        raise _unwritable(folder, why)
+
+
+def _unwritable(folder: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"save_overflow={folder!r} cannot be written to ({why}); expected a folder, or a place for "
+        "one."
+    )
 
 
 class OverflowFiles:
@@ -39,15 +56,11 @@ class OverflowFiles:
         self.facts, self.chosen = dict(facts), chosen
         self._written = 0
         self._told: set[str] = set()
+        refuse_unwritable_folder(folder)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.folder):
-                pass
         except OSError as error:
-            raise ConfigError(
-                f"save_overflow={folder!r} cannot be written to ({error.strerror or error}); "
-                "expected a folder, or a place for one."
-            ) from None
+            raise _unwritable(folder, error.strerror or str(error)) from None
 
     def save(self, recording: WindowRecording, found: Replay, window: Window, scale: float) -> None:
         """Write the micro-batch of the window in which it overflowed.

@@ -17,7 +17,7 @@ from ..config import Asked, ScalerConfig
 from ..errors import StepError
 from ..precision import refuse_unmatched
 from ..telemetry import TrackedWindow
-from .attaching import attach, attach_asked, detach, scaled_class
+from .attaching import attach, detach, scaled_class
 from .attachment import Attachment, attachment_of
 from .checkpoints import check_trainer_folder, saving_trainer
 from .trackers import Sink, as_values, takes_histograms, write_histograms
@@ -177,7 +177,7 @@ def attach_trainer(trainer: Any, asked: Asked) -> Any:
     """
     if trainer.accelerator.mixed_precision == "fp16" and trainer.model_init is None:
         refuse_unmatched([trainer.model], asked.resolved().fp32_modules)
-    attached = attachment_of(attach_asked(trainer.accelerator, asked))
+    attached = attachment_of(attach(trainer.accelerator, asked.config, **asked.settings))
     if attached is not None:
         # What the environment said now holds for later accelerators too.
         trainer._scaler_config = attached.config

@@ -12,7 +12,10 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from ..integrations import ScaledAccelerator, attach, attach_default
+from ..integrations import ScaledAccelerator, attach, attach_default, call_when_attached
+from .totals import tell_at_end
+
+call_when_attached(tell_at_end)
 
 
 def meet_accelerator(accelerator: Any) -> None:

@@ -43,8 +43,10 @@ from ..config import (
 from ..config_file import PACKAGE, find_config, read_config
 from ..console import plain
 from ..errors import ConfigError, UnsupportedError
-from ..integrations import scaled_elsewhere
+from ..integrations import refuse_unwritable_folder, scaled_elsewhere
+from ..telemetry import path_of, refuse_unwritable
 from .flags import DEST, DOCTOR, HELP_ALL, USAGE, add_flags, own_parser, unknown_flags
+from .totals import VARIABLE, Totals, closing_line, read_totals
 
 STARTUP = str(PACKAGE / "launch" / "startup")
 """The folder in front of PYTHONPATH: its ``sitecustomize`` attaches."""
@@ -120,10 +122,40 @@ def main(argv: Sequence[str]) -> int:
     args, flags = parse(make_parser(own_parser()), argv)
     if args.training_script is None:
         raise ConfigError(f"no script was given; usage: {USAGE}")
-    with _signals_passed_on(), prepared(args, flags) as (_, settings), _environment(settings):
-        if not args.quiet:
+    quiet = args.quiet
+    with _signals_passed_on(), prepared(args, flags) as (_, settings), _told() as folder:
+        if not quiet:
             print(plain(_announcement(settings)), file=sys.stderr, flush=True)
-        return _run(args)
+        path = path_of(settings.config, 0)
+        path = None if path is None else os.path.expanduser(path)
+        before = _size(path)
+        with _environment(settings, folder):
+            status = _run(args)
+        grown = [path] if path is not None and _size(path) > before else []
+        totals = Totals() if folder is None else read_totals(folder)
+        line = closing_line(totals, grown, status)
+        if line is not None and not quiet:
+            print(plain(line), file=sys.stderr, flush=True)
+        return status
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[Path | None]:
+    """The folder in which ranks tell what they did; None: there is no place for one."""
+    try:
+        folder = tempfile.mkdtemp(prefix="accel_scaler_")
+    except OSError:  # then nothing is said at the end
+        yield None
+        return
+    try:
+        yield Path(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _size(path: str | None) -> int:
+    """Bytes of a file; 0, where there is none."""
+    return os.path.getsize(path) if path is not None and os.path.isfile(path) else 0
 
 
 @contextlib.contextmanager
@@ -169,6 +201,7 @@ def prepared(
                 raise ConfigError(f"{path}: Accelerate cannot use it: {text}") from error
         if settings.attach:
             _refuse_other_scalers(args, defaults)
+        _refuse_unwritable(settings, args, defaults)
         yield path, settings
 
 
@@ -241,6 +274,24 @@ def _refuse_other_scalers(args: argparse.Namespace, defaults: Any) -> None:
         )
 
 
+def _refuse_unwritable(settings: Settings, args: argparse.Namespace, defaults: Any) -> None:
+    """Say it before ranks are started, which would say it one after the other."""
+    rank = args.machine_rank
+    if rank is None:
+        rank = getattr(defaults, "machine_rank", 0)
+    checks: list[tuple[str, Any, str | os.PathLike[str] | None]] = [
+        # Without {rank} the first host alone writes.
+        ("telemetry", refuse_unwritable, path_of(settings.config, rank)),
+        ("save_overflow", refuse_unwritable_folder, settings.config.save_overflow),
+    ]
+    for name, refuse, path in checks:
+        if path is not None:
+            try:
+                refuse(os.fspath(path))
+            except ConfigError as error:
+                raise ConfigError(f"{error} ({settings.sources[name]})") from None
+
+
 def _expect_script(args: argparse.Namespace) -> None:
     script = args.training_script
     if script is None or args.module or script == "-":
@@ -253,7 +304,7 @@ def _expect_script(args: argparse.Namespace) -> None:
 
 
 @contextlib.contextmanager
-def _environment(settings: Settings) -> Iterator[None]:
+def _environment(settings: Settings, folder: Path | None) -> Iterator[None]:
     """The environment that the ranks inherit; afterwards it is as before."""
     before = dict(os.environ)
     python_path = before.get("PYTHONPATH")
@@ -265,6 +316,8 @@ def _environment(settings: Settings) -> Iterator[None]:
         if key.startswith(ENV_PREFIX):
             del os.environ[key]
     os.environ.update(settings.config.to_env())
+    if folder is not None:
+        os.environ[VARIABLE] = str(folder)
     if settings.attach or python_path is not None:
         os.environ["PYTHONPATH"] = os.pathsep.join(entries)
     try:

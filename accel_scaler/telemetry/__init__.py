@@ -12,9 +12,10 @@ from .history import History
 from .outcome import THE_LOSS, Outcome, module_list, told, verdict
 from .preview_watch import RECENT, REMEDY, TOO_FAR, RecentErrors
 from .record import FORMAT, BrokenLineError, CutLineError, End, Names, Record, Span, Start, decode
-from .recorder import Recorder, make_recorder
+from .recorder import Recorder, make_recorder, path_of
 from .skip_kinds import SkipKinds
 from .tracked import TrackedWindow, TrackedWindows
+from .writer import refuse_unwritable
 
 __all__ = [
     "FORMAT",
@@ -42,6 +43,8 @@ __all__ = [
     "headroom",
     "make_recorder",
     "module_list",
+    "path_of",
+    "refuse_unwritable",
     "told",
     "verdict",
 ]

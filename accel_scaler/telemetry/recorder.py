@@ -307,6 +307,14 @@ def _lr(group: dict[str, Any]) -> float | None:
     return None if rate is None else float(rate)
 
 
+def path_of(config: ScalerConfig, rank: int) -> str | None:
+    """The telemetry file that this rank writes; None: it writes none."""
+    path = None if config.telemetry is None else os.fspath(config.telemetry)
+    if path is None or (rank != 0 and RANK not in path):
+        return None
+    return path.replace(RANK, str(rank))
+
+
 def make_recorder(scaler: GradScaler, config: ScalerConfig, facts: dict[str, Any]) -> Recorder:
     """The recorder that ``config`` asks for; only rank 0 writes, unless the path has ``{rank}``,
     and rank 0 alone tells trackers.
@@ -317,9 +325,8 @@ def make_recorder(scaler: GradScaler, config: ScalerConfig, facts: dict[str, Any
     Raises:
         ConfigError: ``telemetry`` cannot be written.
     """
-    path = None if config.telemetry is None else os.fspath(config.telemetry)
-    journal = None
-    if path is not None and (facts["rank"] == 0 or RANK in path):
+    path, journal = path_of(config, facts["rank"]), None
+    if path is not None:
         own = {
             "package": __version__,
             "python": platform.python_version(),
@@ -327,10 +334,10 @@ def make_recorder(scaler: GradScaler, config: ScalerConfig, facts: dict[str, Any
             "changed": [name for name in config.changed() if name != "telemetry"],
             "settings": asdict(config),
         }
-        journal = Journal(path.replace(RANK, str(facts["rank"])), {**facts, **own})
+        journal = Journal(path, {**facts, **own})
     interval, tracked = config.tracker_interval, None
     if interval is not None and facts["rank"] == 0:
         tracked = TrackedWindows(interval)
     recorder = Recorder(scaler, journal, config.underflow_interval, tracked)
-    recorder.wants_norms = path is not None or interval is not None
+    recorder.wants_norms = config.telemetry is not None or interval is not None
     return recorder

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import ConfigError
+from ..places import why_no_folder
 from .record import (
     FORMAT,
     BrokenLineError,
@@ -110,11 +111,34 @@ class Journal:
         return True
 
 
+def refuse_unwritable(path: str) -> None:
+    """Find out whether a :class:`Journal` could be opened, and open none.
+
+    Raises:
+        ConfigError: as the journal would.
+    """
+    path = os.path.expanduser(path)
+    try:
+        if os.path.exists(path):
+            _refuse_irregular(path)
+            if os.path.isfile(path):
+                _is_torn(path)
+                io.FileIO(path, "a").close()
+        elif not os.path.basename(path):
+            raise ConfigError(_complaint(path, "that is the name of a folder"))
+        elif (reason := why_no_folder(path)) is not None:  # one that is not there, as this file
+            raise ConfigError(_complaint(path, reason))
+    except OSError as error:
+        raise ConfigError(_complaint(path, error.strerror or str(error))) from None
+
+
 def _refuse_irregular(path: str) -> None:
     """Raise ``ConfigError`` for what is there and is neither a file nor a terminal:
     to open a pipe, and to write to it, would wait for whoever reads there."""
     if os.path.exists(path):
         mode = os.stat(path).st_mode
+        if stat.S_ISDIR(mode):
+            raise ConfigError(_complaint(path, "it is a folder"))
         if not (stat.S_ISREG(mode) or stat.S_ISCHR(mode)):
             reason = "it is no regular file; a pipe would let training wait for its reader"
             raise ConfigError(_complaint(path, reason))

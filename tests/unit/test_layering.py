@@ -11,7 +11,7 @@ import pytest
 from package_imports import FOLDERS, MODULES, own_imports, tree_of
 
 ORDER = [
-    *("version", "errors", "console", "devices", "old_paths", "config_file", "config"),
+    *("version", "errors", "console", "devices", "places", "old_paths", "config_file", "config"),
     *(f"{folder}/" for folder in FOLDERS),
     *("__init__", "cli", "__main__"),
 ]

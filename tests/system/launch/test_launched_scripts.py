@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -78,7 +79,11 @@ def test_an_unchanged_script_trains_attached_and_sees_no_difference(folder: Path
         [*OURS, "--config_file", "with.yaml", *FLAG, *script], folder, "from stdin\n", **VARIABLE
     )
     assert status == 3
-    assert "launched_script.py exited with status 3" in err
+    assert err.splitlines()[-2:] == [
+        "accel-scaler: launched_script.py exited with status 3",
+        # Of the script's Accelerator, and not of that in the process that it spawns.
+        "accel-scaler: 6 windows, 1 skipped",
+    ]
     assert "Traceback" not in err
     assert as_found(ours) == as_found(stock)
     assert ours["argv"] == script[1:]
@@ -101,10 +106,13 @@ def test_two_ranks_of_a_module_train_attached(folder: Path) -> None:
     code, facts, err = run(
         [*OURS, "--multi_gpu", "--num_processes", "2", "--mixed_precision", "fp16",
          "--main_process_port", str(free_port()), "--step_mode", "overlap",
-         "-m", "launched_script", "--exit", "5"],
+         "--telemetry", "{rank}.jsonl", "-m", "launched_script", "--exit", "5"],
         folder, ACCELERATE_USE_CPU="true", ACCEL_SCALER_INIT_SCALE="1024",
     )  # fmt: skip
     assert code == 5
+    last = err.splitlines()[-1]  # where torchrun has ended rank 0 first, it has not told
+    counts = last.removeprefix("accel-scaler: 6 windows, 1 skipped; to see them: ")
+    assert counts.removeprefix("accel-scaler: to see them: ") == "accel-scaler report 0.jsonl"
     assert "Root Cause" in err
     assert "Traceback" not in err
     assert [found["rank"] for found in facts] == [0, 1]
@@ -120,6 +128,7 @@ def test_two_ranks_of_a_module_train_attached(folder: Path) -> None:
         assert trained["settings"] == {
             "ACCEL_SCALER_INIT_SCALE": "1024.0",
             "ACCEL_SCALER_STEP_MODE": "overlap",
+            "ACCEL_SCALER_TELEMETRY": "{rank}.jsonl",
         }
 
 
@@ -199,6 +208,7 @@ def test_a_trainer_is_attached_as_a_whole(folder: Path, monkeypatch: pytest.Monk
         [*OURS, "--config_file", "with.yaml", script, "out"], folder, **VARIABLE
     )
     assert code == 0, err
+    assert re.fullmatch(r"accel-scaler: \d+ windows, 1 skipped", err.splitlines()[-1])
     # ScaledTrainer ends train() with a fence; its accelerator alone would not.
     assert "ScaledTrainer" in found["class"]
     assert found["accelerator"] == "ScaledAccelerator"

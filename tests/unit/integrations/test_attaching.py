@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -290,6 +291,38 @@ def test_what_cannot_be_asked_for_changes_nothing(
         attach(accelerator, config, **keywords)
     assert "\n" not in str(caught.value)
     assert_untouched(accelerator)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"telemetry": "."}, "telemetry: got '.', which .* it is a folder"),
+        ({"telemetry": "file/x.jsonl"}, "file is no folder"),
+        ({"telemetry": "file", "save_overflow": "new"}, "exists and is not a telemetry file"),
+        ({"save_overflow": "file/x", "telemetry": "new.jsonl"}, "save_overflow='file/x' cannot be"),
+    ],
+)
+def test_what_cannot_be_written_is_said_and_nothing_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("x\n")
+    accelerator = cpu()
+    with pytest.raises(ConfigError, match=said) as caught:
+        attach(accelerator, **settings)
+    assert "\n" not in str(caught.value)
+    assert_untouched(accelerator)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_paths_may_be_path_objects(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "run.jsonl"
+    accelerator = attach(cpu(), telemetry=path, save_overflow=tmp_path / "saved")
+    train(accelerator, *prepared(accelerator))
+    assert attach(accelerator, telemetry=str(path)) is accelerator
+    detach(accelerator)
+    assert '"kind":"window"' in path.read_text().replace(" ", "")
+    assert (tmp_path / "saved").is_dir()
 
 
 @pytest.mark.parametrize("target", [None, 3, mlp(), torch.amp.GradScaler("cpu")])

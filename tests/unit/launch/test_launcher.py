@@ -24,6 +24,7 @@ from accel_scaler import ConfigError, ScalerConfig, UnsupportedError
 from accel_scaler.config import ENV_PREFIX, FIELDS, GROUPS
 from accel_scaler.launch import launcher as launcher_module
 from accel_scaler.launch.launcher import STARTUP, main
+from accel_scaler.launch.totals import VARIABLE
 
 ACCELERATE = "distributed_type: 'NO'\nuse_cpu: true\nmixed_precision: fp16\n"
 LINES_BEFORE = ACCELERATE.count("\n") + 1
@@ -211,6 +212,106 @@ def test_flags_behind_the_script_are_the_scripts(started: Started, script: list[
     assert main(["--cpu", "--init-scale", "8", *script]) == 0
     assert started.args.training_script_args == script[1 + (script[0] == "-m") :]
     assert started.settings == {"ACCEL_SCALER_INIT_SCALE": "8.0"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--telemetry", "train.py"], "it exists and is not a telemetry file"),
+        (["--telemetry", "."], "'.', which cannot be appended to: it is a folder"),
+        (["--telemetry", "new/"], "that is the name of a folder"),
+        (["--telemetry", "train.py/x.jsonl"], "train.py is no folder. Choose another path. (--tel"),
+        (["--telemetry", "x/" + "n" * 300], "File name too long"),
+        (["--save_overflow", "train.py"], "train.py is no folder); expected a folder, or a place"),
+        (["--save_overflow", "train.py/x"], "train.py is no folder)"),
+    ],
+)
+def test_what_cannot_be_written_is_said_before_anything_starts(
+    started: Started, flags: list[str], said: str
+) -> None:
+    Path("train.py").write_text("pass\n")
+    before = sorted(Path().rglob("*"))
+    with pytest.raises(ConfigError) as caught:
+        main(["--cpu", *flags, "train.py"])
+    assert said in str(caught.value)
+    assert str(caught.value).endswith(f"({flags[0]})")
+    assert started.args is None
+    assert sorted(Path().rglob("*")) == before
+    # Every host writes overflows; telemetry the first one alone, or each with {rank}.
+    other = ["--multi_gpu", "--num_processes", "2", "--num_machines", "2", "--machine_rank", "1"]
+    argv = [*other, flags[0], flags[1], "train.py"]
+    if flags[0] == "--telemetry":
+        assert main(argv) == 0
+        argv[-2] = "{rank}/../" + flags[1]
+        (Path() / "1").mkdir()
+    with pytest.raises(ConfigError):
+        main(argv)
+
+
+def test_what_can_be_written_is_not_made_by_the_launcher(started: Started) -> None:
+    before = sorted(Path().rglob("*"))
+    flags = ["--telemetry", "new/{rank}.jsonl", "--save_overflow", "other/new"]
+    assert main(["--cpu", *flags, "train.py"]) == 0
+    assert started.args is not None
+    assert sorted(Path().rglob("*")) == before
+
+
+# --- the last line -------------------------------------------------------------------------------
+
+
+def told(windows: int, skips: int, path: str | None = None) -> None:
+    """What a rank does as it ends."""
+    row = {"windows": windows, "skips": skips, "path": path and os.path.abspath(path)}
+    Path(os.environ[VARIABLE], "1.jsonl").write_text(json.dumps(row) + "\n")
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+@pytest.mark.parametrize("status", [0, 3])
+def test_the_last_line_says_what_was_done_and_where_to_see_it(
+    started: Started, capsys: pytest.CaptureFixture[str], quiet: bool, status: int
+) -> None:
+    folders = []
+
+    def meanwhile() -> None:
+        folders.append(Path(os.environ[VARIABLE]))
+        told(12, 2, "run.jsonl")
+        Path("run.jsonl").write_text('{"kind": "start"')
+
+    started.meanwhile = meanwhile
+    started.end = killed(status) if status else None
+    argv = [*(["-q"] if quiet else []), "--cpu", "--telemetry", "run.jsonl", "train.py"]
+    assert main(argv) == status
+    out, err = capsys.readouterr()
+    assert out == ""
+    line = "accel-scaler: 12 windows, 2 skipped; to see them: accel-scaler report run.jsonl"
+    assert (err.splitlines()[-1:] == [line]) is not quiet
+    assert not (quiet and err)
+    assert not folders[0].exists()
+    assert VARIABLE not in os.environ
+
+
+def test_of_a_job_that_was_killed_the_telemetry_is_known(
+    started: Started, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("old.jsonl").write_text("")
+    line = "accel-scaler: to see them: accel-scaler report old.jsonl\n"
+    for text, shown in (("", False), ('{"kind": "start"}\n', True)):
+        started.meanwhile = lambda text=text: Path("old.jsonl").write_text(text)  # type: ignore[misc]
+        started.end = killed(-9)
+        assert main(["--cpu", "--telemetry", "old.jsonl", "train.py"]) == 137
+        assert capsys.readouterr().err.endswith(line) is shown
+
+
+def test_where_no_folder_can_be_made_the_line_is_missing_and_the_job_is_not(
+    started: Started, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(**kwargs: Any) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(launcher_module.tempfile, "mkdtemp", refused)
+    assert main(["--cpu", "train.py"]) == 0
+    assert VARIABLE not in started.environment
+    assert capsys.readouterr().err == "accel-scaler: attaching with the defaults.\n"
 
 
 # --- what Accelerate is given -------------------------------------------------------------------

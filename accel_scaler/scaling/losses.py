@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+from ..devices import Streams, streams_of
 
 MOST_LOSSES = 1024
 """Of one window that are remembered."""
@@ -23,6 +26,8 @@ class Losses:
         """Each was one real number, and all of them are there."""
         self._bad: int | None = None
         self._sum: float | None = None
+        self._sent: tuple[Tensor, Any] | None = None
+        """Pinned memory, and the event after which their sum is in it."""
         self._steps: set[int] = set()
         self._full = 1
 
@@ -37,7 +42,7 @@ class Losses:
                 self._is_a_number = False
                 value = torch.isfinite(value).all()
             self._values.append(value)
-            self._sum = None
+            self._sum = self._sent = None
 
     def note_step(self, step: int, accumulation: int) -> None:
         """The last one was of this micro-batch, and was divided by ``accumulation`` before."""
@@ -57,20 +62,24 @@ class Losses:
         return bool(self._values)
 
     @property
-    def are_on_host(self) -> bool:
-        """To read them waits for nobody."""
-        return all(value.device.type == "cpu" for value in self._values)
+    def is_there(self) -> bool:
+        """To read their sum waits for nobody."""
+        return self._sum is not None or all(v.device.type == "cpu" for v in self._values)
 
     def total(self) -> float | None:
         """The loss whose gradient the window has: the sum of all.
 
         Accelerate divides each by ``gradient_accumulation_steps``, so that of a full window it is
         the mean over its micro-batches; of one that the end of the data cut short, which Accelerate
-        divides all the same, it is made to be that too. On this rank. Synchronises with a device
-        other than the CPU, unless :meth:`tell` was called.
+        divides all the same, it is made to be that too. On this rank. Waits for what
+        :meth:`send` has sent; synchronises where nothing was sent or told.
 
         Returns None where there was none, or one that is no single real number.
         """
+        if self._sent is not None:
+            host, event = self._sent
+            event.synchronize()
+            self._sum, self._sent = float(host), None
         if self._sum is None:
             values = self._plain()
             if not values:
@@ -87,6 +96,23 @@ class Losses:
         if not values or any(v.device != device or v.dtype is torch.float64 for v in values):
             return None
         return values[0].float() if len(values) == 1 else torch.stack(values).float().sum()
+
+    def send(self) -> None:
+        """Their sum goes to the host, unless it is there: to read it later waits for nothing that
+        is enqueued from here on. Does not synchronise."""
+        if self._sum is not None or not self._values:
+            return
+        device = self._values[0].device
+        total = None if device.type == "cpu" else self.sum_on(device)
+        streams = None if total is None else _streams_of(device)
+        if total is None or streams is None:
+            return
+        with streams.on(streams.current()):  # pinned memory is of the device that is current
+            host = torch.empty((), dtype=torch.float32, pin_memory=True)
+            host.copy_(total, non_blocking=True)
+            event = streams.event()
+            event.record()
+        self._sent = host, event
 
     def tell(self, total: float) -> None:
         """What :meth:`sum_on` gave has come to the host."""
@@ -108,6 +134,9 @@ class Losses:
         if self._steps == {0}:
             return min(len(self._values), self._full)
         return min(len(self._steps), self._full) or self._full
+
+
+_streams_of: Callable[[torch.device], Streams | None] = cache(streams_of)
 
 
 def _whole(value: Tensor) -> Tensor | None:

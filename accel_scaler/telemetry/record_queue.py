@@ -34,7 +34,7 @@ class OpenRecord:
     label: Callable[[Any], str]
     """Names what the training thread waited for."""
     late_losses: Losses | None = None
-    """Still to be read, which waits for a device."""
+    """Still to be read: they are on their way to the host."""
     names: Names = field(default_factory=Names)
     timings: list[StepTiming] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)

@@ -124,14 +124,17 @@ class Recorder(Observer):
             tracked.look(params, names, window, window.record(optimizer))
 
     def _read_loss(self, window: Window) -> None:
-        """Where that waits for nobody. Else it is read when its record is written."""
+        """Where it is there, as it is where it came with the norms, or a tracker is about to log.
+        Else it is sent for, and read when its record is written."""
         losses = window.losses
         if losses is self._losses:
             return
         self._losses, self._loss = losses, None
         is_due = self.tracked is not None and self.tracked.is_due(window.index)
-        if (self.wants_each_norm or is_due) and (self.scaler.is_enabled() or losses.are_on_host):
+        if is_due or (self.wants_each_norm and losses.is_there):
             self._loss = losses.total()
+        elif self.wants_each_norm:
+            losses.send()
 
     def optimizer_stepped(
         self, optimizer: Optimizer, window: Window, timing: StepTiming | None, start: float

@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerators import DEVICE, KIND, module, synchronize
 from support import mlp, weights
+from telemetry_runs import windows_of
 from torch import Tensor, nn
 
 from accel_scaler import GradScaler, ScaledAccelerator, ScalerConfig, attach
@@ -236,3 +237,33 @@ def test_attached_fused_skips_as_the_plain_optimizer_does(fold: bool) -> None:
     assert fused[1:] == plain[1:]
     assert fused[1][OVERFLOW]
     torch.testing.assert_close(fused[0], plain[0], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("clip", [True, False], ids=["clipped", "not clipped"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_the_loss_on_record_is_that_of_the_loop(
+    clip: bool, accumulation: int, tmp_path: Path
+) -> None:
+    """With the norms, or by a copy that nobody waits for; each loss is gone by then."""
+    model = mlp(64).to(DEVICE)
+    optimizer, scaler = optimizer_of("fused adamw", model), GradScaler(KIND, **SETTINGS)
+    path = tmp_path / "run.jsonl"
+    recorder = make_recorder(scaler, ScalerConfig(telemetry=str(path)), {"rank": 0, "ranks": 1})
+    boundary = Boundary(scaler, torch.device(DEVICE), recorder)
+    boundary.add(optimizer)
+    expected = []
+    for step in range(STEPS):
+        losses = []
+        for part in range(accumulation):
+            loss = loss_of(model, step * accumulation + part, overflow=None)
+            scaler.scale(loss).backward()
+            losses.append(loss.detach().clone())
+            del loss
+        if clip:
+            boundary.clipping.clip_norm(list(model.parameters()), 0.5)
+        boundary.step(optimizer)
+        optimizer.zero_grad()
+        expected.append(sum(map(float, losses)))
+    recorder.close()
+    found = [line["loss"] for line in windows_of(path)]
+    assert found == pytest.approx(expected, rel=1e-6)

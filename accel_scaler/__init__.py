@@ -8,8 +8,7 @@ Importing starts no thread, patches nothing and leaves the environment as it is;
 Accelerate are imported by the first name that needs them.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .errors import (
     AccelScalerError,
@@ -19,6 +18,7 @@ from .errors import (
     StepError,
     UnsupportedError,
 )
+from .late_names import late_names
 from .old_paths import keep_old_paths
 from .version import __version__ as __version__
 
@@ -54,12 +54,7 @@ HOMES = {
 """Of the names that cost an import, that of torch most: the command prints its help without it."""
 
 if not TYPE_CHECKING:  # a checker would take any name for one of ours
-
-    def __getattr__(name: str) -> Any:
-        if name not in HOMES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = globals()[name] = getattr(import_module(f"{__name__}.{HOMES[name]}"), name)
-        return value
+    __getattr__ = late_names(__name__, HOMES)
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})

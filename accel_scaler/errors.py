@@ -6,6 +6,7 @@ import reprlib
 from collections.abc import Sequence
 
 __all__ = [
+    "BROKEN",
     "AccelScalerError",
     "ConfigError",
     "OrderError",
@@ -15,6 +16,10 @@ __all__ = [
     "listed",
     "shown",
 ]
+
+
+BROKEN = "parameters are inf or NaN themselves"
+"""Part of a message, where it is so."""
 
 
 class AccelScalerError(Exception):

@@ -37,7 +37,6 @@ from .gradients import (
     run_on_one_thread,
 )
 from .losses import Losses
-from .overflow_streak import BROKEN
 from .parameter_names import MOST_NAMES, ParameterNames
 from .thread_windows import WAIT_LIMIT_S
 from .window import (
@@ -51,7 +50,6 @@ from .window import (
 )
 
 __all__ = [
-    "BROKEN",
     "LOW_PRECISION",
     "MOST_NAMES",
     "SMALL",

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..errors import OverflowStreakError, listed
+from ..errors import BROKEN, OverflowStreakError, listed
 from .gradients import MOST_NAMED, SMALLEST_NORMAL, has_nonfinite_gradient, nonfinite
 from .losses import Losses
 from .parameter_names import MOST_NAMES, ParameterNames
@@ -30,9 +30,6 @@ MOST_WARNINGS = 20
 
 MOST_SCALES = 64
 """Of a run of skips; in between, a long run repeats itself."""
-
-BROKEN = "parameters are inf or NaN themselves"
-"""Said where it is so."""
 
 USUAL_SCALE = 1.0
 """Below this a loss scale makes gradients smaller than they are."""

@@ -6,16 +6,25 @@ observes: no number of the training depends on it. Who reads the file gets recor
 ``decode``; the schema, both ways, is in one module.
 """
 
+from typing import TYPE_CHECKING
+
+from ..late_names import late_names
 from .alerts import Alert
-from .gradient_range import LARGEST, headroom
+from .float16 import LARGEST, headroom
 from .history import History
 from .outcome import THE_LOSS, Outcome, module_list, told, verdict
 from .preview_watch import RECENT, REMEDY, TOO_FAR, RecentErrors
 from .record import FORMAT, BrokenLineError, CutLineError, End, Names, Record, Span, Start, decode
-from .recorder import Recorder, make_recorder, path_of
 from .skip_kinds import SkipKinds
-from .tracked import TrackedWindow, TrackedWindows
 from .writer import refuse_unwritable
+
+if TYPE_CHECKING:
+    from .recorder import Recorder, make_recorder, path_of
+    from .tracked import TrackedWindow, TrackedWindows
+else:  # who reads a file needs no torch
+    recorder = dict.fromkeys(("Recorder", "make_recorder", "path_of"), "recorder")
+    tracked = dict.fromkeys(("TrackedWindow", "TrackedWindows"), "tracked")
+    __getattr__ = late_names(__name__, recorder | tracked)
 
 __all__ = [
     "FORMAT",

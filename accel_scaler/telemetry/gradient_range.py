@@ -16,12 +16,7 @@ import torch
 from torch import Tensor
 
 from ..scaling import OptimizerRecord, Window, local
-
-LARGEST = 65504.0
-"""Of float16."""
-
-SMALLEST_NORMAL = 2.0**-14
-"""Of float16."""
+from .float16 import SMALLEST_NORMAL
 
 BATCH = 1 << 18
 """Elements that are looked at together, and what is made of them on the way stays in the cache."""
@@ -31,18 +26,6 @@ DEVICE_BATCH = 1 << 22
 
 COUNTED = (torch.float16, torch.float32)
 """Under autocast a float32 parameter's gradient is the cast of a float16 one."""
-
-
-def headroom(largest: float) -> float:
-    """How often ``largest``, of a scaled gradient, can be doubled before float16 overflows: 0 or
-    more; below 0 where it was computed or added up in float32. inf of 0.
-
-    >>> headroom(65504 / 8)
-    3.0
-    """
-    if largest == math.inf:
-        return -math.inf
-    return math.log2(LARGEST / largest) if largest > 0 else math.inf
 
 
 @dataclass(slots=True)

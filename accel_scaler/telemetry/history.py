@@ -8,7 +8,7 @@ from copy import copy
 from dataclasses import replace
 from typing import Any
 
-from .gradient_range import headroom
+from .float16 import headroom
 from .outcome import THE_LOSS, Outcome, verdict
 from .record import Record
 from .skip_kinds import SkipKinds

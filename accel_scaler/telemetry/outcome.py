@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..console import counted, percent
-from ..scaling import BROKEN
+from ..errors import BROKEN
 
 STUCK = 20
 """Skips in a row at the end of a run: it did not train any more. The search for a scale takes 16

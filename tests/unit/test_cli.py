@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from places import ROOT
+from telemetry_files import end, start, window, write
 
 from accel_scaler import ConfigError, __version__, cli
 from accel_scaler import __main__ as main_module
@@ -76,6 +77,25 @@ def test_what_is_typed_first_is_answered_without_torch(argv: list[str]) -> None:
         assert (
             "  accel-scaler launch --mixed_precision fp16 --telemetry run.jsonl train.py" in lines
         )
+
+
+@pytest.mark.process
+def test_a_report_needs_no_torch(tmp_path: Path) -> None:
+    write(tmp_path / "run.jsonl", [start(), *map(window, range(3)), end(3)])
+    code = (
+        "import sys; from accel_scaler.cli import main\n"
+        "assert main(['report', 'run.jsonl', '--text']) == 0\n"
+        "assert main(['report', 'run.jsonl', '-o', 'page.html']) == 0\n"
+        "print([m for m in ('torch', 'accelerate', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "3 windows" in done.stdout
+    assert done.stdout.endswith("\n[]\n")
+    assert (tmp_path / "page.html").is_file()
 
 
 MODULE = "import runpy; runpy.run_module('accel_scaler', run_name='__main__', alter_sys=True)"

@@ -14,8 +14,8 @@ from telemetry_runs import attached, loss_of, sgd, windows_of
 from torch import Tensor, nn
 
 from accel_scaler.scaling import Window
-from accel_scaler.telemetry import gradient_range
-from accel_scaler.telemetry.gradient_range import RangeTotals, headroom, measure
+from accel_scaler.telemetry import gradient_range, headroom
+from accel_scaler.telemetry.gradient_range import RangeTotals, measure
 
 INF = math.inf
 

@@ -15,7 +15,7 @@ from .run_summary import Run
 from .samples import KINDS, Bin, Mean, Spread
 
 Scale = Literal["linear", "log", "log2"]
-MOST_SESSIONS = 60
+MOST_SESSIONS = 30
 """Whose beginnings are drawn."""
 SMOOTHED_FROM = 40
 """Bins; a shorter line is read as it is."""
@@ -35,8 +35,8 @@ class Axis:
     label: str
     last: int
     """The last window of all runs."""
-    sessions: tuple[int, ...] = ()
-    """Where each later session of a single run began."""
+    sessions: tuple[tuple[int, int], ...] = ()
+    """Numbers of later sessions of a single run, and where they began; not all, of many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +115,12 @@ def _span(shown: list[float]) -> str:
 def axis_of(runs: Sequence[Run]) -> Axis:
     """The one axis of all charts; ``runs`` have windows."""
     several = any(len(run.sessions) > 1 for run in runs)
-    sessions = [s.first_x for s in runs[0].sessions[1:]] if len(runs) == 1 else []
+    later = list(enumerate(runs[0].sessions[1:], 2)) if len(runs) == 1 else []
+    shown = later[:: -(-len(later) // MOST_SESSIONS) or 1]
     return Axis(
         "step, counted on over all sessions" if several else "step",
         max((run.last_x for run in runs), default=0),
-        tuple(sessions[:MOST_SESSIONS]),
+        tuple((number_of, session.first_x) for number_of, session in shown),
     )
 
 

@@ -210,10 +210,10 @@ def _bottom(axes: Axes, axis: Axis) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10], integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.set_xlim(-0.01 * max(axis.last, 1), 1.01 * max(axis.last, 1))
-    for index, x in enumerate(axis.sessions):
+    for index, (session, x) in enumerate(axis.sessions):
         axes.axvline(x, color=LIGHT["soft"], linewidth=0.8, linestyle=(0, (1, 2)))
         if index % max(1, len(axis.sessions) // 6) == 0:
-            _note(axes, f"session {index + 2}", (x, 1.0), (3, -2))
+            _note(axes, f"session {session}", (x, 1.0), (3, -2))
 
 
 def _plot_heatmap(axes: Axes, heat: HeatMap, axis: Axis) -> None:

@@ -155,14 +155,16 @@
       ctx.font = `${11 * px}px system-ui, sans-serif`;
       ctx.textBaseline = "top";
       ctx.setLineDash([px, 3 * px]);
-      const every = Math.max(1, Math.floor(starts.length / 6));
-      starts.forEach((x, index) => {
+      let free = -Infinity;
+      starts.forEach(([session, x]) => {
         const at = Math.round(u.valToPos(x, "x", true));
         ctx.beginPath();
         ctx.moveTo(at, u.bbox.top);
         ctx.lineTo(at, u.bbox.top + u.bbox.height);
         ctx.stroke();
-        if (index % every === 0) ctx.fillText(`session ${index + 2}`, at + 4 * px, u.bbox.top + 2 * px);
+        if (at < free) return;
+        ctx.fillText(`session ${session}`, at + 4 * px, u.bbox.top + 2 * px);
+        free = at + 76 * px;
       });
     });
   };
@@ -325,6 +327,7 @@
 
   const register = (u, holder, height) => {
     plots.push(u);
+    u.over.addEventListener("mouseenter", () => u.syncRect(true)); // a table above may have opened
     u.fit = (width) => u.setSize({ width, height });
     new ResizeObserver(() => {
       const width = holder.clientWidth;

@@ -14,6 +14,7 @@ import telemetry_files as t
 from accel_scaler.report.charts import (
     MANY_MARKS,
     MOST_RATES,
+    MOST_SESSIONS,
     SMOOTHED_FROM,
     Chart,
     axis_of,
@@ -138,6 +139,16 @@ def test_a_run_that_was_not_scaled_has_no_scale_unless_beside_one_that_was(tmp_p
     scaled = read(tmp_path, windows(2))
     assert "scale" not in [each.name for each in charts([plain])]
     assert len(chart("scale", plain, scaled).lines) == 2
+
+
+def test_where_sessions_began_is_told_of_one_run_and_not_too_often(tmp_path: Path) -> None:
+    session = windows(3)
+    axis = axis_of([read(tmp_path, session * 4)])
+    assert (axis.sessions, axis.last) == (((2, 3), (3, 6), (4, 9)), 11)
+    many = axis_of([read(tmp_path, session * 100)]).sessions
+    assert len(many) <= MOST_SESSIONS
+    assert all(x == 3 * (number - 1) for number, x in many)
+    assert axis_of([read(tmp_path, session * 2)] * 2).sessions == ()
 
 
 def test_lines_of_several_runs_say_whose_they_are(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from functools import cache
 from html import escape
@@ -309,13 +309,15 @@ def _table(
 
 
 def _side_by_side(
-    runs: Sequence[Run], of: Sequence[Sequence[tuple[str, str]]], mark: bool = False
+    runs: Sequence[Run],
+    of: Sequence[Sequence[tuple[str, str]]],
+    is_marked: Callable[[str, set[str]], bool] = lambda name, values: False,
 ) -> str:
-    """A row a key, a column a run; ``mark`` those that are not the same in all."""
+    """A row a key, a column a run; ``is_marked(key, values)`` says which rows stand out."""
     names = list(dict.fromkeys(name for rows in of for name, _ in rows))
     tables = [dict(rows) for rows in of]
     rows = [[name, *(table.get(name, "") for table in tables)] for name in names]
-    marked = [mark and len(set(row[1:])) > 1 for row in rows]
+    marked = [is_marked(row[0], set(row[1:])) for row in rows]
     return _table(["", *(run.label for run in runs)], rows, marked=marked)
 
 
@@ -383,6 +385,16 @@ def _settings(runs: Sequence[Run]) -> str:
             settings = [(key, str(value)) for key, value in last.settings.items()]
         where.append(rows)
         how.append(settings)
-    parts = [_side_by_side(runs, of, mark=len(runs) > 1) for of in (where, how)]
+    changed = {name for run in runs for session in run.sessions[-1:] for name in session.changed}
+    several = len(runs) > 1
+
+    def differs(_: str, values: set[str]) -> bool:
+        return several and len(values) > 1
+
+    def is_changed(name: str, values: set[str]) -> bool:
+        return differs(name, values) if several else name in changed
+
+    note = "Marked: not the same in all runs." if several else "Marked: not the default."
+    parts = [_side_by_side(runs, where, differs), _side_by_side(runs, how, is_changed)]
     cards = "".join(f'<div class="card">{part}</div>' for part in parts)
-    return f'<div class="tables">{cards}</div>'
+    return f'<p class="soft">{note}</p><div class="tables">{cards}</div>'

@@ -449,19 +449,16 @@
       cells.data.set([...color, 255], 4 * index);
     });
     context.putImageData(cells, 0, 0);
-    const ends = heat.columns.map((x, i) => heat.columns[i + 1] ?? Math.max(last + (last < 2 ? 1 : 0), x + (columns > 1 ? x - heat.columns[i - 1] : 1)));
-    const columnAt = (x) => {
-      let found = -1;
-      heat.columns.forEach((start, i) => { if (start <= x && x <= ends[i]) found = i; });
-      return found;
-    };
+    // A cell reaches half the way to its neighbours, so that the cursor is in the one it tells of.
+    const edges = [-1, ...heat.columns.slice(1).map((x, i) => (heat.columns[i] + x) / 2), last + 1];
+    const columnAt = (x) => edges.findLastIndex((edge, i) => edge <= x && i < columns);
     const height = Math.round(Math.min(640, Math.max(150, rows * 15))) + 44;
     const paint = (u) => clipped(u, (ctx) => {
       ctx.imageSmoothingEnabled = false;
       const { top, height: tall } = u.bbox;
       const [from, to] = [u.valToPos(0, "y", true), u.valToPos(rows, "y", true)];
-      heat.columns.forEach((start, i) => {
-        const a = Math.round(u.valToPos(start, "x", true)), b = Math.round(u.valToPos(ends[i], "x", true));
+      heat.columns.forEach((_, i) => {
+        const [a, b] = [edges[i], edges[i + 1]].map((edge) => Math.round(u.valToPos(edge, "x", true)));
         ctx.drawImage(image, i, 0, 1, rows, a, Math.min(from, to), Math.max(1, b - a), Math.abs(to - from));
       });
     });

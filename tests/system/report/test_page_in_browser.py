@@ -296,3 +296,18 @@ def test_a_hostile_file_runs_nothing(see: Any) -> None:
         "Executing inline script",
         "Loading the image 'http://127.0.0.1:1/x.png'",
     ]
+
+
+def test_on_paper_it_is_light_and_fits(see: Any) -> None:
+    seen = see(rich(), width=1400, color_scheme="dark")
+    seen("""() => {
+        addEventListener("beforeprint", () => queueMicrotask(() => {
+            window.printed = [...document.querySelectorAll(".u-wrap")].map(e => e.offsetWidth);
+            window.theme = document.documentElement.dataset.theme;
+        }));
+    }""")
+    assert seen.page.pdf(format="A4").startswith(b"%PDF")
+    assert seen("window.theme") == "light"
+    assert max(seen("window.printed")) <= 660
+    assert rgb("run-0", 1) in seen(PAINTED, "scale"), "it is dark again"
+    assert seen("document.querySelector('#chart-loss .u-wrap').offsetWidth") > 1000

@@ -158,11 +158,7 @@ def _mean_line(
         return None
 
     def drawn(value: Callable[[Mean], float | None]) -> list[float | None]:
-        there = (mean.middle is not None for mean in means)
-        return [
-            _drawable(value(mean)) if is_there else None
-            for mean, is_there in zip(means, there, strict=True)
-        ]
+        return [None if mean.middle is None else _drawable(value(mean)) for mean in means]
 
     return Line(
         _named(run, runs, what),

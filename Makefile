@@ -1,9 +1,10 @@
-# make train: a real fp16 fine-tune. make test: the test suite, without what starts processes;
-# make test-all: all of it. Each sets up what it needs.
+# make train: a real fp16 fine-tune, and its report. make test: the test suite, without what starts
+# processes; make test-all: all of it. Each sets up what it needs, in one environment.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# torch comes first and alone: a range, or another package's need, could bring a CUDA build.
+# What recipes need, and what all the rest needs.
+RECIPES := $(VENV)/.recipes
 STAMP := $(VENV)/.installed
 CONSTRAINTS ?= constraints.txt
 TORCH := $(or $(shell grep '^torch==' $(CONSTRAINTS)),torch)
@@ -29,8 +30,13 @@ export TOKENIZERS_PARALLELISM ?= false
 # want the cores a thread that spins keeps the one it waits for from running.
 train bench-cpu: export OMP_WAIT_POLICY ?= passive
 
-train: $(STAMP)
-	$(BIN)/accelerate launch --config_file accelerate_configs/cpu_fp16.yaml recipes/finetune_classifier.py
+# A start so high that the first two steps overflow: the scale comes down to where it can stay.
+train: $(RECIPES)
+	@rm -rf out/train
+	$(BIN)/accel-scaler launch --config_file cpu_fp16 --num_cpu_threads_per_process 2 \
+		--init_scale 1048576 --find_overflow off --telemetry out/train/run.jsonl \
+		recipes/finetune_classifier.py --output_dir out/train/model
+	$(BIN)/accel-scaler report out/train/run.jsonl -o out/train/report.html
 
 # One test file on each core, so one thread each. No process is started.
 test: $(STAMP)
@@ -139,11 +145,19 @@ bench-convergence: $(STAMP)
 bench-gpu: $(STAMP)
 	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
-$(STAMP): pyproject.toml $(CONSTRAINTS)
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) $(TORCH)
-	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) -e ".[dev]" -e tests/plugin
-	touch $@
+# torch comes first and alone: a range, or another package's need, could bring a CUDA build.
+$(RECIPES): pyproject.toml $(CONSTRAINTS)
+	@echo "Installing torch and about 60 packages into $(VENV), once: 2 minutes, 1.8 GB. Where the"
+	@echo "index has torch for CUDA alone, more; a CPU's: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) $(TORCH)
+	@$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) -e ".[recipes,report]"
+	@touch $@
+
+$(STAMP): $(RECIPES)
+	@echo "Installing what tests, benchmarks and the docs need into $(VENV), once: 2 minutes."
+	@$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) -e ".[dev]" -e tests/plugin
+	@touch $@
 
 clean:
 	rm -rf $(VENV) .venv-oldest .venv-newest out .pytest_cache .mypy_cache .ruff_cache .hypothesis

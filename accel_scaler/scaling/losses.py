@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..devices import Streams, streams_of
+from ..errors import UnsupportedError
 
 MOST_LOSSES = 1024
 """Of one window that are remembered."""
@@ -136,7 +137,13 @@ class Losses:
         return min(len(self._steps), self._full) or self._full
 
 
-_streams_of: Callable[[torch.device], Streams | None] = cache(streams_of)
+@cache
+def _streams_of(device: torch.device) -> Streams | None:
+    """None: the loss is read when it is wanted, and whoever reads it waits."""
+    try:
+        return streams_of(device)
+    except UnsupportedError:  # nothing depends on that here
+        return None
 
 
 def _whole(value: Tensor) -> Tensor | None:

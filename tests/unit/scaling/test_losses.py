@@ -114,3 +114,14 @@ def test_their_sum_comes_to_the_host_with_other_numbers() -> None:
     assert losses.total() == 6.0
     losses.note([torch.tensor(1.0)])  # what was told is not all of them any more
     assert losses.total() == 5.0
+
+
+def test_where_nothing_can_be_sent_it_is_read_when_it_is_wanted() -> None:
+    losses = noted(1.0, 2.0)
+    losses.send()  # of a CPU
+    assert losses.is_there
+    assert losses.total() == 3.0
+    away = noted(torch.ones((), device="meta"))  # torch has no stream for it
+    assert not away.is_there
+    away.send()
+    assert away.total() is None

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import DistributedType
 from transformers import Trainer, TrainerCallback
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
@@ -169,6 +170,32 @@ class ShowScale(TrainerCallback):  # type: ignore[misc]
                 bar.set_postfix(trainer.accelerator.scaler_history.progress(), refresh=False)
 
 
+class FinishForReaders(TrainerCallback):  # type: ignore[misc]
+    """After each step, before other callbacks may look: where TRL sends its parameters to a
+    sampler, or mixes them into a reference model, and nothing can wait, they are the newest.
+
+    Args:
+        trainer: held weakly, as callbacks outlive nothing.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = weakref.ref(trainer)
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Other readers wait where they read."""
+        trainer: Any = self._trainer()
+        attachment = None if trainer is None else attachment_of(trainer.accelerator)
+        if attachment is not None and _reads_unseen(trainer):
+            attachment.synchronize()
+
+
+def _reads_unseen(trainer: Any) -> bool:
+    if hasattr(trainer, "weight_transfer"):  # AsyncGRPOTrainer, on a thread of its own
+        return True
+    sends = getattr(trainer, "use_vllm", False) or getattr(trainer.args, "sync_ref_model", False)
+    return bool(sends) and trainer.accelerator.distributed_type == DistributedType.FSDP  # shards
+
+
 def attach_trainer(trainer: Any, asked: Asked) -> Any:
     """:func:`accel_scaler.attach` for a Trainer or a subclass.
 
@@ -185,6 +212,7 @@ def attach_trainer(trainer: Any, asked: Asked) -> Any:
             trainer._stock_class = type(trainer)
             trainer.__class__ = scaled_class(type(trainer), ScaledTrainer)
             trainer.add_callback(ShowScale(trainer))
+            trainer.add_callback(FinishForReaders(trainer))
         Reporting.begin(trainer)
     return trainer
 
@@ -199,6 +227,7 @@ def detach_trainer(trainer: Any) -> Any:
     if isinstance(trainer, ScaledTrainer):
         trainer.__class__ = trainer._stock_class
         trainer.remove_callback(ShowScale)
+        trainer.remove_callback(FinishForReaders)
         del trainer._scaler_config, trainer._stock_class
         trainer.__dict__.pop("_scaler_logged_at", None)
     if failed is not None:

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import DistributedType
 from transformers import Trainer, TrainerCallback
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
@@ -17,6 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 from ..config import Asked, ScalerConfig
 from ..errors import StepError
 from ..precision import refuse_unmatched
+from ..scaling import is_sharded
 from ..telemetry import TrackedWindow
 from .attaching import attach, detach, scaled_class
 from .attachment import Attachment, attachment_of
@@ -193,7 +193,7 @@ def _reads_unseen(trainer: Any) -> bool:
     if hasattr(trainer, "weight_transfer"):  # AsyncGRPOTrainer, on a thread of its own
         return True
     sends = getattr(trainer, "use_vllm", False) or getattr(trainer.args, "sync_ref_model", False)
-    return bool(sends) and trainer.accelerator.distributed_type == DistributedType.FSDP  # shards
+    return bool(sends) and is_sharded(trainer.model_wrapped.parameters())
 
 
 def attach_trainer(trainer: Any, asked: Asked) -> Any:

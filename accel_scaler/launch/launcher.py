@@ -72,14 +72,15 @@ def _refused(message: str) -> NoReturn:
     raise ConfigError(message)
 
 
-def make_parser(own: argparse.ArgumentParser) -> argparse.ArgumentParser:
+def make_parser(own: argparse.ArgumentParser | None = None) -> argparse.ArgumentParser:
     """Accelerate's parser with a flag for each setting; values stay texts until they are merged.
 
     The script may be missing. What it refuses is a ``ConfigError``.
 
     Args:
-        own: of :func:`own_parser`; ``--help`` prints its help.
+        own: from :func:`own_parser`; ``--help`` prints its help.
     """
+    own = own_parser() if own is None else own
     parser: argparse.ArgumentParser = launch_command_parser()
     parser.prog, parser.usage, parser.description = own.prog, own.usage, own.description
     parser.formatter_class = _HelpFormatter
@@ -119,7 +120,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         AccelScalerError: a setting, a file or a script that cannot be used; nothing was started.
     """
-    args, flags = parse(make_parser(own_parser()), argv)
+    args, flags = parse(make_parser(), argv)
     if args.training_script is None:
         raise ConfigError(f"no script was given; usage: {USAGE}")
     quiet = args.quiet

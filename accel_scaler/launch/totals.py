@@ -73,7 +73,7 @@ def read_totals(folder: Path) -> Totals:
         sum(each["windows"] for each in told),
         sum(each["skips"] for each in told),
         sum(each["windows"] > 0 for each in told),
-        tuple(dict.fromkeys(each["path"] for each in told if each["path"] is not None)),
+        tuple(sorted({each["path"] for each in told if each["path"] is not None})),
         bool(told),
     )
 

@@ -21,7 +21,6 @@ from accel_scaler import ConfigError, ScalerConfig, attach, detach
 from accel_scaler.config import in_section, resolve
 from accel_scaler.config_file import read_config, shipped_configs
 from accel_scaler.errors import UnsupportedError
-from accel_scaler.launch.flags import own_parser
 from accel_scaler.launch.launcher import make_parser, parse, prepared
 from accel_scaler.report.findings import facts
 from accel_scaler.report.html import html_page
@@ -98,7 +97,7 @@ def try_config(path: Path) -> str:
         one_line(error, path)
         refused.append("launch")
     try:
-        args, flags = parse(make_parser(own_parser()), ["--config_file", str(path), __file__])
+        args, flags = parse(make_parser(), ["--config_file", str(path), __file__])
         with prepared(args, flags):
             assert "launch" not in refused
     except ConfigError as error:

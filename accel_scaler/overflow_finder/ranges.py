@@ -40,8 +40,10 @@ class Range:
         values = _values(tensor)
         if values is None:
             return None
-        held = torch.stack(torch.aminmax(values))
-        return cls(held if held.dtype is torch.float64 else held.float())
+        low, high = torch.aminmax(values)
+        if values.dtype is not torch.float64:  # autocast to float16 refuses to stack bfloat16
+            low, high = low.float(), high.float()
+        return cls(torch.stack((low, high)))
 
     @staticmethod
     def read(ranges: Iterable[Range]) -> None:

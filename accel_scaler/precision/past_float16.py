@@ -44,7 +44,7 @@ def past_float16(model: Module, in_float32: Iterable[Module] = ()) -> dict[str, 
     found: dict[str, float] = {}
     for each in held.values():
         norms = torch._foreach_norm([values for _, values in each], math.inf)
-        largest = torch.stack(list(norms)).float().tolist()
+        largest = torch.stack([norm.float() for norm in norms]).tolist()
         for (name, _), value in zip(each, largest, strict=True):
             if FIRST_INF <= value < math.inf:
                 found[name] = value

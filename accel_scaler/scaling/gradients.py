@@ -267,7 +267,9 @@ def unscale_in_place(
         if dtype is torch.bfloat16 and not is_dtensor:
             present = [grad for grad in grads if grad.numel()]
             if present:
-                largest = torch.stack(list(torch._foreach_norm(present, math.inf)))
+                # Within autocast to float16 bfloat16 cannot be stacked.
+                norms = torch._foreach_norm(present, math.inf)
+                largest = torch.stack([norm.float() for norm in norms])
                 flag.copy_(torch.maximum(flag, (~torch.isfinite(largest)).any().float()))
                 torch._foreach_mul_(present, inv)
             continue

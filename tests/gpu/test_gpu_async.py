@@ -154,6 +154,41 @@ def test_overlap_equals_sync(make: Any, half: bool, offload: str) -> None:
 
 
 @pytest.mark.parametrize("make", [sgd, fused_adamw])
+@pytest.mark.parametrize(
+    ("mode", "offload", "wish"),
+    [("overlap", "none", "auto"), ("overlap", "cpu", "auto"), ("overlap", "none", "none")],
+)
+def test_bfloat16_parameters(make: Any, mode: str, offload: str, wish: str) -> None:
+    """Whose gradients torch's check does not take on CUDA: with masters, and in place."""
+
+    def run(mode: str) -> tuple[Tensor, list[bool], list[Tensor | None]]:
+        model = mlp(64).to(DEVICE, torch.bfloat16)
+        scaler = GradScaler(KIND, init_scale=SCALE, growth_interval=5)
+        settings = {"mode": mode, "offload": offload, "master_weights": wish}
+        skipped = []
+        with AsyncOptimizer(
+            make(model.parameters()), model, scaler=scaler, **settings
+        ) as optimizer:
+            for step in range(STEPS):
+                scaler.scale(loss_of(model, step, 0, False)).backward()
+                optimizer.clip_grad_norm_(0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+                skipped.append(optimizer.step_was_skipped)
+            entries = optimizer.state_dict()["state"].values()
+        masters = [entry.get("master") for entry in entries]
+        return weights(model).cpu(), skipped, masters
+
+    found, skipped, masters = run(mode)
+    assert skipped == [step == OVERFLOW for step in range(STEPS)]
+    assert all((master is None) is (wish == "none") for master in masters)
+    expected = run("sync")
+    assert torch.equal(found, expected[0])
+    for mine, other in zip(masters, expected[2], strict=True):
+        assert mine is None or torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("make", [sgd, fused_adamw])
 def test_overlap_equals_torch(make: Any) -> None:
     model = mlp(64).to(DEVICE)
     optimizer = make(model.parameters())

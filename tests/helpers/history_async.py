@@ -25,7 +25,7 @@ from accelerate import Accelerator
 from accelerators import on
 from async_support import lazy
 from histories import INF, Call, Choices, Kind, drawn
-from history_twin import DTYPES, LAYERS, OPTIMIZERS, Net, Setup, Twin
+from history_twin import DTYPES, LAYERS, LOW, OPTIMIZERS, Net, Setup, Twin
 from references import DECAY, GROWTH_INTERVAL, INIT_SCALE
 from support import reset, same
 from torch import Tensor, nn
@@ -338,7 +338,7 @@ class Player:
 
     @property
     def low(self) -> bool:
-        return torch.float16 in self.setup.dtypes
+        return not set(LOW).isdisjoint(self.setup.dtypes)
 
     @property
     def pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:

@@ -26,8 +26,15 @@ NEEDED = {
     "sgd": ("momentum_buffer",),
 }
 """What a preview is made of, in a parameter's state; of the others ``exp_avg``."""
-LOW, FULL = torch.float16, torch.float32
-DTYPES = {"float32": (FULL, FULL, FULL), "float16": (LOW, LOW, LOW), "both": (LOW, FULL, FULL)}
+HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
+LOW = (HALF, BRAIN)
+DTYPES = {
+    "float32": (FULL, FULL, FULL),
+    "float16": (HALF, HALF, HALF),
+    "bfloat16": (BRAIN, BRAIN, BRAIN),
+    "both": (HALF, FULL, FULL),
+    "all": (BRAIN, HALF, FULL),
+}
 
 
 @dataclass(frozen=True, repr=False)
@@ -40,7 +47,7 @@ class Setup(Short):
     """To an accelerator; else one ``AsyncOptimizer``."""
     optimizer: str = "sgd"
     dtype: str = "float32"
-    """Of the parameters: ``float32``, ``float16``, or ``both``."""
+    """Of the parameters: a dtype, ``both`` float16 and float32, or ``all`` three."""
     warmup: int = 0
     compensation: str = "none"
     two: bool = False
@@ -179,12 +186,12 @@ class Twin:
         return self.setup.mode == "delayed" or self.setup.offload == "cpu"
 
     def has_master(self, p: Tensor) -> bool:
-        return p.requires_grad and (self.everywhere or p.dtype is LOW)
+        return p.requires_grad and (self.everywhere or p.dtype in LOW)
 
     def had_master(self, p: Tensor) -> bool:
         """When it was last looked at, or it has one now."""
         trained = p.requires_grad or self.places[p][0]
-        return trained and (self.everywhere or p.dtype is LOW)
+        return trained and (self.everywhere or p.dtype in LOW)
 
     @property
     def compensation(self) -> str:
@@ -322,7 +329,7 @@ class Twin:
         for p, g in grads.items():
             if submitted or fails is not None:  # a function's, or lost
                 p.grad = None
-            elif not (self.has_master(p) and p.dtype is torch.float16):
+            elif not (self.has_master(p) and p.dtype in LOW):
                 p.grad = g.clone()
         old = {p: self.masters[p].detach().clone() for p in self.owned[number]}
         if finite:
@@ -375,7 +382,7 @@ class Twin:
         inverse = 1.0 / self.before[0] if self.opened else 1.0
         if p not in self.final:
             return p.grad, inverse
-        low = any(q.requires_grad and q.dtype is LOW for q in self.owned[number])
+        low = any(q.requires_grad and q.dtype in LOW for q in self.owned[number])
         is_sent = p.dtype is FULL and self.setup.offload == "cpu"
         if self.coefficient is None or not low or is_sent:
             return self.final[p], 1.0

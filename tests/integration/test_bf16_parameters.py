@@ -49,10 +49,9 @@ def attached(mode: str = "sync", offload: str = "none", wish: str = "auto", **se
             step_mode=mode,  # type: ignore[arg-type]
             offload=offload,  # type: ignore[arg-type]
             master_weights=wish,  # type: ignore[arg-type]
-            init_scale=INIT_SCALE,
             growth_interval=GROWTH_INTERVAL,
             delay_compensation="none",
-            **settings,
+            **{"init_scale": INIT_SCALE, **settings},
         ),
     )
 
@@ -235,3 +234,34 @@ def brain_with(state: dict[str, Tensor]) -> Any:
     net = brain()
     net.load_state_dict(state)
     return accelerator.prepare(net)
+
+
+@pytest.mark.parametrize("find", ["replay", "always"])
+def test_where_an_overflow_began_is_found_among_bfloat16_tensors(find: str) -> None:
+    """Within autocast to float16 torch stacks none of them."""
+    accelerator = attached(init_scale=1.0, find_overflow=find)
+    net = nn.Sequential(nn.Embedding(4, 8), nn.Linear(8, 8), nn.Linear(8, 1)).to(BRAIN)
+    with torch.no_grad():
+        net[1].weight.fill_(2.0**15)
+        net[0].weight.fill_(1.0)
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.0))
+    accelerator.backward(model(torch.tensor([1, 2])).float().sum())
+    optimizer.step()
+    assert optimizer.step_was_skipped
+    origin = accelerator.scaler.window.origin
+    assert (origin.where, origin.module) == ("forward", "1")
+    detach(accelerator)
+
+
+@pytest.mark.usefixtures("kernel_without_bfloat16")
+def test_a_step_within_autocast() -> None:
+    """Where some call it, as torch's documentation says not to."""
+    accelerator = attached(wish="none")
+    net = brain()
+    model, optimizer = accelerator.prepare(net, OPTIMIZERS["sgd"](net.parameters()))
+    before = [p.detach().clone() for p in net.parameters()]
+    with accelerator.autocast():
+        accelerator.backward(loss_of(model, 0))
+        optimizer.step()
+    assert not same([p.detach() for p in net.parameters()], before)
+    detach(accelerator)

@@ -138,7 +138,7 @@ def commands() -> str:
     return "\n".join(parts)
 
 
-class RolesExtension(griffe.Extension):
+class DocstringsExtension(griffe.Extension):
     """``:class:`GradScaler``` in a docstring is a link to it; a name that is none is an error.
 
     Lines of a session (``>>>``) are code.
@@ -149,3 +149,9 @@ class RolesExtension(griffe.Extension):
         if obj.docstring is not None:
             text = ROLE.sub(r"[`\1`][\1]", obj.docstring.value)
             obj.docstring.value = SESSION.sub(r"```pycon\n\1```\n", text)
+
+    def on_attribute_instance(self, *, attr: griffe.Attribute, **kwargs: Any) -> None:
+        """Of a field of the table in ``config.py`` its default is shown, not the whole row."""
+        row = attr.value
+        if isinstance(row, griffe.ExprCall) and str(row.function) == "setting":
+            attr.value = row.arguments[1]  # the group comes first

@@ -5,6 +5,8 @@ Links and anchors of the site, and names of the API, are mkdocs' business: `make
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import re
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 from places import ROOT
 
 import accel_scaler
+from accel_scaler import ScalerConfig
 
 ABOVE = [*sorted(ROOT.glob("*.md")), ROOT / "recipes/README.md"]
 """They are read where they lie, too: what they link to is beside them."""
@@ -56,3 +59,20 @@ def test_every_page_is_in_the_navigation() -> None:
 def test_the_readme_is_a_page_long() -> None:
     """What has no place in it has one in docs."""
     assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 140
+
+
+def test_the_api_is_read_as_it_is() -> None:
+    """The package is lazy and its settings are rows of a table: griffe, which runs nothing, has to
+    find all the same where each name is from, and what each field's default is."""
+    griffe = pytest.importorskip("griffe")
+    pytest.importorskip("mkdocs")
+    extensions = griffe.load_extensions(f"{ROOT / 'docs/build_pages.py'}:DocstringsExtension")
+    package = griffe.load("accel_scaler", search_paths=[str(ROOT)], extensions=extensions)
+    for name in accel_scaler.__all__:
+        assert package[name].has_docstring, name
+    fields = package["ScalerConfig"].parameters
+    shown = {each.name: str(each.default) for each in fields if each.default is not None}
+    assert shown.pop("init_scale") == "2.0 ** 16"
+    defaults = {name: ast.literal_eval(text) for name, text in shown.items()}
+    known = {field.name: field.default for field in dataclasses.fields(ScalerConfig)}
+    assert {**defaults, "init_scale": 2.0**16} == known

@@ -130,11 +130,13 @@ class Trackers:
             return []
         sinks = self.others()
         for tracker in getattr(accelerator, "trackers", ()):
-            name, run = _name_of(tracker), getattr(tracker, "tracker", None)
-            if name == "wandb":
-                sinks.append(Sink(name, True, partial(self._add_row, run)))
-            else:
-                sinks.append(Sink(name, takes_histograms(name, run), partial(_log, tracker)))
+            name = _name_of(tracker)
+            with self._noting(name, "the scaler's values"):  # whose run may not have begun
+                run = tracker.tracker
+                if name == "wandb":
+                    sinks.append(Sink(name, True, partial(self._add_row, run)))
+                else:
+                    sinks.append(Sink(name, takes_histograms(name, run), partial(_log, tracker)))
         known = {sink.name for sink in sinks}
         if "wandb" not in known and (run := _active("wandb")) is not None:
             sinks.append(Sink("wandb", True, partial(self._add_row, run)))
@@ -150,10 +152,10 @@ class Trackers:
 
     def _no_tracker(self) -> str:
         accelerator = self._accelerator()
-        asked = ", ".join(map(str, getattr(accelerator, "log_with", ())))
+        asked = getattr(accelerator, "log_with", ()), getattr(accelerator, "trackers", ())
         begun = "this run has no tracker: give Accelerator a log_with and call init_trackers"
-        if asked:
-            begun = f"log_with names {asked} and init_trackers was not called: call it"
+        if asked[0] and not asked[1]:
+            begun = "init_trackers was not called: call it"
         return (
             f"tracker_interval is set, but {begun}, begin a run of wandb or trackio, or name a "
             "tracker in a Trainer's report_to. Training goes on; from when there is one it is told "

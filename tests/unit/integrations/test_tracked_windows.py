@@ -197,6 +197,23 @@ def test_one_that_raises_is_said_once_and_the_others_are_told(
     ]
 
 
+def test_one_whose_run_has_not_begun_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Unready(KeepingTracker):
+        name = "unready"
+
+        @property
+        def tracker(self) -> Any:
+            raise RuntimeError("start() was not called")
+
+    fine = KeepingTracker()
+    with attached(tracker_interval=1) as accelerator, caplog.at_level(logging.WARNING):
+        list(run(accelerator, Unready(), fine))
+    assert len(fine.told) == WINDOWS
+    said = [r.getMessage() for r in caplog.records if "unready" in r.getMessage()]
+    assert len(said) == 1
+    assert "start() was not called" in said[0]
+
+
 def test_other_processes_tell_nobody_and_look_at_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     tracker = KeepingTracker(Writer())
     reset()

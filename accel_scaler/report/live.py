@@ -279,14 +279,14 @@ def spark(
     for cell in range(cells):
         part = shown[cell * len(shown) // cells : (cell + 1) * len(shown) // cells]
         inside = [value for value in part if value is not None and math.isfinite(value)]
-        means.append(sum(inside) / len(inside) if inside else None)
+        means.append(sum(v / len(inside) for v in inside) if inside else None)
     known = [mean for mean in means if mean is not None]
-    low, high = min(known, default=0.0), max(known, default=0.0)
+    low, high = min(known, default=0.0) / 2, max(known, default=0.0) / 2  # their range is a float
     top = len(blocks) - 1
 
     def block(mean: float | None) -> str:
         if mean is None:
             return " "
-        return blocks[0 if high <= low else round((mean - low) / (high - low) * top)]
+        return blocks[0 if high <= low else round((mean / 2 - low) / (high - low) * top)]
 
     return "".join(map(block, means))

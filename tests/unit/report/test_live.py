@@ -133,4 +133,6 @@ def test_blocks_are_means_of_neighbours_between_the_least_and_the_largest() -> N
     assert spark([0.0, 2.0, 6.0, 8.0], 2, "01") == "01"
     assert spark([1.0, 2.0, 4.0], 9, "012", is_log=True) == "012"
     assert len(spark([float(n) for n in range(1000)], 37)) == 37
+    assert spark([-1.7e308, 0.0, 1.7e308], 9, "012") == "012"
+    assert spark([1.7e308, 1.7e308, 0.0, 0.0], 2, "01") == "10"
     assert spark([math.nan, 1.0, math.inf, 2.0], 9, "01") == " 0 1"

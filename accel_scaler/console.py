@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
-__all__ = ["counted", "has_colours", "percent", "plain", "say"]
+__all__ = ["counted", "has_colours", "percent", "plain", "say", "written"]
 
 
 def plain(text: str) -> str:
@@ -57,3 +58,17 @@ def percent(part: float, whole: float) -> str:
 def counted(count: int, noun: str) -> str:
     """``1 window``, ``3 windows``."""
     return f"{count} {noun}" + ("" if count == 1 else "s")
+
+
+def written(value: Any) -> str:
+    """A setting or a fact as one writes it in a config file: ``none``, ``true``, ``65536``,
+    ``[a, b.c]``."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        return f"{value:.10g}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(written, value))}]"
+    return str(value)

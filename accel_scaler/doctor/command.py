@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import ScalerConfig
-from ..console import plain, say
+from ..console import plain, say, written
 from ..errors import AccelScalerError
 from ..integrations import scaled_elsewhere
 from ..launch import launcher
@@ -159,10 +159,10 @@ def in_words(facts: dict[str, Any], everything: bool) -> Iterator[tuple[str, str
     else:
         yield "nothing is seen that would go wrong", "good"
     settings = [
-        (name, json.dumps(one["value"]), one["source"]) for name, one in facts["settings"].items()
+        (name, written(one["value"]), one["source"]) for name, one in facts["settings"].items()
     ]
     plain = {"attach": True, **dataclasses.asdict(ScalerConfig())}
-    changed = [row for row in settings if row[1] != json.dumps(plain[row[0]])]
+    changed = [row for row in settings if row[1] != written(plain[row[0]])]
     yield "", ""
     if changed:
         yield "settings that differ from their defaults", "heading"
@@ -191,7 +191,9 @@ def _facts(facts: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [("config file", str(facts["config_file"] or "none"))]
     for key in ("versions", "devices", "job", "scaling", "threads"):
         values = [
-            f"{name} {value}" for name, value in facts[key].items() if value not in (None, ())
+            f"{name} {written(value)}"
+            for name, value in facts[key].items()
+            if value not in (None, ())
         ]
         rows.append((key, facts[key].get("text") or ", ".join(values)))
     return rows

@@ -21,6 +21,8 @@ SMOOTHED_FROM = 40
 """Bins; a shorter line is read as it is."""
 MOST_SMOOTHING = 10.0
 """Bins to each side, after which a weight has fallen to 1/e; fewer where there are few bins."""
+LEAST_WEIGHT = 0.01
+"""Further away than that an average does not look."""
 MANY_POINTS = 300
 MANY_MARKS = 60
 """More would cover the line that they stand on."""
@@ -177,27 +179,19 @@ def _drawable(value: float | None) -> float | None:
 
 
 def _smoothed(values: list[float | None]) -> list[float | None]:
-    """Averages with weights that fall off exponentially to both sides, so that nothing lags."""
+    """Averages with weights that fall off exponentially to both sides, so that nothing lags. At
+    the beginning, where a loss falls fastest, from no further ahead than from behind."""
     present = [value for value in values if value is not None]
     decay = math.exp(-1 / min(MOST_SMOOTHING, len(present) / 20))
-    behind, ahead = _decaying(present, decay), _decaying(present[::-1], decay)[::-1]
-    smooth = iter(
-        [
-            (a + b - y) / (u + v - 1)
-            for (a, u), (b, v), y in zip(behind, ahead, present, strict=True)
-        ]
-    )
-    return [None if value is None else next(smooth) for value in values]
-
-
-def _decaying(values: list[float], decay: float) -> list[tuple[float, float]]:
-    """Of each value and those before it the weighted sum, and the sum of the weights."""
-    total = weight = 0.0
-    found = []
-    for value in values:
-        total, weight = decay * total + value, decay * weight + 1
-        found.append((total, weight))
-    return found
+    reach = math.ceil(math.log(LEAST_WEIGHT) / math.log(decay))
+    smooth = []
+    for at in range(len(present)):
+        near = range(max(0, at - reach), min(len(present), at + min(at, reach) + 1))
+        weights = [decay ** abs(each - at) for each in near]
+        total = sum(w * present[each] for w, each in zip(weights, near, strict=True))
+        smooth.append(total / sum(weights))
+    found = iter(smooth)
+    return [None if value is None else next(found) for value in values]
 
 
 def _loss(runs: Sequence[Run]) -> Chart | None:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 
-from ..console import percent
+from ..console import percent, written
+from .findings import is_scaled
 from .formatting import number
 from .run_summary import Run
 from .samples import Bin, Mean
@@ -22,6 +23,8 @@ CIRCUMSTANCES = (
     *("precision", "device", "device_name", "ranks"),
     *("package", "python", "torch", "accelerate", "transformers"),
 )
+MOST_RATES = 4
+"""Learning rates of a run's groups that are told."""
 ABSENT = "-"
 
 
@@ -37,7 +40,7 @@ class Difference:
 
 
 def differences(runs: Sequence[Run]) -> list[Difference]:
-    """What differs, the settings first; then what came of it, also where that is alike.
+    """What differs, learning rates and settings first; then what came of it, also if it is alike.
 
     Of settings and versions those of each run's last session. Losses are compared window by window
     as far as all runs have them: a longer run is not better for its length.
@@ -45,7 +48,9 @@ def differences(runs: Sequence[Run]) -> list[Difference]:
     Args:
         runs: two or more; each is compared with the first.
     """
-    told = [*_settings(runs), *_circumstances(runs)]
+    if not all(run.sessions for run in runs):
+        return []
+    told = [*_rates(runs), *_settings(runs), *_circumstances(runs)]
     if not all(run.windows for run in runs):
         return told
     common = _Common(runs)
@@ -59,7 +64,7 @@ def differences(runs: Sequence[Run]) -> list[Difference]:
         ),
         Difference(
             "scale at last",
-            tuple(number(run.last_scale) for run in runs),
+            tuple(number(run.last_scale) if is_scaled(run) else ABSENT for run in runs),
             common.notes(_scaled_alike, "the same scale"),
         ),
     ]
@@ -94,15 +99,36 @@ def in_rows(runs: Sequence[Run]) -> list[str]:
     return lines
 
 
+def _rates(runs: Sequence[Run]) -> list[Difference]:
+    """One line where a rate, or the way that it went, is not that of the first run."""
+    told = [_rates_told(run) for run in runs]
+    return _unlike(["learning rate"], [{"learning rate": each} if each else {} for each in told])
+
+
+def _rates_told(run: Run) -> str:
+    """Of each group, those that are alike once; empty: none was recorded."""
+    groups: dict[str, None] = {}
+    for group in range(max((len(b.lr) for b in run.bins.done), default=0)):
+        rates = [b.lr[group] for b in run.bins.done if group < len(b.lr)]
+        there = [rate for rate in rates if rate is not None]
+        if not there:
+            continue
+        high, last = max(there), there[-1]
+        ends = "" if min(there) == high else f" at most, {last:.4g} at last"
+        groups[f"{high:.4g}{ends}"] = None
+    more = f"; {len(groups) - MOST_RATES} more" if len(groups) > MOST_RATES else ""
+    return "; ".join([*groups][:MOST_RATES]) + more
+
+
 def _settings(runs: Sequence[Run]) -> list[Difference]:
     of = [run.sessions[-1].settings if run.sessions else {} for run in runs]
     names = dict.fromkeys(name for each in of for name in each if name != "telemetry")
-    return _unlike(names, [{k: str(v) for k, v in each.items()} for each in of])
+    return _unlike(names, [{k: written(v) for k, v in each.items()} for each in of])
 
 
 def _circumstances(runs: Sequence[Run]) -> list[Difference]:
     of = [run.sessions[-1].facts if run.sessions else {} for run in runs]
-    return _unlike(CIRCUMSTANCES, [{k: str(v) for k, v in each.items()} for each in of])
+    return _unlike(CIRCUMSTANCES, [{k: written(v) for k, v in each.items()} for each in of])
 
 
 def _unlike(names: Sequence[str] | dict[str, None], of: list[dict[str, str]]) -> list[Difference]:
@@ -195,18 +221,20 @@ def _losses(runs: Sequence[Run], common: _Common) -> list[Difference]:
     """The loss at the end of what all runs have, and where they part."""
     if any(run.last_loss is None for run in runs) or not common.of[0]:
         return []
-    ends = [_end_of(bins) for bins in common.of]
+    ends = [_mean(_last_tenth(bins)) for bins in common.of]
     notes = []
     for bins, alike in zip(common.of[1:], common.notes(_lost_alike, "equal"), strict=True):
         notes.append("; ".join(filter(None, (alike, _parting(bins, common)))))
-    at = common.runs[0].place(common.of[0][-1].last_x)
+    run, (first, last) = common.runs[0], (_last_tenth(common.of[0])[at] for at in (0, -1))
+    span = run.place(last.last_x)
+    if last.last_x > first.x:
+        span = f"{run.place(first.x)} to {span}"
     shown = tuple("inf or NaN" if end is None else f"{end:.5g}" for end in ends)
-    return [Difference(f"loss at {at}", shown, tuple(notes))]
+    return [Difference(f"mean loss, {span}", shown, tuple(notes))]
 
 
-def _end_of(bins: Sequence[Bin]) -> float | None:
-    """The mean of the last tenth; None: not one was finite."""
-    return _mean(bins[-max(1, round(END_SHARE * len(bins))) :])
+def _last_tenth(bins: Sequence[Bin]) -> Sequence[Bin]:
+    return bins[-max(1, round(END_SHARE * len(bins))) :]
 
 
 def _parting(other: Sequence[Bin], common: _Common) -> str:

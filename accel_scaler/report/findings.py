@@ -108,7 +108,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
             (
                 "headroom",
                 f"{_doublings(room)} at last (seen at {run.place(run.range.last[1])}), "
-                f"at least {_doublings(least)} ({run.place(where)})",
+                f"least measured {_doublings(least)} ({run.place(where)})",
             )
         )
     if run.range.zero_share is not None:
@@ -255,8 +255,14 @@ def is_deep(run: Run, fall: Fall) -> bool:
 
 
 def real_falls(run: Run) -> list[Fall]:
-    """Falls that are neither the search nor the price of a growth, the deepest first."""
-    falls = [f for f in run.falls if not f.search and (f.doublings >= 2 or f.skips >= REPEATED)]
+    """Falls that are neither the search nor the price of growth, the deepest first."""
+    falls = [
+        f
+        for f in run.falls
+        if not f.search
+        and (f.skips > f.growth or f.doublings >= DEEP_FALL)
+        and (f.doublings >= 2 or f.skips >= REPEATED)
+    ]
     falls.sort(key=lambda f: (-f.doublings, -f.skips))
     return falls if is_scaled(run) else []
 

@@ -11,7 +11,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from ..console import counted, plain
+from ..console import counted, plain, written
 from .charts import Axis, Chart, axis_of, charts
 from .differences import differences
 from .findings import Level, facts, find
@@ -381,8 +381,8 @@ def _settings(runs: Sequence[Run]) -> str:
             known = dict(last.facts)
             if "unix_time" in known:
                 rows.append(("started", _when(known.pop("unix_time"))))
-            rows += [(key, str(value)) for key, value in known.items()]
-            settings = [(key, str(value)) for key, value in last.settings.items()]
+            rows += [(key, written(value)) for key, value in known.items()]
+            settings = [(key, written(value)) for key, value in last.settings.items()]
         where.append(rows)
         how.append(settings)
     changed = {name for run in runs for session in run.sessions[-1:] for name in session.changed}

@@ -42,6 +42,8 @@ class Fall:
     high: float
     low: float
     skips: int = 0
+    growth: int = 0
+    """Those of the skips that belong to a scale that had grown."""
     search: bool = False
     """The search for a scale at the beginning of a session, and it found one."""
     origins: Counter[str] = field(default_factory=Counter)
@@ -239,15 +241,16 @@ class Run:
         low = min(scale, after)
         if self.lowest is None or low < self.lowest[0]:
             self.lowest = (low, x)
+        growth = self.kinds.growth
         ended = self.kinds.add(record)
         if record.skipped:
-            self._skip(x, scale, origin)
+            self._skip(x, scale, origin, self.kinds.growth > growth)
         if self._fall is not None and after < scale:
             self._fall.low = min(self._fall.low, after)
         if ended or after > scale:
             self._close(is_search=ended is True)
 
-    def _skip(self, x: int, scale: float, origin: str | None) -> None:
+    def _skip(self, x: int, scale: float, origin: str | None, had_grown: bool) -> None:
         streak = self.kinds.streak
         if streak > self.longest_streak:
             self.longest_streak, self.longest_streak_x = streak, x - streak + 1
@@ -255,6 +258,7 @@ class Run:
             self._fall = Fall(x, x, scale, scale)
         self._fall.last_x = x
         self._fall.skips += 1
+        self._fall.growth += had_grown
         if origin is not None:
             self._fall.origins[origin] += 1
 

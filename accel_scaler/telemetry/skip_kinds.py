@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from .record import Record
 
 SETTLED = 20
@@ -10,9 +12,16 @@ SETTLED = 20
 SEARCH_WINDOWS = 200
 """A search that is not over by then was none: the run kept overflowing."""
 
+MOST_IN_A_ROW = 2
+"""Skips that too large a scale explains: two halvings are within what batches differ by."""
+
 
 class SkipKinds:
-    """Counts skips by their kind, from the windows in order."""
+    """Counts skips by their kind, from the windows in order.
+
+    ``growth``: at a scale above one that the run was well at and grew from, at most two in a row.
+    It goes as high as it can, and batches differ: nothing is lost there.
+    """
 
     def __init__(self) -> None:
         self.search = self.growth = self.other = 0
@@ -21,7 +30,7 @@ class SkipKinds:
     def begin(self) -> None:
         """A new session: the scale is searched for again."""
         self.streak = self._good = self._windows = self._skips = 0
-        self._searching, self._grew = True, False
+        self._searching, self._well = True, math.inf
 
     def add(self, record: Record) -> bool | None:
         """One window.
@@ -34,9 +43,9 @@ class SkipKinds:
             self._good, self.streak = 0, self.streak + 1
             self._skips += 1
             self.search += self._searching
-            self.growth += self._grew and not self._searching
-            self.other += not self._grew and not self._searching
-            self._grew = False
+            grown = record.scale > self._well and self.streak <= MOST_IN_A_ROW
+            self.growth += grown and not self._searching
+            self.other += not grown and not self._searching
         else:
             self._good, self.streak = self._good + 1, 0
         ended = None
@@ -45,7 +54,7 @@ class SkipKinds:
             self.begin()
             return ended
         if record.next_scale > record.scale:
-            ended, self._grew = self._settle(True), True
+            ended, self._well = self._settle(True), min(self._well, record.scale)
         if self._good >= SETTLED:
             return self._settle(True) or ended
         if self._windows >= SEARCH_WINDOWS:

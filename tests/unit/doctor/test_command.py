@@ -23,6 +23,7 @@ from places import ROOT
 from accel_scaler import ScalerConfig, cli
 from accel_scaler.async_optimizer.worker import default_threads
 from accel_scaler.config import ENV_PREFIX, FIELDS
+from accel_scaler.console import written
 from accel_scaler.doctor import command as doctor
 from accel_scaler.doctor import environment as environment_module
 from accel_scaler.doctor.environment import Devices
@@ -89,7 +90,7 @@ def test_the_words_say_what_the_json_says(capsys: pytest.CaptureFixture[str]) ->
     text = capsys.readouterr().out
     lines = [line.split(maxsplit=1) for line in text.splitlines() if line]
     for name, one in found["settings"].items():
-        assert [name, f"{json.dumps(one['value'])} {one['source']}"] in [
+        assert [name, f"{written(one['value'])} {one['source']}"] in [
             [line[0], " ".join(line[1].split())] for line in lines if len(line) == 2
         ]
     for hazard in (*found["hazards"], *found["mended"]):
@@ -118,7 +119,7 @@ def test_what_is_wrong_comes_first_then_what_differs_from_the_defaults(
     assert [line.split()[0] for line in lines[1:3]] == ["F11", "no-accelerator"]
     assert lines[3:5] == ["", "settings that differ from their defaults"]
     assert [line.split() for line in lines[5:8]] == [
-        ["min_scale", "4.0", "ACCEL_SCALER_MIN_SCALE"],
+        ["min_scale", "4", "ACCEL_SCALER_MIN_SCALE"],
         ["step_mode", '"overlap"', "--step_mode"],
         [],
     ]

@@ -79,6 +79,8 @@ def test_a_smoothed_loss_neither_lags_nor_leaves_what_it_smooths(tmp_path: Path)
     assert abs(sum(inside)) / len(inside) < 0.05  # a one-sided average would be 0.3 above
     same = chart("loss", read(tmp_path, windows(60, loss=lambda s: 2.5))).lines[1]
     assert same.y == [pytest.approx(2.5)] * 60
+    falls = chart("loss", read(tmp_path, windows(300, loss=lambda s: math.exp(-s / 5)))).lines[1]
+    assert falls.y[0] == pytest.approx(1.0)  # begins where the loss began, not where it went
     short = windows(SMOOTHED_FROM - 1, loss=float)
     assert len(chart("loss", read(tmp_path, short)).lines) == 1
 

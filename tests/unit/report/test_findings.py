@@ -14,12 +14,13 @@ import telemetry_files as t
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from accel_scaler.console import percent
+from accel_scaler.console import percent, written
 from accel_scaler.report.findings import Finding, facts, find
 from accel_scaler.report.formatting import number, shorten, times
 from accel_scaler.report.reader import read_run
 from accel_scaler.report.run_summary import Run
 from accel_scaler.report.text import in_words
+from accel_scaler.report.verdict import verdict_on
 from accel_scaler.telemetry.skip_kinds import SEARCH_WINDOWS, SETTLED
 
 CULPRIT = "transformer.h.3.mlp.c_fc.weight"
@@ -92,6 +93,29 @@ def test_growth_that_overflows_each_time_is_normal(tmp_path: Path) -> None:
     assert not [f for f in find(run) if f.level in ("bad", "warn")]
 
 
+def test_an_alarm_is_a_fall_below_where_the_run_was_well(tmp_path: Path) -> None:
+    """It grew from 65536 to 4194304; what two skips apart bring it to is still far above."""
+    lines = calm(t.story(300, lambda s, _: s in (185, 204), growth_interval=30))
+    run = read(tmp_path, lines)
+    assert (run.falls[0].high, run.falls[0].low) == (4194304.0, 1048576.0)
+    assert (run.kinds.growth, run.kinds.other) == (2, 0)
+    assert not [f for f in find(run) if f.level in ("bad", "warn")]
+    assert (
+        verdict_on(run) == "Trained: 300 windows, 2 skipped (0.7 %), all after the scale had grown."
+    )
+    # Three in a row are no search, and from a height without any growth to it either.
+    run = read(tmp_path, calm(t.story(300, lambda s, _: s in (185, 186, 187), growth_interval=30)))
+    assert (run.kinds.growth, run.kinds.other) == (2, 1)
+    assert the(find(run), "The scale fell to 524288").level == "warn"
+    run = read(tmp_path, calm(t.story(60, lambda s, _: s in (35, 45), growth_interval=31)))
+    assert (run.kinds.growth, run.kinds.other) == (1, 1)
+    assert the(find(run), "The scale fell to 32768").level == "warn"
+    run = read(
+        tmp_path, calm(t.story(300, lambda s, _: s > 184 and s % 9 == 0, growth_interval=30))
+    )
+    assert the(find(run), "The scale fell to").level == "bad"  # deep, though each step is short
+
+
 def test_one_layer_again_and_again_is_named_where_no_fall_is(tmp_path: Path) -> None:
     lines = t.story(3000, lambda s, scale: s > 20 and s % 400 == 0, growth_interval=300)
     run = read(tmp_path, calm(lines))
@@ -162,7 +186,7 @@ def test_the_room_that_the_scale_has_stands_among_the_numbers(tmp_path: Path) ->
     rows = dict(facts(read(tmp_path, lines)))
     assert (
         rows["headroom"]
-        == "3.0 doublings at last (seen at step 2), at least 1.0 doublings (step 0)"
+        == "3.0 doublings at last (seen at step 2), least measured 1.0 doublings (step 0)"
     )
     assert rows["zero gradients"] == "25 % of the elements"
     # The last scale counts, not that of the measured window.
@@ -341,11 +365,10 @@ def slow_reference(windows: list[dict[str, Any]]) -> dict[str, Any]:
     search = sum(skips[: settled + 1]) if settled is not None else 0
     growth = 0
     for i, skipped in enumerate(skips):
-        before = max((j for j in range(i) if skips[j]), default=-1)
-        if skipped and (settled is not None and i > settled) and any(grows[before + 1 : i]):
-            growth += 1
-        if skipped and settled is None and any(grows[before + 1 : i]):
-            growth += 1
+        is_third = i >= 2 and all(skips[i - 2 : i])
+        well = [windows[j]["scale"] for j in range(i) if grows[j]]
+        if skipped and (settled is None or i > settled) and well and not is_third:
+            growth += windows[i]["scale"] > min(well)
     streak = max((len(list(g)) for bad, g in groupby(skips) if bad), default=0)
     return {
         "skips": sum(skips),
@@ -414,6 +437,13 @@ def test_a_streak_that_is_not_the_deepest_fall_is_said_too(tmp_path: Path) -> No
     held = [w | {"next_scale": w["scale"]} if w.get("step", 0) // 10 == 10 else w for w in lines]
     one = the(found(tmp_path, calm(held)), "longest streak")
     assert one.what.endswith(" The longest streak: 8 skips in a row from step 100 on.")
+
+
+def test_values_are_told_as_one_writes_them() -> None:
+    values = [None, True, 65536.0, 1e-8, "sync", (), ["a", "b.c"], 3]
+    assert list(map(written, values)) == [
+        *("none", "true", "65536", "1e-08", "sync", "[]", "[a, b.c]", "3")
+    ]
 
 
 def test_numbers_are_short_and_a_share_never_rounds_to_nothing_or_to_all() -> None:

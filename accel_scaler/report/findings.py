@@ -213,16 +213,23 @@ def _loss(run: Run) -> Finding | None:
     span = run.place(run.loss_first_x)
     if run.loss_windows > 1:
         span = f"{span} to {run.place(run.loss_last_x)}"
-    remedy = _find_overflow_hint(run)
-    for x, first in run.firsts:
-        if run.loss_first_x <= x <= run.loss_last_x:
-            remedy = _sentence(told(first)[1])
+    if is_scaled(run):
+        remedy = _find_overflow_hint(run)
+        for x, first in run.firsts:
+            if run.loss_first_x <= x <= run.loss_last_x:
+                remedy = _sentence(told(first)[1])
+        smaller = "A smaller scale does not cure this, since it multiplies the loss afterwards."
+        remedy = f"{smaller} {remedy}"
+    else:
+        remedy = (
+            "Resume from a checkpoint before it: without loss scaling nothing skips such a step."
+        )
     return Finding(
         "bad",
         f"The loss itself was inf or NaN in {counted(run.loss_windows, 'window')} ({span}).",
         "The forward, not the gradients: the batch of that step, a division or log at 0, an "
         "activation above 65504 (float16's largest).",
-        "A smaller scale does not cure this, since it multiplies the loss afterwards. " + remedy,
+        remedy,
     )
 
 
@@ -404,7 +411,7 @@ def _about_to_fail(run: Run) -> str:
 
 def _skips(run: Run) -> Finding | None:
     if not run.skips:
-        if run.stepped_bad:
+        if run.stepped_bad or run.loss_windows:
             return None
         if run.overflows:
             word = counted(run.overflows, "window")

@@ -105,20 +105,9 @@ def _follow_in_lines(follower: Follower, sleep: Callable[[float], None]) -> None
 
 
 def plain_line(follower: Follower) -> str:
-    """``step 410  411 windows  3 skipped  loss 2.345  scale 65536  12.3/s``."""
-    run = follower.run
-    return "  ".join(
-        [
-            run.place(run.last_x),
-            *(
-                f"{value} {name}" if name in _AFTER else f"{name} {value}"
-                for name, value in tiles(follower)
-            ),
-        ]
-    )
-
-
-_AFTER = ("windows", "skipped")
+    """``step 410  windows 411 (12.3/s)  skipped 3 (0.7 %)  loss 2.345  scale 65536``."""
+    told = (f"{name} {value}" for name, value in tiles(follower))
+    return "  ".join([follower.run.place(follower.run.last_x), *told])
 
 
 def tiles(follower: Follower) -> list[tuple[str, str]]:

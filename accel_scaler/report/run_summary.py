@@ -166,7 +166,7 @@ class Run:
             self.healed.setdefault(name, x)
         self.range.add(x, record, names)
         self._add_norm(x, record)
-        if record.loss_nonfinite and not record.healed:
+        if record.has_bad_loss and not record.healed:
             self.loss_first_x = self.loss_first_x if self.loss_windows else x
             self.loss_windows += 1
             self.loss_last_x = x

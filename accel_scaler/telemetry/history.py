@@ -148,7 +148,7 @@ class History:
                 healed=self.healed,
                 norms=int(self.max_grad_norm is not None),
                 stepped_bad="" if bad is None else f"window {bad}",
-                loss_windows=sum(r.loss_nonfinite > 0 and not r.healed for r in self.records),
+                loss_windows=sum(r.has_bad_loss and not r.healed for r in self.records),
                 low=f"the scale fell to {lowest:.10g}" if lowest <= 1 and self.skips else "",
             )
         )

@@ -122,6 +122,11 @@ class Record:
             object.__setattr__(self, each.name, value)
 
     @property
+    def has_bad_loss(self) -> bool:
+        """One of its losses was inf or NaN, as far as anybody looked."""
+        return self.loss_nonfinite > 0 or (self.loss is not None and not math.isfinite(self.loss))
+
+    @property
     def hidden_s(self) -> float | None:
         """How long its update ran beside the training thread's own work."""
         return None if self.optimizer_s is None else self.optimizer_s - (self.waited_s or 0.0)

@@ -120,7 +120,7 @@ def test_what_is_wrong_comes_first_then_what_differs_from_the_defaults(
     assert lines[3:5] == ["", "settings that differ from their defaults"]
     assert [line.split() for line in lines[5:8]] == [
         ["min_scale", "4", "ACCEL_SCALER_MIN_SCALE"],
-        ["step_mode", '"overlap"', "--step_mode"],
+        ["step_mode", "overlap", "--step_mode"],
         [],
     ]
     assert lines[-1].startswith("--all says the rest")

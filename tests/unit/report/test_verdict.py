@@ -91,6 +91,21 @@ def test_the_floor_and_a_deep_fall_are_no_plain_success(tmp_path: Path) -> None:
     assert "Trained, but the scale reached its floor, min_scale = 1024 (step 45)" in floor
 
 
+def test_a_loss_that_became_nan_where_nothing_is_scaled(tmp_path: Path) -> None:
+    lines = t.story(40, lambda *_: False)
+    lines[0] |= {"precision": "no"}
+    for line in lines:
+        if line["kind"] == "window":
+            del line["grad_norm"], line["norms"]
+            line["loss"] = 1.0 if line["step"] < 30 else "nan"
+    run = read_run(t.write(tmp_path / "run", lines))
+    assert "but the loss itself was inf or NaN in 10 windows" in verdict_on(run)
+    (bad,) = (each for each in find(run) if each.level == "bad")
+    assert "(step 30 to step 39)" in bad.what
+    assert "scale does not cure" not in bad.do
+    assert not [each for each in find(run) if each.level == "good"]
+
+
 def test_without_loss_scaling(tmp_path: Path) -> None:
     lines = [t.start(precision="bf16")]
     lines += [t.window(s, 1.0, grad_norm=n) for s, n in enumerate((1.0, "nan", 2.0))]

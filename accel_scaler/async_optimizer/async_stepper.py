@@ -320,6 +320,21 @@ class AsyncStepper(Stepper):
         self.finish("optimizer.step")
         self._finish_others()
         self.refresh()
+        if self.mode == "delayed" and self._fences_reads and self._inflight is None:
+            self._follow_unseen_edits()
+
+    def _follow_unseen_edits(self) -> None:
+        """After a skip, or a step that was not late, the model had exactly what the masters are:
+        else it was written to through ``.data``, which no version counts."""
+        if self.unpublished or self._shown or not self.steps:
+            return
+        self.streams.follow_last(on_host=True)
+        with self.lock, torch.inference_mode(False), self.streams.as_at_home():
+            self.streams.wait_for_all()
+            for pair in self.replica.pairs:
+                if pair.is_master and not _holds_master(pair):
+                    pair.is_extrapolated = False
+                    pair.refresh()
 
     def _finish_others(self) -> None:
         for other in others_of(self):

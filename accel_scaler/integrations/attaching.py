@@ -32,8 +32,9 @@ def attach(target: T, config: ScalerConfig | Mapping[str, Any] | None = None, **
             ``transformers.Trainer``. Attaching again changes nothing, unless settings are given
             that are not in force: then detach first.
         config: a :class:`ScalerConfig` is every setting, and the environment is not read. A
-            mapping is some of them, by field. Settings that stay at their defaults are taken from
-            the scaler that is replaced (``GradScalerKwargs``), as is its state.
+            mapping is some of them, by field. Settings that stay at their defaults and are not
+            asked for by name are taken from the scaler that is replaced (``GradScalerKwargs``),
+            as is its state.
         **settings: fields of :class:`ScalerConfig`; they outrank ``config``, and that
             ``ACCEL_SCALER_<FIELD>`` in the environment, where a launcher puts its flags and the
             section of a config file.
@@ -61,13 +62,13 @@ def attach(target: T, config: ScalerConfig | Mapping[str, Any] | None = None, **
     if attached is not None:
         if asked.is_nothing:
             return target
-        wanted = asked.changes(attached.asked_config)
-        if wanted in (attached.config, attached.asked_config):
+        wanted = asked.changes(attached.config)
+        if any(asked.changes(own) == own for own in (attached.config, attached.asked_config)):
             attached.is_default = False
             return target
         if not attached.is_default:
             raise OrderError(
-                f"attach: already attached with {_differing(attached.asked_config, wanted)}; call "
+                f"attach: already attached with {_differing(attached.config, wanted)}; call "
                 "detach(accelerator) first."
             )
         detach(accelerator)

@@ -6,7 +6,7 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -32,7 +32,7 @@ from .explaining import OverflowExplainer
 from .healing import Healer
 from .optimizer import ScaledOptimizer, adopt, refuse_unsuitable
 from .overflow_files import OverflowFiles
-from .stock_scaler import make_scaler, refuse_other_scalers
+from .stock_scaler import make_scaler, refuse_other_scalers, scaler_settings
 from .trackers import Trackers
 
 
@@ -43,7 +43,9 @@ class Attachment:
     keep its models.
 
     Args:
-        asked_config: as given; ``config`` is what comes of it.
+        asked_config: as given; ``config`` is what comes of it. What is in force has the replaced
+            scaler's settings, too.
+        named: fields that were asked for one by one; they outrank that scaler's, defaults too.
 
     Raises:
         UnsupportedError: an optimizer that cannot be adopted, a module that cannot run in float32;
@@ -51,9 +53,18 @@ class Attachment:
         ConfigError: ``telemetry`` or ``save_overflow`` cannot be written to.
     """
 
-    def __init__(self, accelerator: Any, asked_config: ScalerConfig, config: ScalerConfig) -> None:
+    def __init__(
+        self,
+        accelerator: Any,
+        asked_config: ScalerConfig,
+        config: ScalerConfig,
+        named: Collection[str] = (),
+    ) -> None:
         refuse_unsuitable(accelerator._optimizers, config)
         self._accelerator = weakref.ref(accelerator)
+        self.stock_scaler = accelerator.scaler
+        settings = scaler_settings(accelerator, config, self.stock_scaler, named)
+        config = replace(config, **settings)
         self.config, self.asked_config = config, asked_config
         self.is_default = False
         """Settings that a later ``attach`` gives outrank these."""
@@ -66,8 +77,7 @@ class Attachment:
             self.chosen.refuse_uncastable(model)
         self.stock_class: type | None = None
         """What ``attach`` has changed the class from."""
-        self.stock_scaler = accelerator.scaler
-        self.scaler = make_scaler(accelerator, config, self.stock_scaler)
+        self.scaler = make_scaler(accelerator, settings, self.stock_scaler)
         is_fsdp = accelerator.distributed_type == DistributedType.FSDP
         self.scaler.sharded = config.sharded or is_fsdp
         files, facts = None, _facts_of(accelerator)
@@ -288,7 +298,7 @@ def begin(accelerator: Any, asked_for: Asked) -> Attachment | None:
         config = replace(
             config, step_mode="sync", offload="none", master_weights="auto", enabled=False
         )
-    attachment = Attachment(accelerator, asked, config)
+    attachment = Attachment(accelerator, asked, config, asked_for.single)
     attachment.put_on(accelerator)
     for listener in _listeners:
         listener(attachment)

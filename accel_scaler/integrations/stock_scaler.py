@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from accelerate import Accelerator
@@ -44,8 +45,11 @@ def refuse_other_scalers(accelerator: Accelerator) -> None:
         raise UnsupportedError(f"attach: {who}.")
 
 
-def make_scaler(accelerator: Any, config: ScalerConfig, stock: Any) -> GradScaler:
-    """Settings: those that ``config`` changes, else the replaced scaler's; and its state."""
+def scaler_settings(
+    accelerator: Any, config: ScalerConfig, stock: Any, named: Collection[str] = ()
+) -> dict[str, Any]:
+    """What :class:`GradScaler` is made with: what ``config`` changes, and what was asked for by
+    name, else the replaced scaler's."""
     handler = accelerator.scaler_handler
     values: dict[str, Any] = {} if handler is None else handler.to_kwargs()
     state = {} if stock is None else stock.state_dict()
@@ -55,13 +59,20 @@ def make_scaler(accelerator: Any, config: ScalerConfig, stock: Any) -> GradScale
     elif stock is not None:
         values["enabled"] = False
     own = inspect.signature(GradScaler).parameters
-    changed = {name: value for name, value in config.changed().items() if name in own}
+    wanted = config.changed() | {name: getattr(config, name) for name in named}
+    changed = {name: value for name, value in wanted.items() if name in own}
     if state and stock._scale is not None:
         # Training has begun: go on with its scale, as far as the new bounds allow.
         changed.pop("init_scale", None)
         low, high = config.min_scale, config.max_scale
         values["init_scale"] = min(max(values["init_scale"], low or 0.0), high or math.inf)
-    scaler = GradScaler(accelerator.device.type, **(values | changed))
+    return values | changed
+
+
+def make_scaler(accelerator: Any, settings: Mapping[str, Any], stock: Any) -> GradScaler:
+    """With these settings, and the state of the replaced scaler."""
+    state = {} if stock is None else stock.state_dict()
+    scaler = GradScaler(accelerator.device.type, **settings)
     if state and state["_growth_tracker"]:
         scaler.load_state_dict(scaler.state_dict() | {"_growth_tracker": state["_growth_tracker"]})
     return scaler

@@ -190,6 +190,40 @@ def test_a_write_is_what_the_training_goes_on_from(begin: Callable[..., Run], mo
             assert forward == pytest.approx(float(loss_with(run, [b * 2.0 for b in before])), 1e-3)
 
 
+SKIPPED = 3
+
+
+@pytest.mark.parametrize("after", [0, 2, SKIPPED], ids=["the first step", "a late one", "a skip"])
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode.startswith("delayed")])
+def test_masters_have_what_was_written_through_data(
+    begin: Callable[..., Run], mode: str, after: int
+) -> None:
+    """After a step that was late, and where the model has the masters' own values: the training
+    goes on from it as from a write that autograd knows of, to the last step."""
+    ends: list[list[Tensor]] = []
+    for is_known in (True, False):
+        run = begin(mode, torch.bfloat16)
+        for step in range(STEPS):
+            if step == SKIPPED:
+                run.accelerator.backward(run.forward(step) * 1e38)
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+                assert run.optimizer.step_was_skipped
+            else:
+                run.step(step)
+            if step == after:
+                for p in run.model.parameters():
+                    with torch.no_grad():
+                        (p if is_known else p.data).fill_(0.0625)
+        ends.append(run.newest())
+        detach(run.accelerator)
+    assert_same(*ends)
+    untouched = begin(mode, torch.bfloat16)
+    for step in range(STEPS):
+        untouched.step(step)
+    assert not torch.equal(untouched.newest()[0], ends[0][0])
+
+
 def loss_with(run: Run, values: list[Tensor]) -> Tensor:
     """The same forward of a model that has these."""
     other = mlp()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import GradScalerKwargs
 from attached import assert_untouched, cpu, inner_dtype, prepared, train
 from support import mlp, stock, weights
 from torch import Tensor, nn
@@ -253,6 +254,27 @@ def test_what_was_asked_for_by_name_is_there_or_it_is_refused(
         attach(accelerator, step_mode="overlapp")
     assert accelerator._attachment is attachment
     detach(accelerator)
+
+
+def test_settings_by_name_outrank_the_replaced_scalers() -> None:
+    """Also where they are the defaults; a config's defaults do not."""
+    for config, keywords, scale, interval in (
+        (None, {}, 1024.0, 7),
+        (ScalerConfig(hysteresis=2), {}, 1024.0, 7),
+        (None, {"init_scale": 65536.0}, 65536.0, 7),
+        ({"growth_interval": 2000}, {}, 1024.0, 2000),
+        (ScalerConfig(), {"init_scale": 65536.0, "growth_interval": 2000}, 65536.0, 2000),
+    ):
+        handler = GradScalerKwargs(init_scale=1024.0, growth_interval=7)
+        accelerator = attach(stock(kwargs_handlers=[handler]), config, **keywords)
+        scaler, attachment = accelerator.scaler, accelerator._attachment
+        assert (scaler.get_scale(), scaler.get_growth_interval()) == (scale, interval)
+        # What is in force is no other setting, and what is refused says what is.
+        assert attach(accelerator, init_scale=scale, growth_interval=interval) is accelerator
+        assert accelerator._attachment is attachment
+        with pytest.raises(OrderError, match=f"init_scale={scale}, not 2.0; call"):
+            attach(accelerator, init_scale=2.0)
+        detach(accelerator)
 
 
 def test_settings_that_a_launcher_attached_with_are_asked_for_or_replaced_once(

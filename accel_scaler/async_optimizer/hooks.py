@@ -109,6 +109,10 @@ class SyncHooks:
         if not stepper.replica.splittable:
             stepper.replica.return_state()
             return
+        # That of parameters that were replaced stays, and torch's state dict does not take it.
+        own, found = set(map(id, parameters_of(optimizer))), optimizer.state
+        gone = [key for key in found if isinstance(key, Tensor) and id(key) not in own]
+        left = {key: found.pop(key) for key in gone}
         saved = optimizer.state_dict()
         state: dict[Any, Any] = {}
         for index, entry in saved["state"].items():
@@ -118,6 +122,7 @@ class SyncHooks:
                 state[index] = entry
         self._remove()
         optimizer.load_state_dict({**saved, "state": state})
+        optimizer.state.update(left)
 
     def _remove(self) -> None:
         for handle in self._handles:

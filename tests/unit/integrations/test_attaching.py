@@ -557,3 +557,28 @@ def test_an_attach_that_was_interrupted_before_its_end_is_made_again(
     assert optimizer.scaler is accelerator.scaler
     detach(accelerator)
     assert type(accelerator) is Accelerator
+
+
+@pytest.mark.parametrize("settings", [{}, {"offload": "cpu"}, {"step_mode": "delayed"}], ids=str)
+def test_state_of_a_parameter_that_was_replaced_is_left_as_torch_leaves_it(
+    settings: dict[str, Any],
+) -> None:
+    """torch steps on, and makes no state dict of it; detach ends, and training goes on stock."""
+    accelerator = attach(cpu(), init_scale=256.0, **settings)
+    model = mlp().to(torch.bfloat16)
+    inner = SGD(model.parameters(), lr=0.05, momentum=0.9)
+    model, optimizer = accelerator.prepare(model, inner)
+    train(accelerator, model, optimizer)
+    old = model[0].weight
+    model[0].weight = new = nn.Parameter(old.detach() * 0.5)
+    group = inner.param_groups[0]["params"]
+    group[[id(p) for p in group].index(id(old))] = new
+    train(accelerator, model, optimizer)
+    detach(accelerator)
+    assert type(accelerator) is Accelerator
+    assert type(optimizer) is AcceleratedOptimizer
+    assert set(inner.state) == {old, *model.parameters()}
+    for p in model.parameters():
+        buffer = inner.state[p]["momentum_buffer"]
+        assert buffer.dtype is torch.bfloat16
+        assert buffer.abs().sum() > 0

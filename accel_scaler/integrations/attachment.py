@@ -238,7 +238,7 @@ class Attachment:
                 "optimizer.step(), or zero the gradients and call "
                 "accelerator.scaler.abandon_window() first."
             )
-        if stock is not None:
+        if stock is not None and stock.is_enabled():
             stock.load_state_dict(scaler.state_dict())
             if scaler.has_begun and stock._scale is None:
                 # Or an attach() after this one would take it for a scaler at its start.

@@ -277,6 +277,16 @@ def test_settings_by_name_outrank_the_replaced_scalers() -> None:
         detach(accelerator)
 
 
+def test_a_scaler_that_is_off_is_replaced_by_one_that_is_on_where_that_is_asked_for() -> None:
+    for keywords, is_on in (({}, False), ({"enabled": True}, True)):
+        accelerator = attach(stock(kwargs_handlers=[GradScalerKwargs(enabled=False)]), **keywords)
+        assert accelerator.scaler.is_enabled() is is_on
+        model, optimizer = prepared(accelerator)
+        train(accelerator, model, optimizer)
+        detach(accelerator)
+        assert not accelerator.scaler.is_enabled()
+
+
 def test_settings_that_a_launcher_attached_with_are_asked_for_or_replaced_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

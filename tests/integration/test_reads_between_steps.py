@@ -171,8 +171,8 @@ def test_the_forward_alone_is_shown_something_else(begin: Callable[..., Run], mo
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_write_is_what_the_training_goes_on_from(begin: Callable[..., Run], mode: str) -> None:
-    """Doubled between two steps, with and without autograd knowing: as in a plain loop."""
+def test_the_next_forward_sees_a_write(begin: Callable[..., Run], mode: str) -> None:
+    """Doubled between two steps, with and without autograd knowing."""
     run = begin(mode, torch.float32)
     for step in range(STEPS):
         run.step(step)

@@ -85,6 +85,11 @@ class Session:
         self.seconds = max(self.seconds, end.time)
         self.ended, self.error = True, end.error
 
+    @property
+    def is_empty(self) -> bool:
+        """It ended as it should, without a window."""
+        return self.ended and self.error is None and not self.windows
+
 
 class Run:
     """Everything a report says about one file. ``x`` counts windows over all its sessions."""
@@ -127,6 +132,9 @@ class Run:
     def begin(self, start: Start) -> None:
         """A new session: the scale is searched for again."""
         self.finish()
+        if self.sessions and self.sessions[-1].is_empty:
+            # The launcher attached, then the script: nothing was trained with the first settings.
+            del self.sessions[-1]
         self.late.begin()
         self.bins.begin()
         first_x = (

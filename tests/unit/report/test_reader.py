@@ -140,6 +140,24 @@ def test_sessions_in_one_file_go_on_along_the_axis(tmp_path: Path) -> None:
     assert [x for x, _ in run.timing.last] == list(range(10, 15)), "one session, one clock"
 
 
+def test_a_session_that_ended_without_a_window_is_none(tmp_path: Path) -> None:
+    """The launcher attaches, then the script with settings of its own: one run, not two."""
+    story = t.story(5, lambda *_: False)
+    run = read(tmp_path, [t.start(settings={"min_scale": 4.0}), t.end(), *story])
+    assert len(run.sessions) == 1
+    assert run.sessions[0].settings["min_scale"] == story[0]["settings"]["min_scale"] != 4.0
+    assert run.place(3) == "step 3"
+    again = read(tmp_path, [*story, t.start(), t.end(), *story])
+    assert [s.first_x for s in again.sessions] == [0, 5]
+    assert again.place(7) == "step 2 of session 2"
+
+
+def test_a_session_without_a_window_that_failed_or_was_cut_off_is_kept(tmp_path: Path) -> None:
+    story = t.story(5, lambda *_: False)
+    run = read(tmp_path, [t.start(), t.end(error="no"), t.start(), *story, t.start(), t.end()])
+    assert [s.windows for s in run.sessions] == [0, 0, 5, 0]
+
+
 @pytest.mark.parametrize("lost", ['{"kind":"names","names":5}', '{"kind":"names","na', '{"kin'])
 def test_norms_are_never_read_with_names_that_may_be_others(lost: str, tmp_path: Path) -> None:
     bad = {"norms": t.norms([1.0, 1.0]), "nonfinite": [[0, 1]]}

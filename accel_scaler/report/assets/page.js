@@ -449,9 +449,12 @@
       cells.data.set([...color, 255], 4 * index);
     });
     context.putImageData(cells, 0, 0);
-    // A cell reaches half the way to its neighbours, so that the cursor is in the one it tells of.
-    const edges = [-1, ...heat.columns.slice(1).map((x, i) => (heat.columns[i] + x) / 2), last + 1];
-    const columnAt = (x) => edges.findLastIndex((edge, i) => edge <= x && i < columns);
+    // A cell reaches half the way to its neighbours, so that the cursor is in the one it tells of;
+    // the last one over the windows that it stands for: another run may be longer.
+    const gaps = heat.columns.slice(1).map((x, i) => x - heat.columns[i]);
+    const end = heat.columns[columns - 1] + (gaps.length ? Math.min(...gaps) : 1) - 0.5;
+    const edges = [heat.columns[0] - 0.5, ...gaps.map((gap, i) => heat.columns[i] + gap / 2), end];
+    const columnAt = (x) => (x < end ? edges.findLastIndex((edge) => edge <= x) : -1);
     const height = Math.round(Math.min(640, Math.max(150, rows * 15))) + 44;
     const paint = (u) => clipped(u, (ctx) => {
       ctx.imageSmoothingEnabled = false;

@@ -190,6 +190,29 @@ def test_a_zoom_is_shared_and_can_be_undone(see: Any) -> None:
     assert seen.readout("loss").startswith("step 199")
 
 
+def test_the_heat_map_of_a_shorter_run_ends_with_it(see: Any) -> None:
+    seen = see(rich(20), rich(80))
+    is_painted = """shares => {
+        const canvas = document.querySelector("#chart-heatmap-1 canvas");
+        const over = document.querySelector("#chart-heatmap-1 .u-over");
+        const [all, box] = [canvas.getBoundingClientRect(), over.getBoundingClientRect()];
+        const copy = new OffscreenCanvas(canvas.width, canvas.height);
+        const context = copy.getContext("2d", {willReadFrequently: true});
+        context.drawImage(canvas, 0, 0);
+        const y = (box.y - all.y + box.height / 2) * canvas.height / all.height;
+        return shares.map((share) => {
+            const x = (box.x - all.x + share * box.width) * canvas.width / all.width;
+            return context.getImageData(x, y, 1, 1).data[3] > 0;
+        });
+    }"""
+    assert seen(is_painted, [0.1, 0.2, 0.3, 0.6, 0.9]) == [True, True, False, False, False]
+    seen.point_at("heatmap-1", 0.1)
+    assert "transformer." in seen.readout("heatmap-1")
+    seen.point_at("heatmap-1", 0.6)
+    assert "no norms here" in seen.readout("heatmap-1")
+    assert "transformer." in seen.readout("heatmap-2")
+
+
 def test_the_keyboard_moves_the_cursor_and_a_line_can_be_hidden(see: Any) -> None:
     seen = see(rich())
     seen.page.focus("#chart-norm .u-over")

@@ -54,7 +54,7 @@ def test_it_installs_before_it_runs_and_says_so(tmp_path: Path) -> None:
     if shutil.which("make") is None:
         pytest.skip("no make")
     for target, stamps in (("train", [".recipes"]), ("test", [".recipes", ".installed"])):
-        asked = ["make", "-n", target, f"VENV={tmp_path / 'new'}"]
+        asked = ["make", "--no-print-directory", "-n", target, f"VENV={tmp_path / 'new'}"]
         said = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True).stdout
         assert said.startswith('echo "Installing torch')
         assert re.findall(r"touch .*/(\S+)", said) == stamps

@@ -56,9 +56,10 @@ class Follower:
 
     @property
     def is_over(self) -> bool:
-        """The last session has its end line, and nothing follows it."""
-        sessions = self.run.sessions
-        return bool(sessions) and sessions[-1].ended and self.share_read == 1
+        """The last session has its end line, and nothing follows it. One without a window is none:
+        a launcher attached, and its script is about to."""
+        last = self.run.sessions[-1] if self.run.sessions else None
+        return last is not None and last.ended and not last.is_empty and self.share_read == 1
 
     @property
     def share_read(self) -> float:

@@ -191,3 +191,18 @@ def test_what_is_no_telemetry_is_refused_in_a_line(tmp_path: Path, content: byte
         Follower(str(path)).poll()
     with pytest.raises(ConfigError, match="cannot be read"):
         Follower(str(tmp_path)).poll()
+
+
+def test_the_end_of_a_session_without_a_window_is_not_the_runs(tmp_path: Path) -> None:
+    """A launcher attached first, then its script with settings of its own."""
+    path, whole = tmp_path / "run.jsonl", story(3)
+    path.write_bytes(bytes_of([whole[0], t.end(0)]))
+    follower = Follower(str(path))
+    assert follower.poll()
+    assert not follower.is_over
+    with open(path, "ab") as file:
+        file.write(bytes_of(whole))
+    assert follower.poll()
+    assert follower.is_over
+    assert len(follower.run.sessions) == 1
+    follower.close()

@@ -21,7 +21,8 @@ pytest.importorskip("trl", minversion="1.0", reason="an older GRPOTrainer has ot
 
 from async_support import assert_same, lazy, values
 from grpo_support import Sampler, llama, make
-from references import GROWTH_INTERVAL, INIT_SCALE, NEVER_STALE, Reference
+from reference_trainer import ReferenceOptimizer, ReferenceScaler, Verdicts, momentum
+from references import GROWTH_INTERVAL, INIT_SCALE
 from support import stock_fp16_on_cpu
 from torch import Tensor
 from transformers import TrainerCallback
@@ -42,7 +43,6 @@ MODES: dict[str, dict[str, Any]] = {
         "offload": "cpu",
     },
 }
-momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 @contextmanager
@@ -78,41 +78,12 @@ def outcome(trainer: Any, sampler: Sampler) -> dict[str, Any]:
 # --- beside a plain loop ------------------------------------------------------------------------
 
 
-class PlainOptimizer(torch.optim.SGD):
-    """What a stock trainer steps: the plain loop of references.py, at the schedule's rate."""
-
-    def __init__(self, params: Iterable[Tensor], compensation: str | None) -> None:
-        params = list(params)
-        super().__init__(params, lr=0.1)
-        late = {"prompt": 0, "compensation": compensation} if compensation else {}
-        self.reference = Reference(params, momentum, **({"prompt": NEVER_STALE} | late))
-        self.skipped = False
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.reference.optimizer.param_groups[0]["lr"] = self.param_groups[0]["lr"]
-        self.skipped = not self.reference.boundary(max_norm=0.5)
-
-
-class PlainScaler(torch.amp.GradScaler):
-    def __init__(self, reference: Reference) -> None:
-        super().__init__("cpu", enabled=False)
-        self.reference = reference
-
-    def scale(self, outputs: Any) -> Any:
-        return outputs * self.reference.scale
-
-
-class Verdicts(TrainerCallback):
-    """Tells the trainer whether the plain loop has skipped."""
-
-    def on_optimizer_step(self, *args: Any, optimizer: Any, **kwargs: Any) -> None:
-        optimizer._is_overflow = optimizer.optimizer.skipped
-
-
 def run_plain(path: Path, mode: str, steps: int, overflows: Iterable[int]) -> dict[str, Any]:
     """A stock GRPOTrainer around it. Late updates are shown to the training forward alone."""
     model = llama(overflows=overflows)
-    optimizer = PlainOptimizer(model.parameters(), MODES[mode].get("delay_compensation"))
+    compensation = MODES[mode].get("delay_compensation")
+    late = {"prompt": 0, "compensation": compensation} if compensation else {}
+    optimizer = ReferenceOptimizer(model.parameters(), **late)
     trainer, sampler = make(path, model, optimizer, max_steps=steps, max_grad_norm=0.0)
     trainer.add_callback(Verdicts())
     reference = optimizer.reference
@@ -127,7 +98,7 @@ def run_plain(path: Path, mode: str, steps: int, overflows: Iterable[int]) -> di
         return result
 
     sampler.around = exact
-    stock_fp16_on_cpu(trainer.accelerator).scaler = PlainScaler(reference)
+    stock_fp16_on_cpu(trainer.accelerator).scaler = ReferenceScaler(reference)
     # The plain loop clips. With no limit Trainers do it all the same, and the norm of scaled
     # float16 gradients may be inf, by which they make them nan.
     trainer.accelerator.clip_grad_norm_ = lambda *_: torch.zeros(())

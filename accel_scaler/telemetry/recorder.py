@@ -167,7 +167,7 @@ class Recorder(Observer):
             **self._details(optimizer, window, found_inf, before),
         )
         if self._open is None:
-            late = window.losses if self._loss is None else None
+            late = window.losses if self.wants_each_norm and self._loss is None else None
             self._open = OpenRecord(record, self._start, self._table.label, late)
             if self._queue is not None:
                 self._queue.add(self._open)
@@ -245,8 +245,8 @@ class Recorder(Observer):
         window, self._open = self._open, None
         if window is None:
             return
-        if window.is_complete:
-            self.history.complete(window.close())
+        window.read_loss()
+        self.history.complete(window.close() if window.is_complete else window.record)
         if self.tracked is not None:
             self.tracked.close(window.record, self.history, self.scaler.is_enabled())
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +24,7 @@ from accelerate import Accelerator
 from accelerators import on
 from async_support import lazy
 from histories import INF, Call, Choices, Kind, drawn
-from history_twin import DTYPES, LAYERS, LOW, OPTIMIZERS, Net, Setup, Twin
+from history_twin import DTYPES, LAYERS, LOW, OPTIMIZERS, SURPRISES, Net, Setup, Twin
 from references import DECAY, GROWTH_INTERVAL, INIT_SCALE
 from support import reset, same
 from torch import Tensor, nn
@@ -138,8 +137,8 @@ class Raw:
     def backward(self, loss: Tensor) -> None:
         self.scaler.scale(loss).backward()
 
-    def clip_norm(self, most: float, kind: float) -> Any:
-        return self.optimizer.clip_grad_norm_(most, kind)
+    def clip_norm(self, most: float, kind: float, params: list[nn.Parameter] | None) -> Any:
+        return self.optimizer.clip_grad_norm_(most, kind, params)
 
     def close(self) -> None:
         self.optimizer.close()
@@ -196,8 +195,8 @@ class Attached(Raw):
     def backward(self, loss: Tensor) -> None:
         self.accelerator.backward(loss)
 
-    def clip_norm(self, most: float, kind: float) -> Any:
-        return self.accelerator.clip_grad_norm_(self.net.parameters(), most, kind)
+    def clip_norm(self, most: float, kind: float, params: list[nn.Parameter] | None) -> Any:
+        return self.accelerator.clip_grad_norm_(params or self.net.parameters(), most, kind)
 
     def close(self) -> None:
         self.scaler.abandon_window()
@@ -211,18 +210,39 @@ class Attached(Raw):
 
 
 WHICH = range(8)
+WHOLE = ("",)
+PARTS = (
+    *(("outer",), ("inner", "outer"), ("outer", "outer"), ("inner", "inner.bias"), ("", "outer")),
+    ("gain", "inner.weight", "inner.bias", "outer.weight", "outer.bias"),
+)
+"""What is clipped, by the first letters of names, one after the other."""
+EDITS: dict[str, Callable[[Tensor], object]] = {
+    "mul": lambda p: p.mul_(0.75),
+    "add": lambda p: p.add_(2.0**-12),
+    "copy": lambda p: p.copy_(torch.full_like(p, 0.3)),
+    "element": lambda p: p.view(-1)[0].fill_(0.1),
+    "data clamp": lambda p: p.data.clamp_(-0.25, 0.25),
+    "data copy": lambda p: p.data.copy_(torch.full_like(p.data, 0.3)),
+    "data zero": lambda p: p.data.zero_(),
+    "data every other": lambda p: p.data.view(-1)[::2].mul_(0.75),
+}
 CHOICES: Choices = {
     "backward": {
         "used": [LAYERS] * 4 + [("gain",), ("outer", "inner")],
         "bad": [False] * 5 + [True],
     },
     "edit_gradient": {"which": WHICH, "how": ("in place", "data", "replaced", "dropped")},
-    "clip_norm": {"most": (0.125, 0.01, 100.0), "kind": (2.0, 2.0, INF)},
+    "clip_norm": {
+        "most": (0.125, 0.01, 100.0),
+        "kind": (2.0, 2.0, INF),
+        "parts": (*[WHOLE] * 6, *PARTS * ("partial clips" in SURPRISES)),
+    },
     "clip_value": {"most": (2.0**-5, 2.0**-9, 8.0)},
     "step": {
         "zero": ("none", "none", "none", "zeros", "model none", "model zeros", "nothing"),
         "fails": (None,) * 5 + (0, 1, 3),
         "told": ("synchronize", "state_dict", "evaluation"),
+        "sits_out": (None, *(None, 0, 1) * ("sits out" in SURPRISES)),
     },
     "zero_grad": {"how": ("none", "zeros", "model none", "model zeros")},
     "submit": {"most": (None, 0.125, 0.01)},
@@ -234,9 +254,16 @@ CHOICES: Choices = {
     "average": {},
     "litter": {},
     "synchronize": {},
-    "edit": {"which": WHICH, "how": ("mul", "add", "copy", "element")},
+    "edit": {
+        "which": WHICH,
+        "how": [how for how in EDITS if "through .data" in SURPRISES or how[:4] != "data"],
+    },
     "move": {"which": WHICH, "how": ("one", "apply")},
-    "freeze": {"which": WHICH},
+    "freeze": {
+        "part": (*LAYERS, "inner.bias", "outer.weight", ""),
+        "how": ("toggle", *("toggle", "alone", "alone") * ("frozen" in SURPRISES)),
+    },
+    **({"tie": {"which": WHICH}} if "shared memory" in SURPRISES else {}),
     "add_group": {},
     "collect": {},
     "state_dict": {},
@@ -248,7 +275,7 @@ CHOICES: Choices = {
 }
 ENDS = ("step",) * 6 + ("submit", "submit", "torch_loop", "torch_loop")
 OTHERS = tuple(name for name in CHOICES if name not in ("backward", "step", "submit", "torch_loop"))
-AFTERS = (*OTHERS, "state_dict", "read", "go_back", "go_back", "step")
+AFTERS = (*OTHERS, "state_dict", "read", "go_back", "go_back", "step", *["freeze"] * 2)
 BETWEEN = (*OTHERS, *["edit_gradient"] * 8)
 """What happens to a window, after it, and in it."""
 
@@ -257,13 +284,14 @@ def draw(r: random.Random, on_device: bool = False) -> tuple[Setup, list[Call]]:
     """Some windows, each with an end, and things that happen in between and after it."""
     attached = r.random() < 0.5
     setup = Setup(
-        mode=r.choice(("overlap", "delayed", *["sync"] * on_device)),
+        mode=r.choice(("sync", "overlap", "delayed")),
         offload=r.choice(("none", "cpu")),
         attached=attached,
         optimizer=r.choice(sorted(OPTIMIZERS)),
         dtype=r.choice(sorted(DTYPES)),
         warmup=r.choice((0, 0, 3)),
         compensation=r.choice(("none", "preview", "preview", "extrapolate", "auto")),
+        tied="shared memory" in SURPRISES and r.random() < 0.25,
         two=attached and r.random() < 0.5,
         parts=r.random() < 0.5,
         width=r.choice((3, 3, 192 if on_device else 3)),
@@ -277,6 +305,8 @@ def draw(r: random.Random, on_device: bool = False) -> tuple[Setup, list[Call]]:
         setup = replace(setup, warmup=0)
     if setup.mode != "delayed":
         setup = replace(setup, compensation="none")
+    else:
+        setup = replace(setup, tied=False)
     calls: list[Call] = [drawn(r, "save", CHOICES)] if r.random() < 0.5 else []
     for _ in range(r.randint(6, 12)):
         for _ in range(r.choice((0, 1, 1, 1, 1, 2))):
@@ -366,6 +396,12 @@ class Player:
             for o in self.ours.optimizers
         ]
 
+    def chosen(self, part: str) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """Those whose names begin so."""
+        names = [name for name, _ in self.twin.net.named_parameters()]
+        pairs = zip(names, self.pairs, strict=True)
+        return [pair for name, pair in pairs if name.startswith(part)]
+
     def synchronized(self) -> None:
         for optimizer in self.ours.optimizers:
             optimizer.synchronize()
@@ -425,21 +461,27 @@ class Player:
             else:
                 each.grad = each.grad * 0.5 if how == "replaced" else None
 
-    def clip_norm(self, most: float, kind: float) -> Any:
-        # In float16 a second factor would round on its own; folded, the first does.
-        if not self.may_end or self.setup.fold or (self.low and self.clips):
+    def clip_norm(self, most: float, kind: float, parts: Sequence[str] = WHOLE) -> Any:
+        # Folded, a factor would round on its own; so does one in float16 that a preview takes.
+        if not self.may_end or self.setup.fold:
             return False
-        order = list(self.twin.net.parameters()) if self.attached else self.twin.owned[0]
+        again = self.low and (self.clips or parts != WHOLE)
+        if again and ("partial clips" not in SURPRISES or self.twin.compensation != "none"):
+            return False
 
         def clip(masters: list[Tensor]) -> Any:
             return torch.nn.utils.clip_grad_norm_(masters, most, kind)
 
-        mine, other = self.ours.clip_norm(most, kind), self.twin.clip(order, clip, most)
-        if not math.isfinite(other) or self.twin.overflows:
-            self.twin.refused = True
-            other = torch.tensor(INF)
-        self.same("the norm", mine, other)
-        self.clips.append("norm")
+        for part in parts:
+            mine, order = (list(each) for each in zip(*self.chosen(part), strict=True))
+            if not (part or self.attached):
+                mine, order = None, self.twin.owned[0]
+            norm, other = self.ours.clip_norm(most, kind, mine), self.twin.clip(order, clip, most)
+            if self.twin.refuse(order, other):
+                other = torch.tensor(INF)
+            self.same("the norm", norm, other)
+            self.clips.append("part" if part else "norm")
+        self.seen["clipped in parts"] += parts != WHOLE
 
     def clip_value(self, most: float) -> Any:
         if not (self.attached and self.may_end) or self.setup.fold:
@@ -454,14 +496,16 @@ class Player:
         self.twin.clip(list(self.twin.net.parameters()), clip)
         self.clips.append("value")
 
-    def step(self, zero: str, fails: int | None, told: str) -> None:
+    def step(self, zero: str, fails: int | None, told: str, sits_out: int | None = None) -> None:
+        """``sits_out``: this optimizer keeps its gradients, if another one steps."""
         skipped = False
-        fails = fails if self.device == "cpu" else None
+        stepping = [n for n in self.numbers if n != sits_out or self.clips or not self.setup.split]
+        fails = fails if self.device == "cpu" and self.setup.mode != "sync" else None
         if fails is not None:
             self.synchronized()  # the fault is for this step
-        if fails is not None or (self.low and "value" in self.clips):
+        if fails is not None or (self.low and self.clips not in ([], ["norm"])):
             zero = "none"  # what is left is lost, or scaled and clipped
-        for number in self.numbers:
+        for number in stepping:
             optimizer = self.ours.optimizers[number]
             grads = [p.grad for p in self.twin.owned[number] if p.grad is not None]
             nonzero = any(bool(g.count_nonzero()) for g in grads)
@@ -485,9 +529,12 @@ class Player:
             self.seen["skipped"] += not stepped
             self.seen["stepped"] += bool(stepped and grads)
         self.clips = []
-        self.zero_grad(zero)
+        for number in set(self.numbers) - set(stepping):
+            zero = zero.removeprefix("model ")
+            self.seen["sat out"] += any(p.grad is not None for p in self.twin.owned[number])
+        self.zero_grad(zero, stepping)
         if skipped and (self.setup.split or zero == "nothing"):
-            self.zero_grad("none")  # they are scaled still, and would be refused
+            self.zero_grad("none", stepping)  # they are scaled still, and would be refused
 
     def failure(self, number: int, told: str) -> set[Tensor] | None:
         """Wait for the step, which perhaps fails; then what was updated all the same."""
@@ -506,7 +553,7 @@ class Player:
             return {q for p, q in self.pairs if id(p) in mine}
         return None
 
-    def zero_grad(self, how: str) -> Any:
+    def zero_grad(self, how: str, numbers: Sequence[int] | None = None) -> Any:
         to_none = how.endswith("none")
         if self.clips:
             return False
@@ -514,7 +561,7 @@ class Player:
             self.ours.net.zero_grad(set_to_none=to_none)
             self.twin.net.zero_grad(set_to_none=to_none)
         elif how != "nothing":
-            for number in self.numbers:
+            for number in self.numbers if numbers is None else numbers:
                 self.ours.optimizers[number].zero_grad(set_to_none=to_none)
                 self.twin.zero_grad(number, to_none)
         self.seen[f"zeroed: {how}"] += 1
@@ -610,18 +657,25 @@ class Player:
         for p, q in self.pairs:
             self.same("a parameter", p, q)
 
-    def edit(self, which: int, how: str) -> None:
+    def edit(self, which: int, how: str) -> Any:
+        if how.startswith("data") and self.setup.mode == "delayed" and not self.attached:
+            return False  # see docs/limits.md
         self.publish_delayed()
         for p in self.pairs[which % len(self.pairs)]:
             with torch.no_grad():
-                if how == "mul":
-                    p.mul_(0.75)
-                elif how == "add":
-                    p.add_(2.0**-12)
-                elif how == "copy":
-                    p.copy_(torch.full_like(p, 0.3))
-                else:
-                    p.view(-1)[0] = 0.1
+                EDITS[how](p)
+        self.seen["written past autograd"] += how.startswith("data")
+
+    def tie(self, which: int) -> Any:
+        """One parameter is given the memory of another one of its optimizer."""
+        alike = [pair for pair in self.pairs if pair[1].shape == self.twin.net.gain.shape]
+        (p, q), *others = [pair for pair in alike if pair[1].dtype is self.twin.net.gain.dtype]
+        if self.clips or not others or self.setup.mode == "delayed":
+            return False
+        mine, other = others[which % len(others)]
+        mine.data, self.saved = p.data, None
+        self.twin.tie(q, other)
+        self.twin.moves[other] += 1
 
     def move(self, which: int, how: str) -> Any:
         if self.clips:
@@ -633,15 +687,20 @@ class Player:
             p, _ = self.pairs[which % len(self.pairs)]
             p.data = p.data.clone()
         for n, (_, q) in enumerate(self.pairs):
-            self.twin.moves[q] += how == "apply" or n == which % len(self.pairs)
+            if how == "apply" or n == which % len(self.pairs):
+                self.twin.move(q)
 
-    def freeze(self, which: int) -> Any:
+    def freeze(self, part: str, how: str = "toggle") -> Any:
+        """Frozen are unfrozen and the other way round; ``alone``: what is not of it is frozen."""
         if self.clips:
             return False
         self.zero_grad("none")  # torch steps what has a gradient, frozen or not
-        for p in self.pairs[which % len(self.pairs)]:
-            p.requires_grad_(not p.requires_grad)
-            p.grad = None
+        inside = {q for _, q in self.chosen(part)}
+        for p, q in self.pairs:
+            trained = q in inside if how == "alone" else q.requires_grad != (q in inside)
+            self.seen["unfrozen"] += trained and not q.requires_grad
+            for each in (p, q):
+                each.requires_grad_(trained)
 
     def add_group(self) -> Any:
         if self.clips or len(self.twin.net.extra) == 2:
@@ -677,8 +736,8 @@ class Player:
                     if p in known:
                         assert "master" in mine
                         self.same(f"{name} of {index}", mine.pop(name), known[p])
-                if "master" in mine:
-                    self.same(f"master {index}", mine.pop("master"), self.twin.masters[p])
+                exact, rounded = self.twin.masters[p].detach(), p.detach().float()
+                self.same(f"master {index}", mine.pop("master", rounded), exact)
                 mine, entry = _plain(mine), _plain(entry)
                 assert mine.keys() == entry.keys(), (index, mine, entry)
                 for name, value in mine.items():
@@ -736,14 +795,14 @@ class Player:
                     twin.shown[number][p] = before.shown[number][q]
                 if q in before.extrapolated and twin.has_master(p):
                     twin.extrapolated[p] = before.extrapolated[q]
-                kept = "master" in states[number]["state"].get(index, {})
+                kept = q in before.lasting or "master" in states[number]["state"].get(index, {})
                 twin.masters[p].copy_(before.masters[q] if kept else q)
                 if not loads_exactly:
                     twin.round_state(number, p)
             twin.follow(number)
 
     def go_on_in_a_fresh_pair(self) -> Any:
-        if self.attached or not self.between:
+        if self.attached or not self.between or self.twin.is_tied:
             return False
         self.save()
         net, states, _, _ = copy.deepcopy(self.saved)
@@ -761,7 +820,7 @@ class Player:
 
     def copy_all(self, stay: bool) -> Any:
         """A deep copy goes on; or the original does, and the copy has not minded."""
-        if self.attached or not self.between:
+        if self.attached or not self.between or self.twin.is_tied:
             return False
         for p, q in self.pairs:
             p.grad = q.grad = None

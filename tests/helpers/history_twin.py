@@ -14,6 +14,11 @@ from references import GROWTH_INTERVAL, INIT_SCALE
 from references import OPTIMIZERS as COMMON
 from torch import Tensor, nn
 
+SURPRISES: tuple[str, ...] = ()
+"""What is drawn and held to its reference beside the usual: masters outlive a phase in which their
+parameter is frozen, parts of the gradients are clipped, some parameters have one memory, values are
+written past autograd, one optimizer keeps its gradients while the other one steps."""
+
 LAYERS = ("inner", "gain", "outer", "extra")
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     **COMMON,
@@ -50,6 +55,8 @@ class Setup(Short):
     """Of the parameters: a dtype, ``both`` float16 and float32, or ``all`` three."""
     warmup: int = 0
     compensation: str = "none"
+    tied: bool = False
+    """``gain`` and the bias of ``inner`` have one memory from the start, if they have one dtype."""
     two: bool = False
     """Two optimizers, one for ``outer``: of an accelerator alone."""
     parts: bool = False
@@ -94,6 +101,8 @@ class Net(nn.Module):
             self.outer = nn.Linear(width, 2).to(dtypes[2])
         self.extra = nn.ParameterList()
         self.to(device)
+        if setup.tied and dtypes[0] is dtypes[1]:
+            self.inner.bias.data = self.gain.data
 
     def grow(self) -> nn.Parameter:
         some = torch.full((self.width,), 0.25, dtype=self.gain.dtype, device=self.device)
@@ -150,6 +159,8 @@ class Twin:
         self.masters: dict[Tensor, nn.Parameter] = {}
         for p in self.net.parameters():
             self.masters[p] = nn.Parameter(p.detach().float().clone())
+        if self.net.inner.bias.data_ptr() == self.net.gain.data_ptr():
+            self.tie(self.net.gain, self.net.inner.bias)
         self.optimizers = [
             OPTIMIZERS[setup.optimizer](
                 [{**g, "params": [self.masters[p] for p in g["params"]]} for g in each]
@@ -168,6 +179,8 @@ class Twin:
         self.moves = dict.fromkeys(self.masters, 0)
         self.places: dict[Tensor, tuple[bool, int]] = {}
         """Of each parameter, when it was last looked at: whether it is trained, and its moves."""
+        self.lasting: set[Tensor] = set()
+        """Parameters that were trained at some time: frozen, they keep their masters."""
         for number in range(len(groups)):
             self.refresh(number)
         self.scale, self.good = INIT_SCALE, 0
@@ -177,8 +190,8 @@ class Twin:
         """Gradients that were clipped in this window."""
         self.coefficient: float | None = None
         """What the norm of these was clipped with."""
-        self.refused = False
-        """An overflow that a clipped norm has shown: nobody steps."""
+        self.refused: set[int] = set()
+        """Optimizers that do not step: a clipped norm has shown an overflow."""
 
     @property
     def everywhere(self) -> bool:
@@ -186,12 +199,25 @@ class Twin:
         return self.setup.mode == "delayed" or self.setup.offload == "cpu"
 
     def has_master(self, p: Tensor) -> bool:
-        return p.requires_grad and (self.everywhere or p.dtype in LOW)
+        return (p.requires_grad or p in self.lasting) and (self.everywhere or p.dtype in LOW)
 
     def had_master(self, p: Tensor) -> bool:
         """When it was last looked at, or it has one now."""
-        trained = p.requires_grad or self.places[p][0]
+        trained = p.requires_grad or self.places[p][0] or p in self.lasting
         return trained and (self.everywhere or p.dtype in LOW)
+
+    def tie(self, p: Tensor, q: Tensor) -> None:
+        """``q`` and its master get the memory of ``p`` and of its: what steps one, steps both."""
+        q.data, self.masters[q].data = p.data, self.masters[p].data
+
+    def move(self, p: Tensor) -> None:
+        """To memory of its own."""
+        p.data, self.masters[p].data = p.data.clone(), self.masters[p].data.clone()
+        self.moves[p] += 1
+
+    @property
+    def is_tied(self) -> bool:
+        return len({p.data_ptr() for p in self.masters}) < len(self.masters)
 
     @property
     def compensation(self) -> str:
@@ -202,10 +228,22 @@ class Twin:
 
     def backward(self, loss: Tensor) -> None:
         if self.stepped or not self.opened:  # the first backward after a step opens a window
-            self.stepped, self.found, self.refused, self.final = set(), False, False, {}
+            self.carry_over()
+            self.stepped, self.found, self.final = set(), False, {}
+            self.refused.clear()
         self.opened = True
         self.before = (self.scale, self.good)
         (loss * self.scale).backward()
+
+    @torch.no_grad()
+    def carry_over(self) -> None:
+        """Gradients whose optimizer sat out the window before come to the new scale."""
+        left = set(range(len(self.owned))) - self.stepped
+        if not self.opened or self.scale == self.before[0]:
+            return
+        for grad in (p.grad for n in left for p in self.owned[n] if p.grad is not None):
+            grad.mul_(self.scale / self.before[0])
+            self.events["brought to a new scale"] += 1
 
     @torch.no_grad()
     def publish(self, number: int, *, again: bool = True) -> None:
@@ -238,7 +276,7 @@ class Twin:
 
     @torch.no_grad()
     def refresh(self, number: int) -> None:
-        """A master stays where it rounds to the parameter; a frozen one holds nothing more.
+        """A master stays where it rounds to the parameter.
 
         What was to be shown goes with a parameter that was changed, moved or frozen.
         """
@@ -246,6 +284,8 @@ class Twin:
         for p in self.owned[number]:
             master, place = self.masters[p], (p.requires_grad, self.moves[p])
             is_same = self.places.get(p) == place
+            if p.requires_grad and "frozen" in SURPRISES:
+                self.lasting.add(p)
             if p in newer and is_same:
                 continue
             if p in newer:
@@ -256,16 +296,20 @@ class Twin:
             if not (is_same and bool(kept.all())):
                 shown.pop(p, None)
                 self.extrapolated.pop(p, None)
-            master.copy_(torch.where(kept & p.requires_grad, master, now.float()))
+            kept &= p.requires_grad or p in self.lasting
+            master.copy_(torch.where(kept, master, now.float()))
 
     def unscaled(self, number: int) -> dict[Tensor, Tensor]:
         inverse = 1.0 / self.before[0] if self.opened else 1.0
         return {p: p.grad.float() * inverse for p in self.owned[number] if p.grad is not None}
 
-    @property
-    def overflows(self) -> bool:
-        grads = [g for n in range(len(self.owned)) for g in self.unscaled(n).values()]
-        return not all(bool(g.isfinite().all()) for g in grads)
+    def refuse(self, params: Sequence[Tensor], norm: float) -> bool:
+        """The owners of these do not step, if a clip of them has shown an overflow of one."""
+        grads = {n: self.unscaled(n) for n in range(len(self.owned))}
+        owners = {n: own for n, own in grads.items() if not own.keys().isdisjoint(params)}
+        finite = all(bool(g.isfinite().all()) for own in owners.values() for g in own.values())
+        self.refused |= set() if finite and math.isfinite(norm) else owners.keys()
+        return not self.refused.isdisjoint(owners)
 
     def clip(
         self,
@@ -298,7 +342,8 @@ class Twin:
         if all(p.grad is None for p in self.owned[number]):
             return True
         grads = self.unscaled(number)
-        finite = all(bool(g.isfinite().all()) for g in grads.values()) and not self.refused
+        finite = all(bool(g.isfinite().all()) for g in grads.values())
+        finite = finite and number not in self.refused
         grads = {p: self.final.get(p, g) for p, g in grads.items()}
         if self.opened:
             self.found = self.found or not finite
@@ -390,7 +435,7 @@ class Twin:
 
     def end_window(self) -> None:
         """What ``scaler.update()`` does after the step."""
-        self.opened, self.stepped, self.refused, self.final = False, set(), False, {}
+        self.opened, self.stepped, self.refused, self.final = False, set(), set(), {}
 
     def zero_grad(self, number: int, to_none: bool) -> None:
         for p in self.owned[number]:
@@ -413,6 +458,7 @@ class Twin:
         for number in range(len(self.owned)):
             self.publish(number, again=False)
             self.shown[number] = {}
+        self.lasting.clear()
         self.extrapolated.clear()
         for number in range(len(self.owned)):
             if not (self.everywhere or any(map(self.had_master, self.owned[number]))):

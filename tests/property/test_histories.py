@@ -194,7 +194,7 @@ SHOWN: dict[str, list[Call]] = {
         *(BACKWARD, STEP, ("add_group", {}), ("copy_all", {"stay": False})),
     ],
     "frozen while the order of the forward is learnt": [
-        *(BACKWARD, STEP, ("freeze", {"which": 0})),
+        *(BACKWARD, STEP, ("freeze", {"part": "gain"})),
     ],
     "zeroed with set_to_none, then without": [BACKWARD, STEP, ("zero_grad", {"how": "zeros"})],
     "a window without gradients after one that was skipped": [OVERFLOW, STEP, STEP],
@@ -209,7 +209,7 @@ SHOWN: dict[str, list[Call]] = {
         *(BACKWARD, STEP, BACKWARD, STEP, ("save", {}), BACKWARD, STEP, BACK, BACKWARD, STEP),
     ],
     "a function beside a frozen parameter, saved": [
-        *(("freeze", {"which": 1}), BACKWARD, ("submit", {"most": 0.125}), STATES),
+        *(("freeze", {"part": "inner.weight"}), BACKWARD, ("submit", {"most": 0.125}), STATES),
     ],
 }
 

@@ -246,6 +246,10 @@ class AsyncStepper(Stepper):
                     self.compensation.follow()
                 self._learning = self.mode != "sync" and self.replica.splittable
                 self._follow_order(before)
+                # The next forward is to see a frozen parameter as it is.
+                self._shown = [each for each in self._shown if is_stepped(each[0].param)]
+                for pair in self.replica.pairs:
+                    pair.is_extrapolated = pair.is_extrapolated and is_stepped(pair.param)
                 unguard(pairs, kept=self.replica.pairs)
                 if self.unpublished:
                     self._keep_newer(pairs)
@@ -327,6 +331,16 @@ class AsyncStepper(Stepper):
         self.finish("optimizer.step")
         self._finish_others()
         self.refresh()
+
+    def follow_unseen_edits(self) -> None:
+        """While nothing is in flight: as before a step, for whoever reads the masters."""
+        with self.lock, torch.inference_mode(False), self.streams.as_at_home():
+            if self._inflight is None and not self.unpublished and self.replica.has_masters:
+                edited = self.replica.take_edits()
+                if edited:
+                    self._note_edits(edited)
+                    ids = set(map(id, edited))
+                    self._shown = [each for each in self._shown if id(each[0].param) not in ids]
 
     def _note_edits(self, params: list[Tensor]) -> None:
         """Log, once, that masters have followed what was written through ``.data``."""
@@ -958,7 +972,10 @@ class AsyncStepper(Stepper):
 
     def import_masters(self, masters: Iterable[Tensor | None]) -> None:
         """What :meth:`export_masters` of an optimizer like this one gave."""
-        for pair, master in zip(self.replica.pairs, masters, strict=True):
+        found = list(zip(parameters_of(self.optimizer), masters, strict=True))
+        self.replica.expect_masters(p for p, master in found if master is not None)
+        self.refresh()
+        for pair, (_, master) in zip(self.replica.pairs, found, strict=True):
             if master is not None:
                 pair.refresh(master)
 

@@ -148,6 +148,7 @@ class SyncHooks:
                 refuse_bare_state(optimizer)
             stepper.synchronize()
             stepper.refresh()  # a model that was loaded after its masters
+            stepper.follow_unseen_edits()
 
     def _after_saving(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         stepper = self._stepper()

@@ -147,11 +147,10 @@ def make_pairs(
     first: dict[object, ParameterPair] = {}
     for pair in [*(pair for pair in pairs if pair.is_master), *fresh]:
         first.setdefault(place_of(pair.target), pair)
-    owners = [first[place_of(pair.target)] for pair in fresh]
-    fresh_owners = [pair for pair, owner in zip(fresh, owners, strict=True) if pair is owner]
-    _give_masters(fresh_owners, streams, offload, old)
-    for pair, owner in zip(fresh, owners, strict=True):
-        if pair is not owner:
+    _give_masters([p for p in fresh if first[place_of(p.target)] is p], streams, offload, old)
+    for pair in pairs:
+        owner = first.get(place_of(pair.target), pair)
+        if pair is not owner and not pair.is_master:
             pair.share_master(owner, streams)
     # A model may go with its optimizer while the device still has an update of it to do.
     new = [pair for pair in pairs if old.get(id(pair.param)) is not pair]

@@ -179,7 +179,7 @@ class Replica:
         # Or is refused, once it is trained.
         low = self.masters.rounded | {torch.float16}
         self._may_need_masters = self.masters.every or any(p.dtype in low for p in params)
-        self.pairs, self._known = pairs, params
+        self.pairs, self._known, self._saved = pairs, params, set()
         self._places = _places(params, self._may_need_masters)
         self._order = list(range(len(pairs)))
         groups = overlapping([pair.target for pair in pairs])
@@ -437,7 +437,7 @@ class Replica:
                 pair.loaded = None if master is None else shard_of(master, pair.param)
                 pair.refresh(pair.target if master is None else None)
                 self.has_loaded = True
-        self._state, self._saved = None, set()
+        self._state = None
 
     def take_edits(self) -> list[Tensor]:
         """Before a step, while the model has what was published: bring to the masters what was

@@ -82,7 +82,7 @@ class _Samples:
             return []
         bits = torch.int16 if now.element_size() == 2 else torch.int32
         unlike = (rounded.view(bits) != now.view(bits))[: sum(self._sizes)]
-        parts = zip(self._pairs, unlike.split(self._sizes), strict=True)
+        parts = zip(self._pairs, torch.split(unlike, self._sizes), strict=True)
         return [pair for pair, part in parts if bool(part.any())]
 
 

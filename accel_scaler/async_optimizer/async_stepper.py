@@ -109,7 +109,6 @@ class AsyncStepper(Stepper):
                 f"this {type(optimizer).__name__} is stepped by an AsyncOptimizer or an attached "
                 "accelerator already; close() or detach() that one first."
             )
-        refuse_sharing([(optimizer, mode, masters)])
         self.optimizer, self.mode, self.offload, self.worker = optimizer, mode, offload, worker
         self.delay_warmup_steps = delay_warmup_steps
         self.parameter_names = parameter_names or ParameterNames()
@@ -895,6 +894,18 @@ class AsyncStepper(Stepper):
             for p in [p for p, entry in state.items() if isinstance(p, Tensor) and is_empty(entry)]:
                 del state[p]
             self._inflight = None
+
+    def give_way(self) -> None:
+        """Another optimizer owns the parameters from now on: whoever steps this one closes it."""
+        if self.hooks is None:  # interrupted while it was made
+            self.close()
+        else:
+            self.hooks.give_way()
+
+    def release(self) -> None:
+        """Once it is closed: keep no master and no copy of a parameter."""
+        self.replica.let_go()
+        self.compensation, self._newer, self._shown, self._versions = None, [], [], []
 
     def _run_hooks(self, when: str) -> None:
         """The optimizer's own and the global step hooks, on the training thread, as torch does.

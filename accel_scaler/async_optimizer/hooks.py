@@ -42,6 +42,8 @@ class SyncHooks:
         stepper.hooks = self
         self._holder = None if holder is None else weakref.ref(holder)
         self._find_models = models
+        self.owner: weakref.WeakMethod[Callable[[], None]] | None = None
+        """Called where another optimizer takes over; is to call :meth:`release`."""
         self._handles: list[Any] = []
         self._models: weakref.WeakSet[Module] = weakref.WeakSet()
         """Those that hold some of the optimizer's parameters, as of ``_ids``."""
@@ -95,6 +97,30 @@ class SyncHooks:
                 self._give_state_back(stepper)
         finally:
             self._remove()
+
+    def give_way(self) -> None:
+        """See :meth:`AsyncStepper.give_way`."""
+        owner = None if self.owner is None else self.owner()
+        if owner is None:
+            self.release()
+        else:
+            owner()
+
+    def release(self) -> None:
+        """:meth:`close`, but the optimizer's state stays where it is: nothing steps it, and what is
+        in host memory for lack of other is not to come back.
+
+        Raises:
+            StepError: the step in hand failed; everything is removed all the same.
+        """
+        stepper = self._stepper()
+        try:
+            if stepper is not None:
+                stepper.close()
+        finally:
+            self._remove()
+            if stepper is not None:
+                stepper.release()
 
     def _give_state_back(self, stepper: AsyncStepper) -> None:
         """State that lives with masters goes to the parameters' device and dtype, a shard's is a

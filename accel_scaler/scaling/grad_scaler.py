@@ -361,9 +361,17 @@ class GradScaler(torch.amp.GradScaler):
             self._mark_carried_over(optimizer, why)
 
     def release(self, *optimizers: Optimizer) -> None:
-        """No boundary steps these any more."""
+        """No boundary steps these any more. What their step has unscaled in the window that is
+        closed stays known: another optimizer may come to have it."""
+        window = self.window
         for optimizer in optimizers:
             self._managed.pop(optimizer, None)
+            record = window.known(optimizer)
+            if record is None or record.stage is not OptState.STEPPED or record.found_inf:
+                continue
+            grads = ((p, p.grad) for p in parameters_of(optimizer))
+            done = [p for p, grad in grads if grad is not None and grad.dtype is torch.float32]
+            window.unscaled.update(map(id, done))
 
     @property
     def managed(self) -> list[Optimizer]:

@@ -11,7 +11,13 @@ from .compensation import refuse_compensation
 from .hooks import SyncHooks
 from .master_rule import MasterRule
 from .optimizer import AsyncOptimizer, step_beside
-from .shared_parameters import refuse_sharing
+from .shared_parameters import (
+    forget_successor,
+    has_successor,
+    refuse_sharing,
+    refuse_successor,
+    take_over,
+)
 from .supported_optimizers import refuse_spread, refuse_unsteppable
 from .worker import Worker, default_threads
 
@@ -21,10 +27,14 @@ __all__ = [
     "SyncHooks",
     "Worker",
     "default_threads",
+    "forget_successor",
+    "has_successor",
     "refuse_compensation",
     "refuse_sharing",
     "refuse_spread",
+    "refuse_successor",
     "refuse_unsteppable",
     "step_beside",
+    "take_over",
     "without_shown",
 ]

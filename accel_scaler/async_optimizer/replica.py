@@ -607,6 +607,14 @@ class Replica:
             self._exchange({id(pair.stepped): pair.param for pair in self.pairs})
             self._holds_masters = False
 
+    def let_go(self) -> None:
+        """Nothing is stepped any more: keep no master, no copy and no parameter."""
+        self.pairs, self.ordered, self.params, self.parts = [], [], [], []
+        self.copy, self._known, self._buffers = None, [], []
+        self._spot_check = SpotCheck((), set())
+        self._state, self._entries, self._mine, self._values = None, [], [], []
+        self._kept = None, []
+
     def return_state(self) -> None:
         """State of another's optimizer goes where the parameters are, rounded as they are where it
         is not so by the optimizer's own choice."""

@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 
 from ..errors import UnsupportedError
 from ..optimizer_step import ATTRIBUTE
-from ..scaling import LOW_PRECISION, ParameterNames, local, parameters_of
+from ..scaling import LOW_PRECISION, ParameterNames, parameters_of
 from .bnb_settings import plain_settings
 from .master_params import is_stepped
 from .master_rule import MasterRule
-from .shared_memory import overlapping, place_of
+from .shared_memory import are_one_view, overlapping
 
 _BY_PARAMETER = (
     *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam"),
@@ -197,9 +197,8 @@ def refuse_overlap(
     params = list({id(p): p for p in parameters_of(optimizer) if is_stepped(p)}.values())
     if not any(map(masters.takes, params)):
         return
-    held = [local(p.detach()) for p in params]
-    for group in overlapping(held):
-        is_one_view = len({place_of(held[i]) for i in group}) == 1
+    for group in overlapping(params):
+        is_one_view = are_one_view([params[i] for i in group])
         if is_one_view and mode != "delayed":
             continue
         both = " and ".join(names.of((params[i] for i in group[:2]), optimizer))

@@ -17,8 +17,9 @@ from accelerate import __version__ as accelerate_version
 from accelerate.utils import DistributedType
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
-from ..async_optimizer import Worker
+from ..async_optimizer import Worker, take_over
 from ..config import Asked, ScalerConfig
 from ..devices import device_name
 from ..errors import OrderError, StepError
@@ -30,7 +31,7 @@ from .autocast import add_autocast, remove_autocast, remove_emulation
 from .cpu_float16 import emulate_float16, needs_norms
 from .explaining import OverflowExplainer
 from .healing import Healer
-from .optimizer import ScaledOptimizer, adopt, refuse_unsuitable
+from .optimizer import ScaledOptimizer, adopt, inner_of, refuse_unsuitable
 from .overflow_files import OverflowFiles
 from .stock_scaler import make_scaler, refuse_other_scalers, scaler_settings
 from .trackers import Trackers
@@ -102,6 +103,8 @@ class Attachment:
         self.worker = Worker(config.optimizer_threads)
         self.optimizers: weakref.WeakSet[ScaledOptimizer] = weakref.WeakSet()
         """Adopted ones, those too that ``free_memory`` makes the accelerator forget."""
+        self.is_preparing = False
+        """Inside a ``prepare`` of the accelerator."""
         self._added_autocast = False
         self._norms = False
         """A model has bfloat16 weights."""
@@ -180,6 +183,7 @@ class Attachment:
                 self.watch(model, accelerator.unwrap_model(model))
             for optimizer in accelerator._optimizers:
                 adopt(optimizer, self)
+            take_over(inner_of(accelerator._optimizers))
         except BaseException:
             self._undo(accelerator)
             raise
@@ -226,6 +230,14 @@ class Attachment:
         for optimizer in self.optimizers.intersection(optimizers):
             self.scaler.release(optimizer.stepped_optimizer)
             optimizer.leave(self)
+
+    def give_up(self, optimizer: Optimizer) -> None:
+        """Another one has its parameters: it is not stepped, nor saved with the others."""
+        self.scaler.release(optimizer)
+        accelerator = self._accelerator()
+        if accelerator is not None:
+            prepared = accelerator._optimizers  # the list that a prepared scheduler has, too
+            prepared[:] = [each for each in prepared if inner_of(each) != [optimizer]]
 
     def _hand_back_scale(self) -> None:
         """The scaler that was replaced goes on with the present scale."""

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from ..config import FIELDS, GROUPS, LAUNCHING, SWITCH, nearest
-from ..errors import ConfigError
+from ..errors import ConfigError, refuse_retired
 
 __all__ = ["DEST", "DOCTOR", "HELP_ALL", "USAGE", "add_flags", "own_parser", "unknown_flags"]
 
@@ -93,8 +93,12 @@ def unknown_flags(written: Iterable[str], known: Iterable[str]) -> ConfigError:
     Args:
         written: as on the command line, with ``=VALUE`` perhaps.
         known: of this package and of Accelerate.
+
+    Raises:
+        ConfigError: the first of them is retired.
     """
     first = next(iter(written)).partition("=")[0]
+    refuse_retired(first.strip("-").replace("-", "_"), first, "accel-scaler launch")
     meant = nearest(first.replace("-", "_"), {name.replace("-", "_"): name for name in known})
     ask = f"Did you mean {'--' + meant.strip('_')}?" if meant else "--help-all shows all flags."
     return ConfigError(

@@ -43,7 +43,7 @@ from ..config import (
 from ..config_file import PACKAGE, find_config, read_config
 from ..console import plain
 from ..errors import ConfigError, UnsupportedError
-from ..integrations import refuse_unwritable_folder, scaled_elsewhere
+from ..integrations import scaled_elsewhere
 from ..telemetry import path_of, refuse_unwritable
 from .flags import DEST, DOCTOR, HELP_ALL, USAGE, add_flags, own_parser, unknown_flags
 from .totals import VARIABLE, Totals, closing_line, read_totals
@@ -280,17 +280,12 @@ def _refuse_unwritable(settings: Settings, args: argparse.Namespace, defaults: A
     rank = args.machine_rank
     if rank is None:
         rank = getattr(defaults, "machine_rank", 0)
-    checks: list[tuple[str, Any, str | os.PathLike[str] | None]] = [
-        # Without {rank} the first host alone writes.
-        ("telemetry", refuse_unwritable, path_of(settings.config, rank)),
-        ("save_overflow", refuse_unwritable_folder, settings.config.save_overflow),
-    ]
-    for name, refuse, path in checks:
-        if path is not None:
-            try:
-                refuse(os.fspath(path))
-            except ConfigError as error:
-                raise ConfigError(f"{error} ({settings.sources[name]})") from None
+    path = path_of(settings.config, rank)  # without {rank} the first host alone writes
+    if path is not None:
+        try:
+            refuse_unwritable(path)
+        except ConfigError as error:
+            raise ConfigError(f"{error} ({settings.sources['telemetry']})") from None
 
 
 def _expect_script(args: argparse.Namespace) -> None:

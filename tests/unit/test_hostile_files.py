@@ -128,8 +128,6 @@ def test_an_error_about_a_file_steers_no_terminal(
         ["launch", "--cpu", "script\x1b[2J.py"],
         ["report", "c\x1b[2J.jsonl"],
         ["report", "none\x1b[2J.jsonl"],
-        ["replay", "c\x1b[2J.jsonl"],
-        ["replay", "none\x1b[2J.pt"],
     ):
         status = cli.main(argv)
         out, err = capsys.readouterr()

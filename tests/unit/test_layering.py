@@ -36,7 +36,6 @@ KEPT = {"telemetry": {"Record", "Span"}}
 ONLY_IN = {
     "accelerate": {
         "integrations/accelerator",
-        "integrations/alone",
         "integrations/attaching",
         "integrations/attachment",
         "integrations/autocast",
@@ -47,7 +46,6 @@ ONLY_IN = {
     },
     "matplotlib": {"report/figures", "report/theme"},
     "rich": {"report/live"},
-    "safetensors": {"replay/model"},
     "psutil": {"async_optimizer/worker", "launch/launcher", "doctor/environment"},
     "transformers": {"integrations/trainer"},
     "yaml": {"config_file"},

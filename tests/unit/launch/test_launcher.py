@@ -86,7 +86,7 @@ EVERY = ScalerConfig(
     master_weights="fp32",
     fold_unscale=True, telemetry="a b.jsonl", underflow_interval=7, find_overflow="replay",
     tracker_interval=9,
-    sharded=True, heal=True, save_overflow="saved", fp32_modules=("*.wo", "h.[01].mlp"),
+    sharded=True, heal=True, fp32_modules=("*.wo", "h.[01].mlp"),
 )  # fmt: skip
 
 
@@ -222,8 +222,6 @@ def test_flags_behind_the_script_are_the_scripts(started: Started, script: list[
         (["--telemetry", "new/"], "that is the name of a folder"),
         (["--telemetry", "train.py/x.jsonl"], "train.py is no folder. Choose another path. (--tel"),
         (["--telemetry", "x/" + "n" * 300], "File name too long"),
-        (["--save_overflow", "train.py"], "train.py is no folder); expected a folder, or a place"),
-        (["--save_overflow", "train.py/x"], "train.py is no folder)"),
     ],
 )
 def test_what_cannot_be_written_is_said_before_anything_starts(
@@ -237,21 +235,19 @@ def test_what_cannot_be_written_is_said_before_anything_starts(
     assert str(caught.value).endswith(f"({flags[0]})")
     assert started.args is None
     assert sorted(Path().rglob("*")) == before
-    # Every host writes overflows; telemetry the first one alone, or each with {rank}.
+    # The first host alone writes, or each with {rank}.
     other = ["--multi_gpu", "--num_processes", "2", "--num_machines", "2", "--machine_rank", "1"]
-    argv = [*other, flags[0], flags[1], "train.py"]
-    if flags[0] == "--telemetry":
-        assert main(argv) == 0
-        argv[-2] = "{rank}/../" + flags[1]
-        (Path() / "1").mkdir()
+    argv = [*other, *flags, "train.py"]
+    assert main(argv) == 0
+    argv[-2] = "{rank}/../" + flags[1]
+    (Path() / "1").mkdir()
     with pytest.raises(ConfigError):
         main(argv)
 
 
 def test_what_can_be_written_is_not_made_by_the_launcher(started: Started) -> None:
     before = sorted(Path().rglob("*"))
-    flags = ["--telemetry", "new/{rank}.jsonl", "--save_overflow", "other/new"]
-    assert main(["--cpu", *flags, "train.py"]) == 0
+    assert main(["--cpu", "--telemetry", "new/{rank}.jsonl", "train.py"]) == 0
     assert started.args is not None
     assert sorted(Path().rglob("*")) == before
 

@@ -125,7 +125,6 @@ def is_path(value: object) -> bool:
 
 PATH = Kind("a path", is_path)
 
-WAYS_TO_FIND = _one_of("auto", "replay", "always", "off")
 GLOBS = Kind(
     "a list of globs on module names, without commas and spaces",
     lambda value: (
@@ -332,16 +331,12 @@ class ScalerConfig:
     find_overflow: Literal["auto", "replay", "always", "off"] = setting(
         OVERFLOWS,
         "auto",
-        dataclasses.replace(
-            WAYS_TO_FIND,
-            check=lambda value: WAYS_TO_FIND.check(value) or isinstance(value, bool),
-            words=SWITCH.words,
-        ),
+        _one_of("auto", "replay", "always", "off"),
         "How an overflow is told of. replay, the forwards and backwards of the skipped window are "
         "run again and the module is named in which it began, at the first skip of a run and one "
         "in a hundred after that; always, every module is watched in every window (slow; for "
         "what cannot be replayed); off; auto, replay where telemetry, max_consecutive_skips or "
-        "heal is set, else off. True and False are always and off.",
+        "heal is set, else off.",
     )
     heal: bool = setting(
         OVERFLOWS,
@@ -364,8 +359,6 @@ class ScalerConfig:
             value = getattr(self, spec.name)
             if not spec.metadata["kind"].check(value):
                 raise _wrong(spec.name, value, spec)
-        if isinstance(self.find_overflow, bool):  # which it was before there was a replay
-            object.__setattr__(self, "find_overflow", "always" if self.find_overflow else "off")
         object.__setattr__(self, "fp32_modules", tuple(self.fp32_modules))
         if self.telemetry is not None:
             object.__setattr__(self, "telemetry", os.fspath(self.telemetry))
@@ -382,11 +375,6 @@ class ScalerConfig:
                 "heal=True runs the window that overflowed again, which find_overflow='off' rules "
                 "out; leave find_overflow at 'auto'."
             )
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if isinstance(state.get("find_overflow"), bool):  # of before there was a replay
-            state = {**state, "find_overflow": "always" if state["find_overflow"] else "auto"}
-        vars(self).update(state)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], where: str = "the settings") -> ScalerConfig:

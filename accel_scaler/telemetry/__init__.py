@@ -14,7 +14,7 @@ from .float16 import LARGEST, headroom
 from .history import History
 from .outcome import THE_LOSS, Outcome, module_list, told, verdict
 from .preview_watch import RECENT, REMEDY, TOO_FAR, RecentErrors
-from .record import FORMAT, BrokenLineError, CutLineError, End, Names, Record, Span, Start, decode
+from .record import FORMAT, BrokenLineError, CutLineError, End, Names, Record, Start, decode
 from .skip_kinds import SkipKinds
 from .writer import refuse_unwritable
 
@@ -44,7 +44,6 @@ __all__ = [
     "Record",
     "Recorder",
     "SkipKinds",
-    "Span",
     "Start",
     "TrackedWindow",
     "TrackedWindows",

@@ -70,7 +70,10 @@ VALUES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     ),
     "underflow_interval": ((1, 100), (*NO_COUNT, None)),
     "tracker_interval": ((None, 1, 100), (*NO_COUNT, "often")),
-    "find_overflow": (("auto", "replay", "always", "off"), (1, 0, "", "true", None, "ALWAYS")),
+    "find_overflow": (
+        ("auto", "replay", "always", "off"),
+        (True, False, 1, "", "true", "false", None, "ALWAYS"),
+    ),
     "heal": ((True, False), NO_SWITCH),
     "fp32_modules": (
         ((), ("*.wo",), ("h.[0-3].mlp", "a?")),
@@ -208,6 +211,7 @@ def test_bounds_that_contradict(values: dict[str, float]) -> None:
         ("max_consecutive_skips", "3", 3),
         ("step_mode", " sync ", "sync"),
         ("optimizer_threads", "Auto", "auto"),
+        ("find_overflow", " off ", "off"),
         ("fp32_modules", "*.wo, h.3.mlp,", ("*.wo", "h.3.mlp")),
         ("fp32_modules", "", ()),
     ],
@@ -232,6 +236,7 @@ def test_texts_as_people_write_them(tmp_path: Path, name: str, text: str, value:
         ("min_scale", "-1"),
         ("step_mode", "inline"),
         ("offload", ""),
+        ("find_overflow", "true"),
     ],
 )
 def test_a_text_that_cannot_be_used_is_named_with_its_source(

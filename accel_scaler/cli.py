@@ -18,7 +18,6 @@ __all__ = ["main"]
 
 COMMANDS = {
     "launch": "start an unchanged script as `accelerate launch` does, attached",
-    "doctor": "say what a launch would do here, and what would go wrong",
     "report": "draw what the scaler did, from telemetry files",
 }
 EXAMPLE = """\
@@ -34,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``accel-scaler``; returns the exit status.
 
     0: done. 2: a wrong argument, setting or file, one line on stderr. ``launch`` returns the status
-    of the process that failed first; ``doctor`` 1 for a wrong setting. 130 after Ctrl-C.
+    of the process that failed first. 130 after Ctrl-C.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -58,10 +57,6 @@ def _run(argv: list[str]) -> int:
         from .launch.launcher import main as launch
 
         return launch(argv[1:])
-    if command == "doctor":
-        from .doctor import main as doctor
-
-        return doctor(argv[1:])
     parser, parsers = _make_parser()
     if command is None:
         parser.print_help()

@@ -13,14 +13,13 @@ from .master_rule import MasterRule
 from .optimizer import AsyncOptimizer, step_beside
 from .shared_parameters import refuse_sharing
 from .supported_optimizers import refuse_spread, refuse_unsteppable
-from .worker import Worker, default_threads
+from .worker import Worker
 
 __all__ = [
     "AsyncOptimizer",
     "MasterRule",
     "SyncHooks",
     "Worker",
-    "default_threads",
     "refuse_compensation",
     "refuse_sharing",
     "refuse_spread",

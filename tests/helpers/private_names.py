@@ -209,6 +209,6 @@ PRIVATE: dict[str, dict[str | Callable[[], Any], tuple[str, ...]]] = {
 OPTIONAL = {
     "_checkpoint_wrapped_module": "absent: a wrapper's own name is part of its module's name",
     "_fsdp_wrapped_module": "absent: the same, of FSDP1's",
-    "_is_mkldnn_fp16_supported": "absent: doctor cannot tell how fast fp16 is",
+    "_is_mkldnn_fp16_supported": "absent: the processor is taken to have fp16 instructions",
 }
 """Names that we live without, and how."""

@@ -38,11 +38,10 @@ ONLY_IN = {
         "integrations/optimizer",
         "integrations/stock_scaler",
         "launch/launcher",
-        "doctor/environment",
     },
     "matplotlib": {"report/figures", "report/theme"},
     "rich": {"report/live"},
-    "psutil": {"async_optimizer/worker", "launch/launcher", "doctor/environment"},
+    "psutil": {"async_optimizer/worker", "launch/launcher"},
     "transformers": {"integrations/trainer"},
     "yaml": {"config_file"},
 }

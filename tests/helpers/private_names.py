@@ -200,7 +200,6 @@ PRIVATE: dict[str, dict[str | Callable[[], Any], tuple[str, ...]]] = {
         "accelerate.state.GradientState": ("_reset_state",),
         "accelerate.commands.launch": ("_validate_launch_command",),
     },
-    "transformers": {"transformers.Trainer": ("_save_checkpoint", "_get_output_dir")},
     "collections": {named_tuple: ("_fields",)},
     "argparse": {launch_parser: ("_actions",)},
 }

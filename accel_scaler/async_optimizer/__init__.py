@@ -19,14 +19,13 @@ from .shared_parameters import (
     take_over,
 )
 from .supported_optimizers import refuse_spread, refuse_unsteppable
-from .worker import Worker, default_threads
+from .worker import Worker
 
 __all__ = [
     "AsyncOptimizer",
     "MasterRule",
     "SyncHooks",
     "Worker",
-    "default_threads",
     "forget_successor",
     "has_successor",
     "refuse_compensation",

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from ..errors import UnsupportedError
 from ..optimizer_step import ATTRIBUTE
 from ..scaling import LOW_PRECISION, ParameterNames, parameters_of
-from .bnb_settings import plain_settings
 from .master_params import is_stepped
 from .master_rule import MasterRule
 from .shared_memory import are_one_view, overlapping
@@ -245,7 +244,7 @@ def _held(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
     torchs = attributes_of_every_optimizer() | {ATTRIBUTE}
     for key, value in vars(optimizer).items():
         if key not in torchs or key == "defaults":
-            yield f"its attribute {key!r}", plain_settings(optimizer, key, value)
+            yield f"its attribute {key!r}", value
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             if key != "params":

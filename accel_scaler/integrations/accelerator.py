@@ -18,7 +18,6 @@ from ..optimizer_step import stepper_of
 from ..telemetry import History
 from .attachment import Attachment, begin
 from .autocast import add_autocast, add_emulation
-from .checkpoints import loading, saving
 from .optimizer import adopt, inner_of, refuse_unsuitable
 
 
@@ -273,24 +272,11 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         released: list[Any] = super().free_memory(*objects)
         return released
 
-    def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As Accelerate's; a folder whose writer is ended is known as incomplete."""
-        if self._attachment is None:
-            return super().save_state(output_dir, *args, **kwargs)
-        with saving(self, output_dir):
-            return super().save_state(output_dir, *args, **kwargs)
-
-    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As Accelerate's; a window that was open is given up.
-
-        Raises:
-            ConfigError: ``save_state`` was ended while it wrote this folder.
-        """
-        if self._attachment is None:
-            return super().load_state(input_dir, *args, **kwargs)
-        with loading(self, input_dir):
-            result = super().load_state(input_dir, *args, **kwargs)
-        self._attachment.scaler.abandon_window()
+    def load_state(self, *args: Any, **kwargs: Any) -> Any:
+        """As Accelerate's; a window that was open is given up."""
+        result = super().load_state(*args, **kwargs)
+        if self._attachment is not None:
+            self._attachment.scaler.abandon_window()
         return result
 
 

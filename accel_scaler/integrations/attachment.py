@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 import weakref
@@ -32,7 +31,6 @@ from .cpu_float16 import emulate_float16, needs_norms
 from .explaining import OverflowExplainer
 from .healing import Healer
 from .optimizer import ScaledOptimizer, adopt, inner_of, refuse_unsuitable
-from .overflow_files import OverflowFiles
 from .stock_scaler import make_scaler, refuse_other_scalers, scaler_settings
 from .trackers import Trackers
 
@@ -51,7 +49,7 @@ class Attachment:
     Raises:
         UnsupportedError: an optimizer that cannot be adopted, a module that cannot run in float32;
             nothing was changed.
-        ConfigError: ``telemetry`` or ``save_overflow`` cannot be written to.
+        ConfigError: ``telemetry`` cannot be written to.
     """
 
     def __init__(
@@ -81,11 +79,9 @@ class Attachment:
         self.scaler = make_scaler(accelerator, settings, self.stock_scaler)
         is_fsdp = accelerator.distributed_type == DistributedType.FSDP
         self.scaler.sharded = config.sharded or is_fsdp
-        files, facts = None, _facts_of(accelerator)
+        facts = _facts_of(accelerator)
         if (path := path_of(config, facts["rank"])) is not None:
-            refuse_unwritable(path)  # before a folder is made
-        if config.save_overflow is not None:
-            files = OverflowFiles(os.fspath(config.save_overflow), facts, self.chosen)
+            refuse_unwritable(path)  # before its folder is made
         self.rank: int = facts["rank"]
         self.recorder = make_recorder(self.scaler, config, facts)
         self.trackers = Trackers(accelerator)
@@ -96,7 +92,7 @@ class Attachment:
         if config.finds_overflow != "off":
             always = config.finds_overflow == "always"
             healer = Healer(self.chosen) if config.heal and self.scales else None
-            self.explainer = OverflowExplainer(self.scaler, always, healer, self.float16, files)
+            self.explainer = OverflowExplainer(self.scaler, always, healer, self.float16)
             self.explainer.is_asked = config.heal or config.find_overflow == "replay"
         self.scaler.call_when_loaded(self.keep_fp32)
         self.boundary = Boundary(self.scaler, self.device, self.recorder, self.explainer)

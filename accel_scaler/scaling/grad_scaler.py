@@ -870,9 +870,6 @@ class GradScaler(torch.amp.GradScaler):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._make_transient()
-        if "culprits" in state:  # written before names and streak were two
-            state["overflow_streak"] = state.pop("culprits")
-            state["parameter_names"] = state["overflow_streak"].names = ParameterNames()
         super().__setstate__(state)
 
 

@@ -6,7 +6,7 @@ used. Whoever looks from outside meets a hook that waits. The worker reads nothi
 communicates; the folder knows no Accelerate and no Trainer.
 """
 
-from .async_stepper import without_shown
+from .async_stepper import holds_masters, without_shown
 from .compensation import refuse_compensation
 from .hooks import SyncHooks
 from .master_rule import MasterRule
@@ -28,6 +28,7 @@ __all__ = [
     "Worker",
     "forget_successor",
     "has_successor",
+    "holds_masters",
     "refuse_compensation",
     "refuse_sharing",
     "refuse_spread",

@@ -1038,6 +1038,12 @@ def without_own(entry: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in entry.items() if key not in OWN_KEYS}
 
 
+def holds_masters(state_dict: dict[str, Any]) -> bool:
+    """Whether a state dict has float32 masters in it."""
+    entries = state_dict.get("state", {})
+    return any(MASTER in _entry_of(entries, key) for key in entries)
+
+
 def without_shown(state_dict: dict[str, Any]) -> dict[str, Any]:
     """A state dict saved in ``delayed``, for an optimizer that is not stepped so."""
     state = state_dict.get("state", {})

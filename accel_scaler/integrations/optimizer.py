@@ -17,6 +17,7 @@ from ..async_optimizer import (
     SyncHooks,
     forget_successor,
     has_successor,
+    holds_masters,
     refuse_compensation,
     refuse_sharing,
     refuse_spread,
@@ -116,15 +117,19 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             self.synchronize()
         super().eval()
 
-    def follow_parameters(self) -> None:
-        """Step through masters from now on, where a parameter is trained that needs one."""
+    def follow_parameters(self, frozen_too: bool = False) -> None:
+        """Step through masters from now on, where a parameter is trained that needs one.
+
+        Args:
+            frozen_too: or is frozen: its master is about to be loaded.
+        """
         attachment, inner = self._attachment, self.stepped_optimizer
         if attachment is None or has_successor(inner):
             return
         config = attachment.config
-        if _needs_async_stepper(inner, config):
+        if _needs_async_stepper(inner, config, frozen_too):
             refuse_sharing([(inner, config.step_mode, MasterRule.of(config))])
-            adopt(self, attachment)
+            adopt(self, attachment, frozen_too)
 
     def state_dict(self) -> dict[str, Any]:
         """As Accelerate's, after :meth:`synchronize`; on any thread."""
@@ -134,7 +139,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As Accelerate's; the masters in it are taken where parameters need them by now."""
-        self.follow_parameters()
+        self.follow_parameters(frozen_too=holds_masters(state_dict))
         if async_stepper_of(self.stepped_optimizer) is None:
             super().load_state_dict(without_shown(state_dict))
         elif self._hooks is not None:
@@ -169,8 +174,11 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             self._is_overflow = not has_stepped
 
 
-def adopt(optimizer: Any, attachment: Attachment) -> None:
+def adopt(optimizer: Any, attachment: Attachment, frozen_too: bool = False) -> None:
     """Make a prepared optimizer step through the attachment's boundary.
+
+    Args:
+        frozen_too: with masters, where all parameters that need them are frozen too.
 
     Raises:
         UnsupportedError: it cannot; nothing was changed.
@@ -178,7 +186,7 @@ def adopt(optimizer: Any, attachment: Attachment) -> None:
     config, inner = attachment.config, inner_of(optimizer)[0]
     refuse_unsuitable([optimizer], config)
     hooks = None
-    if _needs_async_stepper(inner, config):
+    if _needs_async_stepper(inner, config, frozen_too):
         names, ref = attachment.scaler.parameter_names, weakref.ref(attachment)
         hooks = step_beside(
             inner,
@@ -193,15 +201,16 @@ def adopt(optimizer: Any, attachment: Attachment) -> None:
     optimizer.join(attachment, hooks)
 
 
-def _needs_async_stepper(inner: Optimizer, config: ScalerConfig) -> bool:
+def _needs_async_stepper(inner: Optimizer, config: ScalerConfig, frozen_too: bool = False) -> bool:
     if async_stepper_of(inner) is not None:
         return False
     if config.step_mode != "sync" or config.offload != "none":
         return True
     # Asked at every backward, so in no loop of Python's. float16 is refused where it has no master.
-    trained = filter(attrgetter("requires_grad"), parameters_of(inner))
+    params: Iterable[torch.Tensor] = parameters_of(inner)
+    stepped_ones = params if frozen_too else filter(attrgetter("requires_grad"), params)
     low = MasterRule.of(config).dtypes | {torch.float16}
-    return not low.isdisjoint(map(attrgetter("dtype"), trained))
+    return not low.isdisjoint(map(attrgetter("dtype"), stepped_ones))
 
 
 def _change_class(optimizer: Any, cls: Any) -> None:

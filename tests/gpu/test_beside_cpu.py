@@ -226,3 +226,31 @@ def test_streams_need_nothing_but_torchs_own_classes(monkeypatch: pytest.MonkeyP
     done.wait()
     done.synchronize()
     assert x.tolist() == [2.0, 2.0, 2.0]
+
+
+def masters_followed(where: str, mode: str, offload: str) -> list[Tensor]:
+    """float16 weights, two of them in one memory; one is frozen in turns, one written past
+    autograd."""
+    model = mlp(64).to(where, torch.float16)
+    model.other = nn.Linear(8, 64, bias=False, device=where, dtype=torch.float16)
+    nn.init.constant_(model.other.weight, 0.1)
+    if mode != "delayed":
+        model.other.weight.data = model[0].weight.data
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-10)
+    with AsyncOptimizer(optimizer, model, mode=mode, offload=offload) as ours:
+        for step in range(STEPS):
+            model[2].weight.requires_grad_(step % 2 == 0)
+            if step == 3 and mode != "delayed":
+                model[0].weight.data[::2].clamp_(-0.1, 0.1)
+            hidden = model[0](batch(step, where, half=True)) + model.other.weight.sum(1)
+            model[2](hidden).float().square().mean().backward()
+            ours.step()
+            ours.zero_grad()
+        seen = state_of(ours)
+    return [t.detach().cpu() for t in (*seen, *model.parameters())]
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("mode", MODES)
+def test_masters_follow_their_memory(mode: str, offload: str) -> None:
+    assert_same(masters_followed(DEVICE, mode, offload), masters_followed("cpu", mode, offload))

@@ -61,7 +61,7 @@ def read_in_place(
     ]
     unscale_in_place(pairs, copied, deferred)
     if deferred.multiply is not None:  # there, which autograd would not see
-        torch.autograd.graph.increment_version(_unscaled_in_place(pairs, held))
+        torch.autograd.graph.increment_version([g for _, g in _unscaled_in_place(pairs, held)])
     return taken, held
 
 
@@ -69,18 +69,15 @@ def unscale_in_place(
     pairs: Sequence[ParameterPair], grads: Sequence[Tensor | None], deferred: DeferredUnscale
 ) -> None:
     """Do what is ``deferred`` to ``grads``, of which copies are stepped."""
-    mine = _unscaled_in_place(pairs, grads)
-    if mine and deferred.multiply is not None:
-        torch._foreach_mul_(mine, deferred.multiply)
-    elif mine and deferred.divide is not None:
-        torch._foreach_div_(mine, deferred.divide)
+    deferred.apply(_unscaled_in_place(pairs, grads))
 
 
 def _unscaled_in_place(
     pairs: Sequence[ParameterPair], grads: Sequence[Tensor | None]
-) -> list[Tensor]:
+) -> list[tuple[Tensor, Tensor]]:
+    """Parameters with their gradients."""
     return [
-        grad
+        (pair.param, grad)
         for pair, grad in zip(pairs, grads, strict=True)
         if grad is not None and not goes_to_master(pair, grad)
     ]
@@ -122,10 +119,12 @@ def keep_sent(grads: Sequence[Tensor | None], events: Sequence[Any], streams: Si
 
 def on_host(deferred: DeferredUnscale) -> DeferredUnscale:
     """The same numbers on the CPU; waits for the device, which the check has just done."""
-    multiply, divide = deferred.multiply, deferred.divide
-    return DeferredUnscale(
-        None if multiply is None else multiply.cpu(), None if divide is None else divide.cpu()
-    )
+    multiply, divide = (t if t is None else t.cpu() for t in (deferred.multiply, deferred.divide))
+    clips = deferred.clips
+    if clips:  # in one transfer
+        each = torch.stack(list(clips.values())).cpu().unbind()
+        clips = dict(zip(clips, each, strict=True))
+    return DeferredUnscale(multiply, divide, clips)
 
 
 def forbid_sparse(

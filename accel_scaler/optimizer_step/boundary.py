@@ -127,7 +127,6 @@ class Boundary:
             record = self.check.check(optimizer)
             if not record.found_inf:
                 self.check.unscale(optimizer, record)
-                self.check.give_back([optimizer], [record])
             found = found or record.found_inf
         return found
 
@@ -145,7 +144,7 @@ class Boundary:
         try:
             yield record.deferred
         except BaseException:  # it is still to be done
-            self.check.give_back([optimizer], [record])
+            self.check.give_back(optimizer, record)
             raise
         record.deferred = DeferredUnscale()
 

@@ -11,12 +11,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 
-from ..scaling import DeferredUnscale, gradients_of, parameters_of, stepped
+from ..scaling import DeferredUnscale, parameters_of, stepped
 from .fused_adam import FusedAdam, step_fused
 
 logger = logging.getLogger("accel_scaler")
@@ -76,10 +75,6 @@ class Stepper(ABC):
         """Somebody looks at the gradients just before the step."""
         everywhere = getattr(optimizer_module, "_global_optimizer_pre_hooks", {})
         return bool(everywhere or getattr(self.optimizer, "_optimizer_step_pre_hooks", {}))
-
-    def multiply(self, factor: Tensor) -> None:
-        """Multiply every gradient in place, on the training thread. float32, shape ()."""
-        torch._foreach_mul_(gradients_of(parameters_of(self.optimizer)), factor)
 
     @abstractmethod
     def step(self, deferred: DeferredUnscale | None = None) -> None:

@@ -37,6 +37,7 @@ from .gradients import (
     run_on_one_thread,
 )
 from .losses import Losses
+from .owners import Owners
 from .parameter_names import MOST_NAMES, ParameterNames
 from .thread_windows import WAIT_LIMIT_S
 from .window import (
@@ -60,6 +61,7 @@ __all__ = [
     "Losses",
     "NormCheck",
     "OptimizerRecord",
+    "Owners",
     "ParameterNames",
     "Snapshot",
     "StillScaled",

@@ -140,6 +140,7 @@ class OverflowCheck:
 
     def _look(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
         stepper = stepper_of(optimizer)
+        self._forbid_scaled_elsewhere(optimizer)
         if is_sharded(parameters_of(optimizer)):
             reduce_partial_gradients(parameters_of(optimizer))
         if stepper.defers_unscale and self._look_at_scaled(optimizer, record, stepper):
@@ -158,6 +159,24 @@ class OverflowCheck:
                 "master_weights='none'."
             )
         self.scaler.unscale_(optimizer)
+
+    def _forbid_scaled_elsewhere(self, optimizer: Optimizer) -> None:
+        """Raise ``OrderError`` where another optimizer's step is to unscale some of its gradients,
+        which are float32, since its others have masters: they would be unscaled twice."""
+        window, own = self.scaler.window, set(map(id, parameters_of(optimizer)))
+        for other in self.scaler.managed:
+            record = window.known(other)
+            if other is optimizer or record is None or not record.deferred:
+                continue
+            common = sum(id(p) in own for p in parameters_of(other) if p.grad is not None)
+            if common:
+                raise OrderError(
+                    f"{type(optimizer).__name__} shares {common} parameters with a "
+                    f"{type(other).__name__} that has float32 masters for others, so its gradients "
+                    "stay scaled after a clip, and these would be unscaled twice. Put the shared "
+                    "parameters in one optimizer, or load the model in float32; zero the gradients "
+                    "to go on."
+                )
 
     def _look_at_scaled(
         self, optimizer: Optimizer, record: OptimizerRecord, stepper: Stepper

@@ -936,6 +936,43 @@ def test_a_clip_of_a_shared_parameter(mode: str, which: str, fold: bool) -> None
     detach(accelerator)
 
 
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+@pytest.mark.parametrize("clip", ["norm", "value", "part", "none"])
+def test_a_parameter_shared_with_an_optimizer_that_has_masters(mode: str, clip: str) -> None:
+    """After a clip it was unscaled twice, and moved 1,024 times too little."""
+    accelerator = attached(mode)
+    half = nn.Parameter(torch.ones(2, dtype=torch.float16))
+    shared, own = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    ours = [accelerator.prepare(SGD([p, shared], lr=0.125)) for p in (half, own)]
+    accelerator.backward((half.float() + shared + own).sum())
+    if clip == "none":
+        for each in ours:
+            each.step()
+        for each in ours:
+            each.synchronize()
+        assert (half.tolist(), shared.tolist(), own.tolist()) == (
+            [0.875] * 2,
+            [0.75] * 2,
+            [0.875] * 2,
+        )
+    else:
+        every = [half, shared, own]
+        call: Callable[[], Any] = {
+            "norm": lambda: accelerator.clip_grad_norm_(every, 1e6),
+            "value": lambda: accelerator.clip_grad_value_(every, 1e6),
+            "part": ours[1].step,
+        }[clip]
+        if clip == "part":
+            accelerator.clip_grad_norm_([half], 1e6)
+        with pytest.raises(OrderError, match="shares 1 parameters with a SGD"):
+            call()
+        assert (half.tolist(), shared.tolist(), own.tolist()) == ([1.0] * 2,) * 3
+        for p in every:
+            p.grad = None
+        accelerator.scaler.abandon_window()
+    detach(accelerator)
+
+
 ENDS: dict[str, Callable[[GradScaler], None]] = {
     "abandon_window": lambda scaler: scaler.abandon_window(),
     "backoff": lambda scaler: scaler.backoff(),

@@ -8,6 +8,7 @@ communicates; the folder knows no Accelerate and no Trainer.
 
 from .async_stepper import without_shown
 from .compensation import refuse_compensation
+from .grad_handoff import hold_scaled
 from .hooks import SyncHooks
 from .master_rule import MasterRule
 from .optimizer import AsyncOptimizer, step_beside
@@ -21,6 +22,7 @@ __all__ = [
     "SyncHooks",
     "Worker",
     "default_threads",
+    "hold_scaled",
     "refuse_compensation",
     "refuse_sharing",
     "refuse_spread",

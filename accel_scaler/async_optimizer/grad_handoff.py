@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -11,9 +12,15 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError
+from ..optimizer_step import Unscale
 from ..scaling import LOW_PRECISION, DeferredUnscale
 from .master_params import ParameterPair
-from .pending_parameter import GradientHold, hold_gradients, settle_gradients
+from .pending_parameter import (
+    GradientHold,
+    hold_gradients,
+    release_gradients,
+    settle_gradients,
+)
 from .streams import PartEvents, SideStreams
 
 
@@ -125,6 +132,44 @@ def on_host(deferred: DeferredUnscale) -> DeferredUnscale:
         each = torch.stack(list(clips.values())).cpu().unbind()
         clips = dict(zip(clips, each, strict=True))
     return DeferredUnscale(multiply, divide, clips)
+
+
+class _FirstUse:
+    """Calls ``unscale`` with ``memory``, once; who else asks meanwhile waits for it. Any thread."""
+
+    def __init__(self, unscale: Unscale, memory: Sequence[Tensor]) -> None:
+        self._due: tuple[Unscale, Sequence[Tensor]] | None = unscale, memory
+        self._lock = threading.Lock()
+
+    def __call__(self) -> None:
+        with self._lock:
+            due, self._due = self._due, None
+            if due is not None:
+                unscale, memory = due
+                unscale(memory)
+
+    def end(self) -> None:
+        with self._lock:
+            self._due = None
+
+
+def hold_scaled(gradients: Sequence[Tensor], unscale: Unscale) -> Callable[[], None] | None:
+    """Call ``unscale`` before the first use of any of ``gradients``, on the thread that uses it,
+    with their memory: they themselves wait until it has returned.
+
+    Returns what ends that; it waits while ``unscale`` runs. None: not all uses can be seen.
+    """
+    if not all(can_hold_gradients(gradients)):
+        return None
+    use = _FirstUse(unscale, [grad.detach() for grad in gradients])
+    hold = GradientHold(use)
+    hold_gradients(gradients, hold)
+
+    def end() -> None:
+        use.end()
+        release_gradients(gradients, hold)
+
+    return end
 
 
 def forbid_sparse(

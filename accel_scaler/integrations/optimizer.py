@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from ..async_optimizer import (
     MasterRule,
     SyncHooks,
+    hold_scaled,
     refuse_compensation,
     refuse_sharing,
     refuse_spread,
@@ -46,7 +47,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self._attachment, self._hooks = attachment, hooks or self._hooks
         self.scaler = attachment.scaler if attachment.scales else None
         attachment.optimizers.add(self)
-        attachment.boundary.add(self, attachment.config.fold_unscale)
+        attachment.boundary.add(self, attachment.config.fold_unscale, hold_scaled)
 
     def leave(self, attachment: Attachment) -> None:
         """Be Accelerate's again, unless another accelerator has taken it over.

@@ -38,7 +38,7 @@ from .clipping import Clipping
 from .explainer import Explainer
 from .observer import Observer
 from .overflow_check import OverflowCheck
-from .stepper import Stepper, stepper_of
+from .stepper import HoldScaled, Stepper, stepper_of
 
 logger = logging.getLogger("accel_scaler")
 
@@ -84,10 +84,19 @@ class Boundary:
         had gradients, or it was told that it has none."""
         _boundaries[scaler] = weakref.ref(self)
 
-    def add(self, optimizer: Optimizer, fold_unscale: bool = False) -> None:
-        """Step this optimizer here; ``fold_unscale``: its kernel may unscale and clip."""
+    def add(
+        self,
+        optimizer: Optimizer,
+        fold_unscale: bool = False,
+        hold_scaled: HoldScaled | None = None,
+    ) -> None:
+        """Step this optimizer here.
+
+        Args:
+            fold_unscale: its kernel may unscale; and clip, where ``hold_scaled`` is given.
+        """
         stepper = stepper_of(optimizer)
-        stepper.fold_unscale = fold_unscale
+        stepper.fold_unscale, stepper.hold_scaled = fold_unscale, hold_scaled
         stepper.measures_shown = self.observer.wants_shown_errors
         self.scaler.manage(stepped(optimizer), stepper)
 
@@ -237,6 +246,7 @@ class Boundary:
         found_inf, timing = record.found_inf, None
         self.scaler.close_window(found_inf)
         record.stage = OptState.STEPPED
+        record.forget_returned()
         self.observer.before_update(optimizer, window)
         self.explainer.before_update(optimizer, window)
         if found_inf:
@@ -244,7 +254,6 @@ class Boundary:
             left = [p for p in parameters_of(optimizer) if id(p) not in window.unscaled]
             record.still_scaled = StillScaled(left, self.scaler.window_scale)
         else:
-            record.forget_returned()
             deferred, record.deferred = record.deferred, DeferredUnscale()
             last = stepper.timing
             stepper.step(deferred)

@@ -57,9 +57,9 @@ class Clipping:
         """Unscale what owns ``parameters``, clip their total norm to ``max_norm``.
 
         ``.grad`` is then what ``torch.nn.utils.clip_grad_norm_`` leaves after ``unscale_``, bit
-        for bit; with ``fold_unscale`` and a fused optimizer, and where it is float16, or bfloat16
-        with a master, it stays scaled, for the update. After an overflow gradients stay as they
-        were found.
+        for bit; with ``fold_unscale`` and a fused optimizer but for a rounding, once somebody looks
+        at it. Where it is float16, or bfloat16 with a master, it stays scaled, for the update.
+        After an overflow gradients stay as they were found.
 
         Returns the total norm before clipping, unscaled, float32, shape (); inf after an
         overflow. Synchronises with the device once for each optimizer, or once for all where

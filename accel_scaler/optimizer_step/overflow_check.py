@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from math import isinf
 
@@ -113,6 +114,7 @@ class OverflowCheck:
 
         ``some``: of these parameters; None: of all.
         """
+        record.stop_holding()
         if record.returned is not None and record.returned.is_changed_in(some):
             raise OrderError(
                 f"the gradients of {type(optimizer).__name__} were changed after they were "
@@ -259,11 +261,15 @@ class OverflowCheck:
         """Unscaling is left to its kernel: no other optimizer here has some of the gradients.
 
         Args:
-            returned: the caller gets them back before the step, scaled. That he has not changed
-                them is known for nothing on a CPU alone; elsewhere it costs more than is saved.
+            returned: the caller gets them back before the step. Then on a CPU alone: elsewhere
+                nobody has measured what is saved.
         """
         mine, managed = stepper.optimizer, self.scaler.managed
-        if not stepper.divides or (returned and parameters_of(mine)[0].device.type != "cpu"):
+        if not stepper.divides:
+            return False
+        if returned and (
+            stepper.hold_scaled is None or parameters_of(mine)[0].device.type != "cpu"
+        ):
             return False
         if len(managed) <= 1:
             return True
@@ -289,6 +295,9 @@ class OverflowCheck:
         record.forget_returned()
         params = parameters_of(optimizer)
         record.deferred.apply([(p, p.grad) for p in params if p.grad is not None])
+        self._note_unscaled(params, record)
+
+    def _note_unscaled(self, params: Sequence[Tensor], record: OptimizerRecord) -> None:
         record.deferred = DeferredUnscale()
         if record.unscaled_before is not None:
             record.unscaled_before.renew(params)
@@ -302,9 +311,31 @@ class OverflowCheck:
         Args:
             written: of its parameters those whose gradients this call has written to.
         """
-        if record.deferred and record.returned is None:
-            record.returned = Snapshot.with_contents(parameters_of(optimizer))
-        elif record.returned is not None:
+        if record.returned is not None:
             record.returned.renew(written)
+        elif record.deferred and stepper_of(optimizer).keeps_scaled:
+            record.returned = Snapshot.with_contents(parameters_of(optimizer))
+        elif record.deferred:
+            self._hold(optimizer, record)
         if record.unscaled_before is not None:
             record.unscaled_before.renew(written)
+
+    def _hold(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
+        """Whoever looks at gradients that are left to the kernel has them unscaled first, as by
+        :meth:`unscale`; at once, where not every look can be seen."""
+        hold, params = stepper_of(optimizer).hold_scaled, parameters_of(optimizer)
+        # Gradients keep what this makes, and it none of what keeps them.
+        me, owner, its = weakref.ref(self), weakref.ref(optimizer), weakref.ref(record)
+        due = record.deferred
+
+        def unscale(memory: Sequence[Tensor]) -> None:
+            due.apply([(each, each) for each in memory])
+            check, stepped, found = me(), owner(), its()
+            if check is not None and stepped is not None and found is not None:
+                found.returned = None
+                check._note_unscaled(parameters_of(stepped), found)
+
+        record.returned = Snapshot.of(params)
+        record.end_hold = None if hold is None else hold(gradients_of(params), unscale)
+        if record.end_hold is None:
+            self.unscale(optimizer, record)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -216,6 +216,8 @@ class OptimizerRecord(dict[str, Any]):
         """Left for the update to do: the gradients are still scaled, not clipped."""
         self.returned: Snapshot | None = None
         """Gradients as they were when their owner saw them with something still due."""
+        self.end_hold: Callable[[], None] | None = None
+        """What ends that whoever looks at these has them unscaled first."""
         self.unscaled_before: Snapshot | None = None
         """Gradients that were unscaled when another loss was scaled."""
         self.overflowed: Sequence[Tensor] = ()
@@ -262,8 +264,15 @@ class OptimizerRecord(dict[str, Any]):
         if self.unscaled_before is not None and self.unscaled_before.is_changed_in(some):
             raise_mixed(name)
 
+    def stop_holding(self) -> None:
+        """The gradients that were handed out are to be looked at as they are."""
+        end, self.end_hold = self.end_hold, None
+        if end is not None:
+            end()
+
     def forget_returned(self) -> None:
         """The gradients that were handed out are to be written to."""
+        self.stop_holding()
         if self.returned is not None:
             self.returned.end()
         self.returned = None

@@ -19,7 +19,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from ..devices import refuse_capture
-from ..errors import OrderError, OverflowStreakError
+from ..errors import OrderError, OverflowStreakError, UnsupportedError
 from ..scaling import (
     LOW_PRECISION,
     DeferredUnscale,
@@ -28,6 +28,7 @@ from ..scaling import (
     OptimizerRecord,
     StillScaled,
     Window,
+    complex_refused,
     first_nonfinite,
     gradients_of,
     nonzero,
@@ -94,11 +95,22 @@ class Boundary:
 
         Args:
             fold_unscale: its kernel may unscale; and clip, where ``hold_scaled`` is given.
+
+        Raises:
+            UnsupportedError: gradients are scaled, and a parameter that is trained is complex;
+                nothing was changed.
         """
+        self._refuse_complex(stepped(optimizer))
         stepper = stepper_of(optimizer)
         stepper.fold_unscale, stepper.hold_scaled = fold_unscale, hold_scaled
         stepper.measures_shown = self.observer.wants_shown_errors
         self.scaler.manage(stepped(optimizer), stepper)
+
+    def _refuse_complex(self, optimizer: Optimizer) -> None:
+        for p in parameters_of(optimizer) if self.scaler.is_enabled() else ():
+            if p.requires_grad and p.is_complex():
+                (name,) = self.scaler.parameter_names.of([p], optimizer)
+                raise UnsupportedError(complex_refused(f"{type(optimizer).__name__}: {name}", p))
 
     def before_backward(self, loss: Tensor, accumulation: int = 1) -> None:
         """Call before each backward. Where nothing is scaled, it is what opens a window.

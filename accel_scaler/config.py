@@ -293,8 +293,8 @@ class ScalerConfig:
         STEPPING,
         False,
         SWITCH,
-        "Let the fused kernel unscale and clip: faster, but .grad stays scaled until the step, "
-        "and results may differ by one rounding while clipping is active.",
+        "Let the fused kernel unscale, and on a CPU clip: faster, if nobody looks at .grad between "
+        "a clip and the step. Results may differ by one rounding while clipping is active.",
     )
     sharded: bool = setting(
         SCALING,

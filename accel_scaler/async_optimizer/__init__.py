@@ -8,6 +8,7 @@ communicates; the folder knows no Accelerate and no Trainer.
 
 from .async_stepper import holds_masters, without_shown
 from .compensation import refuse_compensation
+from .grad_handoff import hold_scaled
 from .hooks import SyncHooks
 from .master_rule import MasterRule
 from .optimizer import AsyncOptimizer, step_beside
@@ -28,6 +29,7 @@ __all__ = [
     "Worker",
     "forget_successor",
     "has_successor",
+    "hold_scaled",
     "holds_masters",
     "refuse_compensation",
     "refuse_sharing",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -11,9 +12,15 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError
+from ..optimizer_step import Unscale
 from ..scaling import LOW_PRECISION, DeferredUnscale
 from .master_params import ParameterPair
-from .pending_parameter import GradientHold, hold_gradients, settle_gradients
+from .pending_parameter import (
+    GradientHold,
+    hold_gradients,
+    release_gradients,
+    settle_gradients,
+)
 from .streams import PartEvents, SideStreams
 
 
@@ -61,7 +68,7 @@ def read_in_place(
     ]
     unscale_in_place(pairs, copied, deferred)
     if deferred.multiply is not None:  # there, which autograd would not see
-        torch.autograd.graph.increment_version(_unscaled_in_place(pairs, held))
+        torch.autograd.graph.increment_version([g for _, g in _unscaled_in_place(pairs, held)])
     return taken, held
 
 
@@ -69,18 +76,15 @@ def unscale_in_place(
     pairs: Sequence[ParameterPair], grads: Sequence[Tensor | None], deferred: DeferredUnscale
 ) -> None:
     """Do what is ``deferred`` to ``grads``, of which copies are stepped."""
-    mine = _unscaled_in_place(pairs, grads)
-    if mine and deferred.multiply is not None:
-        torch._foreach_mul_(mine, deferred.multiply)
-    elif mine and deferred.divide is not None:
-        torch._foreach_div_(mine, deferred.divide)
+    deferred.apply(_unscaled_in_place(pairs, grads))
 
 
 def _unscaled_in_place(
     pairs: Sequence[ParameterPair], grads: Sequence[Tensor | None]
-) -> list[Tensor]:
+) -> list[tuple[Tensor, Tensor]]:
+    """Parameters with their gradients."""
     return [
-        grad
+        (pair.param, grad)
         for pair, grad in zip(pairs, grads, strict=True)
         if grad is not None and not goes_to_master(pair, grad)
     ]
@@ -122,10 +126,50 @@ def keep_sent(grads: Sequence[Tensor | None], events: Sequence[Any], streams: Si
 
 def on_host(deferred: DeferredUnscale) -> DeferredUnscale:
     """The same numbers on the CPU; waits for the device, which the check has just done."""
-    multiply, divide = deferred.multiply, deferred.divide
-    return DeferredUnscale(
-        None if multiply is None else multiply.cpu(), None if divide is None else divide.cpu()
-    )
+    multiply, divide = (t if t is None else t.cpu() for t in (deferred.multiply, deferred.divide))
+    clips = deferred.clips
+    if clips:  # in one transfer
+        each = torch.stack(list(clips.values())).cpu().unbind()
+        clips = dict(zip(clips, each, strict=True))
+    return DeferredUnscale(multiply, divide, clips)
+
+
+class _FirstUse:
+    """Calls ``unscale`` with ``memory``, once; who else asks meanwhile waits for it. Any thread."""
+
+    def __init__(self, unscale: Unscale, memory: Sequence[Tensor]) -> None:
+        self._due: tuple[Unscale, Sequence[Tensor]] | None = unscale, memory
+        self._lock = threading.Lock()
+
+    def __call__(self) -> None:
+        with self._lock:
+            due, self._due = self._due, None
+            if due is not None:
+                unscale, memory = due
+                unscale(memory)
+
+    def end(self) -> None:
+        with self._lock:
+            self._due = None
+
+
+def hold_scaled(gradients: Sequence[Tensor], unscale: Unscale) -> Callable[[], None] | None:
+    """Call ``unscale`` before the first use of any of ``gradients``, on the thread that uses it,
+    with their memory: they themselves wait until it has returned.
+
+    Returns what ends that; it waits while ``unscale`` runs. None: not all uses can be seen.
+    """
+    if not all(can_hold_gradients(gradients)):
+        return None
+    use = _FirstUse(unscale, [grad.detach() for grad in gradients])
+    hold = GradientHold(use)
+    hold_gradients(gradients, hold)
+
+    def end() -> None:
+        use.end()
+        release_gradients(gradients, hold)
+
+    return end
 
 
 def forbid_sparse(

@@ -251,7 +251,7 @@ class InflightStep:
     ) -> Iterator[None]:
         """On the side stream; all memory that is used there stays until it is done."""
         with self.streams.beside(ready):
-            self.streams.keep([*grads, deferred.multiply, deferred.divide])
+            self.streams.keep([*grads, *deferred.tensors])
             if late is not None and late.grads is not grads:
                 self.streams.keep(late.grads)
             self.replica.keep()
@@ -263,10 +263,11 @@ class InflightStep:
     def _publish_late(self, late: LateGradients) -> ShownError | None:
         """What the next forward sees, part by part, before the update itself."""
         assert self.compensation is not None
-        ahead, factor, replica = self.compensation.take(), float(late.deferred.factor), self.replica
+        ahead, replica = self.compensation.take(), self.replica
+        due = torch.stack(late.deferred.factors(replica.params)).tolist()
         factors = [
             1.0 if late.are_unscaled and not (g is not None and goes_to_master(p, g)) else factor
-            for p, g in zip(replica.ordered, late.grads, strict=True)
+            for p, g, factor in zip(replica.ordered, late.grads, due, strict=True)
         ]
         for part in replica.parts:
             mine = slice(part.start, part.end)
@@ -289,7 +290,7 @@ class InflightStep:
         shown: ShownError | None,
     ) -> None:
         replica = self.replica
-        buffered = replica.fill_buffers(grads, deferred.multiply)
+        buffered = not deferred.clips and replica.fill_buffers(grads, deferred.multiply)
         if buffered:
             self.task.spent.append(grads)
         for part in replica.parts:
@@ -298,7 +299,7 @@ class InflightStep:
             if buffered:
                 final = found
             else:
-                final = self._bring(part, found, sent[mine], deferred.multiply)
+                final = self._bring(part, found, sent[mine], deferred)
                 grads[mine] = [None] * len(final)
             late = self.compensation
             before = [] if late is None else late.before_update(part, final)
@@ -334,7 +335,7 @@ class InflightStep:
         try:
             for part in replica.parts:
                 mine = slice(part.start, part.end)
-                final = self._bring(part, grads[mine], sent[mine], deferred.multiply)
+                final = self._bring(part, grads[mine], sent[mine], deferred)
                 for pair, grad in zip(part.pairs, final, strict=True):
                     pair.stepped.grad = grad
             with replica.thread_context.around():
@@ -356,21 +357,28 @@ class InflightStep:
             pair.publish(self.streams)
 
     def _bring(
-        self, part: Part, grads: list[Tensor | None], sent: list[Any], multiply: Tensor | None
+        self,
+        part: Part,
+        grads: list[Tensor | None],
+        sent: list[Any],
+        deferred: DeferredUnscale,
     ) -> list[Tensor | None]:
-        """Gradients as the part is stepped with, float32 for masters, times ``multiply``."""
+        """Gradients as the part is stepped with, float32 for masters; but for what its kernel
+        divides by, what is ``deferred`` is done to them."""
         for event in sent:
             self.streams.wait_on_host(event)
-        brought, rounded = list(grads), []
-        if self.replica.has_masters:
-            for place, (pair, grad) in enumerate(zip(part.pairs, grads, strict=True)):
-                if grad is not None and goes_to_master(pair, grad):
-                    brought[place] = grad.float()
-                    rounded.append(brought[place])
-        # What was sent to host memory was unscaled before, but for these.
-        scaled: Any = rounded if self.replica.offload else [g for g in brought if g is not None]
-        if multiply is not None and scaled:
-            torch._foreach_mul_(scaled, multiply)
+        brought, offload = list(grads), self.replica.offload
+        scaled: list[tuple[Tensor, Tensor]] = []
+        for place, (pair, grad) in enumerate(zip(part.pairs, grads, strict=True)):
+            if grad is None:
+                continue
+            is_rounded = goes_to_master(pair, grad)
+            final = brought[place] = grad.float() if is_rounded else grad
+            # What was sent to host memory was unscaled before, but for these.
+            if is_rounded or not offload:
+                scaled.append((pair.param, final))
+        if deferred.divide is None:
+            deferred.apply(scaled)
         return brought
 
 

@@ -18,6 +18,7 @@ from ..optimizer_step import Boundary, StepTiming, async_stepper_of, boundary_of
 from ..scaling import GradScaler, ParameterNames, parameters_of, whole
 from ..telemetry import History, Recorder
 from .async_stepper import AsyncStepper
+from .grad_handoff import hold_scaled
 from .hooks import SyncHooks
 from .master_rule import MasterRule
 from .shared_parameters import refuse_successor, take_over
@@ -138,7 +139,7 @@ class AsyncOptimizer(Optimizer):
                 self._boundary = boundary_of(self.scaler) or Boundary(
                     self.scaler, device, Recorder(self.scaler)
                 )
-                self._boundary.add(self, config.fold_unscale)
+                self._boundary.add(self, config.fold_unscale, hold_scaled)
         except BaseException:
             self.close()
             raise
@@ -244,8 +245,8 @@ class AsyncOptimizer(Optimizer):
             parameters: default: all of this optimizer's.
 
         Returns the norm before clipping, unscaled, float32, shape (); inf after an overflow.
-        ``.grad`` is then what torch leaves there; what is float16, or bfloat16 with a master, and
-        with ``fold_unscale`` what a fused optimizer has, stays scaled until the step. Synchronises.
+        ``.grad`` is then what torch leaves there; what is float16, or bfloat16 with a master, stays
+        scaled until the step. Synchronises.
         """
         self._check_open("clip_grad_norm_")
         self._forbid_inside("clip_grad_norm_")

@@ -464,6 +464,14 @@ def hold_gradients(gradients: Sequence[Any], hold: GradientHold) -> None:
         _set_classes(gradients, PendingGradient)
 
 
+def release_gradients(gradients: Iterable[Any], hold: GradientHold) -> None:
+    """Those of ``gradients`` that wait for ``hold`` do not any more."""
+    with _lock:
+        mine = [grad for grad in gradients if is_held(grad) and getattr(grad, HOLD_KEY) is hold]
+        _consume(map(delattr, mine, repeat(HOLD_KEY)))
+        _set_classes(mine, Tensor)
+
+
 def is_held(grad: Any) -> bool:
     """Whether the optimizer thread may be reading ``grad``, or has lost it."""
     return type(grad) is PendingGradient

@@ -203,7 +203,8 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         with attachment.recorder.span("clip"):
             if self.distributed_type != DistributedType.FSDP:
                 return boundary.clipping.clip_norm(parameters, max_norm, norm_type)
-            if boundary.unscale(boundary.check.owners(parameters)):
+            owned, _ = boundary.check.split(parameters)
+            if boundary.unscale(owner for owner, _ in owned):
                 return torch.full((), float("inf"), dtype=torch.float32, device=self.device)
             norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
             boundary.clipping.note_norm(parameters, norm, max_norm, norm_type)

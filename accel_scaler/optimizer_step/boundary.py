@@ -19,7 +19,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from ..devices import refuse_capture
-from ..errors import OrderError, OverflowStreakError
+from ..errors import OrderError, OverflowStreakError, UnsupportedError
 from ..scaling import (
     LOW_PRECISION,
     DeferredUnscale,
@@ -28,6 +28,7 @@ from ..scaling import (
     OptimizerRecord,
     StillScaled,
     Window,
+    complex_refused,
     first_nonfinite,
     gradients_of,
     nonzero,
@@ -38,7 +39,7 @@ from .clipping import Clipping
 from .explainer import Explainer
 from .observer import Observer
 from .overflow_check import OverflowCheck
-from .stepper import Stepper, stepper_of
+from .stepper import HoldScaled, Stepper, stepper_of
 
 logger = logging.getLogger("accel_scaler")
 
@@ -84,12 +85,32 @@ class Boundary:
         had gradients, or it was told that it has none."""
         _boundaries[scaler] = weakref.ref(self)
 
-    def add(self, optimizer: Optimizer, fold_unscale: bool = False) -> None:
-        """Step this optimizer here; ``fold_unscale``: its kernel may unscale and clip."""
+    def add(
+        self,
+        optimizer: Optimizer,
+        fold_unscale: bool = False,
+        hold_scaled: HoldScaled | None = None,
+    ) -> None:
+        """Step this optimizer here.
+
+        Args:
+            fold_unscale: its kernel may unscale; and clip, where ``hold_scaled`` is given.
+
+        Raises:
+            UnsupportedError: gradients are scaled, and a parameter that is trained is complex;
+                nothing was changed.
+        """
+        self._refuse_complex(stepped(optimizer))
         stepper = stepper_of(optimizer)
-        stepper.fold_unscale = fold_unscale
+        stepper.fold_unscale, stepper.hold_scaled = fold_unscale, hold_scaled
         stepper.measures_shown = self.observer.wants_shown_errors
         self.scaler.manage(stepped(optimizer), stepper)
+
+    def _refuse_complex(self, optimizer: Optimizer) -> None:
+        for p in parameters_of(optimizer) if self.scaler.is_enabled() else ():
+            if p.requires_grad and p.is_complex():
+                (name,) = self.scaler.parameter_names.of([p], optimizer)
+                raise UnsupportedError(complex_refused(f"{type(optimizer).__name__}: {name}", p))
 
     def before_backward(self, loss: Tensor, accumulation: int = 1) -> None:
         """Call before each backward. Where nothing is scaled, it is what opens a window.
@@ -127,7 +148,6 @@ class Boundary:
             record = self.check.check(optimizer)
             if not record.found_inf:
                 self.check.unscale(optimizer, record)
-                self.check.give_back([optimizer], [record])
             found = found or record.found_inf
         return found
 
@@ -145,7 +165,7 @@ class Boundary:
         try:
             yield record.deferred
         except BaseException:  # it is still to be done
-            self.check.give_back([optimizer], [record])
+            self.check.give_back(optimizer, record)
             raise
         record.deferred = DeferredUnscale()
 
@@ -238,6 +258,7 @@ class Boundary:
         found_inf, timing = record.found_inf, None
         self.scaler.close_window(found_inf)
         record.stage = OptState.STEPPED
+        record.forget_returned()
         self.observer.before_update(optimizer, window)
         self.explainer.before_update(optimizer, window)
         if found_inf:
@@ -245,7 +266,6 @@ class Boundary:
             left = [p for p in parameters_of(optimizer) if id(p) not in window.unscaled]
             record.still_scaled = StillScaled(left, self.scaler.window_scale)
         else:
-            record.forget_returned()
             deferred, record.deferred = record.deferred, DeferredUnscale()
             last = stepper.timing
             stepper.step(deferred)

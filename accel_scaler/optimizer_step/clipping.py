@@ -28,7 +28,7 @@ from ..scaling import (
     whole,
 )
 from .overflow_check import OverflowCheck
-from .stepper import Stepper, stepper_of
+from .stepper import stepper_of
 
 logger = logging.getLogger("accel_scaler")
 
@@ -57,9 +57,9 @@ class Clipping:
         """Unscale what owns ``parameters``, clip their total norm to ``max_norm``.
 
         ``.grad`` is then what ``torch.nn.utils.clip_grad_norm_`` leaves after ``unscale_``, bit
-        for bit; with ``fold_unscale`` and a fused optimizer, and where it is float16, or bfloat16
-        with a master, it stays scaled, for the update. After an overflow gradients stay as they
-        were found.
+        for bit; with ``fold_unscale`` and a fused optimizer but for a rounding, once somebody looks
+        at it. Where it is float16, or bfloat16 with a master, it stays scaled, for the update.
+        After an overflow gradients stay as they were found.
 
         Returns the total norm before clipping, unscaled, float32, shape (); inf after an
         overflow. Synchronises with the device once for each optimizer, or once for all where
@@ -73,31 +73,32 @@ class Clipping:
         if not self.scaler.is_enabled():
             return self._clip_unscaled(parameters, max_norm, norm_type)
         check = self._check
-        owners = check.owners(parameters)
-        records = [check.record(owner) for owner in owners]
-        steppers = [stepper_of(owner) for owner in owners]
+        owned, unowned = check.split(parameters)
+        owners = [owner for owner, _ in owned]
+        records = [check.record(owner, mine) for owner, mine in owned]
         if norm_type == 2.0 and self._are_whole(owners, parameters):
-            norm = self._clip_in_one_pass(owners, records, steppers, parameters, max_norm)
+            norm = self._clip_in_one_pass(owners, records, parameters, max_norm)
             if norm is not None:
                 return norm
-        unowned_bad = self._unscale_unowned(owners, parameters)
+        unowned_bad = self._unscale_unowned(unowned)
         if any(map(check.is_sharded, owners)):
             unowned_bad = agree_on_overflow(unowned_bad, self.device, True)
-        for owner, record, stepper in zip(owners, records, steppers, strict=True):
-            check.check(owner)
+        for owner, record in zip(owners, records, strict=True):
+            check.decide(owner, record)
             # At once: the next owner may have some of the same gradients.
-            stays = stepper.keeps_scaled or check.divides(stepper, returned=True)
-            if record.deferred and not (record.found_inf or stays):
+            if record.deferred and not (record.found_inf or stepper_of(owner).keeps_scaled):
                 check.unscale(owner, record)
         if any(record.found_inf for record in records) or unowned_bad:
             for record in records:
                 record.verdict = True
-            total = torch.full((), float("inf"), dtype=torch.float32, device=self.device)
-        elif any(record.deferred for record in records):
-            total = self._clip_scaled(owners, records, parameters, max_norm, norm_type)
+            return torch.full((), float("inf"), dtype=torch.float32, device=self.device)
+        if any(record.deferred for record in records):
+            total = self._clip_scaled(owned, records, unowned, max_norm, norm_type)
         else:
             total = self._clip_unscaled(parameters, max_norm, norm_type)
-        check.give_back(owners, records, parameters)
+        for (owner, mine), record in zip(owned, records, strict=True):
+            check.give_back(owner, record, () if record.deferred else mine)
+        self._give_back_unowned(unowned)
         return total
 
     def clip_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
@@ -108,29 +109,25 @@ class Clipping:
                 torch.nn.utils.clip_grad_value_(parameters, clip_value)
             return
         check = self._check
-        owners = check.owners(parameters)
-        self._unscale_unowned(owners, parameters)
-        asked = {id(p): p for p in parameters if p.grad is not None}
-        records = []
-        for owner in owners:
-            record, stepper = check.check(owner), stepper_of(owner)
-            records.append(record)
-            chosen = [p for p in parameters_of(owner) if id(p) in asked]
+        owned, unowned = check.split([p for p in parameters if p.grad is not None])
+        records = [check.record(owner, mine) for owner, mine in owned]
+        self._unscale_unowned(unowned)
+        unscaled = list(unowned)
+        for (owner, mine), record in zip(owned, records, strict=True):
+            check.decide(owner, record)
             if record.found_inf:  # as they were found; the others are clipped and step
-                for p in chosen:
-                    del asked[id(p)]
-            elif stepper.keeps_scaled:
-                limit = float(clip_value) / float(record.deferred.factor)
-                for p in chosen:
-                    grad = asked.pop(id(p)).grad
-                    assert grad is not None
-                    most = min(limit, torch.finfo(grad.dtype).max)
-                    grad.clamp_(-most, most)
-            elif record.deferred:
+                continue
+            if record.deferred and stepper_of(owner).keeps_scaled:
+                _clip_scaled_values(record, mine, float(clip_value))
+                continue
+            if record.deferred:
                 check.unscale(owner, record)
-        if asked:
-            torch.nn.utils.clip_grad_value_(asked.values(), clip_value)
-        check.give_back(owners, records, parameters)
+            unscaled += mine
+        if unscaled:
+            torch.nn.utils.clip_grad_value_(unscaled, clip_value)
+        for (owner, mine), record in zip(owned, records, strict=True):
+            check.give_back(owner, record, mine)
+        self._give_back_unowned(unowned)
 
     def note_norm(
         self, parameters: Sequence[Tensor], norm: Any, max_norm: float, norm_type: float
@@ -158,35 +155,30 @@ class Clipping:
 
     def _clip_scaled(
         self,
-        owners: Sequence[Optimizer],
+        owned: Sequence[tuple[Optimizer, list[Tensor]]],
         records: Sequence[OptimizerRecord],
-        parameters: Sequence[Tensor],
+        unowned: Sequence[Tensor],
         max_norm: float,
         norm_type: float,
     ) -> Tensor:
-        """Clip where some gradients stay scaled: where all of an optimizer's are meant, along
-        with its step. Does not synchronise."""
-        asked = {id(p) for p in parameters}
-        norms: list[Tensor] = []
-        mine: list[tuple[OptimizerRecord | None, list[Tensor], bool]] = []
-        for owner, record in zip(owners, records, strict=True):
-            own = [p for p in parameters_of(owner) if p.grad is not None]
-            chosen = [p for p in own if id(p) in asked]
-            asked.difference_update(map(id, chosen))
-            if chosen:
-                norms.append(_total_norm(chosen, norm_type, record.deferred.factor))
-            mine.append((record, chosen, len(chosen) == len(own)))
-        unowned = [p for p in parameters if id(p) in asked]
-        if unowned:
-            norms.append(_total_norm(unowned, norm_type))
-            mine.append((None, unowned, False))
-        total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        """Clip where some gradients stay scaled: these along with their step, in float32. Does not
+        synchronise."""
+        parts: list[tuple[DeferredUnscale | None, list[Tensor]]] = []
+        taken: set[int] = set()
+        for (_, mine), record in zip(owned, records, strict=True):
+            chosen = [p for p in mine if p.grad is not None and id(p) not in taken]
+            taken.update(map(id, chosen))  # another may have some of the same, clipped once
+            parts.append((record.deferred or None, chosen))
+        parts.append((None, list(unowned)))
+        norms = [norm for deferred, mine in parts for norm in _norms(mine, norm_type, deferred)]
+        total = _norm(torch.stack(norms), norm_type)
         coefficient = clip_coefficient(total, max_norm)
-        for maybe, chosen, is_whole in mine:
-            if maybe is not None and is_whole and maybe.deferred.multiply is not None:
-                maybe.deferred = DeferredUnscale(multiply=maybe.deferred.multiply * coefficient)
-            elif chosen:
-                torch._foreach_mul_(gradients_of(chosen), coefficient)
+        for deferred, mine in parts:
+            if deferred is not None:
+                deferred.clip(mine, coefficient)
+            elif mine:
+                torch._foreach_mul_(gradients_of(mine), coefficient)
+        parameters = [p for _, mine in parts for p in mine]
         self._note(GradNorm(parameters, total, None, max_norm, norm_type=norm_type))
         return total
 
@@ -206,12 +198,12 @@ class Clipping:
         self,
         owners: Sequence[Optimizer],
         records: Sequence[OptimizerRecord],
-        steppers: Sequence[Stepper],
         parameters: Sequence[Tensor],
         max_norm: float,
     ) -> Tensor | None:
         """One read for norm and check, one product for unscale and clip. None: not possible."""
         check, scale, window = self._check, self.scaler.window_scale, self.scaler.window
+        steppers = list(map(stepper_of, owners))
         norms = check.one_pass(owners, steppers, parameters)
         if norms is None or (norms.total is None and not norms.overflowed):
             return None
@@ -231,15 +223,14 @@ class Clipping:
             elif check.divides(stepper, returned=True):
                 record.deferred = DeferredUnscale(divide=scale / coefficient)
             else:
-                stepper.multiply(product)
-                window.unscaled.update(map(id, parameters_of(owner)))
-        check.give_back(owners, records, parameters)
+                params = parameters_of(owner)
+                torch._foreach_mul_(gradients_of(params), product)
+                window.unscaled.update(map(id, params))
+            check.give_back(owner, record)
         return norms.total
 
-    def _unscale_unowned(self, owners: Sequence[Optimizer], parameters: Sequence[Tensor]) -> bool:
+    def _unscale_unowned(self, unowned: Sequence[Tensor]) -> bool:
         """Unscale, once a window, gradients that no optimizer here owns; True: not finite."""
-        owned = {id(p) for owner in owners for p in parameters_of(owner)}
-        unowned = [p for p in parameters if id(p) not in owned]
         window = self.scaler.window
         for p in unowned if window.opened_by is not None else ():
             known = window.unowned.get(id(p))
@@ -250,24 +241,54 @@ class Clipping:
                 window.unowned[id(p)] = p, None
         return any(nonfinite(grad) for grad in gradients_of(unowned))
 
+    def _give_back_unowned(self, unowned: Sequence[Tensor]) -> None:
+        """See :meth:`.OverflowCheck.give_back`."""
+        for p in unowned:
+            known = self.scaler.window.unowned.get(id(p))
+            if known is not None and known[1] is not None:
+                known[1].renew([p])
 
-def _total_norm(
-    parameters: Sequence[Tensor], norm_type: float, factor: Tensor | float = 1.0
-) -> Tensor:
-    """The norm of all gradient elements, times ``factor``, together, float32, shape ()."""
+
+def _clip_scaled_values(record: OptimizerRecord, parameters: Sequence[Tensor], most: float) -> None:
+    """Clip each element of gradients that stay scaled to ``most``, unscaled."""
+    if record.returned is not None:
+        record.returned.end(parameters)  # this is no edit of the caller's
+    factors = torch.stack(record.deferred.factors(parameters)).tolist()
+    for p, factor in zip(parameters, factors, strict=True):
+        grad = p.grad
+        assert grad is not None
+        limit = min(most / factor if factor else inf, torch.finfo(grad.dtype).max)
+        grad.clamp_(-limit, limit)
+
+
+def _total_norm(parameters: Sequence[Tensor], norm_type: float) -> Tensor:
+    """The norm of all gradient elements together, float32, shape ()."""
     grads = gradients_of(parameters)
-    if isinstance(factor, Tensor) and 2.0 < norm_type < inf:
-        # A power of what is still scaled may be past float32.
-        wide = (grad.float() if grad.dtype in LOW_PRECISION else grad for grad in grads)
-        norms = [torch.linalg.vector_norm(grad * factor, norm_type) for grad in wide]
-        total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-        return total
     if all(grad.dtype not in LOW_PRECISION for grad in grads):
-        total = torch.nn.utils.get_total_norm(grads, norm_type) * factor
+        total: Tensor = torch.nn.utils.get_total_norm(grads, norm_type)
         return total
-    norms = [torch.linalg.vector_norm(grad, norm_type, dtype=torch.float32) for grad in grads]
-    total = torch.linalg.vector_norm(torch.stack(norms), norm_type) * factor
-    return total
+    return _norm(torch.stack(_norms(parameters, norm_type)), norm_type)
+
+
+def _norms(
+    parameters: Sequence[Tensor], norm_type: float, deferred: DeferredUnscale | None = None
+) -> list[Tensor]:
+    """The norm of each gradient, with what is ``deferred`` done to it, float32, shape ()."""
+    grads = gradients_of(parameters)
+    if deferred is None or norm_type == 0 or not grads:  # 0: a count
+        return [_norm(grad, norm_type) for grad in grads]
+    factors = deferred.factors(parameters)
+    if 2.0 < norm_type < inf:  # a power of what is still scaled may be past float32
+        pairs = zip(grads, factors, strict=True)
+        return [_norm(grad.float() * factor, norm_type) for grad, factor in pairs]
+    scaled = torch.stack([_norm(grad, norm_type) for grad in grads])
+    return list((scaled * torch.stack(factors)).unbind())
+
+
+def _norm(grad: Tensor, norm_type: float) -> Tensor:
+    dtype = torch.float32 if grad.dtype in LOW_PRECISION else None
+    norm: Tensor = torch.linalg.vector_norm(grad, norm_type, dtype=dtype)
+    return norm
 
 
 def _clip_any(parameters: Sequence[Any], max_norm: float, norm_type: float) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Sequence
 from math import isinf
 
 import torch
@@ -18,6 +19,7 @@ from ..scaling import (
     GradScaler,
     NormCheck,
     OptimizerRecord,
+    Owners,
     Snapshot,
     agree_on_overflow,
     check_norms,
@@ -47,18 +49,29 @@ class OverflowCheck:
     def __init__(self, scaler: GradScaler, device: torch.device, observer: Observer) -> None:
         self.scaler, self.device, self.observer = scaler, device, observer
 
-    def owners(self, parameters: Iterable[Tensor]) -> list[Optimizer]:
-        """The optimizers that hold any of ``parameters``, in the order they came."""
-        wanted = set(map(id, parameters))
-        managed = self.scaler.managed
-        return [o for o in managed if not wanted.isdisjoint(map(id, parameters_of(o)))]
+    def split(
+        self, parameters: Sequence[Tensor]
+    ) -> tuple[list[tuple[Optimizer, list[Tensor]]], list[Tensor]]:
+        """Each optimizer that has some of ``parameters``, with these, in the order they came; and
+        those that none here has."""
+        window, managed = self.scaler.window, self.scaler.managed
+        if window.owners is None or not window.owners.answers(managed, parameters):
+            window.owners = Owners(managed)
+        return window.owners.split(parameters)
 
     def is_sharded(self, optimizer: Optimizer) -> bool:
         """Ranks may hold different gradients of it."""
-        return self.scaler.sharded or is_sharded(parameters_of(optimizer))
+        owners = self.scaler.window.owners
+        known = None if owners is None else owners.is_sharded(optimizer)
+        sharded = is_sharded(parameters_of(optimizer)) if known is None else known
+        return self.scaler.sharded or sharded
 
-    def record(self, optimizer: Optimizer) -> OptimizerRecord:
+    def record(self, optimizer: Optimizer, some: Sequence[Tensor] | None = None) -> OptimizerRecord:
         """What is known of the optimizer in this window.
+
+        Args:
+            some: of its parameters those whose gradients the caller is about to read or write, as
+                :meth:`split` gave them; None: all.
 
         Raises:
             OrderError: no loss was scaled; it has stepped; scaled gradients were added to
@@ -76,8 +89,11 @@ class OverflowCheck:
                 f"{type(optimizer).__name__} has already stepped in this window. Clip before "
                 "optimizer.step(), and call accelerator.backward(loss) before the next step."
             )
-        record.forbid_mixture(type(optimizer).__name__)
-        count = len(parameters_of(optimizer))
+        record.forbid_mixture(type(optimizer).__name__, some)
+        owners = window.owners
+        count = None if some is None or owners is None else owners.count(optimizer)
+        if count is None:
+            count = len(parameters_of(optimizer))
         if record.stage is OptState.UNSCALED and record.count not in (None, count):
             raise OrderError(
                 f"{type(optimizer).__name__} had {record.count} parameters when its gradients were "
@@ -85,12 +101,21 @@ class OverflowCheck:
                 "checked. Add parameters before that, or after the step; zero the gradients to go "
                 "on."
             )
-        self.forbid_edits(optimizer, record)
+        self.forbid_edits(optimizer, record, some)
         return record
 
-    def forbid_edits(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
-        """Raise ``OrderError`` where gradients that the caller got back scaled were changed."""
-        if record.returned is not None and record.returned.is_changed:
+    def forbid_edits(
+        self,
+        optimizer: Optimizer,
+        record: OptimizerRecord,
+        some: Sequence[Tensor] | None = None,
+    ) -> None:
+        """Raise ``OrderError`` where gradients that the caller got back scaled were changed.
+
+        ``some``: of these parameters; None: of all.
+        """
+        record.stop_holding()
+        if record.returned is not None and record.returned.is_changed_in(some):
             raise OrderError(
                 f"the gradients of {type(optimizer).__name__} were changed after they were "
                 "clipped, while they still are scaled: they go to float32 masters, or fold_unscale "
@@ -105,14 +130,19 @@ class OverflowCheck:
         Synchronises with the device, and with other ranks where they hold other gradients.
         """
         record = self.record(optimizer)
+        self.decide(optimizer, record)
+        return record
+
+    def decide(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
+        """:meth:`check`, where the record was looked up just before."""
         if record.stage is OptState.READY:
             self._look(optimizer, record)
         if record.verdict is None:
             self._agree(optimizer, record, record.found_inf)
-        return record
 
     def _look(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
         stepper = stepper_of(optimizer)
+        self._forbid_scaled_elsewhere(optimizer)
         if is_sharded(parameters_of(optimizer)):
             reduce_partial_gradients(parameters_of(optimizer))
         if stepper.defers_unscale and self._look_at_scaled(optimizer, record, stepper):
@@ -131,6 +161,24 @@ class OverflowCheck:
                 "master_weights='none'."
             )
         self.scaler.unscale_(optimizer)
+
+    def _forbid_scaled_elsewhere(self, optimizer: Optimizer) -> None:
+        """Raise ``OrderError`` where another optimizer's step is to unscale some of its gradients,
+        which are float32, since its others have masters: they would be unscaled twice."""
+        window, own = self.scaler.window, set(map(id, parameters_of(optimizer)))
+        for other in self.scaler.managed:
+            record = window.known(other)
+            if other is optimizer or record is None or not record.deferred:
+                continue
+            common = sum(id(p) in own for p in parameters_of(other) if p.grad is not None)
+            if common:
+                raise OrderError(
+                    f"{type(optimizer).__name__} shares {common} parameters with a "
+                    f"{type(other).__name__} that has float32 masters for others, so its gradients "
+                    "stay scaled after a clip, and these would be unscaled twice. Put the shared "
+                    "parameters in one optimizer, or load the model in float32; zero the gradients "
+                    "to go on."
+                )
 
     def _look_at_scaled(
         self, optimizer: Optimizer, record: OptimizerRecord, stepper: Stepper
@@ -213,11 +261,15 @@ class OverflowCheck:
         """Unscaling is left to its kernel: no other optimizer here has some of the gradients.
 
         Args:
-            returned: the caller gets them back before the step, scaled. That he has not changed
-                them is known for nothing on a CPU alone; elsewhere it costs more than is saved.
+            returned: the caller gets them back before the step. Then on a CPU alone: elsewhere
+                nobody has measured what is saved.
         """
         mine, managed = stepper.optimizer, self.scaler.managed
-        if not stepper.divides or (returned and parameters_of(mine)[0].device.type != "cpu"):
+        if not stepper.divides:
+            return False
+        if returned and (
+            stepper.hold_scaled is None or parameters_of(mine)[0].device.type != "cpu"
+        ):
             return False
         if len(managed) <= 1:
             return True
@@ -241,27 +293,49 @@ class OverflowCheck:
                 "step (register_step_pre_hook) sees gradients too."
             )
         record.forget_returned()
-        if record.deferred.multiply is not None:
-            stepper.multiply(record.deferred.multiply)
-        elif record.deferred.divide is not None:
-            torch._foreach_div_(gradients_of(parameters_of(optimizer)), record.deferred.divide)
+        params = parameters_of(optimizer)
+        record.deferred.apply([(p, p.grad) for p in params if p.grad is not None])
+        self._note_unscaled(params, record)
+
+    def _note_unscaled(self, params: Sequence[Tensor], record: OptimizerRecord) -> None:
         record.deferred = DeferredUnscale()
-        self.scaler.window.unscaled.update(map(id, parameters_of(optimizer)))
+        if record.unscaled_before is not None:
+            record.unscaled_before.renew(params)
+        self.scaler.window.unscaled.update(map(id, params))
 
     def give_back(
-        self,
-        owners: Sequence[Optimizer],
-        records: Sequence[OptimizerRecord],
-        parameters: Sequence[Tensor] = (),
+        self, optimizer: Optimizer, record: OptimizerRecord, written: Sequence[Tensor] = ()
     ) -> None:
-        """The caller is about to have the gradients back: what changes them now is not ours."""
-        for owner, record in zip(owners, records, strict=True):
-            record.forget_returned()
-            if record.deferred:
-                record.returned = Snapshot.with_contents(parameters_of(owner))
-            if record.unscaled_before is not None:
-                record.unscaled_before = Snapshot.of(parameters_of(owner))
-        unowned = self.scaler.window.unowned
-        for p in parameters if unowned else ():
-            if id(p) in unowned and unowned[id(p)][1] is not None:
-                unowned[id(p)] = p, Snapshot.of([p])
+        """The caller is about to have the gradients back: what changes them now is not ours.
+
+        Args:
+            written: of its parameters those whose gradients this call has written to.
+        """
+        if record.returned is not None:
+            record.returned.renew(written)
+        elif record.deferred and stepper_of(optimizer).keeps_scaled:
+            record.returned = Snapshot.with_contents(parameters_of(optimizer))
+        elif record.deferred:
+            self._hold(optimizer, record)
+        if record.unscaled_before is not None:
+            record.unscaled_before.renew(written)
+
+    def _hold(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
+        """Whoever looks at gradients that are left to the kernel has them unscaled first, as by
+        :meth:`unscale`; at once, where not every look can be seen."""
+        hold, params = stepper_of(optimizer).hold_scaled, parameters_of(optimizer)
+        # Gradients keep what this makes, and it none of what keeps them.
+        me, owner, its = weakref.ref(self), weakref.ref(optimizer), weakref.ref(record)
+        due = record.deferred
+
+        def unscale(memory: Sequence[Tensor]) -> None:
+            due.apply([(each, each) for each in memory])
+            check, stepped, found = me(), owner(), its()
+            if check is not None and stepped is not None and found is not None:
+                found.returned = None
+                check._note_unscaled(parameters_of(stepped), found)
+
+        record.returned = Snapshot.of(params)
+        record.end_hold = None if hold is None else hold(gradients_of(params), unscale)
+        if record.end_hold is None:
+            self.unscale(optimizer, record)

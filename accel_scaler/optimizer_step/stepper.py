@@ -6,17 +6,16 @@ import logging
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 
-from ..scaling import DeferredUnscale, gradients_of, parameters_of, stepped
+from ..scaling import DeferredUnscale, parameters_of, stepped
 from .fused_adam import FusedAdam, step_fused
 
 logger = logging.getLogger("accel_scaler")
@@ -40,6 +39,14 @@ class StepTiming:
     """Where that was measured: the norm of what it was off by, and that of the update."""
 
 
+Unscale = Callable[[Sequence[Tensor]], object]
+"""Unscales the memory of some gradients."""
+
+HoldScaled = Callable[[Sequence[Tensor], Unscale], Callable[[], None] | None]
+"""Calls one before the first use of any gradient: :func:`accel_scaler.async_optimizer.hold_scaled`.
+It is handed in, since this folder does not know how a use is seen."""
+
+
 class Stepper(ABC):
     """Updates the parameters of one optimizer, perhaps later and on another thread."""
 
@@ -48,6 +55,8 @@ class Stepper(ABC):
     """Of the last update."""
     fold_unscale = False
     """Unscaling and clipping may be left to the kernel."""
+    hold_scaled: HoldScaled | None = None
+    """Sees to it that whoever looks at gradients that are left to the kernel has them unscaled."""
     measures_shown = False
     """``timing`` is to say how far off it was what the model was shown of a late update."""
 
@@ -76,10 +85,6 @@ class Stepper(ABC):
         """Somebody looks at the gradients just before the step."""
         everywhere = getattr(optimizer_module, "_global_optimizer_pre_hooks", {})
         return bool(everywhere or getattr(self.optimizer, "_optimizer_step_pre_hooks", {}))
-
-    def multiply(self, factor: Tensor) -> None:
-        """Multiply every gradient in place, on the training thread. float32, shape ()."""
-        torch._foreach_mul_(gradients_of(parameters_of(self.optimizer)), factor)
 
     @abstractmethod
     def step(self, deferred: DeferredUnscale | None = None) -> None:

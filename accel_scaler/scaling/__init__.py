@@ -22,6 +22,7 @@ from .gradients import (
     NormCheck,
     check_norms,
     clip_coefficient,
+    complex_refused,
     count_nonfinite,
     first_nonfinite,
     gradients_of,
@@ -37,6 +38,7 @@ from .gradients import (
     run_on_one_thread,
 )
 from .losses import Losses
+from .owners import Owners
 from .parameter_names import MOST_NAMES, ParameterNames
 from .thread_windows import WAIT_LIMIT_S
 from .window import (
@@ -60,6 +62,7 @@ __all__ = [
     "Losses",
     "NormCheck",
     "OptimizerRecord",
+    "Owners",
     "ParameterNames",
     "Snapshot",
     "StillScaled",
@@ -68,6 +71,7 @@ __all__ = [
     "call_fused",
     "check_norms",
     "clip_coefficient",
+    "complex_refused",
     "count_nonfinite",
     "first_nonfinite",
     "gather_objects",

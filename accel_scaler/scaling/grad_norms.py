@@ -28,6 +28,11 @@ class GradNorm:
     later: list[GradNorm] = field(default_factory=list)
     """Further clips of what this one left."""
 
+    @property
+    def keys(self) -> set[int]:
+        """The ``id`` of each of ``parameters``."""
+        return set(map(id, self.parameters))
+
     def fetch(self) -> None:
         """Bring the numbers to the host. Synchronises if they are not there."""
         if isinstance(self.total, Tensor):
@@ -56,53 +61,67 @@ class GradNorms:
     """The measures of one window, of disjoint parameters."""
 
     def __init__(self) -> None:
-        self._found: list[GradNorm] = []
+        self._found: dict[int, GradNorm] = {}
+        """Under the ``id`` of each, in the order they came."""
+        self._of: dict[int, GradNorm] = {}
+        """Under the ``id`` of each parameter; made with the second measure."""
         self.knows_every_clip = True
         """False: a clip of some of what another clip took is not among these."""
 
     def __iter__(self) -> Iterator[GradNorm]:
-        return iter(self._found)
+        return iter(self._found.values())
 
     def add(self, new: GradNorm) -> None:
         """Note a measure. What was clipped before keeps the norm that it had then."""
-        ids = set(map(id, new.parameters)) if self._found else set()
-        for other in list(self._found):
-            theirs = set(map(id, other.parameters))
-            if ids.isdisjoint(theirs):
-                continue
-            if other.max_norm is not None and ids <= theirs:
-                if ids == theirs and new.max_norm is not None:
+        if not self._found:
+            self._found[id(new)] = new
+            return
+        if not self._of:
+            for measure in self:
+                self._of.update(dict.fromkeys(measure.keys, measure))
+        ids = new.keys
+        others = {id(other): other for key in ids if (other := self._of.get(key)) is not None}
+        for other in others.values():
+            same = len(new.parameters) == len(other.parameters) and ids == other.keys
+            if other.max_norm is not None and all(self._of.get(key) is other for key in ids):
+                if same and new.max_norm is not None:
                     other.later.append(new)
                 elif new.max_norm is not None:
                     self.knows_every_clip = False
                 return
             self.knows_every_clip &= other.max_norm is None
-            self._found.remove(other)
-            if new.each is None and ids == theirs:
+            self._remove(other)
+            if new.each is None and same:
                 new.each, new.ids, new.parameters = other.each, other.ids, other.parameters
-        self._found.append(new)
+        self._found[id(new)] = new
+        self._of.update(dict.fromkeys(ids, new))
+
+    def _remove(self, measure: GradNorm) -> None:
+        del self._found[id(measure)]
+        for key in measure.keys:
+            self._of.pop(key, None)
 
     def forget(self, parameters: Iterable[Tensor] | None = None) -> None:
         """Drop what was measured of any of ``parameters``; None: everything."""
         gone = None if parameters is None else set(map(id, parameters))
-        self._found = [
-            m for m in self._found if gone is not None and gone.isdisjoint(map(id, m.parameters))
-        ]
+        for m in list(self):
+            if gone is None or not gone.isdisjoint(m.keys):
+                self._remove(m)
 
     def fetch(self) -> None:
         """Bring all numbers to the host."""
-        for measure in self._found:
+        for measure in self:
             measure.fetch()
 
     @property
     def are_finite(self) -> bool:
         """No norm is inf or NaN."""
-        return all(math.isfinite(float(m.total)) for m in self._found)
+        return all(math.isfinite(float(m.total)) for m in self)
 
     @property
     def total(self) -> float | None:
         """The norm of all together; None: none was taken, or not all by the same norm."""
-        totals, kinds = [float(m.total) for m in self._found], {m.norm_type for m in self._found}
+        totals, kinds = [float(m.total) for m in self], {m.norm_type for m in self}
         if len(kinds) != 1:
             return None
         (kind,) = kinds
@@ -110,11 +129,13 @@ class GradNorms:
             return totals[0]
         if kind == 2.0:
             return math.hypot(*totals)
+        if kind == 0.0:  # a count
+            return sum(totals)
         return max(totals) if math.isinf(kind) else sum(t**kind for t in totals) ** (1 / kind)
 
     @property
     def clip(self) -> tuple[float | None, float | None]:
         """``max_norm`` and coefficient of the clip that took most; None: there was none."""
-        clipped = [m for m in self._found if m.max_norm is not None]
+        clipped = [m for m in self if m.max_norm is not None]
         hardest = min(clipped, key=lambda m: m.coefficient or 0.0, default=None)
         return (None, None) if hardest is None else (hardest.limit, hardest.coefficient)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..errors import UnsupportedError
 from .collectives import reduce_flag
 
 _dtype_of, _layout_of = attrgetter("dtype"), attrgetter("layout")
@@ -237,6 +238,15 @@ def first_nonfinite(optimizer: Optimizer) -> list[Tensor]:
     return list(islice((p for p in by_size if has_nonfinite_gradient(p)), MOST_NAMED))
 
 
+def complex_refused(which: str, param: Tensor) -> str:
+    """What is wrong where gradients are scaled and ``which``, of ``param``, is complex."""
+    return (
+        f"{which} is {param.dtype}, and gradients are scaled: torch's GradScaler unscales no "
+        "complex ones. Train without scaling (mixed_precision='no' or 'bf16'), or keep the "
+        "parameter as a real one and view it in the forward (torch.view_as_complex)."
+    )
+
+
 @torch.no_grad()
 def unscale_in_place(
     parameters: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor
@@ -249,12 +259,17 @@ def unscale_in_place(
     Returns a flag for each device: above 0 where some element was not finite. Does not
     synchronise. The gradients' versions say that they were written to, which torch's kernel
     does not. bfloat16, which that kernel does not take on every device, goes without it.
+
+    Raises:
+        UnsupportedError: a complex gradient; nothing was changed.
     """
     groups: dict[tuple[torch.device, torch.dtype, Any], list[Tensor]] = {}
     for p in parameters:
         grad = p.grad
         if grad is None:
             continue
+        if grad.is_complex():
+            raise UnsupportedError(complex_refused(f"a gradient of shape {tuple(p.shape)}", p))
         if grad.is_sparse:
             if grad.dtype is torch.float16:
                 # What several backwards added to one row overflows only when it is added up.

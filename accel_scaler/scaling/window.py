@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from ..overflow_finder import Origin
 from .grad_norms import GradNorms
 from .gradients import differ, kept, local, make_own, nonzero, parameters_of, reciprocal
 from .losses import Losses
+from .owners import Owners
 from .update_rule import ScaleState
 
 HOST = torch.device("cpu")
@@ -33,33 +34,47 @@ def stepped(optimizer: Any) -> Any:
     return optimizer
 
 
-@dataclass(slots=True, frozen=True)
 class Snapshot:
-    """Which gradients there were, and their versions: what has changed since is told."""
+    """Which gradients there were, and their versions: what has changed since is told.
 
-    entries: Sequence[tuple[Tensor, Tensor | None, int]]
-    contents: list[Tensor] = field(default_factory=list)
-    """What each held, where an edit that no version shows (``.grad.data``) is to be told too."""
+    Args:
+        parameters: whose gradients these are.
+        with_contents: they are to be compared value by value, too: an edit that no version shows
+            (``.grad.data``) is told. Call :meth:`end` before writing to them. On a CPU nothing is
+            copied until somebody writes; elsewhere all is.
+    """
+
+    __slots__ = ("_contents", "_entries", "_with_contents")
+
+    def __init__(self, parameters: Iterable[Tensor] = (), with_contents: bool = False) -> None:
+        self._with_contents = with_contents
+        self._entries: dict[int, tuple[Tensor, Tensor | None, int]] = {}
+        self._contents: dict[int, Tensor] = {}
+        self.renew(parameters)
 
     @classmethod
     def of(cls, parameters: Iterable[Tensor]) -> Snapshot:
         """As they are now."""
-        return cls([(p, g := p.grad, 0 if g is None else g._version) for p in parameters])
+        return cls(parameters)
 
     @classmethod
     def with_contents(cls, parameters: Iterable[Tensor]) -> Snapshot:
-        """As they are now, to be compared value by value; call :meth:`end` before writing to them.
+        """As they are now, to be compared value by value."""
+        return cls(parameters, with_contents=True)
 
-        On a CPU nothing is copied until somebody writes; elsewhere all is.
-        """
-        found = cls.of(parameters)
-        found.contents.extend(kept(found._grads))
-        return found
+    def renew(self, parameters: Iterable[Tensor]) -> None:
+        """The gradients of these as they are now; what is known of others stays."""
+        new = {id(p): (p, g := p.grad, 0 if g is None else g._version) for p in parameters}
+        if new and self._with_contents:
+            self.end([p for p, _, _ in new.values()])
+            grads = {key: grad for key, (_, grad, _) in new.items() if grad is not None}
+            self._contents.update(zip(grads, kept(list(grads.values())), strict=True))
+        self._entries.update(new)
 
     @property
     def is_zero(self) -> bool:
         """Every gradient is gone or zero. Synchronises with the device."""
-        return not any(nonzero(grad) for _, grad, _ in self.entries if grad is not None)
+        return not any(nonzero(grad) for _, grad, _ in self._entries.values() if grad is not None)
 
     @property
     def is_changed(self) -> bool:
@@ -67,22 +82,33 @@ class Snapshot:
 
         Synchronises with a device other than the CPU where there are contents.
         """
+        return self.is_changed_in(None)
+
+    def is_changed_in(self, some: Iterable[Tensor] | None) -> bool:
+        """:attr:`is_changed`, of the gradients of ``some`` of the parameters; None: of all."""
+        known = self._entries
+        keys = known if some is None else [key for p in some if (key := id(p)) in known]
+        entries = [(key, *known[key]) for key in keys]
         if any(
             p.grad is not grad or (grad is not None and grad._version != version)
-            for p, grad, version in self.entries
+            for _, p, grad, version in entries
         ):
             return True
-        return bool(self.contents) and differ(self._grads, self.contents)
+        pairs = [
+            (grad, self._contents[key])
+            for key, _, grad, _ in entries
+            if grad is not None and key in self._contents
+        ]
+        return bool(pairs) and differ(*zip(*pairs, strict=True))
 
-    def end(self) -> None:
-        """The gradients may be written to: it is not compared with any more."""
-        if self.contents:
-            self.contents.clear()
-            make_own(self._grads)
-
-    @property
-    def _grads(self) -> list[Tensor]:
-        return [grad for _, grad, _ in self.entries if grad is not None]
+    def end(self, some: Iterable[Tensor] | None = None) -> None:
+        """The gradients of ``some`` (None: all) may be written to: their contents are not compared
+        with any more."""
+        known = self._contents
+        keys = list(known) if some is None else [key for p in some if (key := id(p)) in known]
+        for key in keys:
+            known.pop(key, None)
+        make_own(grad for key in keys if (grad := self._entries[key][1]) is not None)
 
 
 class StillScaled:
@@ -112,25 +138,65 @@ class StillScaled:
 
 @dataclass(slots=True)
 class DeferredUnscale:
-    """What is still to be done to finite gradients before the update. Scalars, float32, shape ().
+    """What is still to be done to finite gradients before the update, in float32: nothing of it was
+    done to them yet. Scalars, float32, shape ().
 
-    At most one of the two is set.
+    At most one of the first two is set.
     """
 
     multiply: Tensor | None = None
     """Unscale and clip, as one product."""
     divide: Tensor | None = None
     """The same, left to torch's fused kernel (its ``grad_scale``)."""
-
-    @property
-    def factor(self) -> Tensor | float:
-        """What the gradients are still to be multiplied by."""
-        if self.multiply is not None:
-            return self.multiply
-        return 1.0 if self.divide is None else 1.0 / self.divide
+    clips: dict[int, Tensor] = field(default_factory=dict)
+    """Of parameters that were not all clipped together, under their ``id``: what ``multiply`` is to
+    be multiplied by for their gradients. Empty beside ``divide``."""
 
     def __bool__(self) -> bool:
         return self.multiply is not None or self.divide is not None
+
+    def clip(self, parameters: Iterable[Tensor], coefficient: Tensor) -> None:
+        """Multiply the gradients of ``parameters`` by ``coefficient``, too."""
+        if self.divide is not None:
+            self.multiply, self.divide = 1.0 / self.divide, None
+        # What was clipped together before still has one coefficient.
+        products: dict[int, tuple[Tensor, Tensor]] = {}
+        for p in parameters:
+            before = self.clips.get(id(p))
+            if before is None:
+                self.clips[id(p)] = coefficient
+                continue
+            if id(before) not in products:
+                products[id(before)] = before, before * coefficient
+            self.clips[id(p)] = products[id(before)][1]
+
+    def factors(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """What the gradient of each is still to be multiplied by."""
+        common = 1.0 / self.divide if self.divide is not None else self.multiply
+        if common is None:
+            common = torch.ones((), dtype=torch.float32, device=HOST)
+        if not self.clips or not parameters:
+            return [common] * len(parameters)
+        one = torch.ones_like(common)
+        clips = [self.clips.get(id(p), one) for p in parameters]
+        return list((torch.stack(clips) * common).unbind())
+
+    def apply(self, gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Do it in place to ``gradients``, each with its parameter before it."""
+        if not gradients or not self:
+            return
+        grads = [grad for _, grad in gradients]
+        if self.divide is not None:
+            torch._foreach_div_(grads, self.divide)
+        elif self.multiply is not None and not self.clips:
+            torch._foreach_mul_(grads, self.multiply)
+        else:
+            torch._foreach_mul_(grads, self.factors([p for p, _ in gradients]))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that it consists of."""
+        return [t for t in (self.multiply, self.divide, *self.clips.values()) if t is not None]
 
 
 class OptimizerRecord(dict[str, Any]):
@@ -153,6 +219,8 @@ class OptimizerRecord(dict[str, Any]):
         """Left for the update to do: the gradients are still scaled, not clipped."""
         self.returned: Snapshot | None = None
         """Gradients as they were when their owner saw them with something still due."""
+        self.end_hold: Callable[[], None] | None = None
+        """What ends that whoever looks at these has them unscaled first."""
         self.unscaled_before: Snapshot | None = None
         """Gradients that were unscaled when another loss was scaled."""
         self.overflowed: Sequence[Tensor] = ()
@@ -183,11 +251,12 @@ class OptimizerRecord(dict[str, Any]):
         self.unscaled_before = None
         self.overflowed = ()
 
-    def forbid_mixture(self, name: str) -> None:
+    def forbid_mixture(self, name: str, some: Iterable[Tensor] | None = None) -> None:
         """Raise ``OrderError`` where the gradients are not all of the window's own scale.
 
         Args:
             name: the optimizer's.
+            some: parameters whose gradients are looked at; None: all.
         """
         if self.carried_over:
             raise OrderError(
@@ -195,11 +264,18 @@ class OptimizerRecord(dict[str, Any]):
                 "optimizer that has gradients, or zero them before the next backward; now zero "
                 "them to go on."
             )
-        if self.unscaled_before is not None and self.unscaled_before.is_changed:
+        if self.unscaled_before is not None and self.unscaled_before.is_changed_in(some):
             raise_mixed(name)
+
+    def stop_holding(self) -> None:
+        """The gradients that were handed out are to be looked at as they are."""
+        end, self.end_hold = self.end_hold, None
+        if end is not None:
+            end()
 
     def forget_returned(self) -> None:
         """The gradients that were handed out are to be written to."""
+        self.stop_holding()
         if self.returned is not None:
             self.returned.end()
         self.returned = None
@@ -243,6 +319,8 @@ class Window:
         unscaled; and the gradients as they were when another loss was scaled after that."""
         self.unscaled: set[int] = set()
         """``id`` of parameters whose gradients a boundary has unscaled in place."""
+        self.owners: Owners | None = None
+        """Which optimizers have which parameter, once somebody has asked."""
         self.losses = Losses()
         """What was scaled in it."""
         self.grad_norms = GradNorms()

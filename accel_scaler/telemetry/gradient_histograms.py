@@ -90,7 +90,9 @@ def spread_of(
         record: the optimizer's, of this window: what is still due.
         with_bins: False: their extremes, sums and norms alone.
     """
-    clips, due = clips_of(window), record.deferred.factor
+    # Where something is still due nothing was done to them since the backward.
+    untouched, scale = bool(record.deferred), 1.0 if window.before is None else window.before.scale
+    clips = {} if untouched else clips_of(window)
     found: dict[torch.device, list[tuple[str, int, Tensor, Tensor | None]]] = {}
     is_whole = True
     for p, name in zip(params, names, strict=True):
@@ -105,7 +107,7 @@ def spread_of(
         elif held.numel():
             figures, counts = _look(held, with_bins)
             found.setdefault(held.device, []).append(
-                (name, held.numel(), figures * (due / coefficient), counts)
+                (name, held.numel(), figures / (scale if untouched else coefficient), counts)
             )
     spreads = []
     for each in found.values():

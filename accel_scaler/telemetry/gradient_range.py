@@ -110,8 +110,8 @@ def measure(
         record: the optimizer's, of this window: what is still due.
         scale: of the window; None: nothing is scaled, so float32 gradients say nothing.
     """
-    due = record.deferred.factor
-    clipped = clips_of(window)
+    untouched = bool(record.deferred)  # nothing was done to them since the backward
+    clipped = {} if untouched else clips_of(window)
     groups: dict[tuple[torch.device, torch.dtype, float], _Group] = {}
     for p, number in zip(params, numbers, strict=True):
         grad = p.grad
@@ -132,8 +132,8 @@ def measure(
             continue
         key = (values.device, values.dtype, coefficient)
         if key not in groups:
-            # What was done so far is what will be done in all, without what is still due.
-            factor = (1.0 if scale is None else scale) / coefficient * due
+            factor = 1.0 if untouched or scale is None else scale
+            factor /= coefficient
             groups[key] = _Group(values.device, factor)
         group = groups[key]
         if is_sparse:

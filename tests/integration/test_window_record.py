@@ -5,6 +5,9 @@ Each run has plain torch, or stock Accelerate, beside it. SGD shows a wrong scal
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise, product
@@ -471,25 +474,15 @@ CHANGES: dict[str, Callable[[Tensor], Any]] = {
     [*product(CHANGES, ["step"]), *product([".data"], ["clip", "scaler.step", "submit"])],
 )
 @pytest.mark.parametrize("mode", ["sync", "overlap"])
-@pytest.mark.parametrize("kind", ["float16", "fold", "fold, numpy's memory"])
-def test_a_change_of_what_stays_scaled_is_refused(
-    edit: str, mode: str, then: str, kind: str
-) -> None:
+def test_a_change_of_what_stays_scaled_is_refused(edit: str, mode: str, then: str) -> None:
     """No version counter shows most of them; the update would scale them too."""
-    model: Any = mlp().half() if kind == "float16" else mlp()
-    dtype = next(model.parameters()).dtype
+    model: Any = mlp().half()
     scaler = GradScaler("cpu", init_scale=SCALE)
-    inner: Any = SGD(model.parameters(), lr=0.1, momentum=0.9, fused=kind != "float16")
-    fold = kind != "float16"
-    with AsyncOptimizer(
-        inner, model, scaler=scaler, mode=mode, fold_unscale=fold, optimizer_threads=1
-    ) as ours:
+    inner: Any = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with AsyncOptimizer(inner, model, scaler=scaler, mode=mode, optimizer_threads=1) as ours:
 
         def backward() -> None:
-            scaler.scale(model(torch.ones(2, 8, dtype=dtype)).float().mean()).backward()
-            for p in model.parameters():
-                if kind == "fold, numpy's memory":
-                    p.grad = torch.from_numpy(p.grad.numpy().copy())
+            scaler.scale(model(torch.ones(2, 8, dtype=torch.float16)).float().mean()).backward()
 
         def go_on() -> None:
             if then == "scaler.step":
@@ -526,6 +519,207 @@ def test_a_change_of_what_stays_scaled_is_refused(
         ours.clip_grad_norm_(0.01)
         go_on()
         assert not torch.equal(weights(model), trained)
+
+
+LOOKS: dict[str, Callable[[Tensor], Any]] = {
+    "nobody": lambda grad: None,
+    "norm": lambda grad: grad.norm(),
+    "a list of them": lambda grad: torch._foreach_norm([grad]),
+    "numpy": lambda grad: grad.numpy().sum(),
+    "torch.tensor": lambda grad: torch.tensor(grad),
+    "isinstance": lambda grad: isinstance(grad, Tensor) and float(grad.sum()),
+    **CHANGES,
+}
+
+
+def folding(mode: str) -> Any:
+    accelerator = attached(mode, fold_unscale=True)
+    accelerator.native_amp = False
+    return accelerator
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct")
+@pytest.mark.parametrize("then", ["step", "clip"])
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("memory", ["torch's", "numpy's", "one buffer"])
+@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
+def test_whoever_looks_at_folded_gradients_finds_torchs(
+    mode: str, memory: str, look: str, then: str
+) -> None:
+    """They stay scaled for the kernel while nobody looks, and can be changed as they are there."""
+    reference, accelerator, mine = Plain(), folding(mode), mlp()
+    reference.inner = SGD(reference.model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    inner = SGD(mine.parameters(), lr=0.1, momentum=0.9, fused=True)
+    model, optimizer = accelerator.prepare(mine, inner)
+    for step in range(3):
+        reference.scaler.scale(loss_of(reference.model, step)).backward()
+        reference.scaler.unscale_(reference.inner)
+        accelerator.backward(loss_of(model, step))
+        params, theirs = list(mine.parameters()), list(reference.model.parameters())
+        buffer = torch.cat([p.grad.reshape(-1) for p in params])  # type: ignore[union-attr]
+        pieces = buffer.split([p.numel() for p in params])
+        for p, piece in zip(params, pieces, strict=True):
+            if memory == "numpy's":
+                p.grad = torch.from_numpy(p.grad.numpy().copy())  # type: ignore[union-attr]
+            elif memory == "one buffer":
+                p.grad = piece.view_as(p)
+        accelerator.clip_grad_norm_(params, 0.25)
+        torch.nn.utils.clip_grad_norm_(theirs, 0.25)
+        record = accelerator.scaler.window.record(inner)
+        assert bool(record.deferred) is (memory != "one buffer")  # those are not seen used
+        LOOKS[look](params[0].grad)
+        LOOKS[look](theirs[0].grad)
+        if look != "nobody":
+            assert not record.deferred
+            for p, q in zip(params, theirs, strict=True):
+                torch.testing.assert_close(p.grad, q.grad)
+        if then == "clip":
+            norms = [
+                float(accelerator.clip_grad_norm_(params, 0.125)),
+                float(torch.nn.utils.clip_grad_norm_(theirs, 0.125)),
+            ]
+            assert norms[0] == pytest.approx(norms[1])
+        optimizer.step()
+        reference.scaler.step(reference.inner)
+        reference.scaler.update()
+        if mode != "delayed":
+            torch.testing.assert_close(params[0].grad, theirs[0].grad)
+        optimizer.zero_grad()
+        reference.inner.zero_grad()
+        optimizer.synchronize()
+        torch.testing.assert_close(weights(mine), weights(reference.model))
+    detach(accelerator)
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+@pytest.mark.parametrize("fold", [False, True])
+def test_sam_by_hand_clips_twice_a_window(mode: str, fold: bool) -> None:
+    """The first gradients are read and dropped. Folded, the perturbation was one by scaled ones."""
+
+    def train(model: Any, optimizer: Any, backward: Any, clip: Any) -> Tensor:
+        params = list(model.parameters())
+        for step in range(4):
+            backward(loss_of(model, step))
+            norm = clip(params, 0.25)
+            with torch.no_grad():
+                moves = [0.05 * p.grad / (norm + 1e-3) for p in params]
+                torch._foreach_add_(params, moves)
+            optimizer.zero_grad()
+            backward(loss_of(model, step))
+            with torch.no_grad():
+                torch._foreach_sub_(params, moves)
+            clip(params, 0.25)
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights(model)
+
+    plain = mlp()
+    expected = train(
+        plain,
+        SGD(plain.parameters(), lr=0.1, momentum=0.9, fused=True),
+        Tensor.backward,
+        torch.nn.utils.clip_grad_norm_,
+    )
+    accelerator = folding(mode) if fold else attached(mode)
+    accelerator.native_amp = False
+    model = mlp()
+    inner = SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    model, optimizer = accelerator.prepare(model, inner)
+    trained = train(model, optimizer, accelerator.backward, accelerator.clip_grad_norm_)
+    torch.testing.assert_close(trained, expected)
+    detach(accelerator)
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_another_thread_looks_at_folded_gradients(mode: str) -> None:
+    """Several at once, and while the step takes them: unscaled once, or by the kernel."""
+    accelerator, model = folding(mode), mlp()
+    inner = SGD(model.parameters(), lr=0.1, fused=True)
+    model, optimizer = accelerator.prepare(model, inner)
+    for step in range(20):
+        accelerator.backward(loss_of(model, step))
+        accelerator.clip_grad_norm_(model.parameters(), 1e6)
+        before = [p.detach().clone() for p in model.parameters()]
+        grads, found = [p.grad for p in model.parameters()], []
+        start = threading.Barrier(4)
+
+        def read(start: Any = start, grads: Any = grads, found: Any = found) -> None:
+            start.wait()
+            found.append([grad.clone() for grad in grads])
+
+        threads = [threading.Thread(target=read) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        start.wait()
+        if step % 2:
+            optimizer.step()
+        for thread in threads:
+            thread.join()
+        if not step % 2:
+            optimizer.step()
+            assert len(found) == 3
+            assert all(
+                torch.equal(g, h) for each in found for g, h in zip(each, grads, strict=True)
+            )
+        optimizer.synchronize()
+        for p, q, grad in zip(model.parameters(), before, grads, strict=True):
+            torch.testing.assert_close(p.detach(), q - 0.1 * grad)
+        optimizer.zero_grad()
+    detach(accelerator)
+
+
+@pytest.mark.parametrize("to_none", [False, True])
+def test_a_folded_batch_is_dropped_after_a_look_at_its_norm(to_none: bool) -> None:
+    """Gradients that were put aside unread are unscaled, too, whenever they are read."""
+    accelerator, p = folding("sync"), nn.Parameter(torch.ones(2))
+    optimizer = accelerator.prepare(SGD([p], lr=0.125, fused=True))
+    accelerator.backward(p.sum() * 8)
+    accelerator.clip_grad_norm_([p], 1e6)
+    aside = p.grad
+    optimizer.zero_grad(set_to_none=to_none)
+    accelerator.backward(p.sum())
+    accelerator.clip_grad_norm_([p], 1e6)
+    if to_none:
+        assert aside is not None
+        assert aside.tolist() == [8.0] * 2
+    optimizer.step()
+    assert p.tolist() == [0.875] * 2
+    detach(accelerator)
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_one_clips_folded_while_another_goes_on(mode: str) -> None:
+    """As a discriminator does beside a generator, in one window."""
+    accelerator, (p, q) = folding(mode), (nn.Parameter(torch.ones(2)) for _ in range(2))
+    first, second = (accelerator.prepare(SGD([each], lr=0.125, fused=True)) for each in (p, q))
+    accelerator.backward(p.sum() * 4)
+    accelerator.clip_grad_norm_([p], 2**0.5)
+    accelerator.backward(q.sum() * 4)
+    accelerator.clip_grad_norm_([q], 2**0.5)
+    for each in (first, second):
+        each.step()
+        each.synchronize()
+    torch.testing.assert_close(p.detach(), torch.full((2,), 0.875))
+    torch.testing.assert_close(q.detach(), torch.full((2,), 0.875))
+    detach(accelerator)
+
+
+def test_a_folded_gradient_keeps_no_optimizer() -> None:
+    accelerator, p = folding("sync"), nn.Parameter(torch.ones(2))
+    inner = SGD([p], lr=0.125, fused=True)
+    optimizer = accelerator.prepare(inner)
+    accelerator.backward(p.sum())
+    accelerator.clip_grad_norm_([p], 1e6)
+    grad, gone = p.grad, weakref.ref(inner)
+    optimizer.zero_grad()
+    accelerator.scaler.abandon_window()
+    accelerator.free_memory()
+    detach(accelerator)
+    del optimizer, inner, accelerator
+    gc.collect()
+    assert gone() is None
+    assert grad is not None
+    assert grad.tolist() == [SCALE] * 2
 
 
 def test_what_stays_scaled_is_not_copied_unless_somebody_writes_to_it() -> None:
@@ -1119,6 +1313,43 @@ def test_a_clip_of_a_shared_parameter(mode: str, which: str, fold: bool) -> None
         assert optimizer.state[p]["momentum_buffer"].tolist() == [1.0, 1.0]
         assert optimizer.state[c]["momentum_buffer"].tolist() == [1.0, 1.0]
     assert (a.tolist(), c.tolist()) == ([0.875] * 2, [0.75] * 2)
+    detach(accelerator)
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+@pytest.mark.parametrize("clip", ["norm", "value", "part", "none"])
+def test_a_parameter_shared_with_an_optimizer_that_has_masters(mode: str, clip: str) -> None:
+    """After a clip it was unscaled twice, and moved 1,024 times too little."""
+    accelerator = attached(mode)
+    half = nn.Parameter(torch.ones(2, dtype=torch.float16))
+    shared, own = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    ours = [accelerator.prepare(SGD([p, shared], lr=0.125)) for p in (half, own)]
+    accelerator.backward((half.float() + shared + own).sum())
+    if clip == "none":
+        for each in ours:
+            each.step()
+        for each in ours:
+            each.synchronize()
+        assert (half.tolist(), shared.tolist(), own.tolist()) == (
+            [0.875] * 2,
+            [0.75] * 2,
+            [0.875] * 2,
+        )
+    else:
+        every = [half, shared, own]
+        call: Callable[[], Any] = {
+            "norm": lambda: accelerator.clip_grad_norm_(every, 1e6),
+            "value": lambda: accelerator.clip_grad_value_(every, 1e6),
+            "part": ours[1].step,
+        }[clip]
+        if clip == "part":
+            accelerator.clip_grad_norm_([half], 1e6)
+        with pytest.raises(OrderError, match="shares 1 parameters with a SGD"):
+            call()
+        assert (half.tolist(), shared.tolist(), own.tolist()) == ([1.0] * 2,) * 3
+        for p in every:
+            p.grad = None
+        accelerator.scaler.abandon_window()
     detach(accelerator)
 
 

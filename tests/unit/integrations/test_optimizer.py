@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from attached import cpu, prepared, train
 from support import mlp, stock, weights
+from torch import nn
 from torch.optim import SGD
 
 from accel_scaler import (
+    AsyncOptimizer,
+    GradScaler,
     OrderError,
     ScalerConfig,
     UnsupportedError,
@@ -128,6 +132,60 @@ def test_a_refusal_in_prepare_leaves_nothing_prepared(
     with pytest.raises(UnsupportedError, match="late"):
         accelerator.prepare(loader, model, plain)
     assert (accelerator._dataloaders, accelerator._models, accelerator._optimizers) == ([], [], [])
+
+
+COMPLEX = r"SGD: turn is torch\.complex64.*view_as_complex"
+
+
+class Rotated(nn.Module):
+    """A complex parameter beside a real one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.turn = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2) + 0j)
+
+    def forward(self) -> Any:
+        return (self.scale * self.turn).abs().square().sum()
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_complex_parameter_is_refused_before_training(mode: Any, late: bool) -> None:
+    """torch's scaler fails in the first step, for want of a kernel."""
+    accelerator, model = cpu(), Rotated()
+    inner = SGD(model.parameters(), lr=0.1)
+    config = ScalerConfig(step_mode=mode)
+    if late:
+        wrapped = accelerator.prepare(model, inner)[1]
+        with pytest.raises(UnsupportedError, match=COMPLEX):
+            attach(accelerator, config)
+        assert type(wrapped) is AcceleratedOptimizer
+        assert type(accelerator) is Accelerator
+        return
+    attach(accelerator, config)
+    with pytest.raises(UnsupportedError, match=COMPLEX):
+        accelerator.prepare(model, inner)
+    assert (accelerator._models, accelerator._optimizers) == ([], [])
+    model.turn.requires_grad_(False)
+    prepared_model, optimizer = accelerator.prepare(model, inner)
+    accelerator.backward(prepared_model())
+    optimizer.step()
+    optimizer.synchronize()
+    assert optimizer.step_was_skipped is False
+    torch.testing.assert_close(model.scale.detach(), torch.full((2,), 0.8))
+    detach(accelerator)
+
+
+def test_a_complex_parameter_trains_where_nothing_is_scaled() -> None:
+    model = Rotated()
+    inner = SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UnsupportedError, match=COMPLEX):
+        AsyncOptimizer(inner, model, scaler=GradScaler("cpu"))
+    with AsyncOptimizer(inner, model) as optimizer:
+        model().backward()
+        optimizer.clip_grad_norm_(1e6)
+        optimizer.step()
+    torch.testing.assert_close(model.turn.detach(), torch.full((2,), 0.8 + 0j))
 
 
 def refuse_late(*_: Any) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from boundary_support import SCALE, Two, models, one, ours
 from support import LR
+from torch import Tensor, nn
 from torch.optim import SGD
 
-from accel_scaler import ScalerConfig
+from accel_scaler import OrderError, ScalerConfig, detach
 
 INF = float("inf")
 
@@ -163,3 +166,232 @@ def test_after_a_clip_gradients_are_torchs_bit_for_bit_whatever_the_scale(scale:
     for p, q in zip(mine.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
     optimizer.step()
+
+
+SMALL = 64.0
+"""A scale at which elements that a clip makes smaller still are below what float16 can hold."""
+
+Clips = list[tuple[list[int], float, float]]
+"""Of a window: places of parameters, ``max_norm`` and ``norm_type``."""
+
+PARTS: dict[str, Clips] = {
+    "each": [([i], 1e-2, 2.0) for i in range(4)],
+    "layers": [([0, 1], 1e-2, 2.0), ([2, 3], 1e-3, 2.0)],
+    "one": [([2], 1e-3, 2.0)],
+    "overlapping, twice": [([0, 1], 1.0, 2.0), ([1, 2], 1e-2, 2.0), ([0, 1], 1e-3, 2.0)],
+    "parts, then all": [([0], 1e-2, 2.0), ([3, 0, 1, 2], 1e-2, 2.0)],
+    "all, then parts": [([0, 1, 2, 3], 0.5, 2.0), ([1], 1e-2, 2.0), ([1, 3], 1e-3, 2.0)],
+    "other norms": [([0, 1], 1e-2, INF), ([1, 2], 1e-2, 1.0), ([2, 3], 1e-2, 3.0)],
+    "all, by another norm": [([0, 1, 2, 3], 1e-2, INF)],
+    "one parameter twice": [([1, 1, 2], 1e-2, 2.0)],
+}
+
+
+def gradients(seed: int, dtypes: list[torch.dtype]) -> list[Tensor]:
+    """Scaled, with elements from far below to far above 1."""
+    torch.manual_seed(seed)
+    sizes = [10 ** torch.empty(5, 3).uniform_(-5, 2) for _ in dtypes]
+    return [(torch.randn(5, 3) * size).to(dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
+
+
+def float32_reference(
+    params: list[Any], optimizers: list[SGD], clips: Clips, dtypes: list[torch.dtype], micros: int
+) -> list[float]:
+    """float32 weights, torch's own clip on float32 copies of the same gradients."""
+    norms = []
+    for step in range(3):
+        for p, *grads in zip(
+            params, *(gradients(10 * step + m, dtypes) for m in range(micros)), strict=True
+        ):
+            total = grads[0]
+            for grad in grads[1:]:
+                total = total + grad
+            p.grad = total.float() / SMALL
+        for places, max_norm, kind in clips:
+            chosen = [params[i] for i in places]
+            norms.append(float(torch.nn.utils.clip_grad_norm_(chosen, max_norm, kind)))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return norms
+
+
+def momenta(params: list[Any], optimizers: list[SGD]) -> list[Tensor]:
+    states = [state for o in optimizers for p in params if (state := o.state.get(p))]
+    return [state["momentum_buffer"].float() for state in states]
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize(
+    ("mode", "offload"),
+    [
+        ("sync", "none"),
+        ("overlap", "none"),
+        ("delayed", "none"),
+        ("sync", "cpu"),
+        ("delayed", "cpu"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("float16", {}),
+        ("bfloat16", {}),
+        ("mixed", {}),
+        ("float16", {"fold_unscale": True}),
+        ("float32", {"fold_unscale": True}),
+        ("two optimizers", {}),
+        ("accumulated", {}),
+    ],
+    ids=["float16", "bfloat16", "mixed", "folded", "float32-folded", "two", "accumulated"],
+)
+def test_parts_are_clipped_apart_as_with_float32_weights(
+    kind: str, settings: dict[str, Any], mode: Any, offload: Any, parts: str
+) -> None:
+    """Elements that a coefficient takes below float16's smallest were lost: Adam moved by 0.90, not
+    1.0. A second clip sees what the first one left, as with torch."""
+    half = {"bfloat16": torch.bfloat16, "float32": torch.float32}.get(kind, torch.float16)
+    dtypes = [half, torch.float32 if kind == "mixed" else half, half, half]
+    folded = bool(settings) and half is torch.float32
+    count, micros = (2 if kind == "two optimizers" else 1), (2 if kind == "accumulated" else 1)
+
+    def optimizers_of(params: list[Any]) -> list[SGD]:
+        return [
+            SGD(params[i::count], lr=0.5, momentum=0.9, fused=folded or None) for i in range(count)
+        ]
+
+    wide = [nn.Parameter(torch.ones(5, 3)) for _ in dtypes]
+    references = optimizers_of(wide)
+    expected = float32_reference(wide, references, PARTS[parts], dtypes, micros)
+
+    a = ours(
+        ScalerConfig(
+            init_scale=SMALL, step_mode=mode, offload=offload, optimizer_threads=1, **settings
+        )
+    )
+    params: list[Any] = [nn.Parameter(torch.ones(5, 3, dtype=dtype)) for dtype in dtypes]
+    inner = optimizers_of(params)
+    optimizers = [a.prepare(o) for o in inner]
+    norms = []
+    for step in range(3):
+        for micro in range(micros):
+            a.scaler.scale(torch.ones(()))
+            found = gradients(10 * step + micro, dtypes)
+            for p, grad in zip(params, found, strict=True):
+                p.grad = grad.clone() if p.grad is None else p.grad + grad
+        for places, max_norm, norm_type in PARTS[parts]:
+            norms.append(float(a.clip_grad_norm_([params[i] for i in places], max_norm, norm_type)))
+        for optimizer in optimizers:
+            optimizer.step()
+            assert optimizer.step_was_skipped is False
+            optimizer.zero_grad()
+    for optimizer in optimizers:
+        optimizer.synchronize()
+    assert norms == pytest.approx(expected, rel=1e-5)
+    mine, theirs = momenta(params, inner), momenta(wide, references)
+    assert len(mine) == len(theirs) == 4
+    for one_, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one_, other, rtol=1e-5, atol=1e-12)
+    detach(a)
+
+
+def test_a_value_clip_after_parts_were_clipped_apart() -> None:
+    """Its limit is that of what the clips before left of each gradient."""
+    a = ours(ScalerConfig(init_scale=SMALL))
+    params: list[Any] = [nn.Parameter(torch.ones(2, dtype=torch.float16)) for _ in range(3)]
+    inner = SGD(params, lr=1.0, momentum=0.5)
+    optimizer = a.prepare(inner)
+    a.scaler.scale(torch.ones(()))
+    for p in params:
+        p.grad = torch.tensor([3.0, 4.0], dtype=torch.float16) * SMALL
+    a.clip_grad_norm_(params[:1], 0.5)  # 0.3, 0.4
+    a.clip_grad_norm_(params[1:2], 0.0)
+    a.clip_grad_value_(params, 0.375)
+    a.clip_grad_value_(params[2:], 0.25)
+    optimizer.step()
+    left = [inner.state[p]["momentum_buffer"].tolist() for p in params]
+    assert left[0] == pytest.approx([0.3, 0.375], rel=1e-3)
+    assert left[1:] == [[0.0, 0.0], [0.25, 0.25]]
+    detach(a)
+
+
+class Walked(list[Any]):
+    """A list that counts how often somebody walks through it."""
+
+    walks = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.walks += 1
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("clip", ["norm", "value", "norm, twice", "all, then each"])
+@pytest.mark.parametrize(
+    ("dtype", "settings"),
+    [
+        (torch.float32, {}),
+        (torch.float32, {"fold_unscale": True}),
+        (torch.float32, {"step_mode": "overlap"}),
+        (torch.float16, {}),
+        (torch.float16, {"step_mode": "overlap"}),
+        (torch.bfloat16, {"step_mode": "delayed"}),
+    ],
+    ids=["float32", "folded", "overlap", "float16", "float16-overlap", "bfloat16-delayed"],
+)
+def test_clipping_tensor_by_tensor_walks_through_the_parameters_a_few_times(
+    dtype: torch.dtype, settings: dict[str, Any], clip: str
+) -> None:
+    """However many tensors there are: it was several times a clip."""
+    walks = []
+    for count in (4, 32):
+        a = ours(ScalerConfig(init_scale=SMALL, optimizer_threads=1, **settings))
+        params = Walked(nn.Parameter(torch.ones(2, dtype=dtype)) for _ in range(count))
+        inner = SGD(params, lr=0.5, fused="fold_unscale" in settings or None)
+        optimizer = a.prepare(inner)
+        inner.param_groups[0]["params"] = params
+        for _ in range(2):
+            a.scaler.scale(torch.ones(()))
+            for p in list(params):
+                p.grad = torch.ones_like(p)
+            before = params.walks
+            if clip == "all, then each":
+                a.clip_grad_norm_(params, 1e-2)
+            for p in [*params] * (2 if clip == "norm, twice" else 1):
+                if clip == "value":
+                    a.clip_grad_value_(p, 1e-2)
+                else:
+                    a.clip_grad_norm_(p, 1e-2)
+            walked = params.walks - before
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        walks.append(walked)
+        detach(a)
+    assert walks[0] == walks[1]
+
+
+@pytest.mark.parametrize("change", ["a group", "a list", "another optimizer"])
+def test_an_optimizer_that_gets_parameters_after_a_clip_is_seen(change: str) -> None:
+    """Owners are looked up once a window, unless they change within it."""
+    a = ours()
+    first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = a.prepare(SGD([first], lr=LR))
+    a.backward(first.sum() + second.sum())
+    assert float(a.clip_grad_norm_(first, 1e6)) == pytest.approx(2**0.5)
+    if change == "another optimizer":
+        other = a.prepare(SGD([second], lr=LR))
+        assert float(a.clip_grad_norm_(second, 1e-6)) == pytest.approx(2**0.5)
+        optimizer.step()
+        other.step()
+        assert first.tolist() == [1.0 - LR] * 2
+        assert second.tolist() == pytest.approx([1.0 - LR * 1e-6 / 2**0.5] * 2, abs=1e-7)
+        return
+    if change == "a group":
+        optimizer.add_param_group({"params": [second]})
+    else:
+        optimizer.param_groups[0]["params"].append(second)
+    with pytest.raises(OrderError, match="had 1 parameters"):
+        a.clip_grad_norm_(second, 1.0)
+    assert second.grad is not None
+    assert second.grad.tolist() == [SCALE] * 2

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from accel_scaler.errors import UnsupportedError
 from accel_scaler.scaling.gradients import (
     LARGE,
     check_norms,
@@ -18,6 +19,7 @@ from accel_scaler.scaling.gradients import (
     leaves_of,
     match_layout,
     nonfinite,
+    unscale_in_place,
 )
 
 INF, NAN = float("inf"), float("nan")
@@ -170,3 +172,14 @@ def test_leaves_are_what_backward_reaches() -> None:
     (first + second).backward()
     assert {id(t) for t in leaves} == {id(p) for p in (a, b, c) if p.grad is not None}
     assert leaves_of([frozen]) == []
+
+
+def test_a_complex_gradient_is_refused_before_any_is_unscaled() -> None:
+    """Where it came too late to be refused by name: torch has no kernel for it."""
+    real, turned = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2) + 0j)
+    for p in (real, turned):
+        p.grad = torch.full_like(p, 8.0)
+    with pytest.raises(UnsupportedError, match=r"shape \(2,\) is torch.complex64"):
+        unscale_in_place([real, turned], torch.tensor(0.125), torch.tensor(0.0))
+    assert real.grad is not None
+    assert real.grad.tolist() == [8.0, 8.0]

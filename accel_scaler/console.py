@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from typing import Any
 
-__all__ = ["counted", "has_colours", "percent", "plain", "say", "written"]
+__all__ = ["counted", "has_colours", "number", "percent", "plain", "say", "written"]
 
 
 def plain(text: str) -> str:
@@ -53,6 +54,13 @@ def percent(part: float, whole: float) -> str:
     if 99.9 < share < 100:
         return "over 99.9 %"
     return f"{share:.1f} %".replace(".0 %", " %")
+
+
+def number(value: float) -> str:
+    """Four significant digits; integers in full, as far as loss scales usually go."""
+    if math.isfinite(value) and value == int(value) and abs(value) < 2.0**33:
+        return str(int(value))
+    return f"{value:.4g}"
 
 
 def counted(count: int, noun: str) -> str:

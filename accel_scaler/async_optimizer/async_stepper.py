@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import compress
+from itertools import chain, compress
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ from .grad_handoff import (
     unscale_in_place,
 )
 from .inflight_step import SHORTEST_WAIT_S, InflightStep, LateGradients, wait_for_gradient
-from .master_params import ParameterPair, place_of, shard_of
+from .master_params import ParameterPair, is_stepped, shard_of
 from .master_rule import MasterRule
 from .pending_parameter import (
     GradientHold,
@@ -57,8 +57,10 @@ from .pending_parameter import (
     settle_pending,
 )
 from .replica import Replica, is_empty
+from .shared_memory import place_of
 from .shared_parameters import enter, find_shared, leave, others_of, refuse_sharing
 from .streams import SideStreams
+from .supported_optimizers import refuse_overlap
 from .worker import Task, Worker
 
 logger = logging.getLogger("accel_scaler")
@@ -110,6 +112,7 @@ class AsyncStepper(Stepper):
                 "accelerator already; close() or detach() that one first."
             )
         refuse_sharing([(optimizer, mode, masters)])
+        refuse_overlap(optimizer, mode, masters, parameter_names or ParameterNames())
         self.optimizer, self.mode, self.offload, self.worker = optimizer, mode, offload, worker
         self.delay_warmup_steps = delay_warmup_steps
         self.parameter_names = parameter_names or ParameterNames()
@@ -167,6 +170,7 @@ class AsyncStepper(Stepper):
         """What is made for the next boundary."""
         self._saw_forward = False
         """A training forward of a watched model has begun since the last step."""
+        self._noted_edits = False
         self._broken: str | None = None
         self._trainer = threading.current_thread()
         """The thread that trains, as far as is known."""
@@ -234,11 +238,18 @@ class AsyncStepper(Stepper):
             before, pairs = self.replica.params, self.replica.pairs
             if not is_current:
                 refuse_sharing([(self.optimizer, self.mode, self.replica.masters)])
+                refuse_overlap(
+                    self.optimizer, self.mode, self.replica.masters, self.parameter_names
+                )
                 self.replica.follow()
                 if self.compensation is not None:
                     self.compensation.follow()
                 self._learning = self.mode != "sync" and self.replica.splittable
                 self._follow_order(before)
+                # The next forward is to see a frozen parameter as it is.
+                self._shown = [each for each in self._shown if is_stepped(each[0].param)]
+                for pair in self.replica.pairs:
+                    pair.is_extrapolated = pair.is_extrapolated and is_stepped(pair.param)
                 unguard(pairs, kept=self.replica.pairs)
                 if self.unpublished:
                     self._keep_newer(pairs)
@@ -257,7 +268,7 @@ class AsyncStepper(Stepper):
                 "optimizer.synchronize() before changing parameters."
             )
         for i in edited:
-            if self.compensation is not None and not _holds_master(pairs[i]):
+            if self.compensation is not None and not pairs[i].holds_master:
                 self._shown = [(pair, value) for pair, value in self._shown if pair is not pairs[i]]
                 pairs[i].is_extrapolated = False
             pairs[i].refresh()
@@ -320,21 +331,29 @@ class AsyncStepper(Stepper):
         self.finish("optimizer.step")
         self._finish_others()
         self.refresh()
-        if self.mode == "delayed" and self._fences_reads and self._inflight is None:
-            self._follow_unseen_edits()
 
-    def _follow_unseen_edits(self) -> None:
-        """After a skip, or a step that was not late, the model had exactly what the masters are:
-        else it was written to through ``.data``, which no version counts."""
-        if self.unpublished or self._shown or not self.steps:
-            return
-        self.streams.follow_last(on_host=True)
+    def follow_unseen_edits(self) -> None:
+        """While nothing is in flight: as before a step, for whoever reads the masters."""
         with self.lock, torch.inference_mode(False), self.streams.as_at_home():
-            self.streams.wait_for_all()
-            for pair in self.replica.pairs:
-                if pair.is_master and not _holds_master(pair):
-                    pair.is_extrapolated = False
-                    pair.refresh()
+            if self._inflight is None and not self.unpublished and self.replica.has_masters:
+                edited = self.replica.take_edits()
+                if edited:
+                    self._note_edits(edited)
+                    ids = set(map(id, edited))
+                    self._shown = [each for each in self._shown if id(each[0].param) not in ids]
+
+    def _note_edits(self, params: list[Tensor]) -> None:
+        """Log, once, that masters have followed what was written through ``.data``."""
+        if self._noted_edits:
+            return
+        self._noted_edits = True
+        logger.warning(
+            "%s changed between two steps where torch counts no version, through .data for "
+            "example. The float32 master took the new values over. Of large tensors only a sample "
+            "is compared, so an edit of few elements may be missed: write `with torch.no_grad(): "
+            "p.copy_(...)` instead of `p.data.copy_(...)`, which is always seen. (Logged once.)",
+            self._names(params),
+        )
 
     def _finish_others(self) -> None:
         for other in others_of(self):
@@ -350,7 +369,6 @@ class AsyncStepper(Stepper):
         if replica.has_masters:
             forbid_sparse(replica.ordered, found, self._names)
         replica.prepare(found, submitted=fn is not None)
-        replica.forget_loaded()
         inline = fn is None and replica.inline
         was_unpublished, newer, shown = self.unpublished, self._newer, self._shown
         is_stale = self.mode == "delayed" and self.steps >= self.delay_warmup_steps
@@ -410,6 +428,7 @@ class AsyncStepper(Stepper):
             measures=self.measures_shown,
             fn=fn,
             number=self.steps + 1,
+            on_edits=None if was_unpublished or not replica.has_masters else self._note_edits,
         )
         if replica.is_sharded:  # FSDP2 took them on a stream of its own
             self.streams.keep([local(grad) for grad in found if grad is not None], at_home=True)
@@ -656,7 +675,7 @@ class AsyncStepper(Stepper):
             mine = {id(pair) for pair in self.replica.pairs}
             shown: list[tuple[ParameterPair, Tensor]] = []
             for pair, value in self._shown:
-                if id(pair) in mine and _holds_master(pair):
+                if id(pair) in mine and pair.holds_master:
                     shown.append((pair, value))
                 elif id(pair) in mine:
                     pair.is_extrapolated = False
@@ -822,7 +841,7 @@ class AsyncStepper(Stepper):
                 if shown and not is_known and self.compensation is not None and self.sees_forwards:
                     newer = set(map(id, self._newer))
                     mine = (pair for pair in self.replica.pairs if id(pair.param) in newer)
-                    pairs = [pair for pair in mine if pair.is_master]
+                    pairs = [pair for pair in mine if pair.is_master and is_stepped(pair.param)]
                     self._shown = [(pair, pair.target.to("cpu", copy=True)) for pair in pairs]
                 self._publish_masters()
 
@@ -845,6 +864,19 @@ class AsyncStepper(Stepper):
         mine = (pair.target.untyped_storage().data_ptr() for pair in self.replica.pairs)
         if not asked.isdisjoint(mine):
             self.synchronize()
+
+    def begin_loading(self, state_dict: dict[str, Any]) -> None:
+        """Before the optimizer loads ``state_dict``: a lost step no longer matters, and there is a
+        master wherever one was saved."""
+        self.forgive()
+        self.synchronize()
+        keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        params = zip(
+            keys, parameters_of(self.optimizer), strict=False
+        )  # torch refuses another size
+        entries = state_dict["state"]
+        self.replica.expect_masters(p for key, p in params if MASTER in _entry_of(entries, key))
+        self.refresh()
 
     def load(self, state_dict: dict[str, Any], itself: bool = False) -> None:
         """After the optimizer has loaded ``state_dict``: where masters are, their state too, which
@@ -940,7 +972,10 @@ class AsyncStepper(Stepper):
 
     def import_masters(self, masters: Iterable[Tensor | None]) -> None:
         """What :meth:`export_masters` of an optimizer like this one gave."""
-        for pair, master in zip(self.replica.pairs, masters, strict=True):
+        found = list(zip(parameters_of(self.optimizer), masters, strict=True))
+        self.replica.expect_masters(p for p, master in found if master is not None)
+        self.refresh()
+        for pair, (_, master) in zip(self.replica.pairs, found, strict=True):
             if master is not None:
                 pair.refresh(master)
 
@@ -980,6 +1015,12 @@ class AsyncStepper(Stepper):
         return listed(names, len(params)) or "none"
 
 
+def _entry_of(entries: dict[Any, Any], key: Any) -> dict[str, Any]:
+    """One parameter's saved state; {}: there is none, or not as a dict."""
+    entry = entries.get(key)
+    return entry if isinstance(entry, dict) else {}
+
+
 def without_own(entry: dict[str, Any]) -> dict[str, Any]:
     """A parameter's state without what only this package has in it."""
     return {key: value for key, value in entry.items() if key not in OWN_KEYS}
@@ -992,10 +1033,3 @@ def without_shown(state_dict: dict[str, Any]) -> dict[str, Any]:
         return state_dict
     kept = {k: without_own(v) if isinstance(v, dict) else v for k, v in state.items()}
     return {**state_dict, "state": kept}
-
-
-def _holds_master(pair: ParameterPair) -> bool:
-    """Whether the model has exactly what was published of the master, or was saved with it."""
-    now = pair.target
-    base = pair.stepped.detach() if pair.loaded is None else pair.loaded
-    return torch.equal(base.to(now.device, now.dtype), now)

@@ -6,6 +6,7 @@ Hooks of torch's own on one optimizer and on models; removed by ``close``.
 from __future__ import annotations
 
 import inspect
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -17,11 +18,15 @@ from torch.optim import Optimizer
 
 from ..errors import UnsupportedError
 from ..overflow_finder import inert, is_fsdp2, is_in_backward, is_replaying
-from ..scaling import parameters_of
+from ..scaling import local, parameters_of
 from .async_stepper import MASTER, AsyncStepper, without_own, without_shown
 from .master_params import ParameterPair
+from .pending_parameter import PendingParameter
 from .replica import is_empty
+from .shared_memory import overlapping
 from .supported_optimizers import refuse_bare_state
+
+logger = logging.getLogger("accel_scaler")
 
 
 class SyncHooks:
@@ -143,6 +148,7 @@ class SyncHooks:
                 refuse_bare_state(optimizer)
             stepper.synchronize()
             stepper.refresh()  # a model that was loaded after its masters
+            stepper.follow_unseen_edits()
 
     def _after_saving(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         stepper = self._stepper()
@@ -178,7 +184,7 @@ class SyncHooks:
             return
         self._loads_itself = True
         try:
-            self._begin_loading(stepper)
+            stepper.begin_loading(state_dict)
             if not (stepper.replica.masters.every or stepper.keeps_scaled):
                 optimizer.load_state_dict(without_shown(state_dict))
             self.watch(self._find_models())
@@ -186,16 +192,11 @@ class SyncHooks:
         finally:
             self._loads_itself = False
 
-    def _begin_loading(self, stepper: AsyncStepper) -> None:
-        stepper.forgive()
-        stepper.synchronize()
-        stepper.refresh()
-
     def _before_loading(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         stepper = self._stepper()
         if stepper is None or self._loads_itself:
             return state_dict
-        self._begin_loading(stepper)
+        stepper.begin_loading(state_dict)
         self._loading = state_dict
         # torch casts to the parameter's dtype and device, which is not where state lives here.
         if stepper.replica.masters.every or stepper.keeps_scaled:
@@ -233,6 +234,7 @@ class SyncHooks:
                 self._others.add(model)
                 continue
             self._watch(model, stepper, mine)
+            self._wait_for_others(model, stepper, mine)
             stepper.parameter_names.add_module(model)
             self._models.add(model)
             stepper.sees_forwards = True
@@ -273,6 +275,31 @@ class SyncHooks:
             stepper.waits_at_step = True
         if isinstance(model, torch.nn.DataParallel) or any(map(is_fsdp2, model.modules())):
             stepper.waits_at_root = True  # their reads of parameters cannot be seen
+
+    def _wait_for_others(self, model: Module, stepper: AsyncStepper, mine: set[int]) -> None:
+        """Where other tensors of the model are in the memory of its parameters, steps are awaited:
+        a use of these would not be."""
+        if stepper.mode == "sync" or stepper.waits_at_step:
+            return
+        own = [pair.target for pair in stepper.replica.pairs]
+        tensors = [*Module.named_parameters(model), *Module.named_buffers(model)]
+        others = [
+            (name, local(t.detach()))
+            for name, t in tensors
+            if id(t) not in mine and type(t) is not PendingParameter  # another optimizer's
+        ]
+        for group in overlapping([*own, *(t for _, t in others)]):
+            if group[0] < len(own) <= group[-1]:
+                stepper.waits_at_step = True
+                logger.warning(
+                    "%s of %s shares memory with a parameter of %s and is not one of its "
+                    "parameters. Each step is awaited, so nothing of it is hidden behind forward "
+                    "and backward. Use one Parameter for both.",
+                    others[group[-1] - len(own)][0],
+                    type(model).__name__,
+                    type(stepper.optimizer).__name__,
+                )
+                return
 
     def _hook(self, module: Any, stepper: AsyncStepper, handles: list[Any]) -> None:
         if next(Module.parameters(module, recurse=False), None) is not None:

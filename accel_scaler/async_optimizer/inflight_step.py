@@ -64,6 +64,8 @@ class InflightStep:
         measures: how far what the model is given is off, into ``timing``.
         fn: steps instead, on the optimizer thread.
         number: of the update, in errors.
+        on_edits: the model has what was published, so edits of it that no version shows are looked
+            for, and given to this. None: it has a preview.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class InflightStep:
         measures: bool = False,
         fn: Callable[[], object] | None,
         number: int,
+        on_edits: Callable[[list[Tensor]], None] | None,
     ) -> None:
         self.replica, self.streams, self.number = replica, streams, number
         self.publishes_first, self.is_stale, self.is_of_user = publishes_first, is_stale, bool(fn)
@@ -94,7 +97,7 @@ class InflightStep:
         """Where on the device each part done ends; one more after a failure."""
         self.hold: ParameterHold | None = None
         # Gradients and owner go with the work, which the task drops once it is done.
-        work = partial(self._work, owner, grads, sent, deferred, ready, late, fn)
+        work = partial(self._work, owner, grads, sent, deferred, ready, late, fn, on_edits)
         self.task = Task(work, (parts if fn is None else 1) + self.lead)
         if is_stale:
             kind = "none" if late is None or compensation is None else compensation.kind
@@ -209,12 +212,16 @@ class InflightStep:
         ready: Any,
         late: LateGradients | None,
         fn: Callable[[], object] | None,
+        on_edits: Callable[[list[Tensor]], None] | None,
         task: Task,
     ) -> None:
         replica, streams = self.replica, self.streams
         # What the training thread steps itself is in order on its own stream.
         with nullcontext() if task.timing.inline else self._beside(grads, deferred, ready, late):
             try:
+                if on_edits is not None and (edited := replica.take_edits()):
+                    on_edits(edited)
+                replica.forget_loaded()
                 shown: ShownError | None = None
                 if late is not None:
                     shown = self._publish_late(late)

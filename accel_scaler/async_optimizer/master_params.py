@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ..scaling import LOW_PRECISION, local
 from .master_rule import MasterRule
+from .shared_memory import place_of
 from .streams import SideStreams
 
 
@@ -45,6 +46,17 @@ class ParameterPair:
     def give_master(self, memory: Tensor) -> None:
         """Step ``memory`` (float32) from now on, starting from the parameter's values."""
         memory.copy_(self.target)
+        self._step_master(memory)
+
+    def share_master(self, owner: ParameterPair, streams: SideStreams) -> None:
+        """Step the master of ``owner``, whose parameter is in the same memory: each gradient is
+        applied to it, one after the other, as torch applies them to that memory."""
+        self._step_master(owner.stepped.data)
+        self.loaded, self.staging = owner.loaded, owner.staging
+        if owner.host_grad is not None:
+            (self.host_grad,) = streams.host_like([self.target])
+
+    def _step_master(self, memory: Tensor) -> None:
         self.is_master = True
         self.stepped = nn.Parameter(memory, requires_grad=True)
         kind = getattr(self.param, "grad_dtype", self.param.dtype)
@@ -55,6 +67,18 @@ class ParameterPair:
     def is_rounded(self) -> bool:
         """The model holds less than the master."""
         return self.is_master and self.target.dtype in LOW_PRECISION
+
+    @property
+    def holds_master(self) -> bool:
+        """Whether the parameter has exactly what was published of the master, or was saved with
+        it. Reads all of both; waits for the device."""
+        base = self.stepped.detach() if self.loaded is None else self.loaded
+        return have_same_bits(base, self.target)
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether the parameter is not what its master rounds to. As :attr:`holds_master`."""
+        return self.is_master and not have_same_bits(self.stepped.detach(), self.target)
 
     @torch.no_grad()
     def refresh(self, master: Tensor | None = None) -> None:
@@ -88,10 +112,16 @@ def make_pairs(
     offload: bool,
     masters: MasterRule,
     known: Iterable[ParameterPair],
+    saved: Container[int] = (),
 ) -> list[ParameterPair]:
     """A pair for each parameter, in the optimizer's order.
 
-    ``known`` ones whose parameter is where it was are kept, with their masters.
+    ``known`` ones whose parameter is where it was are kept, with their masters: a parameter that
+    is frozen for a while has one still. Parameters that are the same view of one memory have one
+    master.
+
+    Args:
+        saved: ``id`` of parameters of which a master is going to be loaded, frozen ones too.
     """
     old = {id(pair.param): pair for pair in known}
     pairs: list[ParameterPair] = []
@@ -100,7 +130,9 @@ def make_pairs(
         for p in group["params"]:
             pair = ParameterPair(p, number)
             before = old.get(id(p))
-            wanted = is_stepped(p) and masters.takes(p)
+            had_master = before is not None and before.is_master
+            needed = had_master or id(p) in saved or is_stepped(p)
+            wanted = needed and masters.takes(p)
             if (
                 before is not None
                 and place_of(before.target) == place_of(pair.target)
@@ -111,7 +143,15 @@ def make_pairs(
             elif wanted:
                 fresh.append(pair)
             pairs.append(pair)
-    _give_masters(fresh, streams, offload, old)
+    # One master for each memory, whose first parameter has it.
+    first: dict[object, ParameterPair] = {}
+    for pair in [*(pair for pair in pairs if pair.is_master), *fresh]:
+        first.setdefault(place_of(pair.target), pair)
+    _give_masters([p for p in fresh if first[place_of(p.target)] is p], streams, offload, old)
+    for pair in pairs:
+        owner = first.get(place_of(pair.target), pair)
+        if pair is not owner and not pair.is_master:
+            pair.share_master(owner, streams)
     # A model may go with its optimizer while the device still has an update of it to do.
     new = [pair for pair in pairs if old.get(id(pair.param)) is not pair]
     streams.keep(t for pair in new for t in (pair.target, pair.stepped.data))
@@ -131,14 +171,19 @@ def shard_of(value: Tensor, param: Tensor) -> Tensor:
     return local(whole.redistribute(placements=like.placements))
 
 
+def have_same_bits(master: Tensor, value: Tensor) -> bool:
+    """Whether ``value`` is, bit for bit, what ``master`` rounds to. Waits for the device."""
+    if master.shape != value.shape:
+        return False
+    rounded = master.to(value.dtype)
+    # As integers: NaN is equal to itself, and torch compares float16 five times as slowly.
+    bits = torch.int16 if value.element_size() == 2 else torch.int32
+    return torch.equal(rounded.view(bits), value.to(rounded.device).view(bits))
+
+
 def is_stepped(p: Tensor) -> bool:
     """Whether an optimizer may move it: one that was frozen too, while it has a gradient."""
     return p.requires_grad or p.grad is not None
-
-
-def place_of(t: Tensor) -> object:
-    """Which view of which memory: one that is equal reads and writes the same elements."""
-    return t.data_ptr(), t.shape, t.stride(), t.dtype
 
 
 @torch.no_grad()

@@ -383,6 +383,7 @@ class AsyncOptimizer(Optimizer):
         if not self._closed:
             self.synchronize()
             self._stepper.refresh()  # groups added since the last step
+            self._stepper.follow_unseen_edits()
         kept = ("optimizer", "model", "scaler", "_config", "_closed")
         stepper = self._stepper
         progress = stepper.steps, stepper.was_skipped, stepper.export_masters()

@@ -34,6 +34,8 @@ from ..scaling import (
 from .bnb_settings import chosen_keys, overrides_on
 from .master_params import ParameterPair, is_stepped, make_pairs, shard_of
 from .master_rule import MasterRule
+from .shared_memory import overlapping
+from .spot_check import SpotCheck
 from .streams import SideStreams
 from .supported_optimizers import (
     attributes_of_every_optimizer,
@@ -61,9 +63,11 @@ class Part:
 
     def __init__(self, pairs: list[ParameterPair], start: int) -> None:
         self.pairs, self.start, self.end = pairs, start, start + len(pairs)
-        self.groups: dict[int, list[int]] = {}
+        found: dict[int, list[int]] = {}
         for place, pair in enumerate(pairs):
-            self.groups.setdefault(pair.group, []).append(place)
+            found.setdefault(pair.group, []).append(place)
+        self.groups = dict(sorted(found.items()))
+        """The places of each parameter group's pairs, in the optimizer's order of groups."""
         self.plans: dict[int, AdamGroup] | None = None
         self.epoch = -1
 
@@ -121,6 +125,13 @@ class Replica:
         self._epoch = 0
         """Grows when state entries are other ones than before."""
         self._order: list[int] = []
+        self._together: dict[int, list[int]] = {}
+        """Of pairs, by their places, that have memory in common: all of these."""
+        self._spot_check = SpotCheck((), set())
+        self._edited: set[int] = set()
+        """``id`` of parameters that were written to where no version shows it."""
+        self._saved: set[int] = set()
+        """``id`` of parameters of which a state dict has a master."""
         self._known: list[Tensor] = []
         self._places: object = None
         self._may_need_masters = False
@@ -163,15 +174,19 @@ class Replica:
             offload=self.offload,
             masters=self.masters,
             known=self.pairs,
+            saved=self._saved,
         )
         # Or is refused, once it is trained.
         low = self.masters.rounded | {torch.float16}
         self._may_need_masters = self.masters.every or any(p.dtype in low for p in params)
-        self.pairs, self._known = pairs, params
+        self.pairs, self._known, self._saved = pairs, params, set()
         self._places = _places(params, self._may_need_masters)
         self._order = list(range(len(pairs)))
+        groups = overlapping([pair.target for pair in pairs])
+        self._together = {i: group for group in groups for i in group}
         self._make_copy()
         self._split()
+        self._spot_check = SpotCheck(pairs, self._edited)
         self._state = None
         return True
 
@@ -181,6 +196,15 @@ class Replica:
         last = len(first_used)
         self._order.sort(key=lambda i: rank.get(id(self.pairs[i].param), last))
         self._split()
+
+    def _bring_together(self, order: list[int]) -> list[int]:
+        """``order``, with those that have memory in common where the first of them is, and in the
+        optimizer's order: who waits for one waits for what all of them do to that memory."""
+        if not self._together:
+            return order
+        place = {i: at for at, i in enumerate(order)}
+        first = {i: min(place[j] for j in group) for i, group in self._together.items()}
+        return sorted(order, key=lambda i: (first.get(i, place[i]), i))
 
     def _make_copy(self) -> None:
         # Of another one it only holds the groups.
@@ -198,14 +222,15 @@ class Replica:
         self.copy = copy
 
     def _split(self) -> None:
-        """Cut the pairs into parts."""
-        ordered = [self.pairs[i] for i in self._order]
+        """Cut the pairs into parts, not between those that have memory in common."""
+        self._order = order = self._bring_together(self._order)
+        ordered = [self.pairs[i] for i in order]
         total = sum(pair.stepped.numel() for pair in ordered)
         size = min(max(total // PARTS, SMALLEST_PART), LARGEST_PART)
         cuts, have = [0], 0
         for place, pair in enumerate(ordered, 1):
             have += pair.stepped.numel()
-            if have >= size and self.splittable:
+            if have >= size and self.splittable and not self._belongs_to_next(place):
                 cuts.append(place)
                 have = 0
         if cuts[-1] != len(ordered):
@@ -223,6 +248,11 @@ class Replica:
         self.has_rounded = any(pair.is_rounded for pair in ordered)
         self.has_masters = any(pair.is_master for pair in ordered)
         self.is_sharded = any(hasattr(pair.param, "to_local") for pair in ordered)
+
+    def _belongs_to_next(self, place: int) -> bool:
+        """Whether the pair before ``place`` has memory in common with the one there."""
+        after = self._order[place] if place < len(self._order) else -1
+        return after in self._together.get(self._order[place - 1], ())
 
     def _make_buffers(self) -> list[Any]:
         targets = [pair.target for pair in self.ordered]
@@ -358,6 +388,13 @@ class Replica:
             streams.keep(tensors_in(values), at_home=True)
             self._kept = streams.home, values
 
+    def expect_masters(self, params: Iterable[Tensor]) -> None:
+        """Masters of ``params`` are going to be loaded: :meth:`follow` makes room for those of
+        frozen ones, too, which may be trained again."""
+        self._saved = set(map(id, params))
+        if any(id(pair.param) in self._saved and not pair.is_master for pair in self.pairs):
+            self._places = None
+
     def load_state(self, state_dict: dict[str, Any], masters: dict[int, Any]) -> list[Any]:
         """Load state onto the stepped parameters and share it; the optimizer has the groups.
 
@@ -401,6 +438,21 @@ class Replica:
                 pair.refresh(pair.target if master is None else None)
                 self.has_loaded = True
         self._state = None
+
+    def take_edits(self) -> list[Tensor]:
+        """Before a step, while the model has what was published: bring to the masters what was
+        written to parameters where no version shows it (``p.data``). Returns these parameters.
+
+        Reads samples of all masters and parameters; waits for the device.
+        """
+        edited = self._spot_check.find()
+        if self.has_loaded:  # a model is loaded after its masters, perhaps through ``.data``
+            loaded = [pair for pair in self.pairs if pair.loaded is not None]
+            edited += [pair for pair in loaded if pair not in edited and pair.is_edited]
+        for pair in edited:
+            pair.is_extrapolated = False
+            pair.refresh()
+        return [pair.param for pair in edited]
 
     def forget_loaded(self) -> None:
         """A step begins: the model has been loaded by now, if it ever is."""

@@ -16,9 +16,11 @@ from torch.optim import Optimizer
 
 from ..errors import UnsupportedError
 from ..optimizer_step import ATTRIBUTE
-from ..scaling import LOW_PRECISION, parameters_of
+from ..scaling import LOW_PRECISION, ParameterNames, local, parameters_of
 from .bnb_settings import plain_settings
+from .master_params import is_stepped
 from .master_rule import MasterRule
+from .shared_memory import overlapping, place_of
 
 _BY_PARAMETER = (
     *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam"),
@@ -185,6 +187,32 @@ def _refuse_masters(optimizer: Optimizer, params: Sequence[Tensor]) -> None:
         )
     if not is_splittable(optimizer):
         refuse_hidden(optimizer)
+
+
+def refuse_overlap(
+    optimizer: Optimizer, mode: str, masters: MasterRule, names: ParameterNames
+) -> None:
+    """Raise ``UnsupportedError`` where parameters share memory that no one master stands for, or
+    of which ``delayed`` would show one preview over the other."""
+    params = list({id(p): p for p in parameters_of(optimizer) if is_stepped(p)}.values())
+    if not any(map(masters.takes, params)):
+        return
+    held = [local(p.detach()) for p in params]
+    for group in overlapping(held):
+        is_one_view = len({place_of(held[i]) for i in group}) == 1
+        if is_one_view and mode != "delayed":
+            continue
+        both = " and ".join(names.of((params[i] for i in group[:2]), optimizer))
+        why = (
+            "step_mode='delayed' would show a preview of one over that of the other"
+            if is_one_view
+            else f"are different views of it, each with a float32 master of its own ({WHY})"
+        )
+        raise UnsupportedError(
+            f"{type(optimizer).__name__}: {both} share memory, and {why}. Use one Parameter for "
+            "both (decoder.weight = encoder.weight; torch.nn.functional.linear(x, weight.t()) for "
+            f"a transposed one). {WAY_OUT}"
+        )
 
 
 def refuse_hidden(optimizer: Optimizer, masters: Iterable[Tensor] = ()) -> None:

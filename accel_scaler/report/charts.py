@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ..console import counted
+from ..console import counted, number
 from ..telemetry import LARGEST, TOO_FAR
-from .findings import is_scaled
-from .formatting import number, shorten
+from .formatting import shorten
 from .run_summary import Run
 from .samples import KINDS, Bin, Mean, Spread
 
@@ -298,7 +297,7 @@ def _in_milliseconds(line: Line) -> Line:
 
 def _scale(runs: Sequence[Run]) -> Chart | None:
     """None: no run was scaled."""
-    if not any(map(is_scaled, runs)):
+    if not any(run.is_scaled for run in runs):
         return None
     lows = [b.scale_low for run in runs for b in run.bins.done if b.scale_low > 0]
     smallest = max(min(lows, default=1.0) / 2, 2.0**-150)

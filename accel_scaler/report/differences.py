@@ -7,9 +7,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 
-from ..console import percent, written
-from .findings import is_scaled
-from .formatting import number
+from ..console import number, percent, written
 from .run_summary import Run
 from .samples import Bin, Mean
 
@@ -64,7 +62,7 @@ def differences(runs: Sequence[Run]) -> list[Difference]:
         ),
         Difference(
             "scale at last",
-            tuple(number(run.last_scale) if is_scaled(run) else ABSENT for run in runs),
+            tuple(number(run.last_scale) if run.is_scaled else ABSENT for run in runs),
             common.notes(_scaled_alike, "the same scale"),
         ),
     ]

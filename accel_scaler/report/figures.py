@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
+from ..console import number
 from .charts import MANY_POINTS, Axis, Chart, Line, axis_of, charts
-from .formatting import number
 from .heatmap import HeatMap, heatmaps
 from .run_summary import Run
 from .samples import KINDS

@@ -12,10 +12,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ..console import counted, percent
-from ..telemetry import LARGEST, RECENT, REMEDY, THE_LOSS, TOO_FAR, module_list, told
-from .formatting import number, times
-from .run_summary import MAX_FALLS, Fall, Run, Session
+from ..console import counted, number, percent
+from ..telemetry import (
+    LARGEST,
+    MAX_FALLS,
+    RECENT,
+    REMEDY,
+    THE_LOSS,
+    TOO_FAR,
+    Fall,
+    module_list,
+    ran_away,
+    told,
+)
+from .formatting import times
+from .run_summary import Run, Session
 from .samples import Spread
 
 Level = Literal["bad", "warn", "note", "good"]
@@ -45,14 +56,12 @@ first: rows of an embedding that are not in the batch, units that are off."""
 MUCH_ROOM = 4.0
 """Doublings of the scale."""
 LITTLE_ROOM = 1.0
-DEEP_FALL = 6.0
-"""Halvings of the scale, growth apart, that are no longer ordinary."""
 REPEATED = 3
+"""Overflows that began in one layer."""
 LONG_STREAK = 5
 MANY_SEARCHED = 8
 MOST_SESSIONS = 3
 """Earlier ones that are told of."""
-WITHOUT_SCALE = ("no", "bf16", "fp8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +99,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
     ]
     if run.last_loss is not None:
         rows.append(("last loss", f"{run.last_loss:.5g}"))
-    if is_scaled(run):
+    if run.is_scaled:
         first, last = run.first_scale, run.last_scale
         rows.append(("scale", f"{number(first)} at first, {number(last)} at last"))
         if run.lowest is not None:
@@ -137,17 +146,11 @@ def facts(run: Run) -> list[tuple[str, str]]:
     return rows
 
 
-def is_scaled(run: Run) -> bool:
-    """Not an fp32 or bf16 run."""
-    return not all(s.facts.get("precision") in WITHOUT_SCALE for s in run.sessions)
-
-
 def setting(run: Run, name: str) -> float | None:
     """A numeric setting of the last session that has it."""
     for session in reversed(run.sessions):
-        value = session.settings.get(name)
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return float(value)
+        if (value := session.setting(name)) is not None:
+            return value
     return None
 
 
@@ -208,12 +211,18 @@ def _healed(run: Run) -> Finding | None:
 
 
 def _loss(run: Run) -> Finding | None:
+    rise = run.losses.rise()
     if not run.loss_windows:
-        return None
+        return rise and Finding(
+            "bad",
+            _sentence(ran_away(rise)),
+            "When it began to rise, and the learning rate and the gradient norm just before.",
+            "Resume from a checkpoint before it, with a lower learning rate.",
+        )
     span = run.place(run.loss_first_x)
     if run.loss_windows > 1:
         span = f"{span} to {run.place(run.loss_last_x)}"
-    if is_scaled(run):
+    if run.is_scaled:
         remedy = _find_overflow_hint(run)
         for x, first in run.firsts:
             if run.loss_first_x <= x <= run.loss_last_x:
@@ -242,6 +251,12 @@ def _find_overflow_hint(run: Run) -> str:
 
 
 def _parameters(run: Run) -> Finding | None:
+    if run.windows > run.skips and not run.has_moved:
+        return Finding(
+            "bad",
+            "The learning rate was 0 in every window that stepped: no parameter has moved.",
+            "The learning rates of the optimizer and of its schedule.",
+        )
     if not run.stepped_bad:
         return None
     return Finding(
@@ -256,38 +271,9 @@ def _parameters(run: Run) -> Finding | None:
 # What overflows, and how far the scale fell for it.
 
 
-def is_deep(run: Run, fall: Fall) -> bool:
-    """It is no ordinary fall."""
-    return fall.doublings >= DEEP_FALL or (run.lowest is not None and run.lowest[0] <= 1.0)
-
-
-def real_falls(run: Run) -> list[Fall]:
-    """Falls that are neither the search nor the price of growth, the deepest first."""
-    falls = [
-        f
-        for f in run.falls
-        if not f.search
-        and (f.skips > f.growth or f.doublings >= DEEP_FALL)
-        and (f.doublings >= 2 or f.skips >= REPEATED)
-    ]
-    falls.sort(key=lambda f: (-f.doublings, -f.skips))
-    return falls if is_scaled(run) else []
-
-
-def lowest_told(run: Run) -> str:
-    """``the scale reached its floor, ...`` or ``the scale fell to 1 (...)``, where an overflow has
-    brought it there; else nothing."""
-    if run.lowest is None or not run.skips or not is_scaled(run):
-        return ""
-    (low, x), floor = run.lowest, setting(run, "min_scale")
-    if floor is not None and low <= floor:
-        return f"the scale reached its floor, min_scale = {number(floor)} ({run.place(x)})"
-    return f"the scale fell to {number(low)} ({run.place(x)})" if low <= 1 else ""
-
-
 def _overflow(run: Run) -> Finding | None:
     """The lowest scale, the deepest fall, the layer that overflowed most often: one cause."""
-    low, falls, often = lowest_told(run), real_falls(run), _most_often_in(run)
+    low, falls, often = run.lowest_told(run.place), run.real_falls(), _most_often_in(run)
     fall = falls[0] if falls else None
     what, look = [], ""
     level: Level = "warn" if falls or run.kinds.other else "note"
@@ -299,7 +285,7 @@ def _overflow(run: Run) -> Finding | None:
         what.append(_sentence(f"{low}: {why}"))
         look = "Gradients or activations that are beyond float16, or NaN, at any scale."
     if fall is not None:
-        level = "bad" if is_deep(run, fall) else level
+        level = "bad" if run.is_deep(fall) else level
         what.append(_fall_text(run, fall) + _other_falls(run, falls))
         look = _near(run, fall) or look
     if often and (fall is None or 2 * fall.origins[often] < run.origins[often]):
@@ -328,7 +314,8 @@ def _against_overflow(run: Run, fall: Fall | None, often: str) -> str:
     name = often
     if fall is not None and fall.origins:
         name = fall.origins.most_common(1)[0][0]
-    if name == THE_LOSS:
+    of_loss = run.loss_windows and fall is not None and 2 * fall.kinds["forward"] > fall.skips
+    if name == THE_LOSS or of_loss:
         return "As for the loss (above)."
     if any(name == module or name.startswith(f"{module}.") for module in run.healed):
         return "heal has met it."
@@ -342,7 +329,7 @@ def _against_overflow(run: Run, fall: Fall | None, often: str) -> str:
     at_floor = floor is not None and run.last_scale <= floor and floor > 1
     lower = "Lower min_scale, or k" if at_floor else "K"
     text = f"{lower}eep {which}, or lower the learning rate."
-    if lowest_told(run) and setting(run, "max_consecutive_skips") is None:
+    if run.lowest_told(run.place) and setting(run, "max_consecutive_skips") is None:
         text += " max_consecutive_skips ends a run that only skips."
     return f"{text} {_find_overflow_hint(run)}".strip()
 
@@ -417,9 +404,11 @@ def _skips(run: Run) -> Finding | None:
             word = counted(run.overflows, "window")
             return Finding("warn", f"{word} had inf or NaN gradients, none was skipped.")
         return Finding("good", f"No overflow in {counted(run.windows, 'window')}.")
-    kinds, falls = run.kinds, real_falls(run)
+    kinds, falls = run.kinds, run.real_falls()
     what, do = [], ""
-    is_odd = kinds.other or (kinds.search and run.healed) or lowest_told(run)
+    low = run.lowest_told(run.place)
+    is_odd = kinds.other or kinds.forward or (kinds.search and run.healed) or low
+    is_odd = is_odd or run.skips == run.windows
     level: Level = "note" if is_odd else "good"
     later = run.skips - kinds.search
     if later > MANY_SKIPPED * run.windows:
@@ -431,11 +420,11 @@ def _skips(run: Run) -> Finding | None:
         if 2 * kinds.growth > later:
             do = "Raise growth_interval, or lower max_scale: a growth is what most of them follow."
     if kinds.search:
-        search = max((f for f in run.falls if f.search), key=lambda f: f.skips, default=None)
+        search = max((f for f in run.falls if f.is_search), key=lambda f: f.skips, default=None)
         way = f" ({number(search.high)} to {number(search.low)})" if search else ""
         why = ": normal, but for what was healed" if run.healed else ": normal"
         skips = counted(kinds.search, "skip")
-        why = "" if lowest_told(run) else why
+        why = "" if low else why
         what.append(f"{skips} while the scale was first searched for{way}{why}.")
         if kinds.search >= MANY_SEARCHED and not do and not _is_held(run):
             do = "A smaller init_scale saves them."
@@ -445,6 +434,11 @@ def _skips(run: Run) -> Finding | None:
         what.append(
             f"{counted(kinds.growth, 'skip')} after the scale had grown: normal, it tries a larger "
             f"one{every} and steps back."
+        )
+    if kinds.forward:
+        what.append(
+            f"{counted(kinds.forward, 'skip')} with inf or NaN in the forward: a smaller scale "
+            "does not help against these."
         )
     if kinds.other and falls:
         what.append(f"{counted(kinds.other, 'skip')} besides, in falls of the scale (above).")
@@ -515,7 +509,7 @@ def _doublings(room: float) -> str:
 
 def _room(run: Run) -> float | None:
     """Doublings of the last scale until the largest gradient that was seen overflows."""
-    if not is_scaled(run) or not run.last_scale > 0 or run.range.zero_share == 1:
+    if not run.is_scaled or not run.last_scale > 0 or run.range.zero_share == 1:
         return None
     return run.range.room_at(run.last_scale)
 
@@ -565,7 +559,7 @@ def _is_held(run: Run) -> bool:
 
 def _against_underflow(run: Run, room: float | None) -> str:
     first = "keep what overflows first in float32, since it holds the scale down for all."
-    if not is_scaled(run):
+    if not run.is_scaled:
         return ""
     if room is not None and room < MUCH_ROOM:
         return f"There is little room for a larger scale ({_doublings(room)}): {first}"

@@ -162,7 +162,7 @@ class Follower:
 
     def _take(self, line: bytes) -> None:
         if self._start is not None and not self.run.sessions and not _is_start(line):
-            self.run.begin(self._start)  # emptied under its writer, who goes on
+            self.run.open_session(self._start)  # emptied under its writer, who goes on
         found = self._reader.take(line)
         if isinstance(found, Start):
             self._start = found

@@ -2,15 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
-
-def number(value: float) -> str:
-    """Four significant digits; integers in full, as far as loss scales usually go."""
-    if math.isfinite(value) and value == int(value) and abs(value) < 2.0**33:
-        return str(int(value))
-    return f"{value:.4g}"
-
 
 def times(count: int) -> str:
     """``once``, ``twice``, ``14 times``."""

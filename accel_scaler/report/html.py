@@ -11,11 +11,10 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from ..console import counted, plain, written
+from ..console import counted, number, plain, written
 from .charts import Axis, Chart, axis_of, charts
 from .differences import differences
 from .findings import Level, facts, find
-from .formatting import number
 from .heatmap import HeatMap, heatmaps
 from .page_data import page_data
 from .run_summary import Run

@@ -14,12 +14,11 @@ from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from ..console import percent, say
+from ..console import number, percent, say
 from ..errors import ConfigError
 from ..telemetry import verdict
-from .findings import Finding, find, is_scaled
+from .findings import Finding, find
 from .following import Follower
-from .formatting import number
 from .run_summary import Run
 from .samples import Bin
 from .verdict import outcome_of
@@ -120,7 +119,7 @@ def tiles(follower: Follower) -> list[tuple[str, str]]:
     ]
     if run.last_loss is not None:
         found.append(("loss", f"{run.last_loss:.5g}"))
-    if is_scaled(run):
+    if run.is_scaled:
         found.append(("scale", number(run.last_scale)))
     if run.hidden_share:
         found.append(("hidden", percent(run.hidden_share, 1)))
@@ -129,12 +128,12 @@ def tiles(follower: Follower) -> list[tuple[str, str]]:
 
 def _verdict(run: Run) -> str:
     """Of a run that goes on: nobody misses its end."""
-    return verdict(replace(outcome_of(run.so_far()), is_over=True))
+    return verdict(replace(outcome_of(run), is_over=True))
 
 
 def _worst(run: Run) -> Finding | None:
     """The most important of the findings; that there is no end yet is none."""
-    found = [each for each in find(run.so_far()) if each.subject != "end"]
+    found = [each for each in find(run) if each.subject != "end"]
     return found[0] if found and found[0].level != "good" else None
 
 

@@ -33,12 +33,11 @@ def read_run(path: str | os.PathLike[str]) -> Run:
             f"{reader.run.path}: cannot be read ({error.strerror or error}); "
             "expected a telemetry file."
         ) from None
-    reader.run.finish()
     return reader.run
 
 
 class RunReader:
-    """Hands one line after another to the run; ``run.finish()`` is left to the caller."""
+    """Hands one line after another to the run."""
 
     def __init__(self, path: str) -> None:
         self.run = Run(path)
@@ -65,7 +64,7 @@ class RunReader:
             elif isinstance(found, Record):
                 if found.index <= (last := run.sessions[-1].last_step):
                     raise BrokenLineError(f"step {found.index} after step {last}")
-                run.add(found, self.names)
+                run.add_window(found, self.names)
             elif isinstance(found, Names):
                 self.names = found
                 # Of a name that occurs twice the later place holds; it is one row all the same.
@@ -97,4 +96,4 @@ class RunReader:
                 f"newest this version knows is {FORMAT}; upgrade accel_scaler to read it."
             )
         self.names = None
-        self.run.begin(start)
+        self.run.open_session(start)

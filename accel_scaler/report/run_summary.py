@@ -1,20 +1,18 @@
-"""What a report knows of a run: totals, falls of the scale, offenders. All of it bounded."""
+"""What a report knows of a run: its diagnosis, samples, offenders. All of it bounded."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
 from collections import Counter
-from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from ..telemetry import End, Names, Record, SkipKinds, Start
+from ..telemetry import THE_LOSS, Diagnosis, End, Names, Record, Start
 from .samples import Bins, Late, NormColumns, Range, Timing
 
-MAX_FALLS = 8
-MAX_FIRSTS = 50
-MAX_HEALED = 256
+WITHOUT_SCALE = ("no", "bf16", "fp8")
+"""Precisions."""
 
 
 @dataclass(slots=True)
@@ -31,30 +29,6 @@ class Offender:
     most: int = 0
     """The most non-finite elements it had in one window."""
     elements: int = 0
-
-
-@dataclass(slots=True)
-class Fall:
-    """Windows that overflowed with no growth of the scale between them."""
-
-    first_x: int
-    last_x: int
-    high: float
-    low: float
-    skips: int = 0
-    growth: int = 0
-    """Those of the skips that belong to a scale that had grown."""
-    search: bool = False
-    """The search for a scale at the beginning of a session, and it found one."""
-    origins: Counter[str] = field(default_factory=Counter)
-    """In how many of them the overflow began where."""
-
-    @property
-    def doublings(self) -> float:
-        """log2 of the ratio; inf when the scale reached 0."""
-        if self.low >= self.high:
-            return 0.0
-        return math.log2(self.high) - math.log2(self.low) if self.low > 0 else math.inf
 
 
 @dataclass(slots=True)
@@ -85,16 +59,25 @@ class Session:
         self.seconds = max(self.seconds, end.time)
         self.ended, self.error = True, end.error
 
+    def setting(self, name: str) -> float | None:
+        """One that is a number."""
+        value = self.settings.get(name)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return float(value)
+        return None
+
     @property
     def is_empty(self) -> bool:
         """It ended as it should, without a window."""
         return self.ended and self.error is None and not self.windows
 
 
-class Run:
-    """Everything a report says about one file. ``x`` counts windows over all its sessions."""
+class Run(Diagnosis):
+    """Everything a report says about one file: the diagnosis of its records, and samples of them.
+    ``x`` counts windows over all its sessions."""
 
     def __init__(self, path: str) -> None:
+        super().__init__()
         self.path = path
         self.label = path
         self.sessions: list[Session] = []
@@ -102,36 +85,19 @@ class Run:
         self.norms = NormColumns()
         self.timing = Timing()
         self.late = Late()
-        self.windows = self.skips = self.overflows = 0
-        self.kinds = SkipKinds()
-        self.longest_streak = self.longest_streak_x = 0
-        self.first_scale = self.last_scale = 0.0
-        self.lowest: tuple[float, int] | None = None
-        """The lowest scale that a window was given or left behind, and the window's x."""
-        self.falls: list[Fall] = []
+        self.overflows = 0
         self.places: dict[str, int] = {}
         """Of each parameter, its position in the model's own order."""
         self.offenders: dict[str, Offender] = {}
         self.origins: Counter[str] = Counter()
         """In how many windows the overflow began where."""
-        self.firsts: list[tuple[int, dict[str, Any]]] = []
-        """``(x, Record.first)``."""
-        self.firsts_lost = 0
-        self.loss_windows = self.loss_first_x = self.loss_last_x = 0
-        self.stepped_bad = self.stepped_bad_x = 0
-        self.highest: tuple[float, int] | None = None
-        """The largest finite norm, and the window's x."""
         self.limited = self.clipped = 0
         self.range = Range()
-        self.healed: dict[str, int] = {}
-        """Modules in float32 by ``heal``, in order, and the x of the window."""
         self.lines = self.broken = 0
         self.broken_first: tuple[int, str] | None = None
-        self._fall: Fall | None = None
 
-    def begin(self, start: Start) -> None:
-        """A new session: the scale is searched for again."""
-        self.finish()
+    def open_session(self, start: Start) -> None:
+        """A start line."""
         if self.sessions and self.sessions[-1].is_empty:
             # The launcher attached, then the script: nothing was trained with the first settings.
             del self.sessions[-1]
@@ -141,21 +107,8 @@ class Run:
             self.sessions[-1].first_x + self.sessions[-1].last_step + 1 if self.sessions else 0
         )
         self.sessions.append(Session(first_x, start.facts, start.settings, start.changed))
-        self.kinds.begin()
 
-    def finish(self) -> None:
-        """No more windows of this session."""
-        self._close(is_search=self.kinds.finish() is True)
-
-    def so_far(self) -> Run:
-        """As it would be if no window came any more, to look at: it shares with this one what that
-        does not change."""
-        found = copy(self)
-        found.falls, found.kinds, found._fall = list(self.falls), copy(self.kinds), copy(self._fall)
-        found.finish()
-        return found
-
-    def add(self, record: Record, names: Names | None) -> None:
+    def add_window(self, record: Record, names: Names | None) -> None:
         """One window of the last session.
 
         Args:
@@ -163,40 +116,22 @@ class Run:
         """
         session = self.sessions[-1]
         x = session.first_x + record.index
+        if not session.windows:
+            is_scaled = session.facts.get("precision") not in WITHOUT_SCALE
+            self.begin(is_scaled, session.setting("min_scale"))
         session.add(record)
-        self.windows += 1
-        self.skips += record.skipped
         self.overflows += record.found_inf
         self.bins.add(x, record)
         self.timing.add(x, record)
         self.late.add(x, record)
-        for name in record.healed[: MAX_HEALED - len(self.healed)]:
-            self.healed.setdefault(name, x)
         self.range.add(x, record, names)
-        self._add_norm(x, record)
-        if record.has_bad_loss and not record.healed:
-            self.loss_first_x = self.loss_first_x if self.loss_windows else x
-            self.loss_windows += 1
-            self.loss_last_x = x
-        if names is not None and record.norms is not None:
-            self.norms.add(x, names.names, record.norms)
-        origin = self._add_overflow(x, record, names) if record.found_inf else None
-        self._follow_scale(x, record, origin)
-
-    def _add_norm(self, x: int, record: Record) -> None:
         norm, limit = record.grad_norm, record.max_norm
-        if norm is None:
-            return
-        if not norm < math.inf:  # NaN too
-            if not record.skipped:
-                self.stepped_bad_x = self.stepped_bad_x if self.stepped_bad else x
-                self.stepped_bad += 1
-            return
-        if self.highest is None or norm > self.highest[0]:
-            self.highest = (norm, x)
-        if limit is not None and limit < math.inf:
+        if norm is not None and norm < math.inf and limit is not None and limit < math.inf:
             self.limited += 1
             self.clipped += norm > limit
+        if names is not None and record.norms is not None:
+            self.norms.add(x, names.names, record.norms)
+        self.add(x, record, self._add_overflow(x, record, names) if record.found_inf else None)
 
     def _add_overflow(self, x: int, record: Record, names: Names | None) -> str | None:
         """Count what overflowed; returns where it began, None where that is not known.
@@ -210,15 +145,14 @@ class Run:
         first, began = record.first, next(iter(offenders), None)
         origin = began.name if began is not None else None
         if record.loss_nonfinite:
-            origin, began = "the loss", None
+            origin, began = THE_LOSS, None
         if first is not None:
-            self._keep_first(x, first)
             module = first["module"]
             # A parameter of that module, the latest of them, or the parameter itself.
             inside = (o for o in offenders if o.name == module or o.name.startswith(module + "."))
             began = next(inside, None)
             origin = (began.name if began is not None else module) or None
-            origin = "the loss" if first["where"] == "loss" else origin
+            origin = THE_LOSS if first["where"] == "loss" else origin
         if began is not None:
             began.began += 1
         if origin is not None:
@@ -233,51 +167,6 @@ class Run:
         offender.last_x = x
         offender.most = max(offender.most, count)
         return offender
-
-    def _keep_first(self, x: int, first: dict[str, Any]) -> None:
-        """The first reports and the last ones."""
-        self.firsts.append((x, first))
-        if len(self.firsts) > MAX_FIRSTS:
-            del self.firsts[MAX_FIRSTS // 2]
-            self.firsts_lost += 1
-
-    def _follow_scale(self, x: int, record: Record, origin: str | None) -> None:
-        scale, after = record.scale, record.next_scale
-        if self.windows == 1:
-            self.first_scale = scale
-        self.last_scale = after
-        low = min(scale, after)
-        if self.lowest is None or low < self.lowest[0]:
-            self.lowest = (low, x)
-        growth = self.kinds.growth
-        ended = self.kinds.add(record)
-        if record.skipped:
-            self._skip(x, scale, origin, self.kinds.growth > growth)
-        if self._fall is not None and after < scale:
-            self._fall.low = min(self._fall.low, after)
-        if ended or after > scale:
-            self._close(is_search=ended is True)
-
-    def _skip(self, x: int, scale: float, origin: str | None, had_grown: bool) -> None:
-        streak = self.kinds.streak
-        if streak > self.longest_streak:
-            self.longest_streak, self.longest_streak_x = streak, x - streak + 1
-        if self._fall is None:
-            self._fall = Fall(x, x, scale, scale)
-        self._fall.last_x = x
-        self._fall.skips += 1
-        self._fall.growth += had_grown
-        if origin is not None:
-            self._fall.origins[origin] += 1
-
-    def _close(self, is_search: bool) -> None:
-        fall, self._fall = self._fall, None
-        if fall is None:
-            return
-        fall.search = is_search
-        self.falls.append(fall)
-        if len(self.falls) > MAX_FALLS:
-            self.falls.remove(min(self.falls, key=lambda f: (f.doublings, f.skips)))
 
     def worst_offenders(self) -> list[Offender]:
         """By the windows that began to overflow in them."""
@@ -304,11 +193,6 @@ class Run:
         """Of the optimizer's time, what ran beside the training thread's work, from 0 to 1."""
         timing = self.timing
         return timing.hidden / timing.optimizer if timing.optimizer else None
-
-    @property
-    def last_x(self) -> int:
-        """Of the last window; 0 where there is none."""
-        return next((s.first_x + s.last_step for s in self.sessions[::-1] if s.windows), 0)
 
     def session_of(self, x: int) -> int:
         """Index of the session that window ``x`` belongs to."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..console import percent
-from .findings import is_scaled
-from .formatting import number
+from ..console import number, percent
 from .run_summary import Run
 
 NONE = "\u2013"
@@ -35,6 +33,7 @@ def _skipped(run: Run) -> Tile:
     kinds = [
         (run.kinds.search, "searching"),
         (run.kinds.growth, "after growth"),
+        (run.kinds.forward, "forward"),
         (run.kinds.other, "other"),
     ]
     parts = [f"{count} {what}" for count, what in kinds if count]
@@ -53,7 +52,7 @@ def _loss(run: Run) -> Tile:
 
 
 def _scale(run: Run) -> Tile:
-    if not run.windows or not is_scaled(run):
+    if not run.windows or not run.is_scaled:
         return Tile("scale", NONE, "no loss scaling" if run.windows else "")
     lowest = f"lowest {number(run.lowest[0])}" if run.lowest is not None else ""
     return Tile("scale", number(run.last_scale), lowest)

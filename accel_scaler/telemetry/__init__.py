@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from ..late_names import late_names
 from .alerts import Alert
+from .diagnosis import MAX_FALLS, Diagnosis, Fall
 from .float16 import LARGEST, headroom
 from .history import History
-from .outcome import THE_LOSS, Outcome, module_list, told, verdict
+from .outcome import THE_LOSS, Outcome, module_list, ran_away, told, verdict
 from .preview_watch import RECENT, REMEDY, TOO_FAR, RecentErrors
 from .record import FORMAT, BrokenLineError, CutLineError, End, Names, Record, Span, Start, decode
-from .skip_kinds import SkipKinds
 from .writer import refuse_unwritable
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ else:  # who reads a file needs no torch
 __all__ = [
     "FORMAT",
     "LARGEST",
+    "MAX_FALLS",
     "RECENT",
     "REMEDY",
     "THE_LOSS",
@@ -36,14 +37,15 @@ __all__ = [
     "Alert",
     "BrokenLineError",
     "CutLineError",
+    "Diagnosis",
     "End",
+    "Fall",
     "History",
     "Names",
     "Outcome",
     "RecentErrors",
     "Record",
     "Recorder",
-    "SkipKinds",
     "Span",
     "Start",
     "TrackedWindow",
@@ -53,6 +55,7 @@ __all__ = [
     "make_recorder",
     "module_list",
     "path_of",
+    "ran_away",
     "refuse_unwritable",
     "told",
     "verdict",

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
-from copy import copy
+from collections import deque
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
+from .diagnosis import Diagnosis, origin_of
 from .float16 import headroom
-from .outcome import THE_LOSS, Outcome, verdict
+from .outcome import Outcome, verdict
 from .record import Record
-from .skip_kinds import SkipKinds
 
 KEPT_RECORDS = 4096
 KEPT_DETAILS = 16
@@ -20,20 +20,24 @@ KEPT_CHANGES = 1024
 
 
 class History:
-    """A bounded memory of windows, and totals over all of them. Holds no tensors."""
+    """A bounded memory of windows, and totals over all of them. Holds no tensors.
 
-    def __init__(self) -> None:
+    Args:
+        is_scaled: the run has a loss scale; None: the first scale other than 1 tells.
+        min_scale: the setting.
+    """
+
+    def __init__(self, is_scaled: bool | None = None, min_scale: float | None = None) -> None:
         self.records: deque[Record] = deque(maxlen=KEPT_RECORDS)
         self.scale_path: deque[tuple[int, float]] = deque(maxlen=KEPT_CHANGES)
         """``(window, scale)`` at each change of scale; the first entry is the start."""
         self.boundaries = 0
         self.skips = 0
         self.max_grad_norm: float | None = None
-        self._kinds = SkipKinds()
+        self._diagnosis = Diagnosis()
         """Of all windows but the last, which may still be amended."""
+        self._diagnosis.begin(is_scaled, min_scale)
 
-    _stepped_bad: int | None = None
-    """The first of these windows that stepped though its norm was not finite."""
     healed: tuple[str, ...] = ()
     """Modules that ``heal`` has put into float32, in order."""
     largest_unscaled: float | None = None
@@ -56,10 +60,10 @@ class History:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """From a pickle, of an earlier version too."""
         self.__dict__.update(state)
-        if "_kinds" not in state:
-            self._kinds = SkipKinds()
+        if "_diagnosis" not in state:
+            self._diagnosis = Diagnosis()
             for record in list(self.records)[:-1]:
-                self._kinds.add(record)
+                self._diagnosis.add(record.index, record, origin_of(record))
 
     def add(self, record: Record) -> None:
         """Append the record of a window, or amend it when its index is the last one's."""
@@ -73,7 +77,8 @@ class History:
             self.records[-1] = record
         else:
             if self.records:
-                self._is_final(self.records[-1])
+                last = self.records[-1]
+                self._diagnosis.add(last.index, last, origin_of(last))
             self.records.append(record)
             self.boundaries += 1
             self.skips += int(record.skipped)
@@ -90,11 +95,6 @@ class History:
             self.max_grad_norm = max(norm, self.max_grad_norm or 0.0)
         if record.healed:
             self.healed = tuple(dict.fromkeys(self.healed + record.healed))
-
-    def _is_final(self, record: Record) -> None:
-        self._kinds.add(record)
-        if self._stepped_bad is None and _stepped_bad(record):
-            self._stepped_bad = record.index
 
     def complete(self, record: Record) -> None:
         """Put what came to be known later in the place of the last record."""
@@ -121,37 +121,15 @@ class History:
 
     def verdict(self) -> str:
         """One or two sentences: whether the run trained up to now, what stopped it, what to do."""
-        if not self.records:
-            return verdict(Outcome())
-        kinds, last = copy(self._kinds), self.records[-1]
-        kinds.add(last)
-        bad = self._stepped_bad
-        bad = last.index if bad is None and _stepped_bad(last) else bad
-        in_streak = list(self.records)[-kinds.streak :] if kinds.streak else []
-        lowest = min(scale for _, scale in self.scale_path)
-        return verdict(
-            Outcome(
-                windows=self.boundaries,
-                skips=self.skips,
-                search_skips=kinds.search,
-                growth_skips=kinds.growth,
-                scaled=self.skips > 0 or [s for _, s in self.scale_path] != [1.0],
-                scale=last.next_scale,
-                last=f"window {last.index}",
-                streak=kinds.streak,
-                trained_until=f"window {last.index - kinds.streak}"
-                if self.boundaries > kinds.streak
-                else "",
-                firsts=[r.first for r in in_streak if r.first is not None],
-                all_firsts=[r.first for r in self.records if r.first is not None],
-                origins=Counter(filter(None, map(_origin, in_streak))),
-                healed=self.healed,
-                norms=int(self.max_grad_norm is not None),
-                stepped_bad="" if bad is None else f"window {bad}",
-                loss_windows=sum(r.has_bad_loss and not r.healed for r in self.records),
-                low=f"the scale fell to {lowest:.10g}" if lowest <= 1 and self.skips else "",
-            )
-        )
+        return verdict(self.outcome())
+
+    def outcome(self) -> Outcome:
+        """What the verdict is made from; the report finds the same in the file."""
+        found = deepcopy(self._diagnosis)
+        if self.records:
+            last = self.records[-1]
+            found.add(last.index, last, origin_of(last))
+        return found.outcome("window {}".format)
 
     def last_overflow(self) -> tuple[str, ...]:
         """Names in the latest kept record that has any."""
@@ -189,12 +167,3 @@ class History:
     def _short_path(self, most: int = 12) -> list[tuple[int, float]]:
         path = list(self.scale_path)
         return path if len(path) <= most else path[: most // 2] + path[-most // 2 :]
-
-
-def _stepped_bad(record: Record) -> bool:
-    norm = record.grad_norm
-    return norm is not None and not math.isfinite(norm) and not record.skipped
-
-
-def _origin(record: Record) -> str:
-    return THE_LOSS if record.loss_nonfinite else next(iter(record.overflowed), "")

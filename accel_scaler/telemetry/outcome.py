@@ -1,4 +1,4 @@
-"""What became of a run, in one or two sentences: did it train, what stopped it, what to do."""
+"""What became of a run, in one word and in sentences: did it train, what stopped it, the cure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from ..console import counted, percent
 from ..errors import BROKEN
@@ -15,8 +15,16 @@ STUCK = 20
 """Skips in a row at the end of a run: it did not train any more. The search for a scale takes 16
 from the usual 65536 to 1."""
 
+FAILING = 5
+"""So many suffice where all of them had inf or NaN in the forward, which no other scale mends."""
+
 MANY_SKIPPED = 0.1
 """Of all windows, neither while the scale settled nor after it had grown: it trained in part."""
+
+Kind = Literal["untrained", "stuck", "diverged", "partly", "trained"]
+"""``untrained``: no parameter can have moved. ``stuck``: it skipped every window at the end.
+``diverged``: the loss ran away, or is inf or NaN now. ``partly``: many windows were skipped, which
+belongs to no ordinary run."""
 
 LONGEST_ERROR = 200
 """Letters of it: the whole of it stands below."""
@@ -31,6 +39,8 @@ class Outcome:
 
     windows: int = 0
     skips: int = 0
+    forward_skips: int = 0
+    """Of these, by their kind, as in ``SkipKinds``."""
     search_skips: int = 0
     growth_skips: int = 0
     scaled: bool = True
@@ -46,6 +56,12 @@ class Outcome:
     """Skipped windows in a row, up to the last one."""
     trained_until: str = ""
     """The window before these; empty: there is none."""
+    has_moved: bool = True
+    """A window has stepped with a learning rate other than 0."""
+    rise: tuple[float, float] | None = None
+    """The loss ran away, from here to there."""
+    bad_at_end: int = 0
+    """Windows up to the last one with inf or NaN in the forward, or in the norm of a step."""
     firsts: Sequence[dict[str, Any]] = ()
     """``Record.first`` of windows of the streak, in order."""
     all_firsts: Sequence[dict[str, Any]] = ()
@@ -62,6 +78,31 @@ class Outcome:
     low: str = ""
     """``"the scale fell to 1 after step 12"``: where that is no ordinary fall."""
 
+    @property
+    def other_skips(self) -> int:
+        """In the middle of training, though the forward was finite."""
+        return self.skips - self.forward_skips - self.search_skips - self.growth_skips
+
+    @property
+    def is_stuck(self) -> bool:
+        """So many skips at the end that it trained no more, or one that ended it."""
+        failing = min(self.streak, self.bad_at_end) >= FAILING
+        ended = self.error is not None and self.error.startswith("OverflowStreakError")
+        return self.streak >= STUCK or failing or (self.streak > 0 and ended)
+
+    @property
+    def kind(self) -> Kind:
+        """In one word."""
+        if self.skips == self.windows or not self.has_moved:
+            return "untrained"
+        if self.is_stuck:
+            return "stuck"
+        if self.rise is not None or (self.bad_at_end and not self.streak):
+            return "diverged"
+        if self.other_skips + self.forward_skips > MANY_SKIPPED * self.windows and not self.healed:
+            return "partly"
+        return "trained"
+
 
 def verdict(of: Outcome) -> str:
     """The sentences."""
@@ -70,8 +111,9 @@ def verdict(of: Outcome) -> str:
         if of.error is not None:
             return f"{text} before it ended with an error: {_short(of.error)}"
         return f"{text}." if of.is_over else f"{text} before it was killed, or it has just begun."
-    is_streak_error = of.error is not None and of.error.startswith("OverflowStreakError")
-    if of.streak and (of.streak == of.windows or of.streak >= STUCK or is_streak_error):
+    if of.kind == "untrained" and of.skips < of.windows:
+        return f"{_unmoved(of)}. {_sentence(_counts(of))}{_end(of)}"
+    if of.is_stuck or (of.skips == of.windows and not of.healed):
         return _stuck(of) + _end(of)
     return _trained(of) + _end(of)
 
@@ -99,14 +141,17 @@ def _short(error: str) -> str:
 
 def _stuck(of: Outcome) -> str:
     what, remedy = _cause(of)
-    if of.trained_until:
+    if of.skips < of.windows:
         begin = f"Did not train past {of.trained_until}: every window since ({of.streak:,}) {what}"
     elif of.windows == 1:
         begin = f"Nothing was trained: the only window {what}"
     else:
         begin = f"Nothing was trained: all {of.windows:,} windows {what}"
-    healed = f" Healed before: {module_list(of.healed)}." if of.healed else ""
-    return f"{begin}; {remedy}.{healed}"
+    return f"{begin}; {remedy}.{_healed_before(of)}"
+
+
+def _healed_before(of: Outcome) -> str:
+    return f" Healed before: {module_list(of.healed)}." if of.healed else ""
 
 
 def _cause(of: Outcome) -> tuple[str, str]:
@@ -114,7 +159,7 @@ def _cause(of: Outcome) -> tuple[str, str]:
     if of.error is not None and BROKEN in of.error:
         return f"overflowed: {BROKEN}", "load the last good checkpoint"
     first = of.firsts[-1] if of.firsts else None
-    searches = of.scale >= 1 and of.streak == of.windows < STUCK
+    searches = of.streak == of.windows == of.search_skips
     if first is not None and not (searches and first["where"] in ("backward", "parameter")):
         return told(first)
     name, count = of.origins.most_common(1)[0] if of.origins else ("", 0)
@@ -159,16 +204,38 @@ def told(first: dict[str, Any]) -> tuple[str, str]:
     return f"overflowed in the backward of {named}", in_float32
 
 
-def _trained(of: Outcome) -> str:
+def ran_away(rise: tuple[float, float]) -> str:
+    """Of ``Outcome.rise``."""
+    before, now = rise
+    return f"the loss rose from {before:.4g} to {now:.4g} (medians of its first and last windows)"
+
+
+def _counts(of: Outcome) -> str:
     counts = f"{of.windows:,} window{'s' * (of.windows != 1)}"
     if not of.scaled:
         finite = ", every gradient norm finite" if of.norms and not of.stepped_bad else ""
-        counts = f"{counts} without loss scaling{finite}"
-    elif not of.skips:
-        counts += ", none skipped"
-    else:
-        when = "" if of.healed else _when(of)  # what was healed is why, whenever that was
-        counts += f", {of.skips:,} skipped ({percent(of.skips, of.windows)}){when}"
+        return f"{counts} without loss scaling{finite}"
+    if not of.skips:
+        return f"{counts}, none skipped"
+    when = "" if of.healed else _when(of)  # what was healed is why, whenever that was
+    return f"{counts}, {of.skips:,} skipped ({percent(of.skips, of.windows)}){when}"
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _unmoved(of: Outcome) -> str:
+    many = "the only window" if of.windows == 1 else "every window"
+    stepped = f"{many} that stepped" if of.skips else many
+    return (
+        f"Nothing was trained: the learning rate was 0 in {stepped}; look at the learning rates of "
+        "the optimizer and of its schedule"
+    )
+
+
+def _trained(of: Outcome) -> str:
+    counts = _counts(of)
     but = []
     if of.stepped_bad:
         but.append(
@@ -180,16 +247,18 @@ def _trained(of: Outcome) -> str:
     if of.low:
         but.append(of.low)
     problems = f", but {'; '.join(but)}" if but else ""
-    trained, other = of.windows - of.skips, of.skips - of.search_skips - of.growth_skips
+    if of.kind == "diverged":
+        return _diverged(of, but)
     if of.healed:
         many = counted(len(of.healed), "module")
-        begin = f"Trained with {many} healed" if trained else f"Nothing trained yet, {many} healed"
-        return (
-            f"{begin}{problems}: put `{module_list(of.healed)}` into the config. "
-            f"{counts[0].upper()}{counts[1:]}."
+        has_trained = of.skips < of.windows
+        begin = (
+            f"Trained with {many} healed" if has_trained else f"Nothing trained yet, {many} healed"
         )
-    if other > MANY_SKIPPED * of.windows:
-        part = f"Trained in {trained:,} of {of.windows:,} windows only"
+        begin += f"{problems}: put `{module_list(of.healed)}` into the config"
+        return f"{begin}. {_sentence(counts)}"
+    if of.kind == "partly":
+        part = f"Trained in {of.windows - of.skips:,} of {of.windows:,} windows only"
         causes = Counter(told(first) for first in of.all_firsts)
         cause = ""
         if causes:
@@ -200,12 +269,26 @@ def _trained(of: Outcome) -> str:
     return f"Trained{problems}: {counts}."
 
 
+def _diverged(of: Outcome, besides: Sequence[str]) -> str:
+    if of.rise is not None:
+        what = ran_away(of.rise)
+    else:
+        last = "the last window" if of.bad_at_end == 1 else f"the last {of.bad_at_end:,} windows"
+        what = f"inf or NaN in {last}"
+    remedy = "" if of.stepped_bad else ". Load a checkpoint before it, and lower the learning rate"
+    begin = f"Diverged: {'; '.join([what, *besides])}{remedy}"
+    return f"{begin}. {_sentence(_counts(of))}{_healed_before(of)}"
+
+
 def _when(of: Outcome) -> str:
     """Whether the skips are those that belong to every run."""
-    other = of.skips - of.search_skips - of.growth_skips
-    kinds = ["while the scale settled"] * (of.search_skips > 0)
-    kinds += ["after it had grown"] * (of.growth_skips > 0)
-    if not other:
-        return f", all {' or '.join(kinds)}".replace("all after it", "all after the scale")
-    part = "all" if other == of.skips else f"{other:,} of them"
-    return f", {part} in the middle of training"
+    kinds = {
+        "while the scale settled": of.search_skips,
+        "after the scale had grown": of.growth_skips,
+        "with inf or NaN in the forward": of.forward_skips,
+        "in the middle of training": of.other_skips,
+    }
+    told = [f"{count:,} {when}" for when, count in kinds.items() if count]
+    if len(told) == 1:
+        return f", all {told[0].partition(' ')[2]}"
+    return f": {', '.join(told[:-1])} and {told[-1]}"

@@ -112,7 +112,7 @@ class Record:
     a loop, also where the end of the data cut the window short, and what a Trainer logs for one
     step; of several losses in one window (a GAN's) the sum. Before scaling, on this rank alone.
     None where one is no single real number. Only with ``telemetry``; on a device, where no
-    norm was read in the check, only in the file."""
+    norm was read in the check, once the next window is on record."""
 
     def __setstate__(self, state: list[Any]) -> None:
         """From a pickle, of an earlier version too, which had fewer fields: new ones come last."""

@@ -46,6 +46,12 @@ class OpenRecord:
     def is_complete(self) -> bool:
         return all(timing.finished for timing in self.timings)
 
+    def read_loss(self) -> None:
+        """Put it on record: after the window's update it is there, or soon."""
+        late, self.late_losses = self.late_losses, None
+        if late is not None:
+            self.record = replace(self.record, loss=late.total())
+
     def close(self) -> Record:
         """The record, now with what is known of the updates; nothing is added to it any more."""
         if self._is_closed:
@@ -111,9 +117,8 @@ class RecordQueue:
     def _write(self) -> None:
         self._written_s = time.perf_counter()
         window = self._waiting.popleft()
+        window.read_loss()
         record = window.close()
-        if window.late_losses is not None:
-            record = replace(record, loss=window.late_losses.total())
         self._journal.add(record, window.names)
         self._watch.add(record)
 

@@ -63,7 +63,8 @@ class Recorder(Observer):
     ) -> None:
         self.scaler, self.journal = scaler, journal
         self.wants_norms = self.wants_each_norm = self.wants_shown_errors = journal is not None
-        self.history = History()
+        min_scale = scaler.overflow_streak.evidence.min_scale
+        self.history = History(scaler.is_enabled(), min_scale)
         self.timeline = None if journal is None else Timeline()
         self.underflow_interval = underflow_interval
         self.tracked = tracked
@@ -81,7 +82,7 @@ class Recorder(Observer):
         self._measures_from = 0
         self.on_alert: Callable[[Alert], None] | None = None
         """Sends what a tracker is to be alerted of."""
-        self._alarms = Alarms(scaler.overflow_streak.evidence.min_scale)
+        self._alarms = Alarms(min_scale)
         self._ear = _Ear(self)
         scaler.overflow_streak.listener = self._ear
         self._told_healed: tuple[str, ...] = ()
@@ -167,7 +168,7 @@ class Recorder(Observer):
             **self._details(optimizer, window, found_inf, before),
         )
         if self._open is None:
-            late = window.losses if self._loss is None else None
+            late = window.losses if self.wants_each_norm and self._loss is None else None
             self._open = OpenRecord(record, self._start, self._table.label, late)
             if self._queue is not None:
                 self._queue.add(self._open)
@@ -245,8 +246,8 @@ class Recorder(Observer):
         window, self._open = self._open, None
         if window is None:
             return
-        if window.is_complete:
-            self.history.complete(window.close())
+        window.read_loss()
+        self.history.complete(window.close() if window.is_complete else window.record)
         if self.tracked is not None:
             self.tracked.close(window.record, self.history, self.scaler.is_enabled())
 

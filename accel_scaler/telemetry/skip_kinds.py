@@ -1,75 +1,97 @@
-"""Why windows were skipped: the scale was searched for, it had grown, or something else."""
+"""Why windows were skipped: the scale settled, it had grown, the forward failed, or another way."""
 
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 from .record import Record
 
 SETTLED = 20
-"""So many windows in a row without a skip: the first search for a scale is over."""
+"""So many windows in a row without a back-off: the scale has settled."""
 
-SEARCH_WINDOWS = 200
-"""A search that is not over by then was none: the run kept overflowing."""
+MOST_HALVINGS = 2
+"""Skips that batches which differ explain, where the scale has been well before."""
 
-MOST_IN_A_ROW = 2
-"""Skips that too large a scale explains: two halvings are within what batches differ by."""
+SkipKind = Literal["forward", "search", "growth", "other"]
 
 
 class SkipKinds:
-    """Counts skips by their kind, from the windows in order.
+    """Counts skips by their kind, from the windows in order: each is of the first that fits.
 
-    ``growth``: at a scale above one that the run was well at and grew from, at most two in a row.
-    It goes as high as it can, and batches differ: nothing is lost there.
+    ``forward``: the loss was inf or NaN, or the overflow began in the forward. The scale multiplies
+    the loss afterwards, so that no other scale helps; such a skip says nothing about the scale.
+
+    ``search``: the scale settles. A session begins with a scale that nobody has tried: the skips
+    before its first window that went well are of the search, and two more after it, since batches
+    differ. It is over once the scale has grown, has not backed off for 20 windows in a row, or was
+    1 or less, which scales no more; a session that goes on from a checkpoint (its growth tracker
+    does) has settled before. After a heal, which puts the scale back, it is searched for again. So
+    a run whose every second window overflows is not settling beyond its third skip.
+
+    ``growth``: at a scale above one that the run grew from, at most two in a row. It goes as high
+    as it can, and batches differ: nothing is lost there.
+
+    ``other``: all else.
     """
 
     def __init__(self) -> None:
-        self.search = self.growth = self.other = 0
+        self.forward = self.search = self.growth = self.other = 0
         self.begin()
 
     def begin(self) -> None:
         """A new session: the scale is searched for again."""
-        self.streak = self._good = self._windows = self._skips = 0
-        self._searching, self._well = True, math.inf
+        self.is_settling, self.streak = True, 0
+        self._is_first, self._went_well = True, False
+        self._later = self._steady = 0
+        """Skips of the search behind a window that went well; windows since the last back-off."""
+        self._well = math.inf
+        """The lowest scale that the run grew from."""
 
-    def add(self, record: Record) -> bool | None:
-        """One window.
-
-        Returns whether the search ended with it: True, a scale that lasted was found; False, there
-        is none. None: it goes on, or was over before.
-        """
-        self._windows += 1
-        if record.skipped:
-            self._good, self.streak = 0, self.streak + 1
-            self._skips += 1
-            self.search += self._searching
-            grown = record.scale > self._well and self.streak <= MOST_IN_A_ROW
-            self.growth += grown and not self._searching
-            self.other += not grown and not self._searching
+    def add(self, record: Record) -> SkipKind | None:
+        """One window; returns the kind of its skip, None where it was not skipped."""
+        if self._steady >= SETTLED or (self._is_first and record.growth_tracker > 1):
+            self.is_settling = False
+        self._is_first = False
+        kind = self._skip(record) if record.skipped else None
+        if kind is None:
+            self.streak, self._went_well = 0, True
+        if record.next_scale < record.scale and kind != "forward":
+            self._steady = 0
         else:
-            self._good, self.streak = self._good + 1, 0
-        ended = None
+            self._steady += 1
+        if record.next_scale > record.scale and not record.skipped:
+            self.is_settling, self._well = False, min(self._well, record.scale)
         if record.healed:  # the scale goes back to where it was, and may be too high once more
-            ended = self._settle(True)
             self.begin()
-            return ended
-        if record.next_scale > record.scale:
-            ended, self._well = self._settle(True), min(self._well, record.scale)
-        if self._good >= SETTLED:
-            return self._settle(True) or ended
-        if self._windows >= SEARCH_WINDOWS:
-            return self._settle(False) if ended is None else ended
-        return ended
+            self._is_first = False
+        return kind
 
-    def finish(self) -> bool | None:
-        """No more windows of this session; as :meth:`add`."""
-        return self._settle(self._good * 2 >= self._windows) if self._windows else None
+    def _skip(self, record: Record) -> SkipKind:
+        self.streak += 1
+        if failed_in_forward(record):
+            self.forward += 1
+            return "forward"
+        if self.is_settling and self._went_well:
+            self._later += 1
+        if record.scale <= 1 or self._later > MOST_HALVINGS:
+            self.is_settling = False
+        if self.is_settling:
+            self.search += 1
+            return "search"
+        if record.scale > self._well and self.streak <= MOST_HALVINGS:
+            self.growth += 1
+            return "growth"
+        self.other += 1
+        return "other"
 
-    def _settle(self, found: bool) -> bool | None:
-        if not self._searching:
-            return None
-        self._searching = False
-        if not found:
-            self.search -= self._skips
-            self.other += self._skips
-        return found
+
+def failed_in_forward(record: Record) -> bool:
+    """inf or NaN was there before the scale multiplied the loss, as far as anybody looked."""
+    first = record.first or {"where": ""}
+    made = first.get("output") or ()
+    return (
+        record.has_bad_loss
+        or first["where"] == "forward"
+        or (first["where"] == "loss" and not all(math.isfinite(float(each)) for each in made))
+    )

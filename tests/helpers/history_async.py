@@ -682,6 +682,7 @@ class Player:
         mine.data, self.saved = p.data, None
         self.twin.tie(q, other)
         self.twin.moves[other] += 1
+        self.state_dict()  # or the tie may be undone before it is seen
 
     def move(self, which: int, how: str) -> Any:
         if self.clips:
@@ -803,12 +804,14 @@ class Player:
                     twin.extrapolated[p] = before.extrapolated[q]
                 kept = q in before.lasting or "master" in states[number]["state"].get(index, {})
                 twin.masters[p].copy_(before.masters[q] if kept else q)
+                if kept:
+                    twin.lasting.add(p)
                 if not loads_exactly:
                     twin.round_state(number, p)
             twin.follow(number)
 
     def go_on_in_a_fresh_pair(self) -> Any:
-        if self.attached or not self.between or self.twin.is_tied:
+        if self.attached or not self.between or self.twin.is_tied or self.setup.tied:
             return False
         self.save()
         net, states, _, _ = copy.deepcopy(self.saved)
@@ -826,7 +829,7 @@ class Player:
 
     def copy_all(self, stay: bool) -> Any:
         """A deep copy goes on; or the original does, and the copy has not minded."""
-        if self.attached or not self.between or self.twin.is_tied:
+        if self.attached or not self.between or self.twin.is_tied or self.setup.tied:
             return False
         for p, q in self.pairs:
             p.grad = q.grad = None

@@ -14,7 +14,7 @@ from references import GROWTH_INTERVAL, INIT_SCALE
 from references import OPTIMIZERS as COMMON
 from torch import Tensor, nn
 
-SURPRISES: tuple[str, ...] = ()
+SURPRISES: tuple[str, ...] = ("frozen", "shared memory", "through .data")
 """What is drawn and held to its reference beside the usual: masters outlive a phase in which their
 parameter is frozen, parts of the gradients are clipped, some parameters have one memory, values are
 written past autograd, one optimizer keeps its gradients while the other one steps."""
@@ -281,11 +281,12 @@ class Twin:
         What was to be shown goes with a parameter that was changed, moved or frozen.
         """
         newer, shown = self.newer[number], self.shown[number]
+        trained = {p.data_ptr() for p in self.owned[number] if p.requires_grad}
+        if "frozen" in SURPRISES:  # a master is its memory's
+            self.lasting.update(p for p in self.masters if p.data_ptr() in trained)
         for p in self.owned[number]:
             master, place = self.masters[p], (p.requires_grad, self.moves[p])
             is_same = self.places.get(p) == place
-            if p.requires_grad and "frozen" in SURPRISES:
-                self.lasting.add(p)
             if p in newer and is_same:
                 continue
             if p in newer:
@@ -470,7 +471,6 @@ class Twin:
         for number in range(len(self.owned)):
             self.publish(number, again=False)
             self.shown[number] = {}
-        self.lasting.clear()
         self.extrapolated.clear()
         for number in range(len(self.owned)):
             if not (self.everywhere or any(map(self.had_master, self.owned[number]))):
@@ -478,6 +478,7 @@ class Twin:
             for p in self.owned[number]:
                 self.masters[p].copy_(p)
                 self.round_state(number, p)
+        self.lasting.clear()
 
     def round_state(self, number: int, p: Tensor) -> None:
         entry = self.optimizers[number].state.get(self.masters[p], {})

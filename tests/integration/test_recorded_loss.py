@@ -14,6 +14,7 @@ from telemetry_runs import INF, MODES, attached, loss_of, sgd, windows_of
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_scaler import ScalerConfig, attach, detach
+from accel_scaler.scaling import Losses
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -67,6 +68,27 @@ def test_every_mode_has_it_in_memory_and_in_the_file(tmp_path: Path, mode: dict[
     assert kept == losses
     assert losses[2] == INF
     assert [float(loss) for loss in recorded(path)] == losses
+
+
+@ALL_MODES
+def test_one_that_comes_late_is_in_memory_with_the_next_window(
+    tmp_path: Path, mode: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a device, where nobody waits for it before the update."""
+    monkeypatch.setattr(Losses, "is_there", False)
+    path, losses, kept = tmp_path / "run.jsonl", [], []
+    with attached(path, **mode) as accelerator:
+        plain = mlp()
+        model, optimizer = accelerator.prepare(plain, sgd(plain.parameters()))
+        for number in range(6):
+            loss = loss_of(model, number)
+            accelerator.backward(loss)
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+            kept.append([record.loss for record in accelerator.scaler_history.records])
+    assert kept == [[*losses[:number], None] for number in range(6)]
+    assert recorded(path) == losses
 
 
 def test_a_window_that_is_run_again_has_its_loss_once(tmp_path: Path) -> None:

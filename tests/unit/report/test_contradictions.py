@@ -198,6 +198,16 @@ def test_a_loss_that_is_nan_is_no_matter_of_layers_and_rates(tmp_path: Path) -> 
     assert found["overflow"].do == "As for the loss (above)."
 
 
+def test_every_second_batch_nan_is_no_matter_of_layers_and_rates(tmp_path: Path) -> None:
+    lines = t.story(100, lambda s, _: s % 2 == 0)
+    first = {"where": "forward", "module": "", "class": "Net", "input": ["nan", "nan"]}
+    first |= {"output": None, "text": "input of Net: holds nan", "micro_batch": 0}
+    bad = {"loss_nonfinite": 1, "loss": "nan", "first": first}
+    found = told_to([line | bad if line.get("skipped") else line for line in lines], tmp_path)
+    assert "other fall" not in found["overflow"].what
+    assert found["overflow"].do == "As for the loss (above)."
+
+
 def test_too_little_hidden_and_previews_far_off_ask_for_one_mode(tmp_path: Path) -> None:
     lines = [t.start(settings={"step_mode": "delayed"})]
     late = {"delay_compensation": ["preview"], "preview_error": 2.0}

@@ -67,7 +67,6 @@ def test_pieces_of_any_length_give_what_the_whole_file_gives(
             polls += 1
             assert not follower.poll()
         assert follower.is_over == (at == len(data)) or at < len(data)
-    follower.run.finish()
     assert same(follower.run, read_run(path))
     assert follower.is_over
     peeks = 3 * polls * following.HEAD  # whether it is the same file still
@@ -101,11 +100,10 @@ def test_a_run_so_far_is_that_of_a_file_so_far_and_goes_on(tmp_path: Path) -> No
         t.write(path, lines[:end])
         part = t.write(tmp_path / "part.jsonl", lines[:end])
         follower.poll()
-        seen = follower.run.so_far()
+        seen = follower.run
         assert same(seen, read_run(part)), end
     t.write(path, lines)
     follower.poll()
-    follower.run.finish()
     assert same(follower.run, read_run(path))
 
 

@@ -98,7 +98,11 @@ def test_a_loss_that_became_nan_where_nothing_is_scaled(tmp_path: Path) -> None:
         if line["kind"] == "window":
             line |= {"grad_norm": None, "loss": 1.0 if line["step"] < 30 else "nan"}
     run = read_run(t.write(tmp_path / "run", lines))
-    assert "but the loss itself was inf or NaN in 10 windows" in verdict_on(run)
+    assert verdict_on(run) == (
+        "Diverged: inf or NaN in the last 10 windows; the loss itself was inf or NaN in 10 "
+        "windows. Load a checkpoint before it, and lower the learning rate. "
+        "40 windows without loss scaling."
+    )
     (bad,) = (each for each in find(run) if each.level == "bad")
     assert "(step 30 to step 39)" in bad.what
     assert "scale does not cure" not in bad.do

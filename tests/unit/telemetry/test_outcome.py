@@ -12,7 +12,6 @@ import pytest
 from accel_scaler.telemetry.history import History
 from accel_scaler.telemetry.outcome import STUCK, Outcome, verdict
 from accel_scaler.telemetry.record import Record
-from accel_scaler.telemetry.skip_kinds import SEARCH_WINDOWS, SETTLED, SkipKinds
 
 INF = math.inf
 TRAINED = Outcome(windows=1200, skips=14, search_skips=14, scale=8.0, last="step 1199")
@@ -36,9 +35,14 @@ def test_a_run_that_trained() -> None:
     grown = replace(TRAINED, search_skips=0, growth_skips=14)
     assert verdict(grown).endswith("(1.2 %), all after the scale had grown.")
     both = replace(TRAINED, search_skips=10, growth_skips=4)
-    assert verdict(both).endswith("all while the scale settled or after it had grown.")
-    others = replace(TRAINED, search_skips=10, growth_skips=1)
-    assert "(1.2 %), 3 of them in the middle of training." in verdict(others)
+    assert verdict(both).endswith(
+        "(1.2 %): 10 while the scale settled and 4 after the scale had grown."
+    )
+    others = replace(TRAINED, search_skips=9, growth_skips=1, forward_skips=2)
+    assert verdict(others).endswith(
+        "(1.2 %): 9 while the scale settled, 1 after the scale had grown, 2 with inf or NaN in the "
+        "forward and 2 in the middle of training."
+    )
     alone = replace(TRAINED, search_skips=0)
     assert verdict(alone).endswith("(1.2 %), all in the middle of training.")
 
@@ -132,7 +136,7 @@ def test_a_streak_at_the_end_counts_once_it_is_long_or_has_ended_the_run() -> No
 
 
 def test_a_search_that_is_not_over_is_no_fault_of_a_module() -> None:
-    begun = Outcome(windows=5, skips=5, streak=5, scale=2048.0, last="step 4")
+    begun = Outcome(windows=5, skips=5, search_skips=5, streak=5, scale=2048.0, last="step 4")
     for firsts in ([], [first("backward", "a", "Linear")]):
         assert verdict(replace(begun, firsts=firsts)) == (
             "Nothing was trained: all 5 windows overflowed while the scale was searched for, down "
@@ -140,7 +144,7 @@ def test_a_search_that_is_not_over_is_no_fault_of_a_module() -> None:
         )
     forward = verdict(replace(begun, firsts=[first("forward", "a", "Linear")]))
     assert "all 5 windows overflowed in the forward of a (Linear)" in forward
-    one = replace(begun, windows=1, skips=1, streak=1)
+    one = replace(begun, windows=1, skips=1, search_skips=1, streak=1)
     assert verdict(one).startswith("Nothing was trained: the only window overflowed")
 
 
@@ -188,7 +192,7 @@ def test_healed_modules_are_the_line_for_the_config() -> None:
     assert stuck.endswith("fp32_modules: ['b']. Healed before: fp32_modules: ['a.wo'].")
 
 
-# The kinds of skips.
+# Of a history.
 
 
 def records(*skips: tuple[bool, float]) -> list[Record]:
@@ -198,34 +202,6 @@ def records(*skips: tuple[bool, float]) -> list[Record]:
         found.append(Record(index, scale, after, skipped, None if skipped else 1.0))
         scale = after
     return found
-
-
-def test_skips_are_those_of_the_search_of_a_growth_or_others() -> None:
-    kinds = SkipKinds()
-    told = [kinds.add(r) for r in records((True, 2.0), *[(False, 2.0)] * SETTLED, (True, 1.0))]
-    assert told == [None] * SETTLED + [True, None]
-    assert (kinds.search, kinds.growth, kinds.other, kinds.streak) == (1, 0, 1, 1)
-    grown = SkipKinds()
-    for record in records((True, 2.0), (False, 4.0), (True, 2.0), (True, 1.0)):
-        grown.add(record)
-    assert (grown.search, grown.growth, grown.other) == (1, 1, 1)
-    healed = SkipKinds()
-    found = records((True, 2.0), (True, 65536.0), (True, 32768.0), (False, 32768.0), (True, 1.0))
-    found[1] = replace(found[1], healed=("a",))
-    told = [healed.add(record) for record in found]
-    assert told == [None, True, None, None, None]  # it is searched for again
-    assert (healed.search, healed.growth, healed.other, healed.streak) == (4, 0, 0, 1)
-    never = SkipKinds()
-    told = [never.add(r) for r in records(*[(True, 2.0)] * (SEARCH_WINDOWS + 5))]
-    assert told.index(False) == SEARCH_WINDOWS - 1
-    assert (never.search, never.other) == (0, SEARCH_WINDOWS + 5)
-    begun = SkipKinds()
-    assert begun.finish() is None
-    begun.add(records((True, 2.0))[0])
-    assert (begun.finish(), begun.search, begun.other) == (False, 0, 1)
-
-
-# Of a history.
 
 
 def history_of(*found: Record) -> History:
@@ -273,4 +249,6 @@ def test_a_history_that_fell_to_one_and_healed() -> None:
     fell = records((True, 1.0), *[(False, 1.0)] * 30)
     fell[3] = replace(fell[3], healed=("a",))
     text = history_of(*fell).verdict()
-    assert text.startswith("Trained with 1 module healed, but the scale fell to 1: put `fp32_mod")
+    assert text.startswith(
+        "Trained with 1 module healed, but the scale fell to 1 (window 0): put `fp32_mod"
+    )

@@ -1,0 +1,99 @@
+"""Edits of parameters that no version counter shows, found by comparing samples of their values.
+
+A master is stepped in place of its parameter and then published over it, so what somebody writes to
+the parameter has to reach the master first. ``p.clamp_()`` counts a version, ``p.data.clamp_()``
+does not. But until then the parameter holds, bit for bit, what its master rounds to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .master_params import ParameterPair
+
+RUN, STRIDE = 16, 2048
+"""Of a large tensor so many elements, one cache line of a master, are compared of each so many."""
+
+LARGEST_WHOLE = 4096
+"""Elements up to which all of a tensor is compared."""
+
+
+class SpotCheck:
+    """Samples of parameters and of their masters.
+
+    An edit of ``STRIDE`` elements in a row, or of most of a tensor, is always found. A tensor in
+    which one was found is compared whole from then on: what writes to it in each window, a clamp
+    for example, often writes to few elements.
+
+    Args:
+        pairs: those with masters are compared.
+        edited: ``id`` of parameters that are compared whole; :meth:`find` adds to it.
+    """
+
+    def __init__(self, pairs: Sequence[ParameterPair], edited: set[int]) -> None:
+        self._pairs = [pair for pair in pairs if pair.is_master and pair.target.numel()]
+        self._edited = edited
+        joinable: dict[object, list[ParameterPair]] = {}
+        for pair in self._pairs:
+            master, target = pair.stepped, pair.target
+            if master.stride() == target.stride() and _is_dense(target):
+                is_large = target.numel() > LARGEST_WHOLE
+                kind = is_large, target.dtype, target.device, master.device
+                joinable.setdefault(kind, []).append(pair)
+            else:
+                edited.add(id(pair.param))
+        self._samples = [_Samples(mine) for mine in joinable.values()]
+
+    @torch.no_grad()
+    def find(self) -> list[ParameterPair]:
+        """Pairs whose parameter does not hold what its master rounds to. Waits for the device."""
+        found = {id(pair) for samples in self._samples for pair in samples.find()}
+        edited = [
+            pair
+            for pair in (self._pairs if found or self._edited else ())
+            if id(pair) in found or (id(pair.param) in self._edited and pair.is_edited)
+        ]
+        self._edited.update(id(pair.param) for pair in edited)
+        return edited
+
+
+class _Samples:
+    """Of pairs alike in dtype and devices: views, taken once, which are joined to be compared."""
+
+    def __init__(self, pairs: Sequence[ParameterPair]) -> None:
+        self._pairs = pairs
+        self._masters = [_sample(pair.stepped.detach()) for pair in pairs]
+        self._targets = [_sample(pair.target) for pair in pairs]
+        self._sizes = list(map(Tensor.numel, self._targets))
+        rest = -sum(self._sizes) % 4
+        for views in (self._masters, self._targets) if rest else ():
+            views.append(views[0].new_zeros(rest))
+
+    def find(self) -> list[ParameterPair]:
+        """Pairs whose parameter's sample is not what that of its master rounds to."""
+        rounded, now = torch.cat(self._masters), torch.cat(self._targets)
+        now = now.to(rounded.device).flatten()
+        rounded = rounded.to(now.dtype).flatten()
+        # Eight bytes at once: torch compares float16 ten times as slowly.
+        if torch.equal(rounded.view(torch.int64), now.view(torch.int64)):
+            return []
+        bits = torch.int16 if now.element_size() == 2 else torch.int32
+        unlike = (rounded.view(bits) != now.view(bits))[: sum(self._sizes)]
+        parts = zip(self._pairs, torch.split(unlike, self._sizes), strict=True)
+        return [pair for pair, part in parts if bool(part.any())]
+
+
+def _is_dense(t: Tensor) -> bool:
+    """Whether its elements fill their memory, in whatever order."""
+    last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    return t.numel() == last + 1
+
+
+def _sample(t: Tensor) -> Tensor:
+    """Elements of a dense tensor, in its memory's order: shape (n, RUN) of a large one, or (n,)."""
+    if t.numel() <= LARGEST_WHOLE:
+        return t.as_strided((t.numel(),), (1,))
+    return t.as_strided((t.numel() // STRIDE, RUN), (STRIDE, 1))

@@ -1,0 +1,79 @@
+"""Edits through ``.data``: which are found, and that a tensor once edited is compared whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from accel_scaler.async_optimizer.master_params import ParameterPair
+from accel_scaler.async_optimizer.spot_check import LARGEST_WHOLE, RUN, STRIDE, SpotCheck
+
+SHAPES = (3,), (), (LARGEST_WHOLE,), (100, STRIDE), (7, 9), (LARGEST_WHOLE + 1,)
+
+
+@pytest.fixture(params=[torch.float16, torch.bfloat16, torch.float32], ids=str)
+def pairs(request: pytest.FixtureRequest) -> list[ParameterPair]:
+    torch.manual_seed(0)
+    return [
+        ParameterPair(nn.Parameter(torch.randn(shape).to(request.param)), 0) for shape in SHAPES
+    ]
+
+
+def check_of(pairs: list[ParameterPair], edited: set[int] | None = None) -> SpotCheck:
+    for pair in pairs:
+        pair.give_master(torch.empty_like(pair.target, dtype=torch.float32))
+    return SpotCheck(pairs, set() if edited is None else edited)
+
+
+@pytest.mark.parametrize("place", range(len(SHAPES)))
+def test_the_pair_that_was_edited_is_found(pairs: list[ParameterPair], place: int) -> None:
+    check = check_of(pairs)
+    assert check.find() == []
+    pairs[place].param.data.mul_(2.0)
+    assert check.find() == [pairs[place]]
+    pairs[place].refresh()
+    assert check.find() == []
+
+
+def test_any_run_of_so_many_elements_is_found(pairs: list[ParameterPair]) -> None:
+    check, flat = check_of(pairs), pairs[3].param.data.view(-1)
+    for start in range(0, flat.numel() - 2 * STRIDE, 997):
+        flat[start : start + STRIDE].fill_(7.0)
+        assert check.find() == [pairs[3]]
+        pairs[3].refresh()
+
+
+def test_one_element_of_a_large_tensor_is_found_once_another_edit_was(
+    pairs: list[ParameterPair],
+) -> None:
+    """What is written in each window is found in full from the first edit on."""
+    check, flat = check_of(pairs), pairs[3].param.data.view(-1)
+    unseen = RUN + 1
+    flat[unseen] = 7.0
+    assert check.find() == []
+    flat[0] = 7.0
+    assert check.find() == [pairs[3]]
+    pairs[3].refresh()
+    flat[unseen] = 8.0
+    assert check.find() == [pairs[3]]
+
+
+def test_a_nan_is_no_edit_and_a_view_with_gaps_is_compared_whole() -> None:
+    matrix = torch.zeros(200, 2 * STRIDE, dtype=torch.float16)
+    pairs = [
+        ParameterPair(nn.Parameter(matrix[:, :5]), 0),
+        ParameterPair(nn.Parameter(matrix.t()), 0),
+    ]
+    matrix[3, 3] = float("nan")
+    check = check_of(pairs)
+    assert check.find() == []
+    matrix[5, 4] = 1.0
+    assert pairs[0] in check.find()
+
+
+def test_what_has_no_master_is_not_looked_at() -> None:
+    p = nn.Parameter(torch.zeros(4))
+    check = SpotCheck([ParameterPair(p, 0)], set())
+    p.data.fill_(1.0)
+    assert check.find() == []

@@ -19,7 +19,6 @@ from .errors import (
     UnsupportedError,
 )
 from .late_names import late_names
-from .old_paths import keep_old_paths
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -58,6 +57,3 @@ if not TYPE_CHECKING:  # a checker would take any name for one of ours
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})
-
-
-keep_old_paths()

@@ -11,16 +11,14 @@ import sys
 from collections.abc import Sequence
 
 from .console import plain
-from .errors import AccelScalerError, ConfigError, shown
+from .errors import AccelScalerError, ConfigError, refuse_retired, shown
 from .version import __version__
 
 __all__ = ["main"]
 
 COMMANDS = {
     "launch": "start an unchanged script as `accelerate launch` does, attached",
-    "doctor": "say what a launch would do here, and what would go wrong",
     "report": "draw what the scaler did, from telemetry files",
-    "replay": "run a window again that overflowed, from a file of save_overflow",
 }
 EXAMPLE = """\
 example:
@@ -35,8 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``accel-scaler``; returns the exit status.
 
     0: done. 2: a wrong argument, setting or file, one line on stderr. ``launch`` returns the status
-    of the process that failed first; ``doctor`` 1 for a wrong setting, ``replay`` for another
-    verdict than in the file. 130 after Ctrl-C.
+    of the process that failed first. 130 after Ctrl-C.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -60,10 +57,6 @@ def _run(argv: list[str]) -> int:
         from .launch.launcher import main as launch
 
         return launch(argv[1:])
-    if command == "doctor":
-        from .doctor import main as doctor
-
-        return doctor(argv[1:])
     parser, parsers = _make_parser()
     if command is None:
         parser.print_help()
@@ -73,12 +66,8 @@ def _run(argv: list[str]) -> int:
 
         report.add_arguments(parsers[command])
         return report.run(parser.parse_args(argv))
-    if command == "replay":
-        from . import replay
-
-        replay.add_arguments(parsers[command])
-        return replay.run(parser.parse_args(argv))
     if not command.startswith("-"):
+        refuse_retired(f"accel-scaler {command}", f"accel-scaler {command}", "unknown command")
         near = difflib.get_close_matches(command.lower()[:80], COMMANDS, n=1)
         ask = f"Did you mean {near[0]}?" if near else f"The commands are {', '.join(COMMANDS)}."
         raise ConfigError(f"unknown command {shown(command)}. {ask}")

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_type_hints
 
 from .config_file import SECTION, ConfigFile, read_config
-from .errors import ConfigError, shown
+from .errors import ConfigError, refuse_retired, shown
 
 __all__ = ["ScalerConfig"]
 
@@ -125,7 +125,6 @@ def is_path(value: object) -> bool:
 
 PATH = Kind("a path", is_path)
 
-WAYS_TO_FIND = _one_of("auto", "replay", "always", "off")
 GLOBS = Kind(
     "a list of globs on module names, without commas and spaces",
     lambda value: (
@@ -332,16 +331,12 @@ class ScalerConfig:
     find_overflow: Literal["auto", "replay", "always", "off"] = setting(
         OVERFLOWS,
         "auto",
-        dataclasses.replace(
-            WAYS_TO_FIND,
-            check=lambda value: WAYS_TO_FIND.check(value) or isinstance(value, bool),
-            words=SWITCH.words,
-        ),
+        _one_of("auto", "replay", "always", "off"),
         "How an overflow is told of. replay, the forwards and backwards of the skipped window are "
         "run again and the module is named in which it began, at the first skip of a run and one "
         "in a hundred after that; always, every module is watched in every window (slow; for "
-        "what cannot be replayed); off; auto, replay where telemetry, max_consecutive_skips, heal "
-        "or save_overflow is set, else off. True and False are always and off.",
+        "what cannot be replayed); off; auto, replay where telemetry, max_consecutive_skips or "
+        "heal is set, else off.",
     )
     heal: bool = setting(
         OVERFLOWS,
@@ -350,14 +345,6 @@ class ScalerConfig:
         "Keep the smallest module that overflows at any scale in float32 from then on, and go on. "
         "What was kept is told, printed at the end and saved with the scaler.",
     )
-    save_overflow: str | os.PathLike[str] | None = setting(
-        OVERFLOWS,
-        None,
-        _or_none(PATH),
-        "Folder for the window that overflowed: its micro-batch, random state and weights, which "
-        "accel-scaler replay runs again. At most one a run of skips.",
-    )
-
     fp32_modules: tuple[str, ...] = setting(
         OVERFLOWS,
         (),
@@ -372,17 +359,9 @@ class ScalerConfig:
             value = getattr(self, spec.name)
             if not spec.metadata["kind"].check(value):
                 raise _wrong(spec.name, value, spec)
-        if isinstance(self.find_overflow, bool):  # which it was before there was a replay
-            object.__setattr__(self, "find_overflow", "always" if self.find_overflow else "off")
-        if self.save_overflow is not None and self.find_overflow in ("always", "off"):
-            raise ConfigError(
-                f"save_overflow={self.save_overflow!r} saves a window that was run again, which "
-                f"find_overflow={self.find_overflow!r} never does; leave it at 'auto'."
-            )
         object.__setattr__(self, "fp32_modules", tuple(self.fp32_modules))
-        for name in ("telemetry", "save_overflow"):
-            if (path := getattr(self, name)) is not None:
-                object.__setattr__(self, name, os.fspath(path))
+        if self.telemetry is not None:
+            object.__setattr__(self, "telemetry", os.fspath(self.telemetry))
         through = (("step_mode", "delayed"), ("offload", "cpu"))
         for name, value in through if self.master_weights == "none" else ():
             if getattr(self, name) == value:
@@ -396,11 +375,6 @@ class ScalerConfig:
                 "heal=True runs the window that overflowed again, which find_overflow='off' rules "
                 "out; leave find_overflow at 'auto'."
             )
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if isinstance(state.get("find_overflow"), bool):  # of before there was a replay
-            state = {**state, "find_overflow": "always" if state["find_overflow"] else "auto"}
-        vars(self).update(state)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], where: str = "the settings") -> ScalerConfig:
@@ -441,7 +415,7 @@ class ScalerConfig:
         """``find_overflow``, with ``"auto"`` made up."""
         if self.find_overflow != "auto":
             return self.find_overflow
-        wishes = (self.telemetry, self.max_consecutive_skips, self.heal or None, self.save_overflow)
+        wishes = (self.telemetry, self.max_consecutive_skips, self.heal or None)
         return "replay" if any(wish is not None for wish in wishes) else "off"
 
     def changed(self) -> dict[str, Any]:
@@ -652,6 +626,7 @@ def _expect_known(
     """
     if isinstance(name, str) and name in known:
         return known[name]
+    refuse_retired(name, written or name, where)
     meant = nearest(name, known)
     say = f"The fields are {', '.join(known)}."
     if meant is not None:

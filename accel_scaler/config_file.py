@@ -20,6 +20,7 @@ __all__ = ["SECTION", "ConfigFile", "find_config", "read_config", "shipped_confi
 
 PACKAGE = Path(__file__).parent
 SECTION = "accel_scaler"
+YAML_BOOL = "tag:yaml.org,2002:bool"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,16 +127,18 @@ def _read_yaml(text: str) -> tuple[Any, dict[str, int]]:
     loader = _Loader(text)
     try:
         top: Any = loader.get_single_node()
-        document = None if top is None else loader.construct_document(top)
+        document: Any = None if top is None else loader.construct_document(top)
     finally:
         loader.dispose()
     sections = [
         value for key, value in (top.value if isinstance(document, dict) else ())
         if key.value == SECTION and isinstance(value, yaml.MappingNode)
     ]  # fmt: skip
-    return document, {
-        key.value: key.start_mark.line + 1 for section in sections for key, _ in section.value
-    }
+    fields = {key.value: (key, value) for section in sections for key, value in section.value}
+    for name, (_, value) in fields.items():
+        if value.tag == YAML_BOOL and value.value.lower() in ("on", "off"):
+            document[SECTION][name] = value.value  # find_overflow: off, without quotes
+    return document, {name: key.start_mark.line + 1 for name, (key, _) in fields.items()}
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

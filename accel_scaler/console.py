@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-__all__ = ["counted", "has_colours", "number", "percent", "plain", "say", "written"]
+__all__ = ["counted", "number", "percent", "plain", "say", "written"]
 
 
 def plain(text: str) -> str:
@@ -17,26 +17,10 @@ def plain(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
 
 
-STYLES = {"heading": "1", "wrong": "33", "good": "32"}
-"""Select Graphic Rendition: bold, yellow, green."""
-
-
-def has_colours() -> bool:
-    """Whether standard output is a terminal that may show them (https://no-color.org)."""
-    wanted = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    return wanted and sys.stdout.isatty()
-
-
-def say(text: str, style: str = "") -> None:
-    """Print, whatever the terminal's encoding can show; names from files may hold anything.
-
-    Args:
-        style: of ``STYLES``, for a terminal with colours.
-    """
+def say(text: str) -> None:
+    """Print, whatever the terminal's encoding can show; names from files may hold anything."""
     coding = sys.stdout.encoding or "utf-8"
     line = plain(text).encode(coding, "replace").decode(coding)
-    if style and has_colours():
-        line = f"\x1b[{STYLES[style]}m{line}\x1b[0m"
     try:
         print(line, flush=True)
     except BrokenPipeError:

@@ -18,7 +18,6 @@ import torch
 from .errors import UnsupportedError
 
 __all__ = [
-    "JOINS_BY_ITSELF",
     "Streams",
     "device_name",
     "is_capturing",
@@ -26,9 +25,6 @@ __all__ = [
     "refuse_capture",
     "streams_of",
 ]
-
-JOINS_BY_ITSELF = ("cuda", "xpu", "npu", "mlu", "hpu", "musa", "sdaa", "neuron")
-"""Under Accelerate these join the ranks of torchrun; others wait for ``ACCELERATE_USE_CPU``."""
 
 CPU_INFO = "/proc/cpuinfo"
 """Where Linux names the processor."""

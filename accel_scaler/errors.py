@@ -14,6 +14,7 @@ __all__ = [
     "StepError",
     "UnsupportedError",
     "listed",
+    "refuse_retired",
     "shown",
 ]
 
@@ -53,6 +54,25 @@ def listed(names: Sequence[str], total: int) -> str:
     """``a, b and 3 more``: some names of ``total``; "" for none."""
     more = total - len(names)
     return ", ".join(names) + (f" and {more} more" if more > 0 else "")
+
+
+RETIRED = {
+    "save_overflow": "find_overflow='replay', which runs the window again at its skip and names "
+    "the module, or heal=True, which keeps that module in float32.",
+    "accel-scaler doctor": "accel-scaler launch --dry_run, with the same arguments.",
+    "accel-scaler replay": "find_overflow='replay' in the run itself, at the skip.",
+}
+"""Settings and commands that there were, and what to use instead."""
+
+
+def refuse_retired(name: object, written: object, where: str) -> None:
+    """Raise ``ConfigError`` where ``name`` is one of ``RETIRED``.
+
+    Args:
+        written: the name as it stands there.
+    """
+    if isinstance(name, str) and name in RETIRED:
+        raise ConfigError(f"{where}: {written} is retired. Instead: {RETIRED[name]}")
 
 
 class _Repr(reprlib.Repr):

@@ -21,6 +21,7 @@ A model from elsewhere, 8-bit AdamW, and a run that goes on from its last checkp
 
 --adapter_dtype checkpoint trains adapters in bfloat16, through float32 masters, --full all weights;
 ACCEL_SCALER_MASTER_WEIGHTS=none in front trains what is bfloat16 in place. docs/bf16.md tells when.
+8-bit AdamW has no masters: with it all that is trained is made float32, and written so.
 """
 
 import argparse
@@ -162,12 +163,16 @@ def load_model(
 
 def with_adapters(model: PreTrainedModel, args: argparse.Namespace) -> nn.Module:
     """Freeze the model and put adapters on its linear layers; its head is trained, too."""
-    if args.full:
-        return model
-    config = LoraConfig(
-        task_type="SEQ_CLS", r=args.rank, lora_alpha=2 * args.rank, target_modules="all-linear"
-    )
-    return get_peft_model(model, config, autocast_adapter_dtype=args.adapter_dtype == "float32")
+    if not args.full:
+        config = LoraConfig(
+            task_type="SEQ_CLS", r=args.rank, lora_alpha=2 * args.rank, target_modules="all-linear"
+        )
+        in_float32 = args.adapter_dtype == "float32"
+        model = get_peft_model(model, config, autocast_adapter_dtype=in_float32)
+    if args.optim == "adamw_bnb_8bit":  # it steps weights in place, so they are in float32
+        for p in model.parameters():
+            p.data = p.data.float() if p.requires_grad else p.data
+    return model
 
 
 def dtypes(params: list[torch.Tensor]) -> dict[str, int]:

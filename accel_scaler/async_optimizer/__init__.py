@@ -6,25 +6,35 @@ used. Whoever looks from outside meets a hook that waits. The worker reads nothi
 communicates; the folder knows no Accelerate and no Trainer.
 """
 
-from .async_stepper import without_shown
+from .async_stepper import holds_masters, without_shown
 from .compensation import refuse_compensation
 from .hooks import SyncHooks
 from .master_rule import MasterRule
 from .optimizer import AsyncOptimizer, step_beside
-from .shared_parameters import refuse_sharing
+from .shared_parameters import (
+    forget_successor,
+    has_successor,
+    refuse_sharing,
+    refuse_successor,
+    take_over,
+)
 from .supported_optimizers import refuse_spread, refuse_unsteppable
-from .worker import Worker, default_threads
+from .worker import Worker
 
 __all__ = [
     "AsyncOptimizer",
     "MasterRule",
     "SyncHooks",
     "Worker",
-    "default_threads",
+    "forget_successor",
+    "has_successor",
+    "holds_masters",
     "refuse_compensation",
     "refuse_sharing",
     "refuse_spread",
+    "refuse_successor",
     "refuse_unsteppable",
     "step_beside",
+    "take_over",
     "without_shown",
 ]

@@ -46,7 +46,7 @@ from .grad_handoff import (
     unscale_in_place,
 )
 from .inflight_step import SHORTEST_WAIT_S, InflightStep, LateGradients, wait_for_gradient
-from .master_params import ParameterPair, is_stepped, shard_of
+from .master_params import ParameterPair, shard_of
 from .master_rule import MasterRule
 from .pending_parameter import (
     GradientHold,
@@ -58,7 +58,7 @@ from .pending_parameter import (
 )
 from .replica import Replica, is_empty
 from .shared_memory import place_of
-from .shared_parameters import enter, find_shared, leave, others_of, refuse_sharing
+from .shared_parameters import enter, find_shared, find_tied, leave, others_of, refuse_sharing
 from .streams import SideStreams
 from .supported_optimizers import refuse_overlap
 from .worker import Task, Worker
@@ -111,7 +111,6 @@ class AsyncStepper(Stepper):
                 f"this {type(optimizer).__name__} is stepped by an AsyncOptimizer or an attached "
                 "accelerator already; close() or detach() that one first."
             )
-        refuse_sharing([(optimizer, mode, masters)])
         refuse_overlap(optimizer, mode, masters, parameter_names or ParameterNames())
         self.optimizer, self.mode, self.offload, self.worker = optimizer, mode, offload, worker
         self.delay_warmup_steps = delay_warmup_steps
@@ -229,6 +228,7 @@ class AsyncStepper(Stepper):
         is_current = self.replica.is_current()
         if not is_current:  # others may step what has come
             find_shared()
+            find_tied(self)
             self._finish_others()
         self._finish_preparation()
         # Masters made in an evaluation are stepped outside of it.
@@ -247,9 +247,9 @@ class AsyncStepper(Stepper):
                 self._learning = self.mode != "sync" and self.replica.splittable
                 self._follow_order(before)
                 # The next forward is to see a frozen parameter as it is.
-                self._shown = [each for each in self._shown if is_stepped(each[0].param)]
+                self._shown = [each for each in self._shown if each[0].is_trained]
                 for pair in self.replica.pairs:
-                    pair.is_extrapolated = pair.is_extrapolated and is_stepped(pair.param)
+                    pair.is_extrapolated = pair.is_extrapolated and pair.is_trained
                 unguard(pairs, kept=self.replica.pairs)
                 if self.unpublished:
                     self._keep_newer(pairs)
@@ -841,7 +841,7 @@ class AsyncStepper(Stepper):
                 if shown and not is_known and self.compensation is not None and self.sees_forwards:
                     newer = set(map(id, self._newer))
                     mine = (pair for pair in self.replica.pairs if id(pair.param) in newer)
-                    pairs = [pair for pair in mine if pair.is_master and is_stepped(pair.param)]
+                    pairs = [pair for pair in mine if pair.is_master and pair.is_trained]
                     self._shown = [(pair, pair.target.to("cpu", copy=True)) for pair in pairs]
                 self._publish_masters()
 
@@ -927,6 +927,18 @@ class AsyncStepper(Stepper):
             for p in [p for p, entry in state.items() if isinstance(p, Tensor) and is_empty(entry)]:
                 del state[p]
             self._inflight = None
+
+    def give_way(self) -> None:
+        """Another optimizer owns the parameters from now on: whoever steps this one closes it."""
+        if self.hooks is None:  # interrupted while it was made
+            self.close()
+        else:
+            self.hooks.give_way()
+
+    def release(self) -> None:
+        """Once it is closed: keep no master and no copy of a parameter."""
+        self.replica.let_go()
+        self.compensation, self._newer, self._shown, self._versions = None, [], [], []
 
     def _run_hooks(self, when: str) -> None:
         """The optimizer's own and the global step hooks, on the training thread, as torch does.
@@ -1024,6 +1036,12 @@ def _entry_of(entries: dict[Any, Any], key: Any) -> dict[str, Any]:
 def without_own(entry: dict[str, Any]) -> dict[str, Any]:
     """A parameter's state without what only this package has in it."""
     return {key: value for key, value in entry.items() if key not in OWN_KEYS}
+
+
+def holds_masters(state_dict: dict[str, Any]) -> bool:
+    """Whether a state dict has float32 masters in it."""
+    entries = state_dict.get("state", {})
+    return any(MASTER in _entry_of(entries, key) for key in entries)
 
 
 def without_shown(state_dict: dict[str, Any]) -> dict[str, Any]:

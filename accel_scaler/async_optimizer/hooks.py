@@ -18,10 +18,9 @@ from torch.optim import Optimizer
 
 from ..errors import UnsupportedError
 from ..overflow_finder import inert, is_fsdp2, is_in_backward, is_replaying
-from ..scaling import local, parameters_of
+from ..scaling import parameters_of
 from .async_stepper import MASTER, AsyncStepper, without_own, without_shown
 from .master_params import ParameterPair
-from .pending_parameter import PendingParameter
 from .replica import is_empty
 from .shared_memory import overlapping
 from .supported_optimizers import refuse_bare_state
@@ -47,6 +46,8 @@ class SyncHooks:
         stepper.hooks = self
         self._holder = None if holder is None else weakref.ref(holder)
         self._find_models = models
+        self.owner: weakref.WeakMethod[Callable[[], None]] | None = None
+        """Called where another optimizer takes over; is to call :meth:`release`."""
         self._handles: list[Any] = []
         self._models: weakref.WeakSet[Module] = weakref.WeakSet()
         """Those that hold some of the optimizer's parameters, as of ``_ids``."""
@@ -100,6 +101,30 @@ class SyncHooks:
                 self._give_state_back(stepper)
         finally:
             self._remove()
+
+    def give_way(self) -> None:
+        """See :meth:`AsyncStepper.give_way`."""
+        owner = None if self.owner is None else self.owner()
+        if owner is None:
+            self.release()
+        else:
+            owner()
+
+    def release(self) -> None:
+        """:meth:`close`, but the optimizer's state stays where it is: nothing steps it, and what is
+        in host memory for lack of other is not to come back.
+
+        Raises:
+            StepError: the step in hand failed; everything is removed all the same.
+        """
+        stepper = self._stepper()
+        try:
+            if stepper is not None:
+                stepper.close()
+        finally:
+            self._remove()
+            if stepper is not None:
+                stepper.release()
 
     def _give_state_back(self, stepper: AsyncStepper) -> None:
         """State that lives with masters goes to the parameters' device and dtype, a shard's is a
@@ -283,11 +308,7 @@ class SyncHooks:
             return
         own = [pair.target for pair in stepper.replica.pairs]
         tensors = [*Module.named_parameters(model), *Module.named_buffers(model)]
-        others = [
-            (name, local(t.detach()))
-            for name, t in tensors
-            if id(t) not in mine and type(t) is not PendingParameter  # another optimizer's
-        ]
+        others = [(name, t) for name, t in tensors if id(t) not in mine]
         for group in overlapping([*own, *(t for _, t in others)]):
             if group[0] < len(own) <= group[-1]:
                 stepper.waits_at_step = True

@@ -19,8 +19,8 @@ class ParameterPair:
     """One parameter of the model and what is stepped in its place."""
 
     __slots__ = (
-        *("ahead", "group", "guard", "host_grad", "is_extrapolated", "is_master", "loaded"),
-        *("param", "staging", "stepped", "target"),
+        *("ahead", "group", "guard", "host_grad", "is_extrapolated", "is_master", "is_trained"),
+        *("loaded", "param", "staging", "stepped", "target"),
     )
 
     def __init__(self, param: Tensor, group: int) -> None:
@@ -29,6 +29,8 @@ class ParameterPair:
             self.target = local(param.detach()).data
         """The model's memory, under a version counter of its own."""
         self.is_master = False
+        self.is_trained = is_stepped(param)
+        """When the optimizer was last looked at."""
         self.stepped = nn.Parameter(self.target, requires_grad=param.requires_grad)
         if getattr(param, "grad_dtype", param.dtype) is not param.dtype:
             self.stepped.grad_dtype = param.grad_dtype
@@ -131,14 +133,14 @@ def make_pairs(
             pair = ParameterPair(p, number)
             before = old.get(id(p))
             had_master = before is not None and before.is_master
-            needed = had_master or id(p) in saved or is_stepped(p)
+            needed = had_master or id(p) in saved or pair.is_trained
             wanted = needed and masters.takes(p)
             if (
                 before is not None
                 and place_of(before.target) == place_of(pair.target)
                 and before.is_master == wanted
             ):
-                before.group = number
+                before.group, before.is_trained = number, pair.is_trained
                 pair = before
             elif wanted:
                 fresh.append(pair)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from ..telemetry import History, Recorder
 from .async_stepper import AsyncStepper
 from .hooks import SyncHooks
 from .master_rule import MasterRule
+from .shared_parameters import refuse_successor, take_over
 from .worker import Worker
 
 
@@ -125,8 +127,10 @@ class AsyncOptimizer(Optimizer):
             holder=self,
         )
         self._stepper = self._hooks.stepper
+        self._hooks.owner = weakref.WeakMethod(self._give_way)
         self._boundary: Boundary | None = None
         try:
+            take_over([self.optimizer])
             self._stepper.refresh()
             self._hooks.watch(self._models())
             if self.scaler is not None:
@@ -349,11 +353,17 @@ class AsyncOptimizer(Optimizer):
         if self._closed:
             return
         self._forbid_inside("close")
+        self._end(self._hooks.close)
+
+    def _give_way(self) -> None:
+        self._end(self._hooks.release)
+
+    def _end(self, close: Callable[[], None]) -> None:
         self._closed = True
         if self.scaler is not None:
             self.scaler.release(self.optimizer)
         try:
-            self._hooks.close()
+            close()
         finally:
             self._worker.stop()
 
@@ -364,7 +374,10 @@ class AsyncOptimizer(Optimizer):
         self.close()
 
     def _check_open(self, call: str) -> None:
-        if self._closed and not self._inside:  # the last step may still run, and call step()
+        if self._inside:  # the last step may still run, and call step()
+            return
+        refuse_successor(self.optimizer, call)
+        if self._closed:
             raise OrderError(
                 f"{call}(): this AsyncOptimizer is closed. Use the wrapped "
                 f"{type(self.optimizer).__name__}, or make another AsyncOptimizer."

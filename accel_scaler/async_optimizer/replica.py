@@ -31,7 +31,6 @@ from ..scaling import (
     nothing_found,
     parameters_of,
 )
-from .bnb_settings import chosen_keys, overrides_on
 from .master_params import ParameterPair, is_stepped, make_pairs, shard_of
 from .master_rule import MasterRule
 from .shared_memory import overlapping
@@ -588,14 +587,13 @@ class Replica:
         self._holds_masters = True
         stand_ins = {id(pair.param): pair.stepped for pair in self.pairs}
         try:
-            with overrides_on(self.optimizer, stand_ins):
-                self._exchange(stand_ins)
-                yield
+            self._exchange(stand_ins)
+            yield
             for pair in self.pairs:
                 _follow_attributes(pair.stepped, pair.param)
         finally:
             self.return_groups()
-        for pair in self.pairs:  # bitsandbytes makes what it steps contiguous, elsewhere
+        for pair in self.pairs:  # a step may give a parameter other memory
             if not pair.is_master and pair.stepped.data_ptr() != pair.target.data_ptr():
                 pair.target.copy_(pair.stepped)
                 pair.stepped.data = pair.target
@@ -607,16 +605,22 @@ class Replica:
             self._exchange({id(pair.stepped): pair.param for pair in self.pairs})
             self._holds_masters = False
 
+    def let_go(self) -> None:
+        """Nothing is stepped any more: keep no master, no copy and no parameter."""
+        self.pairs, self.ordered, self.params, self.parts = [], [], [], []
+        self.copy, self._known, self._buffers = None, [], []
+        self._spot_check = SpotCheck((), set())
+        self._state, self._entries, self._mine, self._values = None, [], [], []
+        self._kept = None, []
+
     def return_state(self) -> None:
-        """State of another's optimizer goes where the parameters are, rounded as they are where it
-        is not so by the optimizer's own choice."""
-        own = chosen_keys(self.optimizer) | {"step"}
+        """State of another's optimizer goes where the parameters are, rounded as they are."""
         for pair in self.pairs:
             entry = self.optimizer.state.get(pair.param)
             entry = entry if isinstance(entry, dict) else {}
             for key, value in list(entry.items()):
                 if isinstance(value, Tensor):
-                    rounded = pair.is_rounded and key not in own and value.dtype is torch.float32
+                    rounded = pair.is_rounded and key != "step" and value.dtype is torch.float32
                     dtype = pair.param.dtype if rounded else None
                     entry[key] = value.to(pair.param.device, dtype)
 

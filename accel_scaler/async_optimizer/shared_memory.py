@@ -1,4 +1,7 @@
-"""Which tensors have memory in common, asked of their storage: two ``Parameter`` objects may."""
+"""Which tensors have memory in common, asked of their storage: two ``Parameter`` objects may.
+
+No element is read, so an update that is due is not awaited.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from itertools import groupby
 
 import torch
 from torch import Tensor
+
+from ..scaling import local
 
 Span = tuple[int, int]
 """Addresses of the first byte of a tensor's elements, and of the one after the last."""
@@ -26,13 +31,26 @@ def place_of(t: Tensor) -> object:
     return t.data_ptr(), t.shape, t.stride(), t.dtype
 
 
-def overlapping(tensors: Sequence[Tensor]) -> list[list[int]]:
+def held_by(p: Tensor) -> Tensor:
+    """The tensor that has a parameter's memory: itself, or this rank's shard."""
+    return local(p.detach()) if hasattr(p, "to_local") else p
+
+
+def overlapping(params: Sequence[Tensor]) -> list[list[int]]:
     """Groups of tensors, by their indices, that have elements in common; ascending, each of two or
     more. Costs some microseconds a tensor. Does not synchronise.
-
-    Args:
-        tensors: plain ones, a DTensor's shard for example.
     """
+    with torch._C.DisableTorchFunctionSubclass():  # which waits for an update that is due
+        return _overlapping(list(map(held_by, params)))
+
+
+def are_one_view(params: Sequence[Tensor]) -> bool:
+    """Whether all of them are the same view of one memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return len({place_of(held_by(p)) for p in params}) == 1
+
+
+def _overlapping(tensors: Sequence[Tensor]) -> list[list[int]]:
     found = [(str(t.device), span, i) for i, t in enumerate(tensors) if (span := span_of(t))]
     groups: list[list[int]] = []
     for _, mine in groupby(sorted(found), key=lambda each: each[0]):

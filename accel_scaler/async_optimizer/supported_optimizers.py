@@ -16,11 +16,10 @@ from torch.optim import Optimizer
 
 from ..errors import UnsupportedError
 from ..optimizer_step import ATTRIBUTE
-from ..scaling import LOW_PRECISION, ParameterNames, local, parameters_of
-from .bnb_settings import plain_settings
+from ..scaling import LOW_PRECISION, ParameterNames, parameters_of
 from .master_params import is_stepped
 from .master_rule import MasterRule
-from .shared_memory import overlapping, place_of
+from .shared_memory import are_one_view, overlapping
 
 _BY_PARAMETER = (
     *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam"),
@@ -197,9 +196,8 @@ def refuse_overlap(
     params = list({id(p): p for p in parameters_of(optimizer) if is_stepped(p)}.values())
     if not any(map(masters.takes, params)):
         return
-    held = [local(p.detach()) for p in params]
-    for group in overlapping(held):
-        is_one_view = len({place_of(held[i]) for i in group}) == 1
+    for group in overlapping(params):
+        is_one_view = are_one_view([params[i] for i in group])
         if is_one_view and mode != "delayed":
             continue
         both = " and ".join(names.of((params[i] for i in group[:2]), optimizer))
@@ -246,7 +244,7 @@ def _held(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
     torchs = attributes_of_every_optimizer() | {ATTRIBUTE}
     for key, value in vars(optimizer).items():
         if key not in torchs or key == "defaults":
-            yield f"its attribute {key!r}", plain_settings(optimizer, key, value)
+            yield f"its attribute {key!r}", value
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             if key != "params":

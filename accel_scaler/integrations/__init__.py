@@ -7,10 +7,8 @@ launcher.
 """
 
 from .accelerator import ScaledAccelerator
-from .alone import prepare_alone
 from .attaching import attach, attach_default, detach
 from .attachment import Attachment, call_when_attached
-from .overflow_files import refuse_unwritable_folder
 from .stock_scaler import scaled_elsewhere
 
 __all__ = [
@@ -20,7 +18,5 @@ __all__ = [
     "attach_default",
     "call_when_attached",
     "detach",
-    "prepare_alone",
-    "refuse_unwritable_folder",
     "scaled_elsewhere",
 ]

@@ -12,12 +12,12 @@ from accelerate.utils import DistributedType, recursively_apply
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..async_optimizer import take_over
 from ..config import Asked, ScalerConfig
 from ..optimizer_step import stepper_of
 from ..telemetry import History
 from .attachment import Attachment, begin
 from .autocast import add_autocast, add_emulation
-from .checkpoints import loading, saving
 from .optimizer import adopt, inner_of, refuse_unsuitable
 
 
@@ -77,26 +77,37 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         """Around their preparation: what can be refused is refused before; what is seen only when
         all is wrapped and placed (FSDP1, a device without streams), and whatever else ends it,
         leaves nothing registered."""
-        if self._attachment is not None:
-            optimizers = [each for each in objects if isinstance(each, Optimizer)]
-            refuse_unsuitable(optimizers, self._attachment.config, are_placed=False)
+        attachment = self._attachment
+        optimizers = [each for each in objects if isinstance(each, Optimizer)]
+        if attachment is not None and attachment.is_preparing:
+            yield  # of one of those objects
+            return
+        if attachment is not None:
+            refuse_unsuitable(optimizers, attachment.config, are_placed=False)
             for each in objects:
                 if isinstance(each, torch.nn.Module):
-                    self._attachment.chosen.refuse_uncastable(each)
-        chosen = 0 if self._attachment is None else self._attachment.chosen.count
+                    attachment.chosen.refuse_uncastable(each)
+        chosen = 0 if attachment is None else attachment.chosen.count
         registered = (self._models, self._optimizers, self._schedulers, self._dataloaders)
-        before = list(map(len, registered))
+        known = {id(each) for kind in registered for each in kind}
         try:
+            if attachment is None:
+                yield
+                return
+            attachment.is_preparing = True
             yield
+            take_over(inner_of(optimizers))
         except BaseException:
-            if self._attachment is not None:
-                given = set(map(id, objects))  # those that were prepared before stay as they are
-                fresh = [o for o in self._optimizers[before[1] :] if id(o) not in given]
-                self._attachment.release(fresh)
-                self._attachment.chosen.take_off(chosen)
-            for each, length in zip(registered, before, strict=True):
-                del each[length:]
+            if attachment is not None:
+                given = known.union(map(id, objects))  # prepared before: they stay as they are
+                attachment.release([o for o in self._optimizers if id(o) not in given])
+                attachment.chosen.take_off(chosen)
+            for kind in registered:
+                kind[:] = [each for each in kind if id(each) in known]
             raise
+        finally:
+            if attachment is not None:
+                attachment.is_preparing = False
 
     def prepare_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         """As Accelerate's, and takes the parameters' names for errors and telemetry.
@@ -261,24 +272,11 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         released: list[Any] = super().free_memory(*objects)
         return released
 
-    def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As Accelerate's; a folder whose writer is ended is known as incomplete."""
-        if self._attachment is None:
-            return super().save_state(output_dir, *args, **kwargs)
-        with saving(self, output_dir):
-            return super().save_state(output_dir, *args, **kwargs)
-
-    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As Accelerate's; a window that was open is given up.
-
-        Raises:
-            ConfigError: ``save_state`` was ended while it wrote this folder.
-        """
-        if self._attachment is None:
-            return super().load_state(input_dir, *args, **kwargs)
-        with loading(self, input_dir):
-            result = super().load_state(input_dir, *args, **kwargs)
-        self._attachment.scaler.abandon_window()
+    def load_state(self, *args: Any, **kwargs: Any) -> Any:
+        """As Accelerate's; a window that was open is given up."""
+        result = super().load_state(*args, **kwargs)
+        if self._attachment is not None:
+            self._attachment.scaler.abandon_window()
         return result
 
 

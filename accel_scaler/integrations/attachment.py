@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 import weakref
@@ -17,8 +16,9 @@ from accelerate import __version__ as accelerate_version
 from accelerate.utils import DistributedType
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
-from ..async_optimizer import Worker
+from ..async_optimizer import Worker, take_over
 from ..config import Asked, ScalerConfig
 from ..devices import device_name
 from ..errors import OrderError, StepError
@@ -30,8 +30,7 @@ from .autocast import add_autocast, remove_autocast, remove_emulation
 from .cpu_float16 import emulate_float16, needs_norms
 from .explaining import OverflowExplainer
 from .healing import Healer
-from .optimizer import ScaledOptimizer, adopt, refuse_unsuitable
-from .overflow_files import OverflowFiles
+from .optimizer import ScaledOptimizer, adopt, inner_of, refuse_unsuitable
 from .stock_scaler import make_scaler, refuse_other_scalers, scaler_settings
 from .trackers import Trackers
 
@@ -50,7 +49,7 @@ class Attachment:
     Raises:
         UnsupportedError: an optimizer that cannot be adopted, a module that cannot run in float32;
             nothing was changed.
-        ConfigError: ``telemetry`` or ``save_overflow`` cannot be written to.
+        ConfigError: ``telemetry`` cannot be written to.
     """
 
     def __init__(
@@ -80,11 +79,9 @@ class Attachment:
         self.scaler = make_scaler(accelerator, settings, self.stock_scaler)
         is_fsdp = accelerator.distributed_type == DistributedType.FSDP
         self.scaler.sharded = config.sharded or is_fsdp
-        files, facts = None, _facts_of(accelerator)
+        facts = _facts_of(accelerator)
         if (path := path_of(config, facts["rank"])) is not None:
-            refuse_unwritable(path)  # before a folder is made
-        if config.save_overflow is not None:
-            files = OverflowFiles(os.fspath(config.save_overflow), facts, self.chosen)
+            refuse_unwritable(path)  # before its folder is made
         self.rank: int = facts["rank"]
         self.recorder = make_recorder(self.scaler, config, facts)
         self.trackers = Trackers(accelerator)
@@ -95,13 +92,15 @@ class Attachment:
         if config.finds_overflow != "off":
             always = config.finds_overflow == "always"
             healer = Healer(self.chosen) if config.heal and self.scales else None
-            self.explainer = OverflowExplainer(self.scaler, always, healer, self.float16, files)
+            self.explainer = OverflowExplainer(self.scaler, always, healer, self.float16)
             self.explainer.is_asked = config.heal or config.find_overflow == "replay"
         self.scaler.call_when_loaded(self.keep_fp32)
         self.boundary = Boundary(self.scaler, self.device, self.recorder, self.explainer)
         self.worker = Worker(config.optimizer_threads)
         self.optimizers: weakref.WeakSet[ScaledOptimizer] = weakref.WeakSet()
         """Adopted ones, those too that ``free_memory`` makes the accelerator forget."""
+        self.is_preparing = False
+        """Inside a ``prepare`` of the accelerator."""
         self._added_autocast = False
         self._norms = False
         """A model has bfloat16 weights."""
@@ -180,6 +179,7 @@ class Attachment:
                 self.watch(model, accelerator.unwrap_model(model))
             for optimizer in accelerator._optimizers:
                 adopt(optimizer, self)
+            take_over(inner_of(accelerator._optimizers))
         except BaseException:
             self._undo(accelerator)
             raise
@@ -226,6 +226,14 @@ class Attachment:
         for optimizer in self.optimizers.intersection(optimizers):
             self.scaler.release(optimizer.stepped_optimizer)
             optimizer.leave(self)
+
+    def give_up(self, optimizer: Optimizer) -> None:
+        """Another one has its parameters: it is not stepped, nor saved with the others."""
+        self.scaler.release(optimizer)
+        accelerator = self._accelerator()
+        if accelerator is not None:
+            prepared = accelerator._optimizers  # the list that a prepared scheduler has, too
+            prepared[:] = [each for each in prepared if inner_of(each) != [optimizer]]
 
     def _hand_back_scale(self) -> None:
         """The scaler that was replaced goes on with the present scale."""

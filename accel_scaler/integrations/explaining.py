@@ -35,7 +35,6 @@ from ..overflow_finder import (
 )
 from ..scaling import LOW_PRECISION, GradScaler, Window, gather_objects, is_sharded, parameters_of
 from .healing import Finding, Healer, Trial, locate
-from .overflow_files import OverflowFiles
 
 logger = logging.getLogger("accel_scaler")
 
@@ -57,7 +56,6 @@ class OverflowExplainer(Explainer):
             overflowed, and modules are watched only where that fails, while a run of skips lasts.
         healer: puts modules that overflow at any scale on float32; None: nobody does.
         around: entered around a backward, as the training loop does.
-        files: saves the first window of a run of skips; None: nobody does.
     """
 
     def __init__(
@@ -66,11 +64,8 @@ class OverflowExplainer(Explainer):
         always: bool,
         healer: Healer | None,
         around: Callable[[], AbstractContextManager[None]],
-        files: OverflowFiles | None = None,
     ) -> None:
-        self.scaler, self.around, self.files = scaler, around, files
-        self._replay: Replay | None = None
-        """Of the window in hand, where it began on this rank and on none before it."""
+        self.scaler, self.around = scaler, around
         self._stepped: frozenset[Module] = frozenset()
         """Models that another optimizer has updated in it already."""
         self.recording = None if always and healer is None else WindowRecording()
@@ -156,13 +151,10 @@ class OverflowExplainer(Explainer):
             self._overflows = max(overflows)
             if any(watch) and self.finder is None:
                 self._watch_from_now("another rank could not")
-        self._replay = None
         self._stepped = self._stepped_in(window, optimizer)
         origin = self._explain(params, ranks)
         if origin is not None:
             self._tell(window, origin)
-        if self.files and self.recording and self._replay and self._overflows == 1:
-            self.files.save(self.recording, self._replay, window, self.scaler.window_scale)
         if self.healer is not None and scaled:
             self._heal(self.healer, window, origin, ranks)
             self.healer.statistics.put_back()
@@ -219,21 +211,16 @@ class OverflowExplainer(Explainer):
         elif result is not None:
             logger.debug("the window was run again in %.3g s", result.seconds)
         found = None if result is None or result.differences else result.origin
-        self._replay = None if found is None else result
         if ranks.are_together:
             answers = ranks.gather((found, why))
             for rank, (origin, _) in enumerate(answers):
                 if origin is not None and found is None:
                     found = replace(origin, text=f"{origin.text} (rank {rank})")
-            if any(origin is not None for origin, _ in answers[: dist.get_rank()]):
-                self._replay = None
             why = next((other for _, other in answers if other), why)
         if found is None and not why:
             if ranks.are_together or any(p.dtype in LOW_PRECISION for p in params):
                 found = overflowed_sum(self.models, self.recording.backwards - 1)
             why = "nothing was inf or NaN when it was run again"
-        if self.files is not None and self._replay is None and why:
-            self.files.refuse(why)
         if found is None:
             self._watch_from_now(why)
         return found

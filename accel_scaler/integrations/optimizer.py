@@ -15,9 +15,13 @@ from torch.optim import Optimizer
 from ..async_optimizer import (
     MasterRule,
     SyncHooks,
+    forget_successor,
+    has_successor,
+    holds_masters,
     refuse_compensation,
     refuse_sharing,
     refuse_spread,
+    refuse_successor,
     refuse_unsteppable,
     step_beside,
     without_shown,
@@ -44,6 +48,9 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     def join(self, attachment: Attachment, hooks: SyncHooks | None) -> None:
         """Step through the attachment's boundary from now on; ``hooks``: on another thread."""
         self._attachment, self._hooks = attachment, hooks or self._hooks
+        forget_successor(self.stepped_optimizer)
+        if hooks is not None:
+            hooks.owner = weakref.WeakMethod(self._give_way)
         self.scaler = attachment.scaler if attachment.scales else None
         attachment.optimizers.add(self)
         attachment.boundary.add(self, attachment.config.fold_unscale)
@@ -67,6 +74,15 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             stepper_of(self).fold_unscale = False
             self.scaler = attachment.stock_scaler
             _change_class(self, AcceleratedOptimizer)
+
+    def _give_way(self) -> None:
+        """Another optimizer owns its parameters: it is not stepped, nor saved with the others."""
+        attachment, hooks = self._attachment, self._hooks
+        self._hooks = None
+        if attachment is not None:
+            attachment.give_up(self.stepped_optimizer)
+        if hooks is not None:
+            hooks.release()
 
     @property
     def stepped_optimizer(self) -> Optimizer:
@@ -101,13 +117,19 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             self.synchronize()
         super().eval()
 
-    def follow_parameters(self) -> None:
-        """Step through masters from now on, where a parameter is trained that needs one."""
-        attachment = self._attachment
-        if attachment is not None and _needs_async_stepper(
-            self.stepped_optimizer, attachment.config
-        ):
-            adopt(self, attachment)
+    def follow_parameters(self, frozen_too: bool = False) -> None:
+        """Step through masters from now on, where a parameter is trained that needs one.
+
+        Args:
+            frozen_too: or is frozen: its master is about to be loaded.
+        """
+        attachment, inner = self._attachment, self.stepped_optimizer
+        if attachment is None or has_successor(inner):
+            return
+        config = attachment.config
+        if _needs_async_stepper(inner, config, frozen_too):
+            refuse_sharing([(inner, config.step_mode, MasterRule.of(config))])
+            adopt(self, attachment, frozen_too)
 
     def state_dict(self) -> dict[str, Any]:
         """As Accelerate's, after :meth:`synchronize`; on any thread."""
@@ -117,7 +139,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As Accelerate's; the masters in it are taken where parameters need them by now."""
-        self.follow_parameters()
+        self.follow_parameters(frozen_too=holds_masters(state_dict))
         if async_stepper_of(self.stepped_optimizer) is None:
             super().load_state_dict(without_shown(state_dict))
         elif self._hooks is not None:
@@ -126,7 +148,12 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             super().load_state_dict(state_dict)
 
     def step(self, closure: Any = None) -> None:
-        """At a boundary: check, update the scale, step or skip. Elsewhere: nothing."""
+        """At a boundary: check, update the scale, step or skip. Elsewhere: nothing.
+
+        Raises:
+            OrderError: another optimizer has taken over its parameters.
+        """
+        refuse_successor(self.stepped_optimizer, "step")
         as_stock = closure is not None and self.scaler is None  # nothing scaled, not recorded
         attachment = self._attachment
         if attachment is None or not self.gradient_state.sync_gradients or as_stock:
@@ -147,8 +174,11 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             self._is_overflow = not has_stepped
 
 
-def adopt(optimizer: Any, attachment: Attachment) -> None:
+def adopt(optimizer: Any, attachment: Attachment, frozen_too: bool = False) -> None:
     """Make a prepared optimizer step through the attachment's boundary.
+
+    Args:
+        frozen_too: with masters, where all parameters that need them are frozen too.
 
     Raises:
         UnsupportedError: it cannot; nothing was changed.
@@ -156,7 +186,7 @@ def adopt(optimizer: Any, attachment: Attachment) -> None:
     config, inner = attachment.config, inner_of(optimizer)[0]
     refuse_unsuitable([optimizer], config)
     hooks = None
-    if _needs_async_stepper(inner, config):
+    if _needs_async_stepper(inner, config, frozen_too):
         names, ref = attachment.scaler.parameter_names, weakref.ref(attachment)
         hooks = step_beside(
             inner,
@@ -171,15 +201,16 @@ def adopt(optimizer: Any, attachment: Attachment) -> None:
     optimizer.join(attachment, hooks)
 
 
-def _needs_async_stepper(inner: Optimizer, config: ScalerConfig) -> bool:
+def _needs_async_stepper(inner: Optimizer, config: ScalerConfig, frozen_too: bool = False) -> bool:
     if async_stepper_of(inner) is not None:
         return False
     if config.step_mode != "sync" or config.offload != "none":
         return True
     # Asked at every backward, so in no loop of Python's. float16 is refused where it has no master.
-    trained = filter(attrgetter("requires_grad"), parameters_of(inner))
+    params: Iterable[torch.Tensor] = parameters_of(inner)
+    stepped_ones = params if frozen_too else filter(attrgetter("requires_grad"), params)
     low = MasterRule.of(config).dtypes | {torch.float16}
-    return not low.isdisjoint(map(attrgetter("dtype"), trained))
+    return not low.isdisjoint(map(attrgetter("dtype"), stepped_ones))
 
 
 def _change_class(optimizer: Any, cls: Any) -> None:
@@ -205,7 +236,7 @@ def refuse_unsuitable(
         optimizers: prepared, or about to be.
         are_placed: their parameters are where they will train.
     """
-    beside = []
+    wanted = []
     for optimizer in optimizers:
         if isinstance(optimizer, AcceleratedOptimizer) and type(optimizer) not in (
             AcceleratedOptimizer,
@@ -216,16 +247,18 @@ def refuse_unsuitable(
                 "Accelerate's own AcceleratedOptimizer; prepare the torch optimizer instead."
             )
         (inner,) = inner_of(optimizer)
-        if not _needs_async_stepper(inner, config):
-            continue
         masters, offload = MasterRule.of(config), config.offload != "none"
-        beside.append((inner, config.step_mode, masters))
+        is_new = _needs_async_stepper(inner, config)
+        if is_new or async_stepper_of(inner) is not None:
+            wanted.append((inner, config.step_mode, masters))
+        if not is_new:
+            continue
         refuse_unsteppable(inner, masters)
         if config.step_mode == "delayed":
             refuse_compensation(config.delay_compensation, inner)
         if are_placed and (offload or config.step_mode != "sync"):
             refuse_spread(inner)
-    refuse_sharing(beside)
+    refuse_sharing(wanted, beside_others=False)
 
 
 def inner_of(optimizers: Any) -> list[Optimizer]:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 import weakref
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
 from transformers.integrations import INTEGRATION_TO_CALLBACK
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from ..config import Asked, ScalerConfig
 from ..errors import StepError
@@ -20,7 +17,6 @@ from ..scaling import is_sharded
 from ..telemetry import TrackedWindow
 from .attaching import attach, detach, scaled_class
 from .attachment import Attachment, attachment_of
-from .checkpoints import check_trainer_folder, saving_trainer
 from .trackers import Sink, as_values, takes_histograms, write_histograms
 
 logger = logging.getLogger("accel_scaler")
@@ -51,17 +47,10 @@ class ScaledTrainer(Trainer):  # type: ignore[misc]
         attach(self.accelerator, self._scaler_config)
         Reporting.begin(self)
 
-    def train(
-        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        """As the Trainer's; however it ends, the parameters are the newest afterwards.
-
-        Raises:
-            ConfigError: the checkpoint to go on from is incomplete; nothing was loaded.
-        """
-        self._check_checkpoint(resume_from_checkpoint)
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; however it ends, the parameters are the newest afterwards."""
         try:
-            result = super().train(resume_from_checkpoint, *args, **kwargs)
+            result = super().train(*args, **kwargs)
         except BaseException:
             try:
                 self._finish()
@@ -78,20 +67,6 @@ class ScaledTrainer(Trainer):  # type: ignore[misc]
                 self._attachment.synchronize()
             finally:
                 self._attachment.recorder.flush()
-
-    def _check_checkpoint(self, asked: str | bool | None) -> None:
-        if asked is True:
-            home = self.args.output_dir or ""
-            asked = get_last_checkpoint(home) if os.path.isdir(home) else None
-        if self._attachment is not None and asked and os.path.isdir(asked):
-            check_trainer_folder(Path(asked))
-
-    def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
-        """As the Trainer's; a folder that it is ended in is known as incomplete."""
-        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        folder = Path(self._get_output_dir(trial)) / name
-        with saving_trainer(folder, self.args.should_save):
-            super()._save_checkpoint(model, trial, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As the Trainer's; to the training's own values adds the scaler's."""

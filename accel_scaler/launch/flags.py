@@ -13,15 +13,12 @@ from functools import partial
 from typing import Any
 
 from ..config import FIELDS, GROUPS, LAUNCHING, SWITCH, nearest
-from ..errors import ConfigError
+from ..errors import ConfigError, refuse_retired
 
-__all__ = ["DEST", "DOCTOR", "HELP_ALL", "USAGE", "add_flags", "own_parser", "unknown_flags"]
+__all__ = ["DEST", "HELP_ALL", "USAGE", "add_flags", "own_parser", "unknown_flags"]
 
 DEST = "accel_scaler_"
 """In front of a field, where a parser puts the text of its flag."""
-
-DOCTOR = "The doctor"
-"""Title of the flags that ``accel-scaler doctor`` has beside these."""
 
 USAGE = "accel-scaler launch [flags] script.py [arguments of the script]"
 ABOUT = (
@@ -29,6 +26,10 @@ ABOUT = (
     "that it makes attached."
 )
 HELP_ALL = "Say Accelerate's flags too."
+DRY_RUN = (
+    "Start nothing: print every setting and where it comes from, and every refusal of a launch. "
+    "Exit status 0; 2 where there is a refusal."
+)
 MORE = """\
 All other flags are those of `accelerate launch`, before the script:
 --mixed_precision fp16, --num_processes 2, --multi_gpu, ...; --help-all shows
@@ -47,6 +48,7 @@ def add_flags(parser: argparse.ArgumentParser) -> Any:
     groups = {title: parser.add_argument_group(title) for title in GROUPS}
     for name, spec in FIELDS.items():
         _add_flag(groups[spec.metadata["group"]], name, spec)
+    groups[LAUNCHING].add_argument("--dry_run", action="store_true", help=DRY_RUN)
     return groups[LAUNCHING]
 
 
@@ -93,8 +95,12 @@ def unknown_flags(written: Iterable[str], known: Iterable[str]) -> ConfigError:
     Args:
         written: as on the command line, with ``=VALUE`` perhaps.
         known: of this package and of Accelerate.
+
+    Raises:
+        ConfigError: the first of them is retired.
     """
     first = next(iter(written)).partition("=")[0]
+    refuse_retired(first.strip("-").replace("-", "_"), first, "accel-scaler launch")
     meant = nearest(first.replace("-", "_"), {name.replace("-", "_"): name for name in known})
     ask = f"Did you mean {'--' + meant.strip('_')}?" if meant else "--help-all shows all flags."
     return ConfigError(

@@ -10,13 +10,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import logging
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,6 +25,7 @@ import psutil
 from accelerate.commands.config import default_config_file, load_config_from_file
 from accelerate.commands.launch import (
     CustomHelpFormatter,
+    _validate_launch_command,
     launch_command,
     launch_command_parser,
 )
@@ -34,18 +36,19 @@ from ..config import (
     ENV_PREFIX,
     FIELDS,
     GROUPS,
+    Found,
     Settings,
     in_environment,
     in_flags,
     in_section,
     resolve,
 )
-from ..config_file import PACKAGE, find_config, read_config
-from ..console import plain
-from ..errors import ConfigError, UnsupportedError
-from ..integrations import refuse_unwritable_folder, scaled_elsewhere
+from ..config_file import PACKAGE, ConfigFile, find_config, read_config
+from ..console import plain, say, written
+from ..errors import AccelScalerError, ConfigError, UnsupportedError
+from ..integrations import scaled_elsewhere
 from ..telemetry import path_of, refuse_unwritable
-from .flags import DEST, DOCTOR, HELP_ALL, USAGE, add_flags, own_parser, unknown_flags
+from .flags import DEST, HELP_ALL, USAGE, add_flags, own_parser, unknown_flags
 from .totals import VARIABLE, Totals, closing_line, read_totals
 
 STARTUP = str(PACKAGE / "launch" / "startup")
@@ -57,7 +60,7 @@ class _HelpFormatter(CustomHelpFormatter):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.titles.extend((*GROUPS, DOCTOR))
+        self.titles.extend(GROUPS)
 
 
 class _HelpAll(argparse.Action):
@@ -72,15 +75,12 @@ def _refused(message: str) -> NoReturn:
     raise ConfigError(message)
 
 
-def make_parser(own: argparse.ArgumentParser | None = None) -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """Accelerate's parser with a flag for each setting; values stay texts until they are merged.
 
     The script may be missing. What it refuses is a ``ConfigError``.
-
-    Args:
-        own: from :func:`own_parser`; ``--help`` prints its help.
     """
-    own = own_parser() if own is None else own
+    own = own_parser()
     parser: argparse.ArgumentParser = launch_command_parser()
     parser.prog, parser.usage, parser.description = own.prog, own.usage, own.description
     parser.formatter_class = _HelpFormatter
@@ -115,16 +115,17 @@ def parse(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``accel-scaler launch``; returns the exit status of the job.
+    """Run ``accel-scaler launch``; returns the exit status of the job, or of a dry run.
 
     Raises:
         AccelScalerError: a setting, a file or a script that cannot be used; nothing was started.
     """
     args, flags = parse(make_parser(), argv)
-    if args.training_script is None:
-        raise ConfigError(f"no script was given; usage: {USAGE}")
+    if args.__dict__.pop("dry_run"):
+        return _dry_run(args, flags)
     quiet = args.quiet
-    with _signals_passed_on(), prepared(args, flags) as (_, settings), _told() as folder:
+    with _signals_passed_on(), prepared(args, flags) as settings, _told() as folder:
+        assert settings is not None
         if not quiet:
             print(plain(_announcement(settings)), file=sys.stderr, flush=True)
         path = path_of(settings.config, 0)
@@ -161,49 +162,125 @@ def _size(path: str | None) -> int:
 
 @contextlib.contextmanager
 def prepared(
-    args: argparse.Namespace, flags: Mapping[str, str]
-) -> Iterator[tuple[Path | None, Settings]]:
-    """The config file of a launch, if any, and its settings; ``args`` are ready for Accelerate.
+    args: argparse.Namespace,
+    flags: Mapping[str, str],
+    refusals: list[AccelScalerError] | None = None,
+) -> Iterator[Settings | None]:
+    """The settings of a launch, None where one is refused; ``args`` are ready for Accelerate.
 
     While this lasts ``args.config_file`` has no section of ours.
 
     Args:
-        args: of Accelerate's parser; a ``training_script`` of None is not looked for.
+        args: of Accelerate's parser.
         flags: ``{field: text}`` of the command line.
+        refusals: takes every refusal; None: the first one is raised.
 
     Raises:
         ConfigError: a setting, a file or a script that cannot be used, said before the ranks do,
             each in its way.
         UnsupportedError: a job in which nothing can be attached.
     """
-    path: Path | None = None
-    if args.config_file is not None:
-        path = find_config(args.config_file)
-    elif os.path.isfile(default_config_file) and not args.cpu:  # as Accelerate decides it
-        path = Path(default_config_file)
-    file = None if path is None else read_config(path)
-    settings = resolve(
-        () if file is None else in_section(file), in_environment(os.environ), in_flags(flags)
-    )
-    _expect_script(args)
+    file = settings = defaults = None
+    found: list[list[Found]] = []
+    with _kept_in(refusals):
+        file = _config_file(args)
+    for setting in _one_by_one(file, flags):
+        with _kept_in(refusals):
+            found.append(list(setting))
+    if not refusals:
+        with _kept_in(refusals):
+            settings = resolve(*found)
+    with _kept_in(refusals):
+        _expect_script(args)
     with contextlib.ExitStack() as stack:
-        defaults = None
-        if file is not None:
-            handed_over = file.path
-            if file.rest is not None:
-                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="accel_scaler_"))
-                handed_over = Path(folder) / file.path.name  # its ending tells JSON from YAML
-                handed_over.write_text(file.rest, encoding="utf-8")
-            args.config_file = str(handed_over)
-            try:
-                defaults = load_config_from_file(args.config_file)
-            except Exception as error:  # of whatever class: Accelerate has none of its own
-                text = " ".join(str(error).split()).replace(args.config_file, str(path))
-                raise ConfigError(f"{path}: Accelerate cannot use it: {text}") from error
-        if settings.attach:
-            _refuse_other_scalers(args, defaults)
-        _refuse_unwritable(settings, args, defaults)
-        yield path, settings
+        with _kept_in(refusals):
+            defaults = None if file is None else stack.enter_context(_handed_over(args, file))
+        for refuse in (_refuse_other_scalers, _refuse_unwritable):
+            with _kept_in(refusals):
+                if settings is not None:
+                    refuse(settings, args, defaults)
+        yield settings
+
+
+@contextlib.contextmanager
+def _kept_in(refusals: list[AccelScalerError] | None) -> Iterator[None]:
+    """A refusal in the block is added to these; None: it is raised."""
+    try:
+        yield
+    except AccelScalerError as error:
+        if refusals is None:
+            raise
+        refusals.append(error)
+
+
+def _config_file(args: argparse.Namespace) -> ConfigFile | None:
+    if args.config_file is not None:
+        return read_config(find_config(args.config_file))
+    if os.path.isfile(default_config_file) and not args.cpu:  # as Accelerate decides it
+        return read_config(default_config_file)
+    return None
+
+
+def _one_by_one(file: ConfigFile | None, flags: Mapping[str, str]) -> Iterator[Iterable[Found]]:
+    """Each setting of the file, of the environment and of the flags, so that each is checked."""
+    if file is not None:
+        for name, value in file.values.items():
+            yield in_section(dataclasses.replace(file, values={name: value}))
+    for key, text in sorted(os.environ.items()):
+        yield in_environment({key: text})
+    for name, text in flags.items():
+        yield in_flags({name: text})
+
+
+@contextlib.contextmanager
+def _handed_over(args: argparse.Namespace, file: ConfigFile) -> Iterator[Any]:
+    """Accelerate's own reading of the file, of which ``args`` name a copy without our section."""
+    with contextlib.ExitStack() as stack:
+        handed_over = file.path
+        if file.rest is not None:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="accel_scaler_"))
+            handed_over = Path(folder) / file.path.name  # its ending tells JSON from YAML
+            handed_over.write_text(file.rest, encoding="utf-8")
+        args.config_file = str(handed_over)
+        try:
+            defaults = load_config_from_file(args.config_file)
+        except Exception as error:  # of whatever class: Accelerate has none of its own
+            text = " ".join(str(error).split()).replace(args.config_file, str(file.path))
+            raise ConfigError(f"{file.path}: Accelerate cannot use it: {text}") from error
+        yield defaults
+
+
+def _dry_run(args: argparse.Namespace, flags: Mapping[str, str]) -> int:
+    """Print every setting with its source, then every refusal; returns 2 where there is one."""
+    refusals: list[AccelScalerError] = []
+    with prepared(args, flags, refusals) as settings:
+        if not refusals:
+            with _kept_in(refusals):
+                _refuse_as_accelerate(args)
+    if settings is not None:
+        values = {"attach": settings.attach, **dataclasses.asdict(settings.config)}
+        rows = [(n, written(v), settings.sources.get(n, "default")) for n, v in values.items()]
+        name, value, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
+        for row in rows:
+            say(f"{row[0]:{name}}  {row[1]:{value}}  {row[2]}")
+    for error in refusals:
+        print("accel-scaler: error:", plain(" ".join(str(error).split())), file=sys.stderr)
+    if not refusals:
+        say("A launch would refuse nothing of this. It was not started: --dry_run.")
+    return 2 if refusals else 0
+
+
+def _refuse_as_accelerate(args: argparse.Namespace) -> None:
+    """Flags and files that contradict each other, as its launcher would meet them."""
+    log = logging.getLogger("accelerate.commands.launch")
+    was_disabled, log.disabled = log.disabled, True
+    try:
+        _validate_launch_command(args)
+    except Exception as error:  # of whatever class: Accelerate has none of its own
+        text = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"Accelerate refuses these arguments: {text}") from error
+    finally:
+        log.disabled = was_disabled
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -259,7 +336,7 @@ def _signals_passed_on() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _refuse_other_scalers(args: argparse.Namespace, defaults: Any) -> None:
+def _refuse_other_scalers(settings: Settings, args: argparse.Namespace, defaults: Any) -> None:
     """Kinds of launch that ``attach`` would refuse in every rank, or could not reach."""
     # Accelerate asks the file only where no flag has chosen; --cpu outranks both.
     chosen = (args.multi_gpu, args.tpu, args.use_deepspeed, args.use_fsdp, args.use_megatron_lm)
@@ -269,7 +346,7 @@ def _refuse_other_scalers(args: argparse.Namespace, defaults: Any) -> None:
     found = None if args.cpu else scaled_elsewhere(kind)
     if defaults is not None and defaults.compute_environment.value == "AMAZON_SAGEMAKER":
         found = "Amazon SageMaker runs the script where this launcher does not reach"
-    if found is not None:
+    if found is not None and settings.attach:
         raise UnsupportedError(
             f"nothing can be attached: {found}. Add --no_attach, or use `accelerate launch`."
         )
@@ -280,22 +357,19 @@ def _refuse_unwritable(settings: Settings, args: argparse.Namespace, defaults: A
     rank = args.machine_rank
     if rank is None:
         rank = getattr(defaults, "machine_rank", 0)
-    checks: list[tuple[str, Any, str | os.PathLike[str] | None]] = [
-        # Without {rank} the first host alone writes.
-        ("telemetry", refuse_unwritable, path_of(settings.config, rank)),
-        ("save_overflow", refuse_unwritable_folder, settings.config.save_overflow),
-    ]
-    for name, refuse, path in checks:
-        if path is not None:
-            try:
-                refuse(os.fspath(path))
-            except ConfigError as error:
-                raise ConfigError(f"{error} ({settings.sources[name]})") from None
+    path = path_of(settings.config, rank)  # without {rank} the first host alone writes
+    if path is not None:
+        try:
+            refuse_unwritable(path)
+        except ConfigError as error:
+            raise ConfigError(f"{error} ({settings.sources['telemetry']})") from None
 
 
 def _expect_script(args: argparse.Namespace) -> None:
     script = args.training_script
-    if script is None or args.module or script == "-":
+    if script is None:
+        raise ConfigError(f"no script was given; usage: {USAGE}")
+    if args.module or script == "-":
         return  # Python says it
     if args.no_python:
         if shutil.which(script) is None:

@@ -3,15 +3,12 @@
 :class:`OverflowFinder` puts hooks on a model; they leave the range of each tensor they see, on its
 device. After a window that overflowed somebody asks the finder, which searches what was left and
 answers with a sentence. :class:`WindowRecording` keeps what a window's forwards were given, and
-:func:`run_again` runs it again under a finder, once it has overflowed; a :class:`PostMortem` is
-such a window in a file. They know modules, tensors and errors: no scale,
-no window's verdict, no optimizer.
+:func:`run_again` runs it again under a finder, once it has overflowed. They know modules, tensors
+and errors: no scale, no window's verdict, no optimizer.
 """
 
-from .circumstances import as_then, surroundings
 from .finder import OverflowFinder
 from .hooks import Hook, inert, is_fsdp2, is_in_backward
-from .post_mortem import PostMortem, capture, read, recorded, write
 from .recording import WindowRecording, is_replaying, without_wrappers
 from .replay import Replay, obstacle, overflowed_sum, run_again
 from .search import Origin
@@ -20,21 +17,14 @@ __all__ = [
     "Hook",
     "Origin",
     "OverflowFinder",
-    "PostMortem",
     "Replay",
     "WindowRecording",
-    "as_then",
-    "capture",
     "inert",
     "is_fsdp2",
     "is_in_backward",
     "is_replaying",
     "obstacle",
     "overflowed_sum",
-    "read",
-    "recorded",
     "run_again",
-    "surroundings",
     "without_wrappers",
-    "write",
 ]

@@ -41,13 +41,6 @@ class Replay:
     differences: tuple[str, ...]
     """What was not as it had been; none: it is the same window, bit for bit as far as is known."""
     seconds: float
-    last: int
-    """Number of the micro-batch after which it ended."""
-
-    @property
-    def is_finite(self) -> bool:
-        """Nothing overflowed."""
-        return self.origin is None and not self.nonfinite
 
 
 def obstacle(recording: WindowRecording) -> str:
@@ -102,7 +95,7 @@ def run_again(
     calls = sorted(recording.calls, key=lambda call: call.order)
     calls = [call for call in calls if call.model.module() not in stepped] or calls
     models = list(dict.fromkeys(m for c in calls if (m := c.model.module()) is not None))
-    run, last = _Run(recording, around, cures, factor), 0
+    run = _Run(recording, around, cures, factor)
     with (
         torch.inference_mode(False),
         as_replay(),
@@ -113,12 +106,11 @@ def run_again(
     ):
         for micro in _micro_batches(recording, calls):
             run.micro_batch(finder, micro)
-            last = micro[0]
             if stops and finder.nonfinite_parameters():
                 break
         nonfinite, origin = finder.nonfinite_parameters(), finder.find()
     seconds = time.perf_counter() - start
-    return Replay(origin, frozenset(nonfinite), tuple(run.differences), seconds, last)
+    return Replay(origin, frozenset(nonfinite), tuple(run.differences), seconds)
 
 
 def overflowed_sum(models: Iterable[Module], micro: int) -> Origin | None:

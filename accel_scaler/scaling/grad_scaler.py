@@ -22,10 +22,13 @@ from ..errors import ConfigError, OrderError, UnsupportedError, shown
 from .collectives import agree_on_overflow, is_sharded
 from .fused_call import call_fused
 from .gradients import (
+    gradients_of,
     has_nonfinite_gradient,
     leaves_of,
     match_layout,
+    multiply_in_place,
     parameters_of,
+    reciprocal,
     unscale_in_place,
 )
 from .host_mirror import HostMirror
@@ -358,9 +361,17 @@ class GradScaler(torch.amp.GradScaler):
             self._mark_carried_over(optimizer, why)
 
     def release(self, *optimizers: Optimizer) -> None:
-        """No boundary steps these any more."""
+        """No boundary steps these any more. What their step has unscaled in the window that is
+        closed stays known: another optimizer may come to have it."""
+        window = self.window
         for optimizer in optimizers:
             self._managed.pop(optimizer, None)
+            record = window.known(optimizer)
+            if record is None or record.stage is not OptState.STEPPED or record.found_inf:
+                continue
+            grads = ((p, p.grad) for p in parameters_of(optimizer))
+            done = [p for p, grad in grads if grad is not None and grad.dtype is torch.float32]
+            window.unscaled.update(map(id, done))
 
     @property
     def managed(self) -> list[Optimizer]:
@@ -401,15 +412,27 @@ class GradScaler(torch.amp.GradScaler):
             self._next_window()
 
     def _next_window(self) -> None:
-        """Leave the window; what its optimizers have not stepped is carried over to the next."""
+        """Leave the window; what its optimizers have not stepped goes on accumulating in the next,
+        at the scale of that one."""
         left = self._windows.next()
         self._leaves = []
         self.parameter_names.next_window()
         managed = self.managed if self._enabled else []
-        if managed:
-            now = self.read_state().scale
-            for optimizer, why in left.carried_over(managed, now):
+        scaled: dict[int, Tensor] = {}
+        waiting: list[weakref.ref[GradientReader]] = []
+        for optimizer, why in left.carried_over(managed):
+            if why:
                 self._mark_carried_over(optimizer, why)
+            else:
+                scaled.update((id(p), p) for p in parameters_of(optimizer))
+                waiting.append(self._managed[optimizer])
+        if scaled:
+            now = self.read_state().scale
+            before = left.scale_at_end(now)
+            if now != before:
+                _settle_gradients(waiting)
+                # Those that others have stepped are zero, or their optimizer would be marked.
+                multiply_in_place(gradients_of(scaled.values()), now * reciprocal(before))
 
     def _mark_carried_over(self, optimizer: Optimizer, why: str) -> None:
         """Gradients that the next window's must not be added to, unless they are zeroed first."""
@@ -566,7 +589,7 @@ class GradScaler(torch.amp.GradScaler):
 
         For loops that look at :meth:`get_overflow_flag` themselves: the window counts as
         skipped if it overflowed, the growth tracker starts again, ``hysteresis`` is passed by.
-        The gradients stay as they are; zero them. Synchronises.
+        Zero the gradients; what a boundary steps is else brought to the new scale. Synchronises.
 
         Raises:
             ConfigError: a factor outside (0, 1).
@@ -819,12 +842,11 @@ class GradScaler(torch.amp.GradScaler):
             bounded = replace(state, scale=self.rule.clamp(state.scale))
             if bounded != state:
                 self.write_state(bounded)
-            if self.window.closed:
+            is_moved = bool(self._managed) and self.read_state().scale != before
+            if is_moved and not self.window.closed:
+                self.window.scale = torch.full((), before, dtype=torch.float32)
+            if is_moved or self.window.closed:
                 self._next_window()
-            now = self.read_state().scale
-            why = f"has gradients scaled by {before:g}, and a state with {now:g} was loaded"
-            for optimizer in self.managed if now != before else ():
-                self._mark_carried_over(optimizer, why)
             follower = None if self._follower is None else self._follower()
         if follower is not None:
             follower()
@@ -848,9 +870,6 @@ class GradScaler(torch.amp.GradScaler):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._make_transient()
-        if "culprits" in state:  # written before names and streak were two
-            state["overflow_streak"] = state.pop("culprits")
-            state["parameter_names"] = state["overflow_streak"].names = ParameterNames()
         super().__setstate__(state)
 
 

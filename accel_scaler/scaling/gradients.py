@@ -284,6 +284,17 @@ def unscale_in_place(
 
 
 @torch.no_grad()
+def multiply_in_place(grads: Iterable[Tensor], factor: float) -> None:
+    """Each by ``factor``, computed in float32 or higher precision. Does not synchronise."""
+    for grad in grads:
+        held = local(grad)
+        held = held._values() if held.is_sparse else held
+        wide = held.to(torch.promote_types(held.dtype, torch.float32))
+        held.copy_(wide * factor)  # a product with float16 would round the factor first
+        torch.autograd.graph.increment_version([grad])
+
+
+@torch.no_grad()
 def kept(grads: Sequence[Tensor]) -> list[Tensor]:
     """What ``grads`` hold now, to compare with later: see :func:`differ`.
 

@@ -5,16 +5,10 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
-
-from ..old_paths import old_names
-
-if not TYPE_CHECKING:
-    __getattr__ = old_names(__name__)
 
 MOST_NAMES = 5
 """Parameters that an error names one by one."""

@@ -22,6 +22,9 @@ from .update_rule import ScaleState
 
 HOST = torch.device("cpu")
 
+UNSCALED = "sat out the window before with gradients in it, which are unscaled"
+"""What is wrong with some gradients, after the name of their optimizer."""
+
 
 def stepped(optimizer: Any) -> Any:
     """The torch optimizer behind this package's faces of it, under whose name it is on record."""
@@ -290,33 +293,36 @@ class Window:
         for record in self.states.values():
             record.let_go()
 
-    def carried_over(
-        self, optimizers: Iterable[Optimizer], now: float
-    ) -> Iterator[tuple[Optimizer, str]]:
-        """It is over: those of ``optimizers`` that have not stepped in it, and what is wrong with
-        the gradients that they may still have.
-
-        Args:
-            now: the scale of the next window.
-        """
-        scale = now if self.scale is None else float(self.scale)
+    def scale_at_end(self, now: float) -> float:
+        """What its gradients are scaled by; ``now``: the scaler's scale."""
         if self.before is not None:
-            scale = self.before.scale
+            return self.before.scale
+        return now if self.scale is None else float(self.scale)
+
+    def carried_over(self, optimizers: Sequence[Optimizer]) -> Iterator[tuple[Optimizer, str]]:
+        """It is over: those of ``optimizers`` that have not stepped in it, and why nothing may be
+        added to the gradients that they may still have; "" where these are scaled by its scale.
+        """
+        left: list[Optimizer] = []
+        stepped: list[Optimizer] = []
         for optimizer in optimizers:
             record = self.known(optimizer)
-            stage = OptState.READY if record is None else record.stage
-            if record is not None and stage is OptState.STEPPED:
-                if record.still_scaled is not None:
-                    record.still_scaled.unscale()
-            elif record is not None and record.carried_over:
+            has_stepped = record is not None and record.stage is OptState.STEPPED
+            (stepped if has_stepped else left).append(optimizer)
+            if record is not None and record.still_scaled is not None:
+                record.still_scaled.unscale()
+        # What was stepped is unscaled, whoever else has it.
+        others = {id(p) for optimizer in stepped if left for p in parameters_of(optimizer)}
+        others |= self.unscaled | self.unowned.keys()
+        for optimizer in left:
+            record = self.known(optimizer)
+            mixed = [p for p in parameters_of(optimizer) if id(p) in others]
+            if record is not None and record.carried_over:
                 yield optimizer, record.carried_over
-            elif stage is OptState.UNSCALED or scale != now:  # else it goes on accumulating
-                is_unscaled = stage is OptState.UNSCALED
-                how = "unscaled" if is_unscaled else f"scaled by {scale:g}, now {now:g}"
-                yield (
-                    optimizer,
-                    f"sat out the window before with gradients in it, which are {how}",
-                )
+            elif record is not None and record.stage is OptState.UNSCALED:
+                yield optimizer, UNSCALED
+            else:
+                yield optimizer, "" if Snapshot.of(mixed).is_zero else UNSCALED
 
     def scaled_again(self, optimizers: Iterable[Optimizer]) -> Iterator[tuple[Optimizer, bool]]:
         """Another loss was scaled: those of ``optimizers`` whose gradients were unscaled before,

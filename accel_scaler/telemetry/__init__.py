@@ -15,7 +15,7 @@ from .float16 import LARGEST, headroom
 from .history import History
 from .outcome import THE_LOSS, Outcome, module_list, ran_away, told, verdict
 from .preview_watch import RECENT, REMEDY, TOO_FAR, RecentErrors
-from .record import FORMAT, BrokenLineError, CutLineError, End, Names, Record, Span, Start, decode
+from .record import FORMAT, BrokenLineError, CutLineError, End, Names, Record, Start, decode
 from .writer import refuse_unwritable
 
 if TYPE_CHECKING:
@@ -46,7 +46,6 @@ __all__ = [
     "RecentErrors",
     "Record",
     "Recorder",
-    "Span",
     "Start",
     "TrackedWindow",
     "TrackedWindows",

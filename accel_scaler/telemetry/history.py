@@ -57,14 +57,6 @@ class History:
         if largest is not None and scale > 0:
             self.largest_unscaled = largest / scale
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """From a pickle, of an earlier version too."""
-        self.__dict__.update(state)
-        if "_diagnosis" not in state:
-            self._diagnosis = Diagnosis()
-            for record in list(self.records)[:-1]:
-                self._diagnosis.add(record.index, record, origin_of(record))
-
     def add(self, record: Record) -> None:
         """Append the record of a window, or amend it when its index is the last one's."""
         if self.records and self.records[-1].index == record.index:

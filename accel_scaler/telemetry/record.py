@@ -20,16 +20,12 @@ import math
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..config import ScalerConfig
 from ..console import plain
-from ..old_paths import old_names
-
-if not TYPE_CHECKING:
-    __getattr__ = old_names(__name__)
 
 FORMAT = 1
 """Version of the file format."""
@@ -113,13 +109,6 @@ class Record:
     step; of several losses in one window (a GAN's) the sum. Before scaling, on this rank alone.
     None where one is no single real number. Only with ``telemetry``; on a device, where no
     norm was read in the check, once the next window is on record."""
-
-    def __setstate__(self, state: list[Any]) -> None:
-        """From a pickle, of an earlier version too, which had fewer fields: new ones come last."""
-        for index, each in enumerate(fields(self)):
-            value = state[index] if index < len(state) else each.default
-            assert value is not MISSING
-            object.__setattr__(self, each.name, value)
 
     @property
     def has_bad_loss(self) -> bool:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-import resource
 import shutil
 import signal
 import socket
@@ -134,30 +133,9 @@ class Moments:
         threading.setprofile(None)  # type: ignore[arg-type]
 
 
-class Saves:
-    """Counts the calls within each save of a run, or dies in one of them."""
-
-    def __init__(self, number: int = -1, deadly: int | None = None) -> None:
-        self.number, self.deadly = number, deadly
-        self.counts: list[int] = []
-
-    def call(self, save: Callable[..., object], *args: Any) -> None:
-        deadly = self.deadly if len(self.counts) == self.number else None
-        with Moments(deadly) as moments:
-            save(*args)
-        self.counts.append(moments.count)
-
-
-def killed(folder: Path, body: Callable[[], object], expected: int = -signal.SIGKILL) -> None:
+def killed(folder: Path, body: Callable[[], object]) -> None:
     """A child works in this folder, emptied before, and is killed there."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     status = in_child(body, folder / "killed.txt")
-    assert status == expected, (folder / "killed.txt").read_text()
-
-
-def die_in_files_above(size: int) -> None:
-    """The process is killed (SIGXFSZ, -25) in the write that would make a file larger than this."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    assert status == -signal.SIGKILL, (folder / "killed.txt").read_text()

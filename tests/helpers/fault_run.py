@@ -19,7 +19,7 @@ from support import reset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from accel_scaler import ConfigError, ScalerConfig, attach, detach
+from accel_scaler import ScalerConfig, attach, detach
 
 WINDOWS = 12
 AN_EPOCH = 3
@@ -149,23 +149,21 @@ class Run:
 
 
 def saver(folder: Path) -> Callable[[Run], None]:
-    """``save_state`` into a folder of its own behind each window of ``SAVED``."""
+    """``save_state`` behind each window of ``SAVED``; once it is done the folder gets its name."""
 
     def after(run: Run) -> None:
         if run.progress.window - 1 in SAVED:
-            run.accelerator.save_state(str(folder / f"after_{run.progress.window:02}"))
+            written, complete = folder / "written", folder / f"after_{run.progress.window:02}"
+            run.accelerator.save_state(str(written))
+            if not complete.exists():
+                written.rename(complete)
 
     return after
 
 
-def resume(mode: str, folder: Path) -> tuple[Run, list[str]]:
-    """From the newest checkpoint that can be loaded; and what was said of those that cannot."""
-    run, refused = Run(mode), []
-    for path in sorted(folder.glob("after_*"), reverse=True):
-        try:
-            run.accelerator.load_state(str(path))
-        except ConfigError as error:
-            refused.append(str(error))
-        else:
-            break
-    return run, refused
+def resume(mode: str, folder: Path) -> Run:
+    """From the newest complete checkpoint; from the beginning, where there is none."""
+    run = Run(mode)
+    for path in sorted(folder.glob("after_*"))[-1:]:
+        run.accelerator.load_state(str(path))
+    return run

@@ -791,6 +791,13 @@ class Player:
             if counts:  # a warm-up goes on where it was saved
                 twin.steps[number] = int(max(counts))
             twin.optimizers[number].load_state_dict(before.optimizers[number].state_dict())
+            saved = zip(twin.owned[number], before.owned[number], strict=True)
+            entries = states[number]["state"]
+            twin.lasting.update(
+                p
+                for index, (p, q) in enumerate(saved)
+                if q in before.lasting or "master" in entries.get(index, {})
+            )
             # Where there are masters, state is ours to load; elsewhere torch casts it.
             loads_exactly = twin.everywhere or any(map(twin.had_master, twin.owned[number]))
             for index, (p, q) in enumerate(
@@ -802,10 +809,8 @@ class Player:
                     twin.shown[number][p] = before.shown[number][q]
                 if q in before.extrapolated and twin.has_master(p):
                     twin.extrapolated[p] = before.extrapolated[q]
-                kept = q in before.lasting or "master" in states[number]["state"].get(index, {})
+                kept = q in before.lasting or "master" in entries.get(index, {})
                 twin.masters[p].copy_(before.masters[q] if kept else q)
-                if kept:
-                    twin.lasting.add(p)
                 if not loads_exactly:
                     twin.round_state(number, p)
             twin.follow(number)

@@ -281,9 +281,9 @@ class Twin:
         What was to be shown goes with a parameter that was changed, moved or frozen.
         """
         newer, shown = self.newer[number], self.shown[number]
-        trained = {p.data_ptr() for p in self.owned[number] if p.requires_grad}
+        lasting = {p.data_ptr() for p in self.owned[number] if p.requires_grad or p in self.lasting}
         if "frozen" in SURPRISES:  # a master is its memory's
-            self.lasting.update(p for p in self.masters if p.data_ptr() in trained)
+            self.lasting.update(p for p in self.masters if p.data_ptr() in lasting)
         for p in self.owned[number]:
             master, place = self.masters[p], (p.requires_grad, self.moves[p])
             is_same = self.places.get(p) == place

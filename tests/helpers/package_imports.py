@@ -18,7 +18,7 @@ BEGIN, END = "```mermaid\n", "```\n"
 
 FOLDERS = (
     *("overflow_finder", "precision", "scaling", "optimizer_step", "telemetry", "report"),
-    *("async_optimizer", "integrations", "launch", "doctor", "replay"),
+    *("async_optimizer", "integrations", "launch"),
 )
 """Each may import those before it, and the single modules."""
 

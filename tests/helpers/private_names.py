@@ -200,7 +200,6 @@ PRIVATE: dict[str, dict[str | Callable[[], Any], tuple[str, ...]]] = {
         "accelerate.state.GradientState": ("_reset_state",),
         "accelerate.commands.launch": ("_validate_launch_command",),
     },
-    "transformers": {"transformers.Trainer": ("_save_checkpoint", "_get_output_dir")},
     "collections": {named_tuple: ("_fields",)},
     "argparse": {launch_parser: ("_actions",)},
 }
@@ -209,6 +208,6 @@ PRIVATE: dict[str, dict[str | Callable[[], Any], tuple[str, ...]]] = {
 OPTIONAL = {
     "_checkpoint_wrapped_module": "absent: a wrapper's own name is part of its module's name",
     "_fsdp_wrapped_module": "absent: the same, of FSDP1's",
-    "_is_mkldnn_fp16_supported": "absent: doctor cannot tell how fast fp16 is",
+    "_is_mkldnn_fp16_supported": "absent: the processor is taken to have fp16 instructions",
 }
 """Names that we live without, and how."""

@@ -346,9 +346,8 @@ def test_detach_gives_back_the_forward() -> None:
 
 
 def test_settings_that_contradict() -> None:
-    for name, value in (("heal", True), ("save_overflow", "x")):
-        with pytest.raises(ConfigError, match=f"{name}=.*find_overflow='off'"):
-            ScalerConfig(**{name: value}, find_overflow="off")
+    with pytest.raises(ConfigError, match=r"heal=.*find_overflow='off'"):
+        ScalerConfig(heal=True, find_overflow="off")
 
 
 def test_a_search_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ ties by ``.data`` and edits through ``.data`` change no number. So with float32 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -94,6 +94,8 @@ class Plain:
 def train(accelerator: Any, model: Any, optimizer: Any, change: Change, steps: range) -> None:
     for number in steps:
         change(accelerator.unwrap_model(model), number)
+        if not any(p.requires_grad for p in model.parameters()):
+            continue
         accelerator.backward(model(number))
         optimizer.step()
         optimizer.zero_grad()
@@ -241,12 +243,16 @@ def test_a_step_is_awaited_where_others_are_in_its_memory(
     detach(accelerator)
 
 
-@pytest.mark.parametrize("way", WAYS[1:], ids=str)
-def test_a_master_that_was_saved_is_loaded_for_a_frozen_parameter(way: dict[str, Any]) -> None:
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("places", [[0], range(5)], ids=["one", "all"])
+def test_a_master_that_was_saved_is_loaded_for_a_frozen_parameter(
+    places: Sequence[int], way: dict[str, Any]
+) -> None:
     """It trains again later: the run that is resumed goes on as the one that was not."""
 
     def frozen(model: Squares, number: int) -> None:
-        model.weights[0].requires_grad_(number < 3 or number > 5)
+        for place in places:
+            model.weights[place].requires_grad_(number < 3 or number > 5)
 
     def run(model: Squares, steps: range, saved: Any = None) -> Any:
         accelerator = attach(cpu(), init_scale=8.0, **way)
@@ -285,3 +291,39 @@ def test_no_edit_is_found_where_there_was_none(caplog: pytest.LogCaptureFixture)
     with caplog.at_level(logging.WARNING, "accel_scaler"):
         ours(torch.float16, {}, "adamw", odd, tied=False)
     assert not [r for r in caplog.records if ".data" in r.getMessage()]
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_two_optimizers_that_step_one_memory(mode: str) -> None:
+    """As torch does it one after the other; the next forward sees both updates, whole."""
+
+    def run(mode: str) -> list[Tensor]:
+        model = Squares(torch.float32)
+        tie(model, 0)
+        accelerator = attach(cpu(), init_scale=8.0, step_mode=mode)
+        halves = model.weights[:2], model.weights[2:]
+        made = [torch.optim.SGD(half, lr=0.5, momentum=0.5) for half in halves]
+        model, *optimizers = accelerator.prepare(model, *made)
+        seen = []
+        with lazy() if mode == "overlap" else one_part_each():
+            for number in range(4):
+                accelerator.backward(model(number))
+                for optimizer in optimizers:
+                    optimizer.step()
+                    seen += [w.detach().clone() for w in accelerator.unwrap_model(model).weights]
+                    optimizer.zero_grad()
+        detach(accelerator)
+        return seen
+
+    assert same(run(mode), run("sync"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_two_optimizers_with_masters_in_one_memory_are_refused(dtype: torch.dtype) -> None:
+    model = Squares(dtype)
+    tie(model, 0)
+    made = [torch.optim.SGD(half, lr=0.5) for half in (model.weights[:2], model.weights[2:])]
+    accelerator = attach(cpu(), offload="cpu")
+    with pytest.raises(UnsupportedError, match=r"1 parameters with a SGD .* \(in one memory\)"):
+        accelerator.prepare(model, *made)
+    detach(accelerator)

@@ -171,7 +171,7 @@ def test_where_it_began_is_in_the_record_the_log_and_the_error(
     tmp_path: Path, mode: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     path, plain = tmp_path / "run.jsonl", Hot()
-    settings = {"find_overflow": True, "max_consecutive_skips": 2}
+    settings = {"find_overflow": "always", "max_consecutive_skips": 2}
     with attached(path, **settings, **mode) as accelerator:
         model, optimizer = prepared(accelerator, plain)
         step(accelerator, model, optimizer, 0)
@@ -196,7 +196,7 @@ def test_where_it_began_is_in_the_record_the_log_and_the_error(
 def test_the_second_optimizers_overflow_is_found_too(tmp_path: Path) -> None:
     """Two optimizers in one window; the first one's gradients are fine."""
     path, fine, hot = tmp_path / "run.jsonl", mlp(), Hot()
-    with attached(path, find_overflow=True) as accelerator:
+    with attached(path, find_overflow="always") as accelerator:
         fine_model, fine_optimizer = prepared(accelerator, fine)
         hot_model, hot_optimizer = prepared(accelerator, hot)
         for number, factor in enumerate((1.0, 1e7, 1.0, 1e7)):
@@ -218,7 +218,7 @@ def test_where_it_began_is_looked_for_once_a_window_and_only_after_an_overflow(
 ) -> None:
     """To look reads from the device. The first of two optimizers is the one that overflows."""
     path, hot, fine = tmp_path / "run.jsonl", Hot(), mlp()
-    with attached(path, find_overflow=True) as accelerator:
+    with attached(path, find_overflow="always") as accelerator:
         pairs = [prepared(accelerator, model) for model in (hot, fine)]
         finder, looks = accelerator._attachment.explainer.finder, []
         find = finder.find

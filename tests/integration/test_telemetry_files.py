@@ -190,7 +190,7 @@ def test_training_is_the_same_with_the_file_and_without(
     make = list(OPTIMIZERS.values())[list(CLIPS).index(clip) % len(OPTIMIZERS)]
     without = numbers_of_a_run(None, CLIPS[clip], make, **mode)
     path = tmp_path / "run.jsonl"
-    watched = {**mode, "find_overflow": True, "underflow_interval": 1}
+    watched = {**mode, "find_overflow": "always", "underflow_interval": 1}
     assert_same(numbers_of_a_run(path, CLIPS[clip], make, **watched), without)
     assert kinds_of(path).count("window") == 7
     assert without[0].count(True) == 2
@@ -421,7 +421,7 @@ def test_detaching_removes_every_hook(tmp_path: Path, mode: dict[str, Any]) -> N
         own = sum(len(getattr(m, name) or ()) for m in plain.modules() for name in hooks)
         return own + sum(len(p._backward_hooks or ()) for p in plain.parameters())
 
-    with attached(tmp_path / "run.jsonl", find_overflow=True, **mode) as accelerator:
+    with attached(tmp_path / "run.jsonl", find_overflow="always", **mode) as accelerator:
         train(accelerator, windows=2, overflows=(1,), model=plain)
         assert count() > 0
     assert count() == 0
@@ -430,7 +430,7 @@ def test_detaching_removes_every_hook(tmp_path: Path, mode: dict[str, Any]) -> N
 @pytest.mark.parametrize("file", [True, False], ids=["file", "no file"])
 def test_nothing_keeps_a_dropped_model_alive(tmp_path: Path, file: bool) -> None:
     path = tmp_path / "run.jsonl"
-    with attached(path if file else None, find_overflow=True) as accelerator:
+    with attached(path if file else None, find_overflow="always") as accelerator:
         plain = mlp()
         train(accelerator, windows=2, overflows=(1,), model=plain)
         gone = [weakref.ref(plain), *map(weakref.ref, plain.parameters())]

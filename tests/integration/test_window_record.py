@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -878,7 +878,7 @@ def test_parameters_added_after_a_clip_are_refused(mode: Any, dtype: torch.dtype
 @pytest.mark.parametrize("mode", ["sync", "overlap"])
 @pytest.mark.parametrize("why", ["clipped", "another scale", "nothing"])
 def test_a_window_that_an_optimizer_sat_out(face: str, mode: str, why: str) -> None:
-    """Its gradients accumulate on, unless they are unscaled by now, or of another scale."""
+    """Its gradients accumulate on, whatever the scale does, unless they are unscaled by now."""
     scaler, params, _, ours, clipper = several(face, mode)
     factor = INF if why == "another scale" else 1.0
     scaler.scale(params[0].sum() * factor + params[1].sum()).backward()
@@ -891,7 +891,7 @@ def test_a_window_that_an_optimizer_sat_out(face: str, mode: str, why: str) -> N
     ours[0].zero_grad()
     scaler.scale(params[0].sum() + params[1].sum()).backward()
     ours[0].step()
-    if why == "nothing":
+    if why != "clipped":
         ours[1].step()
         ours[1].synchronize()
         assert params[1].tolist() == [1.75] * 3
@@ -907,6 +907,192 @@ def test_a_window_that_an_optimizer_sat_out(face: str, mode: str, why: str) -> N
         ours[1].synchronize()
         assert params[1].tolist() == [1.875] * 3
     close_all(face, scaler, ours, clipper)
+
+
+KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda params: SGD(params, lr=0.1, momentum=0.9),
+    "Adam": lambda params: torch.optim.Adam(params, lr=0.01),
+    "fused AdamW": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
+}
+
+
+def every_third(
+    kind: str,
+    wrap: Callable[..., Any] | None = None,
+    *,
+    shared: bool = False,
+    keeps: bool = False,
+    dtype: torch.dtype = torch.float32,
+    bad: dict[int, str] | None = None,
+) -> tuple[Tensor, list[bool], list[float]]:
+    """30 batches; the first optimizer steps after each, the second after every third.
+
+    Args:
+        wrap: ours; None: a plain float32 loop without scaling.
+        shared: the first one has a parameter of the second, too.
+        keeps: gradients are zeroed, not dropped.
+        bad: batches in which a gradient of ``first`` or ``second`` overflows.
+
+    Returns the parameters, whether each step of the second was skipped, and the scales.
+    """
+    model: Any = mlp().to(dtype)
+    mine = [list(model[0].parameters()), list(model[2].parameters())]
+    both = [KINDS[kind](mine[0] + mine[1][1:] * shared), KINDS[kind](mine[1])]
+    scaler, skips, scales = None, [], []
+    called, backward = model, Tensor.backward
+    if wrap is not None:
+        called, *both, scaler, backward = wrap(model, *both)
+    for step in range(30):
+        if scaler is not None:
+            scales.append(scaler.get_scale())
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).to(dtype)
+        loss = called(x).float().square().mean()
+        where = (bad or {}).get(step)
+        handle = mine[where == "second"][0].register_hook(lambda g, f=INF if where else 1.0: g * f)
+        backward(loss)
+        handle.remove()
+        due = both if step % 3 == 2 else both[:1]
+        for optimizer in due:
+            optimizer.step()
+            skips += [getattr(optimizer, "step_was_skipped", False)] if optimizer is both[1] else []
+            optimizer.zero_grad(set_to_none=not keeps)
+    for optimizer in both if wrap is not None else ():
+        optimizer.synchronize()  # type: ignore[attr-defined]
+    return weights(model), skips, scales
+
+
+MOVES = {"init_scale": 4.0, "growth_interval": 2, "max_scale": 2.0**12}
+STANDS = {"init_scale": 512.0, "growth_interval": 10**6}
+
+
+@contextmanager
+def wrapper(face: str, mode: str, offload: str, **settings: Any) -> Iterator[Callable[..., Any]]:
+    made: list[Any] = []
+
+    def wrap(model: Any, *both: Any) -> Any:
+        if face == "accelerate":
+            accelerator = attached(mode, **{"offload": offload, **settings})
+            accelerator.native_amp = False
+            made.append(lambda: detach(accelerator))
+            prepared = accelerator.prepare(model, *both)
+            return *prepared, accelerator.scaler, accelerator.backward
+        own = {k: settings.pop(k) for k in list(settings) if k == "delay_warmup_steps"}
+        scaler = GradScaler("cpu", **settings)
+        ours = [
+            AsyncOptimizer(
+                each,
+                model,
+                scaler=scaler,
+                mode=mode,
+                offload=offload,
+                optimizer_threads=1,
+                **own,
+            )
+            for each in both
+        ]
+        made.extend(each.close for each in ours)
+        return model, *ours, scaler, lambda loss: scaler.scale(loss).backward()
+
+    try:
+        yield wrap
+    finally:
+        for close in made:
+            close()
+
+
+@faces
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("mode", "offload", "shared"),
+    [
+        (*way, shared)
+        for way, shared in product(WAYS, [False, True])
+        if not (shared and "delayed" in way)  # refused: each would have masters of its own
+    ],
+)
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_second_optimizer_that_steps_every_third_batch(
+    face: str, mode: str, offload: str, kind: str, shared: bool, keeps: bool
+) -> None:
+    """A plain float32 loop, bit for bit, though the scale moves while its gradients accumulate."""
+    expected, _, _ = every_third(kind, shared=shared, keeps=keeps)
+    with wrapper(face, mode, offload, **MOVES, delay_warmup_steps=99) as wrap:
+        got, skips, scales = every_third(kind, wrap, shared=shared, keeps=keeps)
+    assert len(set(scales)) > 8
+    assert not any(skips)
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_left_over_gradients_in_low_precision(mode: str, dtype: torch.dtype) -> None:
+    """As with a scale that stands still."""
+    found = []
+    for settings in (MOVES, STANDS):
+        with wrapper("accelerate", mode, "none", **settings) as wrap:
+            found.append(every_third("SGD", wrap, dtype=dtype))
+    assert len(set(found[0][2])) > 8
+    assert torch.equal(found[0][0], found[1][0])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("where", ["first", "second"])
+def test_an_overflow_that_one_optimizer_steps_after(
+    mode: str, dtype: torch.dtype, where: str
+) -> None:
+    """Its own is found at its own boundary, which is skipped; another's is not its."""
+    with wrapper("accelerate", mode, "none", **MOVES) as wrap:
+        found, skips, scales = every_third("SGD", wrap, dtype=dtype, bad={3: where})
+    assert bool(found.isfinite().all())
+    assert skips == [step == 1 and where == "second" for step in range(10)]
+    # Batch 3 is skipped, or the step after batch 5, in whose window the scale was to grow.
+    backed_off = [n for n, (a, b) in enumerate(pairwise(scales)) if b < a]
+    assert backed_off == [3 if where == "first" else 5]
+
+
+@pytest.mark.parametrize("how", ["grows", "backs off"])
+def test_left_over_float16_gradients_at_the_ends_of_their_range(how: str) -> None:
+    """They are what they would have been at the new scale: past the largest float16 the boundary
+    skips, below the smallest normal one they are rounded once more."""
+    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=1 if how == "grows" else 99)
+    first, second = (nn.Parameter(torch.ones(2, dtype=torch.float16)) for _ in range(2))
+    slope, bad = (40.0, 1.0) if how == "grows" else (2.0**-34 * 3, INF)  # a scaled 40960, 3 * 2^-24
+    with (
+        AsyncOptimizer(SGD([first], lr=0.25), scaler=scaler, mode="sync") as one,
+        AsyncOptimizer(SGD([second], lr=0.25 if how == "grows" else 2.0**32), scaler=scaler) as two,
+    ):
+        scaler.scale(first.float().sum() * bad + second.float().sum() * slope).backward()
+        one.step()
+        one.zero_grad()
+        scaler.scale(first.float().sum()).backward()
+        assert second.grad is not None
+        assert second.grad.tolist() == [INF if how == "grows" else 2.0**-23] * 2
+        two.step()
+        two.synchronize()
+        assert two.step_was_skipped is (how == "grows")
+        assert second.tolist() == [1.0 if how == "grows" else 1.0 - 2.0**32 * 2.0**-23 / 512] * 2
+
+
+@faces
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_a_shared_gradient_that_the_other_optimizer_has_left(face: str, mode: str) -> None:
+    """Its step has unscaled it, so nothing scaled may be added to it, whatever the scale is."""
+    with wrapper(face, mode, "none", **STANDS) as wrap:
+        own, shared = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+        model = nn.ParameterList([own, shared])
+        _, first, second, scaler, backward = wrap(model, SGD([shared], lr=1.0), SGD(model, lr=1.0))
+        for _ in range(2):
+            backward((own + shared).sum())
+            first.step()
+        with pytest.raises(OrderError, match="which are unscaled"):
+            second.step()
+        second.zero_grad()
+        scaler.abandon_window()
+        backward((own + shared).sum())
+        second.step()
+        second.synchronize()
+        assert own.tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("mode", ["sync", "overlap"])
@@ -963,11 +1149,11 @@ def load_scale(scaler: GradScaler) -> None:
     ],
 )
 @pytest.mark.parametrize("clipped", [True, False])
-def test_a_window_that_ends_half_way_leaves_no_gradients_to_add_to(
+def test_gradients_that_a_window_leaves_half_way(
     face: str, mode: str, end: str, clipped: bool, then: str
 ) -> None:
-    """They are unscaled, or of another scale than what comes: torch moves 4 or 1,000 times too far
-    without a word. Given up and neither, they go on accumulating."""
+    """They are unscaled: torch moves 1,000 times too far without a word. Scaled, they go on
+    accumulating at the new scale, as in a loop without scaling."""
     with loop(face, mode) as ours:
 
         def go_on() -> None:
@@ -991,7 +1177,7 @@ def test_a_window_that_ends_half_way_leaves_no_gradients_to_add_to(
             ours.clip(1e6)
         ENDS[end](ours.scaler)
         reference = Plain()
-        if end == "abandon_window" and not clipped:
+        if not clipped:
             loss_of(reference.model, 0).backward()
         else:
             with pytest.raises(OrderError, match="go on"):

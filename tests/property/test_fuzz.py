@@ -145,7 +145,7 @@ def telemetry(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """A file that training has written, with all that one can hold but spans of a device."""
     path = tmp_path_factory.mktemp("telemetry") / "run.jsonl"
     config = ScalerConfig(
-        telemetry=str(path), step_mode="overlap", find_overflow=True, underflow_interval=1
+        telemetry=str(path), step_mode="overlap", find_overflow="always", underflow_interval=1
     )
     accelerator: Any = attach(Accelerator(cpu=True, mixed_precision="fp16"), config)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4).half(), torch.nn.Linear(4, 1))

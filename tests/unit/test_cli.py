@@ -124,10 +124,7 @@ def test_a_command_that_does_not_come_first_is_a_usage_error(
     [
         ("lunch", "unknown command 'lunch'. Did you mean launch?"),
         ("Report", "unknown command 'Report'. Did you mean report?"),
-        (
-            "train.py",
-            "unknown command 'train.py'. The commands are launch, doctor, report, replay.",
-        ),
+        ("train.py", "unknown command 'train.py'. The commands are launch, report."),
         ("", "unknown command ''. The commands are "),
     ],
 )

@@ -7,10 +7,12 @@ import inspect
 import math
 import os
 import pydoc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate import Accelerator
 
 from accel_scaler import (
     AccelScalerError,
@@ -19,6 +21,8 @@ from accel_scaler import (
     OverflowStreakError,
     ScalerConfig,
     UnsupportedError,
+    attach,
+    cli,
 )
 from accel_scaler.config import (
     ENV_PREFIX,
@@ -28,8 +32,10 @@ from accel_scaler.config import (
     in_flags,
     in_section,
     resolve,
+    variable_of,
 )
 from accel_scaler.config_file import ConfigFile, read_config
+from accel_scaler.errors import RETIRED
 
 NO_NUMBER = (math.nan, math.inf, -math.inf, True, "2", None, 10**400)
 NO_COUNT = (0, -1, 1.0, True, "3", 2**53 + 1)
@@ -64,9 +70,11 @@ VALUES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     ),
     "underflow_interval": ((1, 100), (*NO_COUNT, None)),
     "tracker_interval": ((None, 1, 100), (*NO_COUNT, "often")),
-    "find_overflow": (("auto", "replay", "always", "off"), (1, 0, "", "true", None, "ALWAYS")),
+    "find_overflow": (
+        ("auto", "replay", "always", "off"),
+        (True, False, 1, "", "true", "false", None, "ALWAYS"),
+    ),
     "heal": ((True, False), NO_SWITCH),
-    "save_overflow": ((None, "out/overflows"), ("", "None", 1, True, b"a", "a\0b")),
     "fp32_modules": (
         ((), ("*.wo",), ("h.[0-3].mlp", "a?")),
         ("*.wo", None, True, 1, ("",), (1,), ("a b",), ("a,b",), {"a"}),
@@ -112,8 +120,8 @@ def test_help_has_of_every_field_its_text_type_default_and_what_is_allowed() -> 
 
 
 def test_paths_are_kept_as_texts() -> None:
-    config = ScalerConfig(telemetry=Path("a") / "b", save_overflow=Path("c"))
-    assert (config.telemetry, config.save_overflow) == (os.path.join("a", "b"), "c")
+    config = ScalerConfig(telemetry=Path("a") / "b")
+    assert config.telemetry == os.path.join("a", "b")
     assert ScalerConfig.from_env(config.to_env()) == config
 
 
@@ -203,6 +211,7 @@ def test_bounds_that_contradict(values: dict[str, float]) -> None:
         ("max_consecutive_skips", "3", 3),
         ("step_mode", " sync ", "sync"),
         ("optimizer_threads", "Auto", "auto"),
+        ("find_overflow", " off ", "off"),
         ("fp32_modules", "*.wo, h.3.mlp,", ("*.wo", "h.3.mlp")),
         ("fp32_modules", "", ()),
     ],
@@ -227,6 +236,7 @@ def test_texts_as_people_write_them(tmp_path: Path, name: str, text: str, value:
         ("min_scale", "-1"),
         ("step_mode", "inline"),
         ("offload", ""),
+        ("find_overflow", "true"),
     ],
 )
 def test_a_text_that_cannot_be_used_is_named_with_its_source(
@@ -276,6 +286,41 @@ def test_an_unknown_field_is_named_with_the_nearest(tmp_path: Path) -> None:
         start = f"{path}, line 2, section `accel_scaler:`: unknown field {shown}"
         assert str(caught.value).startswith(start)
         assert ("Did you mean" in shown) or all(name in str(caught.value) for name in VALUES)
+
+
+@pytest.mark.parametrize("name", RETIRED)
+def test_a_retired_name_is_one_line_that_says_what_to_use_instead(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(f"accel_scaler:\n  {name}: 1\n")
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit(1)")
+    command = name.removeprefix("accel-scaler ").split()
+    ways: dict[str, Callable[[], object]] = {
+        name: lambda: ScalerConfig(**{name: 1}),
+        f"{path}, line 2": lambda: ScalerConfig.from_yaml(path),
+        "notes": lambda: ScalerConfig.from_mapping({name: 1}, "notes"),
+        "attach": lambda: attach(Accelerator(cpu=True), {name: 1}),
+        variable_of(name): lambda: ScalerConfig.from_env({variable_of(name): "1"}),
+    }
+    lines = []
+    for where, way in ways.items() if name == command[0] else ():
+        with pytest.raises(ConfigError) as caught:
+            way()
+        assert where in str(caught.value)
+        lines.append(str(caught.value))
+    argvs = [command]
+    if name == command[0]:
+        flag = name.replace("_", "-")
+        argvs = [["launch", f"--{each}=1", str(script)] for each in (name, flag)]
+        argvs.append(["launch", f"--{name}", "1", str(script)])
+    for argv in argvs:
+        assert cli.main(argv) == 2
+        lines.append(capsys.readouterr().err.rstrip())
+    for line in lines:
+        assert line.endswith(f" is retired. Instead: {RETIRED[name]}")
+        assert "\n" not in line
 
 
 def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:

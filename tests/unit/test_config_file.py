@@ -91,6 +91,19 @@ def test_an_empty_section_in_braces_is_a_section(tmp_path: Path) -> None:
     assert yaml.safe_load(file.rest or "") == REST
 
 
+@pytest.mark.parametrize(
+    ("text", "bad"), [("off", ""), ("'off'", ""), ("no", "False"), ("true", "True")]
+)
+def test_off_is_a_word_of_find_overflow_and_no_bool(tmp_path: Path, text: str, bad: str) -> None:
+    path = write(tmp_path, f"use_cpu: off\naccel_scaler:\n  find_overflow: {text}\n  attach: on\n")
+    assert yaml.safe_load(read_config(path).rest or "") == {"use_cpu": False}
+    if bad:
+        with pytest.raises(ConfigError, match=f"find_overflow: got {bad}, expected 'auto', 'rep"):
+            ScalerConfig.from_yaml(path)
+    else:
+        assert ScalerConfig.from_yaml(path).find_overflow == "off"
+
+
 def test_merge_keys_and_anchors_work_across_the_section(tmp_path: Path) -> None:
     text = (
         "accel_scaler: &s\n  <<: {min_scale: 2.0, hysteresis: 3}\n  min_scale: 1.0\n"

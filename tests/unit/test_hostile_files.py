@@ -122,14 +122,12 @@ def test_an_error_about_a_file_steers_no_terminal(
     (folder / "c\x1b[2J.jsonl").write_text("\x1b[2J no telemetry")
     (folder / "d\x1b[2J.yaml").write_text('"\\e[2J\\u202e": 1\ndistributed_type: "\\e[2JNO"\n')
     for argv in (
-        ["doctor", "--config_file", "c\x1b[2J.yaml"],
-        ["doctor", "--config_file", "d\x1b[2J.yaml"],
-        ["doctor", "--cpu", "--telemetry", "e\x1b[2J.jsonl"],
+        ["launch", "--dry_run", "--config_file", "c\x1b[2J.yaml"],
+        ["launch", "--dry_run", "--config_file", "d\x1b[2J.yaml"],
+        ["launch", "--dry_run", "--cpu", "--telemetry", "e\x1b[2J.jsonl"],
         ["launch", "--cpu", "script\x1b[2J.py"],
         ["report", "c\x1b[2J.jsonl"],
         ["report", "none\x1b[2J.jsonl"],
-        ["replay", "c\x1b[2J.jsonl"],
-        ["replay", "none\x1b[2J.pt"],
     ):
         status = cli.main(argv)
         out, err = capsys.readouterr()

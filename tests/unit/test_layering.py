@@ -17,7 +17,6 @@ ORDER = [
         "console",
         "devices",
         "places",
-        "old_paths",
         "late_names",
         "config_file",
         "config",
@@ -30,32 +29,26 @@ ORDER = [
 WITHOUT_FACE = {"launch"}
 """A launched process imports one module of it alone: others would cost it Accelerate's commands."""
 
-KEPT = {"telemetry": {"Record", "Span"}}
-"""Handed out for pickles: they know these by the folder's name, from when it was a module."""
-
 ONLY_IN = {
     "accelerate": {
         "integrations/accelerator",
-        "integrations/alone",
         "integrations/attaching",
         "integrations/attachment",
         "integrations/autocast",
         "integrations/optimizer",
         "integrations/stock_scaler",
         "launch/launcher",
-        "doctor/environment",
     },
     "matplotlib": {"report/figures", "report/theme"},
     "rich": {"report/live"},
-    "safetensors": {"replay/model"},
-    "psutil": {"async_optimizer/worker", "launch/launcher", "doctor/environment"},
+    "psutil": {"async_optimizer/worker", "launch/launcher"},
     "transformers": {"integrations/trainer"},
     "yaml": {"config_file"},
 }
 """Whose modules may import another library; torch is everywhere but in ``WITHOUT_TORCH``."""
 
 WITHOUT_TORCH = {
-    *("report", "config", "config_file", "console", "errors", "version", "old_paths", "cli"),
+    *("report", "config", "config_file", "console", "errors", "version", "cli"),
     *("late_names", "places"),
 }
 
@@ -116,7 +109,7 @@ def test_a_face_says_what_its_folder_is_for_and_hands_out_what_others_use(folder
     assert len((ast.get_docstring(tree) or "").split("\n\n")) == 2
     imports = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.level == 1]
     given = {alias.name for node in imports for alias in node.names}
-    used = set(KEPT.get(folder, ()))
+    used = set()
     for name in MODULES:
         if name.partition("/")[0] != folder:
             used |= {taken for module, taken in own_imports(name) if module == folder and taken}

@@ -21,7 +21,7 @@ from async_support import assert_same
 from places import ROOT
 from torch.optim.lr_scheduler import LambdaLR
 
-from accel_scaler import ConfigError, GradScaler, ScalerConfig, attach, detach
+from accel_scaler import GradScaler, ScalerConfig, attach, detach
 
 SOURCES = [
     path
@@ -152,12 +152,10 @@ def test_a_hostile_checkpoint_does_not_run(name: str, raw: bool, tmp_path: Path)
             (folder / name).write_bytes(pickle.dumps({"scale": Bomb(went_off)}, 2))
         else:
             torch.save({"scale": Bomb(went_off)}, folder / name)
-        if name.endswith(".pkl") and not raw:  # Accelerate goes on without its random numbers
+        if name.endswith(".pkl"):  # Accelerate goes on without its random numbers
             run.accelerator.load_state(str(folder))
         else:
-            with pytest.raises(
-                (pickle.UnpicklingError, ConfigError), match=r"weights_only|cut off"
-            ):
+            with pytest.raises(pickle.UnpicklingError, match="weights_only"):
                 run.accelerator.load_state(str(folder))
         assert not went_off.exists()
         run.train(1)

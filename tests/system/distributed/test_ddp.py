@@ -45,6 +45,7 @@ from two_ranks import (
     check,
     compare,
     copy,
+    every_third,
     net,
     optimizer_of,
     reference,
@@ -98,6 +99,17 @@ def test_every_mode_through_accelerate_equals_torch_on_the_same_ranks(
         assert "allreduce_" in names
         assert elsewhere == 0
         check(mine, expected, name)
+
+    on_two_ranks(body, tmp_path)
+
+
+@pytest.mark.parametrize("buckets", BUCKETS)
+def test_left_over_gradients_follow_the_scale_on_every_rank(buckets: str, tmp_path: Path) -> None:
+    """The plain float32 loop on the same two ranks."""
+
+    def body() -> None:
+        wrap = partial(DistributedDataParallel, **BUCKETS[buckets])
+        assert torch.equal(every_third(wrap, scaled=True), every_third(wrap, scaled=False))
 
     on_two_ranks(body, tmp_path)
 

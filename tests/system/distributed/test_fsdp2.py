@@ -43,6 +43,7 @@ from two_ranks import (
     batch,
     compare,
     differing,
+    every_third,
     net,
     optimizer_of,
     reference,
@@ -117,6 +118,15 @@ RUNS: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
 def test_every_mode_equals_torch_on_the_same_ranks(kind: str, layout: str, tmp_path: Path) -> None:
     """Losses, norms, scales, rates, parameters, optimizer state, and an overflow in one shard."""
     on_two_ranks(lambda: compare(RUNS[kind, layout], LAYOUTS[layout], kind), tmp_path)
+
+
+def test_left_over_gradients_of_shards_follow_the_scale(tmp_path: Path) -> None:
+    """The plain float32 loop on the same two ranks."""
+
+    def body() -> None:
+        assert torch.equal(every_third(shard, scaled=True), every_third(shard, scaled=False))
+
+    on_two_ranks(body, tmp_path)
 
 
 def test_parameters_that_are_not_sharded_are_stepped_beside_those_that_are(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def train(telemetry: Path | None, mode: Any) -> list[float]:
             step_mode=mode,
             optimizer_threads=1,
             telemetry=None if telemetry is None else str(telemetry),
-            find_overflow=True,
+            find_overflow="always",
             underflow_interval=1,
         ),
     )

@@ -10,7 +10,6 @@ from places import ROOT
 from ranks_script import TIMEOUT_S
 
 from accel_scaler.async_optimizer.worker import EXIT_LIMIT_S
-from accel_scaler.integrations.checkpoints import MARK
 from accel_scaler.scaling import WAIT_LIMIT_S
 from accel_scaler.scaling.overflow_streak import MOST_WARNINGS, TOLD_AT
 from accel_scaler.telemetry.record_queue import LONGEST_WAIT_S, MOST_WAITING
@@ -57,7 +56,6 @@ def test_a_test_that_is_not_there_is_noticed() -> None:
     ("fault", "part"),
     [
         ("SIGKILL at", f"{LONGEST_WAIT_S:g} s or {MOST_WAITING} windows"),
-        ("SIGKILL within", f"`{MARK}.<rank>`"),
         ("disk full for telemetry", f"{LONGEST_WAIT_S:g} s or {MOST_WAITING} windows"),
         ("one of two ranks hangs", f"with {TIMEOUT_S} s set"),
         ("NaN in every", f"at {TOLD_AT}, {10 * TOLD_AT}, {100 * TOLD_AT:,} ..."),

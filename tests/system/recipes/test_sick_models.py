@@ -97,7 +97,7 @@ def test_a_control_gets_well_by_itself(name: str) -> None:
 def test_a_loss_that_the_script_spoils_is_no_modules_fault() -> None:
     well = train(NO_MODULE, "no")
     assert well.after < 0.75 * well.before
-    run = train(few(NO_MODULE, 8), find_overflow=True)
+    run = train(few(NO_MODULE, 8), find_overflow="always")
     assert run.skips == 8
     assert {each.first["where"] for each in run.records.records} == {"loss"}
 

@@ -21,7 +21,14 @@ from references import (
 )
 from torch import Tensor, nn
 
-from accel_scaler import AsyncOptimizer, ConfigError, GradScaler, ScalerConfig, UnsupportedError
+from accel_scaler import (
+    AsyncOptimizer,
+    ConfigError,
+    GradScaler,
+    OrderError,
+    ScalerConfig,
+    UnsupportedError,
+)
 from accel_scaler.async_optimizer.master_rule import MasterRule
 
 pytestmark = pytest.mark.usefixtures("one_thread", "one_part_each")
@@ -171,12 +178,17 @@ def test_two_optimizers_cannot_have_a_master_each() -> None:
     one, two = torch.optim.SGD([shared]), torch.optim.SGD([shared])
     for way in ({"master_weights": "fp32"}, {"mode": "sync", "offload": "cpu"}):
         with (
-            AsyncOptimizer(one, **way),
-            pytest.raises(UnsupportedError, match=r"parameters are torch\.bfloat16"),
+            AsyncOptimizer(one, **way) as old,
+            AsyncOptimizer(two, **way),
+            pytest.raises(OrderError, match="prepared after this SGD owns its parameters"),
         ):
-            AsyncOptimizer(two, **way)
-    with AsyncOptimizer(one, master_weights="none"), AsyncOptimizer(two, master_weights="none"):
-        pass
+            old.step()
+    with (
+        AsyncOptimizer(one, master_weights="none") as old,
+        AsyncOptimizer(two, master_weights="none") as new,
+    ):
+        old.step()
+        new.step()
 
 
 @pytest.mark.parametrize("mode", ["sync", "overlap"])

@@ -704,7 +704,7 @@ def test_a_whole_model_saved_while_attached_loads_without_this_package(tmp_path:
         config = ScalerConfig(
             step_mode=mode,  # type: ignore[arg-type]
             telemetry=str(tmp_path / f"{mode}.jsonl"),
-            find_overflow=True,
+            find_overflow="always",
             init_scale=8.0,
         )
         accelerator: Any = attach(Accelerator(cpu=True, mixed_precision="fp16"), config)

@@ -18,16 +18,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 from async_support import assert_same, lazy, sleepy
 from torch import Tensor, nn
 
 from accel_scaler import (
     AsyncOptimizer,
     GradScaler,
-    ScalerConfig,
     UnsupportedError,
-    attach,
 )
 from accel_scaler.async_optimizer.replica import Replica
 from accel_scaler.async_optimizer.supported_optimizers import is_splittable, known_class
@@ -610,30 +607,6 @@ def test_an_optimizer_waits_for_one_that_shares_what_nobody_sees_used(
         assert torch.equal(p.detach(), torch.full((2,), 0.5))
         second.synchronize()
         assert torch.equal(p.detach(), torch.full((2,), 0.25))
-
-
-@pytest.mark.parametrize("kind", ["delayed", "float16"])
-def test_two_masters_of_one_parameter_are_refused(kind: str) -> None:
-    model = net().half() if kind == "float16" else net()
-    params, mode = list(model.parameters()), "delayed" if kind == "delayed" else "overlap"
-    other = torch.optim.SGD(params[:1], lr=LR)
-    with AsyncOptimizer(torch.optim.SGD(params, lr=LR), model, mode=mode):
-        with pytest.raises(UnsupportedError, match="SGD shares 1 parameters with a SGD"):
-            AsyncOptimizer(other, model, mode=mode)
-        assert async_stepper_of(other) is None
-    AsyncOptimizer(other, model, mode=mode).close()  # the first is closed
-    # One that nobody has any more counts no longer.
-    AsyncOptimizer(torch.optim.SGD(params, lr=LR), model, mode=mode)
-    AsyncOptimizer(other, model, mode=mode).close()
-    accelerator: Any = Accelerator(cpu=True, mixed_precision="fp16")
-    optimizers = torch.optim.SGD(params, lr=LR), torch.optim.SGD(params[:1], lr=LR)
-    accelerator.prepare(model, *optimizers)
-    before = dict(vars(accelerator))
-    with pytest.raises(UnsupportedError, match="shares"):
-        attach(accelerator, ScalerConfig(step_mode=mode))  # type: ignore[arg-type]
-    assert vars(accelerator) == before
-    assert type(accelerator) is Accelerator
-    assert all(async_stepper_of(optimizer) is None for optimizer in optimizers)
 
 
 # (23) Autocast.

@@ -330,8 +330,7 @@ def test_what_cannot_be_asked_for_changes_nothing(
     [
         ({"telemetry": "."}, "telemetry: got '.', which .* it is a folder"),
         ({"telemetry": "file/x.jsonl"}, "file is no folder"),
-        ({"telemetry": "file", "save_overflow": "new"}, "exists and is not a telemetry file"),
-        ({"save_overflow": "file/x", "telemetry": "new.jsonl"}, "save_overflow='file/x' cannot be"),
+        ({"telemetry": "file"}, "exists and is not a telemetry file"),
     ],
 )
 def test_what_cannot_be_written_is_said_and_nothing_is_made(
@@ -349,12 +348,11 @@ def test_what_cannot_be_written_is_said_and_nothing_is_made(
 
 def test_paths_may_be_path_objects(tmp_path: Path) -> None:
     path = tmp_path / "new" / "run.jsonl"
-    accelerator = attach(cpu(), telemetry=path, save_overflow=tmp_path / "saved")
+    accelerator = attach(cpu(), telemetry=path)
     train(accelerator, *prepared(accelerator))
     assert attach(accelerator, telemetry=str(path)) is accelerator
     detach(accelerator)
     assert '"kind":"window"' in path.read_text().replace(" ", "")
-    assert (tmp_path / "saved").is_dir()
 
 
 @pytest.mark.parametrize("target", [None, 3, mlp(), torch.amp.GradScaler("cpu")])

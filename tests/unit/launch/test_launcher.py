@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import dataclasses
 import json
 import os
 import signal
@@ -20,8 +21,9 @@ from accelerate.commands.launch import launch_command_parser
 from places import ROOT
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from accel_scaler import ConfigError, ScalerConfig, UnsupportedError
+from accel_scaler import AccelScalerError, ConfigError, ScalerConfig, UnsupportedError, cli
 from accel_scaler.config import ENV_PREFIX, FIELDS, GROUPS
+from accel_scaler.console import written
 from accel_scaler.launch import launcher as launcher_module
 from accel_scaler.launch.launcher import STARTUP, main
 from accel_scaler.launch.totals import VARIABLE
@@ -86,7 +88,7 @@ EVERY = ScalerConfig(
     master_weights="fp32",
     fold_unscale=True, telemetry="a b.jsonl", underflow_interval=7, find_overflow="replay",
     tracker_interval=9,
-    sharded=True, heal=True, save_overflow="saved", fp32_modules=("*.wo", "h.[01].mlp"),
+    sharded=True, heal=True, fp32_modules=("*.wo", "h.[01].mlp"),
 )  # fmt: skip
 
 
@@ -222,8 +224,6 @@ def test_flags_behind_the_script_are_the_scripts(started: Started, script: list[
         (["--telemetry", "new/"], "that is the name of a folder"),
         (["--telemetry", "train.py/x.jsonl"], "train.py is no folder. Choose another path. (--tel"),
         (["--telemetry", "x/" + "n" * 300], "File name too long"),
-        (["--save_overflow", "train.py"], "train.py is no folder); expected a folder, or a place"),
-        (["--save_overflow", "train.py/x"], "train.py is no folder)"),
     ],
 )
 def test_what_cannot_be_written_is_said_before_anything_starts(
@@ -237,23 +237,106 @@ def test_what_cannot_be_written_is_said_before_anything_starts(
     assert str(caught.value).endswith(f"({flags[0]})")
     assert started.args is None
     assert sorted(Path().rglob("*")) == before
-    # Every host writes overflows; telemetry the first one alone, or each with {rank}.
+    # The first host alone writes, or each with {rank}.
     other = ["--multi_gpu", "--num_processes", "2", "--num_machines", "2", "--machine_rank", "1"]
-    argv = [*other, flags[0], flags[1], "train.py"]
-    if flags[0] == "--telemetry":
-        assert main(argv) == 0
-        argv[-2] = "{rank}/../" + flags[1]
-        (Path() / "1").mkdir()
+    argv = [*other, *flags, "train.py"]
+    assert main(argv) == 0
+    argv[-2] = "{rank}/../" + flags[1]
+    (Path() / "1").mkdir()
     with pytest.raises(ConfigError):
         main(argv)
 
 
 def test_what_can_be_written_is_not_made_by_the_launcher(started: Started) -> None:
     before = sorted(Path().rglob("*"))
-    flags = ["--telemetry", "new/{rank}.jsonl", "--save_overflow", "other/new"]
-    assert main(["--cpu", *flags, "train.py"]) == 0
+    assert main(["--cpu", "--telemetry", "new/{rank}.jsonl", "train.py"]) == 0
     assert started.args is not None
     assert sorted(Path().rglob("*")) == before
+
+
+# --- a dry run -----------------------------------------------------------------------------------
+
+
+def test_a_dry_run_prints_each_setting_with_its_source_and_starts_nothing(
+    started: Started, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_section("hysteresis: 3\nmin_scale: 2.0\nmax_scale: null\nfind_overflow: off")
+    monkeypatch.setenv("ACCEL_SCALER_MIN_SCALE", "4")
+    monkeypatch.setenv("ACCEL_SCALER_GROWTH_INTERVAL", "9")
+    flags = ["--growth_interval", "7", "--no_enabled", "--fp32_modules", "*.wo, h.3"]
+    before = sorted(Path().rglob("*"))
+    environment = dict(os.environ)
+    argv = ["--dry_run", "--config_file", "config.yaml", *flags, "train.py", "--lr", "1"]
+    assert main(argv) == 0
+    out, err = capsys.readouterr()
+    *lines, last = out.splitlines()
+    said = {name: rest for name, *rest in (line.split(maxsplit=1) for line in lines)}
+    expected = {
+        name: [f"{written(value)} default"]
+        for name, value in {"attach": True, **dataclasses.asdict(ScalerConfig())}.items()
+    } | {
+        "hysteresis": ["3 config.yaml, line 5"],
+        "max_scale": ["none config.yaml, line 7"],
+        "find_overflow": ["off config.yaml, line 8"],
+        "min_scale": ["4 ACCEL_SCALER_MIN_SCALE"],
+        "growth_interval": ["7 --growth_interval"],
+        "enabled": ["false --no_enabled"],
+        "fp32_modules": ["[*.wo, h.3] --fp32_modules"],
+    }  # fmt: skip
+    assert {name: [" ".join(rest.split())] for name, (rest,) in said.items()} == expected
+    assert list(said) == list(FIELDS)
+    assert last == "A launch would refuse nothing of this. It was not started: --dry_run."
+    assert (err, started.args) == ("", None)
+    assert (sorted(Path().rglob("*")), dict(os.environ)) == (before, environment)
+    assert main(["--dry-run", *argv[1:]]) == 0
+
+
+BAD_FILE = f"{ACCELERATE}accel_scaler:\n  step_mode: later\n  find_overflow: true\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "refused", "shows"),
+    [
+        (["train.py"], [], True),
+        ([], ["no script was given"], True),
+        (["--tpu", "no.py"], ["the script 'no.py' does not exist", "an XLA device"], True),
+        (["--tpu", "--no_attach", "--telemetry", "train.py", "train.py"],
+         ["it exists and is not a telemetry file"], True),
+        (["--min_scale", "low", "--config_file", "bad.yaml", "no.py"],
+         ["bad.yaml, line 5: step_mode: got 'later'", "line 6: find_overflow: got True",
+          "HYSTERESIS: got '0'", "--min_scale: got 'low'", "the script 'no.py'"], False),
+        (["--min_scale", "9", "--init_scale", "4", "train.py"],
+         ["(init_scale: --init_scale"], False),
+        (["--config_file", "no.yaml", "no.py"],
+         ["'no.yaml' does not", "the script 'no.py'"], False),
+        (["--multi_gpu", "--use_fsdp", "train.py"], ["Accelerate refuses these arguments"], True),
+    ],
+)  # fmt: skip
+def test_a_dry_run_says_every_refusal(
+    started: Started,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    argv: list[str],
+    refused: list[str],
+    shows: bool,
+) -> None:
+    Path("bad.yaml").write_text(BAD_FILE)
+    Path("train.py").write_text("raise SystemExit('started')\n")
+    if len(refused) > 3:
+        monkeypatch.setenv("ACCEL_SCALER_HYSTERESIS", "0")
+    assert cli.main(["launch", "--dry_run", *argv]) == (2 if refused else 0)
+    out, err = capsys.readouterr()
+    told = err.splitlines()
+    assert len(told) == len(refused), err
+    for line, text in zip(told, refused, strict=True):
+        assert line.startswith("accel-scaler: error: ")
+        assert text in line
+    assert (out.startswith("attach ")) == shows
+    assert started.args is None
+    if refused and "Accelerate" not in refused[0]:  # the first is what a launch raises
+        with pytest.raises(AccelScalerError) as caught:
+            main(argv)
+        assert " ".join(str(caught.value).split()) in told[0]
 
 
 # --- the last line -------------------------------------------------------------------------------

@@ -1,0 +1,435 @@
+"""Who owns parameters that have float32 masters: the optimizer that was prepared last.
+
+A notebook cell that is run again prepares another optimizer over the same model, which goes on from
+the newest values with fresh state. The reference is a plain loop with masters written out.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from async_support import lazy
+from support import mlp, reset, weights
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR
+
+from accel_scaler import (
+    AsyncOptimizer,
+    GradScaler,
+    OrderError,
+    ScalerConfig,
+    UnsupportedError,
+    attach,
+    detach,
+)
+from accel_scaler.errors import StepError
+from accel_scaler.optimizer_step import async_stepper_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
+SCALE = 512.0
+WAYS = [(m, o, d) for m in ("sync", "overlap") for o in ("none", "cpu") for d in (HALF, BRAIN)]
+WAYS += [("delayed", o, d) for o in ("none", "cpu") for d in (HALF, BRAIN, FULL)]
+NAMES = [f"{mode}-{offload}-{str(dtype)[6:]}" for mode, offload, dtype in WAYS]
+ways = pytest.mark.parametrize(("mode", "offload", "dtype"), WAYS, ids=NAMES)
+AGAIN = ["prepare", "another accelerator", "by hand"]
+again = pytest.mark.parametrize("how", AGAIN)
+
+
+def optimizer_of(model: nn.Module) -> SGD:
+    return SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    dtype = next(model.parameters()).dtype
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).to(dtype)
+    loss: Tensor = model(x).float().square().mean()
+    return loss
+
+
+def plain(dtype: torch.dtype, *runs: range, window: int = 1) -> Tensor:
+    """Each run has an optimizer and masters of its own, and steps after so many backwards; returns
+    the model."""
+    model = mlp().to(dtype)
+    params = list(model.parameters())
+    for run in runs:
+        masters = [nn.Parameter(p.detach().float()) for p in params]
+        optimizer = SGD(masters, lr=0.1, momentum=0.9)
+        for step in run:
+            (loss_of(model, step) * SCALE).backward()
+            if (step + 1) % window:
+                continue
+            for p, master in zip(params, masters, strict=True):
+                assert p.grad is not None
+                master.grad, p.grad = p.grad.float() / SCALE, None
+            optimizer.step()
+            with torch.no_grad():
+                for p, master in zip(params, masters, strict=True):
+                    p.copy_(master)
+    return weights(model)
+
+
+class Cell:
+    """What a notebook cell makes anew over one model each time that it is run."""
+
+    def __init__(self, how: str, dtype: torch.dtype, mode: str, offload: str, **more: Any) -> None:
+        self.how, self.model = how, mlp().to(dtype)
+        self.settings = {"offload": offload, "optimizer_threads": 1, **more}
+        self.mode = mode
+        self.accelerators: list[Any] = []
+        self.made: list[Any] = []
+        """Every optimizer, as a notebook keeps it."""
+
+    def run(self) -> Any:
+        """The optimizer that is to be stepped from now on."""
+        inner = optimizer_of(self.model)
+        if self.how == "by hand":
+            self.scaler = GradScaler("cpu", init_scale=SCALE)
+            ours: Any = AsyncOptimizer(
+                inner, self.model, scaler=self.scaler, mode=self.mode, **self.settings
+            )
+            self.backward: Any = lambda loss: self.scaler.scale(loss).backward()
+            self.called: Any = self.model
+        else:
+            if self.how == "another accelerator" or not self.accelerators:
+                config = ScalerConfig(init_scale=SCALE, step_mode=self.mode, **self.settings)  # type: ignore[arg-type]
+                accelerator = attach(Accelerator(cpu=True, mixed_precision="fp16"), config)
+                accelerator.native_amp = False
+                self.accelerators.append(accelerator)
+            self.called, ours = self.accelerators[-1].prepare(self.model, inner)
+            self.scaler = self.accelerators[-1].scaler
+            self.backward = self.accelerators[-1].backward
+        self.made.append(ours)
+        return ours
+
+    def train(self, optimizer: Any, steps: range) -> None:
+        for step in steps:
+            self.backward(loss_of(self.called, step))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def close(self) -> None:
+        self.scaler.abandon_window()
+        for accelerator in self.accelerators:
+            accelerator.scaler.abandon_window()
+            detach(accelerator)
+        for optimizer in self.made if self.how == "by hand" else ():
+            optimizer.close()
+
+
+@contextmanager
+def cell(
+    how: str, dtype: torch.dtype, mode: str = "sync", offload: str = "none", **more: Any
+) -> Iterator[Cell]:
+    reset()
+    made = Cell(how, dtype, mode, offload, **more)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@again
+@ways
+def test_the_newest_optimizer_goes_on_and_the_old_one_says_so(
+    how: str, mode: str, offload: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    with cell(how, dtype, mode, offload, delay_warmup_steps=99) as notebook:
+        with lazy() if how != "by hand" else nullcontext():  # two workers there
+            old = notebook.run()
+            inner = getattr(old, "optimizer", old)
+            schedule = LambdaLR(inner, lambda step: 0.5**step)
+            notebook.train(old, range(4))
+            with caplog.at_level(logging.WARNING, "accel_scaler"):
+                new = notebook.run()
+            assert [r.message for r in caplog.records if "prepared last owns" in r.message] == [
+                r.message for r in caplog.records
+            ]
+            assert len(caplog.records) == 1
+            with pytest.raises(OrderError, match="a SGD that was prepared after this SGD"):
+                old.step()
+            notebook.train(new, range(4, 8))
+            with pytest.raises(OrderError, match="prepared after"):
+                old.step()
+            schedule.step()  # of an optimizer that nobody steps
+            old.zero_grad()
+            old.synchronize()
+            assert len(old.state_dict()["state"]) == 4
+            new.synchronize()
+        assert torch.equal(weights(notebook.model), plain(dtype, range(4), range(4, 8)))
+        assert async_stepper_of(inner) is None
+
+
+@again
+@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
+def test_the_old_masters_are_freed_and_the_newest_values_are_there(how: str, mode: str) -> None:
+    """Though the notebook keeps the old optimizer, whose last update was still to come."""
+    with cell(how, HALF, mode) as notebook:
+        old = notebook.run()
+        notebook.train(old, range(3))
+        stepper: Any = async_stepper_of(old.optimizer)
+        stepper.finish()
+        pairs = stepper.replica.pairs
+        newest = torch.cat([pair.stepped.detach().half().flatten() for pair in pairs])
+        masters = [weakref.ref(pair.stepped) for pair in pairs]
+        del stepper, pairs
+        notebook.run()
+        gc.collect()
+        assert [ref() for ref in masters] == [None] * 4
+        assert torch.equal(weights(notebook.model), newest)
+
+
+def test_accelerate_forgets_the_one_that_was_replaced(tmp_path: Any) -> None:
+    """Nothing of it is saved, clipped, unscaled or attached again; detached it is Accelerate's."""
+    with cell("prepare", HALF) as notebook:
+        old, new = notebook.run(), notebook.run()
+        (accelerator,) = notebook.accelerators
+        listed = accelerator._optimizers
+        assert listed == [new]
+        notebook.backward(loss_of(notebook.called, 0))
+        accelerator.clip_grad_norm_(notebook.model.parameters(), 0.01)
+        new.step()
+        new.zero_grad()
+        accelerator.save_state(str(tmp_path))
+        assert sorted(path.name for path in tmp_path.glob("optimizer*")) == ["optimizer.bin"]
+        accelerator.load_state(str(tmp_path))
+        notebook.train(new, range(3))
+        assert accelerator._optimizers is listed
+        detach(accelerator)
+        assert type(old) is type(new) is type(Accelerator(cpu=True).prepare(optimizer_of(mlp())))
+        attach(accelerator, init_scale=SCALE)
+
+
+@again
+def test_an_old_optimizer_that_is_prepared_again_takes_over_with_its_state(how: str) -> None:
+    """As a Trainer does that is trained again, after another one over the same model."""
+    with cell(how, HALF) as notebook:
+        old = notebook.run()
+        notebook.train(old, range(3))
+        inner = old.optimizer
+        momentum = inner.state[next(notebook.model.parameters())]["momentum_buffer"].clone()
+        new = notebook.run()
+        notebook.train(new, range(3, 6))
+        if how == "by hand":
+            back: Any = AsyncOptimizer(inner, notebook.model, scaler=notebook.scaler)
+            notebook.made.append(back)
+        else:
+            back = notebook.accelerators[0].prepare(old)
+            assert back is old
+            notebook.backward = notebook.accelerators[0].backward
+        with pytest.raises(OrderError, match="prepared after"):
+            new.step()
+        found = inner.state[next(notebook.model.parameters())]["momentum_buffer"]
+        assert torch.equal(found.float(), momentum.float())
+        before = weights(notebook.model)
+        notebook.train(back, range(6, 7))
+        back.synchronize()
+        assert not torch.equal(weights(notebook.model), before)
+
+
+def test_one_optimizer_that_was_prepared_twice_is_replaced_once() -> None:
+    """Each preparation of a torch optimizer is another wrapper of Accelerate's."""
+    with cell("prepare", HALF) as notebook:
+        old = notebook.run()
+        (accelerator,) = notebook.accelerators
+        other = accelerator.prepare(old.optimizer)
+        notebook.train(other, range(2))
+        new = notebook.run()
+        assert accelerator._optimizers == [new]
+        for each in (old, other):
+            with pytest.raises(OrderError, match="prepared after"):
+                each.step()
+        notebook.train(new, range(2, 4))
+        assert torch.equal(weights(notebook.model), plain(HALF, range(2), range(2, 4)))
+
+
+def test_a_submitted_step_that_still_runs_ends_before_it_is_replaced() -> None:
+    with cell("by hand", HALF, "overlap") as notebook:
+        old = notebook.run()
+        with lazy():
+            notebook.backward(loss_of(notebook.model, 0))
+            old.submit(lambda: notebook.scaler.step(old))
+            notebook.scaler.update()
+            stepper: Any = async_stepper_of(old.optimizer)
+            assert not stepper.timing.finished
+            old.zero_grad()
+            notebook.run()
+        assert torch.equal(weights(notebook.model), plain(HALF, range(1)))
+
+
+@pytest.mark.parametrize("kind", ["delayed", "float16"])
+def test_two_in_one_call_are_refused_and_nothing_is_changed(kind: str) -> None:
+    """Both are meant to be stepped."""
+    mode, dtype = ("delayed", FULL) if kind == "delayed" else ("overlap", HALF)
+    with cell("prepare", dtype, mode) as notebook:
+        old = notebook.run()
+        (accelerator,) = notebook.accelerators
+        two = [optimizer_of(notebook.model) for _ in range(2)]
+        some = SGD(list(notebook.model.parameters())[:1], lr=0.1)
+        for optimizers in (two, [old, some], [some, two[0]]):
+            with pytest.raises(UnsupportedError, match=r"SGD shares \d parameters with a SGD"):
+                accelerator.prepare(notebook.model, *optimizers)
+            assert accelerator._optimizers == [old]
+            assert all(async_stepper_of(each) is None for each in (*two, some))
+        notebook.train(old, range(1))
+    reset()
+    stock: Any = Accelerator(cpu=True, mixed_precision="fp16")
+    stock.prepare(mlp().to(dtype), *two)
+    before = dict(vars(stock))
+    with pytest.raises(UnsupportedError, match="shares"):
+        attach(stock, step_mode=mode)
+    assert vars(stock) == before
+
+
+def test_parameters_that_come_to_need_masters_later_are_refused() -> None:
+    """Both were meant to be stepped when they were prepared."""
+    with cell("prepare", HALF) as notebook:
+        first, *rest = notebook.model.parameters()
+        first.requires_grad_(False)
+        (accelerator,) = [attach(Accelerator(cpu=True, mixed_precision="fp16"), init_scale=SCALE)]
+        notebook.accelerators, notebook.scaler = [accelerator], accelerator.scaler
+        one, other = accelerator.prepare(SGD([first], lr=0.1), SGD([first, *rest], lr=0.1))
+        first.requires_grad_(True)
+        with pytest.raises(UnsupportedError, match="shares 1 parameters"):
+            accelerator.backward(loss_of(notebook.model, 0))
+        assert async_stepper_of(one) is None
+        other.zero_grad()
+    with cell("by hand", HALF) as notebook:
+        one = notebook.run()
+        extra = nn.Parameter(torch.ones(2, dtype=HALF))
+        with AsyncOptimizer(SGD([extra], lr=0.1), scaler=notebook.scaler) as two:
+            two.add_param_group({"params": list(notebook.model.parameters())})
+            notebook.backward(loss_of(notebook.model, 0) + extra.sum())
+            with pytest.raises(UnsupportedError, match="shares 4 parameters"):
+                two.step()
+            two.zero_grad()
+            two.param_groups.pop()
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+@again
+def test_float32_weights_are_stepped_by_both(how: str, mode: str, caplog: Any) -> None:
+    """Without masters each sees what the other has done."""
+    with cell(how, FULL, mode) as notebook:
+        old, new = notebook.run(), notebook.run()
+        assert not caplog.records
+        model = mlp()
+        both = [optimizer_of(model) for _ in range(2)]
+        for step in range(4):
+            notebook.backward(loss_of(notebook.called, step))
+            loss_of(model, step).backward()
+            chosen = both if how == "prepare" else both[1:]  # else a scaler of its own
+            for mine in (old, new) if how == "prepare" else (new,):
+                mine.step()
+            for plain_one in chosen:
+                plain_one.step()
+            for each in (old, new, *both):
+                each.zero_grad()
+        new.synchronize()
+        assert torch.equal(weights(notebook.model), weights(model))
+
+
+@again
+@pytest.mark.parametrize("dtype", [HALF, FULL])
+def test_a_cell_that_was_interrupted_with_gradients_left(how: str, dtype: torch.dtype) -> None:
+    """Those of a backward are added to, as in a loop without scaling; those that a step has
+    unscaled cannot be."""
+    with cell(how, dtype, "delayed", delay_warmup_steps=99) as notebook:
+        old = notebook.run()
+        notebook.backward(loss_of(notebook.called, 0))
+        new = notebook.run()
+        if how == "prepare":  # the window is that of the same scaler
+            notebook.train(new, range(1, 2))
+            new.synchronize()
+            assert torch.equal(weights(notebook.model), plain(dtype, range(2), window=2))
+        else:
+            with pytest.raises(OrderError, match="before it was given to this scaler"):
+                notebook.train(new, range(1, 2))
+        new.zero_grad()
+        notebook.scaler.abandon_window()
+        notebook.backward(loss_of(notebook.called, 2))
+        new.step()
+        newer = notebook.run()  # and never zeroed
+        if dtype is FULL:
+            with pytest.raises(OrderError, match="zero them"):
+                notebook.train(newer, range(3, 4))
+        newer.zero_grad()
+        notebook.scaler.abandon_window()
+        notebook.train(newer, range(3, 4))
+        with pytest.raises(OrderError, match="prepared after"):
+            old.step()
+
+
+def test_a_preparation_that_fails_leaves_the_old_one_in_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with cell("prepare", HALF, "overlap") as notebook:
+        old = notebook.run()
+        notebook.train(old, range(2))
+        (accelerator,) = notebook.accelerators
+        with monkeypatch.context() as patched:
+            patched.setattr(GradScaler, "manage", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                accelerator.prepare(notebook.model, optimizer_of(notebook.model))
+        assert accelerator._optimizers == [old]
+        notebook.train(old, range(2, 4))
+        old.synchronize()
+        assert torch.equal(weights(notebook.model), plain(HALF, range(4)))
+
+
+def interrupted(*args: Any, **kwargs: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@again
+def test_a_last_step_that_failed_is_told_and_the_cell_can_be_run_again(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the first use of a parameter, or by the end of the old one, which is closed then."""
+    with cell(how, HALF, "overlap") as notebook:
+        old = notebook.run()
+        notebook.train(old, range(1))
+        old.synchronize()
+        with monkeypatch.context() as patched:
+            stepper: Any = async_stepper_of(old.optimizer)
+            patched.setattr(stepper.replica, "step_part", failing)
+            notebook.train(old, range(1, 2))
+            with pytest.raises(StepError, match="no luck"):
+                notebook.run()
+        new = notebook.run()
+        with pytest.raises(OrderError, match="prepared after"):
+            old.step()
+        notebook.train(new, range(2, 4))
+        new.synchronize()
+        with monkeypatch.context() as patched:
+            patched.setattr(async_stepper_of(new.optimizer), "_synchronize", failing_late)
+            with pytest.raises(StepError, match="no luck"):
+                notebook.run()
+        with pytest.raises(OrderError, match="prepared after"):
+            new.step()
+        newest = notebook.run()
+        notebook.train(newest, range(4, 6))
+
+
+def failing(*args: Any) -> None:
+    raise RuntimeError("no luck")
+
+
+def failing_late(shown: bool) -> None:
+    raise StepError("no luck")
+
+
+def test_one_that_nobody_has_any_more_is_replaced_as_well() -> None:
+    model = mlp().half()
+    AsyncOptimizer(optimizer_of(model), model)
+    AsyncOptimizer(optimizer_of(model), model).close()

@@ -211,10 +211,9 @@ class Attached(Raw):
 
 WHICH = range(8)
 WHOLE = ("",)
-PARTS = (
-    *(("outer",), ("inner", "outer"), ("outer", "outer"), ("inner", "inner.bias"), ("", "outer")),
-    ("gain", "inner.weight", "inner.bias", "outer.weight", "outer.bias"),
-)
+EACH = ("gain", "inner.weight", "inner.bias", "outer.weight", "outer.bias")
+APART = (("outer",), ("inner", "outer"), EACH)
+PARTS = (*APART, ("outer", "outer"), ("inner", "inner.bias"), ("", "outer"))
 """What is clipped, by the first letters of names, one after the other."""
 EDITS: dict[str, Callable[[Tensor], object]] = {
     "mul": lambda p: p.mul_(0.75),
@@ -399,10 +398,10 @@ class Player:
         ]
 
     def chosen(self, part: str) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """Those whose names begin so."""
-        names = [name for name, _ in self.twin.net.named_parameters()]
-        pairs = zip(names, self.pairs, strict=True)
-        return [pair for name, pair in pairs if name.startswith(part)]
+        """Those whose names begin so, in the order of the optimizers."""
+        named = zip(self.pairs, self.twin.net.named_parameters(), strict=True)
+        found = {q: (p, q) for (p, q), (name, _) in named if name.startswith(part)}
+        return [found[q] for own in self.twin.owned for q in own if q in found]
 
     def synchronized(self) -> None:
         for optimizer in self.ours.optimizers:
@@ -464,31 +463,38 @@ class Player:
                 each.grad = each.grad * 0.5 if how == "replaced" else None
 
     def clip_norm(self, most: float, kind: float, parts: Sequence[str] = WHOLE) -> Any:
-        # Folded, a factor would round on its own; so does one in float16 that a preview takes.
+        """What has a master is multiplied once, by a product of coefficients: with the second of
+        them each is a power of two, which rounds nothing. Folded, the first would round."""
         if not self.may_end or self.setup.fold:
             return False
         again = self.low and (self.clips or parts != WHOLE)
         if again and ("partial clips" not in SURPRISES or self.twin.compensation != "none"):
             return False
+        if self.low and "rounded" in self.clips:
+            return False
+        is_exact = self.low and parts not in (WHOLE, *APART)
 
         def clip(masters: list[Tensor]) -> Any:
             return torch.nn.utils.clip_grad_norm_(masters, most, kind)
 
         for part in parts:
             mine, order = (list(each) for each in zip(*self.chosen(part), strict=True))
-            if not (part or self.attached):
-                mine, order = None, self.twin.owned[0]
+            if not (part or self.clips):
+                own = self.twin.net.parameters() if self.attached else self.twin.owned[0]
+                mine, order = None, list(own)
+            if is_exact:
+                most = self.twin.exact_limit(order, kind)
             norm, other = self.ours.clip_norm(most, kind, mine), self.twin.clip(order, clip, most)
             if self.twin.refuse(order, other):
                 other = torch.tensor(INF)
             self.same("the norm", norm, other)
-            self.clips.append("part" if part else "norm")
+            self.clips.append("exact" if is_exact else "rounded")
         self.seen["clipped in parts"] += parts != WHOLE
 
     def clip_value(self, most: float) -> Any:
         if not (self.attached and self.may_end) or self.setup.fold:
             return False
-        if self.low and "norm" in self.clips:
+        if self.low and not {"exact", "rounded"}.isdisjoint(self.clips):
             return False
 
         def clip(masters: list[Tensor]) -> Any:
@@ -505,7 +511,7 @@ class Player:
         fails = fails if self.device == "cpu" and self.setup.mode != "sync" else None
         if fails is not None:
             self.synchronized()  # the fault is for this step
-        if fails is not None or (self.low and self.clips not in ([], ["norm"])):
+        if fails is not None or (self.low and self.clips not in ([], ["rounded"])):
             zero = "none"  # what is left is lost, or scaled and clipped
         for number in stepping:
             optimizer = self.ours.optimizers[number]

@@ -293,7 +293,7 @@ def draw(r: random.Random, on_device: bool = False) -> tuple[Setup, list[Call]]:
         # On a device torch goes through the list of both once for each operation, which rounds
         # differently from one after the other.
         tied="shared memory" in SURPRISES and r.random() < 0.25 and not on_device,
-        two=attached and r.random() < 0.5,
+        two=attached and r.random() < 0.65,
         parts=r.random() < 0.5,
         width=r.choice((3, 3, 192 if on_device else 3)),
         fold=r.random() < 0.15,

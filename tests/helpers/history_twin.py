@@ -14,7 +14,7 @@ from references import GROWTH_INTERVAL, INIT_SCALE
 from references import OPTIMIZERS as COMMON
 from torch import Tensor, nn
 
-SURPRISES: tuple[str, ...] = ("frozen", "partial clips", "shared memory", "sits out", "through .data")
+SURPRISES = ("frozen", "partial clips", "shared memory", "sits out", "through .data")
 """What is drawn and held to its reference beside the usual: masters outlive a phase in which their
 parameter is frozen, parts of the gradients are clipped, some parameters have one memory, values are
 written past autograd, one optimizer keeps its gradients while the other one steps."""

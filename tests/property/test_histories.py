@@ -54,6 +54,7 @@ ASYNC = (
     *("overflow", "several micro-batches", "stepped", "skipped", "failed", "refused"),
     *("zeroed: none", "zeroed: zeros", "zeroed: model none", "zeroed: model zeros"),
     *("shown: preview", "shown: extrapolate", "shown again", "not late: a first update"),
+    *("unfrozen", "clipped in parts", "written past autograd", "sat out", "brought to a new scale"),
 )
 SCALER = (
     *("scale", "unscale_", "step", "update", "set_scale", "exchange", "iteration", "grew", "fell"),
@@ -196,6 +197,19 @@ SHOWN: dict[str, list[Call]] = {
     "frozen while the order of the forward is learnt": [
         *(BACKWARD, STEP, ("freeze", {"part": "gain"})),
     ],
+    "frozen for two windows, between them saved and loaded": [
+        *(BACKWARD, STEP, ("freeze", {"part": "inner"}), BACKWARD, STEP, ("save", {})),
+        *(BACKWARD, STEP, BACK, ("freeze", {"part": "inner"}), BACKWARD, STEP, STATES),
+    ],
+    "a layer clipped, then all, then the layer again": [
+        BACKWARD,
+        ("clip_norm", {"most": 0.01, "kind": 2.0, "parts": ("inner", "", "inner")}),
+        *(STEP, BACKWARD, STEP, STATES),
+    ],
+    "one memory of two": [("tie", {"which": 0}), BACKWARD, STEP, BACKWARD, STEP, STATES],
+    "written through .data after a step": [
+        *(BACKWARD, STEP, ("edit", {"which": 1, "how": "data zero"}), BACKWARD, STEP, STATES),
+    ],
     "zeroed with set_to_none, then without": [BACKWARD, STEP, ("zero_grad", {"how": "zeros"})],
     "a window without gradients after one that was skipped": [OVERFLOW, STEP, STEP],
     "an overflow in torch's own loop": [
@@ -215,7 +229,7 @@ SHOWN: dict[str, list[Call]] = {
 
 
 @pytest.mark.parametrize("name", SHOWN)
-@pytest.mark.parametrize("mode", ["overlap", "delayed"])
+@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
 @pytest.mark.parametrize("attached", [False, True], ids=["raw", "attached"])
 def test_asynchronous_histories_that_have_shown_a_fault(
     name: str, mode: str, attached: bool

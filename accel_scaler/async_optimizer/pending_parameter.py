@@ -28,6 +28,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import repeat
 from operator import attrgetter, eq
@@ -35,6 +36,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from ..errors import StepError
 from .streams import PartEvents
@@ -306,6 +308,14 @@ def _restore(p: Any) -> None:
         _CLASS.__set__(p, nn.Parameter)
 
 
+def outside_transforms() -> AbstractContextManager[Any]:
+    """Within the block no transform of ``torch.func`` is active: in one, none of the parameters
+    that it does not know could be written to."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return nullcontext()
+    return temporarily_clear_interpreter_stack()
+
+
 def settle_pending(params: Iterable[Tensor]) -> None:
     """Wait for those of ``params`` that are pending."""
     for p in params:
@@ -388,6 +398,10 @@ class ParameterHold:
 
         ``everywhere``: on whatever stream it is going to be used. ``is_recorded``: for a backward.
         """
+        with outside_transforms():
+            self._settle(p, everywhere, is_recorded)
+
+    def _settle(self, p: Tensor, everywhere: bool, is_recorded: bool) -> None:
         fence = self.fence
         if fence is not None and fence(is_recorded):
             return

@@ -153,6 +153,7 @@ PRIVATE: dict[str, dict[str | Callable[[], Any], tuple[str, ...]]] = {
             "_guards",
             "_ops",
             "_dynamo",
+            "_functorch",
             "_subclasses",
         ),
         "torch._C": (
@@ -164,7 +165,8 @@ PRIVATE: dict[str, dict[str | Callable[[], Any], tuple[str, ...]]] = {
             "_current_graph_task_id",
             "_dispatch_has_kernel_for_dispatch_key",
         ),
-        "torch._C._functorch": ("peek_interpreter_stack",),
+        "torch._C._functorch": ("peek_interpreter_stack", "is_legacy_batchedtensor"),
+        "torch._functorch.pyfunctorch": ("temporarily_clear_interpreter_stack",),
         "torch._guards": ("CompileContext",),
         "torch._dynamo": ("OptimizedModule",),
         "torch._subclasses": ("FakeTensor",),

@@ -428,6 +428,8 @@ class _WaitFirst:
         self._module = weakref.ref(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # as a part of something larger
+            return self._call(*args, **kwargs)
         stepper, module = self._stepper(), self._module()
         if stepper is None:
             self._streams.follow_last()

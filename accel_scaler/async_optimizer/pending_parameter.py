@@ -39,6 +39,7 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from ..errors import StepError
+from .compile_session import is_in_compiled_call
 from .streams import PartEvents
 
 _holds: weakref.WeakSet[ParameterHold] = weakref.WeakSet()
@@ -371,7 +372,7 @@ class ParameterHold:
         """So many of ``params`` are released, from the first on."""
         self._thread = threading.get_ident()
         self.was_traced = False
-        """A compiler has met one of the parameters while it was pending."""
+        """A compiled function has met one of the parameters while it was pending."""
         self.seen: list[Tensor] = []
         """Parameters in the order in which the thread that trains first used them."""
         self._ref = mine = weakref.ref(self, partial(_forget, self._left, order))
@@ -402,15 +403,17 @@ class ParameterHold:
             self._settle(p, everywhere, is_recorded)
 
     def _settle(self, p: Tensor, everywhere: bool, is_recorded: bool) -> None:
-        fence = self.fence
+        fence, part = self.fence, self.part_of[id(p)]
+        if is_in_compiled_call():
+            # It was compiled for plain parameters: each that is pending costs a compile, and from
+            # some number on dynamo runs the function uncompiled. So one is to be the last.
+            self.was_traced = everywhere = True
+            part = len(self.ends)
         if fence is not None and fence(is_recorded):
             return
         if threading.get_ident() == self._thread:
             self.seen.append(p)
-        if torch._guards.CompileContext.try_get() is not None:
-            self.was_traced = everywhere = True
         try:
-            part = self.part_of[id(p)]
             done = self._wait(part)
         except StepError:
             self.release()
@@ -419,7 +422,7 @@ class ParameterHold:
             return
         if self._order is not None and not self._order.is_past(part, wait=everywhere):
             return
-        if self._one_by_one:
+        if self._one_by_one and not self.was_traced:
             with _lock:
                 self._give_back([p])
         else:

@@ -39,6 +39,7 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from ..errors import StepError
+from ..untraced import untraced
 from .compile_session import is_in_compiled_call
 from .streams import PartEvents
 
@@ -486,6 +487,7 @@ def is_held(grad: Any) -> bool:
     return type(grad) is PendingGradient
 
 
+@untraced
 def settle_gradients(params: Iterable[Tensor]) -> None:
     """Wait until nobody reads ``.grad`` of ``params``; the present stream may write to it then.
 

@@ -16,6 +16,7 @@ ORDER = [
         "errors",
         "console",
         "devices",
+        "untraced",
         "places",
         "old_paths",
         "late_names",

@@ -496,7 +496,9 @@ class AsyncStepper(Stepper):
         is_fenced = self._fences_reads and self.unpublished and self.sees_forwards
         if is_fenced and not self.waits_at_step:
             step.hold_parameters(self.await_part, self._learning, self._publish_for_reader)
-        elif is_seen and not (self.waits_at_root or self.waits_at_step):
+        elif is_seen and not self.waits_at_step:
+            # Behind a root that waits nobody meets a pending parameter, but for a compiled function
+            # that calls it: dynamo traces our hooks to nothing.
             step.hold_parameters(self.await_part, self._learning)
         self.worker.submit(task)
         waits = step.hold is not None or (self.waits_at_root and not self.waits_at_step)
@@ -515,7 +517,6 @@ class AsyncStepper(Stepper):
         Raises:
             StepError: the step failed before it.
         """
-        # Where a compiled model meets this line dynamo breaks its graph, once; not further down.
         if self.streams.copies_beside:
             refuse_capture(where or "a parameter whose update is due")
         if not step.wait(part, where):
@@ -731,6 +732,11 @@ class AsyncStepper(Stepper):
         # Compiled code checks the class of its parameters before any of ours runs.
         if hold.was_traced and not self.waits_at_step:
             self.waits_at_step = True
+            logger.info(
+                "a compiled function reads parameters of %s: from here on step() waits until they "
+                "are updated",
+                type(self.optimizer).__name__,
+            )
             if self.mode == "delayed" and self.sees_forwards and not self._saw_forward:
                 logger.warning(
                     "step_mode='delayed': a compiled forward reads parameters, and none of the "
@@ -792,6 +798,8 @@ class AsyncStepper(Stepper):
             self.finish("forward")
         elif step.publishes_first:
             self.await_part(step, step.lead, "forward")
+            if step.hold is not None:
+                step.hold.release()
 
     def synchronize(self) -> None:
         """Finish the step in hand and publish it, so that the model and the state are the newest.

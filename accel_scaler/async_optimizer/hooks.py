@@ -21,6 +21,7 @@ from ..overflow_finder import inert, is_fsdp2, is_in_backward, is_replaying
 from ..scaling import parameters_of
 from .async_stepper import MASTER, AsyncStepper, without_own, without_shown
 from .master_params import ParameterPair
+from .pending_parameter import outside_transforms
 from .replica import is_empty
 from .shared_memory import overlapping
 from .supported_optimizers import refuse_bare_state
@@ -383,35 +384,32 @@ class _Hook:
             stepper.synchronize()
         return inert()
 
-    def find(self) -> AsyncStepper | None:
-        """The stepper; None when it is gone, or while a compiler traces.
-
-        Traced to nothing, a hook does not break the graph of a compiled model.
-        """
+    def __call__(self, module: Module, *_: Any) -> None:
         if torch.compiler.is_compiling():
-            return None
+            return  # traced to nothing, a hook does not break the graph of a compiled model
         stepper = self._stepper()
         if stepper is None:
             self._streams.follow_last()  # its optimizer was dropped with an update on its way
-        return stepper
+            return
+        with outside_transforms():
+            self.run(stepper, module)
+
+    def run(self, stepper: AsyncStepper, module: Module) -> None:
+        """What is to be done before ``module`` is used."""
+        raise NotImplementedError
 
 
 class _Synchronize(_Hook):
     """Before a state dict is made or loaded."""
 
-    def __call__(self, *_: Any) -> None:
-        stepper = self.find()
-        if stepper is not None:
-            stepper.synchronize()
+    def run(self, stepper: AsyncStepper, module: Module) -> None:
+        stepper.synchronize()
 
 
 class _BeforeForward(_Hook):
     """Of a whole model, or of something compiled in it."""
 
-    def __call__(self, module: Module, _: Any) -> None:
-        stepper = self.find()
-        if stepper is None:
-            return
+    def run(self, stepper: AsyncStepper, module: Module) -> None:
         if is_replaying():  # the window's own parameters, and nothing begins
             if stepper.waits_at_root and not is_fsdp2(module):
                 stepper.finish_model()
@@ -433,9 +431,8 @@ class _BeforeInnerForward(_Hook):
         super().__init__(stepper)
         self._hooks = hooks
 
-    def __call__(self, module: Module, _: Any) -> None:
-        stepper = self.find()
-        if stepper is None or not (stepper.unpublished or stepper.has_hidden) or is_replaying():
+    def run(self, stepper: AsyncStepper, module: Module) -> None:
+        if not (stepper.unpublished or stepper.has_hidden) or is_replaying():
             return
         if getattr(module, "_is_replica", False):
             return  # DataParallel's, on a thread of its own: what it replicates was asked for
@@ -479,22 +476,25 @@ class _WaitFirst:
         self._module = weakref.ref(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # as a part of something larger
+            return self._call(*args, **kwargs)
         stepper, module = self._stepper(), self._module()
         if stepper is None:
             self._streams.follow_last()
         else:
-            if module is not None and _is_evaluated(module):
-                stepper.synchronize()
-            elif not is_in_backward():
-                stepper.go_on()
-            stepper.finish_model()
+            with outside_transforms():
+                if module is not None and _is_evaluated(module):
+                    stepper.synchronize()
+                elif not is_in_backward():
+                    stepper.go_on()
+                stepper.finish_model()
         return self._call(*args, **kwargs)
 
 
 class _BeforeGather(_Hook):
     """Before FSDP2 gathers a group's parameters: wait for their updates."""
 
-    def __call__(self, module: Module, _: Any) -> None:
+    def __call__(self, module: Module, *_: Any) -> None:
         stepper = self._stepper()
         if stepper is None:
             self._streams.follow_last(on_host=True)

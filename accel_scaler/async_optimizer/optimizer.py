@@ -17,6 +17,7 @@ from ..errors import ConfigError, OrderError
 from ..optimizer_step import Boundary, StepTiming, async_stepper_of, boundary_of
 from ..scaling import GradScaler, ParameterNames, parameters_of, whole
 from ..telemetry import History, Recorder
+from ..untraced import untraced
 from .async_stepper import AsyncStepper
 from .grad_handoff import hold_scaled
 from .hooks import SyncHooks
@@ -196,6 +197,7 @@ class AsyncOptimizer(Optimizer):
         """Whether the last :meth:`step` left the parameters alone because of an overflow."""
         return self._stepper.was_skipped
 
+    @untraced
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Check the gradients, update the scale, and hand the update to the optimizer thread.
 
@@ -227,12 +229,14 @@ class AsyncOptimizer(Optimizer):
         else:
             self._stepper.was_skipped = not self._boundary.step(self)
 
+    @untraced
     def skip_step(self) -> None:
         """``scaler.step(self)`` has found an overflow: a boundary without an update."""
         if not self._inside:
             self._check_open("step")
             self._stepper.skip()
 
+    @untraced
     def clip_grad_norm_(
         self,
         max_norm: float,
@@ -257,6 +261,7 @@ class AsyncOptimizer(Optimizer):
             return whole(torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type))
         return self._boundary.clipping.clip_norm(chosen, max_norm, norm_type)
 
+    @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. ``set_to_none=False`` waits for the step that reads the gradients."""
         if self._inside:
@@ -265,6 +270,7 @@ class AsyncOptimizer(Optimizer):
             return
         self.optimizer.zero_grad(set_to_none)
 
+    @untraced
     def submit(self, fn: Callable[[], object]) -> None:
         """Run ``fn``, a step function, on the optimizer thread, after the steps before it.
 
@@ -291,6 +297,7 @@ class AsyncOptimizer(Optimizer):
             with self._boundary.deferred_of(self) as deferred:
                 self._stepper.submit(lambda: scaler.bind(fn, self), deferred)
 
+    @untraced
     def synchronize(self) -> None:
         """Wait for the step in hand and publish it: parameters and state are the newest then.
 
@@ -303,6 +310,7 @@ class AsyncOptimizer(Optimizer):
         self._forbid_inside("synchronize")
         self._stepper.synchronize()
 
+    @untraced
     def state_dict(self) -> dict[str, Any]:
         """As torch writes it for the wrapped optimizer, after :meth:`synchronize`.
 
@@ -311,6 +319,7 @@ class AsyncOptimizer(Optimizer):
         with self._stepper.still():
             return self.optimizer.state_dict()
 
+    @untraced
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what this class or the wrapped one's ``state_dict`` gave."""
         self._forbid_inside("load_state_dict")
@@ -319,6 +328,7 @@ class AsyncOptimizer(Optimizer):
         else:
             self._hooks.load(state_dict)
 
+    @untraced
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the parameters take part from the next step on."""
         self._forbid_inside("add_param_group")
@@ -339,12 +349,14 @@ class AsyncOptimizer(Optimizer):
         """See :meth:`train`."""
         self._switch("eval")
 
+    @untraced
     def _switch(self, name: str) -> None:
         method = getattr(self.optimizer, name, None)
         if callable(method):
             self.synchronize()
             method()
 
+    @untraced
     def close(self) -> None:
         """Finish, publish, stop the thread, remove every hook. The optimizer is as before.
 

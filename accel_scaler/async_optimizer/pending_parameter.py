@@ -28,6 +28,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import repeat
 from operator import attrgetter, eq
@@ -35,8 +36,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from ..errors import StepError
+from ..untraced import untraced
+from .compile_session import is_in_compiled_call
 from .streams import PartEvents
 
 _holds: weakref.WeakSet[ParameterHold] = weakref.WeakSet()
@@ -306,6 +310,14 @@ def _restore(p: Any) -> None:
         _CLASS.__set__(p, nn.Parameter)
 
 
+def outside_transforms() -> AbstractContextManager[Any]:
+    """Within the block no transform of ``torch.func`` is active: in one, none of the parameters
+    that it does not know could be written to."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return nullcontext()
+    return temporarily_clear_interpreter_stack()
+
+
 def settle_pending(params: Iterable[Tensor]) -> None:
     """Wait for those of ``params`` that are pending."""
     for p in params:
@@ -361,7 +373,7 @@ class ParameterHold:
         """So many of ``params`` are released, from the first on."""
         self._thread = threading.get_ident()
         self.was_traced = False
-        """A compiler has met one of the parameters while it was pending."""
+        """A compiled function has met one of the parameters while it was pending."""
         self.seen: list[Tensor] = []
         """Parameters in the order in which the thread that trains first used them."""
         self._ref = mine = weakref.ref(self, partial(_forget, self._left, order))
@@ -388,15 +400,21 @@ class ParameterHold:
 
         ``everywhere``: on whatever stream it is going to be used. ``is_recorded``: for a backward.
         """
-        fence = self.fence
+        with outside_transforms():
+            self._settle(p, everywhere, is_recorded)
+
+    def _settle(self, p: Tensor, everywhere: bool, is_recorded: bool) -> None:
+        fence, part = self.fence, self.part_of[id(p)]
+        if is_in_compiled_call():
+            # It was compiled for plain parameters: each that is pending costs a compile, and from
+            # some number on dynamo runs the function uncompiled. So one is to be the last.
+            self.was_traced = everywhere = True
+            part = len(self.ends)
         if fence is not None and fence(is_recorded):
             return
         if threading.get_ident() == self._thread:
             self.seen.append(p)
-        if torch._guards.CompileContext.try_get() is not None:
-            self.was_traced = everywhere = True
         try:
-            part = self.part_of[id(p)]
             done = self._wait(part)
         except StepError:
             self.release()
@@ -405,7 +423,7 @@ class ParameterHold:
             return
         if self._order is not None and not self._order.is_past(part, wait=everywhere):
             return
-        if self._one_by_one:
+        if self._one_by_one and not self.was_traced:
             with _lock:
                 self._give_back([p])
         else:
@@ -477,6 +495,7 @@ def is_held(grad: Any) -> bool:
     return type(grad) is PendingGradient
 
 
+@untraced
 def settle_gradients(params: Iterable[Tensor]) -> None:
     """Wait until nobody reads ``.grad`` of ``params``; the present stream may write to it then.
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
+
+from .compile_session import beside_no_compile
 
 
 class ThreadContext:
@@ -45,6 +47,11 @@ class ThreadContext:
 
     @contextmanager
     def around_step(self) -> Iterator[None]:
-        """:meth:`around`, and the gradient mode too."""
-        with self.around(), torch.set_grad_enabled(self._with_grad):
+        """:meth:`around`, and the gradient mode too; on another thread beside no compile."""
+        is_there = threading.get_ident() == self._thread
+        with (
+            nullcontext() if is_there else beside_no_compile(),
+            self.around(),
+            torch.set_grad_enabled(self._with_grad),
+        ):
             yield

@@ -18,6 +18,7 @@ import torch
 from ..errors import OrderError, StepError
 from ..optimizer_step import StepTiming
 from ..scaling import WAIT_LIMIT_S
+from .compile_session import waiting_for_step
 
 logger = logging.getLogger("accel_scaler")
 
@@ -113,7 +114,7 @@ class Task:
         if not self.finished and self.done < wanted:
             self._check_alive()  # before the lock, which a fork may have copied locked
             end = time.monotonic() + limit_s
-            with self._changed:
+            with waiting_for_step(), self._changed:
                 while not self.finished and self.done < wanted:
                     self._changed.wait(0.2)
                     self._check_alive()

@@ -16,6 +16,7 @@ from ..async_optimizer import take_over
 from ..config import Asked, ScalerConfig
 from ..optimizer_step import stepper_of
 from ..telemetry import History
+from ..untraced import untraced
 from .attachment import Attachment, begin
 from .autocast import add_autocast, add_emulation
 from .optimizer import adopt, inner_of, refuse_unsuitable
@@ -143,6 +144,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
                 adopt(prepared, self._attachment)
         return prepared
 
+    @untraced
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """As Accelerate's: divide by the accumulation steps, scale, backward.
 
@@ -170,6 +172,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
     def _emulation(self) -> AbstractContextManager[None]:
         return nullcontext() if self._attachment is None else self._attachment.float16()
 
+    @untraced
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Unscale the gradients of ``optimizer`` (default: all prepared), once a window.
 
@@ -181,6 +184,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
             chosen = self._optimizers if optimizer is None else optimizer
             self._attachment.boundary.unscale(inner_of(chosen))
 
+    @untraced
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2
     ) -> Any:
@@ -210,6 +214,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
             boundary.clipping.note_norm(parameters, norm, max_norm, norm_type)
             return norm
 
+    @untraced
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Unscale, then clip each element to ``[-clip_value, clip_value]``; at boundaries."""
         attachment = self._attachment
@@ -230,6 +235,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         self._finish_steps_of(tensor)
         return super().gather(tensor)
 
+    @untraced
     def _finish_steps_of(self, tensor: Any) -> None:
         """``p.data`` does not wait for what is still to be written to its memory."""
         if self._attachment is None:

@@ -31,6 +31,7 @@ from ..config import ScalerConfig
 from ..errors import UnsupportedError
 from ..optimizer_step import async_stepper_of, stepper_of
 from ..scaling import parameters_of, stepped
+from ..untraced import untraced
 
 if TYPE_CHECKING:
     from .attachment import Attachment
@@ -99,6 +100,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             state.pop(name, None)
         return state
 
+    @untraced
     def synchronize(self) -> None:
         """Wait for the step in hand, if any, and publish it: for code that reads parameters.
 
@@ -132,12 +134,14 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             refuse_sharing([(inner, config.step_mode, MasterRule.of(config))])
             adopt(self, attachment, frozen_too)
 
+    @untraced
     def state_dict(self) -> dict[str, Any]:
         """As Accelerate's, after :meth:`synchronize`; on any thread."""
         with stepper_of(self).still():
             state: dict[str, Any] = super().state_dict()
         return state
 
+    @untraced
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As Accelerate's; the masters in it are taken where parameters need them by now."""
         self.follow_parameters(frozen_too=holds_masters(state_dict))
@@ -148,6 +152,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         else:
             super().load_state_dict(state_dict)
 
+    @untraced
     def step(self, closure: Any = None) -> None:
         """At a boundary: check, update the scale, step or skip. Elsewhere: nothing.
 

@@ -21,7 +21,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..devices import is_capturing
 from ..errors import listed
-from .hooks import Hook, gradient_edge, hook_inputs, is_compiled, is_in_backward
+from .hooks import (
+    Hook,
+    gradient_edge,
+    hook_inputs,
+    is_compiled,
+    is_in_backward,
+    is_transformed,
+)
 from .ranges import Range, in_words, tensors_in
 from .search import Origin, search
 from .trace import Call, Entry, InputGradient, Loss, ParameterGradient, Place, Uses, WindowTrace
@@ -244,12 +251,7 @@ class OverflowFinder:
 
     def _is_listening(self) -> bool:
         """Not where tensors have no values, or a range would become part of a program."""
-        return not (
-            self._is_closed
-            or torch._C._is_tracing()
-            or torch._C._functorch.peek_interpreter_stack() is not None
-            or is_capturing()
-        )
+        return not (self._is_closed or torch._C._is_tracing() or is_transformed() or is_capturing())
 
     def _stack(self) -> list[Call]:
         stack: list[Call] = self._threads.__dict__.setdefault("stack", [])

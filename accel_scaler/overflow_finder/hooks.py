@@ -88,6 +88,11 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def is_transformed() -> bool:
+    """Whether this thread is in a transform of ``torch.func``: tensors have no memory there."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def is_fsdp2(module: Any) -> bool:
     """Whether ``fully_shard`` was called on it."""
     # To import it takes a second; who has such a module has imported it.

@@ -68,6 +68,12 @@ class Range:
         return not self.is_finite and joined([self])[1] < math.inf
 
 
+def is_batched(tensor: Tensor) -> bool:
+    """Whether it is a gradient of a batched backward (``is_grads_batched``), which stands for
+    several and has no memory."""
+    return bool(torch._C._functorch.is_legacy_batchedtensor(tensor))
+
+
 def _values(tensor: Any) -> Tensor | None:
     """The elements that this rank holds, as a real strided tensor of a type with an order."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -77,6 +83,7 @@ def _values(tensor: Any) -> Tensor | None:
         isinstance(local, torch._subclasses.FakeTensor)
         or local.is_meta
         or local.is_nested
+        or is_batched(local)
         or local.layout is not torch.strided
     ):
         return None

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from ..devices import is_capturing
-from .hooks import Hook, is_compiled, is_in_backward
+from .hooks import Hook, is_compiled, is_in_backward, is_transformed
 from .random_state import RandomState
-from .ranges import tensors_in, with_tensors
+from .ranges import is_batched, tensors_in, with_tensors
 
 MOST_BYTES = 1 << 28
 """Of inputs and gradients that one window may keep alive."""
@@ -148,8 +148,8 @@ class Model:
 class WindowRecording:
     """Keeps what the present window's forwards were given.
 
-    Nothing is kept of forwards without gradients, inside of another watched model's, or while a
-    graph is captured.
+    Nothing is kept of forwards without gradients, inside of another watched model's or of a
+    transform of ``torch.func``, or while a graph is captured.
     """
 
     def __init__(self) -> None:
@@ -245,7 +245,7 @@ class WindowRecording:
 
     def enter(self, model: Model, module: Module, args: Any, kwargs: dict[str, Any]) -> None:
         """A model's forward begins."""
-        if is_replaying():
+        if is_replaying() or is_transformed():
             return
         stack = self._stack()
         is_inner = any(call is not None for call in stack) or is_in_backward()
@@ -264,6 +264,8 @@ class WindowRecording:
         """A model's forward ends, by an exception too (then ``output`` is None)."""
         if is_replaying():
             self.last_outputs = output
+            return
+        if is_transformed():
             return
         stack = self._stack()
         call = stack.pop() if stack else None
@@ -287,7 +289,7 @@ class WindowRecording:
 
     def add_gradient(self, call: ForwardCall, number: int, grad: Any) -> None:
         """A gradient came to an output of a model."""
-        if not isinstance(grad, Tensor) or is_replaying():
+        if not _can_be_kept(grad) or is_replaying():
             return
         if call not in self.calls:  # its forward was in an earlier window, as a generator's
             self._keep(call)
@@ -298,13 +300,13 @@ class WindowRecording:
 
     def add_input_gradient(self, call: ForwardCall, number: int, grad: Any) -> None:
         """A gradient came to an input of a model; where it has a graph, one may come to it."""
-        if isinstance(grad, Tensor) and grad.requires_grad and not is_replaying():
+        if _can_be_kept(grad) and grad.requires_grad and not is_replaying():
             hook: Any = Hook(self, "add_second", call, number)
-            grad.register_hook(hook)  # type: ignore[no-untyped-call]
+            grad.register_hook(hook)
 
     def add_second(self, call: ForwardCall, number: int, grad: Any) -> None:
         """A gradient came to the gradient of an input."""
-        if not isinstance(grad, Tensor) or is_replaying():
+        if not _can_be_kept(grad) or is_replaying():
             return
         kept = self._keep_gradient(f"gradient of the gradient of input {number}", grad)
         if kept is not None:
@@ -425,6 +427,11 @@ def without_wrappers(model: Module) -> Module:
 
 def _too_much(size: int) -> str:
     return f"its inputs take {size / 2**20:.0f} MiB, and {MOST_BYTES >> 20} MiB are kept at most"
+
+
+def _can_be_kept(grad: Any) -> bool:
+    """A gradient with memory of its own; in a transform it belongs to no backward of a window."""
+    return isinstance(grad, Tensor) and not (is_transformed() or is_batched(grad))
 
 
 def _version(tensor: Tensor) -> int:

@@ -49,7 +49,10 @@ def obstacle(recording: WindowRecording) -> str:
     if recording.left_out:
         return f"a forward was not kept: {recording.left_out}; {hint}"
     if not recording.calls:
-        return f"no forward of a prepared model, with gradients, was seen in it; {hint}"
+        return (
+            "no forward of a prepared model, with gradients and outside of torch.func's "
+            f"transforms, was seen in it; {hint}"
+        )
     for call in recording.calls:
         if call.model.module() is None:
             return "a model that ran in it is gone"

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from ..config import ScalerConfig, is_count, is_number, is_positive
 from ..devices import present_type
 from ..errors import ConfigError, OrderError, UnsupportedError, shown
+from ..untraced import untraced
 from .collectives import agree_on_overflow, is_sharded
 from .fused_call import call_fused
 from .gradients import (
@@ -195,6 +196,7 @@ class GradScaler(torch.amp.GradScaler):
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
         super()._lazy_init_scale_growth_tracker(torch.device(dev))
 
+    @untraced
     def scale(self, outputs: Any) -> Any:
         """Multiply a tensor, or each of a list, tuple or iterable, by the window's scale.
 
@@ -225,6 +227,7 @@ class GradScaler(torch.amp.GradScaler):
             if tensor.requires_grad:
                 tensor.register_hook(partial(_settle_gradients, waiting))
 
+    @untraced
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's gradients in place by the scale of their window.
 
@@ -264,6 +267,7 @@ class GradScaler(torch.amp.GradScaler):
             _forbid_fp16(params)
         return unscale_in_place(params, inv_scale, found_inf)
 
+    @untraced
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscale (unless done), then ``optimizer.step(*args, **kwargs)`` if all is finite.
 
@@ -502,6 +506,7 @@ class GradScaler(torch.amp.GradScaler):
             total = total + found.to(device, non_blocking=True).reshape(())
         return total.clamp(max=1.0)
 
+    @untraced
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Close the window: back off after an overflow, else count towards growth.
 
@@ -584,6 +589,7 @@ class GradScaler(torch.amp.GradScaler):
             )
         self._keep_in_bounds(scale)
 
+    @untraced
     def backoff(self, factor: float | None = None) -> None:
         """Multiply the scale by ``factor`` (default: the back-off factor) and end the window.
 
@@ -617,6 +623,7 @@ class GradScaler(torch.amp.GradScaler):
             self.window.follows_overflow = skipped
             self.end_streak()
 
+    @untraced
     def get_overflow_flag(self, *optimizers: Optimizer) -> bool:
         """Whether the gradients of this window hold an inf or a NaN.
 
@@ -648,6 +655,7 @@ class GradScaler(torch.amp.GradScaler):
     def _seen(self) -> list[Tensor]:
         return [leaf for ref in self._leaves if (leaf := ref()) is not None]
 
+    @untraced
     def bind(self, fn: Callable[[], T], *optimizers: Optimizer) -> Job[T]:
         """Tie ``fn`` to the open window, so that another thread can run it later.
 
@@ -710,6 +718,7 @@ class GradScaler(torch.amp.GradScaler):
         """Its scale comes from training: it has scaled a loss, or loaded a state."""
         return self._live is not None or self._was_loaded
 
+    @untraced
     def read_state(self) -> ScaleState:
         """Scale and counters on the host. Synchronises only if the device has newer ones.
 
@@ -905,6 +914,7 @@ def _tensors(outputs: Any) -> list[Tensor]:
     return []
 
 
+@untraced
 def _settle_gradients(
     waiting: Iterable[weakref.ref[GradientReader]], _: Tensor | None = None
 ) -> None:

@@ -16,6 +16,7 @@ ORDER = [
         "errors",
         "console",
         "devices",
+        "untraced",
         "places",
         "late_names",
         "config_file",

@@ -333,7 +333,18 @@ def function_of_a_part(model: Own, backend: Any) -> Any:
     return lambda x: model.b(torch.tanh(part(x)) * model.gain)
 
 
-COMPILED = [in_place, wrapped, forward, inner_layer, inner_wrapped, function, function_of_a_part]
+def function_around_a_compiled_layer(model: Own, backend: Any) -> Any:
+    return function(inner_layer(model, backend), backend)
+
+
+def function_around_a_wrapped_layer(model: Own, backend: Any) -> Any:
+    return function(inner_wrapped(model, backend), backend)
+
+
+COMPILED = [
+    *(in_place, wrapped, forward, inner_layer, inner_wrapped, function, function_of_a_part),
+    *(function_around_a_compiled_layer, function_around_a_wrapped_layer),
+]
 SEEN_BEFORE = (in_place, wrapped, forward, inner_layer, inner_wrapped)
 """Known to be compiled before they run, so that no guard ever sees the pending class."""
 

@@ -1,0 +1,192 @@
+"""A whole training step under one ``torch.compile``: it trains as uncompiled, and nobody hangs.
+
+Its forward is compiled; what ends a window is run as it is, between two graphs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from support import reset
+from torch import Tensor, nn
+
+from accel_scaler import AsyncOptimizer, GradScaler, attach
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(60)]
+
+STEPS = 6
+OVERFLOWS = 3
+MODES = ["sync", "overlap", "delayed"]
+OFFLOAD = ["none", "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def net() -> nn.Module:
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def batch(step: int) -> Tensor:
+    x = torch.linspace(-1.0, 1.0, 12).reshape(3, 4) + step
+    return x * float("inf") if step == OVERFLOWS else x
+
+
+def losses(one_step: Callable[[Tensor], Tensor], compiled: bool) -> list[Tensor]:
+    call = torch.compile(one_step, backend="eager") if compiled else one_step
+    return [call(batch(step)).clone() for step in range(STEPS)]
+
+
+def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def by_boundary(optimizer: AsyncOptimizer, scaler: GradScaler) -> None:
+    optimizer.clip_grad_norm_(0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def in_place(optimizer: AsyncOptimizer, scaler: GradScaler) -> None:
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+
+
+def by_submit(optimizer: AsyncOptimizer, scaler: GradScaler) -> None:
+    def fn() -> None:
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+
+    optimizer.submit(fn)
+    scaler.update()
+    optimizer.zero_grad()
+
+
+def by_scaler(optimizer: AsyncOptimizer, scaler: GradScaler) -> None:
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+
+
+def looking(optimizer: AsyncOptimizer, scaler: GradScaler) -> None:
+    optimizer.step()
+    optimizer.state_dict()
+    scaler.state_dict()
+    optimizer.zero_grad()
+
+
+ENDS = [by_boundary, in_place, by_submit, by_scaler]
+
+
+def with_async_optimizer(end: Any, compiled: bool, mode: str, offload: str) -> list[Tensor]:
+    model, scaler = net(), GradScaler("cpu", init_scale=64.0)
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    ours = None if end is by_scaler else scaler
+    with AsyncOptimizer(inner, model, scaler=ours, mode=mode, offload=offload) as optimizer:
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+        def one_step(x: Tensor) -> Tensor:
+            loss = model(x).square().mean()
+            scaler.scale(loss).backward()
+            end(optimizer, scaler)
+            schedule.step()
+            return loss.detach()
+
+        found = losses(one_step, compiled)
+    return [*found, *model.parameters(), torch.tensor(scaler.get_scale())]
+
+
+@pytest.mark.parametrize("offload", OFFLOAD)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("end", ENDS)
+def test_of_an_async_optimizer(end: Any, mode: str, offload: str) -> None:
+    assert_same(
+        with_async_optimizer(end, True, mode, offload),
+        with_async_optimizer(end, False, mode, offload),
+    )
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_that_saves(mode: str) -> None:
+    assert_same(
+        with_async_optimizer(looking, True, mode, "none"),
+        with_async_optimizer(looking, False, mode, "none"),
+    )
+
+
+def unscaled(mode: str, compiled: bool) -> list[Tensor]:
+    """Nothing is scaled: a hook on each parameter waits for its gradient."""
+    model = net()
+    with AsyncOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, mode=mode) as optimizer:
+
+        def one_step(x: Tensor) -> Tensor:
+            loss = model(x.nan_to_num(0.0, 1.0, -1.0)).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()  # gradients add up
+
+        found = losses(one_step, compiled)
+    return [*found, *model.parameters()]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_without_a_scaler(mode: str) -> None:
+    assert_same(unscaled(mode, True), unscaled(mode, False))
+
+
+def clip_norm(accelerator: Any, model: Any) -> None:
+    accelerator.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def clip_value(accelerator: Any, model: Any) -> None:
+    accelerator.clip_grad_value_(model.parameters(), 0.01)
+
+
+def unscale(accelerator: Any, model: Any) -> None:
+    accelerator.unscale_gradients()
+
+
+def with_accelerator(look: Any, compiled: bool, mode: str, offload: str) -> list[Tensor]:
+    reset()
+    accelerator: Any = attach(
+        Accelerator(cpu=True, mixed_precision="fp16"),
+        {"step_mode": mode, "offload": offload, "init_scale": 64.0},
+    )
+    model: Any = net()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+
+    def one_step(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        accelerator.backward(loss)
+        look(accelerator, model)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    found = losses(one_step, compiled)
+    rates = torch.tensor(schedule.get_last_lr())
+    state = copy.deepcopy(accelerator.unwrap_model(model).state_dict())
+    return [*found, rates, *state.values(), torch.tensor(accelerator.scaler.get_scale())]
+
+
+@pytest.mark.parametrize("offload", OFFLOAD)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("look", [clip_norm, clip_value, unscale])
+def test_of_an_accelerator(look: Any, mode: str, offload: str) -> None:
+    assert_same(
+        with_accelerator(look, True, mode, offload), with_accelerator(look, False, mode, offload)
+    )

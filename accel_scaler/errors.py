@@ -61,8 +61,10 @@ RETIRED = {
     "the module, or heal=True, which keeps that module in float32.",
     "accel-scaler doctor": "accel-scaler launch --dry_run, with the same arguments.",
     "accel-scaler replay": "find_overflow='replay' in the run itself, at the skip.",
+    "accel-scaler report --live": "TensorBoard or wandb in the run: accelerator.log and the "
+    "Trainer's log carry the scaler's values; or make the report while the run trains.",
 }
-"""Settings and commands that there were, and what to use instead."""
+"""Settings, commands and options that there were, and what to use instead."""
 
 
 def refuse_retired(name: object, written: object, where: str) -> None:

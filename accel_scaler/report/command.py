@@ -12,7 +12,6 @@ from ..console import plain, say
 from ..errors import ConfigError
 from .figures import pictures, stacked
 from .html import html_page
-from .live import follow
 from .reader import read_run
 from .run_summary import Run
 from .text import all_in_words
@@ -47,12 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a page (default), or pictures, which need matplotlib",
     )
     parser.add_argument("--text", action="store_true", help="print the summary and write nothing")
-    parser.add_argument(
-        "--live",
-        action="store_true",
-        help="follow one run that trains, in the terminal (rich) or, into a pipe, in plain lines; "
-        "waits for the file, and ends with the run",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -65,8 +58,6 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"report: got {len(args.files)} files, expected at most {MOST_RUNS}; leave some out."
         )
-    if args.live:
-        return _follow(args)
     if args.text and args.output:
         raise ConfigError("report: --text prints, -o writes; give one of the two.")
     if args.output and any(_same(args.output, path) for path in args.files):
@@ -91,14 +82,6 @@ def run(args: argparse.Namespace) -> int:
     for path in written:
         say(f"wrote {path} ({path.stat().st_size / 1e6:.1f} MB)")
     return 0
-
-
-def _follow(args: argparse.Namespace) -> int:
-    if len(args.files) > 1:
-        raise ConfigError(f"report --live: got {len(args.files)} files; it follows one.")
-    if args.text or args.output:
-        raise ConfigError("report --live writes nothing: leave out --text and -o.")
-    return follow(args.files[0])
 
 
 def label(runs: Sequence[Run]) -> None:

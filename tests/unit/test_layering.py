@@ -40,7 +40,6 @@ ONLY_IN = {
         "launch/launcher",
     },
     "matplotlib": {"report/figures", "report/theme"},
-    "rich": {"report/live"},
     "psutil": {"async_optimizer/worker", "launch/launcher"},
     "transformers": {"integrations/trainer"},
     "yaml": {"config_file"},

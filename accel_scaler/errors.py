@@ -63,6 +63,7 @@ RETIRED = {
     "accel-scaler replay": "find_overflow='replay' in the run itself, at the skip.",
     "accel-scaler report --live": "TensorBoard or wandb in the run: accelerator.log and the "
     "Trainer's log carry the scaler's values; or make the report while the run trains.",
+    "accel-scaler report --format": "the page, which needs no server and prints: leave it out.",
 }
 """Settings, commands and options that there were, and what to use instead."""
 

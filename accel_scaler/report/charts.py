@@ -1,4 +1,4 @@
-"""The charts of a report as data: the page and the pictures are both drawn from these alone."""
+"""The charts of a report as data: the page is drawn from these alone."""
 
 from __future__ import annotations
 

@@ -1,21 +1,18 @@
-"""``accel-scaler report``: telemetry files to a page, to pictures, or to words."""
+"""``accel-scaler report``: telemetry files to a page, or to words."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from ..console import plain, say
 from ..errors import ConfigError
-from .figures import pictures, stacked
 from .html import html_page
 from .reader import read_run
 from .run_summary import Run
 from .text import all_in_words
-from .theme import drawing
 
 MOST_RUNS = 4
 
@@ -23,7 +20,7 @@ MOST_RUNS = 4
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``accel-scaler report`` to a parser."""
     parser.description = (
-        "Show what the scaler did: the summary in words, pictures, and a table of what overflowed. "
+        "Show what the scaler did: the summary in words, charts, and a table of what overflowed. "
         "The file is written by training with telemetry=PATH."
     )
     parser.add_argument(
@@ -36,14 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-o",
         "--output",
         metavar="PATH",
-        help="where to write: the page (default: report.html), or with --format png the folder, "
-        "or a NAME.png that gets all of them, one below the other (default: report)",
-    )
-    parser.add_argument(
-        "--format",
-        choices=("html", "png"),
-        default="html",
-        help="a page (default), or pictures, which need matplotlib",
+        help="where to write the page (default: report.html)",
     )
     parser.add_argument("--text", action="store_true", help="print the summary and write nothing")
 
@@ -52,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     """Make the report that ``add_arguments`` describes; 0 when it is there.
 
     Raises:
-        ConfigError: a file that is not telemetry, an output that cannot be written, no matplotlib.
+        ConfigError: a file that is not telemetry, an output that cannot be written.
     """
     if len(args.files) > MOST_RUNS:
         raise ConfigError(
@@ -70,17 +60,15 @@ def run(args: argparse.Namespace) -> int:
     if args.text:
         say(all_in_words(runs))
         return 0
-    page = args.format == "html"
-    output = Path(args.output or ("report.html" if page else "report"))
+    output = Path(args.output or "report.html")
     try:
-        written = [write_page(runs, output)] if page else write_pictures(runs, output)
+        output.write_text(html_page(runs), encoding="utf-8", newline="\n")
     except OSError as error:
         why = error.strerror or str(error)
         raise ConfigError(
             f"{output}: cannot be written ({why}); give another place with -o."
         ) from None
-    for path in written:
-        say(f"wrote {path} ({path.stat().st_size / 1e6:.1f} MB)")
+    say(f"wrote {output} ({output.stat().st_size / 1e6:.1f} MB)")
     return 0
 
 
@@ -92,29 +80,6 @@ def label(runs: Sequence[Run]) -> None:
         several = facts.get("ranks", 1) > 1
         text = one.path if names.count(name) > 1 else name
         one.label = plain(text + (f" (rank {facts.get('rank', '?')})" if several else ""))
-
-
-def write_page(runs: Sequence[Run], output: Path) -> Path:
-    """Write the HTML page."""
-    output.write_text(html_page(runs), encoding="utf-8", newline="\n")
-    return output
-
-
-def write_pictures(runs: Sequence[Run], output: Path) -> list[Path]:
-    """Write PNGs into a folder; where ``output`` ends in ``.png``, all of them as this one."""
-    found, single = pictures(runs), output.suffix.lower() == ".png"
-    if not found:
-        return []
-    with drawing():
-        figures = {picture.name: picture.figure for picture in found}
-        if single:
-            figures = {output.stem: partial(stacked, found)}
-        folder = output.parent if single else output
-        folder.mkdir(parents=True, exist_ok=True)
-        paths = [folder / f"{name}{output.suffix if single else '.png'}" for name in figures]
-        for path, make in zip(paths, figures.values(), strict=True):
-            make().savefig(path, format="png")
-    return paths
 
 
 def _same(one: str, other: str) -> bool:

@@ -100,7 +100,7 @@ def run_with(texts: list[str], path: Path) -> Path:
     return t.write(path, [json.dumps(line) for line in lines])
 
 
-@pytest.mark.parametrize("argv", [["--text"], ["-o", "r.html"], ["--format", "png", "-o", "r"]])
+@pytest.mark.parametrize("argv", [["--text"], ["-o", "r.html"]])
 def test_a_terminal_gets_no_control_characters_of_a_file(
     argv: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

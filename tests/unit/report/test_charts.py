@@ -1,4 +1,4 @@
-"""The charts as data: what the page and the pictures are drawn from is what is in the file."""
+"""The charts as data: what the page is drawn from is what is in the file."""
 
 from __future__ import annotations
 
@@ -141,6 +141,41 @@ def test_a_run_that_was_not_scaled_has_no_scale_unless_beside_one_that_was(tmp_p
     scaled = read(tmp_path, windows(2))
     assert "scale" not in [each.name for each in charts([plain])]
     assert len(chart("scale", plain, scaled).lines) == 2
+
+
+def test_the_scale_is_that_of_each_window_and_every_skip_is_marked(tmp_path: Path) -> None:
+    lines = t.story(300, lambda s, scale: scale > 16384, growth_interval=100)
+    found = chart("scale", read(tmp_path, lines))
+    given = [w for w in lines if w["kind"] == "window"]
+    (line,), (marks,) = found.lines, found.marks
+    assert (line.y, line.holds) == ([w["scale"] for w in given], True)
+    skipped = [w for w in given if w["skipped"]]
+    assert marks.label == f"{len(skipped)} skipped windows"
+    assert (marks.bins, marks.y) == ([w["step"] for w in skipped], [w["scale"] for w in skipped])
+
+
+def test_numbers_of_gradients_have_their_limits_and_those_without_height_are_marked(
+    tmp_path: Path,
+) -> None:
+    norms: list[Any] = [1.0, 2.0, "inf", 0.5, "nan", 4.0]
+    errors: list[Any] = [None, 0.5, 0.25, "inf", 2.0, 0.0]
+    largest: list[Any] = [1000.0, None, 1100.0, None, None, None]
+    more = {"grad_norm": norms, "preview_error": errors, "largest_gradient": largest}
+    of = {key: values.__getitem__ for key, values in more.items()}
+    run = read(tmp_path, windows(6, max_norm=lambda s: 1.5, **of))
+    expected: dict[str, tuple[list[Any], str, float, list[int]]] = {
+        "norm": ([1.0, 2.0, None, 0.5, None, 4.0], "clipped above 1.5", 1.5, [2, 4]),
+        "preview": ([None, 0.5, 0.25, None, 2.0, None], "too far above 0.75", 0.75, [3]),
+        "largest": (largest, "end of float16, 65504", 65504.0, []),
+    }
+    for name, (values, label, height, bad) in expected.items():
+        found = chart(name, run)
+        (line,), (limit,) = found.lines, found.limits
+        assert line.y == [None if y is None else pytest.approx(y) for y in values], name
+        assert (limit.label, limit.y) == (label, height)
+        assert [i for marks in found.marks for i in marks.bins] == bad
+    calm = read(tmp_path, windows(2))
+    assert not {"preview", "largest"} & {each.name for each in charts([calm])}
 
 
 def test_where_sessions_began_is_told_of_one_run_and_not_too_often(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""``accel-scaler report``: a page that stands alone, pictures, words, one line for what fails."""
+"""``accel-scaler report``: a page that stands alone, words, one line for what fails."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import base64
 import hashlib
 import json
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -144,65 +142,6 @@ def test_nothing_in_a_file_becomes_markup(tmp_path: Path) -> None:
     assert not set("<>&\u2028") & set(page.scripts[0])
 
 
-def test_pictures_are_written_into_a_folder_or_into_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = bad_run(tmp_path / "run.jsonl")
-    assert call(run, "--format", "png", "-o", tmp_path / "new" / "pictures") == 0
-    names = set(CHARTS)
-    folder = tmp_path / "new" / "pictures"
-    assert {p.name for p in folder.iterdir()} == {f"{name}.png" for name in names}
-    assert capsys.readouterr().out.count("wrote ") == len(CHARTS)
-    call(run, "--format", "png", "-o", tmp_path / "x.png")
-
-    def size(path: Path) -> tuple[int, int]:
-        data = path.read_bytes()
-        assert data.startswith(b"\x89PNG")
-        return int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
-
-    sizes, whole = [size(p) for p in folder.iterdir()], size(tmp_path / "x.png")
-    assert {width for width, _ in sizes} == {whole[0]}
-    assert whole[1] == pytest.approx(sum(height for _, height in sizes), abs=5)
-
-
-NO_MATPLOTLIB = """
-import sys
-sys.modules["matplotlib"] = None
-import argparse
-from accel_scaler.report import command as report
-from accel_scaler.errors import AccelScalerError
-parser = argparse.ArgumentParser()
-report.add_arguments(parser)
-try:
-    sys.exit(report.run(parser.parse_args()))
-except AccelScalerError as error:
-    print(error, file=sys.stderr)
-    sys.exit(1)
-"""
-
-
-@pytest.mark.process
-def test_only_pictures_need_matplotlib_and_they_say_what_to_install(
-    tmp_path: Path,
-) -> None:
-    argv = [sys.executable, "-c", NO_MATPLOTLIB, str(bad_run(tmp_path / "run.jsonl"))]
-    more = {"capture_output": True, "text": True, "timeout": 120}
-    more["cwd"] = Path(report.__file__).parents[2]
-    words = subprocess.run([*argv, "--text"], check=False, **more)  # type: ignore[call-overload]
-    assert words.returncode == 0, words.stderr
-    assert "The scale fell to 256 after step 205" in words.stdout
-    out = tmp_path / "page.html"
-    page = subprocess.run([*argv, "-o", str(out)], check=False, **more)  # type: ignore[call-overload]
-    assert page.returncode == 0, page.stderr
-    assert Page(out.read_text("utf-8")).drawn == CHARTS
-    target = [*argv, "--format", "png", "-o", str(tmp_path / "page.png")]
-    drawn = subprocess.run(target, check=False, **more)  # type: ignore[call-overload]
-    assert drawn.returncode == 1
-    assert "pip install accel_scaler[report]" in drawn.stderr
-    assert drawn.stderr.count("\n") == 1
-    assert not (tmp_path / "page.png").exists()
-
-
 def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
     one, two = bad_run(tmp_path / "a.jsonl"), tmp_path / "b.jsonl"
     t.write(two, t.story(200, lambda *_: False))
@@ -242,16 +181,13 @@ def test_an_empty_file_makes_a_report_that_says_so(
     assert "The file holds no windows." in page.text
     assert page.drawn == []
     assert call(path, "--text") == 0
-    assert call(path, "--format", "png", "-o", tmp_path / "none") == 0
 
 
 def test_an_output_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     run = bad_run(tmp_path / "run.jsonl")
-    (tmp_path / "file").touch()
-    targets = {tmp_path: "html", tmp_path / "no" / "r.html": "html", tmp_path / "file": "png"}
-    for target, form in targets.items():
+    for target in (tmp_path, tmp_path / "no" / "r.html"):
         with pytest.raises(ConfigError, match=r"cannot be written .*-o") as caught:
-            call(run, "--format", form, "-o", target)
+            call(run, "-o", target)
         assert str(target) in str(caught.value)
         assert "\n" not in str(caught.value)
 

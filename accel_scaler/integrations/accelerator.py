@@ -157,7 +157,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         attachment.follow_parameters()  # before anything looks at the gradients
         accumulation = self.gradient_accumulation_steps
         attachment.boundary.before_backward(loss, accumulation)
-        with attachment.recorder.span("backward"), self._emulation():
+        with self._emulation():
             super().backward(loss, **kwargs)
         attachment.boundary.after_backward(self.step, accumulation)
 
@@ -200,14 +200,13 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if not self.sync_gradients:
             return boundary.clipping.norm_so_far(parameters, norm_type)
-        with attachment.recorder.span("clip"):
-            if self.distributed_type != DistributedType.FSDP:
-                return boundary.clipping.clip_norm(parameters, max_norm, norm_type)
-            if boundary.unscale(boundary.check.owners(parameters)):
-                return torch.full((), float("inf"), dtype=torch.float32, device=self.device)
-            norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
-            boundary.clipping.note_norm(parameters, norm, max_norm, norm_type)
-            return norm
+        if self.distributed_type != DistributedType.FSDP:
+            return boundary.clipping.clip_norm(parameters, max_norm, norm_type)
+        if boundary.unscale(boundary.check.owners(parameters)):
+            return torch.full((), float("inf"), dtype=torch.float32, device=self.device)
+        norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
+        boundary.clipping.note_norm(parameters, norm, max_norm, norm_type)
+        return norm
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Unscale, then clip each element to ``[-clip_value, clip_value]``; at boundaries."""

@@ -121,7 +121,7 @@ class Attachment:
         return emulate_float16(self._norms) if self.emulates_float16 else nullcontext()
 
     def watch(self, prepared: Module, inner: Module) -> None:
-        """Record this model's forwards, and explain its overflows.
+        """Learn the names of this model's parameters, and explain its overflows.
 
         Args:
             prepared: what the training loop calls.
@@ -130,7 +130,7 @@ class Attachment:
         if self.scales:
             warn_past_float16(inner, self.chosen.modules)
             self._norms = self._norms or needs_norms(inner)
-        self.recorder.watch(prepared, inner)
+        self.scaler.parameter_names.add_module(inner)
         if self.explainer is not None:
             self.explainer.watch(prepared, inner)
 

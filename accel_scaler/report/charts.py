@@ -11,7 +11,7 @@ from ..console import counted, number
 from ..telemetry import LARGEST, TOO_FAR
 from .formatting import shorten
 from .run_summary import Run
-from .samples import KINDS, Bin, Mean, Spread
+from .samples import Bin, Mean, Spread
 
 Scale = Literal["linear", "log", "log2"]
 MOST_SESSIONS = 30
@@ -256,32 +256,26 @@ def _rate_of(each: Bin, group: int) -> float | None:
     return rate if rate is None or math.isfinite(rate) else None
 
 
-KIND_LABELS = {"optimizer": "optimizer's own time", "wait": "waiting for the optimizer"}
-
-
 def _time(runs: Sequence[Run]) -> Chart | None:
     """None: the file has no times that say anything."""
     lines = []
-    for index, run in enumerate(runs):
-        single = len(runs) == 1
-        bins = run.bins.done
+    for index in range(len(runs)):
         line = _mean_line(runs, index, lambda b: b.seconds, "whole step", _hue(index, runs, "ink"))
         if line is None:
             continue
         lines.append(_in_milliseconds(line))
-        for kind in KINDS if single else ():
-            if any(kind in b.spent for b in bins):
-                means = [b.spent.get(kind, 0.0) / b.timed if b.timed else None for b in bins]
-                label = KIND_LABELS.get(kind, kind)
-                lines.append(_in_milliseconds(Line(label, index, means, kind)))
+        if len(runs) == 1:
+            update = _mean_line(runs, index, lambda b: b.update, "optimizer's update", "optimizer")
+            waited = _mean_line(runs, index, lambda b: b.waited, "waiting for it", "wait")
+            lines += [_in_milliseconds(each) for each in (update, waited) if each is not None]
     if not lines:
         return None
     return Chart(
         "time",
         "Step time",
-        "From the end of the step before to the end of this one, and what of it the training "
-        "thread spent where, by the clock of the host. In overlap and delayed the optimizer's own "
-        "time runs beside the others.",
+        "From the end of the step before to the end of this one, by the clock of the host; how "
+        "long the optimizer's update took, and how long the training thread waited for it. In "
+        "overlap and delayed the rest of the update ran beside it.",
         "milliseconds",
         "linear",
         lines,

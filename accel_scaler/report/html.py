@@ -18,10 +18,8 @@ from .findings import Level, facts, find
 from .heatmap import HeatMap, heatmaps
 from .page_data import page_data
 from .run_summary import Run
-from .samples import KINDS
 from .theme import HUES
 from .tiles import tiles
-from .timeline import Timeline, timelines
 from .verdict import verdict_on
 
 ROWS = 100
@@ -36,7 +34,7 @@ def html_page(runs: Sequence[Run]) -> str:
     """The whole page. All text is escaped; the browser runs the package's own script alone."""
     drawn = [run for run in runs if run.windows]
     axis = axis_of(drawn) if drawn else None
-    found, maps, times = charts(drawn), heatmaps(drawn), timelines(drawn)
+    found, maps = charts(drawn), heatmaps(drawn)
     title = f"Loss scaling: {' and '.join(run.label for run in runs)}"
     body = [_verdict(run, index, len(runs)) for index, run in enumerate(runs)]
     body += [_about(runs), _tiles(runs[0])] if len(runs) == 1 else [_differences(runs)]
@@ -50,7 +48,6 @@ def html_page(runs: Sequence[Run]) -> str:
         alone = others[-1] if len(others) % 2 else None
         body += [_chart(chart, axis, chart is alone) for chart in others]
         body += [_heatmap(heat) for heat in maps]
-        body += [_timeline(each) for each in times]
         body += ["</div>", NUMBERS]
     body += [part for run in runs for part in _offenders(run, len(runs))]
     body += [part for run in runs for part in _firsts(run, len(runs))]
@@ -224,64 +221,6 @@ def _heatmap(heat: HeatMap) -> str:
     return _figure(
         heat.name, heat.title, heat.caption, key + _plot(heat.in_words()), " whole heatmap"
     )
-
-
-def _timeline(timeline: Timeline) -> str:
-    there = [kind for kind in KINDS if any(bar.kind == kind for bar in timeline.bars)]
-    keys = "".join(f'<span><i class="swatch k-{kind}"></i>{kind}</span>' for kind in there)
-    inside = f'<div class="key">{keys}</div>{timeline_svg(timeline)}'
-    return _figure(timeline.name, timeline.title, timeline.caption, inside, " whole timeline")
-
-
-LANE, TOP, GAP = 34, 22, 22
-TICKS = 5
-
-
-def timeline_svg(timeline: Timeline) -> str:
-    """Bars as wide as their share of the time, so that texts keep their size on any screen."""
-
-    def share(at: float) -> str:
-        return f"{100 * at / timeline.length:.3f}%"
-
-    tops = [TOP + lane * (LANE + GAP) for lane in range(len(timeline.lanes))]
-    bottom = tops[-1] + LANE
-    hatch = f"hatch-{timeline.name}"
-    parts = [
-        f'<defs><pattern id="{hatch}" class="hatch" width="5" height="5" '
-        'patternUnits="userSpaceOnUse" patternTransform="rotate(45)"><rect width="5" height="5"/>'
-        '<path d="M0 0V5"/></pattern></defs>'
-    ]
-    for name, top in zip(timeline.lanes, tops, strict=True):
-        parts.append(f'<text class="lane" x="0" y="{top - 6}">{name}</text>')
-    for bar in timeline.bars:
-        lane, inset, height = timeline.lane_of(bar.kind)
-        look = f'fill="url(#{hatch})" stroke="currentColor" stroke-width="0.5"'
-        look = look if bar.kind == "wait" else f'class="k-{bar.kind}"'
-        told = f"{bar.kind} {number(bar.length)} ms" + (f" at {bar.where}" if bar.where else "")
-        parts.append(
-            f'<rect x="{share(bar.start)}" y="{tops[lane] + inset * LANE:g}" '
-            f'width="{share(bar.length)}" height="{height * LANE:g}" {look}>'
-            f"<title>{escape(told)}</title></rect>"
-        )
-    for index, at in enumerate(timeline.ends):
-        x = share(at)
-        parts.append(f'<line class="end" x1="{x}" x2="{x}" y1="8" y2="{bottom}"/>')
-        if index == 0:
-            side = "end" if at > 0.8 * timeline.length else "start"
-            parts.append(
-                f'<text x="{x}" y="11" dx="{-4 if side == "end" else 4}" text-anchor="{side}">'
-                f"{escape(timeline.first_end)}</text>"
-            )
-    for tick in range(TICKS):
-        at = timeline.length * tick / (TICKS - 1)
-        side = "start" if tick == 0 else "end" if tick == TICKS - 1 else "middle"
-        unit = " ms" if tick == TICKS - 1 else ""
-        parts.append(
-            f'<text x="{share(at)}" y="{bottom + 16}" text-anchor="{side}">{at:.4g}{unit}</text>'
-        )
-    words = f"{timeline.title}: {len(timeline.bars)} spans in {number(timeline.length)} ms"
-    head = f'<svg role="img" aria-label="{escape(words)}" height="{bottom + 22}">'
-    return f"{head}{''.join(parts)}</svg>"
 
 
 # Tables.

@@ -8,13 +8,11 @@ import platform
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 from torch.optim import Optimizer
 
 from ..config import ScalerConfig
@@ -34,7 +32,6 @@ from .history import History
 from .name_table import NameTable
 from .record import Record
 from .record_queue import OpenRecord, RecordQueue
-from .spans import Timeline
 from .tracked import TrackedWindows
 from .writer import Journal
 
@@ -65,7 +62,6 @@ class Recorder(Observer):
         self.wants_norms = self.wants_each_norm = self.wants_shown_errors = journal is not None
         min_scale = scaler.overflow_streak.evidence.min_scale
         self.history = History(scaler.is_enabled(), min_scale)
-        self.timeline = None if journal is None else Timeline()
         self.underflow_interval = underflow_interval
         self.tracked = tracked
         self._table = NameTable(scaler.parameter_names)
@@ -90,21 +86,6 @@ class Recorder(Observer):
         self._start = time.perf_counter() if journal is None else journal.start_s
         if self._queue is not None:
             self._finish = weakref.finalize(self, self._queue.close)
-
-    def span(self, kind: str) -> AbstractContextManager[None]:
-        """What runs inside takes its place in the timeline."""
-        return nullcontext() if self.timeline is None else self.timeline.span(kind)
-
-    def watch(self, prepared: Module, inner: Module) -> None:
-        """Note when a model runs forward.
-
-        Args:
-            prepared: what the training loop calls.
-            inner: the model in it, whose parameters' names are known.
-        """
-        self.scaler.parameter_names.add_module(inner)
-        if self.timeline is not None:
-            self.timeline.watch(prepared)
 
     def before_update(self, optimizer: Optimizer, window: Window) -> None:
         """Look at what the update will take away; the check has just waited for the device."""
@@ -169,7 +150,7 @@ class Recorder(Observer):
         )
         if self._open is None:
             late = window.losses if self.wants_each_norm and self._loss is None else None
-            self._open = OpenRecord(record, self._start, self._table.label, late)
+            self._open = OpenRecord(record, late)
             if self._queue is not None:
                 self._queue.add(self._open)
         self._open.record, self._open.names = record, self._table.known
@@ -178,9 +159,6 @@ class Recorder(Observer):
         self.history.add(record)
         self._warn(record)
         self._alert(self._alarms.window(record))
-        if self.timeline is not None and self._open is not None:
-            self.timeline.add("step", start)
-            self._open.spans += self.timeline.take()
 
     def _details(
         self, optimizer: Optimizer, window: Window, found_inf: bool, before: Record | None
@@ -202,8 +180,6 @@ class Recorder(Observer):
             details["loss_nonfinite"] = window.losses.bad()
         found = [(m.parameters, m.ids, m.each) for m in window.grad_norms]
         details["norms"] = self._table.place_norms(found, optimizer)
-        if not self._table.known.names:  # nothing was measured, but waits want names
-            self._table.numbers_of(parameters_of(optimizer), optimizer)
         details["names"] = self._table.known.names
         return details
 
@@ -281,12 +257,10 @@ class Recorder(Observer):
             logger.warning(self.history.verdict())
 
     def close(self) -> None:
-        """Write the rest and close the file; remove every hook."""
+        """Write the rest and close the file."""
         self.flush()
         if self._queue is not None:
             self._finish()
-        if self.timeline is not None:
-            self.timeline.close()
         if self.scaler.overflow_streak.listener is self._ear:
             self.scaler.overflow_streak.listener = None
 

@@ -543,7 +543,7 @@ def test_an_async_optimizer_alone_keeps_records_in_memory() -> None:
     assert records[0].optimizer_s is not None
     assert records[0].waited_s is not None
     assert records[0].waited_s <= records[0].optimizer_s
-    assert all(r.norms is None and not r.spans for r in records)
+    assert all(r.norms is None for r in records)
 
 
 def test_a_prepared_async_optimizers_update_is_not_taken_for_an_inline_one(tmp_path: Path) -> None:
@@ -556,7 +556,3 @@ def test_a_prepared_async_optimizers_update_is_not_taken_for_an_inline_one(tmp_p
         optimizer.close()
     for line in windows_of(path):
         assert line["optimizer_us"] >= line["waited_us"] >= 0
-        kinds = [span[0] for span in line["spans"]]
-        assert "optimizer" in kinds
-    waits = [span[3] for line in windows_of(path)[:-1] for span in line["spans"] if "wait" in span]
-    assert "0.weight" in waits

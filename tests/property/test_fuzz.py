@@ -138,7 +138,7 @@ def test_a_damaged_config_file_is_read_or_refused(name: str, data: bytes, tmp_pa
 
 @pytest.fixture(scope="module")
 def telemetry(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A file that training has written, with all that one can hold but spans of a device."""
+    """A file that training has written, with all that one can hold."""
     path = tmp_path_factory.mktemp("telemetry") / "run.jsonl"
     config = ScalerConfig(
         telemetry=str(path), step_mode="overlap", find_overflow="always", underflow_interval=1

@@ -122,15 +122,14 @@ def test_groups_with_one_learning_rate_share_a_line(tmp_path: Path) -> None:
 
 
 def test_the_time_of_a_step_is_what_the_clock_says(tmp_path: Path) -> None:
-    lines = t.story(6, lambda *_: False, with_spans=True)
-    lines += t.story(3, lambda *_: False)  # a session whose spans are not there
+    lines = t.story(6, lambda *_: False, with_times=True)
+    lines += t.story(3, lambda *_: False)  # a session whose times are not there
     time = chart("time", read(tmp_path, lines))
     found = {line.label: line.y for line in time.lines}
     whole = found["whole step"]
     assert (whole[0], whole[6]) == (None, None)  # nobody knows when a session's first one began
     assert whole[1:6] == [pytest.approx(100.0)] * 5
-    expected = {"forward": 30.0, "backward": 55.0, "clip": 5.0, "step": 2.0}
-    expected |= {"optimizer's own time": 30.0, "waiting for the optimizer": 2.0}
+    expected = {"optimizer's update": 30.0, "waiting for it": 2.0}
     assert {k: y for k, y in found.items() if k != "whole step"} == {
         label: [*[pytest.approx(ms)] * 6, None, None, None] for label, ms in expected.items()
     }

@@ -19,7 +19,7 @@ from accel_scaler.report import command as report
 from accel_scaler.report.theme import HUES
 
 VOID = {"meta", "br", "hr", "img", "link"}
-CHARTS = ["scale", "norm", "lr", "time", "heatmap", "timeline"]
+CHARTS = ["scale", "norm", "lr", "time", "heatmap"]
 
 
 class Page(HTMLParser):
@@ -68,7 +68,7 @@ def call(*argv: object) -> int:
 
 
 def bad_run(path: Path, **start: Any) -> Path:
-    lines = t.story(300, lambda s, _: s < 2 or 200 <= s < 206, with_spans=True)
+    lines = t.story(300, lambda s, _: s < 2 or 200 <= s < 206, with_times=True)
     lines[0] = t.start(settings={"step_mode": "overlap"}, **start)
     first = {"where": "forward", "module": "transformer.h.3.mlp.c_fc", "class": "Conv1D"}
     first |= {"micro_batch": 2, "input": [-8.5, 9.0], "output": ["-inf", 65504.0], "text": "Boom."}
@@ -91,7 +91,7 @@ def test_the_page_holds_all_and_needs_nothing_but_itself(tmp_path: Path) -> None
         assert not key.startswith("on")
         assert key not in ("src", "href", "style", "action") or not value
     assert "@import" not in text
-    assert set(re.findall(r"url\(([^)]*)\)", text)) == {"#hatch-timeline"}
+    assert "url(" not in text
     assert ("meta", "name", "viewport") in page.attributes
     used = set(re.findall(r"var\(--([\w-]+)\)", text)) - {"mark", "run"}
     assert used <= HUES.keys()
@@ -150,7 +150,7 @@ def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
     page = Page(out.read_text("utf-8"))
     assert "Loss scaling: a.jsonl and b.jsonl" in page.text
     assert "Gradient norm by parameter, unscaled (b.jsonl)" in page.text
-    assert page.drawn == [*CHARTS[:4], "heatmap-1", "heatmap-2", "timeline-1"]
+    assert page.drawn == [*CHARTS[:4], "heatmap-1", "heatmap-2"]
     data = json.loads(page.scripts[0])
     assert [run["label"] for run in data["runs"]] == ["a.jsonl", "b.jsonl"]
     scale = data["charts"][0]

@@ -63,6 +63,8 @@ RETIRED = {
     "accel-scaler replay": "find_overflow='replay' in the run itself, at the skip.",
     "accel-scaler report --live": "TensorBoard or wandb in the run: accelerator.log and the "
     "Trainer's log carry the scaler's values; or make the report while the run trains.",
+    "accel-scaler report FILE FILE": "a report of each file, or TensorBoard or wandb, which "
+    "compare runs whose accelerator.log or Trainer's log carries the scaler's values.",
     "accel-scaler report --format": "the page, which needs no server and prints: leave it out.",
 }
 """Settings, commands and options that there were, and what to use instead."""

@@ -1,20 +1,17 @@
-"""``accel-scaler report``: telemetry files to a page, or to words."""
+"""``accel-scaler report``: a telemetry file to a page, or to words."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from ..console import plain, say
-from ..errors import ConfigError
+from ..errors import ConfigError, refuse_retired
 from .html import html_page
 from .reader import read_run
 from .run_summary import Run
-from .text import all_in_words
-
-MOST_RUNS = 4
+from .text import in_words
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,10 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "The file is written by training with telemetry=PATH."
     )
     parser.add_argument(
-        "files",
-        nargs="+",
-        metavar="run.jsonl",
-        help=f"telemetry files, at most {MOST_RUNS}; several are compared",
+        "files", nargs="+", metavar="run.jsonl", help="the telemetry file; one at a time"
     )
     parser.add_argument(
         "-o",
@@ -44,25 +38,23 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: a file that is not telemetry, an output that cannot be written.
     """
-    if len(args.files) > MOST_RUNS:
-        raise ConfigError(
-            f"report: got {len(args.files)} files, expected at most {MOST_RUNS}; leave some out."
-        )
+    file, *others = args.files
+    if others:
+        refuse_retired("accel-scaler report FILE FILE", "a second file", "accel-scaler report")
     if args.text and args.output:
         raise ConfigError("report: --text prints, -o writes; give one of the two.")
-    if args.output and any(_same(args.output, path) for path in args.files):
-        raise ConfigError(f"report: {args.output} is one of the files to read; write elsewhere.")
-    runs = [read_run(path) for path in args.files]
-    label(runs)
-    for one in runs:
-        if not one.windows:
-            print(f"{one.label}: no windows in this file.", file=sys.stderr)
+    if args.output and _same(args.output, file):
+        raise ConfigError(f"report: {args.output} is the file to read; write elsewhere.")
+    run = read_run(file)
+    label(run)
+    if not run.windows:
+        print(f"{run.label}: no windows in this file.", file=sys.stderr)
     if args.text:
-        say(all_in_words(runs))
+        say(in_words(run))
         return 0
     output = Path(args.output or "report.html")
     try:
-        output.write_text(html_page(runs), encoding="utf-8", newline="\n")
+        output.write_text(html_page(run), encoding="utf-8", newline="\n")
     except OSError as error:
         why = error.strerror or str(error)
         raise ConfigError(
@@ -72,14 +64,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def label(runs: Sequence[Run]) -> None:
-    """Name each run: its file, all of its path where names are alike, the rank of several."""
-    names = [Path(one.path).name for one in runs]
-    for one, name in zip(runs, names, strict=True):
-        facts = one.sessions[0].facts if one.sessions else {}
-        several = facts.get("ranks", 1) > 1
-        text = one.path if names.count(name) > 1 else name
-        one.label = plain(text + (f" (rank {facts.get('rank', '?')})" if several else ""))
+def label(run: Run) -> None:
+    """Name a run: its file, and the rank of several."""
+    facts = run.sessions[0].facts if run.sessions else {}
+    rank = f" (rank {facts.get('rank', '?')})" if facts.get("ranks", 1) > 1 else ""
+    run.label = plain(Path(run.path).name + rank)
 
 
 def _same(one: str, other: str) -> bool:

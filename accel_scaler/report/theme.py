@@ -11,15 +11,12 @@ HUES = {
     "bad": ("#c84e00", "#ff8f4a"),
     "warn": ("#8a6100", "#e3b341"),
     "good": ("#1a7f37", "#4ac26b"),
-    "run-0": ("#0072b2", "#58b0ea"),
-    "run-1": ("#b5407c", "#f08fc0"),
-    "run-2": ("#00795a", "#3fcf9d"),
-    "run-3": ("#8a6100", "#e3b341"),
+    "line-0": ("#0072b2", "#58b0ea"),
+    "line-1": ("#b5407c", "#f08fc0"),
+    "line-2": ("#00795a", "#3fcf9d"),
+    "line-3": ("#8a6100", "#e3b341"),
     "optimizer": ("#cc79a7", "#e39bc4"),
     "wait": ("#6e7781", "#8b949e"),
 }
 """Of each name the colour on light and on dark paper. Told apart by those who see colours
-differently as well (after Okabe and Ito); lines of several runs also differ in their dashes."""
-
-DASHES: tuple[tuple[float, ...], ...] = ((), (6, 3), (2, 2), (8, 3, 2, 3))
-"""Of each run's lines: lengths drawn and left out."""
+differently as well (after Okabe and Ito)."""

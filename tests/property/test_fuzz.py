@@ -25,7 +25,7 @@ from accel_scaler.launch.launcher import make_parser, parse, prepared
 from accel_scaler.report.findings import facts
 from accel_scaler.report.html import html_page
 from accel_scaler.report.reader import read_run
-from accel_scaler.report.text import all_in_words
+from accel_scaler.report.text import in_words
 from accel_scaler.telemetry.writer import Journal
 
 ROUNDS = max(1, int(os.environ.get("FUZZ_ROUNDS", "1")))
@@ -163,7 +163,7 @@ def try_telemetry(path: Path) -> int | str:
     except ConfigError as error:
         one_line(error, path)
         return str(error)
-    text = all_in_words([run, run]) + html_page([run])
+    text = in_words(run) + html_page(run)
     assert all(name and value and (name + value).isprintable() for name, value in facts(run))
     assert all(c.isprintable() or c == "\n" for c in text)
     return run.windows

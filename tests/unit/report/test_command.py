@@ -137,37 +137,15 @@ def test_nothing_in_a_file_becomes_markup(tmp_path: Path) -> None:
     assert evil[0] in page.cells
     assert "<b>&run.jsonl" in page.text
     assert not re.search(r"[\x00-\x08\x0b-\x1f\u2028\u2029\u202e]", text)
-    (heat,) = json.loads(page.scripts[0])["heatmaps"]
+    heat = json.loads(page.scripts[0])["heatmap"]
     assert {evil[0], evil[1], evil[2]} < set(heat["rows"])
     assert not set("<>&\u2028") & set(page.scripts[0])
 
 
-def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
-    one, two = bad_run(tmp_path / "a.jsonl"), tmp_path / "b.jsonl"
-    t.write(two, t.story(200, lambda *_: False))
-    out = tmp_path / "report.html"
-    call(one, two, "-o", out)
-    page = Page(out.read_text("utf-8"))
-    assert "Loss scaling: a.jsonl and b.jsonl" in page.text
-    assert "Gradient norm by parameter, unscaled (b.jsonl)" in page.text
-    assert page.drawn == [*CHARTS[:4], "heatmap-1", "heatmap-2"]
-    data = json.loads(page.scripts[0])
-    assert [run["label"] for run in data["runs"]] == ["a.jsonl", "b.jsonl"]
-    scale = data["charts"][0]
-    assert [line["run"] for line in scale["lines"]] == [0, 1]
-    assert [mark["label"] for mark in scale["marks"]] == ["a.jsonl: 8 skipped windows"]
-    at = page.cells.index("windows")
-    assert page.cells[at : at + 3] == ["windows", "300", "200"]
-
-
-def test_files_of_several_ranks_and_equal_names_are_told_apart(tmp_path: Path) -> None:
-    (tmp_path / "y").mkdir()
-    paths = [tmp_path / "0.jsonl", tmp_path / "y" / "0.jsonl", tmp_path / "1.jsonl"]
-    runs = [report.read_run(bad_run(path, rank=n % 2, ranks=2)) for n, path in enumerate(paths)]
-    report.label(runs)
-    assert [one.label for one in runs] == [
-        *(f"{paths[0]} (rank 0)", f"{paths[1]} (rank 1)", "1.jsonl (rank 0)")
-    ]
+def test_the_file_of_one_of_several_ranks_says_whose_it_is(tmp_path: Path) -> None:
+    run = report.read_run(bad_run(tmp_path / "1.jsonl", rank=1, ranks=2))
+    report.label(run)
+    assert run.label == "1.jsonl (rank 1)"
 
 
 def test_an_empty_file_makes_a_report_that_says_so(
@@ -195,10 +173,8 @@ def test_an_output_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
 def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
     run = bad_run(tmp_path / "run.jsonl")
     before = run.read_bytes()
-    with pytest.raises(ConfigError, match="is one of the files to read"):
+    with pytest.raises(ConfigError, match="is the file to read"):
         call(run, "-o", run)
-    with pytest.raises(ConfigError, match="got 5 files, expected at most 4"):
-        call(*[run] * 5)
     with pytest.raises(ConfigError, match="--text prints"):
         call(run, "--text", "-o", tmp_path / "x")
     assert run.read_bytes() == before

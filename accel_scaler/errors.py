@@ -59,6 +59,7 @@ def listed(names: Sequence[str], total: int) -> str:
 RETIRED = {
     "save_overflow": "find_overflow='replay', which runs the window again at its skip and names "
     "the module, or heal=True, which keeps that module in float32.",
+    "tracker_interval": "accelerator.log and the Trainer's log, which carry the scaler's values.",
     "accel-scaler doctor": "accel-scaler launch --dry_run, with the same arguments.",
     "accel-scaler replay": "find_overflow='replay' in the run itself, at the skip.",
     "accel-scaler report --live": "TensorBoard or wandb in the run: accelerator.log and the "

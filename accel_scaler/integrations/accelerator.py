@@ -238,29 +238,14 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
             stepper_of(inner).synchronize_memory(found)
 
     def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """As Accelerate's; adds ``scaler/...`` values, of the last window, to what is logged: not
-        where ``tracker_interval`` logs them.
-
-        Without being asked trackers are alerted of a healed module, many skips in a row, a scale at
-        its floor and the end by ``max_consecutive_skips``: wandb and trackio by their own alerts,
-        others by ``scaler/alert``, which is then 1, 2, 3 or 4.
-        """
-        attachment = self._attachment
-        if attachment is None:
-            super().log(values, *args, **kwargs)
-            return
-        trackers, step = attachment.trackers, kwargs.get("step", args[0] if args else None)
-        trackers.before_log(step)
-        ours = {} if trackers.follows else self.scaler_history.metrics()
-        super().log({**ours, **values}, *args, **kwargs)
-        trackers.step = step
+        """As Accelerate's; adds ``scaler/...`` values, of the last window, to what is logged."""
+        super().log({**self.scaler_history.metrics(), **values}, *args, **kwargs)
 
     def end_training(self) -> None:
         """As Accelerate's; the last step and the telemetry file are complete then."""
         if self._attachment is not None:
             self._attachment.synchronize()
             self._attachment.recorder.flush()
-            self._attachment.trackers.close()
         super().end_training()
 
     def free_memory(self, *objects: Any) -> list[Any]:

@@ -151,7 +151,7 @@ $(RECIPES): pyproject.toml $(CONSTRAINTS)
 	@echo "index has torch for CUDA alone, more; a CPU's: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) $(TORCH)
-	@$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) -e ".[recipes,report]"
+	@$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) -e ".[recipes]"
 	@touch $@
 
 $(STAMP): $(RECIPES)

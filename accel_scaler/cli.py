@@ -64,6 +64,8 @@ def _run(argv: list[str]) -> int:
     if command == "report":
         from . import report
 
+        for option in (each.partition("=")[0] for each in argv[1:]):
+            refuse_retired(f"accel-scaler report {option}", option, "accel-scaler report")
         report.add_arguments(parsers[command])
         return report.run(parser.parse_args(argv))
     if not command.startswith("-"):

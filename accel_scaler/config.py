@@ -319,15 +319,6 @@ class ScalerConfig:
         "With telemetry: windows between two looks at how much of float16's range gradients take: "
         "the largest against 65504, zeros, subnormals.",
     )
-    tracker_interval: int | None = setting(
-        TELEMETRY,
-        None,
-        _or_none(COUNT),
-        "Windows between two that every tracker of the run is told of (Accelerator(log_with=...), "
-        "a Trainer's report_to, a run of wandb or trackio): scaler/... values, and histograms of "
-        "unscaled gradients where it has them. None: what the script logs itself carries the "
-        "scaler's values.",
-    )
     find_overflow: Literal["auto", "replay", "always", "off"] = setting(
         OVERFLOWS,
         "auto",

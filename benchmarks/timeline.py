@@ -1,4 +1,4 @@
-"""What `sync` and `overlap` do when: the picture in the README, from measured spans.
+"""What `sync` and `overlap` do when: the picture in the README, from measured times.
 
     OMP_NUM_THREADS=1 python benchmarks/timeline.py assets/overlap.svg   # half a minute, two cores
 
@@ -12,9 +12,10 @@ legible on white and on black.
 from __future__ import annotations
 
 import argparse
-import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_scaler import ScalerConfig, attach, detach
-from accel_scaler.telemetry import Record
+from accel_scaler.integrations.attachment import attachment_of
+from accel_scaler.optimizer_step import StepTiming
 
 LAYERS, SIDE = 8, 2048
 FORWARD_S, BACKWARD_S = 0.009, 0.012
@@ -77,43 +79,75 @@ class Layer(nn.Module):
         return OnADevice.apply(x, self.weight)
 
 
+@dataclass
+class Window:
+    """What was timed of one training step, in seconds of ``perf_counter``."""
+
+    spans: list[tuple[str, float, float]] = field(default_factory=list)
+    """What the training thread did: name, begin, end."""
+    updates: list[StepTiming] = field(default_factory=list)
+    end: float = 0.0
+
+    @contextmanager
+    def span(self, kind: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self.spans.append((kind, begin, time.perf_counter()))
+
+    def all(self) -> Iterator[tuple[str, float, float]]:
+        """With the update's own time, and the waits for it."""
+        yield from self.spans
+        for each in self.updates:
+            yield "optimizer", each.start, each.start + each.busy
+            yield from (("wait", at, at + length) for at, length, _ in each.waits)
+
+
 def measured(mode: str) -> list[Bar]:
     """The bars of four windows in this mode."""
     torch.manual_seed(0)
-    with tempfile.TemporaryDirectory() as folder:
-        config = ScalerConfig(
-            step_mode=mode, init_scale=1.0, optimizer_threads=1, telemetry=f"{folder}/run.jsonl",
-            find_overflow="off",
-        )  # fmt: skip
-        accelerator = attach(Accelerator(cpu=True, mixed_precision="fp16"), config)
-        model = nn.Sequential(*(Layer() for _ in range(LAYERS)))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        model, optimizer = accelerator.prepare(model, optimizer)
-        for _ in range(RUN):
-            accelerator.backward(model(torch.ones(1)).sum())
+    config = ScalerConfig(step_mode=mode, init_scale=1.0, optimizer_threads=1, find_overflow="off")
+    accelerator: Any = attach(Accelerator(cpu=True, mixed_precision="fp16"), config)
+    windows: list[Window] = []
+    recorder = attachment_of(accelerator).recorder
+    record = recorder.optimizer_stepped
+
+    def stepped(optimizer: Any, window: Any, timing: StepTiming, start: float) -> None:
+        windows[-1].updates.append(timing)
+        record(optimizer, window, timing, start)
+
+    recorder.optimizer_stepped = stepped
+    model = nn.Sequential(*(Layer() for _ in range(LAYERS)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for _ in range(RUN):
+        windows.append(window := Window())
+        with window.span("forward"):
+            loss = model(torch.ones(1)).sum()
+        with window.span("backward"):
+            accelerator.backward(loss)
+        with window.span("clip"):
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        records = [record for record in accelerator.scaler_history.records if record.spans]
-        detach(accelerator)
-    return bars(least_disturbed(records[1:-1]))
+        optimizer.step()
+        optimizer.zero_grad()
+        window.end = time.perf_counter()
+    detach(accelerator)
+    return bars(least_disturbed(windows[1:-1]))
 
 
-def least_disturbed(records: list[Record]) -> list[Record]:
+def least_disturbed(windows: list[Window]) -> list[Window]:
     """The windows in a row that took least time, and the one before them."""
-    runs = [records[i : i + WINDOWS + 1] for i in range(len(records) - WINDOWS)]
-    return min(runs, key=lambda run: run[-1].time - run[0].time)
+    runs = [windows[i : i + WINDOWS + 1] for i in range(len(windows) - WINDOWS)]
+    return min(runs, key=lambda run: run[-1].end - run[0].end)
 
 
-def bars(records: list[Record]) -> list[Bar]:
+def bars(windows: list[Window]) -> list[Bar]:
     """From the end of the first of these windows to that of the last."""
-    zero, last = records[0].time, records[-1].time
+    zero, last = windows[0].end, windows[-1].end
     found = []
-    for record in records:
-        for kind, start, length, *_ in record.spans:
-            begin, end = max(start, zero), min(start + length, last)
-            if kind in COLORS and begin < end:
-                found.append(Bar(kind, (begin - zero) * 1e3, (end - zero) * 1e3))
+    for kind, start, stop in (each for window in windows for each in window.all()):
+        begin, end = max(start, zero), min(stop, last)
+        if begin < end:
+            found.append(Bar(kind, (begin - zero) * 1e3, (end - zero) * 1e3))
     return found
 
 

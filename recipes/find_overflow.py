@@ -13,7 +13,7 @@ not fit in fp16, as happens with weights that were trained in bf16 or fp32 (T5 i
 4. Plain fp32, to compare the losses on held-out data with.
 
 It writes the telemetry of all four runs and found.json to --output_dir, and ends with the command
-that makes a report of them. Twelve other models overflow as real ones were reported to, each in
+that makes a report of one. Twelve other models overflow as real ones were reported to, each in
 another place (sick_models.py); one of them, or all and a table:
 
     ... recipes/find_overflow.py --model cosine
@@ -402,11 +402,9 @@ def main(argv: list[str] | None = None) -> None:
         rows.append(row(sick, outcomes))
         result[sick.name] = {name: asdict(each) for name, each in outcomes.items()}
         (out / RESULT_FILE).write_text(json.dumps(result, indent=2) + "\n")
-    files = " ".join(str(args.output_dir / f"{name}.jsonl") for name in outcomes)
     if args.all:
         print("\n".join(rows))
-        files = str(out / "*" / "healed.jsonl")
-    print(f"to see them side by side:\n  accel-scaler report {files} -o report.html")
+    print(f"to see more:\n  accel-scaler report {args.output_dir / 'healed.jsonl'} -o report.html")
 
 
 if __name__ == "__main__":

@@ -159,7 +159,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         attachment.follow_parameters()  # before anything looks at the gradients
         accumulation = self.gradient_accumulation_steps
         attachment.boundary.before_backward(loss, accumulation)
-        with attachment.recorder.span("backward"), self._emulation():
+        with self._emulation():
             super().backward(loss, **kwargs)
         attachment.boundary.after_backward(self.step, accumulation)
 
@@ -204,15 +204,14 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if not self.sync_gradients:
             return boundary.clipping.norm_so_far(parameters, norm_type)
-        with attachment.recorder.span("clip"):
-            if self.distributed_type != DistributedType.FSDP:
-                return boundary.clipping.clip_norm(parameters, max_norm, norm_type)
-            owned, _ = boundary.check.split(parameters)
-            if boundary.unscale(owner for owner, _ in owned):
-                return torch.full((), float("inf"), dtype=torch.float32, device=self.device)
-            norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
-            boundary.clipping.note_norm(parameters, norm, max_norm, norm_type)
-            return norm
+        if self.distributed_type != DistributedType.FSDP:
+            return boundary.clipping.clip_norm(parameters, max_norm, norm_type)
+        owned, _ = boundary.check.split(parameters)
+        if boundary.unscale(owner for owner, _ in owned):
+            return torch.full((), float("inf"), dtype=torch.float32, device=self.device)
+        norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
+        boundary.clipping.note_norm(parameters, norm, max_norm, norm_type)
+        return norm
 
     @untraced
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
@@ -246,29 +245,14 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
             stepper_of(inner).synchronize_memory(found)
 
     def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """As Accelerate's; adds ``scaler/...`` values, of the last window, to what is logged: not
-        where ``tracker_interval`` logs them.
-
-        Without being asked trackers are alerted of a healed module, many skips in a row, a scale at
-        its floor and the end by ``max_consecutive_skips``: wandb and trackio by their own alerts,
-        others by ``scaler/alert``, which is then 1, 2, 3 or 4.
-        """
-        attachment = self._attachment
-        if attachment is None:
-            super().log(values, *args, **kwargs)
-            return
-        trackers, step = attachment.trackers, kwargs.get("step", args[0] if args else None)
-        trackers.before_log(step)
-        ours = {} if trackers.follows else self.scaler_history.metrics()
-        super().log({**ours, **values}, *args, **kwargs)
-        trackers.step = step
+        """As Accelerate's; adds ``scaler/...`` values, of the last window, to what is logged."""
+        super().log({**self.scaler_history.metrics(), **values}, *args, **kwargs)
 
     def end_training(self) -> None:
         """As Accelerate's; the last step and the telemetry file are complete then."""
         if self._attachment is not None:
             self._attachment.synchronize()
             self._attachment.recorder.flush()
-            self._attachment.trackers.close()
         super().end_training()
 
     def free_memory(self, *objects: Any) -> list[Any]:

@@ -32,7 +32,6 @@ from .explaining import OverflowExplainer
 from .healing import Healer
 from .optimizer import ScaledOptimizer, adopt, inner_of, refuse_unsuitable
 from .stock_scaler import make_scaler, refuse_other_scalers, scaler_settings
-from .trackers import Trackers
 
 
 class Attachment:
@@ -84,10 +83,6 @@ class Attachment:
             refuse_unwritable(path)  # before its folder is made
         self.rank: int = facts["rank"]
         self.recorder = make_recorder(self.scaler, config, facts)
-        self.trackers = Trackers(accelerator)
-        self.recorder.on_alert = self.trackers.send
-        if self.recorder.tracked is not None:
-            self.trackers.follow(self.recorder.tracked, self.recorder.flush)
         self.explainer: OverflowExplainer | None = None
         if config.finds_overflow != "off":
             always = config.finds_overflow == "always"
@@ -121,7 +116,7 @@ class Attachment:
         return emulate_float16(self._norms) if self.emulates_float16 else nullcontext()
 
     def watch(self, prepared: Module, inner: Module) -> None:
-        """Record this model's forwards, and explain its overflows.
+        """Learn the names of this model's parameters, and explain its overflows.
 
         Args:
             prepared: what the training loop calls.
@@ -130,7 +125,7 @@ class Attachment:
         if self.scales:
             warn_past_float16(inner, self.chosen.modules)
             self._norms = self._norms or needs_norms(inner)
-        self.recorder.watch(prepared, inner)
+        self.scaler.parameter_names.add_module(inner)
         if self.explainer is not None:
             self.explainer.watch(prepared, inner)
 
@@ -212,7 +207,6 @@ class Attachment:
         accelerator.scaler = self.stock_scaler
         self.worker.stop()
         self.recorder.close()
-        self.trackers.close(is_end=False)
         if self.explainer is not None:
             self.explainer.close()
         del accelerator._attachment
@@ -286,14 +280,9 @@ def begin(accelerator: Any, asked_for: Asked) -> Attachment | None:
     asked = config = asked_for.resolved()
     refuse_other_scalers(accelerator)
     if accelerator.mixed_precision != "fp16":
-        recorded = {
-            "telemetry is written": config.telemetry,
-            "trackers are told": config.tracker_interval,
-        }
-        wanted = [what for what, setting in recorded.items() if setting is not None]
         does = "nothing is attached, training is as before"
-        if wanted:
-            does = f"training is as before, only {' and '.join(wanted)}"
+        if config.telemetry is not None:
+            does = "training is as before, only telemetry is written"
         idle = [name for name in ("fp32_modules", "heal") if getattr(config, name)]
         more = f" {' and '.join(idle)} can do nothing." if idle else ""
         warnings.warn(
@@ -301,7 +290,7 @@ def begin(accelerator: Any, asked_for: Asked) -> Attachment | None:
             f"scaling; {does}.{more} Set it to 'fp16' to scale.",
             stacklevel=3,
         )
-        if not wanted:
+        if config.telemetry is None:
             return None
         config = replace(
             config, step_mode="sync", offload="none", master_weights="auto", enabled=False

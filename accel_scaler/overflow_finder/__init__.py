@@ -8,13 +8,12 @@ and errors: no scale, no window's verdict, no optimizer.
 """
 
 from .finder import OverflowFinder
-from .hooks import Hook, inert, is_fsdp2, is_in_backward
+from .hooks import inert, is_fsdp2, is_in_backward
 from .recording import WindowRecording, is_replaying, without_wrappers
 from .replay import Replay, obstacle, overflowed_sum, run_again
 from .search import Origin
 
 __all__ = [
-    "Hook",
     "Origin",
     "OverflowFinder",
     "Replay",

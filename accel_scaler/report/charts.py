@@ -1,17 +1,16 @@
-"""The charts of a report as data: the page and the pictures are both drawn from these alone."""
+"""The charts of a report as data: the page is drawn from these alone."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ..console import counted, number
 from ..telemetry import LARGEST, TOO_FAR
-from .formatting import shorten
 from .run_summary import Run
-from .samples import KINDS, Bin, Mean, Spread
+from .samples import Bin, Mean, Spread
 
 Scale = Literal["linear", "log", "log2"]
 MOST_SESSIONS = 30
@@ -35,18 +34,16 @@ class Axis:
 
     label: str
     last: int
-    """The last window of all runs."""
+    """The last window."""
     sessions: tuple[tuple[int, int], ...] = ()
-    """Numbers of later sessions of a single run, and where they began; not all, of many."""
+    """Numbers of later sessions, and where they began; not all, of many."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One number over the bins of one run; None: a bin without."""
+    """One number over the bins; None: a bin without."""
 
     label: str
-    run: int
-    """Index in the report."""
     y: list[float | None]
     hue: str
     """A name of ``theme.HUES``."""
@@ -63,10 +60,9 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Bins of one run in which something happened."""
+    """Bins in which something happened."""
 
     label: str
-    run: int
     hue: str
     shape: Literal["cross", "triangle", "tick"]
     bins: list[int]
@@ -85,7 +81,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Lines of all runs over the steps."""
+    """Lines over the steps."""
 
     name: str
     title: str
@@ -113,35 +109,23 @@ def _span(shown: list[float]) -> str:
     return f"{number(min(shown))} and {number(max(shown))}"
 
 
-def axis_of(runs: Sequence[Run]) -> Axis:
-    """The one axis of all charts; ``runs`` have windows."""
-    several = any(len(run.sessions) > 1 for run in runs)
-    later = list(enumerate(runs[0].sessions[1:], 2)) if len(runs) == 1 else []
+def axis_of(run: Run) -> Axis:
+    """The one axis of all charts; ``run`` has windows."""
+    later = list(enumerate(run.sessions[1:], 2))
     shown = later[:: -(-len(later) // MOST_SESSIONS) or 1]
     return Axis(
-        "step, counted on over all sessions" if several else "step",
-        max((run.last_x for run in runs), default=0),
+        "step, counted on over all sessions" if later else "step",
+        run.last_x,
         tuple((number_of, session.first_x) for number_of, session in shown),
     )
 
 
-def charts(runs: Sequence[Run]) -> list[Chart]:
+def charts(run: Run) -> list[Chart]:
     """Every chart there is data for, in the order of the page."""
-    runs = [run for run in runs if run.windows]
-    if not runs:
+    if not run.windows:
         return []
-    found = [build(runs) for build in (_loss, _scale, _norm, _rate, _time, _largest, _preview)]
+    found = [build(run) for build in (_loss, _scale, _norm, _rate, _time, _largest, _preview)]
     return [chart for chart in found if chart is not None]
-
-
-def _named(run: Run, runs: Sequence[Run], what: str) -> str:
-    """A line's label: what it is, and of which run where there are several."""
-    return what if len(runs) == 1 else f"{shorten(run.label, 24)}: {what}"
-
-
-def _hue(index: int, runs: Sequence[Run], single: str) -> str:
-    """``single`` where there is one run, else the run's own colour."""
-    return single if len(runs) == 1 else f"run-{index}"
 
 
 def _per_bin(run: Run, what: str) -> str:
@@ -149,11 +133,8 @@ def _per_bin(run: Run, what: str) -> str:
     return f"{what} of {width} windows, band from the least to the most" if width > 1 else ""
 
 
-def _mean_line(
-    runs: Sequence[Run], index: int, of: Callable[[Bin], Mean], what: str, hue: str
-) -> Line | None:
+def _mean_line(run: Run, of: Callable[[Bin], Mean], what: str, hue: str) -> Line | None:
     """Numbers of any sign: their mean, and the least and most. None: there are none."""
-    run = runs[index]
     means, thinned = [of(b) for b in run.bins.done], run.bins.width > 1
     if all(mean.middle is None for mean in means):
         return None
@@ -162,8 +143,7 @@ def _mean_line(
         return [None if mean.middle is None else _drawable(value(mean)) for mean in means]
 
     return Line(
-        _named(run, runs, what),
-        index,
+        what,
         drawn(lambda mean: mean.middle),
         hue,
         drawn(lambda mean: mean.low) if thinned else [],
@@ -193,22 +173,14 @@ def _smoothed(values: list[float | None]) -> list[float | None]:
     return [None if value is None else next(found) for value in values]
 
 
-def _loss(runs: Sequence[Run]) -> Chart | None:
+def _loss(run: Run) -> Chart | None:
     """None: no loss was recorded."""
-    lines, marks = [], []
-    for index, run in enumerate(runs):
-        line = _mean_line(runs, index, lambda b: b.loss, "loss", f"run-{index}")
-        if line is None:
-            continue
-        if sum(y is not None for y in line.y) >= SMOOTHED_FROM:
-            label = _named(run, runs, "smoothed")
-            lines += [replace(line, faint=True), Line(label, index, _smoothed(line.y), line.hue)]
-        else:
-            lines.append(line)
-        marks += _skips(index, runs, lambda b: _drawable(b.loss.middle))
-        marks += _bad(runs, lambda b: b.loss, index)
-    if not lines:
+    line = _mean_line(run, lambda b: b.loss, "loss", "line-0")
+    if line is None:
         return None
+    lines = [line]
+    if sum(y is not None for y in line.y) >= SMOOTHED_FROM:
+        lines = [replace(line, faint=True), Line("smoothed", _smoothed(line.y), line.hue)]
     return Chart(
         "loss",
         "Loss",
@@ -217,28 +189,25 @@ def _loss(runs: Sequence[Run]) -> Chart | None:
         "loss",
         "linear",
         lines,
-        marks,
+        _skips(run, lambda b: _drawable(b.loss.middle)) + _bad(run, lambda b: b.loss),
     )
 
 
-def _rate(runs: Sequence[Run]) -> Chart | None:
+def _rate(run: Run) -> Chart | None:
     """None: no learning rate was recorded. Groups with equal rates share a line."""
+    seen: dict[tuple[float | None, ...], list[int]] = {}
+    for group in range(MOST_RATES):
+        rates = tuple(_rate_of(b, group) for b in run.bins.done)
+        if any(rate is not None for rate in rates):
+            seen.setdefault(rates, []).append(group)
     lines = []
-    for index, run in enumerate(runs):
-        seen: dict[tuple[float | None, ...], list[int]] = {}
-        for group in range(MOST_RATES if len(runs) == 1 else 1):
-            rates = tuple(_rate_of(b, group) for b in run.bins.done)
-            if any(rate is not None for rate in rates):
-                seen.setdefault(rates, []).append(group)
-        groups = sum(map(len, seen.values()))
-        for at, (shared, members) in enumerate(seen.items()):
-            what = "learning rate"
-            if len(seen) > 1:
-                what += f" of group {', '.join(map(str, members))}"
-            elif groups > 1:
-                what += f" of {groups} groups"
-            hue = f"run-{at if len(runs) == 1 else index}"
-            lines.append(Line(_named(run, runs, what), index, list(shared), hue))
+    for at, (shared, members) in enumerate(seen.items()):
+        what = "learning rate"
+        if len(seen) > 1:
+            what += f" of group {', '.join(map(str, members))}"
+        elif len(members) > 1:
+            what += f" of {len(members)} groups"
+        lines.append(Line(what, list(shared), f"line-{at}"))
     if not lines:
         return None
     return Chart(
@@ -256,35 +225,22 @@ def _rate_of(each: Bin, group: int) -> float | None:
     return rate if rate is None or math.isfinite(rate) else None
 
 
-KIND_LABELS = {"optimizer": "optimizer's own time", "wait": "waiting for the optimizer"}
-
-
-def _time(runs: Sequence[Run]) -> Chart | None:
+def _time(run: Run) -> Chart | None:
     """None: the file has no times that say anything."""
-    lines = []
-    for index, run in enumerate(runs):
-        single = len(runs) == 1
-        bins = run.bins.done
-        line = _mean_line(runs, index, lambda b: b.seconds, "whole step", _hue(index, runs, "ink"))
-        if line is None:
-            continue
-        lines.append(_in_milliseconds(line))
-        for kind in KINDS if single else ():
-            if any(kind in b.spent for b in bins):
-                means = [b.spent.get(kind, 0.0) / b.timed if b.timed else None for b in bins]
-                label = KIND_LABELS.get(kind, kind)
-                lines.append(_in_milliseconds(Line(label, index, means, kind)))
-    if not lines:
+    whole = _mean_line(run, lambda b: b.seconds, "whole step", "ink")
+    if whole is None:
         return None
+    update = _mean_line(run, lambda b: b.update, "optimizer's update", "optimizer")
+    waited = _mean_line(run, lambda b: b.waited, "waiting for it", "wait")
     return Chart(
         "time",
         "Step time",
-        "From the end of the step before to the end of this one, and what of it the training "
-        "thread spent where, by the clock of the host. In overlap and delayed the optimizer's own "
-        "time runs beside the others.",
+        "From the end of the step before to the end of this one, by the clock of the host; how "
+        "long the optimizer's update took, and how long the training thread waited for it. In "
+        "overlap and delayed the rest of the update ran beside it.",
         "milliseconds",
         "linear",
-        lines,
+        [_in_milliseconds(line) for line in (whole, update, waited) if line is not None],
     )
 
 
@@ -295,33 +251,26 @@ def _in_milliseconds(line: Line) -> Line:
     return replace(line, y=times(line.y), low=times(line.low), high=times(line.high))
 
 
-def _scale(runs: Sequence[Run]) -> Chart | None:
-    """None: no run was scaled."""
-    if not any(run.is_scaled for run in runs):
+def _scale(run: Run) -> Chart | None:
+    """None: the run was not scaled."""
+    if not run.is_scaled:
         return None
-    lows = [b.scale_low for run in runs for b in run.bins.done if b.scale_low > 0]
-    smallest = max(min(lows, default=1.0) / 2, 2.0**-150)
+    bins, thinned = run.bins.done, run.bins.width > 1
+    smallest = max(min((b.scale_low for b in bins if b.scale_low > 0), default=1.0) / 2, 2.0**-150)
 
     def drawn(scale: float) -> float:
         """Within float32, whatever the file claims; 0 has no place on a logarithmic axis."""
         return min(max(scale, smallest), 2.0**128)
 
-    lines, marks = [], []
-    for index, run in enumerate(runs):
-        bins, thinned = run.bins.done, run.bins.width > 1
-        lines.append(
-            Line(
-                _named(run, runs, "scale"),
-                index,
-                [drawn(b.scale) for b in bins],
-                f"run-{index}",
-                [drawn(b.scale_low) for b in bins] if thinned else [],
-                [drawn(b.scale_high) for b in bins] if thinned else [],
-                holds=True,
-                per_bin=_per_bin(run, "last"),
-            )
-        )
-        marks += _skips(index, runs, lambda b: drawn(b.scale_high))
+    line = Line(
+        "scale",
+        [drawn(b.scale) for b in bins],
+        "line-0",
+        [drawn(b.scale_low) for b in bins] if thinned else [],
+        [drawn(b.scale_high) for b in bins] if thinned else [],
+        holds=True,
+        per_bin=_per_bin(run, "last"),
+    )
     return Chart(
         "scale",
         "Loss scale",
@@ -329,76 +278,58 @@ def _scale(runs: Sequence[Run]) -> Chart | None:
         "after growth_interval windows without overflow it doubles.",
         "scale (factor on the loss)",
         "log2",
-        lines,
-        marks,
+        [line],
+        _skips(run, lambda b: drawn(b.scale_high)),
     )
 
 
-def _skips(index: int, runs: Sequence[Run], height: Callable[[Bin], float | None]) -> list[Marks]:
+def _skips(run: Run, height: Callable[[Bin], float | None]) -> list[Marks]:
     """Every bin with a skipped window."""
-    run = runs[index]
     at = [i for i, b in enumerate(run.bins.done) if b.skips]
     if not at:
         return []
-    label, hue = _named(run, runs, counted(run.skips, "skipped window")), _hue(index, runs, "bad")
+    label = counted(run.skips, "skipped window")
     if len(at) > MANY_MARKS:
-        return [Marks(label, index, hue, "tick", at, [None] * len(at))]
-    return [Marks(label, index, hue, "cross", at, [height(run.bins.done[i]) for i in at])]
+        return [Marks(label, "bad", "tick", at, [None] * len(at))]
+    return [Marks(label, "bad", "cross", at, [height(run.bins.done[i]) for i in at])]
 
 
-def readable(value: float) -> float:
+def _readable(value: float) -> float:
     """As it is drawn: beyond these a logarithmic axis has no room for its margins."""
     return min(max(value, 1e-60), 1e60)
 
 
-def _spread_lines(runs: Sequence[Run], of: Callable[[Bin], Spread], name: str) -> list[Line]:
-    """One line a run of numbers above 0: their geometric mean, and the least and most."""
-    lines = []
-    for index, run in enumerate(runs):
-        spreads, thinned = [of(b) for b in run.bins.done], run.bins.width > 1
-        if not any(each.count for each in spreads):
-            continue
-
-        def drawn(value: Callable[[Spread], float], of: list[Spread]) -> list[float | None]:
-            return [readable(value(each)) if each.count else None for each in of]
-
-        lines.append(
-            Line(
-                _named(run, runs, name),
-                index,
-                drawn(lambda each: each.middle, spreads),
-                f"run-{index}",
-                drawn(lambda each: each.low, spreads) if thinned else [],
-                drawn(lambda each: each.high, spreads) if thinned else [],
-                per_bin=_per_bin(run, "geometric mean"),
-            )
-        )
-    return lines
-
-
-def _bad(runs: Sequence[Run], of: Callable[[Bin], Spread | Mean], index: int) -> list[Marks]:
-    """Numbers that were inf or NaN have no height."""
-    run = runs[index]
-    at = [i for i, b in enumerate(run.bins.done) if of(b).bad]
-    if not at:
-        return []
-    label, hue = _named(run, runs, "inf or NaN"), _hue(index, runs, "bad")
-    return [Marks(label, index, hue, "triangle", at, [None] * len(at))]
-
-
-def _all_bad(runs: Sequence[Run], of: Callable[[Bin], Spread]) -> list[Marks]:
-    return [marks for index in range(len(runs)) for marks in _bad(runs, of, index)]
-
-
-def _norm(runs: Sequence[Run]) -> Chart | None:
-    """None: there is no finite norm."""
-    lines = _spread_lines(runs, lambda b: b.norm, "norm")
-    limits = set()
-    for run in runs:
-        given = [b.max_norm for b in run.bins.done if b.max_norm and b.max_norm < math.inf]
-        limits.update(given[-1:])  # that it ended with
-    if not lines:
+def _spread_line(run: Run, of: Callable[[Bin], Spread], name: str) -> Line | None:
+    """Numbers above 0: their geometric mean, and the least and most. None: there are none."""
+    spreads, thinned = [of(b) for b in run.bins.done], run.bins.width > 1
+    if not any(each.count for each in spreads):
         return None
+
+    def drawn(value: Callable[[Spread], float]) -> list[float | None]:
+        return [_readable(value(each)) if each.count else None for each in spreads]
+
+    return Line(
+        name,
+        drawn(lambda each: each.middle),
+        "line-0",
+        drawn(lambda each: each.low) if thinned else [],
+        drawn(lambda each: each.high) if thinned else [],
+        per_bin=_per_bin(run, "geometric mean"),
+    )
+
+
+def _bad(run: Run, of: Callable[[Bin], Spread | Mean]) -> list[Marks]:
+    """Numbers that were inf or NaN have no height."""
+    at = [i for i, b in enumerate(run.bins.done) if of(b).bad]
+    return [Marks("inf or NaN", "bad", "triangle", at, [None] * len(at))] if at else []
+
+
+def _norm(run: Run) -> Chart | None:
+    """None: there is no finite norm."""
+    line = _spread_line(run, lambda b: b.norm, "norm")
+    if line is None:
+        return None
+    limits = [b.max_norm for b in run.bins.done if b.max_norm and b.max_norm < math.inf]
     return Chart(
         "norm",
         "Gradient norm, unscaled, before clipping",
@@ -406,16 +337,16 @@ def _norm(runs: Sequence[Run]) -> Chart | None:
         "clipping.",
         "L2 norm",
         "log",
-        lines,
-        _all_bad(runs, lambda b: b.norm),
-        [Limit(f"clipped above {number(limit)}", readable(limit)) for limit in sorted(limits)],
+        [line],
+        _bad(run, lambda b: b.norm),
+        [Limit(f"clipped above {number(limit)}", _readable(limit)) for limit in limits[-1:]],
     )
 
 
-def _largest(runs: Sequence[Run]) -> Chart | None:
+def _largest(run: Run) -> Chart | None:
     """None: nobody measured it."""
-    lines = _spread_lines(runs, lambda b: b.largest, "largest gradient")
-    if not lines:
+    line = _spread_line(run, lambda b: b.largest, "largest gradient")
+    if line is None:
         return None
     return Chart(
         "largest",
@@ -425,15 +356,15 @@ def _largest(runs: Sequence[Run]) -> Chart | None:
         "has left, as far as parameters tell; what float32 adds up may lie above.",
         "magnitude",
         "log",
-        lines,
+        [line],
         limits=[Limit(f"end of float16, {number(LARGEST)}", LARGEST)],
     )
 
 
-def _preview(runs: Sequence[Run]) -> Chart | None:
+def _preview(run: Run) -> Chart | None:
     """None: no update was late, or nobody measured what was shown of it."""
-    lines = _spread_lines(runs, lambda b: b.preview_error, "error")
-    if not lines:
+    line = _spread_line(run, lambda b: b.preview_error, "error")
+    if line is None:
         return None
     return Chart(
         "preview",
@@ -442,7 +373,7 @@ def _preview(runs: Sequence[Run]) -> Chart | None:
         "against the norm of the update. 1: as if nothing had been shown of it.",
         "of the update",
         "log",
-        lines,
-        _all_bad(runs, lambda b: b.preview_error),
+        [line],
+        _bad(run, lambda b: b.preview_error),
         [Limit(f"too far above {number(TOO_FAR)}", TOO_FAR)],
     )

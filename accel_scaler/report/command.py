@@ -1,137 +1,74 @@
-"""``accel-scaler report``: telemetry files to a page, to pictures, or to words."""
+"""``accel-scaler report``: a telemetry file to a page, or to words."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from ..console import plain, say
-from ..errors import ConfigError
-from .figures import pictures, stacked
+from ..errors import ConfigError, refuse_retired
 from .html import html_page
-from .live import follow
 from .reader import read_run
 from .run_summary import Run
-from .text import all_in_words
-from .theme import drawing
-
-MOST_RUNS = 4
+from .text import in_words
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``accel-scaler report`` to a parser."""
     parser.description = (
-        "Show what the scaler did: the summary in words, pictures, and a table of what overflowed. "
+        "Show what the scaler did: the summary in words, charts, and a table of what overflowed. "
         "The file is written by training with telemetry=PATH."
     )
     parser.add_argument(
-        "files",
-        nargs="+",
-        metavar="run.jsonl",
-        help=f"telemetry files, at most {MOST_RUNS}; several are compared",
+        "files", nargs="+", metavar="run.jsonl", help="the telemetry file; one at a time"
     )
     parser.add_argument(
         "-o",
         "--output",
         metavar="PATH",
-        help="where to write: the page (default: report.html), or with --format png the folder, "
-        "or a NAME.png that gets all of them, one below the other (default: report)",
-    )
-    parser.add_argument(
-        "--format",
-        choices=("html", "png"),
-        default="html",
-        help="a page (default), or pictures, which need matplotlib",
+        help="where to write the page (default: report.html)",
     )
     parser.add_argument("--text", action="store_true", help="print the summary and write nothing")
-    parser.add_argument(
-        "--live",
-        action="store_true",
-        help="follow one run that trains, in the terminal (rich) or, into a pipe, in plain lines; "
-        "waits for the file, and ends with the run",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Make the report that ``add_arguments`` describes; 0 when it is there.
 
     Raises:
-        ConfigError: a file that is not telemetry, an output that cannot be written, no matplotlib.
+        ConfigError: a file that is not telemetry, an output that cannot be written.
     """
-    if len(args.files) > MOST_RUNS:
-        raise ConfigError(
-            f"report: got {len(args.files)} files, expected at most {MOST_RUNS}; leave some out."
-        )
-    if args.live:
-        return _follow(args)
+    file, *others = args.files
+    if others:
+        refuse_retired("accel-scaler report FILE FILE", "a second file", "accel-scaler report")
     if args.text and args.output:
         raise ConfigError("report: --text prints, -o writes; give one of the two.")
-    if args.output and any(_same(args.output, path) for path in args.files):
-        raise ConfigError(f"report: {args.output} is one of the files to read; write elsewhere.")
-    runs = [read_run(path) for path in args.files]
-    label(runs)
-    for one in runs:
-        if not one.windows:
-            print(f"{one.label}: no windows in this file.", file=sys.stderr)
+    if args.output and _same(args.output, file):
+        raise ConfigError(f"report: {args.output} is the file to read; write elsewhere.")
+    run = read_run(file)
+    label(run)
+    if not run.windows:
+        print(f"{run.label}: no windows in this file.", file=sys.stderr)
     if args.text:
-        say(all_in_words(runs))
+        say(in_words(run))
         return 0
-    page = args.format == "html"
-    output = Path(args.output or ("report.html" if page else "report"))
+    output = Path(args.output or "report.html")
     try:
-        written = [write_page(runs, output)] if page else write_pictures(runs, output)
+        output.write_text(html_page(run), encoding="utf-8", newline="\n")
     except OSError as error:
         why = error.strerror or str(error)
         raise ConfigError(
             f"{output}: cannot be written ({why}); give another place with -o."
         ) from None
-    for path in written:
-        say(f"wrote {path} ({path.stat().st_size / 1e6:.1f} MB)")
+    say(f"wrote {output} ({output.stat().st_size / 1e6:.1f} MB)")
     return 0
 
 
-def _follow(args: argparse.Namespace) -> int:
-    if len(args.files) > 1:
-        raise ConfigError(f"report --live: got {len(args.files)} files; it follows one.")
-    if args.text or args.output:
-        raise ConfigError("report --live writes nothing: leave out --text and -o.")
-    return follow(args.files[0])
-
-
-def label(runs: Sequence[Run]) -> None:
-    """Name each run: its file, all of its path where names are alike, the rank of several."""
-    names = [Path(one.path).name for one in runs]
-    for one, name in zip(runs, names, strict=True):
-        facts = one.sessions[0].facts if one.sessions else {}
-        several = facts.get("ranks", 1) > 1
-        text = one.path if names.count(name) > 1 else name
-        one.label = plain(text + (f" (rank {facts.get('rank', '?')})" if several else ""))
-
-
-def write_page(runs: Sequence[Run], output: Path) -> Path:
-    """Write the HTML page."""
-    output.write_text(html_page(runs), encoding="utf-8", newline="\n")
-    return output
-
-
-def write_pictures(runs: Sequence[Run], output: Path) -> list[Path]:
-    """Write PNGs into a folder; where ``output`` ends in ``.png``, all of them as this one."""
-    found, single = pictures(runs), output.suffix.lower() == ".png"
-    if not found:
-        return []
-    with drawing():
-        figures = {picture.name: picture.figure for picture in found}
-        if single:
-            figures = {output.stem: partial(stacked, found)}
-        folder = output.parent if single else output
-        folder.mkdir(parents=True, exist_ok=True)
-        paths = [folder / f"{name}{output.suffix if single else '.png'}" for name in figures]
-        for path, make in zip(paths, figures.values(), strict=True):
-            make().savefig(path, format="png")
-    return paths
+def label(run: Run) -> None:
+    """Name a run: its file, and the rank of several."""
+    facts = run.sessions[0].facts if run.sessions else {}
+    rank = f" (rank {facts.get('rank', '?')})" if facts.get("ranks", 1) > 1 else ""
+    run.label = plain(Path(run.path).name + rank)
 
 
 def _same(one: str, other: str) -> bool:

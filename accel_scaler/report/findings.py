@@ -591,18 +591,13 @@ def _waiting(run: Run) -> Finding | None:
     text = f"{percent(timing.hidden, timing.optimizer)} of the optimizer's time was hidden"
     if share >= LITTLE_HIDDEN:
         return Finding("good", f"{text} behind the training thread's own work.")
-    where = ""
-    if timing.waits:
-        name, spent = timing.waits.most_common(1)[0]
-        where = f"Most waiting ({percent(spent, timing.waits.total())}) was at {name or 'unnamed'}."
     do = "Leave the optimizer a core of its own (optimizer_threads, OMP_NUM_THREADS)"
     if not _are_far_off(run):  # else another mode is advised for that
         do += ', or use step_mode="sync": there is too little to run beside'
     return Finding(
         "warn",
         f"Only {text}: the training thread waited {timing.waited:.3g} s in all.",
-        where,
-        f"{do}.",
+        do=f"{do}.",
     )
 
 

@@ -1,4 +1,4 @@
-"""Numbers in words, the same in the summary, the page and the pictures."""
+"""Numbers in words, the same in the summary and the page."""
 
 from __future__ import annotations
 

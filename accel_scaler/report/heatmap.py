@@ -7,7 +7,7 @@ import os
 from array import array
 from dataclasses import dataclass
 
-from .formatting import layer_name, shorten
+from .formatting import layer_name
 from .run_summary import Run
 
 MAX_ROWS = 240
@@ -53,21 +53,17 @@ class HeatMap:
         )
 
 
-def heatmaps(runs: list[Run]) -> list[HeatMap]:
-    """One of each run that kept norms."""
-    several = len(runs) > 1
-    return [_heatmap(run, several, i) for i, run in enumerate(runs, 1) if run.norms.columns]
-
-
-def _heatmap(run: Run, several: bool, index: int) -> HeatMap:
+def heatmap(run: Run) -> HeatMap | None:
+    """None: no norms were kept."""
+    if not run.norms.columns:
+        return None
     rows = _rows(run)
     table = _table(run, rows)
     shown = sorted(v for row in table for v in row if 0 < v < math.inf) or [0.1, 1.0]
     low, high = (shown[round(share * (len(shown) - 1))] for share in (0.005, 0.995))
-    of = f" ({shorten(run.label, 30)})" if several else ""
     return HeatMap(
-        "heatmap" + (f"-{index}" if several else ""),
-        "Gradient norm by parameter, unscaled" + of,
+        "heatmap",
+        "Gradient norm by parameter, unscaled",
         "Parameters from the input (top) to the output (bottom). A backward runs upwards: what is "
         "non-finite low in a column spreads to all above.",
         rows,

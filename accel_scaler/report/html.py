@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from functools import cache
 from html import escape
@@ -13,15 +13,12 @@ from typing import Any
 
 from ..console import counted, number, plain, written
 from .charts import Axis, Chart, axis_of, charts
-from .differences import differences
 from .findings import Level, facts, find
-from .heatmap import HeatMap, heatmaps
+from .heatmap import HeatMap, heatmap
 from .page_data import page_data
 from .run_summary import Run
-from .samples import KINDS
 from .theme import HUES
 from .tiles import tiles
-from .timeline import Timeline, timelines
 from .verdict import verdict_on
 
 ROWS = 100
@@ -32,30 +29,26 @@ FIRST = ("loss",)
 """Charts on the first screen."""
 
 
-def html_page(runs: Sequence[Run]) -> str:
+def html_page(run: Run) -> str:
     """The whole page. All text is escaped; the browser runs the package's own script alone."""
-    drawn = [run for run in runs if run.windows]
-    axis = axis_of(drawn) if drawn else None
-    found, maps, times = charts(drawn), heatmaps(drawn), timelines(drawn)
-    title = f"Loss scaling: {' and '.join(run.label for run in runs)}"
-    body = [_verdict(run, index, len(runs)) for index, run in enumerate(runs)]
-    body += [_about(runs), _tiles(runs[0])] if len(runs) == 1 else [_differences(runs)]
+    axis = axis_of(run) if run.windows else None
+    found, heat = charts(run), heatmap(run)
+    title = f"Loss scaling: {run.label}"
+    body = [_verdict(run), _about(run), _tiles(run)]
     loss = [chart for chart in found if chart.name in FIRST]
     others = [chart for chart in found if chart.name not in FIRST]
     if axis is not None:
         body += ['<div class="charts">', *(_chart(each, axis, True) for each in loss), "</div>"]
-    body += ["<h2>Findings</h2>", *(part for run in runs for part in _findings(run, len(runs)))]
+    body += ["<h2>Findings</h2>", _findings(run)]
     if axis is not None:
         body += ["<h2>Charts</h2>", '<div class="charts">']
         alone = others[-1] if len(others) % 2 else None
         body += [_chart(chart, axis, chart is alone) for chart in others]
-        body += [_heatmap(heat) for heat in maps]
-        body += [_timeline(each) for each in times]
+        body += [_heatmap(heat)] if heat is not None else []
         body += ["</div>", NUMBERS]
-    body += [part for run in runs for part in _offenders(run, len(runs))]
-    body += [part for run in runs for part in _firsts(run, len(runs))]
-    body += ["<h2>In numbers</h2>", _side_by_side(runs, [facts(run) for run in runs])]
-    body += ["<h2>Settings and versions</h2>", _settings(runs)]
+    body += [*_offenders(run), *_firsts(run)]
+    body += ["<h2>In numbers</h2>", _table(["", run.label], facts(run))]
+    body += ["<h2>Settings and versions</h2>", _settings(run)]
     style, script = _style(), _script()
     policy = (
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; "
@@ -70,7 +63,7 @@ def html_page(runs: Sequence[Run]) -> str:
         '<button type="button" id="zoom" hidden>Reset zoom</button>'
         '<button type="button" id="theme" title="light or dark" hidden>Dark</button>'
         f"</div></header>\n<main>\n{chr(10).join(body)}\n{NO_SCRIPT}\n</main>\n"
-        f'<script type="application/json" id="data">{page_data(drawn, axis, found, maps)}</script>'
+        f'<script type="application/json" id="data">{page_data(run, axis, found, heat)}</script>'
         f"\n<script>{script}</script>\n</body>\n</html>\n"
     )
 
@@ -113,11 +106,11 @@ def _hash(text: str) -> str:
 # The first screen.
 
 
-def _about(runs: Sequence[Run]) -> str:
+def _about(run: Run) -> str:
     """What ran on what."""
-    if not runs[0].sessions:
+    if not run.sessions:
         return ""
-    session = runs[0].sessions[-1]
+    session = run.sessions[-1]
     known = session.facts
     parts = [str(known[key]) for key in ("device_name", "device", "precision") if key in known][:3]
     if "step_mode" in session.settings:
@@ -133,16 +126,11 @@ def _when(moment: float) -> str:
     return f"{datetime.fromtimestamp(moment, timezone.utc):%Y-%m-%d %H:%M} UTC"
 
 
-def _verdict(run: Run, index: int, runs: int) -> str:
+def _verdict(run: Run) -> str:
     level: Level = "bad" if any(f.level == "bad" for f in find(run)) else "good"
     level = level if run.windows else "note"
-    of = f'<span class="of">{_swatch(index)}{escape(run.label)}</span>' if runs > 1 else ""
     word = f'<span class="word">{WORDS[level]}</span>'
-    return f'<p class="verdict {level}">{of}{word}{escape(verdict_on(run))}</p>'
-
-
-def _swatch(index: int) -> str:
-    return f'<span class="of-run run-{index}"></span>'
+    return f'<p class="verdict {level}">{word}{escape(verdict_on(run))}</p>'
 
 
 def _tiles(run: Run) -> str:
@@ -154,33 +142,7 @@ def _tiles(run: Run) -> str:
     return f'<dl class="tiles">{"".join(parts)}</dl>'
 
 
-def _differences(runs: Sequence[Run]) -> str:
-    """Of several runs the first thing after the verdicts; below each line what it comes to."""
-    labels = [run.label for run in runs]
-    lines = []
-    for each in differences(runs):
-        cells = "".join(f"<td>{escape(value)}</td>" for value in each.values)
-        lines.append(f'<tr><th scope="row">{escape(each.name)}</th>{cells}</tr>')
-        told = [
-            (f"{label}: " if len(runs) > 2 else "") + note
-            for label, note in zip(labels[1:], each.notes, strict=False)
-            if note
-        ]
-        if told:
-            text = escape("; ".join(told))
-            lines.append(f'<tr class="told"><td></td><td colspan="{len(runs)}">{text}</td></tr>')
-    swatches = (f"<th>{_swatch(i)}{escape(label)}</th>" for i, label in enumerate(labels))
-    head = f"<tr><td></td>{''.join(swatches)}</tr>"
-    inside = f'<div class="wide"><table>{head}{"".join(lines)}</table></div>'
-    inside = inside if lines else "<p>Nothing that the files tell.</p>"
-    return f'<section class="card" id="differences"><h2>Differences</h2>{inside}</section>'
-
-
-def _heading(run: Run, runs: int) -> list[str]:
-    return [f"<h3>{escape(run.label)}</h3>"] if runs > 1 else []
-
-
-def _findings(run: Run, runs: int) -> list[str]:
+def _findings(run: Run) -> str:
     rows = []
     for finding in find(run):
         more = "".join(f"<p>{escape(t)}</p>" for t in (finding.look, finding.do) if t)
@@ -188,7 +150,7 @@ def _findings(run: Run, runs: int) -> list[str]:
             f'<li class="{finding.level}"><p class="what"><span class="word">'
             f"{WORDS[finding.level]}</span>{escape(finding.what)}</p>{more}</li>"
         )
-    return [*_heading(run, runs), f'<ul class="findings">{"".join(rows)}</ul>']
+    return f'<ul class="findings">{"".join(rows)}</ul>'
 
 
 # Charts: what the script fills.
@@ -226,64 +188,6 @@ def _heatmap(heat: HeatMap) -> str:
     )
 
 
-def _timeline(timeline: Timeline) -> str:
-    there = [kind for kind in KINDS if any(bar.kind == kind for bar in timeline.bars)]
-    keys = "".join(f'<span><i class="swatch k-{kind}"></i>{kind}</span>' for kind in there)
-    inside = f'<div class="key">{keys}</div>{timeline_svg(timeline)}'
-    return _figure(timeline.name, timeline.title, timeline.caption, inside, " whole timeline")
-
-
-LANE, TOP, GAP = 34, 22, 22
-TICKS = 5
-
-
-def timeline_svg(timeline: Timeline) -> str:
-    """Bars as wide as their share of the time, so that texts keep their size on any screen."""
-
-    def share(at: float) -> str:
-        return f"{100 * at / timeline.length:.3f}%"
-
-    tops = [TOP + lane * (LANE + GAP) for lane in range(len(timeline.lanes))]
-    bottom = tops[-1] + LANE
-    hatch = f"hatch-{timeline.name}"
-    parts = [
-        f'<defs><pattern id="{hatch}" class="hatch" width="5" height="5" '
-        'patternUnits="userSpaceOnUse" patternTransform="rotate(45)"><rect width="5" height="5"/>'
-        '<path d="M0 0V5"/></pattern></defs>'
-    ]
-    for name, top in zip(timeline.lanes, tops, strict=True):
-        parts.append(f'<text class="lane" x="0" y="{top - 6}">{name}</text>')
-    for bar in timeline.bars:
-        lane, inset, height = timeline.lane_of(bar.kind)
-        look = f'fill="url(#{hatch})" stroke="currentColor" stroke-width="0.5"'
-        look = look if bar.kind == "wait" else f'class="k-{bar.kind}"'
-        told = f"{bar.kind} {number(bar.length)} ms" + (f" at {bar.where}" if bar.where else "")
-        parts.append(
-            f'<rect x="{share(bar.start)}" y="{tops[lane] + inset * LANE:g}" '
-            f'width="{share(bar.length)}" height="{height * LANE:g}" {look}>'
-            f"<title>{escape(told)}</title></rect>"
-        )
-    for index, at in enumerate(timeline.ends):
-        x = share(at)
-        parts.append(f'<line class="end" x1="{x}" x2="{x}" y1="8" y2="{bottom}"/>')
-        if index == 0:
-            side = "end" if at > 0.8 * timeline.length else "start"
-            parts.append(
-                f'<text x="{x}" y="11" dx="{-4 if side == "end" else 4}" text-anchor="{side}">'
-                f"{escape(timeline.first_end)}</text>"
-            )
-    for tick in range(TICKS):
-        at = timeline.length * tick / (TICKS - 1)
-        side = "start" if tick == 0 else "end" if tick == TICKS - 1 else "middle"
-        unit = " ms" if tick == TICKS - 1 else ""
-        parts.append(
-            f'<text x="{share(at)}" y="{bottom + 16}" text-anchor="{side}">{at:.4g}{unit}</text>'
-        )
-    words = f"{timeline.title}: {len(timeline.bars)} spans in {number(timeline.length)} ms"
-    head = f'<svg role="img" aria-label="{escape(words)}" height="{bottom + 22}">'
-    return f"{head}{''.join(parts)}</svg>"
-
-
 # Tables.
 
 
@@ -307,20 +211,7 @@ def _table(
     return f'<div class="wide"><table{kind}>{"".join(lines)}</table></div>'
 
 
-def _side_by_side(
-    runs: Sequence[Run],
-    of: Sequence[Sequence[tuple[str, str]]],
-    is_marked: Callable[[str, set[str]], bool] = lambda name, values: False,
-) -> str:
-    """A row a key, a column a run; ``is_marked(key, values)`` says which rows stand out."""
-    names = list(dict.fromkeys(name for rows in of for name, _ in rows))
-    tables = [dict(rows) for rows in of]
-    rows = [[name, *(table.get(name, "") for table in tables)] for name in names]
-    marked = [is_marked(row[0], set(row[1:])) for row in rows]
-    return _table(["", *(run.label for run in runs)], rows, marked=marked)
-
-
-def _offenders(run: Run, runs: int) -> list[str]:
+def _offenders(run: Run) -> list[str]:
     worst = run.worst_offenders()
     if not worst:
         return []
@@ -337,7 +228,7 @@ def _offenders(run: Run, runs: int) -> list[str]:
     ]
     head = ["parameter", "windows", "began there", "first", "last", "most elements"]
     rest = len(worst) - ROWS
-    parts = ["<h2>Parameters with inf or NaN gradients</h2>", *_heading(run, runs)]
+    parts = ["<h2>Parameters with inf or NaN gradients</h2>"]
     parts.append(_table(head, rows[:OPEN_ROWS], (1, 2, 3, 4, 5)))
     if more := rows[OPEN_ROWS:]:
         table = _table(head, more, (1, 2, 3, 4, 5))
@@ -347,7 +238,7 @@ def _offenders(run: Run, runs: int) -> list[str]:
     return parts
 
 
-def _firsts(run: Run, runs: int) -> list[str]:
+def _firsts(run: Run) -> list[str]:
     if not run.firsts:
         return []
 
@@ -361,7 +252,7 @@ def _firsts(run: Run, runs: int) -> list[str]:
         return [run.place(x), first["where"], module, batch, *ranges, first["text"]]
 
     head = ["step", "where", "module", "micro-batch", "input", "output", ""]
-    parts = ["<h2>What was non-finite first</h2>", *_heading(run, runs)]
+    parts = ["<h2>What was non-finite first</h2>"]
     parts.append(_table(head, [row(*first) for first in run.firsts], (3, 4, 5)))
     if run.firsts_lost:
         lost = counted(run.firsts_lost, "report")
@@ -369,31 +260,20 @@ def _firsts(run: Run, runs: int) -> list[str]:
     return parts
 
 
-def _settings(runs: Sequence[Run]) -> str:
+def _settings(run: Run) -> str:
     """Two tables: what ran where, and the settings."""
-    where, how = [], []
-    for run in runs:
-        rows: list[tuple[str, str]] = [("file", plain(run.path))]
-        settings: list[tuple[str, str]] = []
-        if run.sessions:
-            last = run.sessions[-1]
-            known = dict(last.facts)
-            if "unix_time" in known:
-                rows.append(("started", _when(known.pop("unix_time"))))
-            rows += [(key, written(value)) for key, value in known.items()]
-            settings = [(key, written(value)) for key, value in last.settings.items()]
-        where.append(rows)
-        how.append(settings)
-    changed = {name for run in runs for session in run.sessions[-1:] for name in session.changed}
-    several = len(runs) > 1
-
-    def differs(_: str, values: set[str]) -> bool:
-        return several and len(values) > 1
-
-    def is_changed(name: str, values: set[str]) -> bool:
-        return differs(name, values) if several else name in changed
-
-    note = "Marked: not the same in all runs." if several else "Marked: not the default."
-    parts = [_side_by_side(runs, where, differs), _side_by_side(runs, how, is_changed)]
+    where: list[tuple[str, str]] = [("file", plain(run.path))]
+    how: list[tuple[str, str]] = []
+    changed: tuple[str, ...] = ()
+    if run.sessions:
+        last = run.sessions[-1]
+        known, changed = dict(last.facts), last.changed
+        if "unix_time" in known:
+            where.append(("started", _when(known.pop("unix_time"))))
+        where += [(key, written(value)) for key, value in known.items()]
+        how = [(key, written(value)) for key, value in last.settings.items()]
+    head = ["", run.label]
+    marked = [name in changed for name, _ in how]
+    parts = [_table(head, where), _table(head, how, marked=marked)]
     cards = "".join(f'<div class="card">{part}</div>' for part in parts)
-    return f'<p class="soft">{note}</p><div class="tables">{cards}</div>'
+    return f'<p class="soft">Marked: not the default.</p><div class="tables">{cards}</div>'

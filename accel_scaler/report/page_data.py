@@ -13,18 +13,15 @@ from typing import Any
 from .charts import Axis, Chart
 from .heatmap import HeatMap
 from .run_summary import Run
-from .theme import DASHES
 
 
-def page_data(
-    runs: Sequence[Run], axis: Axis | None, charts: Sequence[Chart], heatmaps: Sequence[HeatMap]
-) -> str:
+def page_data(run: Run, axis: Axis | None, charts: Sequence[Chart], heat: HeatMap | None) -> str:
     """JSON that stands safely inside a ``<script>``: ASCII, without ``<``, ``>`` and ``&``."""
     data = {
-        "runs": [_run(run, index) for index, run in enumerate(runs)],
+        "run": _run(run),
         "axis": axis and {"label": axis.label, "last": axis.last, "sessions": axis.sessions},
         "charts": [_chart(chart) for chart in charts],
-        "heatmaps": [_heatmap(heat) for heat in heatmaps],
+        "heatmap": heat and _heatmap(heat),
     }
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     for mark in "<>&":
@@ -41,11 +38,10 @@ def rounded(value: float | None) -> float | int | None:
     return float(f"{value:.6g}")
 
 
-def _run(run: Run, index: int) -> dict[str, Any]:
+def _run(run: Run) -> dict[str, Any]:
     bins = run.bins.done
     return {
         "label": run.label,
-        "dash": DASHES[index],
         "x": [b.x for b in bins],
         "last": [b.last_x for b in bins],
         "skips": [b.skips for b in bins],
@@ -61,7 +57,6 @@ def _chart(chart: Chart) -> dict[str, Any]:
         "lines": [
             {
                 "label": line.label,
-                "run": line.run,
                 "hue": line.hue,
                 "holds": line.holds,
                 "faint": line.faint,
@@ -75,7 +70,6 @@ def _chart(chart: Chart) -> dict[str, Any]:
         "marks": [
             {
                 "label": marks.label,
-                "run": marks.run,
                 "hue": marks.hue,
                 "shape": marks.shape,
                 "bins": marks.bins,

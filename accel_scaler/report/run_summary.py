@@ -122,7 +122,7 @@ class Run(Diagnosis):
         session.add(record)
         self.overflows += record.found_inf
         self.bins.add(x, record)
-        self.timing.add(x, record)
+        self.timing.add(record)
         self.late.add(x, record)
         self.range.add(x, record, names)
         norm, limit = record.grad_norm, record.max_norm

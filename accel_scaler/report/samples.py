@@ -1,10 +1,10 @@
-"""Bounded samples of a long run: bins over all windows, norms of some, the clock of the last."""
+"""Bounded samples of a long run: bins over all windows, norms of some, totals of the clock."""
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass, field
 
 from ..telemetry import Names, RecentErrors, Record, headroom
@@ -12,10 +12,6 @@ from ..telemetry import Names, RecentErrors, Record, headroom
 MAX_BINS = 1024
 MAX_COLUMNS = 240
 MAX_CELLS = 1 << 21
-TIMELINE = 8
-"""Windows."""
-KINDS = ("forward", "backward", "clip", "step", "optimizer", "wait")
-"""Of spans."""
 
 
 @dataclass(slots=True)
@@ -113,30 +109,18 @@ class Bin:
     """Of each group, in the last of them."""
     seconds: Mean = field(default_factory=Mean)
     """From the end of the window before to the end of each; not of a session's first."""
-    optimizer_s: float = 0.0
-    """How long their updates took, and how much of it ran beside the training thread's work."""
-    hidden_s: float = 0.0
-    spent: dict[str, float] = field(default_factory=dict)
-    """Seconds in spans of each of ``KINDS``, of all windows."""
-    timed: int = 0
-    """Windows that have spans."""
-
-    @property
-    def hidden_share(self) -> float | None:
-        """Of the time of the updates, from 0 to 1; None: they are not known."""
-        return self.hidden_s / self.optimizer_s if self.optimizer_s else None
+    update: Mean = field(default_factory=Mean)
+    """Seconds that their updates took."""
+    waited: Mean = field(default_factory=Mean)
+    """Seconds of it that the training thread waited."""
 
     def add(self, x: int, record: Record, seconds: float | None = None) -> None:
         """One window more, ``seconds`` after the one before."""
         self.loss.add(record.loss)
         self.lr = record.lr
         self.seconds.add(seconds)
-        self.optimizer_s += record.optimizer_s or 0.0
-        self.hidden_s += record.hidden_s or 0.0
-        self.timed += bool(record.spans)
-        for kind, _, length, *_ in record.spans:
-            if kind in KINDS:
-                self.spent[kind] = self.spent.get(kind, 0.0) + length
+        self.update.add(record.optimizer_s)
+        self.waited.add(record.waited_s)
         scale = record.scale
         self.last_x, self.scale = x, scale
         self.windows += 1
@@ -163,11 +147,8 @@ class Bin:
         self.loss.merge(later.loss)
         self.lr = later.lr
         self.seconds.merge(later.seconds)
-        self.optimizer_s += later.optimizer_s
-        self.hidden_s += later.hidden_s
-        self.timed += later.timed
-        for kind, length in later.spent.items():
-            self.spent[kind] = self.spent.get(kind, 0.0) + length
+        self.update.merge(later.update)
+        self.waited.merge(later.waited)
         if later.max_norm is not None:
             self.max_norm = later.max_norm
 
@@ -221,30 +202,19 @@ class NormColumns:
 
 
 class Timing:
-    """Totals of the clock in seconds, and what ran when in the last windows."""
+    """Totals of the clock in seconds."""
 
     def __init__(self) -> None:
         self.optimizer = self.waited = self.hidden = 0.0
         self.updates = 0
-        self.waits: Counter[str] = Counter()
-        """Microseconds by where the training thread waited."""
-        self.last: deque[tuple[int, Record]] = deque(maxlen=TIMELINE)
-        """``(x, window with spans)``, of one session."""
 
-    def add(self, x: int, record: Record) -> None:
+    def add(self, record: Record) -> None:
         """One window."""
         if record.optimizer_s is not None:
             self.updates += 1
             self.optimizer += record.optimizer_s
             self.waited += record.waited_s or 0.0
             self.hidden += record.hidden_s or 0.0
-        for span in record.spans:
-            if span[0] == "wait":
-                self.waits["".join(span[3:])] += round(span[2] * 1e6)
-        if record.spans:
-            if self.last and self.last[-1][1].index >= record.index:
-                self.last.clear()  # a new session: its clock starts at 0
-            self.last.append((x, record))
 
 
 class Range:

@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from .differences import in_rows
 from .findings import facts, find
 from .run_summary import Run
 from .verdict import verdict_on
-
-
-def all_in_words(runs: Sequence[Run]) -> str:
-    """Of several runs the differences first, then each by itself."""
-    parts = ["\n".join(in_rows(runs))] if len(runs) > 1 else []
-    return "\n\n".join([*parts, *map(in_words, runs)])
 
 
 def in_words(run: Run) -> str:

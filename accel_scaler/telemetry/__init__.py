@@ -9,7 +9,6 @@ observes: no number of the training depends on it. Who reads the file gets recor
 from typing import TYPE_CHECKING
 
 from ..late_names import late_names
-from .alerts import Alert
 from .diagnosis import MAX_FALLS, Diagnosis, Fall
 from .float16 import LARGEST, headroom
 from .history import History
@@ -20,11 +19,9 @@ from .writer import refuse_unwritable
 
 if TYPE_CHECKING:
     from .recorder import Recorder, make_recorder, path_of
-    from .tracked import TrackedWindow, TrackedWindows
 else:  # who reads a file needs no torch
     recorder = dict.fromkeys(("Recorder", "make_recorder", "path_of"), "recorder")
-    tracked = dict.fromkeys(("TrackedWindow", "TrackedWindows"), "tracked")
-    __getattr__ = late_names(__name__, recorder | tracked)
+    __getattr__ = late_names(__name__, recorder)
 
 __all__ = [
     "FORMAT",
@@ -34,7 +31,6 @@ __all__ = [
     "REMEDY",
     "THE_LOSS",
     "TOO_FAR",
-    "Alert",
     "BrokenLineError",
     "CutLineError",
     "Diagnosis",
@@ -47,8 +43,6 @@ __all__ = [
     "Record",
     "Recorder",
     "Start",
-    "TrackedWindow",
-    "TrackedWindows",
     "decode",
     "headroom",
     "make_recorder",

@@ -76,7 +76,7 @@ class History:
             self.skips += int(record.skipped)
             if len(self.records) > KEPT_DETAILS:
                 old = self.records[-KEPT_DETAILS - 1]
-                bare: dict[str, Any] = {"nonfinite": (), "underflow": (), "spans": ()}
+                bare: dict[str, Any] = {"nonfinite": (), "underflow": ()}
                 self.records[-KEPT_DETAILS - 1] = replace(old, norms=None, **bare)
         if not self.scale_path:
             self.scale_path.append((record.index, record.scale))

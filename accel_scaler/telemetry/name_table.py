@@ -79,13 +79,6 @@ class NameTable:
             self.known.elements + tuple(p.numel() for p in unique),
         )
 
-    def label(self, where: Any) -> str:
-        """The name of a parameter; of anything else, its text."""
-        if issubclass(type(where), str):  # asked what it is, a pending parameter would wait
-            return str(where)
-        number = self._numbers.get(id(where))
-        return "a parameter" if number is None else self.known.names[number]
-
     def place_norms(
         self,
         found: Iterable[tuple[Sequence[Tensor], list[int] | None, Tensor | None]],

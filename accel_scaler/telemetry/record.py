@@ -8,8 +8,8 @@ does not know; a change that older readers would misread raises ``FORMAT``.
 In a ``window`` line ``norms`` is the base64 text of little-endian float32, one for each name:
 ``numpy.frombuffer(base64.b64decode(line["norms"]), "<f4")``; to write thousands of decimal numbers
 a window would cost more than the step. Numbers that are not finite are the texts ``"inf"``,
-``"-inf"`` and ``"nan"``, since JSON has none. Times are seconds, in spans microseconds, since the
-``start`` line.
+``"-inf"`` and ``"nan"``, since JSON has none. Times are seconds since the ``start`` line, those
+named ``_us`` microseconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import json
 import math
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import datetime, timezone
 from typing import Any
@@ -29,10 +29,6 @@ from ..console import plain
 
 FORMAT = 1
 """Version of the file format."""
-
-Span = tuple[Any, ...]
-"""``(kind, start, length)`` or ``(kind, start, length, where)``; seconds since the start of the
-recording, as ``Record.time``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +80,6 @@ class Record:
     """How long its update took, wherever it ran. Host time."""
     waited_s: float | None = None
     """How long the training thread waited for it."""
-    spans: tuple[Span, ...] = ()
-    """What ran when. Only with ``telemetry``; kept for the last windows."""
     delay_compensation: tuple[str, ...] = ()
     """What the model was shown of each update of this window that came a step late: ``"preview"``,
     ``"extrapolate"`` or ``"none"``. Only with ``step_mode="delayed"``."""
@@ -218,13 +212,6 @@ def _tuples(*reads: Callable[[Any], Any]) -> Callable[[Any], tuple[tuple[Any, ..
     )
 
 
-def _spans(value: Any) -> tuple[Span, ...]:
-    return tuple(
-        (_text(kind), _count(start) / 1e6, _count(length) / 1e6, *map(_text, where))
-        for kind, start, length, *where in value
-    )
-
-
 def _texts(value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
         raise ValueError("expected a list of texts")
@@ -259,13 +246,6 @@ def _finite_or_text(value: float | None) -> float | str | None:
 
 def _microseconds(seconds: float) -> int:
     return round(seconds * 1e6)
-
-
-def _write_spans(spans: Iterable[Span]) -> list[tuple[Any, ...]]:
-    return [
-        (kind, _microseconds(start), _microseconds(length), *where)
-        for kind, start, length, *where in spans
-    ]
 
 
 def _swapped(floats: bytes) -> bytes:
@@ -336,7 +316,6 @@ FIELDS = (
         absent=None,
     ),
     Field("loss", "loss", _number, _finite_or_text, absent=None),
-    Field("spans", "spans", _spans, _write_spans, absent=()),
 )
 """In the order of the line; ``norms`` come last."""
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from ..optimizer_step import StepTiming
 from ..scaling import Losses
 from .gradient_range import RangeTotals
 from .preview_watch import PreviewWatch
-from .record import Names, Record, Span
+from .record import Names, Record
 from .writer import Journal
 
 LONGEST_WAIT_S = 0.5
@@ -29,16 +28,10 @@ class OpenRecord:
     """A window on record, which another optimizer may join and whose updates may still run."""
 
     record: Record
-    start_s: float
-    """``perf_counter`` at the start of the recording."""
-    label: Callable[[Any], str]
-    """Names what the training thread waited for."""
     late_losses: Losses | None = None
     """Still to be read: they are on their way to the host."""
     names: Names = field(default_factory=Names)
     timings: list[StepTiming] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
-    """Of the training thread."""
     range: RangeTotals = field(default_factory=RangeTotals)
     _is_closed: bool = False
 
@@ -57,11 +50,6 @@ class OpenRecord:
         if self._is_closed:
             return self.record
         timings = [t for t in self.timings if t.finished]
-        spans = list(self.spans)
-        if spans:  # somebody keeps them
-            for t in timings:
-                spans.append(("optimizer", t.start, t.busy))
-                spans += [("wait", at, length, self.label(where)) for at, length, where in t.waits]
         busy = sum(t.busy for t in timings)
         waited = sum(t.busy if t.inline else sum(wait[1] for wait in t.waits) for t in timings)
         self.record = replace(
@@ -73,7 +61,6 @@ class OpenRecord:
             waited_s=min(waited, busy) if timings else None,
             delay_compensation=tuple(t.delay_compensation for t in timings if t.delay_compensation),
             preview_error=_preview_error(timings),
-            spans=tuple((kind, at - self.start_s, *rest) for kind, at, *rest in spans),
         )
         self._is_closed = True
         self.timings.clear()  # they may hold parameters

@@ -7,14 +7,11 @@ import os
 import platform
 import time
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 from torch.optim import Optimizer
 
 from ..config import ScalerConfig
@@ -28,14 +25,11 @@ from ..scaling import (
     parameters_of,
 )
 from ..version import __version__
-from .alerts import Alarms, Alert
 from .gradient_range import Measure, measure
 from .history import History
 from .name_table import NameTable
 from .record import Record
 from .record_queue import OpenRecord, RecordQueue
-from .spans import Timeline
-from .tracked import TrackedWindows
 from .writer import Journal
 
 logger = logging.getLogger("accel_scaler")
@@ -51,7 +45,6 @@ class Recorder(Observer):
         scaler: whose windows these are.
         journal: the telemetry file; None: records in memory, without norms of each parameter.
         underflow_interval: windows between two looks at how much of float16's range gradients take.
-        tracked: the windows that trackers are told of; None: they are not.
     """
 
     def __init__(
@@ -59,15 +52,12 @@ class Recorder(Observer):
         scaler: GradScaler,
         journal: Journal | None = None,
         underflow_interval: int = 100,
-        tracked: TrackedWindows | None = None,
     ) -> None:
         self.scaler, self.journal = scaler, journal
         self.wants_norms = self.wants_each_norm = self.wants_shown_errors = journal is not None
         min_scale = scaler.overflow_streak.evidence.min_scale
         self.history = History(scaler.is_enabled(), min_scale)
-        self.timeline = None if journal is None else Timeline()
         self.underflow_interval = underflow_interval
-        self.tracked = tracked
         self._table = NameTable(scaler.parameter_names)
         self._queue = None if journal is None else RecordQueue(journal)
         self._open: OpenRecord | None = None
@@ -80,31 +70,11 @@ class Recorder(Observer):
         self._measured_in = -1
         """The window that was measured last."""
         self._measures_from = 0
-        self.on_alert: Callable[[Alert], None] | None = None
-        """Sends what a tracker is to be alerted of."""
-        self._alarms = Alarms(min_scale)
-        self._ear = _Ear(self)
-        scaler.overflow_streak.listener = self._ear
         self._told_healed: tuple[str, ...] = ()
         self._told_low = False
         self._start = time.perf_counter() if journal is None else journal.start_s
         if self._queue is not None:
             self._finish = weakref.finalize(self, self._queue.close)
-
-    def span(self, kind: str) -> AbstractContextManager[None]:
-        """What runs inside takes its place in the timeline."""
-        return nullcontext() if self.timeline is None else self.timeline.span(kind)
-
-    def watch(self, prepared: Module, inner: Module) -> None:
-        """Note when a model runs forward.
-
-        Args:
-            prepared: what the training loop calls.
-            inner: the model in it, whose parameters' names are known.
-        """
-        self.scaler.parameter_names.add_module(inner)
-        if self.timeline is not None:
-            self.timeline.watch(prepared)
 
     def before_update(self, optimizer: Optimizer, window: Window) -> None:
         """Look at what the update will take away; the check has just waited for the device."""
@@ -114,25 +84,15 @@ class Recorder(Observer):
             self._read_range()
         if self.wants_each_norm and not window.record(optimizer).found_inf:
             self._measure_range(optimizer, window)
-        if self.tracked is not None:
-            self._track(self.tracked, optimizer, window)
-
-    def _track(self, tracked: TrackedWindows, optimizer: Optimizer, window: Window) -> None:
-        tracked.read(but=window.index)
-        if tracked.is_due(window.index) and not window.record(optimizer).found_inf:
-            params = [p for p in parameters_of(optimizer) if p.grad is not None]
-            names = self.scaler.parameter_names.of(params, optimizer)
-            tracked.look(params, names, window, window.record(optimizer))
 
     def _read_loss(self, window: Window) -> None:
-        """Where it is there, as it is where it came with the norms, or a tracker is about to log.
-        Else it is sent for, and read when its record is written."""
+        """Where it is there, as it is where it came with the norms. Else it is sent for, and read
+        when its record is written."""
         losses = window.losses
         if losses is self._losses:
             return
         self._losses, self._loss = losses, None
-        is_due = self.tracked is not None and self.tracked.is_due(window.index)
-        if is_due or (self.wants_each_norm and losses.is_there):
+        if self.wants_each_norm and losses.is_there:
             self._loss = losses.total()
         elif self.wants_each_norm:
             losses.send()
@@ -169,7 +129,7 @@ class Recorder(Observer):
         )
         if self._open is None:
             late = window.losses if self.wants_each_norm and self._loss is None else None
-            self._open = OpenRecord(record, self._start, self._table.label, late)
+            self._open = OpenRecord(record, late)
             if self._queue is not None:
                 self._queue.add(self._open)
         self._open.record, self._open.names = record, self._table.known
@@ -177,10 +137,6 @@ class Recorder(Observer):
             self._open.timings.append(timing)
         self.history.add(record)
         self._warn(record)
-        self._alert(self._alarms.window(record))
-        if self.timeline is not None and self._open is not None:
-            self.timeline.add("step", start)
-            self._open.spans += self.timeline.take()
 
     def _details(
         self, optimizer: Optimizer, window: Window, found_inf: bool, before: Record | None
@@ -202,8 +158,6 @@ class Recorder(Observer):
             details["loss_nonfinite"] = window.losses.bad()
         found = [(m.parameters, m.ids, m.each) for m in window.grad_norms]
         details["norms"] = self._table.place_norms(found, optimizer)
-        if not self._table.known.names:  # nothing was measured, but waits want names
-            self._table.numbers_of(parameters_of(optimizer), optimizer)
         details["names"] = self._table.known.names
         return details
 
@@ -248,29 +202,15 @@ class Recorder(Observer):
             return
         window.read_loss()
         self.history.complete(window.close() if window.is_complete else window.record)
-        if self.tracked is not None:
-            self.tracked.close(window.record, self.history, self.scaler.is_enabled())
-
-    def streak_told(self, skips: int, text: str) -> None:
-        """So many windows in a row were skipped, and ``text`` was logged."""
-        self._alert(self._alarms.streak(skips, text))
-
-    def _alert(self, alerts: Iterable[Alert]) -> None:
-        for alert in alerts:
-            if self.on_alert is not None:
-                self.on_alert(alert)
 
     def run_ended(self, error: str) -> None:
         """Write all that is known: ``error`` ends the run."""
         self.flush(error)
-        self._alert(self._alarms.ended(error))
 
     def flush(self, error: str | None = None) -> None:
         """Write what is known of the last window now, and say the verdict where modules were
         healed. ``error``: what ends the run."""
         self._read_range()
-        if self.tracked is not None:
-            self.tracked.read()
         self._close_window()
         self.scaler.window.grad_norms.forget()
         if self._queue is not None:
@@ -281,26 +221,10 @@ class Recorder(Observer):
             logger.warning(self.history.verdict())
 
     def close(self) -> None:
-        """Write the rest and close the file; remove every hook."""
+        """Write the rest and close the file."""
         self.flush()
         if self._queue is not None:
             self._finish()
-        if self.timeline is not None:
-            self.timeline.close()
-        if self.scaler.overflow_streak.listener is self._ear:
-            self.scaler.overflow_streak.listener = None
-
-
-class _Ear:
-    """A recorder's: a scaler that outlives it does not keep it alive by it."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = weakref.ref(recorder)
-
-    def __call__(self, skips: int, text: str) -> None:
-        recorder = self._recorder()
-        if recorder is not None:
-            recorder.streak_told(skips, text)
 
 
 def _lr(group: dict[str, Any]) -> float | None:
@@ -320,8 +244,8 @@ def path_of(config: ScalerConfig, rank: int) -> str | None:
 
 
 def make_recorder(scaler: GradScaler, config: ScalerConfig, facts: dict[str, Any]) -> Recorder:
-    """The recorder that ``config`` asks for; only rank 0 writes, unless the path has ``{rank}``,
-    and rank 0 alone tells trackers.
+    """The recorder that ``config`` asks for; only rank 0 writes, unless the path has
+    ``{rank}``.
 
     Args:
         facts: for the ``start`` line; ``rank`` and ``ranks`` among them.
@@ -339,9 +263,6 @@ def make_recorder(scaler: GradScaler, config: ScalerConfig, facts: dict[str, Any
             "settings": asdict(config),
         }
         journal = Journal(path, {**facts, **own})
-    interval, tracked = config.tracker_interval, None
-    if interval is not None and facts["rank"] == 0:
-        tracked = TrackedWindows(interval)
-    recorder = Recorder(scaler, journal, config.underflow_interval, tracked)
-    recorder.wants_norms = config.telemetry is not None or interval is not None
+    recorder = Recorder(scaler, journal, config.underflow_interval)
+    recorder.wants_norms = config.telemetry is not None
     return recorder

@@ -123,8 +123,7 @@ def python(folder: Path, code: str) -> str:
 
 
 def look_at_commands(folder: Path) -> str:
-    for name in ("transformers", "matplotlib"):
-        expect(importlib.util.find_spec(name) is None, name, "is installed: not an empty place")
+    expect(importlib.util.find_spec("transformers") is None, "transformers is not to be here")
     ours = str(Path(sys.executable).parent / "accel-scaler")
     shown = run(folder, ours, "--help")
     expect(all(name in shown for name in ("launch", "report")), shown)
@@ -136,14 +135,12 @@ def look_at_commands(folder: Path) -> str:
     run(folder, ours, "report", "run.jsonl")
     page = (folder / "report.html").read_text("utf-8")
     expect("uPlot" in page and "chart-loss" in page, "the page has no charts")
-    wanted = run(folder, ours, "report", "run.jsonl", "--format", "png", code=2)
-    expect("accel_scaler[report]" in wanted, "pictures do not say what to install:", wanted)
     (folder / "script.py").write_text(TRAIN.replace("run.jsonl", "launched.jsonl"))
     run(folder, ours, "launch", "--config_file", "cpu_fp16", "script.py")
     expect((folder / "launched.jsonl").is_file(), "the launched script left no telemetry")
     told = run(folder, ours, "launch", "--dry_run", "--config_file", "cpu_fp16", "script.py")
     expect("would refuse nothing" in told, "a dry run says", told)
-    return "commands: help, launch, report work; pictures say which extra they need"
+    return "commands: help, launch, report work"
 
 
 def main() -> int:

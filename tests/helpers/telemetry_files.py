@@ -107,19 +107,6 @@ def write(path: Path, lines: Iterable[Line | str | bytes]) -> Path:
     return path
 
 
-def spans_of(step: int, optimizer: int = 30_000, wait: int = 2_000) -> list[list[Any]]:
-    """A window of 100 ms: forward, backward, clip, step; the update runs into the next one."""
-    at = step * 100_000
-    return [
-        ["forward", at, 30_000],
-        ["backward", at + 31_000, 55_000],
-        ["clip", at + 87_000, 5_000],
-        ["step", at + 93_000, 2_000],
-        ["optimizer", at + 95_000, optimizer],
-        ["wait", at + 104_000, wait, "transformer.h.0"],
-    ]
-
-
 def story(
     count: int,
     skipped: Callable[[int, float], bool],
@@ -128,7 +115,7 @@ def story(
     first_scale: float = 65536.0,
     culprit: str = "transformer.h.3.mlp.c_fc.weight",
     with_norms: bool = True,
-    with_spans: bool = False,
+    with_times: bool = False,
     seed: int = 0,
 ) -> list[Line]:
     """A run of ``count`` windows by torch's own rule for the scale.
@@ -157,9 +144,8 @@ def story(
             )
         if bad:
             line["nonfinite"] = [[i, 1 + i * 7] for i in range(last + 1)]
-        if with_spans:
-            line |= {"spans": spans_of(step), "optimizer_us": 30_000}
-            line |= {"waited_us": 2_000, "hidden_us": 28_000}
+        if with_times:
+            line |= {"optimizer_us": 30_000, "waited_us": 2_000, "hidden_us": 28_000}
         lines.append(line)
         scale = after
     return [*lines, end(count, skips)]

@@ -33,7 +33,7 @@ def reads(clip: bool, telemetry: str | None) -> list[int]:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     scaler = GradScaler("cpu", init_scale=1024.0)
     recorder = make_recorder(scaler, ScalerConfig(telemetry=telemetry), {"rank": 0, "ranks": 1})
-    recorder.watch(model, model)
+    scaler.parameter_names.add_module(model)
     boundary = Boundary(scaler, torch.device("cpu"), recorder)
     boundary.add(optimizer)
     counts = []

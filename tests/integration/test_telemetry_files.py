@@ -342,64 +342,34 @@ def test_a_window_given_up_leaves_nothing_behind(
     assert line.get("norms") in (None, expected["norms"])
 
 
-# What ran when.
-
-
-def spans_of(line: Any, kind: str) -> list[tuple[int, int, str | None]]:
-    """``(start, end, where)`` of the spans of one kind."""
-    return [
-        (start, start + length, (*where, None)[0])
-        for name, start, length, *where in line["spans"]
-        if name == kind
-    ]
+# What the update took, and who waited for it.
 
 
 @TWO_MODES
-def test_spans_lie_where_they_should(tmp_path: Path, mode: dict[str, Any]) -> None:
-    """The order of events; how long they took is left open. Microseconds are rounded."""
+def test_the_times_of_an_update_are_those_of_its_mode(tmp_path: Path, mode: dict[str, Any]) -> None:
     path = tmp_path / "run.jsonl"
     with attached(path, accumulation=2, **mode) as accelerator:
         train(accelerator, accumulation=2, windows=5, overflows=(1,))
-    found, before = windows_of(path), 0
-    for line in found:
-        (step,), (clip,) = spans_of(line, "step"), spans_of(line, "clip")
-        forwards, backwards = spans_of(line, "forward"), spans_of(line, "backward")
-        assert (len(forwards), len(backwards)) == (2, 2)
-        main = [forwards[0], backwards[0], forwards[1], backwards[1], clip, step]
-        moments = [moment for start, end, _ in main for moment in (start, end)]
-        assert all(a <= b + 1 for a, b in zip([before, *moments], moments, strict=False))
-        # The record is made within the step.
-        assert step[0] - 1 <= line["time"] * 1e6 <= step[1] + 1
-        before = step[1]
-        updates = spans_of(line, "optimizer")
-        assert len(updates) == (0 if line["skipped"] else 1)
-        for start, end, _ in updates:
-            assert start >= step[0] - 1
-            assert line["optimizer_us"] == pytest.approx(end - start, abs=1)
+    before = 0.0
+    for line in windows_of(path):
+        assert line["time"] >= before
+        before = line["time"]
+        assert ("optimizer_us" in line) == (not line["skipped"])
+        if not line["skipped"]:
             assert 0 <= line["waited_us"] <= line["optimizer_us"]
             hidden = line["optimizer_us"] - line["waited_us"]
             assert line["hidden_us"] == pytest.approx(hidden, abs=1)
-            if mode.get("step_mode", "sync") == "sync":
-                assert end <= step[1] + 2
             if not mode:
-                assert line["waited_us"] == line["optimizer_us"]
+                assert hidden == 0
 
 
 @pytest.mark.parametrize("offload", ["none", "cpu"])
-def test_a_wait_names_the_parameter_that_was_waited_for(tmp_path: Path, offload: str) -> None:
+def test_a_wait_for_the_update_is_on_record(tmp_path: Path, offload: str) -> None:
     """A part of the update runs when somebody waits for it, so the next forward has to."""
     path = tmp_path / "run.jsonl"
     with lazy(), attached(path, step_mode="overlap", offload=offload) as accelerator:
         train(accelerator, windows=5, overflows=())
     for line in windows_of(path)[:-1]:
-        waits, (step,) = spans_of(line, "wait"), spans_of(line, "step")
-        (update,) = spans_of(line, "optimizer")
-        # All of them, in forward order; the next step may still wait for the thread to be done.
-        assert [where for *_, where in waits if where != "optimizer.step"] == [
-            *("0.weight", "0.bias", "2.weight", "2.bias")
-        ]
-        assert all(start >= step[0] - 1 for start, _, _ in waits)
-        assert all(at <= update[1] + 1 for at, _, where in waits if where != "optimizer.step")
         assert 0 < line["waited_us"] <= line["optimizer_us"]
 
 
@@ -408,8 +378,7 @@ def test_the_end_waits_for_the_last_update(tmp_path: Path) -> None:
     with lazy(), attached(path, step_mode="overlap") as accelerator:
         train(accelerator, windows=2, overflows=())
         accelerator.end_training()
-        assert all("optimizer_us" in line for line in windows_of(path))
-        assert [where for *_, where in spans_of(windows_of(path)[-1], "wait")] == ["synchronize"]
+        assert all(line["waited_us"] > 0 for line in windows_of(path))
 
 
 @TWO_MODES

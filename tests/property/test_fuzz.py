@@ -6,7 +6,6 @@ fuzzes free text. FUZZ_ROUNDS (default 1) multiplies the number of tries.
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import random
@@ -17,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from rich.console import Console
 
 from accel_scaler import ConfigError, ScalerConfig, attach, detach
 from accel_scaler.config import in_section, resolve
@@ -25,11 +23,9 @@ from accel_scaler.config_file import read_config, shipped_configs
 from accel_scaler.errors import UnsupportedError
 from accel_scaler.launch.launcher import make_parser, parse, prepared
 from accel_scaler.report.findings import facts
-from accel_scaler.report.following import Follower
 from accel_scaler.report.html import html_page
-from accel_scaler.report.live import picture, plain_line
 from accel_scaler.report.reader import read_run
-from accel_scaler.report.text import all_in_words
+from accel_scaler.report.text import in_words
 from accel_scaler.telemetry.writer import Journal
 
 ROUNDS = max(1, int(os.environ.get("FUZZ_ROUNDS", "1")))
@@ -142,7 +138,7 @@ def test_a_damaged_config_file_is_read_or_refused(name: str, data: bytes, tmp_pa
 
 @pytest.fixture(scope="module")
 def telemetry(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A file that training has written, with all that one can hold but spans of a device."""
+    """A file that training has written, with all that one can hold."""
     path = tmp_path_factory.mktemp("telemetry") / "run.jsonl"
     config = ScalerConfig(
         telemetry=str(path), step_mode="overlap", find_overflow="always", underflow_interval=1
@@ -160,18 +156,6 @@ def telemetry(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return path.read_bytes()
 
 
-def in_terminal(path: Path) -> str:
-    """What the live report shows of it in 60 columns, and says into a pipe."""
-    follower = Follower(str(path))
-    follower.poll(60.0)
-    console = Console(file=io.StringIO(), width=60, color_system=None)
-    with console.capture() as shown:
-        console.print(picture(follower, console))
-    line = plain_line(follower) if follower.run.windows else ""
-    follower.close()
-    return shown.get() + line
-
-
 def try_telemetry(path: Path) -> int | str:
     """Read and show a file; its windows, or the refusal."""
     try:
@@ -179,7 +163,7 @@ def try_telemetry(path: Path) -> int | str:
     except ConfigError as error:
         one_line(error, path)
         return str(error)
-    text = all_in_words([run, run]) + html_page([run]) + in_terminal(path)
+    text = in_words(run) + html_page(run)
     assert all(name and value and (name + value).isprintable() for name, value in facts(run))
     assert all(c.isprintable() or c == "\n" for c in text)
     return run.windows

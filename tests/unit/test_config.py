@@ -69,7 +69,6 @@ VALUES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
         ("", "  ", "None", 1, True, b"a", Path("None"), "a\0b"),
     ),
     "underflow_interval": ((1, 100), (*NO_COUNT, None)),
-    "tracker_interval": ((None, 1, 100), (*NO_COUNT, "often")),
     "find_overflow": (
         ("auto", "replay", "always", "off"),
         (True, False, 1, "", "true", "false", None, "ALWAYS"),

@@ -26,13 +26,14 @@
     return String(Number(value.toPrecision(4)));
   };
 
-  // The windows at which any run has a bin, the same in all charts.
-  const xs = [...new Set(data.runs.flatMap((run) => [...run.x, run.last.at(-1) ?? 0]))].sort((a, b) => a - b);
+  // The windows at which a bin begins, and the last one; the same in all charts.
+  const run = data.run;
+  const xs = [...new Set([...run.x, run.last.at(-1) ?? 0])];
   const place = new Map(xs.map((x, index) => [x, index]));
   const last = Math.max(data.axis ? data.axis.last : 0, 1);
 
-  // The bin of a run that holds window x; -1: none.
-  const binAt = (run, x) => {
+  // The bin that holds window x; -1: none.
+  const binAt = (x) => {
     let low = 0, high = run.x.length - 1;
     while (low < high) {
       const middle = (low + high + 1) >> 1;
@@ -41,7 +42,7 @@
     return high >= 0 && run.x[low] <= x && x <= run.last[low] ? low : -1;
   };
 
-  const stepText = (run, bin) => {
+  const stepText = (bin) => {
     const session = run.sessions.filter((start) => start <= run.x[bin]).length;
     const from = session > 0 ? run.sessions[session - 1] : 0;
     const [a, b] = [run.x[bin] - from, run.last[bin] - from];
@@ -128,8 +129,8 @@
     },
   ];
 
-  // Of what belongs to a run, a value for each of ``xs``.
-  const spread = (run, values, holds) => {
+  // A value for each of ``xs``.
+  const spread = (values, holds) => {
     const found = new Array(xs.length).fill(null);
     values.forEach((value, bin) => { found[place.get(run.x[bin])] = value; });
     if (holds && values.length) found[place.get(run.last.at(-1))] ??= values.at(-1);
@@ -200,14 +201,12 @@
   const drawMarks = (u, chart, hidden) => clipped(u, (ctx, px) => {
     chart.marks.forEach((marks, index) => {
       if (hidden.has("m" + index)) return;
-      const run = data.runs[marks.run];
       ctx.strokeStyle = ctx.fillStyle = hue(marks.hue);
       ctx.lineWidth = (marks.shape === "tick" ? 1 : 1.75) * px;
       ctx.beginPath();
       marks.bins.forEach((bin, i) => {
         const x = u.valToPos((run.x[bin] + run.last[bin]) / 2, "x", true);
-        const edge = marks.shape === "tick" ? u.bbox.top + u.bbox.height - (9 + 9 * marks.run) * px
-          : u.bbox.top + (7 + 8 * marks.run) * px;
+        const edge = marks.shape === "tick" ? u.bbox.top + u.bbox.height - 9 * px : u.bbox.top + 7 * px;
         const y = marks.y[i] === null ? edge : u.valToPos(marks.y[i], "y", true);
         const r = 3.6 * px;
         if (marks.shape === "tick") {
@@ -247,8 +246,7 @@
     };
     chart.lines.forEach((line, index) => {
       const sample = make("i", "sample");
-      const dashed = !line.faint && data.runs[line.run].dash.length > 0;
-      sample.style.borderTop = `${line.faint ? 2 : 3}px ${dashed ? "dashed" : "solid"} var(--${line.hue})`;
+      sample.style.borderTop = `${line.faint ? 2 : 3}px solid var(--${line.hue})`;
       if (line.faint) sample.style.opacity = "0.45";
       chip("l" + index, line.label, sample, line.perBin || "hide or show");
     });
@@ -262,15 +260,14 @@
       const idle = x === null;
       head.textContent = headOf(x);
       chart.lines.forEach((line, index) => {
-        const run = data.runs[line.run];
-        let bin = idle ? line.y.findLastIndex((y) => y !== null) : binAt(run, x);
+        const bin = idle ? line.y.findLastIndex((y) => y !== null) : binAt(x);
         let text = bin < 0 ? "–" : number(line.y[bin]);
         if (bin >= 0 && line.low.length && line.low[bin] !== null && line.low[bin] < line.high[bin])
           text += ` (${number(line.low[bin])} – ${number(line.high[bin])})`;
         chips[index].textContent = text;
       });
       chart.marks.forEach((marks, index) => {
-        const here = !idle && marks.bins.includes(binAt(data.runs[marks.run], x));
+        const here = !idle && marks.bins.includes(binAt(x));
         chips[chart.lines.length + index].textContent = here ? "here" : "";
       });
     };
@@ -278,11 +275,8 @@
 
   const headOf = (x) => {
     if (x === null) return "last";
-    for (const run of data.runs) {
-      const bin = binAt(run, x);
-      if (bin >= 0) return data.runs.length > 1 ? `step ${x}` : stepText(run, bin);
-    }
-    return `step ${x}`;
+    const bin = binAt(x);
+    return bin < 0 ? `step ${x}` : stepText(bin);
   };
 
   const cursor = {
@@ -353,7 +347,6 @@
     const build = () => {
       const series = [{}], bands = [], columns = [xs];
       chart.lines.forEach((line, index) => {
-        const run = data.runs[line.run];
         const common = {
           spanGaps: true, line: index, show: !hidden.has("l" + index),
           paths: line.holds ? uPlot.paths.stepped({ align: 1 }) : undefined,
@@ -363,16 +356,16 @@
           const at = series.length;
           for (const values of [line.high, line.low]) {
             series.push({ ...common, width: 0, points: { show: false } });
-            columns.push(spread(run, values, line.holds));
+            columns.push(spread(values, line.holds));
           }
           bands.push({ series: [at, at + 1], fill: () => hue(line.hue) + "38" });
         }
         series.push({
-          ...common, hover: true, dash: line.faint ? [] : run.dash, alpha: line.faint ? 0.35 : 1,
+          ...common, hover: true, alpha: line.faint ? 0.35 : 1,
           stroke: () => hue(line.hue), width: line.faint ? 1 : 1.75,
           points: { show: few, size: 6, fill: () => hue(line.hue) },
         });
-        columns.push(spread(run, line.y, line.holds));
+        columns.push(spread(line.y, line.holds));
       });
       u = new uPlot({
         width: holder.clientWidth, height, series, bands, legend: { show: false }, padding: [10, 24, 0, 0],
@@ -450,7 +443,7 @@
     });
     context.putImageData(cells, 0, 0);
     // A cell reaches half the way to its neighbours, so that the cursor is in the one it tells of;
-    // the last one over the windows that it stands for: another run may be longer.
+    // the last one over the windows that it stands for.
     const gaps = heat.columns.slice(1).map((x, i) => x - heat.columns[i]);
     const end = heat.columns[columns - 1] + (gaps.length ? Math.min(...gaps) : 1) - 0.5;
     const edges = [heat.columns[0] - 0.5, ...gaps.map((gap, i) => heat.columns[i] + gap / 2), end];
@@ -520,29 +513,27 @@
   };
 
   data.charts.forEach(drawChart);
-  data.heatmaps.forEach(drawHeatmap);
+  if (data.heatmap) drawHeatmap(data.heatmap);
 
   // All numbers as a table, made when somebody opens it.
   const numbers = document.getElementById("numbers");
   numbers?.addEventListener("toggle", () => {
     const holder = numbers.querySelector("div");
     if (!numbers.open || holder.firstChild) return;
-    for (const [index, run] of data.runs.entries()) {
-      const lines = data.charts.flatMap((chart) => chart.lines.filter((line) => line.run === index));
-      const table = make("table"), head = table.createTHead().insertRow(), body = table.createTBody();
-      table.createCaption().textContent = run.label;
-      for (const text of ["step", "skipped", ...lines.map((line) => line.label)]) {
-        const cell = make("th", "n", text);
-        cell.scope = "col";
-        head.append(cell);
-      }
-      run.x.forEach((x, bin) => {
-        const row = body.insertRow();
-        const texts = [stepText(run, bin).replace("step ", ""), run.skips[bin], ...lines.map((line) => number(line.y[bin]))];
-        for (const text of texts) row.append(make("td", "n", text));
-      });
-      holder.append(table);
+    const lines = data.charts.flatMap((chart) => chart.lines);
+    const table = make("table"), head = table.createTHead().insertRow(), body = table.createTBody();
+    table.createCaption().textContent = run.label;
+    for (const text of ["step", "skipped", ...lines.map((line) => line.label)]) {
+      const cell = make("th", "n", text);
+      cell.scope = "col";
+      head.append(cell);
     }
+    run.x.forEach((x, bin) => {
+      const row = body.insertRow();
+      const texts = [stepText(bin).replace("step ", ""), run.skips[bin], ...lines.map((line) => number(line.y[bin]))];
+      for (const text of texts) row.append(make("td", "n", text));
+    });
+    holder.append(table);
   });
 
   // Light and dark: the system's choice until the button is pressed.

@@ -15,7 +15,6 @@ from telemetry_runs import lines_of, windows_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from tracker_fakes import KeepingTracker, Writer
 from versions import before_torch
 
 from accel_scaler import GradScaler, ScalerConfig, attach, detach
@@ -129,39 +128,3 @@ def test_of_a_sharded_gradient_each_rank_measures_its_own_part(clips: bool, tmp_
             assert line["zero_share"] == zeros
         seen.append([line["largest_gradient"] for line in found])
     assert seen[0] != seen[1]
-
-
-def test_rank_0_alone_tells_trackers_and_no_number_depends_on_it(tmp_path: Path) -> None:
-    def train_told(interval: int | None, is_sharded: bool) -> tuple[list[float], list[Any], int]:
-        accelerator: Any = attach(
-            Accelerator(cpu=True, mixed_precision="fp16"),
-            ScalerConfig(init_scale=1024.0, tracker_interval=interval, sharded=is_sharded),
-        )
-        tracker = KeepingTracker(Writer())
-        accelerator.trackers.append(tracker)  # as wandb's, on every rank
-        plain = mlp()
-        model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
-        for window in range(WINDOWS):
-            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(window))
-            loss = model(x).float().square().mean() * (accelerator.process_index + 1)
-            accelerator.backward(loss * (float("inf") if window == OVERFLOW else 1.0))
-            optimizer.step()
-            optimizer.zero_grad()
-        detach(accelerator)
-        accelerator.wait_for_everyone()
-        return (
-            weights(plain).tolist(),
-            [step for _, step in tracker.told],
-            len(tracker.run.histograms),
-        )
-
-    def body() -> None:
-        for is_sharded in (False, True):
-            off, told, _ = train_told(None, is_sharded)
-            assert told == []
-            on, told, histograms = train_told(1, is_sharded)
-            assert on == off
-            found = everywhere([told, histograms])
-            assert found == [[list(range(WINDOWS)), 4 * (WINDOWS - 1)], [[], 0]]
-
-    on_two_ranks(body, tmp_path)

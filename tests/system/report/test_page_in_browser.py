@@ -73,13 +73,12 @@ class Seen:
 
 @pytest.fixture
 def see(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Seen]]:
-    """Write these runs, report on them, look at the page; nothing may have been said at the end."""
+    """Write this run, report on it, look at the page; nothing may have been said at the end."""
     opened: list[Seen] = []
 
-    def look(*runs: list[Any], width: int = 1200, **options: Any) -> Seen:
-        paths = [t.write(tmp_path / f"run{n}.jsonl", lines) for n, lines in enumerate(runs)]
-        out = tmp_path / "report.html"
-        assert cli.main(["report", *map(str, paths), "-o", str(out)]) == 0
+    def look(lines: list[Any], width: int = 1200, **options: Any) -> Seen:
+        path, out = t.write(tmp_path / "run.jsonl", lines), tmp_path / "report.html"
+        assert cli.main(["report", str(path), "-o", str(out)]) == 0
         opened.append(Seen(browser, out, width, **options))
         return opened[-1]
 
@@ -90,15 +89,13 @@ def see(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Seen]]:
         assert said == []
 
 
-def rich(count: int = 200, seed: int = 0) -> list[Any]:
-    """A run that has everything: two skips, a loss, spans, norms, measured gradients."""
-    lines = t.story(
-        count, lambda s, scale: scale > 32768, growth_interval=100, with_spans=True, seed=seed
-    )
+def rich(count: int = 200) -> list[Any]:
+    """A run that has everything: two skips, a loss, times, norms, measured gradients."""
+    lines = t.story(count, lambda s, scale: scale > 32768, growth_interval=100, with_times=True)
     for line in lines:
         if line["kind"] == "window":
             step = line["step"]
-            line |= {"loss": round(5 / (1 + step / 20) + 0.1 * (step % 3) + seed, 4)}
+            line |= {"loss": round(5 / (1 + step / 20) + 0.1 * (step % 3), 4)}
             line |= {"largest_gradient": 900.0 + step, "lr": [round(1e-3 * (1 - step / count), 7)]}
     return lines
 
@@ -125,22 +122,18 @@ def rgb(hue: str, scheme: int) -> str:
 def test_every_chart_is_drawn_in_the_colours_of_the_scheme(see: Any, scheme: str) -> None:
     seen = see(rich(), color_scheme=scheme)
     index = ["light", "dark"].index(scheme)
-    assert seen("[...document.querySelectorAll('figure')].map(f => f.id.slice(6))") == [
-        *CHARTS,
-        "timeline",
-    ]
+    assert seen("[...document.querySelectorAll('figure')].map(f => f.id.slice(6))") == CHARTS
     for chart in CHARTS[:-1]:
-        hue = "ink" if chart == "time" else "run-0"
+        hue = "ink" if chart == "time" else "line-0"
         assert rgb(hue, index) in seen(PAINTED, chart), chart
     assert rgb("bad", index) in seen(PAINTED, "loss"), "no skip is marked"
     assert {"253,231,37", "232,76,26"} <= set(seen(PAINTED, "heatmap"))
     paper = seen("getComputedStyle(document.querySelector('.card')).backgroundColor")
     assert paper == f"rgb({rgb('paper', index)})".replace(",", ", ")
-    assert seen("document.querySelectorAll('#chart-timeline rect').length") > 40
     seen.page.click("#theme")
     other = 1 - index
-    assert rgb("run-0", other) in seen(PAINTED, "scale")
-    assert rgb("run-0", index) not in seen(PAINTED, "scale")
+    assert rgb("line-0", other) in seen(PAINTED, "scale")
+    assert rgb("line-0", index) not in seen(PAINTED, "scale")
 
 
 def test_the_cursor_shows_the_numbers_of_one_window_in_all_charts(see: Any, tmp_path: Path) -> None:
@@ -158,11 +151,11 @@ def test_the_cursor_shows_the_numbers_of_one_window_in_all_charts(see: Any, tmp_
         assert f"{line['grad_norm']:.4g}" in shown["norm"]
         assert f"{line['largest_gradient']:.4g}" in shown["largest"]
         assert float(shown["lr"][-1]) == pytest.approx(line["lr"][0], rel=1e-3)
-        assert {"30", "55", "100"} <= set(shown["time"])
+        assert {"30", "2", "100"} <= set(shown["time"])
     # The last row of the heat map, by its name; the norms are those of the file.
     seen.point_at("heatmap", 0.4, 0.99)
     assert "transformer.ln_f.weight: " in seen.readout("heatmap")
-    run = read_run(tmp_path / "run0.jsonl")
+    run = read_run(tmp_path / "run.jsonl")
     _, _, norms = next(c for c in run.norms.columns if c[0] == step)
     assert f": {norms[-1]:.4g}" in seen.readout("heatmap")
     seen.page.mouse.move(0, 0)
@@ -190,46 +183,23 @@ def test_a_zoom_is_shared_and_can_be_undone(see: Any) -> None:
     assert seen.readout("loss").startswith("step 199")
 
 
-def test_the_heat_map_of_a_shorter_run_ends_with_it(see: Any) -> None:
-    seen = see(rich(20), rich(80))
-    is_painted = """shares => {
-        const canvas = document.querySelector("#chart-heatmap-1 canvas");
-        const over = document.querySelector("#chart-heatmap-1 .u-over");
-        const [all, box] = [canvas.getBoundingClientRect(), over.getBoundingClientRect()];
-        const copy = new OffscreenCanvas(canvas.width, canvas.height);
-        const context = copy.getContext("2d", {willReadFrequently: true});
-        context.drawImage(canvas, 0, 0);
-        const y = (box.y - all.y + box.height / 2) * canvas.height / all.height;
-        return shares.map((share) => {
-            const x = (box.x - all.x + share * box.width) * canvas.width / all.width;
-            return context.getImageData(x, y, 1, 1).data[3] > 0;
-        });
-    }"""
-    assert seen(is_painted, [0.1, 0.2, 0.3, 0.6, 0.9]) == [True, True, False, False, False]
-    seen.point_at("heatmap-1", 0.1)
-    assert "transformer." in seen.readout("heatmap-1")
-    seen.point_at("heatmap-1", 0.6)
-    assert "no norms here" in seen.readout("heatmap-1")
-    assert "transformer." in seen.readout("heatmap-2")
-
-
 def test_the_keyboard_moves_the_cursor_and_a_line_can_be_hidden(see: Any) -> None:
     seen = see(rich())
     seen.page.focus("#chart-norm .u-over")
     seen.page.keyboard.press("ArrowRight")
     seen.page.keyboard.press("ArrowRight")
     assert seen.heads(*CHARTS) == {"step 1"}
-    assert rgb("run-0", 0) in seen(PAINTED, "norm")
+    assert rgb("line-0", 0) in seen(PAINTED, "norm")
     seen.page.click("#chart-norm .chip >> nth=0")
-    assert rgb("run-0", 0) not in seen(PAINTED, "norm")
+    assert rgb("line-0", 0) not in seen(PAINTED, "norm")
     assert seen.page.get_attribute("#chart-norm .chip >> nth=0", "aria-pressed") == "false"
     seen.page.click("#chart-loss .switch")
-    assert rgb("run-0", 0) in seen(PAINTED, "loss")
+    assert rgb("line-0", 0) in seen(PAINTED, "loss")
 
 
 def test_the_first_screen_says_what_the_summary_says(see: Any, tmp_path: Path) -> None:
     seen = see(rich())
-    run = read_run(tmp_path / "run0.jsonl")
+    run = read_run(tmp_path / "run.jsonl")
     expected = [[tile.name, tile.value, tile.more] for tile in tiles(run)]
     found = seen("""[...document.querySelectorAll(".tile")].map(tile =>
         [...tile.querySelectorAll("dt, .value, .sub")].map(part => part.textContent))""")
@@ -245,24 +215,11 @@ def test_the_first_screen_says_what_the_summary_says(see: Any, tmp_path: Path) -
 
 @pytest.mark.parametrize("width", [500, 360])
 def test_a_narrow_screen_needs_no_scrolling_to_the_side(see: Any, width: int) -> None:
-    seen = see(rich(), rich(seed=1), width=width)
+    seen = see(rich(), width=width)
     assert seen("document.documentElement.scrollWidth") == width
     outside = seen("""[...document.querySelectorAll("h1, h3, p, dd, .plot, svg, .chip")].filter(
         e => e.getBoundingClientRect().right > innerWidth + 1).length""")
     assert outside == 0
-
-
-def test_two_runs_share_each_chart(see: Any) -> None:
-    seen = see(rich(), rich(120, seed=1))
-    seen.point_at("loss", 0.3)
-    step = int(seen.readout("loss").split()[1])
-    losses = [round(5 / (1 + step / 20) + 0.1 * (step % 3) + n, 4) for n in (0, 1)]
-    assert {f"{loss:.4g}" for loss in losses} <= set(seen.readout("loss").split())
-    for index in (0, 1):
-        assert rgb(f"run-{index}", 0) in seen(PAINTED, "loss")
-    assert seen("document.querySelector('main').children[2].id") == "differences"
-    seen.point_at("loss", 0.9)
-    assert "\u2013" in seen.readout("scale").split(), "the shorter run has no value there"
 
 
 RUNS = {
@@ -332,5 +289,5 @@ def test_on_paper_it_is_light_and_fits(see: Any) -> None:
     assert seen.page.pdf(format="A4").startswith(b"%PDF")
     assert seen("window.theme") == "light"
     assert max(seen("window.printed")) <= 660
-    assert rgb("run-0", 1) in seen(PAINTED, "scale"), "it is dark again"
+    assert rgb("line-0", 1) in seen(PAINTED, "scale"), "it is dark again"
     assert seen("document.querySelector('#chart-loss .u-wrap').offsetWidth") > 1000

@@ -28,10 +28,9 @@ from accel_scaler import (
     detach,
 )
 from accel_scaler.async_optimizer.async_stepper import AsyncStepper
-from accel_scaler.integrations import attach_default
+from accel_scaler.integrations import Attachment, attach_default
 from accel_scaler.integrations.optimizer import ScaledOptimizer
 from accel_scaler.optimizer_step.stepper import async_stepper_of
-from accel_scaler.telemetry import Recorder
 
 INF = float("inf")
 
@@ -436,7 +435,7 @@ def interrupted_at_the_second(patched: pytest.MonkeyPatch, cls: type, name: str)
 
 
 @pytest.mark.parametrize(
-    ("cls", "name"), [(Recorder, "watch"), (AsyncStepper, "__init__"), (GradScaler, "manage")]
+    ("cls", "name"), [(Attachment, "watch"), (AsyncStepper, "__init__"), (GradScaler, "manage")]
 )
 def test_whatever_ends_an_attach_nothing_stays(
     monkeypatch: pytest.MonkeyPatch, cls: type, name: str

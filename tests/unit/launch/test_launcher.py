@@ -87,7 +87,6 @@ EVERY = ScalerConfig(
     delay_warmup_steps=8, delay_compensation="extrapolate", offload="cpu", optimizer_threads=3,
     master_weights="fp32",
     fold_unscale=True, telemetry="a b.jsonl", underflow_interval=7, find_overflow="replay",
-    tracker_interval=9,
     sharded=True, heal=True, fp32_modules=("*.wo", "h.[01].mlp"),
 )  # fmt: skip
 

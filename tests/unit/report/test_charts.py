@@ -1,4 +1,4 @@
-"""The charts as data: what the page and the pictures are drawn from is what is in the file."""
+"""The charts as data: what the page is drawn from is what is in the file."""
 
 from __future__ import annotations
 
@@ -36,22 +36,21 @@ def windows(count: int, **of: Any) -> list[Any]:
     return [t.start(), *(t.window(s, **{k: f(s) for k, f in of.items()}) for s in range(count))]
 
 
-def chart(name: str, *runs: Run) -> Chart:
-    (one,) = [each for each in charts(runs) if each.name == name]
+def chart(name: str, run: Run) -> Chart:
+    (one,) = [each for each in charts(run) if each.name == name]
     return one
 
 
 def test_there_is_a_chart_of_all_there_is_and_the_loss_comes_first(tmp_path: Path) -> None:
     full = windows(9, loss=float, largest_gradient=lambda s: 10.0, preview_error=lambda s: 0.1)
     run = read(tmp_path, full)
-    assert [each.name for each in charts([run])] == NAMES
+    assert [each.name for each in charts(run)] == NAMES
     bare = read(tmp_path, [t.start(precision="no"), t.window(0, grad_norm=None, lr=[])])
-    assert charts([bare]) == []
-    assert charts([read(tmp_path, [t.start()])]) == []
-    assert [each.name for each in charts([bare, run])] == NAMES
-    for each in charts([run]):
+    assert charts(bare) == []
+    assert charts(read(tmp_path, [t.start()])) == []
+    for each in charts(run):
         assert each.lines
-        assert each.in_words(axis_of([run])).startswith(f"{each.title}, steps 0 to 8: ")
+        assert each.in_words(axis_of(run)).startswith(f"{each.title}, steps 0 to 8: ")
 
 
 def test_the_loss_is_drawn_as_it_is_and_what_was_skipped_is_marked_on_it(tmp_path: Path) -> None:
@@ -64,7 +63,7 @@ def test_the_loss_is_drawn_as_it_is_and_what_was_skipped_is_marked_on_it(tmp_pat
     skipped, bad = loss.marks
     assert (skipped.label, skipped.bins, skipped.y) == ("2 skipped windows", [1, 4], [-1.5, None])
     assert (bad.label, bad.bins, bad.y) == ("inf or NaN", [2, 6], [None, None])
-    assert "from 3 to 2, between -1.5 and 3" in loss.in_words(axis_of([read(tmp_path, lines)]))
+    assert "from 3 to 2, between -1.5 and 3" in loss.in_words(axis_of(read(tmp_path, lines)))
 
 
 def test_a_smoothed_loss_neither_lags_nor_leaves_what_it_smooths(tmp_path: Path) -> None:
@@ -118,51 +117,69 @@ def test_groups_with_one_learning_rate_share_a_line(tmp_path: Path) -> None:
     }
     alone = read(tmp_path, windows(5, lr=lambda s: [0.1] * MOST_RATES))
     assert [x.label for x in chart("lr", alone).lines] == [f"learning rate of {MOST_RATES} groups"]
-    assert [line.run for line in chart("lr", run, alone).lines] == [0, 1]
 
 
 def test_the_time_of_a_step_is_what_the_clock_says(tmp_path: Path) -> None:
-    lines = t.story(6, lambda *_: False, with_spans=True)
-    lines += t.story(3, lambda *_: False)  # a session whose spans are not there
+    lines = t.story(6, lambda *_: False, with_times=True)
+    lines += t.story(3, lambda *_: False)  # a session whose times are not there
     time = chart("time", read(tmp_path, lines))
     found = {line.label: line.y for line in time.lines}
     whole = found["whole step"]
     assert (whole[0], whole[6]) == (None, None)  # nobody knows when a session's first one began
     assert whole[1:6] == [pytest.approx(100.0)] * 5
-    expected = {"forward": 30.0, "backward": 55.0, "clip": 5.0, "step": 2.0}
-    expected |= {"optimizer's own time": 30.0, "waiting for the optimizer": 2.0}
+    expected = {"optimizer's update": 30.0, "waiting for it": 2.0}
     assert {k: y for k, y in found.items() if k != "whole step"} == {
         label: [*[pytest.approx(ms)] * 6, None, None, None] for label, ms in expected.items()
     }
 
 
-def test_a_run_that_was_not_scaled_has_no_scale_unless_beside_one_that_was(tmp_path: Path) -> None:
+def test_a_run_that_was_not_scaled_has_no_scale(tmp_path: Path) -> None:
     plain = read(tmp_path, [t.start(precision="no"), t.window(0, 1.0), t.window(1, 1.0)])
-    scaled = read(tmp_path, windows(2))
-    assert "scale" not in [each.name for each in charts([plain])]
-    assert len(chart("scale", plain, scaled).lines) == 2
+    assert "scale" not in [each.name for each in charts(plain)]
 
 
-def test_where_sessions_began_is_told_of_one_run_and_not_too_often(tmp_path: Path) -> None:
+def test_the_scale_is_that_of_each_window_and_every_skip_is_marked(tmp_path: Path) -> None:
+    lines = t.story(300, lambda s, scale: scale > 16384, growth_interval=100)
+    found = chart("scale", read(tmp_path, lines))
+    given = [w for w in lines if w["kind"] == "window"]
+    (line,), (marks,) = found.lines, found.marks
+    assert (line.y, line.holds) == ([w["scale"] for w in given], True)
+    skipped = [w for w in given if w["skipped"]]
+    assert marks.label == f"{len(skipped)} skipped windows"
+    assert (marks.bins, marks.y) == ([w["step"] for w in skipped], [w["scale"] for w in skipped])
+
+
+def test_numbers_of_gradients_have_their_limits_and_those_without_height_are_marked(
+    tmp_path: Path,
+) -> None:
+    norms: list[Any] = [1.0, 2.0, "inf", 0.5, "nan", 4.0]
+    errors: list[Any] = [None, 0.5, 0.25, "inf", 2.0, 0.0]
+    largest: list[Any] = [1000.0, None, 1100.0, None, None, None]
+    more = {"grad_norm": norms, "preview_error": errors, "largest_gradient": largest}
+    of = {key: values.__getitem__ for key, values in more.items()}
+    run = read(tmp_path, windows(6, max_norm=lambda s: 1.5, **of))
+    expected: dict[str, tuple[list[Any], str, float, list[int]]] = {
+        "norm": ([1.0, 2.0, None, 0.5, None, 4.0], "clipped above 1.5", 1.5, [2, 4]),
+        "preview": ([None, 0.5, 0.25, None, 2.0, None], "too far above 0.75", 0.75, [3]),
+        "largest": (largest, "end of float16, 65504", 65504.0, []),
+    }
+    for name, (values, label, height, bad) in expected.items():
+        found = chart(name, run)
+        (line,), (limit,) = found.lines, found.limits
+        assert line.y == [None if y is None else pytest.approx(y) for y in values], name
+        assert (limit.label, limit.y) == (label, height)
+        assert [i for marks in found.marks for i in marks.bins] == bad
+    calm = read(tmp_path, windows(2))
+    assert not {"preview", "largest"} & {each.name for each in charts(calm)}
+
+
+def test_where_sessions_began_is_told_but_not_too_often(tmp_path: Path) -> None:
     session = windows(3)
-    axis = axis_of([read(tmp_path, session * 4)])
+    axis = axis_of(read(tmp_path, session * 4))
     assert (axis.sessions, axis.last) == (((2, 3), (3, 6), (4, 9)), 11)
-    many = axis_of([read(tmp_path, session * 100)]).sessions
+    many = axis_of(read(tmp_path, session * 100)).sessions
     assert len(many) <= MOST_SESSIONS
     assert all(x == 3 * (number - 1) for number, x in many)
-    assert axis_of([read(tmp_path, session * 2)] * 2).sessions == ()
-
-
-def test_lines_of_several_runs_say_whose_they_are(tmp_path: Path) -> None:
-    runs = [read(tmp_path, windows(9, loss=float, skipped=lambda s: s == 1)) for _ in range(3)]
-    for n, run in enumerate(runs):
-        run.label = f"r{n}"
-    for each in charts(runs):
-        for part in (*each.lines, *each.marks):
-            assert part.label.startswith(f"r{part.run}: ")
-            assert part.hue == f"run-{part.run}"
-    time = chart("time", *runs)
-    assert [line.label for line in time.lines] == [f"r{n}: whole step" for n in range(3)]
 
 
 def test_the_page_gets_these_numbers_and_nothing_that_json_lacks(tmp_path: Path) -> None:
@@ -174,8 +191,8 @@ def test_the_page_gets_these_numbers_and_nothing_that_json_lacks(tmp_path: Path)
         lr=lambda s: ["inf"],
     )
     run = read(tmp_path, lines)
-    found = charts([run])
-    data = json.loads(page_data([run], axis_of([run]), found, []), parse_constant=pytest.fail)
+    found = charts(run)
+    data = json.loads(page_data(run, axis_of(run), found, None), parse_constant=pytest.fail)
     assert [each["name"] for each in data["charts"]] == [each.name for each in found]
     (loss,) = [each for each in data["charts"] if each["name"] == "loss"]
     assert loss["lines"][0]["y"][1] == 0.333333

@@ -9,7 +9,7 @@ import pytest
 import telemetry_files as t
 
 from accel_scaler.report.formatting import layer_name
-from accel_scaler.report.heatmap import HeatMap, heatmaps
+from accel_scaler.report.heatmap import HeatMap, heatmap
 from accel_scaler.report.reader import read_run
 
 LORA = "base_model.model.model.layers.17.self_attn.q_proj.lora_A.default.weight"
@@ -42,7 +42,8 @@ def test_no_short_name_is_too_long() -> None:
 def heat_of(tmp_path: Path, names: list[str], *columns: list[float]) -> HeatMap:
     lines = [t.start(), t.names(names)]
     lines += [t.window(s, norms=t.norms(values)) for s, values in enumerate(columns)]
-    (heat,) = heatmaps([read_run(t.write(tmp_path / "run.jsonl", lines))])
+    heat = heatmap(read_run(t.write(tmp_path / "run.jsonl", lines)))
+    assert heat is not None
     return heat
 
 

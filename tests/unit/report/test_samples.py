@@ -56,7 +56,8 @@ def test_loss_rates_and_times_of_every_window_are_in_a_bin(tmp_path: Path, count
         steps = [times[s] - times[s - 1] for s in inside if s > 0]
         assert b.seconds.count == len(steps)
         assert b.seconds.total == pytest.approx(sum(steps))
-        assert b.hidden_share == pytest.approx(0.75)
+        assert b.update.middle == pytest.approx(0.001)
+        assert b.waited.middle == pytest.approx(0.00025)
     assert (width > 1) == (count > MAX_BINS)
     assert run.last_loss == 100.0 / count
     assert run.hidden_share == pytest.approx(0.75)
@@ -76,7 +77,7 @@ def test_a_file_from_before_there_were_losses_has_none(tmp_path: Path) -> None:
     run = read(tmp_path, [t.start(), t.window(0), t.window(1), t.end(2)])
     assert run.last_loss is None
     assert all(b.loss.count == b.loss.bad == 0 for b in run.bins.done)
-    assert (run.hidden_share, run.bins.done[0].hidden_share) == (None, None)
+    assert (run.hidden_share, run.bins.done[0].update.middle) == (None, None)
 
 
 def test_a_loss_that_is_nan_at_last_is_told_as_it_is(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ def told(tmp_path: Path, lines: list[Any]) -> dict[str, tuple[str, str]]:
 
 
 def test_each_has_its_number(tmp_path: Path) -> None:
-    lines = t.story(1200, lambda s, scale: scale > 32768, growth_interval=500, with_spans=True)
+    lines = t.story(1200, lambda s, scale: scale > 32768, growth_interval=500, with_times=True)
     for line in lines:
         if line["kind"] == "window":
             line["loss"] = 5.0 - line["step"] / 1000

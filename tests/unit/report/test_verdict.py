@@ -137,26 +137,17 @@ def test_it_is_the_first_sentence_of_the_page_and_of_the_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = t.write(tmp_path / "a<b.jsonl", t.story(100, lambda *_: False))
-    other = t.write(tmp_path / "other.jsonl", stuck(400, 311))
-    runs = [read_run(path), read_run(other)]
-    text = in_words(runs[0])
-    assert text.splitlines()[2] == verdict_on(runs[0])
-    page = html_page(runs[:1])
+    run_of = read_run(path)
+    text = in_words(run_of)
+    assert text.splitlines()[2] == verdict_on(run_of)
+    page = html_page(run_of)
     after = page.split("<main>")[1].lstrip()
     assert after.startswith('<p class="verdict good">')
     assert after.split("</p>")[0].endswith("Trained: 100 windows, none skipped.")
-    both = html_page(runs).split("<main>")[1].split("</p>")
-    for text, level, name in ((both[0], "good", "a&lt;b.jsonl"), (both[1], "bad", "other.jsonl")):
-        assert f'<p class="verdict {level}">' in text
-        assert f"{name}</span>" in text
-    assert both[0].endswith("Trained: 100 windows, none skipped.")
-    assert "Did not train past step 310" in both[1]
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    assert run(parser.parse_args([str(path), str(other), "--text"])) == 0
-    printed = capsys.readouterr().out
-    assert "Trained: 100 windows" in printed
-    assert "Did not train past step 310" in printed
+    assert run(parser.parse_args([str(path), "--text"])) == 0
+    assert "Trained: 100 windows" in capsys.readouterr().out
 
 
 @settings(

@@ -129,12 +129,3 @@ def test_norms_of_a_strided_tensor_are_its_values() -> None:
     strided = torch.arange(6.0)[::2]
     found = table_of().place_norms([(params, list(map(id, params)), strided)], optimizer_of(params))
     assert floats(found) == [0, 2, 4]
-
-
-def test_a_label_is_a_name_or_its_own_text() -> None:
-    model = chain()
-    table = table_of(model)
-    table.numbers_of(list(model.parameters()))
-    assert table.label(model[1].bias) == "1.bias"
-    assert table.label("optimizer.step") == "optimizer.step"
-    assert table.label(nn.Parameter(torch.zeros(1))) == "a parameter"

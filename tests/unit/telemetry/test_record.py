@@ -55,7 +55,6 @@ FULL = Record(
     time=0.5,
     optimizer_s=0.001234,
     waited_s=0.00001,
-    spans=(("step", 1.5, 0.25), ("wait", 2.0, 0.125, "a")),
     delay_compensation=("preview", "none"),
     preview_error=0.375,
     healed=("block.wo",),
@@ -94,7 +93,6 @@ def test_a_window_line_has_every_number_under_its_name() -> None:
         "largest_gradient": 32752.0,
         "zero_share": 0.25,
         "loss": 2.5,
-        "spans": [["step", 1500000, 250000], ["wait", 2000000, 125000, "a"]],
         "norms": base64.b64encode(struct.pack("<2f", 0.75, 1.0)).decode(),
     }
 
@@ -109,7 +107,7 @@ def test_times_are_rounded_to_microseconds() -> None:
 def test_what_is_not_known_is_left_out_or_null() -> None:
     line = json.loads(encode_window(BARE))
     assert (line["grad_norm"], line["max_norm"], line["clip_coefficient"]) == (None, None, None)
-    optional = {"norms", "nonfinite", "loss_nonfinite", "first", "underflow", "spans"}
+    optional = {"norms", "nonfinite", "loss_nonfinite", "first", "underflow"}
     optional |= {"optimizer_us", "waited_us", "hidden_us", "delay_compensation", "preview_error"}
     optional |= {"healed", "largest_gradient", "zero_share", "loss"}
     assert not line.keys() & optional
@@ -215,7 +213,6 @@ BROKEN = {
     "index out of range": window(nonfinite=[[2, 1]]),
     "negative index": window(nonfinite=[[-1, 1]]),
     "index of a share": window(underflow=[[2, 0.5, 0.0]]),
-    "span of negative length": window(spans=[["forward", 0, -1]]),
     "update of negative length": window(optimizer_us=-5),
     "first no object": window(first=[1]),
     "names of unequal lengths": '{"kind":"names","names":["a"],"places":[],"elements":[1]}',

@@ -43,7 +43,7 @@ def timing(finished: bool = True, **values: Any) -> Any:
 
 def window(index: int, *timings: Any, found_inf: bool = False, **values: Any) -> OpenRecord:
     record = Record(index, 8.0, 8.0, found_inf, None, found_inf=found_inf)
-    return OpenRecord(record, 5.0, str, timings=list(timings), **values)
+    return OpenRecord(record, timings=list(timings), **values)
 
 
 @pytest.fixture
@@ -103,7 +103,6 @@ def test_what_is_known_only_after_the_step_joins_the_record() -> None:
     waits = [(8.0, 0.5, "w"), (8.75, 0.25, "b")]
     beside = timing(inline=False, waits=waits)
     open_record = window(0, timing(start=6.0, busy=1.0), beside, timing(finished=False))
-    open_record.spans += [("step", 5.5, 1.0)]
     open_record.range = RangeTotals(((0, 0.5, 0.0),), 3.0, zeros=1, elements=4)
     assert not open_record.is_complete
     record = open_record.close()
@@ -111,19 +110,12 @@ def test_what_is_known_only_after_the_step_joins_the_record() -> None:
     assert (record.largest_gradient, record.zero_share) == (3.0, 0.25)
     assert (record.optimizer_s, record.waited_s) == (3.0, 1.75)
     assert record.hidden_s == 1.25
-    assert record.spans == (
-        ("step", 0.5, 1.0),
-        ("optimizer", 1.0, 1.0),
-        ("optimizer", 2.0, 2.0),
-        ("wait", 3.0, 0.5, "w"),
-        ("wait", 3.75, 0.25, "b"),
-    )
 
 
 def test_nobody_waits_longer_than_the_update_took() -> None:
     beside = timing(inline=False, busy=1.0, waits=[(0.0, 5.0, "w")])
     record = window(0, beside).close()
-    assert (record.waited_s, record.hidden_s, record.spans) == (1.0, 0.0, ())
+    assert (record.waited_s, record.hidden_s) == (1.0, 0.0)
 
 
 def test_what_was_shown_of_several_updates_is_one_number() -> None:

@@ -61,8 +61,9 @@ RETIRED = {
     "the module, or heal=True, which keeps that module in float32.",
     "accel-scaler doctor": "accel-scaler launch --dry_run, with the same arguments.",
     "accel-scaler replay": "find_overflow='replay' in the run itself, at the skip.",
+    "delay_compensation='extrapolate'": "'auto', a preview where there is one, else none.",
 }
-"""Settings and commands that there were, and what to use instead."""
+"""Settings, values and commands that there were, and what to use instead."""
 
 
 def refuse_retired(name: object, written: object, where: str) -> None:

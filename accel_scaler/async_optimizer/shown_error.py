@@ -42,23 +42,15 @@ class ShownError:
         self._is_lost = False
 
     @torch.no_grad()
-    def before_update(
-        self, part: Part, grads: Sequence[Tensor | None], before: Sequence[Tensor | None]
-    ) -> None:
-        """A part is about to be updated.
-
-        Args:
-            grads: as the model was shown their share, but where masters are.
-            before: copies of the masters that are, if somebody has made them already.
-        """
-        found = zip(part.pairs, grads, self._factors[part.start : part.end], before, strict=True)
-        due = [(p, g, f, old) for p, g, f, old in found if p.is_master and g is not None]
+    def before_update(self, part: Part, grads: Sequence[Tensor | None]) -> None:
+        """A part is about to be updated; ``grads`` as the model was shown their share, but where
+        masters are."""
+        found = zip(part.pairs, grads, self._factors[part.start : part.end], strict=True)
+        due = [(p, g, f) for p, g, f in found if p.is_master and g is not None]
         masters = [pair.stepped.detach() for pair, *_ in due]
         with self._unless_full():
-            copies = [old for *_, old in due if old is not None]
-            if len(copies) < len(due):
-                copies = list(torch._foreach_mul(masters, 1.0))
-            for (pair, grad, factor, _), master, old in zip(due, masters, copies, strict=True):
+            copies = list(torch._foreach_mul(masters, 1.0)) if masters else []
+            for (pair, grad, factor), master, old in zip(due, masters, copies, strict=True):
                 shown: Tensor | None = pair.target
                 if not self._reads_model:
                     shown = self._compensation.shown_on_host(pair, grad, self._ahead, factor)

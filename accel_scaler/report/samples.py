@@ -280,7 +280,7 @@ class Range:
         return None if self.last is None else headroom(self.last[0] * scale)
 
 
-COMPENSATIONS = ("preview", "extrapolate", "none")
+COMPENSATIONS = ("preview", "none")
 
 
 class Late:

@@ -17,7 +17,7 @@ RECENT = 20
 """Windows with a late update that the mean is of: one alone says little."""
 
 REMEDY = (
-    "Try delay_compensation='extrapolate' or 'none', a lower learning rate or a warm-up "
+    "Try delay_compensation='none', a lower learning rate or a warm-up "
     "(delay_warmup_steps) while updates are large; step_mode='overlap' shows exact ones."
 )
 

@@ -290,7 +290,7 @@ def draw(r: random.Random, on_device: bool = False) -> tuple[Setup, list[Call]]:
         optimizer=r.choice(sorted(OPTIMIZERS)),
         dtype=r.choice(sorted(DTYPES)),
         warmup=r.choice((0, 0, 3)),
-        compensation=r.choice(("none", "preview", "preview", "extrapolate", "auto")),
+        compensation=r.choice(("none", "preview", "preview", "auto")),
         tied="shared memory" in SURPRISES and r.random() < 0.25,
         two=attached and r.random() < 0.5,
         parts=r.random() < 0.5,
@@ -729,14 +729,11 @@ class Player:
                 zip(self.twin.owned[number], self.twin.entries(number), strict=True)
             ):
                 mine = dict(saved["state"].get(index, {}))
-                for name, known in (
-                    ("preview", self.twin.shown[number]),
-                    ("extrapolated", self.twin.extrapolated),
-                ):
-                    assert (name in mine) == (p in known), (name, index)
-                    if p in known:
-                        assert "master" in mine
-                        self.same(f"{name} of {index}", mine.pop(name), known[p])
+                known = self.twin.shown[number]
+                assert ("preview" in mine) == (p in known), index
+                if p in known:
+                    assert "master" in mine
+                    self.same(f"preview of {index}", mine.pop("preview"), known[p])
                 exact, rounded = self.twin.masters[p].detach(), p.detach().float()
                 self.same(f"master {index}", mine.pop("master", rounded), exact)
                 mine, entry = _plain(mine), _plain(entry)
@@ -798,11 +795,8 @@ class Player:
                 zip(twin.owned[number], before.owned[number], strict=True)
             ):
                 p.copy_(q)
-                twin.extrapolated.pop(p, None)
                 if q in before.shown[number] and twin.has_master(p):
                     twin.shown[number][p] = before.shown[number][q]
-                if q in before.extrapolated and twin.has_master(p):
-                    twin.extrapolated[p] = before.extrapolated[q]
                 kept = q in before.lasting or "master" in entries.get(index, {})
                 twin.masters[p].copy_(before.masters[q] if kept else q)
                 if not loads_exactly:

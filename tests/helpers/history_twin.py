@@ -173,8 +173,6 @@ class Twin:
         """Of each optimizer the parameters whose masters wait to be published."""
         self.shown: list[dict[Tensor, Tensor]] = [{} for _ in groups]
         """What a fence has taken from them, until the next training forward."""
-        self.extrapolated: dict[Tensor, Tensor] = {}
-        """Masters moved once more as the last update has moved them."""
         self.events: Counter[str] = Counter()
         self.moves = dict.fromkeys(self.masters, 0)
         self.places: dict[Tensor, tuple[bool, int]] = {}
@@ -296,7 +294,6 @@ class Twin:
             kept = master.to(now.dtype) == now
             if not (is_same and bool(kept.all())):
                 shown.pop(p, None)
-                self.extrapolated.pop(p, None)
             kept &= p.requires_grad or p in self.lasting
             master.copy_(torch.where(kept, master, now.float()))
 
@@ -368,7 +365,7 @@ class Twin:
             self.events["not late: a first update"] += not is_late
         if is_late and kind != "none":
             self.events[f"shown: {kind}"] += 1
-            self.show(number, grads, kind)
+            self.show(number, grads)
         self.publish(number, again=False)
         self.shown[number] = {}
         self.steps[number] += 1
@@ -377,19 +374,11 @@ class Twin:
                 p.grad = None
             elif not (self.has_master(p) and p.dtype in LOW):
                 p.grad = g.clone()
-        old = {p: self.masters[p].detach().clone() for p in self.owned[number]}
         if finite:
             for p, g in grads.items():
                 self.masters[p].grad = g if fails is None or p in fails else None
             self.optimizers[number].step()
             self.optimizers[number].zero_grad()
-        for p, w in old.items():
-            if submitted:
-                self.extrapolated.pop(p, None)
-            elif kind == "extrapolate" and (fails is None or p in fails):
-                self.extrapolated.pop(p, None)
-                if p in grads and self.has_master(p):
-                    self.extrapolated[p] = (self.masters[p].detach() * 2.0 - w).to(p.dtype)
         self.newer[number] = dict.fromkeys(self.owned[number] if submitted else grads)
         if not is_late or (fails is not None and self.compensation != "none"):
             self.publish(number, again=False)
@@ -403,16 +392,13 @@ class Twin:
         )
 
     @torch.no_grad()
-    def show(self, number: int, grads: dict[Tensor, Tensor], kind: str) -> None:
+    def show(self, number: int, grads: dict[Tensor, Tensor]) -> None:
         """What the model has of the update to come, of parameters with a gradient."""
         groups = [each for each in self.optimizers[number].param_groups for _ in each["params"]]
         for group, p in zip(groups, self.owned[number], strict=True):
             if p not in grads or not self.has_master(p):
                 continue
             self.newer[number].pop(p, None)
-            if kind == "extrapolate":
-                p.copy_(self.extrapolated.get(p, self.masters[p]))
-                continue
             state = self.optimizers[number].state[self.masters[p]]
             known, rate, most = preview(group, self.masters[p], state)
             p.copy_(known)
@@ -459,7 +445,6 @@ class Twin:
         for number in range(len(self.owned)):
             self.publish(number, again=False)
             self.shown[number] = {}
-        self.extrapolated.clear()
         for number in range(len(self.owned)):
             if not (self.everywhere or any(map(self.had_master, self.owned[number]))):
                 continue

@@ -292,7 +292,7 @@ def test_previews_that_are_further_off_than_none_are_said_with_the_remedy(tmp_pa
     assert "off by 2.25 times the update itself on average in the 20 windows up to step 40" in (
         one.what
     )
-    assert "delay_compensation='extrapolate' or 'none'" in one.do
+    assert "delay_compensation='none'" in one.do
     assert "delay_warmup_steps" in one.do
     assert dict(facts(run))["late updates"] == "100 % preview"
     assert dict(facts(run))["preview off by"] == "1 of the update, at most 4 (step 31)"
@@ -310,9 +310,9 @@ def test_previews_that_are_near_are_good_and_few_of_them_no_warning(tmp_path: Pa
 
 
 def test_what_is_late_without_a_preview_is_counted_and_not_judged(tmp_path: Path) -> None:
-    lines = [*late([None] * 3, "none"), *late([0.5], "extrapolate"), *late([None], "<b>")]
+    lines = [*late([None] * 3, "none"), *late([0.5]), *late([None], "<b>")]
     run = read(tmp_path, lines)
-    assert dict(facts(run))["late updates"] == "75 % none, 25 % extrapolate"
+    assert dict(facts(run))["late updates"] == "75 % none, 25 % preview"
     alone = read(tmp_path, late([None] * 3, "none"))
     assert not [f for f in find(alone) if "late updates" in f.what]
     assert "preview off by" not in dict(facts(alone))

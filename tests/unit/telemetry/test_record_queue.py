@@ -129,10 +129,10 @@ def test_nobody_waits_longer_than_the_update_took() -> None:
 def test_what_was_shown_of_several_updates_is_one_number() -> None:
     late = timing(delay_compensation="preview", shown_error=(3.0, 6.0))
     bare = timing(delay_compensation="none")
-    other = timing(delay_compensation="extrapolate", shown_error=(4.0, 8.0))
+    other = timing(delay_compensation="preview", shown_error=(4.0, 8.0))
     running = timing(finished=False, delay_compensation="preview", shown_error=(9.0, 1.0))
     record = window(0, late, timing(), bare, other, running).close()
-    assert record.delay_compensation == ("preview", "none", "extrapolate")
+    assert record.delay_compensation == ("preview", "none", "preview")
     assert record.preview_error == 0.5
     errors = [(0.0, 0.0), (1.0, 0.0), (math.nan, 1.0), (math.inf, math.inf)]
     found = [window(0, timing(shown_error=e)).close().preview_error for e in errors]
@@ -162,7 +162,7 @@ def test_previews_that_do_harm_are_told_of_once(
     assert len(caplog.messages) == 1
     first = caplog.messages[0]
     assert "(Said once.)" in first
-    for remedy in ("'none'", "'extrapolate'", "'overlap'", "lower learning rate", "warm-up"):
+    for remedy in ("'none'", "'overlap'", "lower learning rate", "warm-up"):
         assert remedy in first
 
 

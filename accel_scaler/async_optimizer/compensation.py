@@ -51,8 +51,8 @@ def refuse_compensation(wanted: str, optimizer: Optimizer) -> None:
     if wanted == "preview" and rule_of(optimizer) is None:
         raise UnsupportedError(
             f"delay_compensation='preview': none was derived for this {type(optimizer).__name__}, "
-            f"only for torch's own {', '.join(RULES)} (RMSprop not centered). Use 'none', which "
-            "'auto' takes here, or step_mode='overlap'."
+            f"only for torch's own {', '.join(RULES)}. Use 'none', which 'auto' takes here, or "
+            "step_mode='overlap'."
         )
 
 
@@ -238,13 +238,12 @@ class Compensation:
             if pair.is_master and _has(entry, needs(ahead.settings[pair.group])):
                 known.append((pair, entry))
         kinds: dict[Any, list[tuple[ParameterPair, Mapping[str, Any]]]] = {}
-        counts_of = [_numbers([entry[name] for _, entry in known]) for name in self._rule.counts]
-        for place, (pair, entry) in enumerate(known):
-            key = pair.group, tuple(counts[place] for counts in counts_of)
-            kinds.setdefault(key, []).append((pair, entry))
-        for (group, counts), mine in kinds.items():
+        counts = _numbers([entry.get("step", 0.0) for _, entry in known])  # SGD has none
+        for count, (pair, entry) in zip(counts, known, strict=True):
+            kinds.setdefault((pair.group, count), []).append((pair, entry))
+        for (group, count), mine in kinds.items():
             pairs, states = [pair for pair, _ in mine], [entry for _, entry in mine]
-            terms = self._rule.terms(ahead.settings[group], counts, states)
+            terms = self._rule.terms(ahead.settings[group], count, states)
             weights = [pair.stepped.detach() for pair in pairs]
             into = [pair.target if pair.ahead is None else pair.ahead for pair in pairs]
             is_wanted = due is not None or not self.makes_in_place

@@ -307,6 +307,8 @@ def draw(r: random.Random, on_device: bool = False) -> tuple[Setup, list[Call]]:
         setup = replace(setup, compensation="none")
     else:
         setup = replace(setup, tied=False)
+        if setup.optimizer == "rmsprop" and setup.compensation == "preview":  # there is none
+            setup = replace(setup, compensation="auto")
     calls: list[Call] = [drawn(r, "save", CHOICES)] if r.random() < 0.5 else []
     for _ in range(r.randint(6, 12)):
         for _ in range(r.choice((0, 1, 1, 1, 1, 2))):

@@ -27,7 +27,6 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 NEEDED = {
     "adam": ("exp_avg", "max_exp_avg_sq"),
-    "rmsprop": ("square_avg", "momentum_buffer"),
     "sgd": ("momentum_buffer",),
 }
 """What a preview is made of, in a parameter's state; of the others ``exp_avg``."""
@@ -131,16 +130,10 @@ def preview(group: dict[str, Any], w: Tensor, state: Any) -> tuple[Tensor, float
     """The next update without its gradient; and of that its rate, and its limit."""
     lr = group["lr"]
     kept = w * (1.0 - lr * group["weight_decay"])
-    if "square_avg" not in state and "exp_avg" not in state:
+    if "exp_avg" not in state:
         kept.add_(state["momentum_buffer"], alpha=-lr * group["momentum"])
         return kept, -lr, math.inf
     k, eps = float(state["step"]), group["eps"]
-    if "square_avg" in state:
-        root, a = state["square_avg"].sqrt(), group["alpha"]
-        grown = math.sqrt((1.0 - a ** (k + 1)) / (1.0 - a**k))
-        size = grown * float(root.norm()) / math.sqrt(root.numel()) + eps
-        kept.add_(state["momentum_buffer"], alpha=-lr * group["momentum"])
-        return kept, -lr / size, 1.0 / math.sqrt(1.0 - a) * size
     b1, b2 = group["betas"]
     root = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"].sqrt()
     scale, step = 1.0 / math.sqrt(1.0 - b2**k), lr / (1.0 - b1 ** (k + 1))
@@ -222,7 +215,8 @@ class Twin:
         """What ``delayed`` shows of a late update."""
         if self.setup.mode != "delayed":
             return "none"
-        return {"auto": "preview"}.get(self.setup.compensation, self.setup.compensation)
+        auto = "none" if self.setup.optimizer == "rmsprop" else "preview"
+        return {"auto": auto}.get(self.setup.compensation, self.setup.compensation)
 
     def backward(self, loss: Tensor) -> None:
         if self.stepped or not self.opened:  # the first backward after a step opens a window

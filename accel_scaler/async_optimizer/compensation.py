@@ -213,9 +213,9 @@ class Compensation:
         if pair.ahead is not None and not self._streams.is_host:
             self._streams.up(source, target)
             source = target
-        self._add_share(target, source, grad, share, factor)
+        self.add_share(target, source, grad, share, factor)
 
-    def _add_share(
+    def add_share(
         self, target: Tensor, source: Tensor, grad: Tensor, share: Share, factor: float
     ) -> None:
         """``target = source + share``, one multiply and add.
@@ -250,16 +250,6 @@ class Compensation:
             largest = largest_on(weights[0].device)
             shares = terms.preview(weights, into if is_wanted else None, largest)
             ahead.shares.update(zip(map(id, pairs), shares, strict=True))
-
-    def shown_on_host(
-        self, pair: ParameterPair, grad: Tensor, ahead: Ahead, factor: float
-    ) -> Tensor | None:
-        """What :meth:`publish` made of ``pair`` on the device, made again in host memory: in the
-        buffer that was sent up, which has served. ``grad``: in host memory.
-        """
-        if pair.ahead is not None:
-            self._add_share(pair.ahead, pair.ahead, grad, ahead.shares[id(pair)], factor)
-        return pair.ahead
 
 
 def largest_on(device: torch.device) -> int:

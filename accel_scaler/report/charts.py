@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ..console import counted, number
-from ..telemetry import LARGEST, TOO_FAR
+from ..telemetry import LARGEST
 from .formatting import shorten
 from .run_summary import Run
 from .samples import KINDS, Bin, Mean, Spread
@@ -130,7 +130,7 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
     runs = [run for run in runs if run.windows]
     if not runs:
         return []
-    found = [build(runs) for build in (_loss, _scale, _norm, _rate, _time, _largest, _preview)]
+    found = [build(runs) for build in (_loss, _scale, _norm, _rate, _time, _largest)]
     return [chart for chart in found if chart is not None]
 
 
@@ -427,22 +427,4 @@ def _largest(runs: Sequence[Run]) -> Chart | None:
         "log",
         lines,
         limits=[Limit(f"end of float16, {number(LARGEST)}", LARGEST)],
-    )
-
-
-def _preview(runs: Sequence[Run]) -> Chart | None:
-    """None: no update was late, or nobody measured what was shown of it."""
-    lines = _spread_lines(runs, lambda b: b.preview_error, "error")
-    if not lines:
-        return None
-    return Chart(
-        "preview",
-        "Late updates: how far off the preview was",
-        "Of each update that came a step late: the norm of what the model was off by until then, "
-        "against the norm of the update. 1: as if nothing had been shown of it.",
-        "of the update",
-        "log",
-        lines,
-        _all_bad(runs, lambda b: b.preview_error),
-        [Limit(f"too far above {number(TOO_FAR)}", TOO_FAR)],
     )

@@ -14,7 +14,6 @@ from .diagnosis import MAX_FALLS, Diagnosis, Fall
 from .float16 import LARGEST, headroom
 from .history import History
 from .outcome import THE_LOSS, Outcome, module_list, ran_away, told, verdict
-from .preview_watch import RECENT, REMEDY, TOO_FAR, RecentErrors
 from .record import FORMAT, BrokenLineError, CutLineError, End, Names, Record, Start, decode
 from .writer import refuse_unwritable
 
@@ -30,10 +29,7 @@ __all__ = [
     "FORMAT",
     "LARGEST",
     "MAX_FALLS",
-    "RECENT",
-    "REMEDY",
     "THE_LOSS",
-    "TOO_FAR",
     "Alert",
     "BrokenLineError",
     "CutLineError",
@@ -43,7 +39,6 @@ __all__ = [
     "History",
     "Names",
     "Outcome",
-    "RecentErrors",
     "Record",
     "Recorder",
     "Start",

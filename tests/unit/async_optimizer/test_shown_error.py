@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -175,16 +176,17 @@ def test_two_optimizers_are_one_number(tmp_path: Path) -> None:
     assert lines[-1]["delay_compensation"] == ["preview", "preview"]
 
 
-def test_no_update_is_lost_where_there_is_no_memory_to_look_at_it(
+def test_of_large_tensors_a_sample_is_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: Any) -> None:
-        raise torch.OutOfMemoryError("no memory")
-
-    monkeypatch.setattr(shown_error, "_packs", full)
-    path = tmp_path / "run.jsonl"
+    paths = [tmp_path / "all.jsonl", tmp_path / "sample.jsonl"]
     settings: Any = {**WINDOWS, "compensation": "preview"}
-    ours = run_ours("adamw", telemetry=path, **settings)
-    assert_same_run(ours, run_reference("adamw", 0, **settings))
-    assert errors_of(path) == [None] * WINDOWS["steps"]
-    assert windows_of(path)[-1]["delay_compensation"] == ["preview"]
+    runs = []
+    for path, most in zip(paths, (1 << 16, 16), strict=True):
+        monkeypatch.setattr(shown_error, "SAMPLE", most)
+        runs.append(run_ours("adamw", telemetry=path, **settings))
+        assert len(shown_error._sample(torch.empty(64, 8))) <= most or most > 512
+    assert_same_run(runs[0], runs[1])
+    of_all, of_some = ([e for e in errors_of(path) if e is not None] for path in paths)
+    assert of_all != of_some
+    assert statistics.mean(of_some) == pytest.approx(statistics.mean(of_all), rel=0.2)

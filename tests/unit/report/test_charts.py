@@ -24,7 +24,7 @@ from accel_scaler.report.page_data import page_data
 from accel_scaler.report.reader import read_run
 from accel_scaler.report.run_summary import Run
 
-NAMES = ["loss", "scale", "norm", "lr", "time", "largest", "preview"]
+NAMES = ["loss", "scale", "norm", "lr", "time", "largest"]
 
 
 def read(tmp_path: Path, lines: list[Any]) -> Run:
@@ -42,7 +42,7 @@ def chart(name: str, *runs: Run) -> Chart:
 
 
 def test_there_is_a_chart_of_all_there_is_and_the_loss_comes_first(tmp_path: Path) -> None:
-    full = windows(9, loss=float, largest_gradient=lambda s: 10.0, preview_error=lambda s: 0.1)
+    full = windows(9, loss=float, largest_gradient=lambda s: 10.0)
     run = read(tmp_path, full)
     assert [each.name for each in charts([run])] == NAMES
     bare = read(tmp_path, [t.start(precision="no"), t.window(0, grad_norm=None, lr=[])])

@@ -109,32 +109,13 @@ def test_norms_their_threshold_and_those_that_are_not_finite_are_drawn(tmp_path:
     assert line(axes, "inf or NaN")[0] == [2, 4]
 
 
-def test_how_far_off_previews_were_is_drawn_beside_what_no_preview_would_be(
-    tmp_path: Path,
-) -> None:
-    errors: list[Any] = [None, 0.5, 0.25, "inf", 2.0, 0.0]
-    given = [{} if e is None else {"preview_error": e} for e in errors]
-    run = read(tmp_path, [t.start(), *(t.window(s, **more) for s, more in enumerate(given))])
-    axes = drawn("preview", run)
-    xs, ys = line(axes, "error")
-    assert (xs, ys) == ([1, 2, 4], pytest.approx([0.5, 0.25, 2.0]))
-    assert set(line(axes, "too far above 0.75")[1]) == {0.75}
-    assert line(axes, "inf or NaN")[0] == [3]
-    names = ["scale", "norm", "lr", "time", "preview"]
-    assert [each.name for each in pictures([run])] == names
-    calm = read(tmp_path, [t.start(), t.window(0), t.window(1)])
-    assert [each.name for each in pictures([calm, run])] == names
-    calm.label, run.label = "calm", "late"
-    assert line(drawn("preview", calm, run), "late: error")[0] == [1, 2, 4]
-
-
 @pytest.mark.filterwarnings("error")
 def test_numbers_of_any_size_are_drawn_without_a_warning(tmp_path: Path) -> None:
     norms: list[Any] = [1e-300, 1e300, 5e-324, 0.0, 1.7e308]
     limits, scales = [1e300, 1e-300, 0.0, "inf", 1e308], [1e300, 1e-300, 0.0, 1.0, 2.0]
     each = enumerate(zip(norms, limits, scales, strict=True))
     lines = [t.start()]
-    lines += [t.window(x, s, grad_norm=n, max_norm=m, preview_error=n) for x, (n, m, s) in each]
+    lines += [t.window(x, s, grad_norm=n, max_norm=m) for x, (n, m, s) in each]
     stacked(pictures([read(tmp_path, lines)])).savefig(tmp_path / "all.png")
 
 

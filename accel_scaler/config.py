@@ -252,14 +252,13 @@ class ScalerConfig:
         "delayed: the first N steps are not stale (they run as overlap). A resumed run goes on "
         "counting where the optimizer's state has a step; else it warms up again.",
     )
-    delay_compensation: Literal["auto", "preview", "extrapolate", "none"] = setting(
+    delay_compensation: Literal["auto", "preview", "none"] = setting(
         STEPPING,
         "auto",
-        _one_of("auto", "preview", "extrapolate", "none"),
+        _one_of("auto", "preview", "none"),
         "delayed: what the model has of an update until it is published. preview, what it will be "
-        "without its gradient, and the gradient's own share of it; extrapolate, the update before "
-        "once more; none, nothing; auto, a preview where one was derived for the optimizer, else "
-        "extrapolate where it has momentum, else none.",
+        "without its gradient, and the gradient's own share of it; none, nothing; auto, a preview "
+        "where one was derived for the optimizer, else none.",
     )
     offload: Literal["none", "cpu"] = setting(
         STEPPING,
@@ -596,6 +595,8 @@ def nearest(written: object, known: Iterable[str]) -> str | None:
 def _wrong(where: str, value: object, spec: dataclasses.Field[Any]) -> ConfigError:
     kind, meant = spec.metadata["kind"], None
     if isinstance(value, str):  # "async" is not meant to be "sync"
+        written = f"{spec.name}={value.strip()!r}"
+        refuse_retired(written, written, where)
         first = value.strip()[:1].lower()
         meant = nearest(value, [choice for choice in kind.choices if choice[0] == first])
     ask = "" if meant is None else f" Did you mean {meant!r}?"

@@ -67,8 +67,9 @@ RETIRED = {
     "accel-scaler report FILE FILE": "a report of each file, or TensorBoard or wandb, which "
     "compare runs whose accelerator.log or Trainer's log carries the scaler's values.",
     "accel-scaler report --format": "the page, which needs no server and prints: leave it out.",
+    "delay_compensation='extrapolate'": "'auto', a preview where there is one, else none.",
 }
-"""Settings, commands and options that there were, and what to use instead."""
+"""Settings, values, commands and options that there were, and what to use instead."""
 
 
 def refuse_retired(name: object, written: object, where: str) -> None:

@@ -88,7 +88,6 @@ SETTINGS: dict[str, dict[str, str]] = {
     "sync": {"step_mode": "sync"},
     "overlap": {"step_mode": "overlap"},
     "delayed": {"step_mode": "delayed"},
-    "delayed, extrapolated": {"step_mode": "delayed", "delay_compensation": "extrapolate"},
     "delayed, none": {"step_mode": "delayed", "delay_compensation": "none"},
 }
 MODES = tuple(SETTINGS)

@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("--mode", choices=("overlap", "delayed"), default="overlap")
     parser.add_argument(
         "--compensation",
-        choices=("preview", "extrapolate", "none"),
+        choices=("preview", "none"),
         default="preview",
         help="of delayed (default: %(default)s)",
     )

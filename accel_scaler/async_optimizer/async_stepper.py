@@ -65,10 +65,9 @@ from .worker import Task, Worker
 
 logger = logging.getLogger("accel_scaler")
 
-MASTER, *_SHOWN = OWN_KEYS = ("master", "preview", "extrapolated")
+MASTER, PREVIEW, *_ = OWN_KEYS = ("master", "preview", "extrapolated")
 """Keys in a parameter's state entry, where the parameter itself says less: its float32 master; what
-the next training forward is to see, and the next boundary to publish (``delayed``)."""
-PREVIEW, EXTRAPOLATED = _SHOWN
+the next training forward is to see (``delayed``). The last one is in older files, and ignored."""
 
 
 class AsyncStepper(Stepper):
@@ -125,10 +124,8 @@ class AsyncStepper(Stepper):
         )
         self.compensation: Compensation | None = None
         """Of ``delayed``, unless there is none."""
-        if mode == "delayed":
-            kind = choose_compensation(delay_compensation, optimizer)
-            if kind != "none":
-                self.compensation = Compensation(kind, self.replica, self.streams)
+        if mode == "delayed" and choose_compensation(delay_compensation, optimizer) == "preview":
+            self.compensation = Compensation(self.replica, self.streams)
         if mode != "sync" and not self.replica.splittable:
             logger.warning(
                 "%s is stepped on the training thread, so nothing of it is hidden behind forward "
@@ -248,8 +245,6 @@ class AsyncStepper(Stepper):
                 self._follow_order(before)
                 # The next forward is to see a frozen parameter as it is.
                 self._shown = [each for each in self._shown if each[0].is_trained]
-                for pair in self.replica.pairs:
-                    pair.is_extrapolated = pair.is_extrapolated and pair.is_trained
                 unguard(pairs, kept=self.replica.pairs)
                 if self.unpublished:
                     self._keep_newer(pairs)
@@ -270,7 +265,6 @@ class AsyncStepper(Stepper):
         for i in edited:
             if self.compensation is not None and not pairs[i].holds_master:
                 self._shown = [(pair, value) for pair, value in self._shown if pair is not pairs[i]]
-                pairs[i].is_extrapolated = False
             pairs[i].refresh()
 
     def step(self, deferred: DeferredUnscale | None = None) -> None:
@@ -605,7 +599,6 @@ class AsyncStepper(Stepper):
         compensation, streams = self.compensation, self.streams
         if (
             compensation is None
-            or not compensation.prepares
             or self.steps < self.delay_warmup_steps
             or not self._is_trainer
             or not self.replica.pairs
@@ -679,7 +672,6 @@ class AsyncStepper(Stepper):
                 if id(pair) in mine and pair.holds_master:
                     shown.append((pair, value))
                 elif id(pair) in mine:
-                    pair.is_extrapolated = False
                     pair.refresh()  # changed since through ``.data``, which no version counts
             self._shown = shown
             # Before the first of them is written: who is interrupted here may save next.
@@ -1005,30 +997,20 @@ class AsyncStepper(Stepper):
         shown = {id(pair): value for pair, value in self._shown}
         found: list[dict[str, Tensor]] = []
         for pair in self.replica.pairs:
-            entry = {}
-            if id(pair) in shown:
-                entry[PREVIEW] = shown[id(pair)].to(pair.stepped.device)
-            if pair.is_extrapolated and pair.ahead is not None:
-                entry[EXTRAPOLATED] = pair.ahead
-            found.append(entry)
+            value = shown.get(id(pair))
+            found.append({} if value is None else {PREVIEW: value.to(pair.stepped.device)})
         return found
 
     def import_shown(self, entries: Iterable[dict[str, Any]]) -> None:
         """What :meth:`export_shown` of an optimizer like this one gave; of another one nothing."""
-        compensation = self.compensation
         self._shown = []
-        if compensation is None:
+        if self.compensation is None or not self.sees_forwards:
             return
-        for pair in self.replica.pairs:
-            pair.is_extrapolated = False
         for pair, entry in zip(self.replica.pairs, entries, strict=True):
-            shown, extrapolated = entry.get(PREVIEW), entry.get(EXTRAPOLATED)
-            if shown is not None and self.sees_forwards and pair.is_master:
+            shown = entry.get(PREVIEW)
+            if shown is not None and pair.is_master:
                 mine = shard_of(shown, pair.param).to("cpu", pair.target.dtype, copy=True)
                 self._shown.append((pair, mine))
-            if extrapolated is not None and not compensation.prepares and pair.ahead is not None:
-                pair.ahead.copy_(shard_of(extrapolated, pair.param))
-                pair.is_extrapolated = True
 
     def _names(self, params: Sequence[Tensor]) -> str:
         names = self.parameter_names.of(params[:MOST_NAMES], self.optimizer)
@@ -1055,7 +1037,9 @@ def holds_masters(state_dict: dict[str, Any]) -> bool:
 def without_shown(state_dict: dict[str, Any]) -> dict[str, Any]:
     """A state dict saved in ``delayed``, for an optimizer that is not stepped so."""
     state = state_dict.get("state", {})
-    if not any(isinstance(v, dict) and not v.keys().isdisjoint(_SHOWN) for v in state.values()):
+    if not any(
+        isinstance(v, dict) and not v.keys().isdisjoint(OWN_KEYS[1:]) for v in state.values()
+    ):
         return state_dict
     kept = {k: without_own(v) if isinstance(v, dict) else v for k, v in state.items()}
     return {**state_dict, "state": kept}

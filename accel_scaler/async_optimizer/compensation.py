@@ -1,14 +1,9 @@
-"""What ``delayed`` gives the model while an update is late: a preview of it, or an extrapolation.
+"""What ``delayed`` gives the model while an update is late: a preview of it.
 
 The exact update reaches the masters beside the next forward and backward, and the model one step
-later. Until then the model holds, written at the boundary, before that forward:
-
-``preview``
-    what the optimizer's next update will be without its gradient, made of the masters and the state
-    before, and the fresh gradient's share of it (:mod:`.preview_rules`);
-``extrapolate``
-    the masters moved once more as the update before has moved them, 2 w(t) - w(t-1) (error
-    feedback, arXiv 2606.30634).
+later. Until then the model holds, written at the boundary, before that forward, what the next
+update will be without its gradient, made of the masters and the state before, and the fresh
+gradient's share of it (:mod:`.preview_rules`).
 
 Masters only ever see exact updates, so what the model was off is gone with the next one. A
 parameter without a gradient in the window is not moved by its update: it is published as it is.
@@ -56,8 +51,8 @@ def refuse_compensation(wanted: str, optimizer: Optimizer) -> None:
     if wanted == "preview" and rule_of(optimizer) is None:
         raise UnsupportedError(
             f"delay_compensation='preview': none was derived for this {type(optimizer).__name__}, "
-            f"only for torch's own {', '.join(RULES)} (RMSprop not centered). Use 'extrapolate' or "
-            f"'none'; 'auto' takes {_best_of(optimizer)!r} here."
+            f"only for torch's own {', '.join(RULES)}. Use 'none', which 'auto' takes here, or "
+            "step_mode='overlap'."
         )
 
 
@@ -70,22 +65,11 @@ def choose_compensation(wanted: str, optimizer: Optimizer) -> str:
     refuse_compensation(wanted, optimizer)
     if wanted != "auto":
         return wanted
-    chosen = _best_of(optimizer)
+    chosen = "none" if rule_of(optimizer) is None else "preview"
     say = logger.info if chosen == "preview" else logger.warning
     name = type(optimizer).__name__
     say("step_mode='delayed': delay_compensation='auto' takes %r for %s", chosen, name)
     return chosen
-
-
-def _best_of(optimizer: Optimizer) -> str:
-    if rule_of(optimizer) is not None:
-        return "preview"
-    return "extrapolate" if any(map(_has_momentum, optimizer.param_groups)) else "none"
-
-
-def _has_momentum(group: Mapping[str, Any]) -> bool:
-    betas = group.get("betas")
-    return bool(group.get("momentum") or (betas[0] if betas else group.get("beta1")))
 
 
 @dataclass(slots=True)
@@ -101,25 +85,17 @@ class Ahead:
 
 
 class Compensation:
-    """Of one optimizer's late updates.
+    """Of one optimizer's late updates; there is a rule for it."""
 
-    Args:
-        kind: ``"preview"`` or ``"extrapolate"``.
-    """
-
-    def __init__(self, kind: str, replica: Replica, streams: SideStreams) -> None:
-        self.kind, self._replica, self._streams = kind, replica, streams
-        self._rule = rule_of(replica.optimizer) if kind == "preview" else None
+    def __init__(self, replica: Replica, streams: SideStreams) -> None:
+        rule = rule_of(replica.optimizer)
+        assert rule is not None
+        self._rule, self._replica, self._streams = rule, replica, streams
         self._ahead: Ahead | None = None
         self._settings: Settings | None = None
         """Those that it is made with, or will be."""
 
     # On the training thread.
-
-    @property
-    def prepares(self) -> bool:
-        """Something can be made before the boundary, and ahead of its gradients."""
-        return self._rule is not None
 
     @property
     def has_settings(self) -> bool:
@@ -137,7 +113,7 @@ class Compensation:
     @property
     def makes_in_place(self) -> bool:
         """Masters are on a device: no memory is taken there, nor sent to the host and back."""
-        return self._rule is not None and not self._replica.offload and not self._streams.is_host
+        return not self._replica.offload and not self._streams.is_host
 
     def follow(self) -> None:
         """Masters may be others: make buffers for those that have none."""
@@ -145,8 +121,7 @@ class Compensation:
             return
         bare = [pair for pair in self._replica.pairs if pair.is_master and pair.ahead is None]
         for pair in bare:
-            if self._rule is not None:
-                pair.ahead = pair.staging
+            pair.ahead = pair.staging
         bare = [pair for pair in bare if pair.ahead is None]
         buffers = self._streams.host_like([pair.target for pair in bare])
         for pair, buffer in zip(bare, buffers, strict=True):
@@ -155,8 +130,6 @@ class Compensation:
     def knows(self, grads: Sequence[Tensor | None]) -> bool:
         """Whether every parameter with a gradient, in the order of the parts, was updated before:
         of its first update nothing is known in advance."""
-        if self._rule is None:
-            return True
         needs = list(map(self._rule.needs, self._replica.optimizer.param_groups))
         if not any(needs):
             return True
@@ -223,18 +196,15 @@ class Compensation:
             pair.is_master and grad is not None
             for pair, grad in zip(part.pairs, grads, strict=True)
         ]
-        if self._rule is not None:
-            missing = any(id(pair) not in ahead.shares for pair in compress(part.pairs, due))
-            if missing and not self.makes_in_place:
-                self._streams.wait_for_side()  # what is to be overwritten may be on its way up
-            if missing or self.makes_in_place:
-                self._make(part, ahead, due)
+        missing = any(id(pair) not in ahead.shares for pair in compress(part.pairs, due))
+        if missing and not self.makes_in_place:
+            self._streams.wait_for_side()  # what is to be overwritten may be on its way up
+        if missing or self.makes_in_place:
+            self._make(part, ahead, due)
         for pair, grad, factor, is_late in zip(part.pairs, grads, factors, due, strict=True):
-            if is_late and self._rule is not None and grad is not None:
+            if is_late and grad is not None:
                 self._show(pair, grad, ahead.shares[id(pair)], factor)
-            elif is_late and pair.ahead is not None and pair.is_extrapolated:
-                self._streams.up(pair.ahead, pair.target)
-            elif is_late or id(pair.param) in newer:
+            elif id(pair.param) in newer:
                 pair.publish(self._streams)
 
     def _show(self, pair: ParameterPair, grad: Tensor, share: Share, factor: float) -> None:
@@ -243,9 +213,9 @@ class Compensation:
         if pair.ahead is not None and not self._streams.is_host:
             self._streams.up(source, target)
             source = target
-        self._add_share(target, source, grad, share, factor)
+        self.add_share(target, source, grad, share, factor)
 
-    def _add_share(
+    def add_share(
         self, target: Tensor, source: Tensor, grad: Tensor, share: Share, factor: float
     ) -> None:
         """``target = source + share``, one multiply and add.
@@ -261,7 +231,6 @@ class Compensation:
 
     def _make(self, part: Part, ahead: Ahead, due: Sequence[bool] | None = None) -> None:
         """Previews of a part, where the masters' state is known; ``due``: to be written at once."""
-        assert self._rule is not None
         state = self._replica.copy.state
         known: list[tuple[ParameterPair, Mapping[str, Any]]] = []
         for pair in part.pairs if due is None else compress(part.pairs, due):
@@ -269,49 +238,18 @@ class Compensation:
             if pair.is_master and _has(entry, needs(ahead.settings[pair.group])):
                 known.append((pair, entry))
         kinds: dict[Any, list[tuple[ParameterPair, Mapping[str, Any]]]] = {}
-        counts_of = [_numbers([entry[name] for _, entry in known]) for name in self._rule.counts]
-        for place, (pair, entry) in enumerate(known):
-            key = pair.group, tuple(counts[place] for counts in counts_of)
-            kinds.setdefault(key, []).append((pair, entry))
-        for (group, counts), mine in kinds.items():
+        counts = _numbers([entry.get("step", 0.0) for _, entry in known])  # SGD has none
+        for count, (pair, entry) in zip(counts, known, strict=True):
+            kinds.setdefault((pair.group, count), []).append((pair, entry))
+        for (group, count), mine in kinds.items():
             pairs, states = [pair for pair, _ in mine], [entry for _, entry in mine]
-            terms = self._rule.terms(ahead.settings[group], counts, states)
+            terms = self._rule.terms(ahead.settings[group], count, states)
             weights = [pair.stepped.detach() for pair in pairs]
             into = [pair.target if pair.ahead is None else pair.ahead for pair in pairs]
             is_wanted = due is not None or not self.makes_in_place
             largest = largest_on(weights[0].device)
             shares = terms.preview(weights, into if is_wanted else None, largest)
             ahead.shares.update(zip(map(id, pairs), shares, strict=True))
-
-    def shown_on_host(
-        self, pair: ParameterPair, grad: Tensor, ahead: Ahead, factor: float
-    ) -> Tensor | None:
-        """What :meth:`publish` made of ``pair`` on the device, made again in host memory: in the
-        buffer that was sent up, which has served. None: its master, as it was.
-
-        ``grad``: in host memory.
-        """
-        if self._rule is not None and pair.ahead is not None:
-            self._add_share(pair.ahead, pair.ahead, grad, ahead.shares[id(pair)], factor)
-            return pair.ahead
-        return pair.ahead if pair.is_extrapolated else None
-
-    def before_update(self, part: Part, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Copies of the masters that are about to be updated, where they will be asked for."""
-        if self.kind == "preview":
-            return [None] * len(part.pairs)
-        return [
-            pair.stepped.detach().clone() if pair.is_master and grad is not None else None
-            for pair, grad in zip(part.pairs, grads, strict=True)
-        ]
-
-    def after_update(self, part: Part, before: Sequence[Tensor | None]) -> None:
-        """Extrapolate: what the next boundary publishes."""
-        for pair, old in zip(part.pairs, before, strict=True):
-            pair.is_extrapolated = old is not None
-            if old is not None and pair.ahead is not None:
-                moved = pair.stepped.detach().mul(2.0).sub_(old)
-                pair.ahead.copy_(moved, non_blocking=self._streams.copies_beside)
 
 
 def largest_on(device: torch.device) -> int:

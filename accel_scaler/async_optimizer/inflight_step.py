@@ -100,8 +100,8 @@ class InflightStep:
         work = partial(self._work, owner, grads, sent, deferred, ready, late, fn, on_edits)
         self.task = Task(work, (parts if fn is None else 1) + self.lead)
         if is_stale:
-            kind = "none" if late is None or compensation is None else compensation.kind
-            self.timing.delay_compensation = kind
+            is_bare = late is None or compensation is None
+            self.timing.delay_compensation = "none" if is_bare else "preview"
 
     @property
     def timing(self) -> StepTiming:
@@ -301,10 +301,8 @@ class InflightStep:
             else:
                 final = self._bring(part, found, sent[mine], deferred)
                 grads[mine] = [None] * len(final)
-            late = self.compensation
-            before = [] if late is None else late.before_update(part, final)
             if shown is not None:
-                shown.before_update(part, found, before)
+                shown.before_update(part, found)
             del found
             try:
                 replica.step_part(part, final, deferred.divide, buffered)
@@ -319,8 +317,6 @@ class InflightStep:
             self._done()
             if shown is not None:
                 shown.after_update()
-            if late is not None:
-                late.after_update(part, before)
         if shown is not None:
             self.timing.shown_error = shown.read()
 
@@ -343,7 +339,6 @@ class InflightStep:
         finally:
             for pair in replica.pairs:
                 pair.stepped.grad = None
-                pair.is_extrapolated = False
         for part in [] if self.is_stale else replica.parts:
             self._publish(part)
         self._done()

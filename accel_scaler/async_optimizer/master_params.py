@@ -19,8 +19,8 @@ class ParameterPair:
     """One parameter of the model and what is stepped in its place."""
 
     __slots__ = (
-        *("ahead", "group", "guard", "host_grad", "is_extrapolated", "is_master", "is_trained"),
-        *("loaded", "param", "staging", "stepped", "target"),
+        *("ahead", "group", "guard", "host_grad", "is_master", "is_trained", "loaded", "param"),
+        *("staging", "stepped", "target"),
     )
 
     def __init__(self, param: Tensor, group: int) -> None:
@@ -38,8 +38,6 @@ class ParameterPair:
         self.staging: Tensor | None = None
         self.ahead: Tensor | None = None
         """Host memory for what ``delayed`` shows of the next update, in the model's dtype."""
-        self.is_extrapolated = False
-        """It holds an extrapolation of the masters as they are."""
         self.guard: Any = None
         """The handle of a hook that is asked before a backward adds to the gradient."""
         self.loaded: Tensor | None = None
@@ -92,14 +90,6 @@ class ParameterPair:
             self.stepped.copy_(torch.where(kept.to(now.dtype) == now, kept, now.float()))
         else:
             self.stepped.copy_(now)
-
-    def forget_loaded(self) -> None:
-        """A step begins: the model has been loaded by now, if it ever is; its extrapolation is
-        right if it was loaded with the master that was saved with that."""
-        loaded, self.loaded = self.loaded, None
-        if self.is_extrapolated and loaded is not None:
-            own = self.stepped.detach()
-            self.is_extrapolated = torch.equal(own, loaded.to(own.device, own.dtype))
 
     def publish(self, streams: SideStreams) -> None:
         """Write the master to the model, rounded to its dtype. Call without autograd."""

@@ -11,7 +11,7 @@ that is added to the gradient:
     share   = -gradient_rate * clamp(g / rms(d), -reach, reach)
     e       = clamp(wd * w / d, -reach, reach)
     d       = root_scale * root + eps,    rms(d) = root_scale * sqrt(mean(root**2)) + eps
-    root    = sqrt(v + shift), or v itself where that is no square (Adamax)
+    root    = sqrt(v)
 
 ``reach`` is the most that any gradient divided by its own second moment comes to, since it is part
 of that itself: sqrt((1 - b2^(k+1)) / (1 - b2)) for Adam. It matters where second moments say little
@@ -36,7 +36,6 @@ from torch.optim import Optimizer
 from .supported_optimizers import known_class
 
 Group = Mapping[str, Any]
-Counts = Sequence[float]
 States = Sequence[Mapping[str, Any]]
 
 
@@ -54,8 +53,6 @@ class Terms:
     momentum_rate: float = 0.0
     seconds: list[Tensor] = field(default_factory=list)
     """Second moments; empty: ``d`` is 1."""
-    are_squares: bool = True
-    shift: float = 0.0
     root_scale: float = 1.0
     eps: float = 0.0
     reach: float = math.inf
@@ -77,7 +74,7 @@ class Terms:
         kept = self.keep - (0.0 if self.seconds else self._decay_rate)
         for places, pieces in self._batches(weights, into, largest):
             w, out, velocity, momentum, seconds = map(list, zip(*pieces, strict=True))
-            roots = self._roots(seconds) if self.seconds else []
+            roots = list(torch._foreach_sqrt(seconds)) if self.seconds else []
             if roots:
                 norms += torch._foreach_norm(roots)
                 owners += places
@@ -102,15 +99,6 @@ class Terms:
     @property
     def _decay_rate(self) -> float:
         return abs(self.gradient_rate) * self.weight_decay
-
-    def _roots(self, seconds: list[Tensor]) -> list[Tensor]:
-        if not self.are_squares:
-            return list(torch._foreach_mul(seconds, 1.0))
-        if not self.shift:
-            return list(torch._foreach_sqrt(seconds))
-        shifted = list(torch._foreach_add(seconds, self.shift))
-        torch._foreach_sqrt_(shifted)
-        return shifted
 
     def _add_decay(self, found: list[Tensor], weights: list[Tensor], roots: list[Tensor]) -> None:
         decays = list(torch._foreach_div(weights, roots))
@@ -166,16 +154,13 @@ class Share(NamedTuple):
     limit: float
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(NamedTuple):
     """Of one class of optimizers."""
 
-    terms: Callable[[Group, Counts, States], Terms]
-    """From a group's settings, its counts, and the state of some of its tensors."""
+    terms: Callable[[Group, float, States], Terms]
+    """From a group's settings, the updates that were done, and the state of some of its tensors."""
     needs: Callable[[Group], Sequence[str]]
     """What a tensor's state must hold; before its first update it does not."""
-    counts: tuple[str, ...] = ("step",)
-    """Entries of the state that are one number: tensors that differ in one have other terms."""
 
 
 def _sign(group: Group) -> float:
@@ -186,7 +171,7 @@ def _rate(group: Group) -> float:
     return float(group["lr"])
 
 
-def _sgd(group: Group, counts: Counts, states: States) -> Terms:
+def _sgd(group: Group, k: float, states: States) -> Terms:
     """b' = mu b + (1 - dampening) g', g' = g + wd w. Update: l b', with Nesterov l (g' + mu b')."""
     rate, mu = _rate(group), float(group["momentum"])
     gradient, velocity, held = rate, 0.0, []
@@ -204,12 +189,12 @@ def _sgd(group: Group, counts: Counts, states: States) -> Terms:
     )
 
 
-def _adam(group: Group, counts: Counts, states: States) -> Terms:
+def _adam(group: Group, k: float, states: States) -> Terms:
     """m' = b1 m + (1 - b1) g, l m' / (1 - b1^(k+1)) / (sqrt(v / (1 - b2^k)) + eps).
 
     ``v`` is the largest one so far with ``amsgrad``. Decoupled decay: w (1 - l wd); else g + wd w.
     """
-    (k,), rate = counts, _rate(group)
+    rate = _rate(group)
     beta1, beta2 = map(float, group["betas"])
     step, square = rate / (1.0 - beta1 ** (k + 1)), "exp_avg_sq"
     terms = Terms(
@@ -224,115 +209,9 @@ def _adam(group: Group, counts: Counts, states: States) -> Terms:
     return _decayed(terms, group)
 
 
-def _adamw(group: Group, counts: Counts, states: States) -> Terms:
+def _adamw(group: Group, k: float, states: States) -> Terms:
     """Adam's, with decoupled decay; older releases of torch do not say so in the group."""
-    return _adam({"decoupled_weight_decay": True, **group}, counts, states)
-
-
-def _nadam(group: Group, counts: Counts, states: States) -> Terms:
-    """l ((1 - mu) g / (1 - M mu) + mu' m' / (1 - M mu mu')) / (sqrt(v / (1 - b2^k)) + eps).
-
-    mu and mu' are those of steps k + 1 and k + 2, M the product of those before.
-    """
-    (k, product), rate, decay = counts, _rate(group), float(group["momentum_decay"])
-    beta1, beta2 = map(float, group["betas"])
-    mu, following = (beta1 * (1.0 - 0.5 * 0.96 ** ((k + n) * decay)) for n in (1, 2))
-    step = rate * following / (1.0 - product * mu * following)
-    own = rate * (1.0 - mu) / (1.0 - product * mu)
-    terms = Terms(
-        _sign(group) * (own + step * (1.0 - beta1)),
-        momentum=_each(states, "exp_avg"),
-        momentum_rate=step * beta1,
-        seconds=_each(states, "exp_avg_sq"),
-        root_scale=1.0 / math.sqrt(_correction(beta2, k)),
-        eps=float(group["eps"]),
-        reach=math.sqrt(_correction(beta2, k + 1) / (1.0 - beta2)),
-    )
-    return _decayed(terms, group)
-
-
-def _radam(group: Group, counts: Counts, states: States) -> Terms:
-    """l m' / (1 - b1^(k+1)), and from rho > 5 on r / ((sqrt(v) + eps) / sqrt(1 - b2^k)) of it."""
-    (k,), rate = counts, _rate(group)
-    beta1, beta2 = map(float, group["betas"])
-    step, held = rate / (1.0 - beta1 ** (k + 1)), _each(states, "exp_avg")
-    last = 2.0 / (1.0 - beta2) - 1.0
-    rho = last - 2.0 * (k + 1) * beta2 ** (k + 1) / (1.0 - beta2 ** (k + 1))
-    gradient = _sign(group) * step * (1.0 - beta1)
-    if rho <= 5.0:
-        terms = Terms(gradient, velocity=held, velocity_rate=step * beta1)
-    else:
-        rect = (rho - 4.0) * (rho - 2.0) * last / ((last - 4.0) * (last - 2.0) * rho)
-        terms = Terms(
-            gradient,
-            momentum=held,
-            momentum_rate=step * beta1,
-            seconds=_each(states, "exp_avg_sq"),
-            root_scale=1.0 / math.sqrt(rect * _correction(beta2, k)),
-            eps=float(group["eps"]) / math.sqrt(rect * _correction(beta2, k + 1)),
-            reach=math.sqrt(rect * _correction(beta2, k + 1) / (1.0 - beta2)),
-        )
-    return _decayed(terms, group)
-
-
-def _adamax(group: Group, counts: Counts, states: States) -> Terms:
-    """m' = b1 m + (1 - b1) g', l m' / (1 - b1^(k+1)) / u, u the largest size so far, decayed."""
-    (k,), rate = counts, _rate(group)
-    beta1, _ = map(float, group["betas"])
-    step = rate / (1.0 - beta1 ** (k + 1))
-    return Terms(
-        _sign(group) * step * (1.0 - beta1),
-        weight_decay=float(group["weight_decay"]),
-        momentum=_each(states, "exp_avg"),
-        momentum_rate=step * beta1,
-        seconds=_each(states, "exp_inf"),
-        are_squares=False,
-        reach=1.0,
-    )
-
-
-def _rmsprop(group: Group, counts: Counts, states: States) -> Terms:
-    """b' = mu b + g' / d, l b'; d = sqrt(v (1 - a^(k+1)) / (1 - a^k)) + eps.
-
-    That is v after one more square of the mean size of those before.
-    """
-    (k,), rate, mu = counts, _rate(group), float(group["momentum"])
-    alpha = float(group["alpha"])
-    return Terms(
-        _sign(group) * rate,
-        weight_decay=float(group["weight_decay"]),
-        velocity=_each(states, "momentum_buffer") if mu else [],
-        velocity_rate=rate * mu,
-        seconds=_each(states, "square_avg"),
-        root_scale=math.sqrt(_correction(alpha, k + 1) / _correction(alpha, k)),
-        eps=float(group["eps"]),
-        reach=1.0 / math.sqrt(1.0 - alpha),
-    )
-
-
-def _adagrad(group: Group, counts: Counts, states: States) -> Terms:
-    """l / (1 + k lr_decay) g' / (sqrt(s') + eps), s' = s after one more square of mean size."""
-    (k,), start = counts, float(group["initial_accumulator_value"])
-    grown = (k + 1.0) / max(k, 1.0)
-    return Terms(
-        _sign(group) * _rate(group) / (1.0 + k * float(group["lr_decay"])),
-        weight_decay=float(group["weight_decay"]),
-        seconds=_each(states, "sum"),
-        shift=start * (1.0 - grown) / grown,
-        root_scale=math.sqrt(grown),
-        eps=float(group["eps"]),
-        reach=1.0,
-    )
-
-
-def _asgd(group: Group, counts: Counts, states: States) -> Terms:
-    """w (1 - lambd eta) - eta g'."""
-    (eta,) = counts
-    return Terms(
-        _sign(group) * eta,
-        keep=1.0 - float(group["lambd"]) * eta,
-        weight_decay=float(group["weight_decay"]),
-    )
+    return _adam({"decoupled_weight_decay": True, **group}, k, states)
 
 
 def _correction(beta: float, k: float) -> float:
@@ -357,24 +236,10 @@ def _adam_needs(group: Group) -> tuple[str, ...]:
     return ("exp_avg", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg",)
 
 
-def _rmsprop_needs(group: Group) -> tuple[str, ...]:
-    return ("square_avg", "momentum_buffer") if group["momentum"] else ("square_avg",)
-
-
-def _always(*names: str) -> Callable[[Group], tuple[str, ...]]:
-    return lambda group: names
-
-
 RULES: dict[str, Rule] = {
-    "SGD": Rule(_sgd, lambda group: ("momentum_buffer",) if group["momentum"] else (), ()),
+    "SGD": Rule(_sgd, lambda group: ("momentum_buffer",) if group["momentum"] else ()),
     "Adam": Rule(_adam, _adam_needs),
     "AdamW": Rule(_adamw, _adam_needs),
-    "NAdam": Rule(_nadam, _always("exp_avg"), ("step", "mu_product")),
-    "RAdam": Rule(_radam, _always("exp_avg")),
-    "Adamax": Rule(_adamax, _always("exp_avg")),
-    "RMSprop": Rule(_rmsprop, _rmsprop_needs),
-    "Adagrad": Rule(_adagrad, _always("sum")),
-    "ASGD": Rule(_asgd, _always("eta"), ("eta",)),
 }
 """By the name of torch's class."""
 
@@ -384,6 +249,4 @@ def rule_of(optimizer: Optimizer) -> Rule | None:
     known = known_class(type(optimizer))
     if known is None or not known.__module__.startswith("torch.optim"):
         return None
-    if any(group.get("centered") for group in optimizer.param_groups):
-        return None  # RMSprop's variance may be nothing, and then its update anything
     return RULES.get(known.__name__)

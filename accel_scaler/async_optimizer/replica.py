@@ -449,14 +449,13 @@ class Replica:
             loaded = [pair for pair in self.pairs if pair.loaded is not None]
             edited += [pair for pair in loaded if pair not in edited and pair.is_edited]
         for pair in edited:
-            pair.is_extrapolated = False
             pair.refresh()
         return [pair.param for pair in edited]
 
     def forget_loaded(self) -> None:
         """A step begins: the model has been loaded by now, if it ever is."""
         for pair in self.pairs if self.has_loaded else ():
-            pair.forget_loaded()
+            pair.loaded = None
         self.has_loaded = False
 
     def _has_all(self, grads: Sequence[Tensor | None]) -> bool:

@@ -1,4 +1,4 @@
-"""How far what the model was shown of a late update was off, for whoever wants to know.
+"""How far what the model was shown of a late update was off: one number a step, for telemetry.
 
 Compared in the model's own dtype, so that showing nothing at all (the masters before) is off by
 exactly what the update moves: to round float32 masters to float16 is nobody's error.
@@ -7,24 +7,21 @@ exactly what the update moves: to round float32 masters to float16 is nobody's e
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .compensation import Ahead, Compensation, largest_on
-from .preview_rules import pieces_of
+from .compensation import Ahead, Compensation
 from .replica import Part
 
-Pieces = list[tuple[Tensor, ...]]
-"""Of masters as they are, of what was shown of them, of masters as they were."""
+SAMPLE = 1 << 16
+"""At most so many elements of a tensor are compared, in equal steps over all of it: next to nothing
+beside the update, in time and in memory."""
 
 
 class ShownError:
     """Of one late step, on the thread that makes it. Reads parameters and writes none.
-
-    What the device is asked for is read once, at the end.
 
     Args:
         factors: what gradients are still to be multiplied by, in the order of the parts.
@@ -36,80 +33,53 @@ class ShownError:
     ) -> None:
         self._compensation, self._ahead, self._factors = compensation, ahead, factors
         self._reads_model = reads_model
-        self._seen: Pieces = []
+        self._masters: list[tuple[Tensor, torch.dtype]] = []
+        """Of the part that is updated, with the dtypes that the model has them in."""
+        self._shown = self._before = torch.empty(0)
+        """All of it in one tensor."""
         self._off: list[Tensor] = []
         self._moved: list[Tensor] = []
-        self._is_lost = False
+        """A norm a part, on its device until they are read."""
 
     @torch.no_grad()
-    def before_update(
-        self, part: Part, grads: Sequence[Tensor | None], before: Sequence[Tensor | None]
-    ) -> None:
-        """A part is about to be updated.
-
-        Args:
-            grads: as the model was shown their share, but where masters are.
-            before: copies of the masters that are, if somebody has made them already.
-        """
-        found = zip(part.pairs, grads, self._factors[part.start : part.end], before, strict=True)
-        due = [(p, g, f, old) for p, g, f, old in found if p.is_master and g is not None]
-        masters = [pair.stepped.detach() for pair, *_ in due]
-        with self._unless_full():
-            copies = [old for *_, old in due if old is not None]
-            if len(copies) < len(due):
-                copies = list(torch._foreach_mul(masters, 1.0))
-            for (pair, grad, factor, _), master, old in zip(due, masters, copies, strict=True):
-                shown: Tensor | None = pair.target
-                if not self._reads_model:
-                    shown = self._compensation.shown_on_host(pair, grad, self._ahead, factor)
-                self._seen.append((master, old if shown is None else shown, old))
+    def before_update(self, part: Part, grads: Sequence[Tensor | None]) -> None:
+        """A part is about to be updated; ``grads`` as the model was shown their share, but where
+        masters are."""
+        found: list[Tensor] = []
+        factors = self._factors[part.start : part.end]
+        for pair, grad, factor in zip(part.pairs, grads, factors, strict=True):
+            if not pair.is_master or grad is None:
+                continue
+            shown = _sample(pair.target)
+            if not self._reads_model and pair.ahead is not None:  # made again, in host memory
+                shown, share = _sample(pair.ahead).clone(), self._ahead.shares[id(pair)]
+                self._compensation.add_share(shown, shown, _sample(grad), share, factor)
+            found.append(shown.float())
+            self._masters.append((_sample(pair.stepped.detach()), shown.dtype))
+        if found:
+            self._shown, self._before = torch.cat(found), self._now()
 
     @torch.no_grad()
     def after_update(self) -> None:
-        """It was updated, and nothing made of it yet."""
-        seen, self._seen = self._seen, []
-        with self._unless_full():
-            for exact, shown, old in map(_columns, _packs(seen)):
-                self._off.append(torch.linalg.vector_norm(exact - shown))
-                self._moved.append(torch.linalg.vector_norm(exact - old))
+        """It was updated."""
+        if self._masters:
+            exact = self._now()
+            self._off.append(torch.linalg.vector_norm(exact - self._shown))
+            self._moved.append(torch.linalg.vector_norm(exact - self._before))
+            self._masters = []
 
     def read(self) -> tuple[float, float] | None:
-        """``(norm of exact - shown, norm of exact - before)``; None: not known."""
-        if self._is_lost or not self._off:
+        """``(norm of exact - shown, norm of exact - before)``; None: nothing was compared."""
+        if not self._off:
             return None
         norms = torch.stack([*self._off, *self._moved]).tolist()
         return math.hypot(*norms[: len(self._off)]), math.hypot(*norms[len(self._off) :])
 
-    @contextmanager
-    def _unless_full(self) -> Iterator[None]:
-        """No update is lost because there is no memory to look at it."""
-        try:
-            yield
-        except torch.OutOfMemoryError:
-            self._is_lost = True
-        if self._is_lost:
-            self._seen, self._off, self._moved = [], [], []
+    def _now(self) -> Tensor:
+        """Masters, rounded as the model has them."""
+        return torch.cat([master.to(kind).float() for master, kind in self._masters])
 
 
-def _packs(seen: Pieces) -> Iterator[Pieces]:
-    """Few calls for many small tensors; of large ones pieces, whose differences stay in a cache."""
-    pack: Pieces = []
-    size = 0
-    for tensors in seen:
-        largest = largest_on(tensors[0].device)
-        for pieces in pieces_of(tensors, largest):
-            if pack and (size >= largest or pack[-1][1].dtype is not pieces[1].dtype):
-                yield pack
-                pack, size = [], 0
-            pack.append(pieces)
-            size += pieces[0].numel()
-    if pack:
-        yield pack
-
-
-def _columns(pack: Pieces) -> list[Tensor]:
-    """Each of the three as one, float32, rounded as what was shown is."""
-    kind = pack[0][1].dtype
-    flat = [[piece.reshape(-1) for piece in column] for column in zip(*pack, strict=True)]
-    whole = [column[0] if len(column) == 1 else torch.cat(column) for column in flat]
-    return [t if kind is torch.float32 else t.to(kind).float() for t in whole]
+def _sample(t: Tensor) -> Tensor:
+    """Elements of ``t``, a view where its layout allows one; an odd step meets every column."""
+    return t.reshape(-1)[:: -(-t.numel() // SAMPLE) | 1]

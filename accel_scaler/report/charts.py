@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ..console import counted, number
-from ..telemetry import LARGEST, TOO_FAR
+from ..telemetry import LARGEST
 from .run_summary import Run
 from .samples import Bin, Mean, Spread
 
@@ -124,7 +124,7 @@ def charts(run: Run) -> list[Chart]:
     """Every chart there is data for, in the order of the page."""
     if not run.windows:
         return []
-    found = [build(run) for build in (_loss, _scale, _norm, _rate, _time, _largest, _preview)]
+    found = [build(run) for build in (_loss, _scale, _norm, _rate, _time, _largest)]
     return [chart for chart in found if chart is not None]
 
 
@@ -358,22 +358,4 @@ def _largest(run: Run) -> Chart | None:
         "log",
         [line],
         limits=[Limit(f"end of float16, {number(LARGEST)}", LARGEST)],
-    )
-
-
-def _preview(run: Run) -> Chart | None:
-    """None: no update was late, or nobody measured what was shown of it."""
-    line = _spread_line(run, lambda b: b.preview_error, "error")
-    if line is None:
-        return None
-    return Chart(
-        "preview",
-        "Late updates: how far off the preview was",
-        "Of each update that came a step late: the norm of what the model was off by until then, "
-        "against the norm of the update. 1: as if nothing had been shown of it.",
-        "of the update",
-        "log",
-        [line],
-        _bad(run, lambda b: b.preview_error),
-        [Limit(f"too far above {number(TOO_FAR)}", TOO_FAR)],
     )

@@ -16,10 +16,7 @@ from ..console import counted, number, percent
 from ..telemetry import (
     LARGEST,
     MAX_FALLS,
-    RECENT,
-    REMEDY,
     THE_LOSS,
-    TOO_FAR,
     Fall,
     module_list,
     ran_away,
@@ -42,7 +39,6 @@ Subject = Literal[
     "clipping",
     "range",
     "time",
-    "previews",
     "file",
 ]
 MANY_CLIPPED = 0.5
@@ -134,11 +130,8 @@ def facts(run: Run) -> list[tuple[str, str]]:
                 ", ".join(f"{percent(n, run.late.kinds.total())} {k}" for k, n in kinds),
             )
         )
-    if run.late.most is not None:
-        mean, (most, x) = run.late.mean, run.late.most
-        rows.append(
-            ("preview off by", f"{mean:.2g} of the update, at most {most:.2g} ({run.place(x)})")
-        )
+    if run.late.error.middle is not None:
+        rows.append(("preview off by", f"{run.late.error.middle:.2g} of the update"))
     if (seconds := sum(session.seconds for session in run.sessions)) > 0:
         speed = run.windows_per_second
         rate = "" if speed is None else f", {speed:.3g} windows/s"
@@ -484,7 +477,7 @@ def _clipping(run: Run) -> Finding | None:
 def _is_unstable(run: Run) -> bool:
     """Something else is told to take shorter steps."""
     others = (rule(run) for rule in (_loss, _parameters, _overflow))
-    return _are_far_off(run) or any(found is not None and found.do for found in others)
+    return any(found is not None and found.do for found in others)
 
 
 # How much of float16's range gradients took.
@@ -591,39 +584,11 @@ def _waiting(run: Run) -> Finding | None:
     text = f"{percent(timing.hidden, timing.optimizer)} of the optimizer's time was hidden"
     if share >= LITTLE_HIDDEN:
         return Finding("good", f"{text} behind the training thread's own work.")
-    do = "Leave the optimizer a core of its own (optimizer_threads, OMP_NUM_THREADS)"
-    if not _are_far_off(run):  # else another mode is advised for that
-        do += ', or use step_mode="sync": there is too little to run beside'
     return Finding(
         "warn",
         f"Only {text}: the training thread waited {timing.waited:.3g} s in all.",
-        do=f"{do}.",
-    )
-
-
-def _are_far_off(run: Run) -> bool:
-    return run.late.worst is not None and run.late.worst[0] > TOO_FAR
-
-
-def _previews(run: Run) -> Finding | None:
-    late = run.late
-    if late.most is None:
-        return None
-    if late.worst is not None and _are_far_off(run):
-        mean, x = late.worst
-        return Finding(
-            "warn",
-            f"What the model was shown of late updates was off by {mean:.3g} times the update "
-            f"itself on average in the {RECENT} windows up to {run.place(x)}: without any preview "
-            "it would be 1.",
-            "The held-out loss beside a run with step_mode='overlap'.",
-            REMEDY,
-        )
-    most, x = late.most
-    return Finding(
-        "good" if late.mean <= TOO_FAR else "note",
-        f"What the model was shown of late updates was off by {late.mean:.2g} of the update on "
-        f"average (at most {most:.2g}, {run.place(x)}); without any preview it would be 1.",
+        do="Leave the optimizer a core of its own (optimizer_threads, OMP_NUM_THREADS), or use "
+        'step_mode="sync": there is too little to run beside.',
     )
 
 
@@ -653,6 +618,5 @@ RULES: dict[Subject, Rule] = {
     "clipping": _clipping,
     "range": _range,
     "time": _waiting,
-    "previews": _previews,
     "file": _broken,
 }

@@ -101,7 +101,6 @@ class Run(Diagnosis):
         if self.sessions and self.sessions[-1].is_empty:
             # The launcher attached, then the script: nothing was trained with the first settings.
             del self.sessions[-1]
-        self.late.begin()
         self.bins.begin()
         first_x = (
             self.sessions[-1].first_x + self.sessions[-1].last_step + 1 if self.sessions else 0
@@ -123,7 +122,7 @@ class Run(Diagnosis):
         self.overflows += record.found_inf
         self.bins.add(x, record)
         self.timing.add(record)
-        self.late.add(x, record)
+        self.late.add(record)
         self.range.add(x, record, names)
         norm, limit = record.grad_norm, record.max_norm
         if norm is not None and norm < math.inf and limit is not None and limit < math.inf:

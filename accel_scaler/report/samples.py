@@ -7,7 +7,7 @@ from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 
-from ..telemetry import Names, RecentErrors, Record, headroom
+from ..telemetry import Names, Record, headroom
 
 MAX_BINS = 1024
 MAX_COLUMNS = 240
@@ -100,7 +100,6 @@ class Bin:
     scale_low: float = math.inf
     scale_high: float = 0.0
     norm: Spread = field(default_factory=Spread)
-    preview_error: Spread = field(default_factory=Spread)
     largest: Spread = field(default_factory=Spread)
     """Of ``Record.largest_gradient``."""
     max_norm: float | None = None
@@ -128,7 +127,6 @@ class Bin:
         self.scale_low = min(self.scale_low, scale)
         self.scale_high = max(self.scale_high, scale)
         self.norm.add(record.grad_norm)
-        self.preview_error.add(record.preview_error)
         self.largest.add(record.largest_gradient)
         if record.max_norm is not None:
             self.max_norm = record.max_norm
@@ -142,7 +140,6 @@ class Bin:
         self.scale_low = min(self.scale_low, later.scale_low)
         self.scale_high = max(self.scale_high, later.scale_high)
         self.norm.merge(later.norm)
-        self.preview_error.merge(later.preview_error)
         self.largest.merge(later.largest)
         self.loss.merge(later.loss)
         self.lr = later.lr
@@ -250,7 +247,7 @@ class Range:
         return None if self.last is None else headroom(self.last[0] * scale)
 
 
-COMPENSATIONS = ("preview", "extrapolate", "none")
+COMPENSATIONS = ("preview", "none")
 
 
 class Late:
@@ -259,29 +256,9 @@ class Late:
     def __init__(self) -> None:
         self.kinds: Counter[str] = Counter()
         """Updates by what was shown of them."""
-        self.errors = 0
-        self.mean = 0.0
-        """Of all errors that are numbers, ``errors`` of them."""
-        self.most: tuple[float, int] | None = None
-        """The largest error, and the window's x."""
-        self.worst: tuple[float, int] | None = None
-        """The largest mean of a few windows in a row, and the x of the last of them."""
-        self._recent = RecentErrors()
+        self.error = Mean()
 
-    def begin(self) -> None:
-        """A new session."""
-        self._recent = RecentErrors()
-
-    def add(self, x: int, record: Record) -> None:
+    def add(self, record: Record) -> None:
         """One window."""
         self.kinds.update(kind for kind in record.delay_compensation if kind in COMPENSATIONS)
-        error = record.preview_error
-        if error is None or math.isnan(error):
-            return
-        self.errors += 1
-        self.mean += (error - self.mean) / self.errors if self.mean < math.inf else 0.0
-        if self.most is None or error > self.most[0]:
-            self.most = (error, x)
-        mean = self._recent.add(error)
-        if mean is not None and (self.worst is None or mean > self.worst[0]):
-            self.worst = (mean, x)
+        self.error.add(record.preview_error)

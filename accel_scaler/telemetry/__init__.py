@@ -13,7 +13,6 @@ from .diagnosis import MAX_FALLS, Diagnosis, Fall
 from .float16 import LARGEST, headroom
 from .history import History
 from .outcome import THE_LOSS, Outcome, module_list, ran_away, told, verdict
-from .preview_watch import RECENT, REMEDY, TOO_FAR, RecentErrors
 from .record import FORMAT, BrokenLineError, CutLineError, End, Names, Record, Start, decode
 from .writer import refuse_unwritable
 
@@ -27,10 +26,7 @@ __all__ = [
     "FORMAT",
     "LARGEST",
     "MAX_FALLS",
-    "RECENT",
-    "REMEDY",
     "THE_LOSS",
-    "TOO_FAR",
     "BrokenLineError",
     "CutLineError",
     "Diagnosis",
@@ -39,7 +35,6 @@ __all__ = [
     "History",
     "Names",
     "Outcome",
-    "RecentErrors",
     "Record",
     "Recorder",
     "Start",

@@ -81,8 +81,8 @@ class Record:
     waited_s: float | None = None
     """How long the training thread waited for it."""
     delay_compensation: tuple[str, ...] = ()
-    """What the model was shown of each update of this window that came a step late: ``"preview"``,
-    ``"extrapolate"`` or ``"none"``. Only with ``step_mode="delayed"``."""
+    """What the model was shown of each update of this window that came a step late: ``"preview"``
+    or ``"none"``. Only with ``step_mode="delayed"``."""
     preview_error: float | None = None
     """The norm of what it was off by against the norm of these updates, on this rank: 1 as if
     nothing was shown. None where nothing was, or nothing moved. Only with ``telemetry``."""

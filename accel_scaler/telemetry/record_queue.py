@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from ..optimizer_step import StepTiming
 from ..scaling import Losses
 from .gradient_range import RangeTotals
-from .preview_watch import PreviewWatch
 from .record import Names, Record
 from .writer import Journal
 
@@ -77,7 +76,6 @@ class RecordQueue:
         self.error: str | None = None
         """What ended the run."""
         self._journal = journal
-        self._watch = PreviewWatch()
         self._waiting: deque[OpenRecord] = deque()
         self._written_s = 0.0
 
@@ -105,9 +103,7 @@ class RecordQueue:
         self._written_s = time.perf_counter()
         window = self._waiting.popleft()
         window.read_loss()
-        record = window.close()
-        self._journal.add(record, window.names)
-        self._watch.add(record)
+        self._journal.add(window.close(), window.names)
 
 
 def _preview_error(timings: Sequence[StepTiming]) -> float | None:

@@ -41,7 +41,6 @@ SHORT = 5_000_000
 
 Step = Callable[["Training", int], object]
 
-each_kind = pytest.mark.parametrize("compensation", ["preview", "extrapolate"])
 each_offload = pytest.mark.parametrize("offload", ["none", "cpu"])
 each_dtype = pytest.mark.parametrize("half", [False, True], ids=["float32", "float16"])
 
@@ -182,22 +181,20 @@ def busy_side(training: Training, step: int) -> None:
     training.keep_busy("_work")
 
 
-@each_kind
 @each_offload
 @each_dtype
 @pytest.mark.parametrize("make", [sgd, fused_adamw])
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "unwatched"])
 def test_the_forward_waits_for_what_it_is_shown(
-    compensation: str, offload: str, half: bool, make: Any, watched: bool
+    offload: str, half: bool, make: Any, watched: bool
 ) -> None:
     settings: Any = {"half": half, "make": make, "watched": watched}
-    assert_beside_cpu(offload, compensation, before_step=busy_side, **settings)
+    assert_beside_cpu(offload, "preview", before_step=busy_side, **settings)
 
 
-@each_kind
 @each_offload
-def test_a_compiled_forward_waits_for_all_of_it(compensation: str, offload: str) -> None:
-    assert_beside_cpu(offload, compensation, before_step=busy_side, compiled=True)
+def test_a_compiled_forward_waits_for_all_of_it(offload: str) -> None:
+    assert_beside_cpu(offload, "preview", before_step=busy_side, compiled=True)
 
 
 def faster(training: Training, step: int) -> None:
@@ -262,16 +259,13 @@ def busy_copies(training: Training, step: int) -> None:
     training.keep_busy("_work", "_down")
 
 
-@each_kind
 @each_offload
 @each_dtype
 @pytest.mark.parametrize("writer", WRITERS)
-def test_nobody_writes_to_a_gradient_too_early(
-    writer: str, compensation: str, offload: str, half: bool
-) -> None:
+def test_nobody_writes_to_a_gradient_too_early(writer: str, offload: str, half: bool) -> None:
     after_step, scaled = WRITERS[writer]
     settings: Any = {"before_step": busy_copies, "after_step": after_step, "scaled": scaled}
-    assert_beside_cpu(offload, compensation, half=half, **settings)
+    assert_beside_cpu(offload, "preview", half=half, **settings)
 
 
 def test_autograds_threads_do_not_become_pythons(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,16 +302,15 @@ def in_one_buffer(where: str, *how: str, **settings: Any) -> list[Tensor]:
     return training.finish()
 
 
-@each_kind
 @each_offload
 @each_dtype
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "unwatched"])
 def test_nobody_writes_to_a_gradient_that_cannot_be_held(
-    compensation: str, offload: str, half: bool, watched: bool
+    offload: str, half: bool, watched: bool
 ) -> None:
     settings: Any = {"half": half, "watched": watched}
     mine, expected = (
-        in_one_buffer(where, offload, compensation, **settings) for where in (DEVICE, CPU)
+        in_one_buffer(where, offload, "preview", **settings) for where in (DEVICE, CPU)
     )
     assert_same(mine, expected)
 
@@ -355,15 +348,12 @@ def use_the_branch_later(training: Training, step: int) -> None:
     training.model.is_used = step in (2, 3, 6)
 
 
-@each_kind
 @each_offload
 @each_dtype
 @pytest.mark.parametrize("warmup", [0, 3])
-def test_prompt_steps_and_previews_follow_each_other(
-    compensation: str, offload: str, half: bool, warmup: int
-) -> None:
+def test_prompt_steps_and_previews_follow_each_other(offload: str, half: bool, warmup: int) -> None:
     settings: Any = {"half": half, "delay_warmup_steps": warmup}
-    assert_beside_cpu(offload, compensation, after_step=use_the_branch_later, **settings)
+    assert_beside_cpu(offload, "preview", after_step=use_the_branch_later, **settings)
 
 
 def at_once(where: str, *how: str, **settings: Any) -> list[Tensor]:
@@ -380,11 +370,10 @@ def at_once(where: str, *how: str, **settings: Any) -> list[Tensor]:
     return training.finish()
 
 
-@each_kind
 @each_offload
 @each_dtype
-def test_steps_without_a_forward_between_them(compensation: str, offload: str, half: bool) -> None:
-    mine, expected = (at_once(where, offload, compensation, half=half) for where in (DEVICE, CPU))
+def test_steps_without_a_forward_between_them(offload: str, half: bool) -> None:
+    mine, expected = (at_once(where, offload, "preview", half=half) for where in (DEVICE, CPU))
     assert_same(mine, expected)
 
 
@@ -404,11 +393,10 @@ def with_jobs(where: str, *how: str, **settings: Any) -> list[Tensor]:
     return training.finish()
 
 
-@each_kind
 @each_offload
 @each_dtype
-def test_steps_of_the_users_in_between(compensation: str, offload: str, half: bool) -> None:
-    mine, expected = (with_jobs(where, offload, compensation, half=half) for where in (DEVICE, CPU))
+def test_steps_of_the_users_in_between(offload: str, half: bool) -> None:
+    mine, expected = (with_jobs(where, offload, "preview", half=half) for where in (DEVICE, CPU))
     assert_same(mine, expected)
 
 
@@ -430,14 +418,11 @@ FENCES: dict[str, Callable[[Training], object]] = {
 }
 
 
-@each_kind
 @each_offload
 @each_dtype
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "elsewhere"])
 @pytest.mark.parametrize("fence", FENCES)
-def test_fences_in_between(
-    fence: str, elsewhere: bool, compensation: str, offload: str, half: bool
-) -> None:
+def test_fences_in_between(fence: str, elsewhere: bool, offload: str, half: bool) -> None:
     """On the training stream, or on one that does not follow it."""
 
     def after_step(training: Training, step: int) -> None:
@@ -451,12 +436,11 @@ def test_fences_in_between(
             else:
                 FENCES[fence](training)
 
-    assert_beside_cpu(offload, compensation, after_step=after_step, half=half)
+    assert_beside_cpu(offload, "preview", after_step=after_step, half=half)
 
 
-@each_kind
 @each_offload
-def test_what_is_shown_again_is_there_on_every_stream(compensation: str, offload: str) -> None:
+def test_what_is_shown_again_is_there_on_every_stream(offload: str) -> None:
     """Read behind the forward that brings it back, on a stream that does not follow it."""
 
     def before_step(training: Training, step: int) -> None:
@@ -469,7 +453,7 @@ def test_what_is_shown_again_is_there_on_every_stream(compensation: str, offload
         training.optimizer.synchronize()
 
     settings: Any = {"before_step": before_step, "after_step": after_step}
-    assert_beside_cpu(offload, compensation, **settings)
+    assert_beside_cpu(offload, "preview", **settings)
 
 
 def failed(where: str, *how: str, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> list[Tensor]:
@@ -496,30 +480,26 @@ def failed(where: str, *how: str, monkeypatch: pytest.MonkeyPatch, **settings: A
     return training.finish()
 
 
-@each_kind
 @each_offload
 @each_dtype
 @pytest.mark.usefixtures("one_part_each")
 def test_after_a_failure_nothing_stale_is_shown(
-    compensation: str, offload: str, half: bool, monkeypatch: pytest.MonkeyPatch
+    offload: str, half: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine, expected = (
-        failed(where, offload, compensation, half=half, monkeypatch=monkeypatch)
+        failed(where, offload, "preview", half=half, monkeypatch=monkeypatch)
         for where in (DEVICE, CPU)
     )
     assert_same(mine, expected)
     assert sum(t.shape == () and float(t) == 4.0 for t in expected) == 1
 
 
-@each_kind
 @each_offload
 @each_dtype
-def test_a_device_with_one_queue(
-    compensation: str, offload: str, half: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_with_one_queue(offload: str, half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As MPS: it keeps the order by itself, and the model is there all the same."""
     monkeypatch.setattr(streams_module, "streams_of", lambda device: None)
-    assert_beside_cpu(offload, compensation, half=half, after_step=zero_in_place)
+    assert_beside_cpu(offload, "preview", half=half, after_step=zero_in_place)
 
 
 # Memory.
@@ -554,17 +534,16 @@ def peak_of(offload: str, compensation: str, half: bool) -> int:
 
 
 @pytest.mark.usefixtures("memory_counter")
-@each_kind
 @each_offload
 @each_dtype
-def test_no_more_device_memory_but_for_a_piece(compensation: str, offload: str, half: bool) -> None:
+def test_no_more_device_memory_but_for_a_piece(offload: str, half: bool) -> None:
     piece = 4 * 1024 * 1024  # the largest parameter, in float32
-    bare, shown = peak_of(offload, "none", half), peak_of(offload, compensation, half)
+    bare, shown = peak_of(offload, "none", half), peak_of(offload, "preview", half)
     assert shown <= bare + 4 * piece
 
 
 @pytest.mark.usefixtures("memory_counter")
-@pytest.mark.parametrize("compensation", ["none", "preview", "extrapolate"])
+@pytest.mark.parametrize("compensation", ["none", "preview"])
 @each_dtype
 def test_gradients_that_were_sent_down_do_not_stay(
     compensation: str, half: bool, monkeypatch: pytest.MonkeyPatch

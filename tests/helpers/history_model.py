@@ -40,8 +40,6 @@ class Optimizer:
         self.w = self.shown = list(START)
         self.hidden: list[float] | None = None
         """What a fence has taken from the model, until the next training forward."""
-        self.extrapolated: list[float] | None = None
-        """``w``, moved once more as the last update has moved it."""
         self.momentum: list[float] | None = None
         self.grad: list[float] | None = None
         self.bad = False
@@ -75,7 +73,7 @@ class Optimizer:
 
     def start_over(self) -> None:
         """Stepped by another from here on."""
-        self.steps, self.hidden, self.extrapolated = 0, None, None
+        self.steps, self.hidden = 0, None
 
     def preview(self, momentum: float) -> list[float]:
         """The update to come, in two additions: what is known of it, and its gradient."""
@@ -95,16 +93,11 @@ class Optimizer:
         self.hidden = None
         if stale and compensation == "preview":
             self.shown = self.preview(momentum)
-        elif stale and compensation == "extrapolate":
-            self.shown = self.extrapolated or self.w
-        step, before = self.grad, self.w
+        step = self.grad
         if momentum:
             old = self.momentum or [0.0] * 3
             step = self.momentum = [f32(m * momentum + g) for m, g in zip(old, step, strict=True)]
         self.w = [f32(w - self.lr * s) for w, s in zip(self.w, step, strict=True)]
-        if compensation == "extrapolate":
-            pairs = zip(self.w, before, strict=True)
-            self.extrapolated = [f32(2.0 * w - old) for w, old in pairs]
         self.steps += 1
         if not stale:
             self.publish(again=False)
@@ -338,7 +331,6 @@ class Model:
         self.attached = self.attached or fresh
         for own, old in zip(self.optimizers, saved.optimizers, strict=True):
             own.hidden = old.hidden if self.shows != "none" else None
-            own.extrapolated = old.extrapolated if self.shows == "extrapolate" else None
         self.scale, self.good = self.bounded(saved.scale), saved.good
         self.bad_run = saved.bad_run if self.attached else 0
         self.counter = saved.counter if counter else 0 if fresh else self.counter

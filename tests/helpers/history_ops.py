@@ -128,7 +128,7 @@ AFTER = (*AFTER, "replace state")
 LIMITS = (2.0, 16.0, 0.7, 1e6)
 VALUES = (0.0, 1.0, 1.0, -1.0, 2.0, 3.0, -4.0, 4.0, 5.0, -6.0, 8.0)
 MODES = ("sync", "overlap", "delayed")
-COMPENSATIONS = ("none", "preview", "preview", "extrapolate", "extrapolate", "auto")
+COMPENSATIONS = ("none", "preview", "preview", "auto")
 DEFAULT_USED = (0, 1, 2)
 
 

@@ -27,7 +27,6 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 NEEDED = {
     "adam": ("exp_avg", "max_exp_avg_sq"),
-    "rmsprop": ("square_avg", "momentum_buffer"),
     "sgd": ("momentum_buffer",),
 }
 """What a preview is made of, in a parameter's state; of the others ``exp_avg``."""
@@ -131,16 +130,10 @@ def preview(group: dict[str, Any], w: Tensor, state: Any) -> tuple[Tensor, float
     """The next update without its gradient; and of that its rate, and its limit."""
     lr = group["lr"]
     kept = w * (1.0 - lr * group["weight_decay"])
-    if "square_avg" not in state and "exp_avg" not in state:
+    if "exp_avg" not in state:
         kept.add_(state["momentum_buffer"], alpha=-lr * group["momentum"])
         return kept, -lr, math.inf
     k, eps = float(state["step"]), group["eps"]
-    if "square_avg" in state:
-        root, a = state["square_avg"].sqrt(), group["alpha"]
-        grown = math.sqrt((1.0 - a ** (k + 1)) / (1.0 - a**k))
-        size = grown * float(root.norm()) / math.sqrt(root.numel()) + eps
-        kept.add_(state["momentum_buffer"], alpha=-lr * group["momentum"])
-        return kept, -lr / size, 1.0 / math.sqrt(1.0 - a) * size
     b1, b2 = group["betas"]
     root = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"].sqrt()
     scale, step = 1.0 / math.sqrt(1.0 - b2**k), lr / (1.0 - b1 ** (k + 1))
@@ -173,8 +166,6 @@ class Twin:
         """Of each optimizer the parameters whose masters wait to be published."""
         self.shown: list[dict[Tensor, Tensor]] = [{} for _ in groups]
         """What a fence has taken from them, until the next training forward."""
-        self.extrapolated: dict[Tensor, Tensor] = {}
-        """Masters moved once more as the last update has moved them."""
         self.events: Counter[str] = Counter()
         self.moves = dict.fromkeys(self.masters, 0)
         self.places: dict[Tensor, tuple[bool, int]] = {}
@@ -224,7 +215,8 @@ class Twin:
         """What ``delayed`` shows of a late update."""
         if self.setup.mode != "delayed":
             return "none"
-        return {"auto": "preview"}.get(self.setup.compensation, self.setup.compensation)
+        auto = "none" if self.setup.optimizer == "rmsprop" else "preview"
+        return {"auto": auto}.get(self.setup.compensation, self.setup.compensation)
 
     def backward(self, loss: Tensor) -> None:
         if self.stepped or not self.opened:  # the first backward after a step opens a window
@@ -296,7 +288,6 @@ class Twin:
             kept = master.to(now.dtype) == now
             if not (is_same and bool(kept.all())):
                 shown.pop(p, None)
-                self.extrapolated.pop(p, None)
             kept &= p.requires_grad or p in self.lasting
             master.copy_(torch.where(kept, master, now.float()))
 
@@ -380,7 +371,7 @@ class Twin:
             self.events["not late: a first update"] += not is_late
         if is_late and kind != "none":
             self.events[f"shown: {kind}"] += 1
-            self.show(number, grads, kind)
+            self.show(number, grads)
         self.publish(number, again=False)
         self.shown[number] = {}
         self.steps[number] += 1
@@ -389,19 +380,11 @@ class Twin:
                 p.grad = None
             elif not (self.has_master(p) and p.dtype in LOW):
                 p.grad = g.clone()
-        old = {p: self.masters[p].detach().clone() for p in self.owned[number]}
         if finite:
             for p, g in grads.items():
                 self.masters[p].grad = g if fails is None or p in fails else None
             self.optimizers[number].step()
             self.optimizers[number].zero_grad()
-        for p, w in old.items():
-            if submitted:
-                self.extrapolated.pop(p, None)
-            elif kind == "extrapolate" and (fails is None or p in fails):
-                self.extrapolated.pop(p, None)
-                if p in grads and self.has_master(p):
-                    self.extrapolated[p] = (self.masters[p].detach() * 2.0 - w).to(p.dtype)
         self.newer[number] = dict.fromkeys(self.owned[number] if submitted else grads)
         if not is_late or (fails is not None and self.compensation != "none"):
             self.publish(number, again=False)
@@ -415,16 +398,13 @@ class Twin:
         )
 
     @torch.no_grad()
-    def show(self, number: int, grads: dict[Tensor, Tensor], kind: str) -> None:
+    def show(self, number: int, grads: dict[Tensor, Tensor]) -> None:
         """What the model has of the update to come, of parameters with a gradient."""
         groups = [each for each in self.optimizers[number].param_groups for _ in each["params"]]
         for group, p in zip(groups, self.owned[number], strict=True):
             if p not in grads or not self.has_master(p):
                 continue
             self.newer[number].pop(p, None)
-            if kind == "extrapolate":
-                p.copy_(self.extrapolated.get(p, self.masters[p]))
-                continue
             state = self.optimizers[number].state[self.masters[p]]
             known, rate, most = preview(group, self.masters[p], state)
             p.copy_(known)
@@ -471,7 +451,6 @@ class Twin:
         for number in range(len(self.owned)):
             self.publish(number, again=False)
             self.shown[number] = {}
-        self.extrapolated.clear()
         for number in range(len(self.owned)):
             if not (self.everywhere or any(map(self.had_master, self.owned[number]))):
                 continue

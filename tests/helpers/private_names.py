@@ -146,7 +146,6 @@ PRIVATE: dict[str, dict[str | Callable[[], Any], tuple[str, ...]]] = {
             "_foreach_div",
             "_foreach_mul",
             "_foreach_sqrt",
-            "_foreach_sqrt_",
             "_fused_adam_",
             "_fused_adamw_",
             "_C",

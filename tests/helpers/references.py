@@ -39,18 +39,14 @@ def show(
     factor: float,
     state: dict[str, Any],
     group: dict[str, Any],
-    before: Tensor,
 ) -> None:
     """Give ``p``, which has its master ``w``, what it is shown: see docs/one-step-late.md.
 
-    ``factor``: what ``g`` is still to be multiplied by; ``before``: the master before this one.
+    ``factor``: what ``g`` is still to be multiplied by.
     """
     if compensation == "none" or not g.numel():  # nothing, or a shard with no row of it
         return
     g = g.float()  # torch would round the rates to float16
-    if compensation == "extrapolate":
-        p.copy_(w * 2.0 - before)
-        return
     lr, decay = group["lr"], group["weight_decay"]
     if "betas" not in group:
         momentum = state["momentum_buffer"]
@@ -84,7 +80,6 @@ class Reference:
     ) -> None:
         self.compensation = compensation
         self.params = list(params)
-        self.before: dict[int, Tensor] = {}
         self.error: tuple[float, float] | None = None
         """By how much it was off what the last boundary showed of its update, and the update's
         own norm; None: it showed nothing."""
@@ -145,11 +140,6 @@ class Reference:
             )
         old = [m.detach().clone() for m in self.masters]
         self.optimizer.step()
-        self.before = {
-            i: w
-            for i, (m, w) in enumerate(zip(self.masters, old, strict=True))
-            if m.grad is not None
-        }
         self.steps += 1
         if self.steps <= self.prompt or is_first:
             self.publish()
@@ -173,8 +163,7 @@ class Reference:
         (group,) = self.optimizer.param_groups
         for i, (p, w, g) in enumerate(zip(self.params, self.masters, grads, strict=True)):
             if g is not None:
-                state, before = self.optimizer.state[w], self.before.get(i, w)
-                show(self.compensation, p, w, g, factors[i], state, group, before)
+                show(self.compensation, p, w, g, factors[i], self.optimizer.state[w], group)
 
     def state(self) -> list[dict[str, Any]]:
         return [dict(self.optimizer.state[m]) for m in self.masters]
@@ -315,8 +304,7 @@ def saved_of(model: nn.Module, saved: dict[str, Any]) -> dict[str, Any]:
     state = [dict(saved["state"].get(i, {})) for i in range(len(params))]
     masters = [entry.pop("master", p) for entry, p in zip(state, params, strict=True)]
     for entry in state:  # of the steps to come
-        for key in ("preview", "extrapolated"):
-            entry.pop(key, None)
+        entry.pop("preview", None)
     return {"params": params, "masters": masters, "state": state}
 
 

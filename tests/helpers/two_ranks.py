@@ -35,7 +35,6 @@ WARMUP = 2
 OVERLAP: dict[str, Any] = {"mode": "overlap"}
 DELAYED: dict[str, Any] = {"mode": "delayed", "delay_compensation": "none"}
 PREVIEW = DELAYED | {"delay_compensation": "preview"}
-EXTRAPOLATE = DELAYED | {"delay_compensation": "extrapolate"}
 OFFLOAD: dict[str, Any] = {"offload": "cpu"}
 EVERY: dict[str, dict[str, Any]] = {
     "overlap": OVERLAP,
@@ -49,8 +48,6 @@ SHOWN: dict[str, dict[str, Any]] = {
     "preview": PREVIEW,
     "preview offload": PREVIEW | OFFLOAD,
     "preview warm": PREVIEW | {"warmup": WARMUP},
-    "extrapolate": EXTRAPOLATE,
-    "extrapolate offload": EXTRAPOLATE | OFFLOAD,
 }
 CLIP = 0.5
 SCALER: dict[str, Any] = {"init_scale": 1024.0, "growth_interval": 3}
@@ -134,7 +131,7 @@ def state_of(optimizer: Any) -> list[Tensor]:
         whole(value)
         for index in sorted(state)
         for name, value in sorted(state[index].items())
-        if isinstance(value, Tensor) and name not in ("master", "preview", "extrapolated")
+        if isinstance(value, Tensor) and name not in ("master", "preview")
     ]
 
 
@@ -271,7 +268,6 @@ def reference(
     ordered = order(masters)
     optimizer = optimizer_of(kind, ordered)
     schedule, updates = schedule_of(optimizer), 0
-    last: list[Any] = masters
     for window in range(WINDOWS):
         loop.accumulate(scaler, window)
         for p, master in zip(loop.params, masters, strict=True):
@@ -285,17 +281,16 @@ def reference(
         stale = stale_after is not None and updates >= stale_after
         if stale and delay_compensation == "preview":
             stale = all(optimizer.state.get(m) for m in masters if m.grad is not None)
-        for w, m, old, master in zip(shown, before, last, masters, strict=True):
+        for w, m, master in zip(shown, before, masters, strict=True):
             if stale and master.grad is not None:
                 state = {k: shard_of(v) for k, v in optimizer.state[master].items()}
                 tensors = (shard_of(t) for t in (w, m, master.grad))
                 (group,) = optimizer.param_groups
-                show(delay_compensation, *tensors, 1.0, state, group, shard_of(old))
+                show(delay_compensation, *tensors, 1.0, state, group)
         scaler.step(optimizer)
         scaler.update()
         skipped = scaler.get_scale() < scale
         updates += not skipped
-        last = last if skipped else before
         shown = masters if skipped or not stale else shown
         copy(shown, loop.params)
         if window == look:  # an evaluation sees the newest

@@ -145,7 +145,7 @@ def test_what_was_shown_of_late_updates_is_in_the_file_and_the_report(
     assert known == [(n.get("delay_compensation", []), n.get("preview_error")) for n in lines[:-1]]
     told = dict(facts(read_run(path)))
     assert told["late updates"] == "100 % preview"
-    assert told["preview off by"].endswith(")")
+    assert told["preview off by"].endswith(" of the update")
 
 
 Clip = Callable[[Any, list[Tensor]], Any]

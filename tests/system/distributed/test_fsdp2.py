@@ -33,7 +33,6 @@ from two_ranks import (
     CLIP,
     DELAYED,
     EVERY,
-    EXTRAPOLATE,
     OFFLOAD,
     OVERLAP,
     PREVIEW,
@@ -105,7 +104,7 @@ RUNS: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
     ("sgd", "resharded"): EVERY_OF_SHARDS | SHOWN,
     ("sgd", "prefetched"): {"overlap": OVERLAP, "delayed": DELAYED, "preview": PREVIEW},
     **{
-        ("sgd", layout): {"overlap": OVERLAP, "extrapolate": EXTRAPOLATE}
+        ("sgd", layout): {"overlap": OVERLAP, "preview": PREVIEW}
         for layout in ("kept", "together", "prefetched far, kept", "bf16")
     },
     ("adamw", "resharded"): {"delayed offload": DELAYED | OFFLOAD, **SHOWN},
@@ -213,7 +212,7 @@ def resume_delayed(kind: str, settings: Any, cut: int, full: bool) -> dict[str, 
     for window in range(6):
         if cut and window == cut:
             saved, state = training.saved(options)
-            entries = [e for e in state["state"].values() if "preview" in e or "extrapolated" in e]
+            entries = [e for e in state["state"].values() if "preview" in e]
             found["entries"] = sorted({name for entry in entries for name in entry})
             found["kinds"] = {type(t).__name__ for e in entries for t in e.values() if t.dim()}
             scale = training.scaler.state_dict()
@@ -247,10 +246,7 @@ def test_a_checkpoint_between_late_steps_resumes_bit_for_bit(
             whole_run = resume_delayed(kind, own, 0, False)
             for full in (False, True):
                 mine = resume_delayed(kind, own, 3, full)
-                wanted = {"preview"} | (
-                    {"extrapolated"} if own["delay_compensation"] == "extrapolate" else set()
-                )
-                assert wanted <= set(mine["entries"])
+                assert "preview" in mine["entries"]
                 assert ("DTensor" in mine["kinds"]) is not full
                 for key in ("shown", "exact", "weights"):
                     assert torch.equal(mine[key], whole_run[key]), (kind, full, key)

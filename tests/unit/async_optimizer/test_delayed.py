@@ -35,8 +35,7 @@ Fence = Callable[[nn.Module, Any], object]
 WINDOWS: Any = {"steps": 20, "overflows": (0, 7, 8, 13)}
 
 
-COMPENSATIONS = ("none", "extrapolate", "preview")
-each_compensation = pytest.mark.parametrize("compensation", COMPENSATIONS)
+each_compensation = pytest.mark.parametrize("compensation", ["none", "preview"])
 
 
 @each_compensation
@@ -121,17 +120,16 @@ def test_a_fence_publishes(name: str) -> None:
     assert ours["losses"] != run_reference("adamw", 0, **WINDOWS)["losses"]
 
 
-@pytest.mark.parametrize("compensation", ["extrapolate", "preview"])
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 @pytest.mark.parametrize("name", FENCES)
 def test_a_fence_shows_the_masters_and_training_goes_on_as_without_it(
-    name: str, kind: str, dtype: torch.dtype, offload: str, compensation: str
+    name: str, kind: str, dtype: torch.dtype, offload: str
 ) -> None:
     """Also after the first step, a skip (7), and two in a row (10, 11)."""
     make = partial(network, dtype)
-    settings: Any = {**WINDOWS, "make": make, "compensation": compensation}
+    settings: Any = {**WINDOWS, "make": make, "compensation": "preview"}
     seen: list[list[Tensor]] = []
 
     def fence(model: nn.Module, optimizer: Any) -> None:
@@ -181,19 +179,16 @@ class Gated(nn.Module):
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 @pytest.mark.parametrize("offload", ["none", "cpu"])
-@pytest.mark.parametrize("compensation", ["extrapolate", "preview"])
-def test_a_parameter_without_a_gradient_has_its_exact_value(
-    compensation: str, offload: str, kind: str
-) -> None:
+def test_a_parameter_without_a_gradient_has_its_exact_value(offload: str, kind: str) -> None:
     """Its update is none: no momentum moves it, no decay."""
     used = [(0, 1, 2), (0, 1, 2), (0, 2), (0, 2), (0, 1, 2), (1,), (0, 1, 2), (2,), (2,), (0, 1)]
     model, x = Gated(), torch.ones(2, 4)
     options: dict[str, Any] = {"mode": "delayed", "offload": offload}
     inner = OPTIMIZERS[kind](model.parameters())
     twin = Gated()
-    reference = Reference(twin.parameters(), OPTIMIZERS[kind], 0, compensation)
+    reference = Reference(twin.parameters(), OPTIMIZERS[kind], 0, "preview")
     reference.scale = 1.0
-    with AsyncOptimizer(inner, model, delay_compensation=compensation, **options) as optimizer:
+    with AsyncOptimizer(inner, model, delay_compensation="preview", **options) as optimizer:
         for which in used:
             for net in (model, twin):
                 net(x, which).backward()

@@ -24,7 +24,7 @@ from accel_scaler.report.page_data import page_data
 from accel_scaler.report.reader import read_run
 from accel_scaler.report.run_summary import Run
 
-NAMES = ["loss", "scale", "norm", "lr", "time", "largest", "preview"]
+NAMES = ["loss", "scale", "norm", "lr", "time", "largest"]
 
 
 def read(tmp_path: Path, lines: list[Any]) -> Run:
@@ -42,7 +42,7 @@ def chart(name: str, run: Run) -> Chart:
 
 
 def test_there_is_a_chart_of_all_there_is_and_the_loss_comes_first(tmp_path: Path) -> None:
-    full = windows(9, loss=float, largest_gradient=lambda s: 10.0, preview_error=lambda s: 0.1)
+    full = windows(9, loss=float, largest_gradient=lambda s: 10.0)
     run = read(tmp_path, full)
     assert [each.name for each in charts(run)] == NAMES
     bare = read(tmp_path, [t.start(precision="no"), t.window(0, grad_norm=None, lr=[])])
@@ -153,14 +153,12 @@ def test_numbers_of_gradients_have_their_limits_and_those_without_height_are_mar
     tmp_path: Path,
 ) -> None:
     norms: list[Any] = [1.0, 2.0, "inf", 0.5, "nan", 4.0]
-    errors: list[Any] = [None, 0.5, 0.25, "inf", 2.0, 0.0]
     largest: list[Any] = [1000.0, None, 1100.0, None, None, None]
-    more = {"grad_norm": norms, "preview_error": errors, "largest_gradient": largest}
+    more = {"grad_norm": norms, "largest_gradient": largest}
     of = {key: values.__getitem__ for key, values in more.items()}
     run = read(tmp_path, windows(6, max_norm=lambda s: 1.5, **of))
     expected: dict[str, tuple[list[Any], str, float, list[int]]] = {
         "norm": ([1.0, 2.0, None, 0.5, None, 4.0], "clipped above 1.5", 1.5, [2, 4]),
-        "preview": ([None, 0.5, 0.25, None, 2.0, None], "too far above 0.75", 0.75, [3]),
         "largest": (largest, "end of float16, 65504", 65504.0, []),
     }
     for name, (values, label, height, bad) in expected.items():
@@ -170,7 +168,7 @@ def test_numbers_of_gradients_have_their_limits_and_those_without_height_are_mar
         assert (limit.label, limit.y) == (label, height)
         assert [i for marks in found.marks for i in marks.bins] == bad
     calm = read(tmp_path, windows(2))
-    assert not {"preview", "largest"} & {each.name for each in charts(calm)}
+    assert "largest" not in {each.name for each in charts(calm)}
 
 
 def test_where_sessions_began_is_told_but_not_too_often(tmp_path: Path) -> None:

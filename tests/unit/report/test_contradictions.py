@@ -208,18 +208,6 @@ def test_every_second_batch_nan_is_no_matter_of_layers_and_rates(tmp_path: Path)
     assert found["overflow"].do == "As for the loss (above)."
 
 
-def test_too_little_hidden_and_previews_far_off_ask_for_one_mode(tmp_path: Path) -> None:
-    lines = [t.start(settings={"step_mode": "delayed"})]
-    late = {"delay_compensation": ["preview"], "preview_error": 2.0}
-    times = {"optimizer_us": 1000, "waited_us": 900}
-    lines += [t.window(s, max_norm=1e9) | late | times for s in range(40)]
-    found = told_to([*lines, t.end(40)], tmp_path)
-    assert "sync" not in found["time"].do
-    assert "step_mode='overlap'" in found["previews"].do
-    lines = [line | {"preview_error": 0.1} if "step" in line else line for line in lines]
-    assert 'step_mode="sync"' in told_to([*lines, t.end(40)], tmp_path)["time"].do
-
-
 def test_sessions_that_failed_are_one_finding_with_the_last_of_them(tmp_path: Path) -> None:
     failed = [*t.story(5, lambda *_: False)[:-1], t.end(5, 0, "StepError: x")]
     found = told_to([*failed * 6, *t.story(5, lambda *_: False)[:-1]], tmp_path)

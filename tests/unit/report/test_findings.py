@@ -283,47 +283,18 @@ def late(errors: Sequence[Any], kind: str = "preview", start: int = 1) -> list[A
     return calm([*lines, t.end(start + len(errors))])
 
 
-def test_previews_that_are_further_off_than_none_are_said_with_the_remedy(tmp_path: Path) -> None:
-    lines = late([0.5] * 30 + [4.0] * 10 + [0.5] * 30)
-    run = read(tmp_path, lines)
-    one = the(find(run), "late updates")
-    assert one.level == "warn"
-    assert "off by 2.25 times the update itself on average in the 20 windows up to step 40" in (
-        one.what
-    )
-    assert "delay_compensation='extrapolate' or 'none'" in one.do
-    assert "delay_warmup_steps" in one.do
-    assert dict(facts(run))["late updates"] == "100 % preview"
-    assert dict(facts(run))["preview off by"] == "1 of the update, at most 4 (step 31)"
-    assert one.what in in_words(run)
-
-
-def test_previews_that_are_near_are_good_and_few_of_them_no_warning(tmp_path: Path) -> None:
-    good = the(found(tmp_path, late([0.25] * 50 + [3.0])), "late updates")
-    assert (good.level, good.do) == ("good", "")
-    assert "off by 0.3 of the update on average (at most 3, step 51)" in good.what
-    assert the(found(tmp_path, late([2.0] * 19)), "late updates").level == "note"
-    # The windows of two sessions are not next to each other.
-    both = [*late([0.1] * 30 + [4.0] * 3), *late([4.0] * 3 + [0.1] * 30)]
-    assert the(found(tmp_path, both), "late updates").level == "good"
+def test_how_far_off_previews_were_is_one_number(tmp_path: Path) -> None:
+    told = dict(facts(read(tmp_path, late([0.5] * 3 + [4.0, None, "inf", "nan"]))))
+    assert told["late updates"] == "100 % preview"
+    assert told["preview off by"] == "1.4 of the update"  # the mean of those that are finite
 
 
 def test_what_is_late_without_a_preview_is_counted_and_not_judged(tmp_path: Path) -> None:
-    lines = [*late([None] * 3, "none"), *late([0.5], "extrapolate"), *late([None], "<b>")]
+    lines = [*late([None] * 3, "none"), *late([0.5]), *late([None], "<b>")]
     run = read(tmp_path, lines)
-    assert dict(facts(run))["late updates"] == "75 % none, 25 % extrapolate"
+    assert dict(facts(run))["late updates"] == "75 % none, 25 % preview"
     alone = read(tmp_path, late([None] * 3, "none"))
-    assert not [f for f in find(alone) if "late updates" in f.what]
     assert "preview off by" not in dict(facts(alone))
-
-
-def test_errors_that_are_not_finite_are_as_bad_as_they_are(tmp_path: Path) -> None:
-    run = read(tmp_path, late(["nan", "inf", 0.5] * 10))
-    one = the(find(run), "late updates")
-    assert one.level == "warn"
-    assert "off by inf times" in one.what
-    assert "nan" not in in_words(run)
-    assert not [f for f in find(read(tmp_path, late(["nan"] * 30))) if "late updates" in f.what]
 
 
 def test_a_step_on_nan_without_scaling_is_said_and_a_scale_is_not(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import pytest
 from accel_scaler.optimizer_step import StepTiming
 from accel_scaler.telemetry import record_queue
 from accel_scaler.telemetry.gradient_range import RangeTotals
-from accel_scaler.telemetry.preview_watch import RECENT, TOO_FAR
 from accel_scaler.telemetry.record import Names, Record
 from accel_scaler.telemetry.record_queue import OpenRecord, RecordQueue
 
@@ -121,52 +120,15 @@ def test_nobody_waits_longer_than_the_update_took() -> None:
 def test_what_was_shown_of_several_updates_is_one_number() -> None:
     late = timing(delay_compensation="preview", shown_error=(3.0, 6.0))
     bare = timing(delay_compensation="none")
-    other = timing(delay_compensation="extrapolate", shown_error=(4.0, 8.0))
+    other = timing(delay_compensation="preview", shown_error=(4.0, 8.0))
     running = timing(finished=False, delay_compensation="preview", shown_error=(9.0, 1.0))
     record = window(0, late, timing(), bare, other, running).close()
-    assert record.delay_compensation == ("preview", "none", "extrapolate")
+    assert record.delay_compensation == ("preview", "none", "preview")
     assert record.preview_error == 0.5
     errors = [(0.0, 0.0), (1.0, 0.0), (math.nan, 1.0), (math.inf, math.inf)]
     found = [window(0, timing(shown_error=e)).close().preview_error for e in errors]
     assert list(map(str, found)) == ["None", "None", "nan", "nan"]
     assert window(0, bare).close().preview_error is None
-
-
-def late(index: int, error: float | None) -> OpenRecord:
-    shown = None if error is None else (error, 1.0)
-    return window(index, timing(delay_compensation="preview", shown_error=shown))
-
-
-def test_previews_that_do_harm_are_told_of_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A mean of the last ones that were late; others do not count."""
-    monkeypatch.setattr(record_queue, "LONGEST_WAIT_S", 0.0)
-    journal: Any = Journal()
-    queue, errors, told = RecordQueue(journal), [6.0] * 2 + [2.0] * 3 * RECENT, []
-    for index, error in enumerate([0.1] * RECENT + errors):
-        queue.add(late(2 * index, error))
-        queue.add(late(2 * index + 1, None))
-        told.append(len(caplog.messages))
-    queue.flush()
-    # Two alone that are far off make no harm: with those before 0.69 on average.
-    assert told[RECENT : RECENT + 3] == [0, 0, 1]
-    assert len(caplog.messages) == 1
-    first = caplog.messages[0]
-    assert "(Said once.)" in first
-    for remedy in ("'none'", "'extrapolate'", "'overlap'", "lower learning rate", "warm-up"):
-        assert remedy in first
-
-
-def test_a_preview_that_is_as_good_as_none_is_not_told_of(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    journal: Any = Journal()
-    queue = RecordQueue(journal)
-    for index in range(3 * RECENT):
-        queue.add(late(index, TOO_FAR if index % 2 else 0.5))
-    queue.close()
-    assert caplog.messages == []
 
 
 def test_a_closed_record_keeps_nothing_alive() -> None:

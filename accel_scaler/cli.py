@@ -64,7 +64,7 @@ def _run(argv: list[str]) -> int:
     if command == "report":
         from . import report
 
-        for option in (each.partition("=")[0] for each in argv[1:]):
+        for option in (each.partition("=")[0] for each in argv[1:] if each.startswith("-")):
             refuse_retired(f"accel-scaler report {option}", option, "accel-scaler report")
         report.add_arguments(parsers[command])
         return report.run(parser.parse_args(argv))

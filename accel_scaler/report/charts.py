@@ -21,7 +21,6 @@ MOST_SMOOTHING = 10.0
 """Bins to each side, after which a weight has fallen to 1/e; fewer where there are few bins."""
 LEAST_WEIGHT = 0.01
 """Further away than that an average does not look."""
-MANY_POINTS = 300
 MANY_MARKS = 60
 """More would cover the line that they stand on."""
 MOST_RATES = 4

@@ -44,15 +44,15 @@ class RunReader:
         self.names: Names | None = None
         self._number = 0
 
-    def take(self, line: bytes) -> Start | Names | Record | End | None:
-        """The next line of the file; what was in it, None: nothing that can be used.
+    def take(self, line: bytes) -> None:
+        """The next line of the file; one that cannot be used is counted.
 
         Raises:
             ConfigError: it is not telemetry, or of a newer format; one line.
         """
         self._number += 1
         if line.isspace():
-            return None
+            return
         run, number = self.run, self._number
         run.lines += 1
         try:
@@ -71,7 +71,6 @@ class RunReader:
                 run.places.update(zip(found.names, found.places, strict=True))
             elif isinstance(found, End):
                 run.sessions[-1].end(found)
-            return found
         except BrokenLineError as error:
             # A start line cut off in the middle is telemetry all the same.
             cut = isinstance(error, CutLineError) and line.lstrip().startswith(b'{"kind"')
@@ -81,7 +80,6 @@ class RunReader:
                 self.names = None  # it may have said other ones
             run.broken += 1
             run.broken_first = run.broken_first or (number, str(error))
-            return None
 
     def _refuse(self, number: int, found: str) -> NoReturn:
         raise ConfigError(

@@ -1,9 +1,8 @@
 """A window is run again after it has overflowed, to see in which module that began.
 
-Nothing of it stays: it runs on other parameter objects with the same memory, on copies of the
-buffers, with the random numbers of that time, and all that it touches is put back afterwards
-(``untouched``).
-Sharded models (FSDP2) run on their own parameters, whose gradients are put aside.
+It runs on other parameter objects with the same memory, on copies of the buffers, with the random
+numbers of that time; these three are as before afterwards (``untouched``). Sharded models (FSDP2)
+run on their own parameters, whose gradients are put aside.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from .ranges import Range, in_words, tensors_in, with_tensors
 from .recording import ForwardCall, Kept, OutputGradient, WindowRecording, as_replay
 from .search import Origin
 from .trace import Place
-from .untouched import StrangeGradients, untouched
+from .untouched import untouched
 
 MOST_DIFFERENCES = 3
 """Named of a replay that gave something else."""
@@ -56,14 +55,9 @@ def obstacle(recording: WindowRecording) -> str:
         for kept in call.inputs:
             if kept.change:
                 return f"input {kept.path} of a forward is not what it was: {kept.change}; {hint}"
-        for kept in [*(g.kept for g in call.grads), *(g.kept for g in call.second)]:
+        for kept in (grad.kept for grad in call.grads):
             if kept.change:
                 return f"the {kept.path} is not what it was: {kept.change}; {hint}"
-        if any(grad.has_graph for grad in call.grads) and not call.second:
-            return (
-                "a gradient other than that of a model's input was differentiated itself "
-                f"(create_graph=True); {hint}"
-            )
     return ""
 
 
@@ -75,7 +69,7 @@ def run_again(
     factor: float = 1.0,
     stepped: frozenset[Module] = frozenset(),
 ) -> Replay:
-    """Run the window again, watched, until something is inf or NaN; leave no trace.
+    """Run the window again, watched, until something is inf or NaN.
 
     Synchronises with the device once a micro-batch, and once more for the search.
 
@@ -89,7 +83,7 @@ def run_again(
         stepped: models that are left out, since their parameters have been updated already.
 
     Raises:
-        Whatever the model raises; all is put back then, too.
+        Whatever the model raises; parameters, buffers and random state are put back then, too.
     """
     start = time.perf_counter()
     calls = sorted(recording.calls, key=lambda call: call.order)
@@ -100,7 +94,6 @@ def run_again(
         torch.inference_mode(False),
         as_replay(),
         untouched(models, calls[0].model.device),
-        run.strange,
         torch.compiler.set_stance("force_eager"),
         _watched(models) as finder,
     ):
@@ -163,10 +156,7 @@ class _Run:
         self.recording, self.around = recording, around
         self.cures, self.factor = cures, factor
         self.differences: list[str] = []
-        self.strange = StrangeGradients()
         self._outputs: dict[ForwardCall, list[Tensor]] = {}
-        self._inputs: dict[ForwardCall, list[Tensor]] = {}
-        """Those that require gradients."""
 
     def micro_batch(self, finder: OverflowFinder, micro: MicroBatch) -> None:
         """Forwards, then one backward."""
@@ -186,10 +176,9 @@ class _Run:
         last = {id(call): max(g.backward for g in call.grads) for call, _ in grads}
         stays = any(last[id(call)] > number for call, _ in grads)
         with self.around():
-            roots, seeds = self._second(number, grads)
-            handles = []
+            roots, seeds, handles = [], [], []
             for call, grad in grads:
-                if grad.has_graph or not self._takes_gradient(call, grad):
+                if not self._takes_gradient(call, grad):
                     continue
                 root, seed = self._outputs[call][grad.output], self._scaled(grad.kept.tensor)
                 # All that came to it, whatever comes again from another output made of it.
@@ -197,7 +186,6 @@ class _Run:
                 handles.append(root.register_hook(replaces))  # type: ignore[no-untyped-call]
                 roots.append(root)
                 seeds.append(seed)
-            self.strange.put_aside(roots)
             try:
                 torch.autograd.backward(roots, seeds, retain_graph=stays)
             finally:
@@ -206,29 +194,6 @@ class _Run:
         if not stays:
             for call, _ in grads:
                 self._outputs.pop(call, None)
-                self._inputs.pop(call, None)
-
-    def _second(
-        self, number: int, grads: list[tuple[ForwardCall, OutputGradient]]
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Gradients of inputs that were differentiated themselves, and what came to each."""
-        roots: list[Tensor] = []
-        seeds: list[Tensor] = []
-        for call in dict.fromkeys(call for call, grad in grads if grad.has_graph):
-            mine = [g for c, g in grads if c is call and g.has_graph]
-            mine = [g for g in mine if self._takes_gradient(call, g)]
-            made = torch.autograd.grad(
-                [self._outputs[call][g.output] for g in mine],
-                self._inputs[call],
-                [g.kept.tensor for g in mine],  # of no loss, so not scaled
-                create_graph=True,
-                allow_unused=True,
-            )
-            for each in call.second:
-                if each.backward == number and made[each.input] is not None:
-                    roots.append(made[each.input])
-                    seeds.append(self._scaled(each.kept.tensor))
-        return roots, seeds
 
     def _takes_gradient(self, call: ForwardCall, grad: OutputGradient) -> bool:
         outputs = self._outputs[call]
@@ -253,17 +218,12 @@ class _Run:
             for kept in call.inputs
             if kept.requires_grad
         }
-        self._inputs[call] = list(fresh.values())
         # Others were made to require gradients since, as for a gradient penalty.
         args, kwargs = with_tensors(
             (call.args, call.kwargs),
             lambda t: fresh.get(id(t), t.detach() if t.requires_grad else t),
         )
         call.random.put_back()
-        for ref, name, value in call.buffers:
-            holder = ref()
-            if holder is not None:
-                holder._buffers[name] = value.clone()
         with ExitStack() as stack:
             for kind, enabled, dtype in call.autocast:
                 stack.enter_context(

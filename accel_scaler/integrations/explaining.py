@@ -239,7 +239,7 @@ class OverflowExplainer(Explainer):
         self, recording: WindowRecording, ranks: _Ranks, **how: float
     ) -> tuple[Replay | None, str]:
         """On every rank or on none; and why not."""
-        why = obstacle(recording)
+        why = obstacle(recording, self._stepped)
         if ranks.are_together:
             why = next(filter(None, ranks.gather(why)), "")
         if why:

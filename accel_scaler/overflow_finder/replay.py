@@ -42,13 +42,19 @@ class Replay:
     seconds: float
 
 
-def obstacle(recording: WindowRecording) -> str:
-    """Why the window cannot be run again, and what helps; "": it can. Does not synchronise."""
+def obstacle(recording: WindowRecording, stepped: frozenset[Module] = frozenset()) -> str:
+    """Why the window cannot be run again, and what helps; "": it can. Does not synchronise.
+
+    Args:
+        stepped: models whose parameters another optimizer has updated already.
+    """
     hint = "find_overflow='always' watches modules while they run"
     if recording.left_out:
         return f"a forward was not kept: {recording.left_out}; {hint}"
     if not recording.calls:
         return f"no forward of a prepared model, with gradients, was seen in it; {hint}"
+    if all(call.model.module() in stepped for call in recording.calls):
+        return f"another optimizer has updated its model in it already; {hint}"
     for call in recording.calls:
         if call.model.module() is None:
             return "a model that ran in it is gone"
@@ -87,7 +93,7 @@ def run_again(
     """
     start = time.perf_counter()
     calls = sorted(recording.calls, key=lambda call: call.order)
-    calls = [call for call in calls if call.model.module() not in stepped] or calls
+    calls = [call for call in calls if call.model.module() not in stepped]
     models = list(dict.fromkeys(m for c in calls if (m := c.model.module()) is not None))
     run = _Run(recording, around, cures, factor)
     with (

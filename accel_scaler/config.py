@@ -322,11 +322,12 @@ class ScalerConfig:
         OVERFLOWS,
         "auto",
         _one_of("auto", "replay", "always", "off"),
-        "How an overflow is told of. replay, the forwards and backwards of the skipped window are "
-        "run again and the module is named in which it began, at the first skip of a run and one "
-        "in a hundred after that; always, every module is watched in every window (slow; for "
-        "what cannot be replayed); off; auto, replay where telemetry, max_consecutive_skips or "
-        "heal is set, else off.",
+        "How the module is found in which an overflow began. auto, where telemetry or "
+        "max_consecutive_skips is set: after an overflow the next windows are watched until one "
+        "overflows, which changes no number; with heal, replay; else off. replay, the forwards and "
+        "backwards of the skipped window are run again, at the first skip of a run and one in a "
+        "hundred after that; parameters, buffers and random state are put back, nothing else "
+        "is. always, every window is watched (slow). off, names of parameters alone.",
     )
     heal: bool = setting(
         OVERFLOWS,
@@ -401,12 +402,14 @@ class ScalerConfig:
         return {variable_of(name): _text(value) for name, value in self.changed().items()}
 
     @property
-    def finds_overflow(self) -> Literal["replay", "always", "off"]:
+    def finds_overflow(self) -> Literal["watch", "replay", "always", "off"]:
         """``find_overflow``, with ``"auto"`` made up."""
         if self.find_overflow != "auto":
             return self.find_overflow
-        wishes = (self.telemetry, self.max_consecutive_skips, self.heal or None)
-        return "replay" if any(wish is not None for wish in wishes) else "off"
+        if self.heal:
+            return "replay"
+        asks = self.telemetry is not None or self.max_consecutive_skips is not None
+        return "watch" if asks else "off"
 
     def changed(self) -> dict[str, Any]:
         """The fields that differ from their defaults, in order."""

@@ -6,8 +6,8 @@ With no arguments it needs no network: a small GPT-2 learns the help texts that 
 (`pydoc_data.topics`), one byte a token. One of its layers has weights so large that its output does
 not fit in fp16, as happens with weights that were trained in bf16 or fp32 (T5 is known for it).
 
-1. fp16: every window overflows and is skipped, whatever the scale. The first is run again, and the
-   module is named in which it began. After some skips the run ends with an error.
+1. fp16: every window overflows and is skipped, whatever the scale. After the first the next one is
+   watched, and the module is named in which it began. After some skips the run ends with an error.
 2. The same with heal=True: the named module runs in fp32 from then on, and the same run goes on.
 3. From the start with the line that healing gave, fp32_modules: nothing has to be found any more.
 4. Plain fp32, to compare the losses on held-out data with.
@@ -293,7 +293,7 @@ def run(
     telemetry = args.output_dir / f"{name}.jsonl"
     telemetry.unlink(missing_ok=True)  # else it would be appended to
     # What this recipe shows is not for the environment to set.
-    settings = {"find_overflow": "replay", "heal": False, "fp32_modules": ()} | settings
+    settings = {"find_overflow": "auto", "heal": False, "fp32_modules": ()} | settings
     config = replace(
         ScalerConfig.from_env(), telemetry=str(telemetry), init_scale=sick.init_scale, **settings
     )
@@ -324,13 +324,13 @@ def run(
 
 def story(sick: SickModel, args: argparse.Namespace) -> dict[str, Outcome]:
     """Make the four runs; return what became of them."""
-    print("1. fp16: what overflows is skipped, and run again once to see where it began")
+    print("1. fp16: what overflows is skipped, and the next one watched to see where it began")
     limit = {"max_consecutive_skips": args.max_consecutive_skips}
     outcomes = {"fp16": run("fp16", sick, args, **limit)}
     fp16 = outcomes["fp16"]
     if not fp16.skips:
         raise fail(f"nothing overflowed in {fp16.steps} steps of fp16; there is nothing to find")
-    print(f"   {fp16.began}")
+    print(f"   {fp16.began or 'one window alone overflowed, so none that did was watched'}")
 
     print("2. the same with heal=True: one run, which goes on")
     healed = outcomes["healed"] = run("healed", sick, args, heal=True)

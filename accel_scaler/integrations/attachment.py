@@ -84,11 +84,10 @@ class Attachment:
         self.rank: int = facts["rank"]
         self.recorder = make_recorder(self.scaler, config, facts)
         self.explainer: OverflowExplainer | None = None
-        if config.finds_overflow != "off":
-            always = config.finds_overflow == "always"
+        how = config.finds_overflow
+        if how != "off":
             healer = Healer(self.chosen) if config.heal and self.scales else None
-            self.explainer = OverflowExplainer(self.scaler, always, healer, self.float16)
-            self.explainer.is_asked = config.heal or config.find_overflow == "replay"
+            self.explainer = OverflowExplainer(self.scaler, how, healer, self.float16)
         self.scaler.call_when_loaded(self.keep_fp32)
         self.boundary = Boundary(self.scaler, self.device, self.recorder, self.explainer)
         self.worker = Worker(config.optimizer_threads)

@@ -1,7 +1,8 @@
 """Where the overflow of a window began, and what is done about it.
 
-The window is run again, or its modules were watched while they ran; with ``heal`` what overflows at
-any scale runs in float32 from then on. All of it happens before anything is updated.
+The modules were watched while they ran, which only observes; or, where that was asked for, the
+window is run again. With ``heal`` what overflows at any scale runs in float32 from then on. All of
+it happens before anything is updated.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,7 +42,11 @@ logger = logging.getLogger("accel_scaler")
 T = TypeVar("T")
 
 ONE_IN = 100
-"""After the first skip of a run, the windows of it that are run again to be told of."""
+"""After the first skip of a run, the skips of it that are explained."""
+
+MOST_WATCHED = 20
+"""Windows without an overflow after which watching ends: an overflow that no other follows is the
+scale's, once in some thousand windows."""
 
 MOST_TOLD = 20
 """Overflows of which a warning is given; of later ones records and the log's level INFO tell."""
@@ -52,8 +57,9 @@ class OverflowExplainer(Explainer):
 
     Args:
         scaler: whose windows these are.
-        always: modules are watched in every window; False: a window is run again once it has
-            overflowed, and modules are watched only where that fails, while a run of skips lasts.
+        how: ``watch``, modules are watched after an overflow, until the next one; ``replay``, a
+            window that has overflowed is run again, and modules are watched only where that fails,
+            while a run of skips lasts; ``always``, modules are watched in every window.
         healer: puts modules that overflow at any scale on float32; None: nobody does.
         around: entered around a backward, as the training loop does.
     """
@@ -61,21 +67,22 @@ class OverflowExplainer(Explainer):
     def __init__(
         self,
         scaler: GradScaler,
-        always: bool,
+        how: Literal["watch", "replay", "always"],
         healer: Healer | None,
         around: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.scaler, self.around = scaler, around
         self._stepped: frozenset[Module] = frozenset()
         """Models that another optimizer has updated in it already."""
-        self.recording = None if always and healer is None else WindowRecording()
-        self.finder = OverflowFinder() if always else None
-        self.always, self.healer = always, healer
+        self.always, self.healer = how == "always", healer
+        runs_again = how == "replay" or healer is not None
+        self.recording = WindowRecording() if runs_again else None
+        self.finder = OverflowFinder() if self.always else None
+        self._left_to_watch = 0
+        """Windows without an overflow until watching ends."""
         self._models: list[weakref.ref[Module]] = []
         """In the order in which they came, which is the same on every rank."""
         self._prepared: weakref.WeakSet[Module] = weakref.WeakSet()
-        self.is_asked = False
-        """Somebody has asked for replays, and is to know where there is none."""
         self.is_everywhere = False
         """Every rank has the same settings, so that they may communicate."""
         self._is_same_everywhere = False
@@ -150,7 +157,7 @@ class OverflowExplainer(Explainer):
             )
             self._overflows = max(overflows)
             if any(watch) and self.finder is None:
-                self._watch_from_now("another rank could not")
+                self._watch_from_now("another rank could not" if self.recording else "")
         self._stepped = self._stepped_in(window, optimizer)
         origin = self._explain(params, ranks)
         if origin is not None:
@@ -185,7 +192,9 @@ class OverflowExplainer(Explainer):
     def _window_was_fine(self) -> None:
         """A run of overflows is over."""
         self._explained, self._overflows = None, 0
-        self._watch_no_more()
+        self._left_to_watch -= 1
+        if self._left_to_watch <= 0:
+            self._watch_no_more()
         if self.healer is not None:
             self.healer.window_was_fine()
 
@@ -198,12 +207,18 @@ class OverflowExplainer(Explainer):
         self._explained = None
 
     def _explain(self, params: Sequence[Tensor], ranks: _Ranks) -> Origin | None:
-        if self.finder is not None:  # always, or since a window could not be run again
-            found = self.finder.find()
-            if found is not None and self.healer is None and not ranks.are_together:
+        if self.finder is not None:
+            found = self.finder.find(sums=not ranks.are_together)
+            if ranks.are_together:
+                found, _ = ranks.first_origin(found)
+                found = found or self.finder.find()
+            if found is not None and self.healer is None:
                 self._watch_no_more()
             return found
-        if self.recording is None or (self._overflows - 1) % ONE_IN:
+        if (self._overflows - 1) % ONE_IN:
+            return None
+        if self.recording is None:
+            self._watch_from_now("")
             return None
         result, why = self._run_again(self.recording, ranks)
         if result is not None and result.differences:
@@ -211,12 +226,7 @@ class OverflowExplainer(Explainer):
         elif result is not None:
             logger.debug("the window was run again in %.3g s", result.seconds)
         found = None if result is None or result.differences else result.origin
-        if ranks.are_together:
-            answers = ranks.gather((found, why))
-            for rank, (origin, _) in enumerate(answers):
-                if origin is not None and found is None:
-                    found = replace(origin, text=f"{origin.text} (rank {rank})")
-            why = next((other for _, other in answers if other), why)
+        found, why = ranks.first_origin(found, why)
         if found is None and not why:
             if ranks.are_together or any(p.dtype in LOW_PRECISION for p in params):
                 found = overflowed_sum(self.models, self.recording.backwards - 1)
@@ -229,7 +239,7 @@ class OverflowExplainer(Explainer):
         self, recording: WindowRecording, ranks: _Ranks, **how: float
     ) -> tuple[Replay | None, str]:
         """On every rank or on none; and why not."""
-        why = obstacle(recording)
+        why = obstacle(recording, self._stepped)
         if ranks.are_together:
             why = next(filter(None, ranks.gather(why)), "")
         if why:
@@ -299,16 +309,16 @@ class OverflowExplainer(Explainer):
         self.scaler.write_state(replace(state, scale=max(self._first_scale, state.scale)))
 
     def _watch_from_now(self, why: str) -> None:
-        """Modules are watched while they run, until this run of skips is over."""
+        """Modules are watched while they run. ``why``: the window could not be run again."""
         if why != self._told_why:
             self._told_why = why
-            logger.log(
-                logging.WARNING if self.is_asked else logging.INFO,
+            logger.warning(
                 "the window that overflowed could not be run again: %s. The next windows are "
                 "watched while they run, until one does not overflow.",
                 why,
             )
         self.finder = OverflowFinder()
+        self._left_to_watch = MOST_WATCHED if self.recording is None else 1
         for model in self.models:
             self.finder.watch(model)
 
@@ -341,6 +351,14 @@ class _Ranks:
     def gather(self, value: T) -> list[T]:
         """The value of every rank."""
         return gather_objects(value, self.device)
+
+    def first_origin(self, found: Origin | None, why: str = "") -> tuple[Origin | None, str]:
+        """What the first rank has found, and why another could not be asked."""
+        answers = self.gather((found, why)) if self.are_together else []
+        for rank, (origin, _) in enumerate(answers):
+            if origin is not None and found is None:
+                found = replace(origin, text=f"{origin.text} (rank {rank})")
+        return found, next((other for _, other in answers if other), why)
 
     def first(self, found: Finding | None) -> Finding | None:
         """What the first rank has found; one that has it from another does not know its module."""

@@ -136,13 +136,17 @@ class OverflowFinder:
                 if tensor.requires_grad:
                     self._uses_of(tensor, seen).loss = window.losses[-1]
 
-    def find(self) -> Origin | None:
+    def find(self, sums: bool = True) -> Origin | None:
         """Where the overflow of the present window began; None: nothing non-finite was seen.
 
         Synchronises with each device once.
+
+        Args:
+            sums: False: a gradient that is not finite though all that was seen to go into it is
+                does not count. Another rank's part may not be.
         """
         found = search(self._window, len(self._roots) > 1)
-        return found or search_sums(self._places(), self._window.micro)
+        return found or (search_sums(self._places(), self._window.micro) if sums else None)
 
     def nonfinite_parameters(self) -> set[str]:
         """Names of those to which a gradient came, in the present window, that was not finite.

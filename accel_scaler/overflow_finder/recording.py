@@ -33,9 +33,6 @@ MOST_FORWARDS = 1024
 SMALL_OUTPUT = 1 << 12
 """Elements up to which an output is kept, to be compared with what a second run gives."""
 
-STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}
-"""Buffers that a training forward writes to, and does not read."""
-
 _this_thread = threading.local()
 
 
@@ -89,22 +86,6 @@ class OutputGradient:
     output: int
     """Its number among the tensors of the output."""
     kept: Kept
-    has_graph: bool
-    """That backward was differentiated itself (``create_graph``), in the one that followed."""
-
-
-@dataclass(frozen=True, slots=True)
-class SecondGradient:
-    """What came, in a backward, to the gradient of one input: that of a gradient penalty."""
-
-    backward: int
-    input: int
-    """Its number among the inputs that require gradients."""
-    kept: Kept
-
-
-Buffers = list[tuple[weakref.ref[Module], str, Tensor]]
-"""``(module, name, value)``."""
 
 
 @dataclass(eq=False, slots=True)
@@ -120,12 +101,9 @@ class ForwardCall:
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     cache_enabled: bool
     is_training: bool
-    buffers: Buffers = field(default_factory=list)
-    """Copies of those that forwards change, as they were before this one."""
     outputs: dict[int, Kept] = field(default_factory=dict)
     """Small ones, under their number."""
     grads: list[OutputGradient] = field(default_factory=list)
-    second: list[SecondGradient] = field(default_factory=list)
     bytes: int = 0
 
 
@@ -137,10 +115,6 @@ class Model:
     device: torch.device
     is_compiled: bool
     """It runs compiled in training: what is run again, uncompiled, is rounded elsewhere."""
-    changing: list[tuple[weakref.ref[Module], str]] | None = None
-    """Buffers that its forward changes; None: none has been seen yet."""
-    versions: list[tuple[Module, str, int]] = field(default_factory=list)
-    """Of all buffers, during its first forward."""
     autocast: Callable[[], Module | None] = lambda: None
     """What is around it and enters autocast: a model that was compiled before it was prepared."""
 
@@ -167,8 +141,8 @@ class WindowRecording:
         self._has_begun = False
         self._handles: list[Any] = []
         self._on_leaves: list[Any] = []
-        """Handles of hooks on tensors that outlive the window: inputs, parameters that a model
-        gives out."""
+        """Handles of hooks on tensors that outlive the window, as parameters that a model gives
+        out."""
         self._watched: weakref.WeakSet[Module] = weakref.WeakSet()
         self._local = threading.local()
         self._bytes = 0
@@ -223,7 +197,6 @@ class WindowRecording:
         """Let go of everything."""
         for call in self.calls:
             call.grads.clear()
-            call.second.clear()
         for handle in self._on_leaves:
             handle.remove()
         self._on_leaves.clear()
@@ -271,7 +244,6 @@ class WindowRecording:
         call = stack.pop() if stack else None
         if call is None or output is None:
             return
-        _note_changing(call.model)
         for kept in call.inputs:
             if kept.change:
                 self.left_out = f"the model changes its input {kept.path} in place"
@@ -293,36 +265,14 @@ class WindowRecording:
             return
         if call not in self.calls:  # its forward was in an earlier window, as a generator's
             self._keep(call)
-        has_graph = torch.is_grad_enabled()
-        kept = self._keep_gradient(f"gradient of output {number}", grad)
-        if kept is not None:
-            call.grads.append(OutputGradient(self._backward(has_graph), number, kept, has_graph))
-
-    def add_input_gradient(self, call: ForwardCall, number: int, grad: Any) -> None:
-        """A gradient came to an input of a model; where it has a graph, one may come to it."""
-        if _can_be_kept(grad) and grad.requires_grad and not is_replaying():
-            hook: Any = Hook(self, "add_second", call, number)
-            grad.register_hook(hook)
-
-    def add_second(self, call: ForwardCall, number: int, grad: Any) -> None:
-        """A gradient came to the gradient of an input."""
-        if not _can_be_kept(grad) or is_replaying():
-            return
-        kept = self._keep_gradient(f"gradient of the gradient of input {number}", grad)
-        if kept is not None:
-            call.second.append(SecondGradient(self._backward(False), number, kept))
-
-    def _backward(self, is_ahead: bool) -> int:
-        """The number of the backward that runs, or, where it is ahead, that is to come."""
-        return self.backwards if is_ahead else max(self.backwards - 1, 0)
-
-    def _keep_gradient(self, what: str, grad: Tensor) -> Kept | None:
-        kept = Kept.of(what, grad)
+        kept = Kept.of(f"gradient of output {number}", grad)
         self._bytes += kept.bytes
-        if self._bytes > MOST_BYTES:
+        if torch.is_grad_enabled():
+            self.left_out = "its gradient is differentiated itself (create_graph=True)"
+        elif self._bytes > MOST_BYTES:
             self.left_out = _too_much(self._bytes)
-            return None
-        return kept
+        else:
+            call.grads.append(OutputGradient(max(self.backwards - 1, 0), number, kept))
 
     def _make(
         self, model: Model, module: Module, args: Any, kwargs: dict[str, Any]
@@ -340,7 +290,7 @@ class WindowRecording:
             self.left_out = f"its inputs cannot be copied ({type(error).__name__}: {error})"
             return None
         self._order += 1
-        call = ForwardCall(
+        return ForwardCall(
             model,
             self._order,
             args,
@@ -353,16 +303,8 @@ class WindowRecording:
             ),
             torch.is_autocast_cache_enabled(),
             module.training,
-            _copies_of_changing(model),
             bytes=size,
         )
-        wanting = [t for _, t in found if t.requires_grad]
-        for number, tensor in enumerate(wanting):
-            if not isinstance(tensor, torch.nn.Parameter):  # which lives as long as the run
-                hook: Any = Hook(self, "add_input_gradient", call, number)
-                handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-                self._on_leaves.append(handle)
-        return call
 
     def _keep(self, call: ForwardCall) -> None:
         if len(self.calls) < MOST_FORWARDS:
@@ -372,37 +314,6 @@ class WindowRecording:
     def _stack(self) -> list[ForwardCall | None]:
         stack: list[ForwardCall | None] = self._local.__dict__.setdefault("stack", [])
         return stack
-
-
-def _copies_of_changing(model: Model) -> Buffers:
-    """Before a forward: what it changes and may read, as the vectors of a spectral norm."""
-    plain = model.module()
-    if plain is None:
-        return []
-    if model.changing is None:
-        model.versions = [
-            (module, name, buffer._version)
-            for module in plain.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None and name not in STATISTICS and not buffer.is_inference()
-        ]
-        return []
-    return [
-        (ref, name, buffer.detach().clone())
-        for ref, name in model.changing
-        if (module := ref()) is not None and (buffer := module._buffers.get(name)) is not None
-    ]
-
-
-def _note_changing(model: Model) -> None:
-    """After its first forward."""
-    if model.changing is None:
-        model.changing = [
-            (weakref.ref(module), name)
-            for module, name, version in model.versions
-            if (buffer := module._buffers.get(name)) is None or buffer._version != version
-        ]
-        model.versions = []
 
 
 def _compiled_around(model: Module) -> Module | None:

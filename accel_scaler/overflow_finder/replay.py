@@ -1,9 +1,8 @@
 """A window is run again after it has overflowed, to see in which module that began.
 
-Nothing of it stays: it runs on other parameter objects with the same memory, on copies of the
-buffers, with the random numbers of that time, and all that it touches is put back afterwards
-(``untouched``).
-Sharded models (FSDP2) run on their own parameters, whose gradients are put aside.
+It runs on other parameter objects with the same memory, on copies of the buffers, with the random
+numbers of that time; these three are as before afterwards (``untouched``). Sharded models (FSDP2)
+run on their own parameters, whose gradients are put aside.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from .ranges import Range, in_words, tensors_in, with_tensors
 from .recording import ForwardCall, Kept, OutputGradient, WindowRecording, as_replay
 from .search import Origin
 from .trace import Place
-from .untouched import StrangeGradients, untouched
+from .untouched import untouched
 
 MOST_DIFFERENCES = 3
 """Named of a replay that gave something else."""
@@ -43,8 +42,12 @@ class Replay:
     seconds: float
 
 
-def obstacle(recording: WindowRecording) -> str:
-    """Why the window cannot be run again, and what helps; "": it can. Does not synchronise."""
+def obstacle(recording: WindowRecording, stepped: frozenset[Module] = frozenset()) -> str:
+    """Why the window cannot be run again, and what helps; "": it can. Does not synchronise.
+
+    Args:
+        stepped: models whose parameters another optimizer has updated already.
+    """
     hint = "find_overflow='always' watches modules while they run"
     if recording.left_out:
         return f"a forward was not kept: {recording.left_out}; {hint}"
@@ -53,20 +56,17 @@ def obstacle(recording: WindowRecording) -> str:
             "no forward of a prepared model, with gradients and outside of torch.func's "
             f"transforms, was seen in it; {hint}"
         )
+    if all(call.model.module() in stepped for call in recording.calls):
+        return f"another optimizer has updated its model in it already; {hint}"
     for call in recording.calls:
         if call.model.module() is None:
             return "a model that ran in it is gone"
         for kept in call.inputs:
             if kept.change:
                 return f"input {kept.path} of a forward is not what it was: {kept.change}; {hint}"
-        for kept in [*(g.kept for g in call.grads), *(g.kept for g in call.second)]:
+        for kept in (grad.kept for grad in call.grads):
             if kept.change:
                 return f"the {kept.path} is not what it was: {kept.change}; {hint}"
-        if any(grad.has_graph for grad in call.grads) and not call.second:
-            return (
-                "a gradient other than that of a model's input was differentiated itself "
-                f"(create_graph=True); {hint}"
-            )
     return ""
 
 
@@ -78,7 +78,7 @@ def run_again(
     factor: float = 1.0,
     stepped: frozenset[Module] = frozenset(),
 ) -> Replay:
-    """Run the window again, watched, until something is inf or NaN; leave no trace.
+    """Run the window again, watched, until something is inf or NaN.
 
     Synchronises with the device once a micro-batch, and once more for the search.
 
@@ -92,18 +92,17 @@ def run_again(
         stepped: models that are left out, since their parameters have been updated already.
 
     Raises:
-        Whatever the model raises; all is put back then, too.
+        Whatever the model raises; parameters, buffers and random state are put back then, too.
     """
     start = time.perf_counter()
     calls = sorted(recording.calls, key=lambda call: call.order)
-    calls = [call for call in calls if call.model.module() not in stepped] or calls
+    calls = [call for call in calls if call.model.module() not in stepped]
     models = list(dict.fromkeys(m for c in calls if (m := c.model.module()) is not None))
     run = _Run(recording, around, cures, factor)
     with (
         torch.inference_mode(False),
         as_replay(),
         untouched(models, calls[0].model.device),
-        run.strange,
         torch.compiler.set_stance("force_eager"),
         _watched(models) as finder,
     ):
@@ -166,10 +165,7 @@ class _Run:
         self.recording, self.around = recording, around
         self.cures, self.factor = cures, factor
         self.differences: list[str] = []
-        self.strange = StrangeGradients()
         self._outputs: dict[ForwardCall, list[Tensor]] = {}
-        self._inputs: dict[ForwardCall, list[Tensor]] = {}
-        """Those that require gradients."""
 
     def micro_batch(self, finder: OverflowFinder, micro: MicroBatch) -> None:
         """Forwards, then one backward."""
@@ -189,10 +185,9 @@ class _Run:
         last = {id(call): max(g.backward for g in call.grads) for call, _ in grads}
         stays = any(last[id(call)] > number for call, _ in grads)
         with self.around():
-            roots, seeds = self._second(number, grads)
-            handles = []
+            roots, seeds, handles = [], [], []
             for call, grad in grads:
-                if grad.has_graph or not self._takes_gradient(call, grad):
+                if not self._takes_gradient(call, grad):
                     continue
                 root, seed = self._outputs[call][grad.output], self._scaled(grad.kept.tensor)
                 # All that came to it, whatever comes again from another output made of it.
@@ -200,7 +195,6 @@ class _Run:
                 handles.append(root.register_hook(replaces))  # type: ignore[no-untyped-call]
                 roots.append(root)
                 seeds.append(seed)
-            self.strange.put_aside(roots)
             try:
                 torch.autograd.backward(roots, seeds, retain_graph=stays)
             finally:
@@ -209,29 +203,6 @@ class _Run:
         if not stays:
             for call, _ in grads:
                 self._outputs.pop(call, None)
-                self._inputs.pop(call, None)
-
-    def _second(
-        self, number: int, grads: list[tuple[ForwardCall, OutputGradient]]
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Gradients of inputs that were differentiated themselves, and what came to each."""
-        roots: list[Tensor] = []
-        seeds: list[Tensor] = []
-        for call in dict.fromkeys(call for call, grad in grads if grad.has_graph):
-            mine = [g for c, g in grads if c is call and g.has_graph]
-            mine = [g for g in mine if self._takes_gradient(call, g)]
-            made = torch.autograd.grad(
-                [self._outputs[call][g.output] for g in mine],
-                self._inputs[call],
-                [g.kept.tensor for g in mine],  # of no loss, so not scaled
-                create_graph=True,
-                allow_unused=True,
-            )
-            for each in call.second:
-                if each.backward == number and made[each.input] is not None:
-                    roots.append(made[each.input])
-                    seeds.append(self._scaled(each.kept.tensor))
-        return roots, seeds
 
     def _takes_gradient(self, call: ForwardCall, grad: OutputGradient) -> bool:
         outputs = self._outputs[call]
@@ -256,17 +227,12 @@ class _Run:
             for kept in call.inputs
             if kept.requires_grad
         }
-        self._inputs[call] = list(fresh.values())
         # Others were made to require gradients since, as for a gradient penalty.
         args, kwargs = with_tensors(
             (call.args, call.kwargs),
             lambda t: fresh.get(id(t), t.detach() if t.requires_grad else t),
         )
         call.random.put_back()
-        for ref, name, value in call.buffers:
-            holder = ref()
-            if holder is not None:
-                holder._buffers[name] = value.clone()
         with ExitStack() as stack:
             for kind, enabled, dtype in call.autocast:
                 stack.enter_context(

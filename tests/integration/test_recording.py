@@ -222,7 +222,7 @@ def test_where_it_began_is_looked_for_once_a_window_and_only_after_an_overflow(
         pairs = [prepared(accelerator, model) for model in (hot, fine)]
         finder, looks = accelerator._attachment.explainer.finder, []
         find = finder.find
-        monkeypatch.setattr(finder, "find", lambda: looks.append(1) or find())
+        monkeypatch.setattr(finder, "find", lambda **how: looks.append(1) or find(**how))
         for factor in (1.0, 1e7):
             hot.turn(factor)
             for model, _ in pairs:

@@ -27,7 +27,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "always": {"find_overflow": "always"},
     "replay": {"find_overflow": "replay"},
     "heal": {"heal": True},
-    "tracked": {"telemetry": "scaler.jsonl", "tracker_interval": 1},
 }
 X = torch.linspace(-1.0, 1.0, 12).reshape(3, 4)
 ONES = torch.ones(3, 2)

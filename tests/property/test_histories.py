@@ -228,6 +228,28 @@ SHOWN: dict[str, list[Call]] = {
 }
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "rmsprop"])
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_an_overflow_after_another_optimizers_update_is_not_run_again(
+    optimizer: str, offload: str
+) -> None:
+    """Its parameters were read, so that what was shown of them was lost."""
+    setup = Async(
+        mode="delayed",
+        offload=offload,
+        attached=True,
+        optimizer=optimizer,
+        dtype="float16",
+        compensation="preview",
+        two=True,
+        finds=True,
+    )
+    bad: Call = ("backward", {"used": ("gain",), "bad": True})
+    with quiet():
+        history_async.play(setup, [BACKWARD, STEP, bad, BACKWARD, STEP])
+        history_async.play(setup, [BACKWARD, STEP, bad, BACKWARD, STEP, BACKWARD, STEP])
+
+
 @pytest.mark.parametrize("name", SHOWN)
 @pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
 @pytest.mark.parametrize("attached", [False, True], ids=["raw", "attached"])

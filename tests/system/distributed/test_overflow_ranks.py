@@ -1,4 +1,4 @@
-"""An overflow on two gloo ranks: every rank runs the window again or none does, all heal alike."""
+"""An overflow on two gloo ranks: all watch, run the window again or heal alike, or none does."""
 
 from __future__ import annotations
 
@@ -82,6 +82,30 @@ def test_ddp(loud: tuple[int, ...], mode: dict[str, Any], tmp_path: Path) -> Non
         optimizer.synchronize()
         one, other = everywhere([p.detach() for p in plain.parameters()])
         assert all(map(torch.equal, one, other))
+        finish(accelerator)
+
+    on_two_ranks(body, tmp_path)
+
+
+@pytest.mark.parametrize("loud", [(0,), (1,)])
+def test_ddp_watches_the_next_window(loud: tuple[int, ...], tmp_path: Path) -> None:
+    """Both ranks name the module of the one that overflows."""
+
+    def body() -> None:
+        accelerator = attached(max_consecutive_skips=9)
+        plain = Net()
+        plain.before.requires_grad_(False).bias.zero_()
+        trained = [p for p in plain.parameters() if p.requires_grad]
+        model, optimizer = accelerator.prepare(plain, torch.optim.SGD(trained, lr=0.01))
+        for number in range(4):
+            accelerator.backward(model(batch(number, dist.get_rank() not in loud)))
+            optimizer.step()
+            optimizer.zero_grad()
+        records = accelerator.scaler_history.records
+        assert [r.first and r.first["module"] for r in records] == [None, "sick", None, None]
+        first: Any = records[1].first
+        assert (f"(rank {loud[0]})" in first["text"]) == (dist.get_rank() not in loud)
+        assert accelerator._attachment.explainer.finder is None
         finish(accelerator)
 
     on_two_ranks(body, tmp_path)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accel_scaler.overflow_finder import WindowRecording, obstacle, recording, run_again
+from accel_scaler.overflow_finder import WindowRecording, obstacle, ranges, recording, run_again
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -185,45 +185,14 @@ def test_a_random_number_that_nobody_can_know_of() -> None:
     assert run_again(kept).differences
 
 
-def test_buffers_that_a_forward_changes_and_reads() -> None:
-    """As the vectors of a spectral norm: known from the second forward on."""
-
-    class Sharp(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers[0] = nn.utils.parametrizations.spectral_norm(self.layers[0])
-            self.register_buffer("count", torch.zeros(()))
-
-        def forward(self, x: Tensor, more: Any = None) -> Tensor:
-            self.count += 1
-            return super().forward(x + self.count * 1e-3)
-
-    net = Sharp()
-    kept = watched(net)
-    window(kept, net, torch.ones(2, 4))
-    kept.end_window()
-    for _ in range(3):  # micro-batches
-        window(kept, net, torch.ones(2, 4))
-    before = {name: value.clone() for name, value in net.named_buffers()}
-    assert origin_of(kept) == "layers.1"
-    assert all(torch.equal(value, before[name]) for name, value in net.named_buffers())
-    plain = Net()
-    other = watched(plain)
-    window(other, plain, torch.ones(2, 4))
-    window(other, plain, torch.ones(2, 4))
-    assert not any(call.buffers for call in other.calls)
-
-
-def test_whatever_is_raised_everything_is_put_back() -> None:
+def test_whatever_is_raised_parameters_and_random_state_are_put_back() -> None:
     class Sulks(Net):
         def __init__(self) -> None:
             super().__init__()
-            self.calls = 0
             self.error: BaseException | None = None
 
         def forward(self, x: Tensor, more: Any = None) -> Tensor:
-            self.calls += 1
-            self.extra = self.calls
+            torch.rand(())
             if self.error is not None:
                 raise self.error
             return super().forward(x)
@@ -237,7 +206,6 @@ def test_whatever_is_raised_everything_is_put_back() -> None:
         net.error = error
         with pytest.raises(type(error)):
             run_again(kept)
-        assert net.calls == net.extra == 1
         now = list(net.parameters())
         assert all(p is q and p.grad is g for q, (p, g) in zip(now, before, strict=True))
         assert torch.equal(torch.get_rng_state(), state)
@@ -246,33 +214,17 @@ def test_whatever_is_raised_everything_is_put_back() -> None:
         assert origin_of(kept) == "layers.1"
 
 
-def test_a_gradient_of_a_gradient_is_run_again_or_refused() -> None:
-    class Smooth(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            made: Tensor = torch.tanh(self.layer(x)).pow(3)
-            return made
-
-    def run(wanted: Callable[[nn.Module, Tensor], Any]) -> tuple[WindowRecording, nn.Module]:
-        net = Smooth()
-        kept = watched(net)
-        x = torch.ones(2, 4).requires_grad_()
-        (slope,) = torch.autograd.grad(net(x).sum(), wanted(net, x), create_graph=True)
-        loss = slope.square().sum() * 1e30 * 1e30  # inf
-        kept.note_backward(loss)
-        loss.backward()
-        return kept, net
-
-    kept, _net = run(lambda net, x: x)
-    assert obstacle(kept) == ""
-    found = run_again(kept)
-    assert found.nonfinite == {"layer.weight", "layer.bias"}
-    kept, _net = run(lambda net, x: net.layer.weight)
-    assert "a gradient other than that of a model's input was differentiated" in obstacle(kept)
+@pytest.mark.parametrize("of", ["input", "weight"])
+def test_a_gradient_that_is_differentiated_itself_is_not_run_again(of: str) -> None:
+    """As a gradient penalty's."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    kept, x = watched(net), torch.ones(2, 4).requires_grad_()
+    wanted = x if of == "input" else net[0].weight
+    (slope,) = torch.autograd.grad(net(x).sum(), wanted, create_graph=True)
+    loss = slope.square().sum()
+    kept.note_backward(loss)
+    loss.backward()
+    assert "its gradient is differentiated itself (create_graph=True); " in obstacle(kept)
 
 
 def test_a_wrapped_model_is_run_without_its_wrapper() -> None:
@@ -283,3 +235,24 @@ def test_a_wrapped_model_is_run_without_its_wrapper() -> None:
     window(kept, compiled, torch.ones(2, 4))
     assert len(kept.calls) == 1
     assert origin_of(kept) == "layers.1"
+
+
+def test_thousands_of_texts_are_not_looked_at_one_by_one(monkeypatch: Any) -> None:
+    """A forward that is given its tokens in words costs no more with them."""
+    looked = 0
+    as_it_is = ranges.tensors_in
+
+    def counted(*given: Any) -> Any:
+        nonlocal looked
+        looked += 1
+        return as_it_is(*given)
+
+    monkeypatch.setattr(ranges, "tensors_in", counted)
+    texts, x = ["word"] * 5000, torch.ones(2)
+    found = list(ranges.tensors_in({"texts": texts, "x": [1, x]}))
+    assert [path for path, _ in found] == ["x.1"]
+    assert looked < 10
+    changed = ranges.with_tensors((texts, x), lambda tensor: tensor + 1)
+    assert changed[0] == texts
+    assert changed[0] is not texts
+    assert changed[1].tolist() == [2, 2]

@@ -978,19 +978,6 @@ class AsyncStepper(Stepper):
                 "Call optimizer.synchronize() before changing parameters."
             )
 
-    def export_masters(self) -> list[Tensor | None]:
-        """Masters that hold more than the model, in the optimizer's order; call it when idle."""
-        return [pair.stepped.data if pair.is_rounded else None for pair in self.replica.pairs]
-
-    def import_masters(self, masters: Iterable[Tensor | None]) -> None:
-        """What :meth:`export_masters` of an optimizer like this one gave."""
-        found = list(zip(parameters_of(self.optimizer), masters, strict=True))
-        self.replica.expect_masters(p for p, master in found if master is not None)
-        self.refresh()
-        for pair, (_, master) in zip(self.replica.pairs, found, strict=True):
-            if master is not None:
-                pair.refresh(master)
-
     def export_shown(self) -> list[dict[str, Tensor]]:
         """For each parameter, in the optimizer's order, what the model is to be given that its
         master does not say; call it when idle. Entries of a state dict."""

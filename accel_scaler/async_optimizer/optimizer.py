@@ -13,7 +13,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from ..config import ScalerConfig
-from ..errors import ConfigError, OrderError
+from ..errors import ConfigError, OrderError, UnsupportedError
 from ..optimizer_step import Boundary, StepTiming, async_stepper_of, boundary_of
 from ..scaling import GradScaler, ParameterNames, parameters_of, whole
 from ..telemetry import History, Recorder
@@ -405,29 +405,12 @@ class AsyncOptimizer(Optimizer):
                 "and torch.nn.utils.clip_grad_norm_; the rest after it."
             )
 
-    def __getstate__(self) -> dict[str, Any]:
-        if not self._closed:
-            self.synchronize()
-            self._stepper.refresh()  # groups added since the last step
-            self._stepper.follow_unseen_edits()
-        kept = ("optimizer", "model", "scaler", "_config", "_closed")
-        stepper = self._stepper
-        progress = stepper.steps, stepper.was_skipped, stepper.export_masters()
-        shown = {} if self._closed else {"_shown": stepper.export_shown()}
-        return {**{name: self.__dict__[name] for name in kept}, "_progress": progress, **shown}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        steps, was_skipped, masters = state.pop("_progress")
-        shown = state.pop("_shown", None)
-        self.__dict__.update(state)
-        self._open()
-        if self._closed:
-            self._hooks.close()
-            return
-        self._stepper.steps, self._stepper.was_skipped = steps, was_skipped
-        self._stepper.import_masters(masters)
-        if shown is not None:
-            self._stepper.import_shown(shown)
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            "an AsyncOptimizer is not copied or pickled: its thread and its masters are this "
+            "process's. Save model.state_dict() and optimizer.state_dict(), make another model and "
+            "AsyncOptimizer, and load them there."
+        )
 
     def __repr__(self) -> str:
         return f"AsyncOptimizer(mode={self._config.step_mode!r}, {self.optimizer!r})"

@@ -269,7 +269,6 @@ CHOICES: Choices = {
     "save": {},
     "go_back": {"model_first": (False, True)},
     "go_on_in_a_fresh_pair": {},
-    "copy_all": {"stay": (False, True)},
     "reopen": {},
 }
 ENDS = ("step",) * 6 + ("submit", "submit", "torch_loop", "torch_loop")
@@ -829,25 +828,6 @@ class Player:
     def started_over(self) -> None:
         self.twin.steps = [0 for _ in self.numbers]
         self.schedule()
-
-    def copy_all(self, stay: bool) -> Any:
-        """A deep copy goes on; or the original does, and the copy has not minded."""
-        if self.attached or not self.between or self.twin.is_tied or self.setup.tied:
-            return False
-        for p, q in self.pairs:
-            p.grad = q.grad = None
-        other = copy.copy(self.ours)
-        other.optimizer = copy.deepcopy(self.ours.optimizer)
-        other.optimizers = [other.optimizer]
-        other.net, other.inners = other.optimizer.model, [other.optimizer.optimizer]
-        other.scaler = other.optimizer.scaler
-        self.twin.follow(0)
-        if stay:
-            other.close()
-        else:
-            self.ours.close()
-            self.ours = other
-            self.schedule()
 
     def reopen(self) -> Any:
         twin = self.twin

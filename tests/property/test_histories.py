@@ -191,9 +191,6 @@ SHOWN: dict[str, list[Call]] = {
     "back to where nothing had been stepped": [
         *(("save", {}), BACKWARD, STEP, BACK, BACKWARD, STEP, STATES),
     ],
-    "a group that no step has seen yet, copied": [
-        *(BACKWARD, STEP, ("add_group", {}), ("copy_all", {"stay": False})),
-    ],
     "frozen while the order of the forward is learnt": [
         *(BACKWARD, STEP, ("freeze", {"part": "gain"})),
     ],

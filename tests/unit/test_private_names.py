@@ -82,7 +82,6 @@ PUBLIC_PARTS = {
     "_accel_scaler": "our own mark on others' objects",
     "_accel_scaler_emulation": "our own mark on others' objects",
     "_accel_scaler_stepper": "our own mark on others' objects",
-    "_progress": "our own, by its class's name",
     "_global_optimizer_": "the start of two names in the list",
     "_optimizer_step_": "the start of two names in the list",
     "_optimizer_": "the start of what torch keeps hooks in, for its own methods",

@@ -218,7 +218,7 @@ CALLS = {
     ),
     "evaluation": lambda model, optimizer: model.eval()(),
     "submit": lambda model, optimizer: optimizer.submit(lambda: None),
-    "deepcopy": lambda model, optimizer: copy.deepcopy(optimizer),
+    "deepcopy": lambda model, optimizer: copy.deepcopy(model),
 }
 
 

@@ -132,7 +132,7 @@ class AsyncOptimizer(Optimizer):
         self._hooks.owner = weakref.WeakMethod(self._give_way)
         self._boundary: Boundary | None = None
         try:
-            take_over([self.optimizer])
+            take_over([(self.optimizer, config.step_mode, self._stepper.replica.masters)])
             self._stepper.refresh()
             self._hooks.watch(self._models())
             if self.scaler is not None:

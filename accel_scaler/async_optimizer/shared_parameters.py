@@ -117,32 +117,36 @@ def forget_successor(optimizer: Optimizer) -> None:
     _successors.pop(optimizer, None)
 
 
-def take_over(optimizers: Sequence[Optimizer]) -> None:
+def take_over(wanted: Sequence[Wanted]) -> None:
     """These own their parameters from now on, since they were prepared last: others that have
     masters of them are closed, which a line in the log says for each.
+
+    Args:
+        wanted: with the mode and the masters of each; as yet they may be stepped without any, while
+            those parameters are frozen.
 
     Raises:
         StepError: the last step of one of those failed; it is closed all the same.
     """
-    newest = set(map(id, optimizers))
-    mine = [e for e in _present() if id(e.optimizer) in newest]
+    newest = {id(optimizer) for optimizer, _, _ in wanted}
     failed: StepError | None = None
     for other in [e for e in _present() if id(e.optimizer) not in newest]:
-        for owner in mine:
-            reason = _reason(_wanted(owner), _wanted(other))
+        for owner in wanted:
+            reason = _reason(owner, _wanted(other), frozen_too=True)
             if reason is None:
                 continue
             count, why = reason
+            name = type(owner[0]).__name__
             logger.warning(
                 "the %s that was prepared last owns its parameters, since float32 masters have one "
                 "owner: another %s that stepped %d of them (%s) is closed. The model keeps its "
                 "last update; its step() raises OrderError from now on.",
-                type(owner.optimizer).__name__,
+                name,
                 type(other.optimizer).__name__,
                 count,
                 why,
             )
-            _successors[other.optimizer] = type(owner.optimizer).__name__
+            _successors[other.optimizer] = name
             try:
                 other.give_way()
             except StepError as error:
@@ -175,12 +179,18 @@ def _wanted(stepper: AsyncStepper) -> Wanted:
     return stepper.optimizer, stepper.mode, stepper.replica.masters
 
 
-def _reason(one: Wanted, other: Wanted) -> tuple[int, str] | None:
-    """How many parameters they share, and why not both can step them; None: both can."""
+def _reason(one: Wanted, other: Wanted, frozen_too: bool = False) -> tuple[int, str] | None:
+    """How many parameters they share, and why not both can step them; None: both can.
+
+    Args:
+        frozen_too: count those that are frozen now, too, and may be trained again.
+    """
     if one[0] is other[0]:
         return None
     own = set(map(id, parameters_of(one[0])))
-    common = [p for p in parameters_of(other[0]) if id(p) in own and p.requires_grad]
+    common = [
+        p for p in parameters_of(other[0]) if id(p) in own and (frozen_too or p.requires_grad)
+    ]
     low = one[2].rounded | other[2].rounded
     rounded = next((p.dtype for p in common if p.dtype in low), None)
     if common and (rounded is not None or "delayed" in (one[1], other[1])):

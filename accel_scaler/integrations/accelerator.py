@@ -12,7 +12,6 @@ from accelerate.utils import DistributedType, recursively_apply
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..async_optimizer import take_over
 from ..config import Asked, ScalerConfig
 from ..optimizer_step import stepper_of
 from ..telemetry import History
@@ -97,7 +96,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
                 return
             attachment.is_preparing = True
             yield
-            take_over(inner_of(optimizers))
+            attachment.take_over(optimizers)
         except BaseException:
             if attachment is not None:
                 given = known.union(map(id, objects))  # prepared before: they stay as they are

@@ -18,7 +18,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..async_optimizer import Worker, take_over
+from ..async_optimizer import MasterRule, Worker, take_over
 from ..config import Asked, ScalerConfig
 from ..devices import device_name
 from ..errors import OrderError, StepError
@@ -173,7 +173,7 @@ class Attachment:
                 self.watch(model, accelerator.unwrap_model(model))
             for optimizer in accelerator._optimizers:
                 adopt(optimizer, self)
-            take_over(inner_of(accelerator._optimizers))
+            self.take_over(accelerator._optimizers)
         except BaseException:
             self._undo(accelerator)
             raise
@@ -213,6 +213,15 @@ class Attachment:
             accelerator.__class__ = self.stock_class
         if failed is not None:
             raise failed
+
+    def take_over(self, optimizers: Any) -> None:
+        """These prepared ones own their parameters from now on.
+
+        Raises:
+            StepError: the last step of one that is closed for it failed.
+        """
+        masters = MasterRule.of(self.config)
+        take_over([(inner, self.config.step_mode, masters) for inner in inner_of(optimizers)])
 
     def release(self, optimizers: Iterable[Any]) -> None:
         """Those of a preparation that has failed are Accelerate's again."""

@@ -92,6 +92,16 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         (inner,) = inner_of(self)
         return inner
 
+    @property
+    def state(self) -> Any:
+        """The torch optimizer's state, after :meth:`synchronize`: a step in hand writes to it."""
+        self.synchronize()
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
     def __getstate__(self) -> dict[str, Any]:
         self.synchronize()
         state: dict[str, Any] = super().__getstate__()

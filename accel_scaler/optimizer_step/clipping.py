@@ -93,7 +93,7 @@ class Clipping:
                 record.verdict = True
             return torch.full((), float("inf"), dtype=torch.float32, device=self.device)
         if any(record.deferred for record in records):
-            total = self._clip_scaled(owned, records, unowned, max_norm, norm_type)
+            total = self._clip_scaled(parameters, owned, records, unowned, max_norm, norm_type)
         else:
             total = self._clip_unscaled(parameters, max_norm, norm_type)
         for (owner, mine), record in zip(owned, records, strict=True):
@@ -155,6 +155,7 @@ class Clipping:
 
     def _clip_scaled(
         self,
+        parameters: Sequence[Tensor],
         owned: Sequence[tuple[Optimizer, list[Tensor]]],
         records: Sequence[OptimizerRecord],
         unowned: Sequence[Tensor],
@@ -170,7 +171,13 @@ class Clipping:
             taken.update(map(id, chosen))  # another may have some of the same, clipped once
             parts.append((record.deferred or None, chosen))
         parts.append((None, list(unowned)))
-        norms = [norm for deferred, mine in parts for norm in _norms(mine, norm_type, deferred)]
+        found = {
+            id(p): norm
+            for deferred, mine in parts
+            for p, norm in zip(mine, _norms(mine, norm_type, deferred), strict=True)
+        }
+        # In the order given, as torch adds them up.
+        norms = [found[id(p)] for p in parameters if id(p) in found]
         total = _norm(torch.stack(norms), norm_type)
         coefficient = clip_coefficient(total, max_norm)
         for deferred, mine in parts:
@@ -178,7 +185,6 @@ class Clipping:
                 deferred.clip(mine, coefficient)
             elif mine:
                 torch._foreach_mul_(gradients_of(mine), coefficient)
-        parameters = [p for _, mine in parts for p in mine]
         self._note(GradNorm(parameters, total, None, max_norm, norm_type=norm_type))
         return total
 

@@ -78,7 +78,7 @@ class Snapshot:
 
     @property
     def is_changed(self) -> bool:
-        """Any gradient is another tensor, or was written to, since.
+        """Any gradient is another tensor, or was written to, since. One that was dropped is not.
 
         Synchronises with a device other than the CPU where there are contents.
         """
@@ -88,7 +88,7 @@ class Snapshot:
         """:attr:`is_changed`, of the gradients of ``some`` of the parameters; None: of all."""
         known = self._entries
         keys = known if some is None else [key for p in some if (key := id(p)) in known]
-        entries = [(key, *known[key]) for key in keys]
+        entries = [(key, *known[key]) for key in keys if known[key][0].grad is not None]
         if any(
             p.grad is not grad or (grad is not None and grad._version != version)
             for _, p, grad, version in entries

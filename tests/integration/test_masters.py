@@ -327,3 +327,59 @@ def test_two_optimizers_with_masters_in_one_memory_are_refused(dtype: torch.dtyp
     with pytest.raises(UnsupportedError, match=r"1 parameters with a SGD .* \(in one memory\)"):
         accelerator.prepare(model, *made)
     detach(accelerator)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_a_gradient_that_is_dropped_after_a_clip_is_left_out(way: dict[str, Any]) -> None:
+    """DINO's last layer in its first epoch; the coefficient is that of all gradients."""
+    model = Squares(torch.float16)
+    plain = Squares(torch.float16)
+    masters = [nn.Parameter(w.detach().float()) for w in plain.weights]
+    reference = torch.optim.SGD(masters, lr=0.5)
+    accelerator = attach(cpu(), init_scale=8.0, **way)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.weights, lr=0.5))
+    for number in range(4):
+        accelerator.backward(model(number))
+        accelerator.clip_grad_norm_(model.parameters(), 0.25)
+        accelerator.unwrap_model(model).weights[2].grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+        plain.zero_grad()
+        (plain(number) * 8.0).backward()
+        for w, master in zip(plain.weights, masters, strict=True):
+            assert w.grad is not None
+            master.grad = w.grad.float() / 8.0
+        nn.utils.clip_grad_norm_(masters, 0.25)
+        masters[2].grad = None
+        reference.step()
+        for w, master in zip(plain.weights, masters, strict=True):
+            w.data.copy_(master.data)
+    optimizer.synchronize()
+    ours_, theirs = accelerator.unwrap_model(model).weights, plain.weights
+    # Unscaled and clipped by one product, as limits.md says.
+    for one, other in zip(ours_, theirs, strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=1e-3)
+    assert torch.equal(ours_[2], Squares(torch.float16).weights[2])
+    detach(accelerator)
+
+
+def test_optimizer_state_waits_for_the_step_in_hand() -> None:
+    """What is read or written there between two steps is of the step before, as in sync."""
+
+    def run(mode: str) -> list[Tensor]:
+        model = Squares(torch.float32)
+        accelerator = attach(cpu(), init_scale=8.0, step_mode=mode)
+        model, optimizer = accelerator.prepare(model, KINDS["adamw"](groups_of(model)))
+        with lazy() if mode == "overlap" else one_part_each():
+            for number in range(4):
+                accelerator.backward(model(number))
+                optimizer.step()
+                optimizer.zero_grad()
+                for w in accelerator.unwrap_model(model).weights:
+                    optimizer.state[w]["exp_avg"].mul_(0.5)
+            optimizer.synchronize()
+        found = [w.detach().clone() for w in accelerator.unwrap_model(model).weights]
+        detach(accelerator)
+        return found
+
+    assert same(run("overlap"), run("sync"))

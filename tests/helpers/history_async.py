@@ -24,7 +24,7 @@ from accelerate import Accelerator
 from accelerators import on
 from async_support import lazy
 from histories import INF, Call, Choices, Kind, drawn
-from history_twin import DTYPES, LAYERS, LOW, OPTIMIZERS, SURPRISES, Net, Setup, Twin
+from history_twin import DTYPES, LAYERS, LOW, OPTIMIZERS, Net, Setup, Twin
 from references import DECAY, GROWTH_INTERVAL, INIT_SCALE
 from support import reset, same
 from torch import Tensor, nn
@@ -234,14 +234,14 @@ CHOICES: Choices = {
     "clip_norm": {
         "most": (0.125, 0.01, 100.0),
         "kind": (2.0, 2.0, INF),
-        "parts": (*[WHOLE] * 6, *PARTS * ("partial clips" in SURPRISES)),
+        "parts": (*[WHOLE] * 6, *PARTS),
     },
     "clip_value": {"most": (2.0**-5, 2.0**-9, 8.0)},
     "step": {
         "zero": ("none", "none", "none", "zeros", "model none", "model zeros", "nothing"),
         "fails": (None,) * 5 + (0, 1, 3),
         "told": ("synchronize", "state_dict", "evaluation"),
-        "sits_out": (None, *(None, 0, 1) * ("sits out" in SURPRISES)),
+        "sits_out": (None, None, 0, 1),
     },
     "zero_grad": {"how": ("none", "zeros", "model none", "model zeros")},
     "submit": {"most": (None, 0.125, 0.01)},
@@ -253,16 +253,13 @@ CHOICES: Choices = {
     "average": {},
     "litter": {},
     "synchronize": {},
-    "edit": {
-        "which": WHICH,
-        "how": [how for how in EDITS if "through .data" in SURPRISES or how[:4] != "data"],
-    },
+    "edit": {"which": WHICH, "how": tuple(EDITS)},
     "move": {"which": WHICH, "how": ("one", "apply")},
     "freeze": {
         "part": (*LAYERS, "inner.bias", "outer.weight", ""),
-        "how": ("toggle", *("toggle", "alone", "alone") * ("frozen" in SURPRISES)),
+        "how": ("toggle", "alone"),
     },
-    **({"tie": {"which": WHICH}} if "shared memory" in SURPRISES else {}),
+    "tie": {"which": WHICH},
     "add_group": {},
     "collect": {},
     "state_dict": {},
@@ -291,7 +288,7 @@ def draw(r: random.Random, on_device: bool = False) -> tuple[Setup, list[Call]]:
         compensation=r.choice(("none", "preview", "preview", "auto")),
         # On a device torch goes through the list of both once for each operation, which rounds
         # differently from one after the other.
-        tied="shared memory" in SURPRISES and r.random() < 0.25 and not on_device,
+        tied=r.random() < 0.25 and not on_device,
         two=attached and r.random() < 0.65,
         parts=r.random() < 0.5,
         width=r.choice((3, 3, 192 if on_device else 3)),
@@ -468,10 +465,8 @@ class Player:
         them each is a power of two, which rounds nothing. Folded, the first would round."""
         if not self.may_end or self.setup.fold:
             return False
-        again = self.low and (self.clips or parts != WHOLE)
-        if again and ("partial clips" not in SURPRISES or self.twin.compensation != "none"):
-            return False
-        if self.low and "rounded" in self.clips:
+        again = self.clips or parts != WHOLE
+        if self.low and again and ("rounded" in self.clips or self.twin.compensation != "none"):
             return False
         is_exact = self.low and parts not in (WHOLE, *APART)
 

@@ -14,11 +14,6 @@ from references import GROWTH_INTERVAL, INIT_SCALE
 from references import OPTIMIZERS as COMMON
 from torch import Tensor, nn
 
-SURPRISES = ("frozen", "partial clips", "shared memory", "sits out", "through .data")
-"""What is drawn and held to its reference beside the usual: masters outlive a phase in which their
-parameter is frozen, parts of the gradients are clipped, some parameters have one memory, values are
-written past autograd, one optimizer keeps its gradients while the other one steps."""
-
 LAYERS = ("inner", "gain", "outer", "extra")
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     **COMMON,
@@ -274,8 +269,8 @@ class Twin:
         """
         newer, shown = self.newer[number], self.shown[number]
         lasting = {p.data_ptr() for p in self.owned[number] if p.requires_grad or p in self.lasting}
-        if "frozen" in SURPRISES:  # a master is its memory's
-            self.lasting.update(p for p in self.masters if p.data_ptr() in lasting)
+        # A master is its memory's.
+        self.lasting.update(p for p in self.masters if p.data_ptr() in lasting)
         for p in self.owned[number]:
             master, place = self.masters[p], (p.requires_grad, self.moves[p])
             is_same = self.places.get(p) == place

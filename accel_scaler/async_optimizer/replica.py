@@ -129,6 +129,8 @@ class Replica:
         self._spot_check = SpotCheck((), set())
         self._edited: set[int] = set()
         """``id`` of parameters that were written to where no version shows it."""
+        self._left: list[ParameterPair] = []
+        """Of parameters that are in no group now, while the optimizer's state still has them."""
         self._saved: set[int] = set()
         """``id`` of parameters of which a state dict has a master."""
         self._known: list[Tensor] = []
@@ -167,14 +169,16 @@ class Replica:
         refuse_unshardable(self.optimizer)
         if not self.inline:
             refuse_spread(self.optimizer, self.streams.device)
+        known = [*self.pairs, *self._left]
         pairs = make_pairs(
             self.optimizer,
             self.streams,
             offload=self.offload,
             masters=self.masters,
-            known=self.pairs,
+            known=known,
             saved=self._saved,
         )
+        self._follow_groups(known, pairs)
         # Or is refused, once it is trained.
         low = self.masters.rounded | {torch.float16}
         self._may_need_masters = self.masters.every or any(p.dtype in low for p in params)
@@ -188,6 +192,20 @@ class Replica:
         self._spot_check = SpotCheck(pairs, self._edited)
         self._state = None
         return True
+
+    def _follow_groups(self, known: list[ParameterPair], pairs: list[ParameterPair]) -> None:
+        """Keep the masters of parameters that were taken out of their groups, as the optimizer
+        keeps their state, and bring to those that come back what was written meanwhile."""
+        now = {id(pair.param) for pair in pairs}
+        back = set(map(id, self._left)).intersection(map(id, pairs))
+        for pair in (pair for pair in pairs if id(pair) in back):
+            pair.refresh()
+        state = self.optimizer.state
+        self._left = [
+            pair
+            for pair in known
+            if pair.is_master and id(pair.param) not in now and pair.param in state
+        ]
 
     def reorder(self, first_used: Sequence[Tensor]) -> None:
         """Update in this order from now on; parameters that are not named come last."""
@@ -608,7 +626,7 @@ class Replica:
         """Nothing is stepped any more: keep no master, no copy and no parameter."""
         self.pairs, self.ordered, self.params, self.parts = [], [], [], []
         self.copy, self._known, self._buffers = None, [], []
-        self._spot_check = SpotCheck((), set())
+        self._spot_check, self._left = SpotCheck((), set()), []
         self._state, self._entries, self._mine, self._values = None, [], [], []
         self._kept = None, []
 

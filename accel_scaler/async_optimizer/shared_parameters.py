@@ -140,7 +140,7 @@ def take_over(wanted: Sequence[Wanted]) -> None:
             logger.warning(
                 "the %s that was prepared last owns its parameters, since float32 masters have one "
                 "owner: another %s that stepped %d of them (%s) is closed. The model keeps its "
-                "last update; its step() raises OrderError from now on.",
+                "last update; its step() raises OrderError until it is prepared again.",
                 name,
                 type(other.optimizer).__name__,
                 count,

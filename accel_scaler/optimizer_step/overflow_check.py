@@ -119,9 +119,10 @@ class OverflowCheck:
             raise OrderError(
                 f"the gradients of {type(optimizer).__name__} were changed after they were "
                 "clipped, while they still are scaled: they go to float32 masters, or fold_unscale "
-                "leaves unscaling to the kernel, so the change would be scaled too. Change them "
-                "before clip_grad_norm_, or load the model in float32, without fold_unscale; zero "
-                "the gradients to go on."
+                "leaves unscaling to the kernel, so the change would be scaled too. Drop gradients "
+                "(p.grad = None), or change them before clip_grad_norm_, where what is added has "
+                "to be multiplied by accelerator.scaler.get_scale(); or load the model in float32, "
+                "without fold_unscale. Zero the gradients to go on."
             )
 
     def check(self, optimizer: Optimizer) -> OptimizerRecord:

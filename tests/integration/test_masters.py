@@ -383,3 +383,35 @@ def test_optimizer_state_waits_for_the_step_in_hand() -> None:
         return found
 
     assert same(run("overlap"), run("sync"))
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_a_parameter_comes_back_to_its_group_with_its_master(
+    dtype: torch.dtype, way: dict[str, Any]
+) -> None:
+    """As LISA does it by groups; one is written to meanwhile."""
+    model, again = Squares(dtype), Squares(dtype)
+    plain = Plain(again, "sgd")
+    accelerator = attach(cpu(), init_scale=8.0, **way)
+    model, optimizer = accelerator.prepare(model, KINDS["sgd"](groups_of(model)))
+    weights = accelerator.unwrap_model(model).weights
+    with lazy() if "step_mode" in way else one_part_each():
+        for number in range(STEPS):
+            chosen = [w for w in range(1, 5) if (w + number) % 3]
+            optimizer.param_groups[0]["params"] = [weights[w] for w in chosen]
+            plain.optimizer.param_groups[0]["params"] = [plain.masters[w] for w in chosen]
+            if number == 4:
+                for each in (weights, again.weights):
+                    each[2].data[::2].zero_()
+            accelerator.backward(model(number))
+            optimizer.step()
+            model.zero_grad()
+            plain.step(number)
+        optimizer.param_groups[0]["params"] = list(weights[1:])
+        saved = optimizer.state_dict()["state"]
+    assert same([w.detach() for w in weights], [w.detach() for w in again.weights])
+    if dtype is torch.float16:
+        masters = [saved[i]["master"] for i in range(4)]
+        assert same(masters, [master.detach() for master in plain.masters[1:]])
+    detach(accelerator)

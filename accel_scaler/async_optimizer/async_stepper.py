@@ -666,6 +666,7 @@ class AsyncStepper(Stepper):
             self.streams.wait_for_all()
             if self.unpublished:
                 self._publish_masters()  # this was interrupted before
+            self.follow_unseen_edits()  # of parameters of which nothing is shown
             mine = {id(pair) for pair in self.replica.pairs}
             shown: list[tuple[ParameterPair, Tensor]] = []
             for pair, value in self._shown:

@@ -207,6 +207,10 @@ SHOWN: dict[str, list[Call]] = {
     "written through .data after a step": [
         *(BACKWARD, STEP, ("edit", {"which": 1, "how": "data zero"}), BACKWARD, STEP, STATES),
     ],
+    "written through .data where there was no gradient": [
+        *(BACKWARD, STEP, SOME, STEP, ("edit", {"which": 0, "how": "data clamp"})),
+        *(BACKWARD, STEP, BACKWARD, STEP, STATES),
+    ],
     "zeroed with set_to_none, then without": [BACKWARD, STEP, ("zero_grad", {"how": "zeros"})],
     "a window without gradients after one that was skipped": [OVERFLOW, STEP, STEP],
     "an overflow in torch's own loop": [

@@ -32,6 +32,8 @@ def test_the_pair_that_was_edited_is_found(pairs: list[ParameterPair], place: in
     assert check.find() == []
     pairs[place].param.data.mul_(2.0)
     assert check.find() == [pairs[place]]
+    with torch.autocast("cpu", torch.float16):  # a forward begins: torch joins no bfloat16 there
+        assert check.find() == [pairs[place]]
     pairs[place].refresh()
     assert check.find() == []
 

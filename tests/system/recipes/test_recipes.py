@@ -394,7 +394,8 @@ def test_the_layer_that_was_spoilt_is_found_and_the_run_heals_itself(
     assert f'fp32_modules=["{SPOILT}"]' in said
     command = said.strip().splitlines()[-1].split()
     assert command[:2] == ["accel-scaler", "report"]
-    files = [Path(part) for part in command[2:-2]]
+    assert command[2:-2] == [str(tmp_path / "out" / "healed.jsonl")]
+    files = [tmp_path / "out" / f"{name}.jsonl" for name in ("fp16", "healed", "kept", "fp32")]
     starts = [json.loads(path.read_text().splitlines()[0]) for path in files]
     assert [start["precision"] for start in starts] == ["fp16", "fp16", "fp16", "no"]
     assert starts[2]["settings"]["fp32_modules"] == [SPOILT]

@@ -153,7 +153,7 @@ def test_a_boundary_synchronises_once(
     optimizer, scaler = optimizer_of(kind, model), GradScaler(KIND, **SETTINGS)
     config = ScalerConfig(telemetry=str(tmp_path / "run.jsonl") if telemetry else None)
     recorder = make_recorder(scaler, config, {"rank": 0, "ranks": 1})
-    recorder.watch(model, model)
+    scaler.parameter_names.add_module(model)
     boundary = Boundary(scaler, torch.device(DEVICE), recorder)
     boundary.add(optimizer, fold)
     parameters = list(model.parameters())

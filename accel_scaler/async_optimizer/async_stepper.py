@@ -872,9 +872,8 @@ class AsyncStepper(Stepper):
         self.forgive()
         self.synchronize()
         keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        params = zip(
-            keys, parameters_of(self.optimizer), strict=False
-        )  # torch refuses another size
+        # Not strict: torch refuses a state dict of another number of parameters.
+        params = zip(keys, parameters_of(self.optimizer), strict=False)
         entries = state_dict["state"]
         self.replica.expect_masters(p for key, p in params if MASTER in _entry_of(entries, key))
         self.refresh()

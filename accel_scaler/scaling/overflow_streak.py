@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -156,14 +155,6 @@ class OverflowStreak:
         self._warnings = 0
         self._told_dead = self._told_statistics = self._told_highest = False
 
-    listener: Callable[[int, str], None] | None = None
-    """Called with each warning of skips in a row: how many, and what is said."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        state.pop("listener", None)
-        return state
-
     def window_closed(self, scale: float, overflowed: bool, losses: Losses) -> None:
         """A window with this scale is over: evidence, if it belongs to a run of overflows."""
         if overflowed:
@@ -275,8 +266,6 @@ class OverflowStreak:
         again = "Not said again." if is_last else f"Said again after {self.warns_at}."
         said = f"{skips} windows in a row overflowed{end}. {self._told_so_far(scale)}"
         logger.warning(f"{said} ({again})")
-        if self.listener is not None:
-            self.listener(skips, said)
 
     def _tell_dead(self, scale: float) -> None:
         """Below float32's normal numbers 1 / scale is out of range, or soon will be."""

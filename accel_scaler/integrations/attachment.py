@@ -23,13 +23,11 @@ from ..config import Asked, ScalerConfig
 from ..devices import device_name
 from ..errors import OrderError, StepError
 from ..optimizer_step import Boundary
-from ..precision import ChosenModules, warn_past_float16
+from ..overflow import ChosenModules, Healer, OverflowExplainer, warn_past_float16
 from ..scaling import gather_objects, is_sharded
 from ..telemetry import make_recorder, path_of, refuse_unwritable
 from .autocast import add_autocast, remove_autocast, remove_emulation
 from .cpu_float16 import emulate_float16, needs_norms
-from .explaining import OverflowExplainer
-from .healing import Healer
 from .optimizer import ScaledOptimizer, adopt, inner_of, refuse_unsuitable
 from .stock_scaler import make_scaler, refuse_other_scalers, scaler_settings
 

@@ -10,7 +10,7 @@ from transformers import Trainer, TrainerCallback
 
 from ..config import Asked, ScalerConfig
 from ..errors import StepError
-from ..precision import refuse_unmatched
+from ..overflow import refuse_unmatched
 from ..scaling import is_sharded
 from .attaching import attach, detach, scaled_class
 from .attachment import Attachment, attachment_of

@@ -38,6 +38,7 @@ from .gradients import (
     run_on_one_thread,
 )
 from .losses import Losses
+from .origin import Origin, Pair
 from .owners import Owners
 from .parameter_names import MOST_NAMES, ParameterNames
 from .thread_windows import WAIT_LIMIT_S
@@ -62,7 +63,9 @@ __all__ = [
     "Losses",
     "NormCheck",
     "OptimizerRecord",
+    "Origin",
     "Owners",
+    "Pair",
     "ParameterNames",
     "Snapshot",
     "StillScaled",

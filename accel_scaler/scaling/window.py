@@ -14,10 +14,10 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.optim import Optimizer
 
 from ..errors import OrderError
-from ..overflow_finder import Origin
 from .grad_norms import GradNorms
 from .gradients import differ, kept, local, make_own, nonzero, parameters_of, reciprocal
 from .losses import Losses
+from .origin import Origin
 from .owners import Owners
 from .update_rule import ScaleState
 

@@ -17,8 +17,8 @@ PAGE = ROOT / "ARCHITECTURE.md"
 BEGIN, END = "```mermaid\n", "```\n"
 
 FOLDERS = (
-    *("overflow_finder", "precision", "scaling", "optimizer_step", "telemetry", "report"),
-    *("async_optimizer", "integrations", "launch"),
+    *("scaling", "optimizer_step", "telemetry", "report", "async_optimizer", "overflow"),
+    *("integrations", "launch"),
 )
 """Each may import those before it, and the single modules."""
 

@@ -14,7 +14,7 @@ from trainer_support import CONFIG, gpt2, make
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from accel_scaler import ConfigError, ScalerConfig, attach, detach
-from accel_scaler.precision.chosen import ChosenModules
+from accel_scaler.overflow.chosen import ChosenModules
 
 BLOCK = "transformer.h.1.mlp"
 

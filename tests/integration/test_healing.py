@@ -360,7 +360,7 @@ def test_a_search_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         tried.append(found)
         return healing.Located(0, ["before.0", "after.0", "sick"][len(tried) % 3])
 
-    monkeypatch.setattr("accel_scaler.integrations.explaining.locate", elsewhere)
+    monkeypatch.setattr("accel_scaler.overflow.explaining.locate", elsewhere)
     _, records = train(Net(Own), 2, heal=True)
     assert all(r.skipped for r in records)
     assert len(tried) <= 2 * healing.MOST_TRIALS + 2

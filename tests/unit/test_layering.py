@@ -17,6 +17,7 @@ ORDER = [
         "console",
         "devices",
         "untraced",
+        "models",
         "places",
         "late_names",
         "config_file",

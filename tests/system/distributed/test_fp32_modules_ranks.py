@@ -24,8 +24,8 @@ from torch.utils.checkpoint import checkpoint
 from versions import before_torch
 
 from accel_scaler import AsyncOptimizer, ConfigError, ScalerConfig, attach, detach
-from accel_scaler.precision.fp32_modules import Fp32Module
-from accel_scaler.precision.names import named
+from accel_scaler.overflow.fp32_modules import Fp32Module
+from accel_scaler.overflow.names import named
 
 WIDTH = 8
 

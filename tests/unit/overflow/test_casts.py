@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
-from accel_scaler.precision.casts import FULL, LOW, first_dtype, lowered, raised
+from accel_scaler.overflow.casts import FULL, LOW, first_dtype, lowered, raised
 
 Pair = namedtuple("Pair", "one two")
 HALF = torch.ones(2, dtype=torch.float16)

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import Module
 
-from .ranges import Pair, Range, joined
+from ..scaling import Pair
+from .ranges import Range, joined
 
 MOST = 1 << 17
 """Ranges kept, of each kind, where no boundary ever comes."""

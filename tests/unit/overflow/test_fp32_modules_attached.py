@@ -16,7 +16,7 @@ from attached import cpu
 from torch import Tensor, nn
 
 from accel_scaler import ConfigError, ScalerConfig, UnsupportedError, attach, detach
-from accel_scaler.precision.fp32_modules import Fp32Module
+from accel_scaler.overflow.fp32_modules import Fp32Module
 
 WIDTH = 8
 

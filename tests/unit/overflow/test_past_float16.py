@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from accel_scaler.precision import warn_past_float16
-from accel_scaler.precision.past_float16 import past_float16
+from accel_scaler.overflow import warn_past_float16
+from accel_scaler.overflow.past_float16 import past_float16
 
 
 def layers() -> nn.Sequential:

@@ -24,9 +24,10 @@ from torch.utils.checkpoint import checkpoint
 from versions import before_torch
 
 from accel_scaler.async_optimizer.pending_parameter import ParameterHold, PendingParameter
-from accel_scaler.overflow_finder import trace
-from accel_scaler.overflow_finder.finder import Origin, OverflowFinder
-from accel_scaler.overflow_finder.ranges import Range
+from accel_scaler.overflow import trace
+from accel_scaler.overflow.finder import OverflowFinder
+from accel_scaler.overflow.ranges import Range
+from accel_scaler.scaling import Origin
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from accel_scaler.precision.fp32_modules import Fp32Module
-from accel_scaler.precision.names import named
+from accel_scaler.overflow.fp32_modules import Fp32Module
+from accel_scaler.overflow.names import named
 
 WIDTH = 4
 

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from ..models import as_replay
+from ..scaling import Origin
 from .finder import OverflowFinder, place_of, search_sums
 from .ranges import Range, in_words, tensors_in, with_tensors
-from .recording import ForwardCall, Kept, OutputGradient, WindowRecording, as_replay
-from .search import Origin
+from .recording import ForwardCall, Kept, OutputGradient, WindowRecording
 from .trace import Place
 from .untouched import untouched
 

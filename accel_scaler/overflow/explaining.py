@@ -23,19 +23,21 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ..models import unwrap
 from ..optimizer_step import Explainer
-from ..overflow_finder import (
+from ..scaling import (
+    LOW_PRECISION,
+    GradScaler,
     Origin,
-    OverflowFinder,
-    Replay,
-    WindowRecording,
-    obstacle,
-    overflowed_sum,
-    run_again,
-    without_wrappers,
+    Window,
+    gather_objects,
+    is_sharded,
+    parameters_of,
 )
-from ..scaling import LOW_PRECISION, GradScaler, Window, gather_objects, is_sharded, parameters_of
-from .healing import Finding, Healer, Trial, locate
+from .finder import OverflowFinder
+from .heal import Finding, Healer, Trial, locate
+from .recording import WindowRecording
+from .replay import Replay, obstacle, overflowed_sum, run_again
 
 logger = logging.getLogger("accel_scaler")
 
@@ -111,7 +113,7 @@ class OverflowExplainer(Explainer):
             prepared: what the training loop calls.
             inner: the model in it, whose modules' names are told.
         """
-        plain = without_wrappers(inner)
+        plain = unwrap(inner)
         self._prepared.add(prepared)
         if not any(plain is model for model in self.models):
             self._models.append(weakref.ref(plain))

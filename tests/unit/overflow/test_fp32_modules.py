@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from accel_scaler import UnsupportedError
-from accel_scaler.precision.fp32_modules import Fp32Module
-from accel_scaler.precision.names import named
+from accel_scaler.overflow.fp32_modules import Fp32Module
+from accel_scaler.overflow.names import named
 
 WIDTH = 8
 

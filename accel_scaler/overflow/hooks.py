@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..models import inert
 
 MOST_NODES = 64
 """Nodes of one module's graph that are searched for the edge to its input."""
 
 Edge = tuple[Any, int]
 """``(node, number)``: where the gradient of one tensor goes."""
-
-
-def inert() -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """What ``__reduce__`` of a hook returns: a function that takes anything and does nothing.
-
-    A model is copied and pickled along with its hooks; nobody listens to the copy, and who loads
-    it may not have this package.
-    """
-    return getattr, (nullcontext(), "__exit__")
 
 
 class Hook:
@@ -73,28 +64,3 @@ def hook_inputs(
             if any(after is end and output == at for end, at in inputs):
                 node.register_hook(hook_of(number))
             stack.append(after)
-
-
-def is_compiled(module: Any) -> bool:
-    """Whether torch.compile or TorchScript runs it, so that hooks see nothing."""
-    return (
-        isinstance(module, (torch.jit.ScriptModule, torch._dynamo.OptimizedModule))
-        or module._compiled_call_impl is not None
-    )
-
-
-def is_in_backward() -> bool:
-    """Whether this thread runs one: a forward in it is a checkpoint's second."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def is_transformed() -> bool:
-    """Whether this thread is in a transform of ``torch.func``: tensors have no memory there."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def is_fsdp2(module: Any) -> bool:
-    """Whether ``fully_shard`` was called on it."""
-    # To import it takes a second; who has such a module has imported it.
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, fsdp.FSDPModule)

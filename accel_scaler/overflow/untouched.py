@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 
-from .hooks import is_fsdp2
+from ..models import is_fsdp2
 from .random_state import RandomState
 
 

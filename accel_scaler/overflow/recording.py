@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +19,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from ..devices import is_capturing
-from .hooks import Hook, is_compiled, is_in_backward, is_transformed
+from ..models import is_compiled, is_in_backward, is_replaying, is_transformed, unwrap
+from .hooks import Hook
 from .random_state import RandomState
 from .ranges import is_batched, tensors_in, with_tensors
 
@@ -32,23 +32,6 @@ MOST_FORWARDS = 1024
 
 SMALL_OUTPUT = 1 << 12
 """Elements up to which an output is kept, to be compared with what a second run gives."""
-
-_this_thread = threading.local()
-
-
-def is_replaying() -> bool:
-    """Whether this thread runs a window again: hooks that count or time forwards look away."""
-    return getattr(_this_thread, "replays", False)
-
-
-@contextmanager
-def as_replay() -> Iterator[None]:
-    """Within the block :func:`is_replaying`."""
-    before, _this_thread.replays = is_replaying(), True
-    try:
-        yield
-    finally:
-        _this_thread.replays = before
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +140,7 @@ class WindowRecording:
             inner: the model in it, which is what is run again: the wrappers of distributed
                 training communicate.
         """
-        plain = without_wrappers(inner)
+        plain = unwrap(inner)
         entered = prepared if isinstance(prepared, torch._dynamo.OptimizedModule) else plain
         if entered in self._watched or isinstance(plain, torch.jit.ScriptModule):
             return
@@ -318,22 +301,10 @@ class WindowRecording:
 
 def _compiled_around(model: Module) -> Module | None:
     """What the compiler has made of a model, within what replicates that."""
-    plain, wrapped = without_wrappers(model), model
+    plain, wrapped = unwrap(model), model
     while wrapped is not plain and not isinstance(wrapped, torch._dynamo.OptimizedModule):
         wrapped = wrapped.module  # type: ignore[assignment]
     return wrapped if wrapped is not plain and wrapped._orig_mod is plain else None
-
-
-def without_wrappers(model: Module) -> Module:
-    """The model that is compiled, or replicated on each rank."""
-    parallel = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
-    while True:
-        if isinstance(model, torch._dynamo.OptimizedModule):
-            model = model._orig_mod
-        elif isinstance(model, parallel):
-            model = model.module
-        else:
-            return model
 
 
 def _too_much(size: int) -> str:

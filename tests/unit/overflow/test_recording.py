@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accel_scaler.overflow_finder import WindowRecording, obstacle, ranges, recording, run_again
+from accel_scaler.overflow import ranges, recording
+from accel_scaler.overflow.recording import WindowRecording
+from accel_scaler.overflow.replay import obstacle, run_again
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

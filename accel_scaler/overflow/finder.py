@@ -21,16 +21,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..devices import is_capturing
 from ..errors import listed
+from ..models import is_compiled, is_in_backward, is_transformed
+from ..scaling import Origin
 from .hooks import (
     Hook,
     gradient_edge,
     hook_inputs,
-    is_compiled,
-    is_in_backward,
-    is_transformed,
 )
 from .ranges import Range, in_words, tensors_in
-from .search import Origin, search
+from .search import search
 from .trace import Call, Entry, InputGradient, Loss, ParameterGradient, Place, Uses, WindowTrace
 
 

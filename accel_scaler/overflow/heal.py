@@ -18,8 +18,10 @@ from torch import Tensor
 from torch.nn import Module
 
 from ..errors import UnsupportedError
-from ..overflow_finder import Origin
-from ..precision import ChosenModules, Fp32Module, named
+from ..scaling import Origin
+from .chosen import ChosenModules
+from .fp32_modules import Fp32Module
+from .names import named
 
 logger = logging.getLogger("accel_scaler")
 

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..scaling import Pair
+
 DEEPEST = 6
 """Nesting of containers up to which tensors are looked for."""
 
 PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 """In which no tensor is; a forward may be given thousands, as texts or tokens."""
-
-Pair = tuple[float, float]
 
 
 class Range:

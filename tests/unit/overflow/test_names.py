@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from accel_scaler import ConfigError
-from accel_scaler.precision.names import match, named, refuse_unmatched
+from accel_scaler.overflow.names import match, named, refuse_unmatched
 
 
 class Block(nn.Module):

@@ -18,7 +18,7 @@ from torch.nn import Module
 from .castable import SeesAutocast, own_forward, refuse_uncastable
 from .casts import FULL, LOW, first_dtype, lowered, raised
 from .names import has_forward, with_forward
-from .parameters import is_gathered, needs_parts, raise_parameters, restore
+from .raised_parameters import is_gathered, needs_parts, raise_parameters, restore
 
 
 class Fp32Module:

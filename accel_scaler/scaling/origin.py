@@ -1,0 +1,61 @@
+"""Where an overflow began, as the window holds it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+Pair = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where an overflow began.
+
+    ``input`` and ``output`` are ``(lo, hi)``, NaN in both where there was a NaN, None where
+    nothing was seen. In a forward: of the module's input and output. In a backward: ``output`` is
+    the gradient that came in (with respect to the module's output), ``input`` the one that went
+    out. For a parameter: the module's input, and the gradient with respect to its output. For a
+    loss: ``output`` is the loss.
+    """
+
+    where: str
+    """``"forward"``, ``"loss"``, ``"backward"`` or ``"parameter"``."""
+    module: str
+    """Its name in the model; ``""`` for the model itself, and for code outside of it."""
+    cls: str
+    """Class of the module; the dtype of a loss; ``"loss"`` for code between model and loss."""
+    micro_batch: int
+    """Number of the backward in its window, from 0."""
+    input: Pair | None
+    output: Pair | None
+    text: str
+    """One sentence."""
+    place: Any = field(default=None, compare=False, repr=False)
+    """The finder's own note of the module; None for code outside of any. Not pickled."""
+
+    @property
+    def is_of_data(self) -> bool:
+        """A forward was given what is not finite."""
+        given = self.input or ()
+        return self.where == "forward" and not all(map(math.isfinite, given))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "place": None}
+
+    def as_json(self) -> dict[str, Any]:
+        """The form in a telemetry file: strict JSON, where inf is ``"inf"``."""
+        return {
+            "where": self.where,
+            "module": self.module,
+            "class": self.cls,
+            "micro_batch": self.micro_batch,
+            "input": _as_json(self.input),
+            "output": _as_json(self.output),
+            "text": self.text,
+        }
+
+
+def _as_json(pair: Pair | None) -> list[float | str] | None:
+    return None if pair is None else [x if math.isfinite(x) else str(x) for x in pair]

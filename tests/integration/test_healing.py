@@ -15,7 +15,7 @@ from telemetry_runs import attached, sgd
 from torch import Tensor, nn
 
 from accel_scaler import ConfigError, ScalerConfig, detach
-from accel_scaler.integrations import explaining, healing
+from accel_scaler.overflow import explaining, heal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -353,14 +353,14 @@ def test_settings_that_contradict() -> None:
 def test_a_search_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever each trial says."""
     tried: list[Any] = []
-    find = healing.locate
+    find = heal.locate
 
     def elsewhere(models: Any, origin: Any) -> Any:
         found = find(models, origin)
         tried.append(found)
-        return healing.Located(0, ["before.0", "after.0", "sick"][len(tried) % 3])
+        return heal.Located(0, ["before.0", "after.0", "sick"][len(tried) % 3])
 
     monkeypatch.setattr("accel_scaler.overflow.explaining.locate", elsewhere)
     _, records = train(Net(Own), 2, heal=True)
     assert all(r.skipped for r in records)
-    assert len(tried) <= 2 * healing.MOST_TRIALS + 2
+    assert len(tried) <= 2 * heal.MOST_TRIALS + 2

@@ -11,7 +11,7 @@ from ranks_script import TIMEOUT_S
 
 from accel_scaler.async_optimizer.worker import EXIT_LIMIT_S
 from accel_scaler.scaling import WAIT_LIMIT_S
-from accel_scaler.scaling.overflow_streak import MOST_WARNINGS, TOLD_AT
+from accel_scaler.scaling.skips import WARNS_AT
 from accel_scaler.telemetry.record_queue import LONGEST_WAIT_S, MOST_WAITING
 
 COLUMNS = 5
@@ -58,10 +58,9 @@ def test_a_test_that_is_not_there_is_noticed() -> None:
         ("SIGKILL at", f"{LONGEST_WAIT_S:g} s or {MOST_WAITING} windows"),
         ("disk full for telemetry", f"{LONGEST_WAIT_S:g} s or {MOST_WAITING} windows"),
         ("one of two ranks hangs", f"with {TIMEOUT_S} s set"),
-        ("NaN in every", f"at {TOLD_AT}, {10 * TOLD_AT}, {100 * TOLD_AT:,} ..."),
-        ("infinite loss", f"then {TOLD_AT}, 143 and {10 * TOLD_AT}"),
-        ("10,000 skips", f"({TOLD_AT}, {10 * TOLD_AT}, {100 * TOLD_AT:,})"),
-        ("10,000 skips", f"at most {MOST_WARNINGS} "),
+        ("NaN in every", f"at {WARNS_AT}, {10 * WARNS_AT}, {100 * WARNS_AT:,} ..."),
+        ("infinite loss", f"then {WARNS_AT} and {10 * WARNS_AT}"),
+        ("10,000 skips", f"({WARNS_AT}, {10 * WARNS_AT}, {100 * WARNS_AT:,})"),
         ("the optimizer thread hangs", f"after {WAIT_LIMIT_S:g} s"),
         ("the optimizer thread hangs", f"waits {EXIT_LIMIT_S:g} s"),
     ],

@@ -14,9 +14,8 @@ from torch.optim import Optimizer
 
 from ..config import ScalerConfig
 from ..errors import ConfigError, OrderError, UnsupportedError
-from ..optimizer_step import Boundary, StepTiming, async_stepper_of, boundary_of
+from ..optimizer_step import Boundary, Observer, StepTiming, async_stepper_of, boundary_of
 from ..scaling import GradScaler, ParameterNames, parameters_of, whole
-from ..telemetry import History, Recorder
 from ..untraced import untraced
 from .async_stepper import AsyncStepper
 from .grad_handoff import hold_scaled
@@ -69,6 +68,8 @@ class AsyncOptimizer(Optimizer):
         optimizer_threads: threads of the step's CPU kernels.
         fold_unscale: let the fused kernel unscale and clip.
         sharded: ranks hold different gradients in a way that the parameters do not show.
+        observer: receives the events of each window, as a ``telemetry.recorder.Recorder`` of
+            ``scaler`` does. Ignored where the scaler has a boundary already.
 
     Raises:
         ConfigError: a wrong argument, or a model without any of the optimizer's parameters.
@@ -90,6 +91,7 @@ class AsyncOptimizer(Optimizer):
         optimizer_threads: int | str = "auto",
         fold_unscale: bool = False,
         sharded: bool = False,
+        observer: Observer | None = None,
     ) -> None:
         config = ScalerConfig.from_mapping(
             {
@@ -107,7 +109,7 @@ class AsyncOptimizer(Optimizer):
         _check_arguments(optimizer, model, scaler)
         # Optimizer.__init__ would make groups of its own; these are the wrapped one's.
         self.optimizer, self.model, self.scaler = optimizer, model, scaler
-        self._config = config
+        self._config, self._observer = config, observer
         self._closed = False
         self._open()
         if scaler is not None and sharded:
@@ -138,7 +140,7 @@ class AsyncOptimizer(Optimizer):
             if self.scaler is not None:
                 # One for all optimizers of a scaler, an attached accelerator's too.
                 self._boundary = boundary_of(self.scaler) or Boundary(
-                    self.scaler, device, Recorder(self.scaler)
+                    self.scaler, device, self._observer
                 )
                 self._boundary.add(self, config.fold_unscale, hold_scaled)
         except BaseException:
@@ -180,12 +182,6 @@ class AsyncOptimizer(Optimizer):
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         """The wrapped optimizer's defaults."""
         return self.optimizer.defaults
-
-    @property
-    def history(self) -> History:
-        """What the scaler did, one record a window; empty without ``scaler``."""
-        observer = None if self._boundary is None else self._boundary.observer
-        return observer.history if isinstance(observer, Recorder) else History()
 
     @property
     def timing(self) -> StepTiming | None:

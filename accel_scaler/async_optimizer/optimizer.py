@@ -20,7 +20,6 @@ from ..untraced import untraced
 from .async_stepper import AsyncStepper
 from .grad_handoff import hold_scaled
 from .hooks import SyncHooks
-from .master_rule import MasterRule
 from .shared_parameters import refuse_successor, take_over
 from .worker import Worker
 
@@ -437,12 +436,8 @@ def step_beside(
             left.hooks.close()
     stepper = AsyncStepper(
         optimizer,
-        mode=config.step_mode,
-        offload=config.offload == "cpu",
-        masters=MasterRule.of(config),
+        config,
         device=device,
-        delay_warmup_steps=config.delay_warmup_steps,
-        delay_compensation=config.delay_compensation,
         worker=worker,
         parameter_names=parameter_names,
         guards_backward=guards_backward,

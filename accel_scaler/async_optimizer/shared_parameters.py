@@ -74,7 +74,8 @@ def find_tied(stepper: AsyncStepper) -> None:
     of those would not wait."""
     for other in _present():
         if other is not stepper and _tied(stepper.optimizer, other.optimizer):
-            stepper.waits_at_step = other.waits_at_step = True
+            stepper.wait_each_step()
+            other.wait_each_step()
 
 
 def _present() -> list[AsyncStepper]:

@@ -25,7 +25,7 @@ from support import same
 from torch import Tensor, nn
 
 from accel_scaler import AsyncOptimizer, GradScaler
-from accel_scaler.async_optimizer.compensation import Compensation
+from accel_scaler.async_optimizer.preview import Previews
 
 pytestmark = pytest.mark.usefixtures("one_thread", "one_part_each")
 
@@ -326,13 +326,13 @@ def test_a_preview_is_made_behind_the_update_with_the_settings_of_the_next_step(
     model = network()
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with pytest.MonkeyPatch.context() as patch:
-        make = Compensation._make  # type: ignore[attr-defined]
+        make = Previews._make  # type: ignore[attr-defined]
 
         def making(self: Any, part: Any, ahead: Any, due: Any = None) -> None:
             made.append("behind" if due is None else "at the boundary")
             make(self, part, ahead, due)
 
-        patch.setattr(Compensation, "_make", making)
+        patch.setattr(Previews, "_make", making)
         with AsyncOptimizer(inner, model, mode="delayed") as optimizer:
             for step in range(6):
                 loss_of(model, step).backward()

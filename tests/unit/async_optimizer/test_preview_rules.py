@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from accel_scaler import AsyncOptimizer, ScalerConfig, UnsupportedError
-from accel_scaler.async_optimizer.preview_rules import RULES, rule_of
+from accel_scaler.async_optimizer.preview import RULES, rule_of
 
 Make = Callable[..., torch.optim.Optimizer]
 

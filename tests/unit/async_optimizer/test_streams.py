@@ -28,7 +28,7 @@ from torch.distributed.fsdp import fully_shard
 from accel_scaler import AsyncOptimizer, GradScaler, UnsupportedError, devices
 from accel_scaler.async_optimizer import async_stepper as async_stepper_module
 from accel_scaler.async_optimizer import replica as replica_module
-from accel_scaler.async_optimizer.compensation import Compensation
+from accel_scaler.async_optimizer.preview import Previews
 from accel_scaler.async_optimizer.replica import Replica
 from accel_scaler.async_optimizer.streams import SideStreams, packs
 from accel_scaler.async_optimizer.worker import Task, Worker
@@ -472,18 +472,18 @@ def test_what_is_on_its_way_up_is_not_overwritten(
 ) -> None:
     """Nobody uses a parameter between a step that is not late and a preview in its buffer."""
     device, calls = paper(True), list[str]()
-    wait, make = SideStreams.wait_for_side, Compensation._make
+    wait, make = SideStreams.wait_for_side, Previews._make
 
     def waiting(self: SideStreams) -> None:
         calls.append("wait")
         wait(self)
 
-    def making(self: Compensation, *args: Any) -> None:
+    def making(self: Previews, *args: Any) -> None:
         calls.append("make")
         make(self, *args)
 
     monkeypatch.setattr(SideStreams, "wait_for_side", waiting)
-    monkeypatch.setattr(Compensation, "_make", making)
+    monkeypatch.setattr(Previews, "_make", making)
     model = mlp().half()
     inner = torch.optim.AdamW(model.parameters(), lr=0.1)
     settings: Any = {"mode": "delayed", "offload": "cpu"}

@@ -467,7 +467,6 @@ class AsyncStepper(Stepper):
                 if step.task.end(error) or not isinstance(error, Exception):
                     logger.error("%s", step.failure(type(self.optimizer).__name__, self._names))
                 self._lose(step)
-                replica.return_groups()
             raise
 
     def _own(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -878,9 +877,8 @@ class AsyncStepper(Stepper):
         self.replica.expect_masters(p for key, p in params if MASTER in _entry_of(entries, key))
         self.refresh()
 
-    def load(self, state_dict: dict[str, Any], itself: bool = False) -> None:
-        """After the optimizer has loaded ``state_dict``: where masters are, their state too, which
-        it loads ``itself`` where it does so in a way of its own.
+    def load(self, state_dict: dict[str, Any]) -> None:
+        """After the optimizer has loaded ``state_dict``: where masters are, their state too.
 
         An entry ``master`` holds where it rounds to the model's present parameter; what was shown
         of an update, where the model has the master then.
@@ -896,8 +894,8 @@ class AsyncStepper(Stepper):
                     **state_dict["state"],
                     **{k: without_own(v) for k, v in entries.items()},
                 }
-                load = replica.load_itself if itself else replica.load_state
-                saved = load({**state_dict, "state": rest}, {k: v[MASTER] for k, v in own.items()})
+                masters = {k: v[MASTER] for k, v in own.items()}
+                saved = replica.load_state({**state_dict, "state": rest}, masters)
                 shown = [own.get(index, {}) for index in saved]
         counts = [
             entry["step"]
@@ -922,7 +920,6 @@ class AsyncStepper(Stepper):
             unguard(self.replica.pairs)
             unregister(self.optimizer)
             leave(self)
-            self.replica.return_groups()
             state = self.optimizer.state
             for p in [p for p, entry in state.items() if isinstance(p, Tensor) and is_empty(entry)]:
                 del state[p]

@@ -119,24 +119,6 @@ def test_nothing_is_measured_for_nobody(offload: str, monkeypatch: pytest.Monkey
     assert_same_run(ours, run_reference("adamw", 0, **settings))
 
 
-class Own(torch.optim.SGD):
-    """Not one of torch's, so it steps on the training thread."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step()
-
-
-def test_an_optimizer_that_steps_itself_has_no_preview(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(OPTIMIZERS, "own", lambda params: Own(params, lr=0.05, momentum=0.9))
-    path = tmp_path / "run.jsonl"
-    ours = run_ours("own", compensation="auto", telemetry=path, **WINDOWS)
-    assert_same_run(ours, run_reference("own", 0, **WINDOWS))
-    assert set(errors_of(path)) == {None}
-    assert windows_of(path)[-1]["delay_compensation"] == ["none"]
-
-
 def test_two_optimizers_are_one_number(tmp_path: Path) -> None:
     path, kinds = tmp_path / "run.jsonl", ["adamw", "sgd"]
     models, plain = [network(), network(torch.float16)], [network(), network(torch.float16)]

@@ -537,7 +537,6 @@ class AsyncStepper(Stepper):
                 if step.task.end(error) or not isinstance(error, Exception):
                     logger.error("%s", step.failure(type(self.optimizer).__name__, self._names))
                 self._lose(step)
-                replica.return_groups()
             raise
 
     def _choose_delay(
@@ -940,9 +939,8 @@ class AsyncStepper(Stepper):
         self.replica.expect_masters(p for key, p in params if MASTER in entry_of(entries, key))
         self.refresh()
 
-    def load(self, state_dict: dict[str, Any], itself: bool = False) -> None:
-        """After the optimizer has loaded ``state_dict``: where masters are, their state too, which
-        it loads ``itself`` where it does so in a way of its own.
+    def load(self, state_dict: dict[str, Any]) -> None:
+        """After the optimizer has loaded ``state_dict``: where masters are, their state too.
 
         An entry ``master`` holds where it rounds to the model's present parameter; a preview where
         the model has the master then.
@@ -959,10 +957,8 @@ class AsyncStepper(Stepper):
                     if isinstance(v, dict)
                 }
                 rest = {k: without_own(v) for k, v in entries.items()}
-                load = replica.load_itself if itself else replica.load_state
-                saved = load(
-                    {**state_dict, "state": rest}, {k: v[MASTER] for k, v in found.items()}
-                )
+                masters = {k: v[MASTER] for k, v in found.items()}
+                saved = replica.load_state({**state_dict, "state": rest}, masters)
                 own = [found.get(index, {}) for index in saved]
         counts = [
             entry["step"]
@@ -987,7 +983,6 @@ class AsyncStepper(Stepper):
             unguard(self.replica.pairs)
             unregister(self.optimizer)
             leave(self)
-            self.replica.return_groups()
             state = self.optimizer.state
             for p in [p for p, entry in state.items() if isinstance(p, Tensor) and is_empty(entry)]:
                 del state[p]

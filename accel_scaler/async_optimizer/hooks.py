@@ -25,7 +25,6 @@ from .master_params import ParameterPair
 from .pending_parameter import outside_transforms
 from .replica import is_empty
 from .shared_memory import overlapping
-from .supported_optimizers import refuse_bare_state
 
 logger = logging.getLogger("accel_scaler")
 
@@ -140,9 +139,6 @@ class SyncHooks:
             stepper.replica.masters.every or stepper.keeps_scaled or stepper.replica.is_sharded
         ):
             return
-        if not stepper.replica.splittable:
-            stepper.replica.return_state()
-            return
         # That of parameters that were replaced stays, and torch's state dict does not take it.
         own, found = set(map(id, parameters_of(optimizer))), optimizer.state
         gone = [key for key in found if isinstance(key, Tensor) and id(key) not in own]
@@ -173,8 +169,6 @@ class SyncHooks:
     def _before_saving(self, optimizer: Optimizer) -> None:
         stepper = self._stepper()
         if stepper is not None:
-            if stepper.replica.has_masters:
-                refuse_bare_state(optimizer)
             stepper.synchronize()
             stepper.refresh()  # a model that was loaded after its masters
             stepper.follow_unseen_edits()
@@ -215,10 +209,9 @@ class SyncHooks:
         self._loads_itself = True
         try:
             stepper.begin_loading(state_dict)
-            if not (stepper.replica.masters.every or stepper.keeps_scaled):
-                optimizer.load_state_dict(without_previews(state_dict))
+            optimizer.load_state_dict(without_previews(state_dict))
             self.watch(self._find_models())
-            stepper.load(state_dict, itself=True)
+            stepper.load(state_dict)
         finally:
             self._loads_itself = False
 

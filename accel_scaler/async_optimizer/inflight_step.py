@@ -284,8 +284,6 @@ class InflightStep:
             except BaseException:
                 if buffered:
                     replica.count_steps(-1, replica.parts[number:])
-                if not replica.splittable:  # what it had updated by then stays updated
-                    self._publish(part)
                 raise
             if not self.is_stale:
                 self._publish(part)

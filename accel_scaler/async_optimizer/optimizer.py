@@ -54,7 +54,7 @@ class AsyncOptimizer(Optimizer):
     Args:
         optimizer: any torch optimizer whose ``step`` needs no closure. One that torch does not
             ship steps itself, on the training thread, and a warning says so; with float32 masters
-            it may hold nothing by which its step could reach the parameters past them.
+            it is refused.
         model: the module that holds its parameters. Needed where a forward cannot be watched
             parameter by parameter (compiled, FSDP2), and for evaluation in ``delayed``.
         scaler: scales the loss; its windows end with :meth:`step`.

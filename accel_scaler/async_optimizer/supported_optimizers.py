@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from enum import Enum
+from collections.abc import Callable, Sequence
 from functools import cache
-from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -15,7 +12,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import UnsupportedError
-from ..optimizer_step import ATTRIBUTE
 from ..scaling import LOW_PRECISION, ParameterNames, parameters_of
 from .master_params import is_stepped
 from .master_rule import MasterRule
@@ -31,13 +27,6 @@ _OTHERS_BY_PARAMETER = {"transformers.optimization.Adafactor"}
 
 _BY_MATRIX = {"Adafactor", "Muon"}
 """Of these, the ones that a shard is not enough for."""
-
-_PLAIN = (
-    *(type(None), bool, int, float, complex, str, bytes, Enum, range, slice, type),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
-    torch.Generator,
-)
-"""What leads to no parameter."""
 
 WHY = "offload, step_mode 'delayed', float16 or bfloat16 parameters"
 WAY_OUT = (
@@ -185,7 +174,10 @@ def _refuse_masters(optimizer: Optimizer, params: Sequence[Tensor]) -> None:
             f"expected each once {way_out}"
         )
     if not is_splittable(optimizer):
-        refuse_hidden(optimizer)
+        raise UnsupportedError(
+            f"{name} is not one of torch's optimizers, whose steps treat each parameter alone, and "
+            f"is not stepped {way_out}"
+        )
 
 
 def refuse_overlap(
@@ -211,79 +203,6 @@ def refuse_overlap(
             "both (decoder.weight = encoder.weight; torch.nn.functional.linear(x, weight.t()) for "
             f"a transposed one). {WAY_OUT}"
         )
-
-
-def refuse_hidden(optimizer: Optimizer, masters: Iterable[Tensor] = ()) -> None:
-    """Raise ``UnsupportedError`` where a step could reach parameters or state past their masters,
-    or these when they are others: by what the optimizer holds besides its groups and its state."""
-    params = [*parameters_of(optimizer), *masters]
-    entries = [v if isinstance(v, dict) else {"": v} for v in optimizer.state.values()]
-    stored = [t for entry in entries for t in entry.values() if isinstance(t, Tensor)]
-    refuse_bare_state(optimizer)
-    memory, seen = {_storage(t) for t in [*params, *stored]}, set(map(id, params))
-    held = [("its state", t) for t in stored if id(t) in seen] + list(_held(optimizer))
-    for where, value in held:
-        if (what := _hidden_in(value, optimizer, seen, memory)) is not None:
-            raise UnsupportedError(
-                f"{type(optimizer).__name__}: {where} holds {what}, by which its step could reach "
-                f"parameters or state past their float32 masters ({WHY}). {WAY_OUT}"
-            )
-
-
-def refuse_bare_state(optimizer: Optimizer) -> None:
-    """Raise ``UnsupportedError`` where a tensor is all the state of a parameter with a master."""
-    if any(isinstance(k, Tensor) and isinstance(v, Tensor) for k, v in optimizer.state.items()):
-        raise UnsupportedError(
-            f"{type(optimizer).__name__}: its state holds a tensor for a parameter, expected a "
-            f"dict: with float32 masters ({WHY}) each of its tensors has a name. {WAY_OUT}"
-        )
-
-
-def _held(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
-    """All that a step may read on the optimizer, its groups and its parameters, with its place."""
-    torchs = attributes_of_every_optimizer() | {ATTRIBUTE}
-    for key, value in vars(optimizer).items():
-        if key not in torchs or key == "defaults":
-            yield f"its attribute {key!r}", value
-    for number, group in enumerate(optimizer.param_groups):
-        for key, value in group.items():
-            if key != "params":
-                yield f"{key!r} of its group {number}", value
-        for p in group["params"]:
-            for key, value in vars(p).items():
-                yield f"the attribute {key!r} of one of its parameters", value
-
-
-def _hidden_in(value: Any, optimizer: Optimizer, ids: set[int], memory: set[int]) -> str | None:
-    """What ``value`` holds that leads to parameters, or may; None: plain values alone."""
-    if isinstance(value, Tensor):
-        leads = id(value) in ids or _storage(value) in memory
-        return "a parameter, or its memory" if leads else None
-    if type(value) is int and value in ids:
-        return "the id of a parameter"
-    owner = getattr(value, "__self__", None)
-    if isinstance(value, _PLAIN) or owner is optimizer:
-        return None
-    if isinstance(value, BuiltinFunctionType) and isinstance(owner, (type(None), ModuleType)):
-        return None
-    if isinstance(value, FunctionType) and not (
-        value.__closure__ or value.__defaults__ or value.__kwdefaults__
-    ):
-        return None
-    if not isinstance(value, (dict, list, tuple, set, frozenset, deque)):
-        return f"a {type(value).__name__}"
-    if id(value) in ids:
-        return "itself"
-    items = [*value.keys(), *value.values()] if isinstance(value, dict) else value
-    found = (_hidden_in(item, optimizer, ids | {id(value)}, memory) for item in items)
-    return next(filter(None, found), None)
-
-
-def _storage(t: Tensor) -> int:
-    try:
-        return t.untyped_storage().data_ptr() or -id(t)
-    except (NotImplementedError, RuntimeError):  # a kind of tensor without memory of its own
-        return -id(t)
 
 
 def refuse_spread(optimizer: Optimizer, device: torch.device | None = None) -> None:

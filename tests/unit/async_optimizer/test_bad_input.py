@@ -100,7 +100,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "SAM": (
         lambda: AsyncOptimizer(Sam([one()]), mode="delayed"),
         UnsupportedError,
-        "'base_optimizer'",
+        "not one of torch's",
     ),
     "half an optimizer": (
         lambda: AsyncOptimizer(Lookahead([one()])),

@@ -281,16 +281,10 @@ class AsyncStepper(Stepper):
 
         Raises:
             StepError: the optimizer thread has ended.
-            OrderError: it is closed; or a parameter that has a newer value was changed.
+            OrderError: a parameter that has a newer value was changed.
         """
-        phase = self.phase
-        if phase is Phase.LOST:
+        if self._lost is not None:
             raise StepError(self._lost)
-        if phase is Phase.CLOSED:
-            raise OrderError(
-                f"this stepper of {type(self.optimizer).__name__} is closed; make another "
-                "AsyncOptimizer or prepare the optimizer again."
-            )
         if any_pending():
             settle_pending(parameters_of(self.optimizer))  # of another optimizer's step
         is_current = self.replica.is_current()
@@ -439,6 +433,11 @@ class AsyncStepper(Stepper):
             self._synchronize(keeps=False)
 
     def _finish_for_boundary(self) -> None:
+        if self.phase is Phase.CLOSED:
+            raise OrderError(
+                f"a step of {type(self.optimizer).__name__} came after its stepper was closed. "
+                "Make another AsyncOptimizer, or prepare the optimizer again."
+            )
         self.lift_fence()  # no forward that is seen came between
         self.finish("optimizer.step")
         self._finish_others()

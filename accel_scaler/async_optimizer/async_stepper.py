@@ -13,7 +13,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from enum import Enum, IntEnum
 from itertools import chain
 from typing import Any
 
@@ -57,6 +56,7 @@ from .pending_parameter import (
     settle_gradients,
     settle_pending,
 )
+from .phases import Phase, WaitAt
 from .preview import Previews
 from .replica import Replica, is_empty
 from .shared_memory import place_of
@@ -66,37 +66,6 @@ from .supported_optimizers import refuse_overlap
 from .worker import Worker
 
 logger = logging.getLogger("accel_scaler")
-
-
-class Phase(Enum):
-    """Where an optimizer stands between two boundaries.
-
-    Derived from what there is, never stored: an interrupt at any line leaves it right.
-    """
-
-    IDLE = "idle"
-    """The model has the newest values."""
-    RUNNING = "running"
-    """An update is on the optimizer thread."""
-    COMPUTED = "computed"
-    """It is done; the model gets it at the next boundary or fence (``delayed``)."""
-    FENCED = "fenced"
-    """A fence has published it; the next training forward gets its previews back (``delayed``)."""
-    LOST = "lost"
-    """The optimizer thread has ended with an update."""
-    CLOSED = "closed"
-    """The optimizer is torch's again."""
-
-
-class WaitAt(IntEnum):
-    """Where updates are awaited; each is later in ``step()`` and earlier for the forward."""
-
-    USE = 0
-    """Where a parameter is used."""
-    FORWARD = 1
-    """Before the forward of a compiled or sharded model."""
-    STEP = 2
-    """In ``step()``: something reads parameters that no hook comes before."""
 
 
 class AsyncStepper(Stepper):
@@ -176,8 +145,6 @@ class AsyncStepper(Stepper):
         """``id`` of parameters that another optimizer steps too: it needs their gradients."""
         self.sees_forwards = False
         """A model is watched, so it is known when a training forward begins."""
-        self._saw_forward = False
-        """One has begun since the last step."""
         self._inflight: InflightStep | None = None
         self._guards_backward, self._fences_reads = guards_backward, fences_reads
         self._is_learning = False
@@ -225,30 +192,11 @@ class AsyncStepper(Stepper):
         """This thread trains from here on: failures are raised in it."""
         self._trainer = threading.current_thread()
 
-    def claim_if_gone(self) -> None:
-        """:meth:`claim` in a training forward, where the thread that trained before has ended."""
-        if not self._trainer.is_alive():
-            with self.lock:  # of several threads, the first
-                if not self._trainer.is_alive():
-                    self.claim()
-
     @property
     def is_trained_here(self) -> bool:
         """Whether this thread is the one that trains, or that one has ended."""
-        return self._is_trainer or not self._trainer.is_alive()
-
-    @property
-    def _is_trainer(self) -> bool:
         # Asked on autograd's threads too, which ``current_thread`` would make Python's for good.
-        return self._trainer.ident == threading.get_ident()
-
-    def wait_each_step(self) -> None:
-        """Something reads parameters unseen: ``step()`` waits from here on."""
-        self.wait_at = WaitAt.STEP
-
-    def wait_each_forward(self) -> None:
-        """Uses of single parameters cannot be seen: the forward waits for all from here on."""
-        self.wait_at = max(self.wait_at, WaitAt.FORWARD)
+        return self._trainer.ident == threading.get_ident() or not self._trainer.is_alive()
 
     # What the boundary asks.
 
@@ -373,10 +321,9 @@ class AsyncStepper(Stepper):
             return
         self._logged_edits = True
         logger.warning(
-            "%s changed between two steps where torch counts no version, through .data for "
-            "example. The float32 master took the new values over. Of large tensors only a sample "
-            "is compared, so an edit of few elements may be missed: write `with torch.no_grad(): "
-            "p.copy_(...)` instead of `p.data.copy_(...)`, which is always seen. (Logged once.)",
+            "%s changed where torch counts no version (.data). The float32 master has taken the "
+            "new values, but of large tensors only a sample is compared: write `with "
+            "torch.no_grad(): p.copy_(...)`, which is always seen. (Logged once.)",
             self._names(params),
         )
 
@@ -516,7 +463,6 @@ class AsyncStepper(Stepper):
             self._note_versions({})
             self.timing = step.timing
             self.steps += 1
-            self._saw_forward = False
             self.optimizer.__dict__["_opt_called"] = True  # what an LR scheduler's wrapper sets
             self._launch(step, inline)
             if reads_device and sum(grad is not None for grad in held) < len(stepped):
@@ -750,12 +696,6 @@ class AsyncStepper(Stepper):
                 "are updated",
                 type(self.optimizer).__name__,
             )
-            if self.delayed is not None and self.sees_forwards and not self._saw_forward:
-                logger.warning(
-                    "step_mode='delayed': a compiled forward reads parameters, and none of the "
-                    "given model is seen: evaluated through it they are not the newest. Give "
-                    "AsyncOptimizer what torch.compile returned, or call synchronize() before."
-                )
         if self._is_learning and learn:
             self._is_learning = False
             self.replica.reorder(hold.seen)
@@ -883,14 +823,12 @@ class AsyncStepper(Stepper):
 
     def begin_forward(self) -> None:
         """A training forward begins: it sees what it would have seen without the fences before."""
-        self.claim_if_gone()
         self.lift_fence()
-        self._saw_forward = True
         if self.streams.copies_beside and is_capturing():
             return  # a graph reads what is there when it is replayed, and nothing may wait here
         if self.has_kept and not self.hooks.is_called_by_watched():
             with self.lock:  # another thread's forward begins after it, too
-                if self.has_kept and self._is_trainer:
+                if self.has_kept and self.is_trained_here:
                     self._give_back_previews()
         self._prepare()
 
@@ -909,14 +847,15 @@ class AsyncStepper(Stepper):
     def _prepare(self) -> None:
         """Prepare the previews of the next boundary; does nothing on other threads."""
         is_captured = self.streams.copies_beside and is_capturing()
-        if self.delayed is not None and self._is_trainer and not is_captured:
-            self.delayed.prepare(self.steps)
+        if self.delayed is not None and self.is_trained_here and not is_captured:
+            with self.lock:
+                self.delayed.prepare(self.steps)
 
     def _finish_preparation(self) -> None:
         if self.delayed is None:
             return
         start = time.perf_counter()
-        if self.delayed.finish_preparation() and self.timing is not None and self._is_trainer:
+        if self.delayed.finish_preparation() and self.timing and self.is_trained_here:
             length = time.perf_counter() - start
             if length > MIN_WAIT_S:
                 self.timing.waits.append((start, length, "preview"))

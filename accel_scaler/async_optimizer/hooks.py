@@ -19,10 +19,11 @@ from torch.optim import Optimizer
 from ..errors import UnsupportedError
 from ..models import inert, is_fsdp2, is_in_backward, is_replaying
 from ..scaling import parameters_of
-from .async_stepper import AsyncStepper, WaitAt
+from .async_stepper import AsyncStepper
 from .delayed import MASTER, without_own, without_previews
 from .master_params import ParameterPair
 from .pending_parameter import outside_transforms
+from .phases import WaitAt
 from .replica import is_empty
 from .shared_memory import overlapping
 
@@ -295,7 +296,7 @@ class SyncHooks:
         self._modules.update(seen)
         self._roots.update(_roots(model))
         if scripted:
-            stepper.wait_each_step()
+            stepper.wait_at = WaitAt.STEP
         if isinstance(model, torch.nn.DataParallel) or any(map(is_fsdp2, model.modules())):
             stepper.wait_at = max(
                 stepper.wait_at, WaitAt.FORWARD
@@ -311,7 +312,7 @@ class SyncHooks:
         others = [(name, t) for name, t in tensors if id(t) not in mine]
         for group in overlapping([*own, *(t for _, t in others)]):
             if group[0] < len(own) <= group[-1]:
-                stepper.wait_each_step()
+                stepper.wait_at = WaitAt.STEP
                 logger.warning(
                     "%s of %s shares memory with a parameter of %s and is not one of its "
                     "parameters. Each step is awaited, so nothing of it is hidden behind forward "
@@ -358,14 +359,14 @@ class SyncHooks:
         for model in list(self._models):
             for module in model.modules():
                 if _is_compiled(module):
-                    stepper.wait_each_forward()
+                    stepper.wait_at = max(stepper.wait_at, WaitAt.FORWARD)
                     if module not in self._roots:
                         self._roots.add(module)
                         self._hook_root(module, self._handles)
                 own = module._compiled_call_impl
                 if own is None or any(own is wrapper for _, _, wrapper in self._compiled):
                     continue
-                stepper.wait_each_forward()
+                stepper.wait_at = max(stepper.wait_at, WaitAt.FORWARD)
                 wrapper = _WaitFirst(stepper, own, module)
                 module._compiled_call_impl = wrapper
                 self._compiled.append((weakref.ref(module), own, wrapper))
@@ -417,7 +418,6 @@ class _BeforeForward(_Hook):
             if _is_evaluated(module):
                 stepper.synchronize()  # an evaluation sees the newest parameters
                 return
-            stepper.claim_if_gone()
             if not is_in_backward():
                 stepper.begin_forward()
         if stepper.wait_at >= WaitAt.FORWARD and not is_fsdp2(module):  # which waits at gathers

@@ -34,22 +34,18 @@ class AsyncOptimizer(Optimizer):
     >>> optimizer.zero_grad()
 
     ``mode="overlap"`` computes what the plain optimizer computes, bit for bit: a parameter is
-    awaited where it is next used, in a forward or anywhere else. ``mode="delayed"`` updates
-    float32 masters, which are published one step late; until then the model has a preview of them
-    (``delay_compensation``). ``mode="sync"`` steps at once. float16 and bfloat16 parameters train
-    through float32 masters in every mode (``master_weights``). ``offload="cpu"`` keeps state and
-    masters in host memory.
+    awaited where it is next used. ``mode="delayed"`` updates float32 masters, which are published
+    one step late; until then the model has a preview (``delay_compensation``). ``mode="sync"``
+    steps at once. float16 and bfloat16 parameters train through float32 masters in every mode.
 
     With ``scaler``, :meth:`step` is the whole boundary. Without, it only updates, so
-    ``scaler.step(optimizer); scaler.update()`` work as with any optimizer, and so does training
-    without scaling. After ``step`` ``.grad`` is what the plain optimizer leaves there: dropped
-    (``zero_grad``), it costs nothing; looked at, zeroed in place or added to, it waits until the
-    step has read it.
+    ``scaler.step(optimizer); scaler.update()`` work as with any optimizer. After ``step`` ``.grad``
+    is what the plain optimizer leaves there; whoever reads or writes it waits for the step.
 
     ``param_groups`` and ``state`` are the wrapped optimizer's: an LR scheduler may be given
-    either. A step works with the values of its moment. Saving, loading and evaluating (a forward
-    without gradients) see the newest values; before reading them in another way call
-    :meth:`synchronize`. Close it, or use it as a context manager.
+    either. Saving, loading and evaluating (a forward without gradients) see the newest values;
+    before reading them in another way call :meth:`synchronize`. Close it, or use it as a context
+    manager.
 
     Args:
         optimizer: any torch optimizer whose ``step`` needs no closure. One that torch does not
@@ -136,8 +132,7 @@ class AsyncOptimizer(Optimizer):
             take_over([(self.optimizer, config.step_mode, self._stepper.replica.masters)])
             self._stepper.refresh()
             self._hooks.watch(self._models())
-            if self.scaler is not None:
-                # One for all optimizers of a scaler, an attached accelerator's too.
+            if self.scaler is not None:  # one for all its optimizers, an accelerator's too
                 self._boundary = boundary_of(self.scaler) or Boundary(
                     self.scaler, device, self._observer
                 )
@@ -184,7 +179,7 @@ class AsyncOptimizer(Optimizer):
 
     @property
     def timing(self) -> StepTiming | None:
-        """When the last update handed over ran, and who waited for it; None: none yet."""
+        """When the last update ran, and who waited for it; None: none was handed over yet."""
         return self._stepper.timing
 
     @property
@@ -207,8 +202,7 @@ class AsyncOptimizer(Optimizer):
         self._check_open("step")
         if closure is not None:
             raise ConfigError(
-                "AsyncOptimizer.step: got a closure, expected none: it would run forward and "
-                "backward inside the step. Run them before."
+                "AsyncOptimizer.step: got a closure, expected none. Run forward and backward before."
             )
         if self._inside:
             replica = self._stepper.replica
@@ -330,8 +324,7 @@ class AsyncOptimizer(Optimizer):
         self.optimizer.add_param_group(param_group)
 
     def __getattr__(self, name: str) -> Any:
-        """Hooks are the wrapped optimizer's, which is given to them; they run on the training
-        thread, those after a step when it is handed over."""
+        """Hooks are the wrapped optimizer's; they run on the training thread."""
         if name.startswith("_optimizer_") and "optimizer" in self.__dict__:
             return getattr(self.optimizer, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -394,17 +387,15 @@ class AsyncOptimizer(Optimizer):
     def _forbid_inside(self, call: str) -> None:
         if self._inside:
             raise OrderError(
-                f"{call}(): called inside submit(fn), on the optimizer thread; it is of the "
-                "training thread and of the gradients that are there. Inside fn use param_groups, "
-                "state, step(), zero_grad(), scaler.unscale_(optimizer), scaler.step(optimizer) "
-                "and torch.nn.utils.clip_grad_norm_; the rest after it."
+                f"{call}() was called inside submit(fn), on the optimizer thread. Inside fn use "
+                "param_groups, state, step(), zero_grad(), scaler.unscale_(optimizer), "
+                "scaler.step(optimizer) and torch.nn.utils.clip_grad_norm_."
             )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(
-            "an AsyncOptimizer is not copied or pickled: its thread and its masters are this "
-            "process's. Save model.state_dict() and optimizer.state_dict(), make another model and "
-            "AsyncOptimizer, and load them there."
+            "an AsyncOptimizer is not copied or pickled. Save model.state_dict() and "
+            "optimizer.state_dict(), make another model and AsyncOptimizer, and load them there."
         )
 
     def __repr__(self) -> str:
@@ -422,11 +413,12 @@ def step_beside(
     models: Callable[[], Iterable[Module]] = tuple,
     fences_reads: bool = False,
 ) -> SyncHooks:
-    """Step ``optimizer`` as ``config`` says from now on, until what this returns is closed.
+    """Step ``optimizer`` as ``config`` says, until the returned hooks are closed.
 
-    Where ``holder`` is gone without that, it is closed by whoever steps the optimizer next.
-    ``models``: those that hold its parameters, once they are known. ``fences_reads``: see
-    :class:`AsyncStepper`.
+    Args:
+        holder: closes them; where it is gone without that, the next caller does.
+        models: returns those that hold the parameters, once they are known.
+        guards_backward, fences_reads: see :class:`AsyncStepper`.
     """
     left = async_stepper_of(optimizer)
     if isinstance(left, AsyncStepper):

@@ -33,11 +33,11 @@ _CALL = Module._call_impl.__code__
 
 
 class SyncHooks:
-    """The hooks of one stepper, which is closed where they cannot be made.
+    """The hooks of one stepper, which is closed where they cannot be registered.
 
     Args:
-        holder: who is to call :meth:`close`; None: somebody surely does.
-        models: where state is loaded before anything is stepped, these are to be watched by then.
+        holder: calls :meth:`close`; None: its life is not watched.
+        models: returns the models to watch before state is loaded.
     """
 
     def __init__(
@@ -67,15 +67,12 @@ class SyncHooks:
         self._loading: Any = None
         self._loads_itself = False
         optimizer = stepper.optimizer
-        hooks: list[tuple[Any, Any]] = [
-            (optimizer.register_state_dict_pre_hook, self._before_saving),
-            (optimizer.register_state_dict_post_hook, self._after_saving),
-            (optimizer.register_load_state_dict_pre_hook, self._before_loading),
-            (optimizer.register_load_state_dict_post_hook, self._after_loading),
-        ]
         try:
-            for register, hook in hooks:
-                self._handles.append(register(hook))
+            add = self._handles.append
+            add(optimizer.register_state_dict_pre_hook(self._before_saving))
+            add(optimizer.register_state_dict_post_hook(self._after_saving))
+            add(optimizer.register_load_state_dict_pre_hook(self._before_loading))
+            add(optimizer.register_load_state_dict_post_hook(self._after_loading))
         except BaseException:
             self.close()
             raise
@@ -115,8 +112,7 @@ class SyncHooks:
             owner()
 
     def release(self) -> None:
-        """:meth:`close`, but the optimizer's state stays where it is: nothing steps it, and what is
-        in host memory for lack of other is not to come back.
+        """:meth:`close`, but the optimizer's state stays where it is: nothing steps it any more.
 
         Raises:
             StepError: the step in hand failed; everything is removed all the same.
@@ -265,7 +261,6 @@ class SyncHooks:
         self._watch_compiled(stepper)
 
     def _watch(self, model: Module, stepper: AsyncStepper, mine: set[int]) -> None:
-        """All of its hooks, or none."""
         scripted = [
             name
             for name, module in model.named_modules()
@@ -278,29 +273,16 @@ class SyncHooks:
                 "it takes no hooks, so what reads it alone would get parameters that are one step "
                 "old. Use step_mode 'overlap' or 'sync', or leave it unscripted while it trains."
             )
-        handles: list[Any] = []
-        seen: list[Module] = []
-        try:
-            for module in model.modules():
-                if module not in self._modules and not isinstance(module, torch.jit.ScriptModule):
-                    seen.append(module)
-                    self._hook(module, stepper, handles)
-            for root in _roots(model):
-                if root not in self._roots and not isinstance(root, torch.jit.ScriptModule):
-                    self._hook_root(root, handles)
-        except BaseException:
-            for handle in handles:
-                handle.remove()
-            raise
-        self._handles += handles
-        self._modules.update(seen)
-        self._roots.update(_roots(model))
+        for module in model.modules():
+            if module not in self._modules and not isinstance(module, torch.jit.ScriptModule):
+                self._modules.add(module)
+                self._hook(module, stepper)
+        for root in _roots(model):
+            self._hook_root(root, stepper)
         if scripted:
             stepper.wait_at = WaitAt.STEP
         if isinstance(model, torch.nn.DataParallel) or any(map(is_fsdp2, model.modules())):
-            stepper.wait_at = max(
-                stepper.wait_at, WaitAt.FORWARD
-            )  # their reads of parameters cannot be seen
+            stepper.wait_at = max(stepper.wait_at, WaitAt.FORWARD)  # they read parameters unseen
 
     def _wait_for_others(self, model: Module, stepper: AsyncStepper, mine: set[int]) -> None:
         """Where other tensors of the model are in the memory of its parameters, steps are awaited:
@@ -323,22 +305,26 @@ class SyncHooks:
                 )
                 return
 
-    def _hook(self, module: Any, stepper: AsyncStepper, handles: list[Any]) -> None:
+    def _hook(self, module: Any, stepper: AsyncStepper) -> None:
         if next(Module.parameters(module, recurse=False), None) is not None:
             # A copy is made in this order, and is to meet a hook before the parameters.
             vars(module)["_parameters"] = vars(module).pop("_parameters")
-            handles.append(module.register_state_dict_pre_hook(_Synchronize(stepper)))
-            handles.append(module.register_load_state_dict_pre_hook(_Synchronize(stepper)))
+            self._handles.append(module.register_state_dict_pre_hook(_Synchronize(stepper)))
+            self._handles.append(module.register_load_state_dict_pre_hook(_Synchronize(stepper)))
+        hook: _Hook
         if is_fsdp2(module):
-            handles.append(module.register_forward_pre_hook(_BeforeGather(stepper), prepend=True))
+            hook = _BeforeGather(stepper)
         elif stepper.mode == "delayed":
-            handles.append(
-                module.register_forward_pre_hook(_BeforeInnerForward(stepper), prepend=True)
-            )
+            hook = _BeforeInnerForward(stepper)
+        else:
+            return
+        self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
-    def _hook_root(self, root: Module, handles: list[Any]) -> None:
-        hook = _BeforeForward(self.stepper)
-        handles.append(root.register_forward_pre_hook(hook, prepend=True))
+    def _hook_root(self, root: Module, stepper: AsyncStepper) -> None:
+        if root not in self._roots and not isinstance(root, torch.jit.ScriptModule):
+            self._roots.add(root)
+            hook = _BeforeForward(stepper)
+            self._handles.append(root.register_forward_pre_hook(hook, prepend=True))
 
     def is_called_by_watched(self) -> bool:
         """Whether the caller, a hook, runs inside the forward of a module that has hooks too."""
@@ -360,9 +346,7 @@ class SyncHooks:
             for module in model.modules():
                 if _is_compiled(module):
                     stepper.wait_at = max(stepper.wait_at, WaitAt.FORWARD)
-                    if module not in self._roots:
-                        self._roots.add(module)
-                        self._hook_root(module, self._handles)
+                    self._hook_root(module, stepper)
                 own = module._compiled_call_impl
                 if own is None or any(own is wrapper for _, _, wrapper in self._compiled):
                     continue

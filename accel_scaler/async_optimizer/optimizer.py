@@ -201,9 +201,7 @@ class AsyncOptimizer(Optimizer):
         """
         self._check_open("step")
         if closure is not None:
-            raise ConfigError(
-                "AsyncOptimizer.step: got a closure, expected none. Run forward and backward before."
-            )
+            raise ConfigError("AsyncOptimizer.step: got a closure, expected none; run it before.")
         if self._inside:
             replica = self._stepper.replica
             replica.call_step([pair.stepped for pair in replica.pairs], None)

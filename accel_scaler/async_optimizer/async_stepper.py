@@ -33,7 +33,7 @@ from ..scaling import (
     parameters_of,
     reduce_partial_gradients,
 )
-from .delayed import MASTER, OWN_KEYS, DelayedUpdates, entry_of, without_own
+from .delayed import MASTER, DelayedUpdates, entry_of, without_own
 from .grad_handoff import (
     can_hold_gradients,
     forbid_sparse,
@@ -884,30 +884,21 @@ class AsyncStepper(Stepper):
         the model has the master then.
         """
         replica, entries = self.replica, state_dict["state"]
-        own: list[dict[str, Any]] | None = None
+        saved: list[Any] | None = None
         with torch.inference_mode(False), self.streams.as_at_home():
             if replica.masters.every or self.keeps_scaled:
                 if not replica.is_current():
                     self.refresh()
-                found = {
-                    k: {n: v.get(n) for n in OWN_KEYS}
-                    for k, v in entries.items()
-                    if isinstance(v, dict)
-                }
-                rest = {k: without_own(v) for k, v in entries.items()}
-                masters = {k: v[MASTER] for k, v in found.items()}
+                rest = {k: without_own(entry) for k, entry in entries.items()}
+                masters = {k: entry_of(entries, k).get(MASTER) for k in entries}
                 saved = replica.load_state({**state_dict, "state": rest}, masters)
-                own = [found.get(index, {}) for index in saved]
-        counts = [
-            entry["step"]
-            for entry in entries.values()
-            if isinstance(entry, dict) and "step" in entry
-        ]
+        counts = [float(e["step"]) for e in entries.values() if isinstance(e, dict) and "step" in e]
         if counts:  # a warm-up goes on where it was
-            self.steps = int(max(map(float, counts)))
+            self.steps = int(max(counts))
         self.refresh()
-        if own is not None and self.delayed is not None:  # of a model that may be loaded after this
-            self.delayed.load(own if self.sees_forwards else [{}] * len(own))
+        if saved is not None and self.delayed is not None:  # the model may be loaded after this
+            own = [entry_of(entries, k) if self.sees_forwards else {} for k in saved]
+            self.delayed.load(own)
 
     def close(self) -> None:
         """Synchronise, give the optimizer back, remove what was put on parameters."""

@@ -98,11 +98,6 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         UnsupportedError,
         "not one of torch's",
     ),
-    "half an optimizer": (
-        lambda: AsyncOptimizer(Lookahead([one()])),
-        UnsupportedError,
-        "Lookahead has no _optimizer_.*__init__",
-    ),
 }
 
 

@@ -9,8 +9,8 @@ on the training thread.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, pairwise
 from operator import attrgetter, is_
 from typing import Any
@@ -41,7 +41,6 @@ from .supported_optimizers import (
     is_splittable,
     known_class,
     raw_step,
-    refuse_hidden,
     refuse_replaced,
     refuse_spread,
     refuse_unshardable,
@@ -119,8 +118,6 @@ class Replica:
         self._buffers: list[Any] = []
         """Where gradients are copied to, in the order of the parts, if all of them are small."""
         self.copy: Any = None
-        self._holds_masters = False
-        """The optimizer's own groups and state are of the masters, for a step."""
         self._epoch = 0
         """Grows when state entries are other ones than before."""
         self._order: list[int] = []
@@ -330,8 +327,6 @@ class Replica:
                 f"submit(): {name} cannot be stepped on the optimizer thread, as torch's own "
                 "optimizers can. Call optimizer.step() instead, which steps it on this one."
             )
-        if self.has_masters and not self.splittable:
-            refuse_hidden(self.optimizer, (pair.stepped for pair in self.pairs))
         self.thread_context = ThreadContext(self.streams.device)
         if self.splittable:
             self.link_state(grads)
@@ -429,21 +424,10 @@ class Replica:
             entry = self.copy.state.get(pair.stepped)
             if entry is not None and not is_empty(entry):
                 if isinstance(entry, dict):
-                    settle_entry(pair, entry, chosen=not self.splittable)
-                    if self.splittable and not pair.is_master and self.masters.takes(pair.target):
+                    settle_entry(pair, entry)
+                    if not pair.is_master and self.masters.takes(pair.target):
                         _keep_exact(entry, state_dict["state"][index])
                 state[pair.param] = entry
-        self._take_masters(saved, masters)
-        if not self.splittable:  # as torch's load_state_dict ends
-            groups = self.optimizer.param_groups
-            self.optimizer.__setstate__({"state": state, "param_groups": groups})
-        return saved
-
-    def load_itself(self, state_dict: dict[str, Any], masters: dict[int, Any]) -> list[Any]:
-        """The same for an optimizer that loads in a way of its own: onto the masters."""
-        with self._on_masters():
-            self.optimizer.load_state_dict(state_dict)
-        saved = list(chain.from_iterable(g["params"] for g in state_dict["param_groups"]))
         self._take_masters(saved, masters)
         return saved
 
@@ -544,8 +528,8 @@ class Replica:
         self, part: Part, grads: list[Tensor | None], grad_scale: Tensor | None
     ) -> None:
         """The optimizer's own step on the part; what it was before, if that fails half-way."""
-        if not self.splittable:
-            self._step_itself(part, grads, grad_scale)
+        if not self.splittable:  # all of it in one step; what it has done stays, as in torch
+            self.call_step([pair.param for pair in part.pairs], grad_scale, self.optimizer)
             return
         params = [pair.stepped for pair in part.pairs]
         before = [p.detach().clone() for p, g in zip(params, grads, strict=True) if g is not None]
@@ -571,57 +555,6 @@ class Replica:
             for p in params:
                 p.grad = None
 
-    def _step_itself(
-        self, part: Part, grads: list[Tensor | None], grad_scale: Tensor | None
-    ) -> None:
-        """All of it in one step, which as in torch leaves what it has done where it fails."""
-        if not self.has_masters:
-            self.call_step([pair.param for pair in part.pairs], grad_scale, self.optimizer)
-            return
-        params = [pair.stepped for pair in part.pairs]
-        with self._on_masters():
-            for p, grad in zip(params, grads, strict=True):
-                p.grad = grad
-            versions = [-1 if grad is None else grad._version for grad in grads]
-            try:
-                self.call_step(params, grad_scale, self.optimizer)
-                for pair, grad, version in zip(part.pairs, grads, versions, strict=True):
-                    left = pair.stepped.grad
-                    if left is not grad or (left is not None and left._version != version):
-                        _return_grad(pair, left)
-            finally:
-                for p in params:
-                    p.grad = None
-
-    @contextmanager
-    def _on_masters(self) -> Iterator[None]:
-        """The optimizer's own groups and state are of what is stepped."""
-        state = self.optimizer.state
-        for pair in self.pairs:
-            if isinstance(entry := state.get(pair.param), dict):
-                settle_entry(pair, entry, chosen=True)
-            _follow_attributes(pair.param, pair.stepped)
-        self._holds_masters = True
-        stand_ins = {id(pair.param): pair.stepped for pair in self.pairs}
-        try:
-            self._exchange(stand_ins)
-            yield
-            for pair in self.pairs:
-                _follow_attributes(pair.stepped, pair.param)
-        finally:
-            self.return_groups()
-        for pair in self.pairs:  # a step may give a parameter other memory
-            if not pair.is_master and pair.stepped.data_ptr() != pair.target.data_ptr():
-                pair.target.copy_(pair.stepped)
-                pair.stepped.data = pair.target
-
-    def return_groups(self) -> None:
-        """The optimizer's own groups and state are of the model. Again, where that was interrupted:
-        whoever was to do it is interrupted by a handler of a signal."""
-        if self._holds_masters:
-            self._exchange({id(pair.stepped): pair.param for pair in self.pairs})
-            self._holds_masters = False
-
     def let_go(self) -> None:
         """Nothing is stepped any more: keep no master, no copy and no parameter."""
         self.pairs, self.ordered, self.params, self.parts = [], [], [], []
@@ -629,31 +562,6 @@ class Replica:
         self._spot_check, self._left = SpotCheck((), set()), []
         self._state, self._entries, self._mine, self._values = None, [], [], []
         self._kept = None, []
-
-    def return_state(self) -> None:
-        """State of another's optimizer goes where the parameters are, rounded as they are."""
-        for pair in self.pairs:
-            entry = self.optimizer.state.get(pair.param)
-            entry = entry if isinstance(entry, dict) else {}
-            for key, value in list(entry.items()):
-                if isinstance(value, Tensor):
-                    rounded = pair.is_rounded and key != "step" and value.dtype is torch.float32
-                    dtype = pair.param.dtype if rounded else None
-                    entry[key] = value.to(pair.param.device, dtype)
-
-    def _exchange(self, places: Mapping[int, Tensor]) -> None:
-        """Between any two of its lines nothing is lost, and doing it again completes it."""
-        for group in self.optimizer.param_groups:
-            params = [places.get(id(p), p) for p in group["params"]]
-            if isinstance(group["params"], list):
-                group["params"][:] = params
-            else:
-                group["params"] = type(group["params"])(params)
-        state = self.optimizer.state
-        for key in list(state):
-            if id(key) in places:
-                state[places[id(key)]] = state[key]
-                del state[key]
 
     def call_step(
         self, params: Sequence[Tensor], grad_scale: Tensor | None, stepped: Any = None
@@ -704,20 +612,15 @@ def is_empty(entry: Any) -> bool:
     return isinstance(entry, dict) and not entry
 
 
-def settle_entry(pair: ParameterPair, entry: dict[str, Any], chosen: bool = False) -> None:
-    """Bring one parameter's state to where it is stepped: shards, the master's device, float32.
-
-    ``chosen``: the optimizer chooses dtypes itself, so only what was rounded as the parameter is.
-    """
+def settle_entry(pair: ParameterPair, entry: dict[str, Any]) -> None:
+    """Bring one parameter's state to where it is stepped: shards, the master's device, float32."""
     for key, value in entry.items():
         if not isinstance(value, Tensor):
             continue
         value = local(value)
         if pair.is_master:
             exact = key == "step" or not value.is_floating_point()
-            rounded = value.dtype in LOW_PRECISION and value.dtype == pair.param.dtype
-            to_master = rounded if chosen else not exact
-            value = value.to(pair.stepped.device, torch.float32 if to_master else None)
+            value = value.to(pair.stepped.device, None if exact else torch.float32)
         entry[key] = value
 
 
@@ -727,26 +630,6 @@ def _keep_exact(entry: dict[str, Any], saved: dict[str, Any]) -> None:
         rounded = entry.get(key)
         if isinstance(rounded, Tensor) and rounded.dtype in LOW_PRECISION:
             entry[key] = local(value).to(rounded.device, copy=True)
-
-
-def _follow_attributes(source: Tensor, target: Tensor) -> None:
-    """What a step finds on a parameter, or leaves there."""
-    own, given = vars(target), vars(source)
-    for key in own.keys() - given.keys():
-        del own[key]
-    own.update(given)
-
-
-def _return_grad(pair: ParameterPair, left: Tensor | None) -> None:
-    """``.grad`` as the step of a master has left it."""
-    grad = pair.param.grad
-    if left is None or grad is None:
-        pair.param.grad = None if left is None else left.to(pair.param.device, pair.param.dtype)
-    elif grad.dtype not in LOW_PRECISION:
-        if grad is not left:
-            grad.copy_(left)
-    elif not bool(left.any()):  # it stays scaled: of other edits nothing can be said there
-        grad.zero_()
 
 
 def _places(params: list[Tensor], masters: bool) -> object:

@@ -17,9 +17,9 @@ from .record import FORMAT, BrokenLineError, CutLineError, End, Names, Record, S
 from .writer import refuse_unwritable
 
 if TYPE_CHECKING:
-    from .recorder import Recorder, make_recorder, path_of
+    from .recorder import make_recorder, path_of
 else:  # who reads a file needs no torch
-    recorder = dict.fromkeys(("Recorder", "make_recorder", "path_of"), "recorder")
+    recorder = dict.fromkeys(("make_recorder", "path_of"), "recorder")
     __getattr__ = late_names(__name__, recorder)
 
 __all__ = [
@@ -36,7 +36,6 @@ __all__ = [
     "Names",
     "Outcome",
     "Record",
-    "Recorder",
     "Start",
     "decode",
     "headroom",

@@ -39,6 +39,7 @@ from accel_scaler import (
     detach,
 )
 from accel_scaler.telemetry import record_queue
+from accel_scaler.telemetry.recorder import Recorder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -539,16 +540,19 @@ def test_what_was_healed_is_said_once_at_the_end(caplog: pytest.LogCaptureFixtur
     ]
 
 
-def test_an_async_optimizer_alone_keeps_records_in_memory() -> None:
+def test_an_async_optimizer_alone_informs_its_observer() -> None:
     plain = mlp()
     scaler = GradScaler("cpu", init_scale=2.0**12)
-    with AsyncOptimizer(sgd(plain.parameters()), plain, scaler=scaler) as optimizer:
+    recorder = Recorder(scaler)
+    with AsyncOptimizer(
+        sgd(plain.parameters()), plain, scaler=scaler, observer=recorder
+    ) as optimizer:
         for number, factor in enumerate((1.0, 1.0, INF, 1.0)):
             scaler.scale(loss_of(plain, number) * factor).backward()
             optimizer.clip_grad_norm_(0.5)
             optimizer.step()
             optimizer.zero_grad()
-        records = list(optimizer.history.records)
+        records = list(recorder.history.records)
     assert [r.skipped for r in records] == [False, False, True, False]
     assert [r.scale for r in records] == [4096.0, 4096.0, 4096.0, 2048.0]
     assert records[0].optimizer_s is not None

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from accel_scaler import GradScaler, OverflowStreakError
 from accel_scaler.optimizer_step import Boundary, Observer
-from accel_scaler.telemetry import Recorder
+from accel_scaler.telemetry.recorder import Recorder
 
 
 class Told(Observer):

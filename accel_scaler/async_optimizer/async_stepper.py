@@ -50,7 +50,6 @@ from .master_params import ParameterPair, shard_of
 from .master_rule import MasterRule
 from .pending_parameter import (
     GradientHold,
-    any_pending,
     hold_gradients,
     is_held,
     settle_gradients,
@@ -220,8 +219,7 @@ class AsyncStepper(Stepper):
         """Take over what was changed from outside: groups, parameters, their values."""
         if self._broken is not None:
             raise StepError(self._broken)
-        if any_pending():
-            settle_pending(parameters_of(self.optimizer))  # of another optimizer's step
+        settle_pending(parameters_of(self.optimizer))  # of another optimizer's step
         is_current = self.replica.is_current()
         if not is_current:  # others may step what has come
             find_shared()

@@ -66,19 +66,9 @@ _ATTRIBUTES = (
     *("is_cuda", "is_cpu", "is_sparse", "is_meta", "_backward_hooks"),
 )
 _METHODS = (
-    *(
-        "size",
-        "dim",
-        "ndimension",
-        "numel",
-        "nelement",
-        "stride",
-        "storage_offset",
-        "element_size",
-        "__len__",
-    ),
-    *("is_floating_point", "is_complex", "is_signed", "is_contiguous", "get_device"),
-    *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook"),
+    *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "__len__"),
+    *("element_size", "is_floating_point", "is_complex", "is_signed", "is_contiguous"),
+    *("get_device", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook"),
 )
 
 

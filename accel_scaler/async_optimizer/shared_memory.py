@@ -1,4 +1,6 @@
-"""Which tensors share memory, as two ``Parameter`` objects may. Waits for no update: reads no element.
+"""Which tensors share memory, as two ``Parameter`` objects may.
+
+Reads no element, and so waits for no update.
 """
 
 from __future__ import annotations

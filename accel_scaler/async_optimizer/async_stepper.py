@@ -50,7 +50,6 @@ from .inflight_step import MIN_WAIT_S, InflightStep, PreviewInput, Update, wait_
 from .master_rule import MasterRule
 from .pending_parameter import (
     GradientHold,
-    any_pending,
     hold_gradients,
     is_held,
     settle_gradients,
@@ -233,8 +232,7 @@ class AsyncStepper(Stepper):
         """
         if self._lost is not None:
             raise StepError(self._lost)
-        if any_pending():
-            settle_pending(parameters_of(self.optimizer))  # of another optimizer's step
+        settle_pending(parameters_of(self.optimizer))  # of another optimizer's step
         is_current = self.replica.is_current()
         if not is_current:  # others may step what has come
             find_shared()

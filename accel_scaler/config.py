@@ -116,9 +116,9 @@ GLOBS = Kind(
 )
 
 
-def setting(default: Any, kind: Kind, about: str) -> Any:
-    """A field of a config; ``about`` is its help."""
-    return field(default=default, metadata={"kind": kind, "about": about})
+def setting(default: Any, kind: Kind) -> Any:
+    """A field of the config."""
+    return field(default=default, metadata={"kind": kind})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,121 +127,85 @@ class ScalerConfig:
 
     Raises:
         ConfigError: with the field, the value and what is allowed.
+
+    Attributes:
+        init_scale: Scale of the first window (a factor on the loss, no unit).
+        growth_factor: Factor on the scale after growth_interval windows without overflow.
+        backoff_factor: Factor on the scale after a window that overflowed.
+        growth_interval: Windows in a row without overflow after which the scale grows.
+        enabled: False: no scaling; step calls the optimizer, the rest does nothing.
+        min_scale: Lower bound of the scale. None: no bound, as in torch.
+        max_scale: Upper bound of the scale. None: that of float32, as in torch.
+        hysteresis: Overflows in a row before the scale backs off; each one skips its step.
+        sharded: Ranks hold different gradients, which the parameters do not show (expert or tensor
+            parallelism by hand): they agree on each verdict by one all-reduce a window. DTensors
+            and FSDP are detected without it.
+        step_mode: When parameters are updated. sync: inside optimizer.step(). overlap: on the
+            optimizer thread, and each parameter's next use waits for it. delayed: on the optimizer
+            thread, published one step late (see delay_compensation).
+        delay_warmup_steps: delayed: the first N steps run as overlap. A resumed run continues to
+            count where the optimizer's state has a step; else it warms up again.
+        delay_compensation: delayed: what the forward sees of an update before it is published.
+            preview: the update as it would be without its gradient, plus the gradient's own share.
+            none: nothing. auto: a preview where there is one for the optimizer, else none.
+        offload: Where the optimizer's state is kept and updated. none: with the parameters. cpu: in
+            host memory, with float32 master weights.
+        master_weights: How float16 and bfloat16 parameters are updated. fp32: through float32
+            masters, which are saved with the optimizer. none: in place (bfloat16 only: 8 bits of
+            each update are kept). auto: fp32 where the loss is scaled. With offload or delayed all
+            parameters have masters.
+        optimizer_threads: Threads of the optimizer's CPU kernels off the training thread, whatever
+            OMP_NUM_THREADS is. auto: physical cores / ranks on this host, less one, at least 1.
+        fold_unscale: Let the fused kernel unscale, and on a CPU clip: faster, if nothing reads
+            .grad between a clip and the step. Results may differ by one rounding while clipping is
+            active.
+        max_consecutive_skips: Skipped windows in a row that are allowed; one more raises.
+        find_overflow: How the module is found in which an overflow began. replay: the skipped
+            window runs again, at the first skip and at one in a hundred; parameters, buffers and
+            random state are restored, nothing else is. always: every window is watched (slow).
+            auto: replay with heal; with telemetry or max_consecutive_skips the windows after an
+            overflow are watched, which changes no number; else off. off: only names of parameters.
+        heal: Keep the smallest module that overflows at any scale in float32 from then on. Its name
+            is logged, printed at the end and saved with the scaler.
+        fp32_modules: Modules that run in float32 under fp16: globs on the names of
+            model.named_modules(), as '*.wo' or 'transformer.h.3.mlp'; in a text with commas between
+            them. A glob without a match is an error.
+        telemetry: JSON-lines file with one record a window, written by rank 0; with {rank} in the
+            path each rank writes its own. Records are appended. accel-scaler report reads it.
+        underflow_interval: With telemetry: every N windows record how much of float16's range the
+            gradients use: the largest against 65504, zeros, subnormals.
     """
 
-    init_scale: float = setting(
-        2.0**16, SCALE, "Scale of the first window (a factor on the loss, no unit)."
-    )
-    growth_factor: float = setting(
-        2.0, GROWTH, "Factor on the scale after growth_interval windows without overflow."
-    )
-    backoff_factor: float = setting(
-        0.5, BACKOFF, "Factor on the scale after a window that overflowed."
-    )
-    growth_interval: int = setting(
-        2000, COUNT, "Windows in a row without overflow after which the scale grows."
-    )
-    enabled: bool = setting(
-        True, SWITCH, "False: no scaling; step calls the optimizer, the rest does nothing."
-    )
-    min_scale: float | None = setting(
-        None, optional(SCALE), "Lower bound of the scale. None: no bound, as in torch."
-    )
-    max_scale: float | None = setting(
-        None, optional(SCALE), "Upper bound of the scale. None: float32's, as in torch."
-    )
-    hysteresis: int = setting(
-        1, COUNT, "Overflows in a row before the scale backs off; each one skips its step."
-    )
-    max_consecutive_skips: int | None = setting(
-        None, optional(COUNT), "Skipped windows in a row that are allowed; one more raises."
-    )
+    init_scale: float = setting(2.0**16, SCALE)
+    growth_factor: float = setting(2.0, GROWTH)
+    backoff_factor: float = setting(0.5, BACKOFF)
+    growth_interval: int = setting(2000, COUNT)
+    enabled: bool = setting(True, SWITCH)
+    min_scale: float | None = setting(None, optional(SCALE))
+    max_scale: float | None = setting(None, optional(SCALE))
+    hysteresis: int = setting(1, COUNT)
+    sharded: bool = setting(False, SWITCH)
     step_mode: Literal["sync", "overlap", "delayed"] = setting(
-        "sync",
-        one_of("sync", "overlap", "delayed"),
-        "When parameters are updated: sync, inside optimizer.step(); overlap, on the optimizer "
-        "thread, and each parameter's next use waits for it; delayed, on the optimizer thread, "
-        "published one step late (see delay_compensation).",
+        "sync", one_of("sync", "overlap", "delayed")
     )
-    delay_warmup_steps: int = setting(
-        0,
-        COUNT_OR_0,
-        "delayed: the first N steps run as overlap. A resumed run continues to count where the "
-        "optimizer's state has a step; else it warms up again.",
-    )
+    delay_warmup_steps: int = setting(0, COUNT_OR_0)
     delay_compensation: Literal["auto", "preview", "none"] = setting(
-        "auto",
-        one_of("auto", "preview", "none"),
-        "delayed: what the forward sees of an update before it is published. preview: the update "
-        "as it would be without its gradient, plus the gradient's own share; none: nothing; auto: "
-        "a preview where there is one for the optimizer, else none.",
+        "auto", one_of("auto", "preview", "none")
     )
-    offload: Literal["none", "cpu"] = setting(
-        "none",
-        one_of("none", "cpu"),
-        "Where the optimizer's state is kept and updated: none, with the parameters; cpu, in host "
-        "memory, with float32 master weights.",
-    )
+    offload: Literal["none", "cpu"] = setting("none", one_of("none", "cpu"))
     master_weights: Literal["auto", "fp32", "none"] = setting(
-        "auto",
-        one_of("auto", "fp32", "none"),
-        "How float16 and bfloat16 parameters are updated: fp32, through float32 masters, which are "
-        "saved with the optimizer; none, in place (bfloat16 only: 8 bits of each update are kept); "
-        "auto, fp32 where the loss is scaled. With offload or delayed all parameters have masters.",
+        "auto", one_of("auto", "fp32", "none")
     )
-    optimizer_threads: int | Literal["auto"] = setting(
-        "auto",
-        THREADS,
-        "Threads of the optimizer's CPU kernels off the training thread, whatever OMP_NUM_THREADS "
-        "is. auto: physical cores / ranks on this host, less one, at least 1.",
-    )
-    fold_unscale: bool = setting(
-        False,
-        SWITCH,
-        "Let the fused kernel unscale, and on a CPU clip: faster, if nothing reads .grad between a "
-        "clip and the step. Results may differ by one rounding while clipping is active.",
-    )
-    sharded: bool = setting(
-        False,
-        SWITCH,
-        "Ranks hold different gradients, which the parameters do not show (expert or tensor "
-        "parallelism by hand): they agree on each verdict by one all-reduce a window. DTensors "
-        "and FSDP are detected without it.",
-    )
-    telemetry: str | os.PathLike[str] | None = setting(
-        None,
-        optional(PATH),
-        "JSON-lines file with one record a window, written by rank 0; with {rank} in the path "
-        "each rank writes its own. Records are appended. accel-scaler report reads it.",
-    )
-    underflow_interval: int = setting(
-        100,
-        COUNT,
-        "With telemetry: every N windows record how much of float16's range the gradients use: "
-        "the largest against 65504, zeros, subnormals.",
-    )
+    optimizer_threads: int | Literal["auto"] = setting("auto", THREADS)
+    fold_unscale: bool = setting(False, SWITCH)
+    max_consecutive_skips: int | None = setting(None, optional(COUNT))
     find_overflow: Literal["auto", "replay", "always", "off"] = setting(
-        "auto",
-        one_of("auto", "replay", "always", "off"),
-        "How the module is found in which an overflow began. replay: the skipped window runs "
-        "again, at the first skip and at one in a hundred; parameters, buffers and random state "
-        "are restored, nothing else is. always: every window is watched (slow). auto: replay with "
-        "heal; with telemetry or max_consecutive_skips the windows after an overflow are watched, "
-        "which changes no number; else off. off: only names of parameters.",
+        "auto", one_of("auto", "replay", "always", "off")
     )
-    heal: bool = setting(
-        False,
-        SWITCH,
-        "Keep the smallest module that overflows at any scale in float32 from then on. Its name is "
-        "logged, printed at the end and saved with the scaler.",
-    )
-    fp32_modules: tuple[str, ...] = setting(
-        (),
-        GLOBS,
-        "Modules that run in float32 under fp16: globs on the names of model.named_modules(), as "
-        "'*.wo' or 'transformer.h.3.mlp'; in a text with commas between them. A glob without a "
-        "match is an error.",
-    )
+    heal: bool = setting(False, SWITCH)
+    fp32_modules: tuple[str, ...] = setting((), GLOBS)
+    telemetry: str | os.PathLike[str] | None = setting(None, optional(PATH))
+    underflow_interval: int = setting(100, COUNT)
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
@@ -315,10 +279,14 @@ class ScalerConfig:
 
 
 FIELDS: dict[str, dataclasses.Field[Any]] = ScalerConfig.__dataclass_fields__
-"""Every field; its ``metadata`` holds ``kind`` and ``about``."""
+"""Every field; its ``metadata`` holds the ``kind``."""
 
-ScalerConfig.__doc__ = inspect.cleandoc(ScalerConfig.__doc__ or "") + "\n\nAttributes:\n"
-ScalerConfig.__doc__ += "\n".join(f"    {n}: {f.metadata['about']}" for n, f in FIELDS.items())
+_, _, _rows = inspect.cleandoc(ScalerConfig.__doc__ or "").partition("Attributes:\n")
+ABOUT = {
+    name: " ".join(text.split())
+    for name, text in re.findall(r"^    (\w+): ((?:.|\n {8})+)", _rows, re.MULTILINE)
+}
+"""The help of each field, from the docstring."""
 
 Source = tuple[str, Mapping[str, Any]]
 """A name of a source for messages, and its values by field."""

@@ -107,12 +107,12 @@ def as_tables(text: str) -> str:
 
 def settings() -> str:
     """Every field of the one table in ``accel_scaler/config.py``: a heading and its text each."""
-    from accel_scaler.config import FIELDS
+    from accel_scaler.config import ABOUT, FIELDS
 
     parts = []
     for name, spec in FIELDS.items():
         parts.append(
-            f"## `{name}`\n\n{spec.metadata['about']}\n\n"
+            f"## `{name}`\n\n{ABOUT[name]}\n\n"
             f"Default `{spec.default!r}`. Takes {spec.metadata['kind'].allowed}.\n"
         )
     return "\n".join(parts)

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import argparse
 
-from ..config import FIELDS, SWITCH
+from ..config import ABOUT, FIELDS, SWITCH
 
 __all__ = ["DEST", "add_flags", "own_parser"]
 
 DEST = "accel_scaler_"
 """The start of the names of our values among the arguments of Accelerate."""
 
-ABOUT = (
+DESCRIPTION = (
     "Start an unchanged script as `accelerate launch` does, with every Accelerator and Trainer of "
     "it attached. Takes the flags of `accelerate launch`, too; --config_file also takes the name "
     "of a shipped file, and a file may have a section `accel_scaler:` with these settings. A flag "
@@ -33,7 +33,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("Settings")
     for name, spec in FIELDS.items():
         kind, default, dest = spec.metadata["kind"], spec.default, DEST + name
-        about = f"{spec.metadata['about']} Takes {kind.allowed}. Default: {default}."
+        about = f"{ABOUT[name]} Takes {kind.allowed}. Default: {default}."
         if kind is not SWITCH:
             group.add_argument(f"--{name}", dest=dest, metavar="VALUE", help=about)
             continue
@@ -50,6 +50,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def own_parser() -> argparse.ArgumentParser:
     """A parser of our flags alone, for help."""
     usage = "accel-scaler launch [flags] script.py [arguments of the script]"
-    parser = argparse.ArgumentParser("accel-scaler launch", usage, ABOUT)
+    parser = argparse.ArgumentParser("accel-scaler launch", usage, DESCRIPTION)
     add_flags(parser)
     return parser

@@ -18,7 +18,7 @@ from accelerate.commands.launch import launch_command_parser
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from accel_scaler import AccelScalerError, ConfigError, ScalerConfig, cli
-from accel_scaler.config import ENV_PREFIX, FIELDS
+from accel_scaler.config import ABOUT, ENV_PREFIX, FIELDS
 from accel_scaler.console import written
 from accel_scaler.launch import launcher as launcher_module
 from accel_scaler.launch.launcher import STARTUP, main
@@ -116,7 +116,7 @@ def test_help_shows_our_flags_with_their_texts(
     for name, spec in FIELDS.items():
         flag = f"--no_{name}" if spec.default is True else f"--{name}"
         assert sum(line.split()[:1] == [flag] for line in out.splitlines()) == 1
-        assert " ".join(spec.metadata["about"].split()).replace("- ", "-") in said
+        assert ABOUT[name].replace("- ", "-") in said
     assert "--fsdp_version" not in out
 
 

@@ -199,6 +199,8 @@ class OptimizerRecord(dict[str, Any]):
         """Whether this optimizer's gradients overflowed, on any rank; None: not agreed yet."""
         self.count: int | None = None
         """The number of its parameters when they were unscaled or checked."""
+        self.is_sharded: bool | None = None
+        """Ranks may hold different gradients of it; None: not known yet."""
         self.carried_over = ""
         """Why its gradients from before the window must not be added to; "": they may."""
         self.still_scaled: StillScaled | None = None

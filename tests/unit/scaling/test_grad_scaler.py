@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import pickle
 import warnings
 from collections.abc import Iterator
@@ -10,16 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_scaler import (
     ConfigError,
     GradScaler,
     OverflowStreakError,
-    ScalerConfig,
     UnsupportedError,
-    attach,
 )
 
 INF, NAN = float("inf"), float("nan")
@@ -282,19 +278,6 @@ def test_parameters_can_be_swapped_between_two_windows_as_with_torchs(factor: fl
     assert ends[0][1] == ends[1][1]
 
 
-@pytest.mark.usefixtures("swaps")
-def test_parameters_can_be_swapped_after_an_overflow_that_a_boundary_skipped() -> None:
-    accelerator = attach(Accelerator(cpu=True, mixed_precision="fp16"), ScalerConfig())
-    net = nn.Linear(2, 1)
-    net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    accelerator.backward(net(torch.ones(1, 2)).sum() * INF)
-    accelerator.clip_grad_norm_(net.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    assert optimizer.step_was_skipped
-    assert net.double().weight.dtype is torch.float64
-
-
 def test_disabled() -> None:
     p, optimizer = one()
     scaler = GradScaler("cpu", enabled=False, init_scale=-5.0)
@@ -403,19 +386,6 @@ def test_a_grad_scale_of_the_optimizers_own_is_kept_to() -> None:
     assert torch.equal(after[1], after[0])
 
 
-def test_a_fused_step_that_raises_leaves_nothing_behind() -> None:
-    p = nn.Parameter(torch.ones(2))
-    optimizer, scaler = fused_adamw(p), GradScaler("cpu", init_scale=8.0)
-    hook = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
-    scaler.scale(p.sum()).backward()
-    with pytest.raises(ZeroDivisionError):
-        scaler.step(optimizer)
-    assert not hasattr(optimizer, "grad_scale")
-    hook.remove()
-    scaler.step(optimizer)
-    assert not torch.equal(p.detach(), torch.ones(2)), "the step can be tried again"
-
-
 def test_a_fused_optimizer_unscaled_before_it_had_gradients_is_refused() -> None:
     """Its gradients are still scaled; torch trips over an integer, ours says what is missing."""
     outcomes = {}
@@ -461,34 +431,3 @@ def test_illegal_orders(kind: type[Stock]) -> None:
         scaler.step(optimizer)
     with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
         scaler.step(optimizer, closure=lambda: 1.0)
-
-
-def test_closing_a_window_updates_once_for_all_its_optimizers() -> None:
-    """As the Accelerate layer uses it: the verdict of each optimizer joins the window's."""
-    p, optimizer = one()
-    scaler = GradScaler("cpu", init_scale=64.0, growth_interval=1)
-    scaler.scale(p.sum()).backward()
-    first = scaler.window
-    scaler.close_window(False)
-    assert scaler.get_scale() == 128.0
-    scaler.close_window(True)
-    assert scaler.get_scale() == 32.0, "from 64, not from 128"
-    scaler.close_window(False)
-    assert scaler.get_scale() == 32.0
-    with scaler._windows.inside(first):
-        scaler.unscale_(optimizer)
-    assert p.grad is not None
-    assert torch.equal(p.grad, torch.ones(2)), "divided by the window's own 64"
-    assert scaler.scale(torch.ones(())).item() == 32.0
-    assert scaler.window.index == first.index + 1
-
-
-def test_a_plain_loop_warns_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    _, optimizer = one()
-    scaler = GradScaler("cpu", init_scale=64.0)
-    with warnings.catch_warnings(), caplog.at_level(logging.INFO, logger="accel_scaler"):
-        warnings.simplefilter("error")
-        for value in (1.0, INF, 1.0):
-            window(scaler, optimizer, value)
-    assert caplog.records == []
-    assert scaler.get_scale() == 32.0

@@ -415,8 +415,8 @@ class GradScaler(torch.amp.GradScaler):
         """Close the window: back off after an overflow, else count towards growth.
 
         Args:
-            new_scale: set the scale to this instead (a number or a tensor of one element); it is
-                copied, and kept within the bounds.
+            new_scale: set the scale to this instead (a number or a one-element tensor on the
+                scaler's device type); it is copied, and kept within the bounds.
 
         Does not synchronise on a GPU unless ``hysteresis`` > 1 or ``max_consecutive_skips``.
 
@@ -472,15 +472,20 @@ class GradScaler(torch.amp.GradScaler):
             scale.clamp_(self._min_scale, self._max_scale)
 
     def _set_scale(self, scale: Tensor, new_scale: float | Tensor) -> None:
-        if isinstance(new_scale, Tensor) and new_scale.numel() == 1:
-            scale.copy_(new_scale.detach().reshape(()))
-        elif is_positive(new_scale):
-            scale.fill_(new_scale)
+        if isinstance(new_scale, Tensor):
+            is_here = new_scale.device.type == self._device and not new_scale.requires_grad
+            is_usable = is_here and new_scale.numel() == 1
         else:
+            is_usable = is_positive(new_scale)
+        if not is_usable:
             raise ConfigError(
                 f"new_scale: got {new_scale!r}, expected a finite number > 0 (float32), or a "
-                "tensor of one element."
+                f"tensor of one element on {self._device!r} with requires_grad=False."
             )
+        if isinstance(new_scale, Tensor):
+            scale.copy_(new_scale.reshape(()))
+        else:
+            scale.fill_(new_scale)
         self._keep_in_bounds(scale)
 
     @property

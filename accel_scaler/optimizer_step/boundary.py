@@ -149,7 +149,7 @@ class Boundary:
 
     @contextmanager
     def deferred_of(self, optimizer: Optimizer) -> Iterator[DeferredUnscale]:
-        """What a step within the block is to do to the gradients first.
+        """What is deferred to the step within the block.
 
         Raises:
             OrderError: they were changed since they were clipped.

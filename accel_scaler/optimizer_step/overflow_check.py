@@ -160,8 +160,8 @@ class OverflowCheck:
         self.scaler.unscale_(optimizer)
 
     def _forbid_scaled_elsewhere(self, optimizer: Optimizer) -> None:
-        """Raise ``OrderError`` where another optimizer's step is to unscale some of its gradients:
-        they would be unscaled twice."""
+        """Raise ``OrderError`` where another optimizer's step unscales some of its gradients: they
+        would be unscaled twice."""
         window, own = self.scaler.window, set(map(id, parameters_of(optimizer)))
         for other in self.scaler.managed:
             record = window.known(other)

@@ -57,7 +57,7 @@ class Stepper(ABC):
     hold_scaled: HoldScaled | None = None
     """Unscales gradients that are left to the kernel before their first use."""
     measures_shown = False
-    """``timing`` is to have ``shown_error``."""
+    """Measure ``StepTiming.shown_error``."""
 
     @property
     def keeps_scaled(self) -> bool:

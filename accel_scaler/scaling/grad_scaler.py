@@ -135,10 +135,10 @@ class GradScaler(torch.amp.GradScaler):
         self._mirror = HostMirror()
         self._lock = threading.RLock()
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        """Optimizers whose gradients :meth:`get_overflow_flag` looks at."""
+        """Optimizers whose gradients :meth:`get_overflow_flag` reads."""
         self._leaves: list[weakref.ref[Tensor]] = []
-        """What it looks at until one is known: parameters that the window's outputs lead to. Of
-        this window alone, since torch swaps no parameter that has a weak reference."""
+        """Until an optimizer is known: the parameters that the window's outputs lead to. Dropped
+        with the window, since torch swaps no parameter that has a weak reference."""
         self._managed: weakref.WeakKeyDictionary[Optimizer, weakref.ref[GradientReader]]
         self._managed = weakref.WeakKeyDictionary()
         """Optimizers that a boundary steps, in the order they came, and their steppers."""

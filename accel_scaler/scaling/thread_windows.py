@@ -33,7 +33,7 @@ class ThreadWindows:
         self._local = threading.local()
         self._jobs: weakref.WeakKeyDictionary[Window, threading.Event]
         self._jobs = weakref.WeakKeyDictionary()
-        """Under the window of each bound job that somebody holds: set when it has run."""
+        """Under the window of each bound job that is referenced: set when it has run."""
 
     @property
     def bound(self) -> Window | None:
@@ -97,7 +97,7 @@ class ThreadWindows:
         return job
 
     def wait_for_jobs(self) -> None:
-        """Block until every other job that somebody still holds has run.
+        """Block until every other job that is still referenced has run.
 
         Raises:
             OrderError: one has not within ``WAIT_LIMIT_S``.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -278,61 +277,14 @@ def test_parameters_can_be_swapped_between_two_windows_as_with_torchs(factor: fl
     assert ends[0][1] == ends[1][1]
 
 
-def test_disabled() -> None:
-    p, optimizer = one()
-    scaler = GradScaler("cpu", enabled=False, init_scale=-5.0)
-    loss = p.sum()
-    assert scaler.scale(loss) is loss
-    loss.backward()
-    scaler.unscale_(optimizer)
-    scaler.unscale_(optimizer)
-    assert scaler.step(optimizer, lambda: loss) is loss
-    scaler.update()
-    scaler.update("anything")  # type: ignore[arg-type]
-    scaler.backoff(7.0)
-    assert scaler.get_overflow_flag() is False
-    assert scaler.get_scale() == 1.0
-    assert not scaler.is_enabled()
-    assert torch.equal(p.detach(), torch.full((2,), 0.5))
-
-
-def test_cuda_without_a_gpu_is_disabled_with_torchs_warning() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    with pytest.warns(UserWarning, match="CUDA is not available"):
-        assert not GradScaler("cuda").is_enabled()
-
-
 def test_without_a_device_it_takes_the_one_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's stands for CUDA; state and pickle know no difference to a device that was named."""
+    """torch's stands for CUDA."""
     here = torch.accelerator.is_available() and torch.accelerator.current_accelerator()
-    named = here.type if here else "cpu"
-    steps: dict[str, Any] = {}
-    for name, kind, args in (
-        ("theirs", Stock, (named,)),
-        ("named", GradScaler, (named,)),
-        ("unnamed", GradScaler, ()),
-    ):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            scaler: Any = kind(*args)
-        assert scaler.is_enabled()
-        p = torch.nn.Parameter(torch.full((2,), 0.5, device=named))
-        optimizer = torch.optim.SGD([p], lr=0.1)
-        for factor in (1.0, INF, 1e-3):
-            scaler.scale(p.square().sum() * factor).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-        again = pickle.loads(pickle.dumps(scaler))
-        assert again.state_dict() == scaler.state_dict()
-        again.scale(p.sum())
-        assert again._scale.device.type == named
-        state = scaler.state_dict()
-        assert state.pop("_consecutive_skips", 0) == 0  # which torch has not
-        steps[name] = (state, p.tolist())
-    assert steps["theirs"] == steps["named"] == steps["unnamed"]
-
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scaler = GradScaler()
+    assert scaler.is_enabled()
+    assert scaler._device == (here.type if here else "cpu")
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(
         torch.accelerator, "current_accelerator", lambda: torch.device("xpu"), raising=False
@@ -373,19 +325,6 @@ def test_an_optimizer_that_takes_the_scaler_itself(kind: type[Stock]) -> None:
     assert seen == [scaler]
 
 
-def test_a_grad_scale_of_the_optimizers_own_is_kept_to() -> None:
-    after = []
-    for kind in (Stock, GradScaler):
-        p = nn.Parameter(torch.ones(2))
-        optimizer, scaler = torch.optim.SGD([p], lr=0.5, fused=True), kind("cpu", init_scale=8.0)
-        optimizer.grad_scale = torch.tensor(2.0)
-        scaler.scale(p.sum()).backward()
-        scaler.step(optimizer)
-        after.append(p.detach())
-    assert torch.equal(after[0], torch.full((2,), 0.75))
-    assert torch.equal(after[1], after[0])
-
-
 def test_a_fused_optimizer_unscaled_before_it_had_gradients_is_refused() -> None:
     """Its gradients are still scaled; torch trips over an integer, ours says what is missing."""
     outcomes = {}
@@ -402,32 +341,14 @@ def test_a_fused_optimizer_unscaled_before_it_had_gradients_is_refused() -> None
     assert outcomes == {Stock: AttributeError, GradScaler: AssertionError}
 
 
-@KINDS
-def test_an_optimizer_without_gradients_is_refused(kind: type[Stock]) -> None:
-    p, optimizer = one()
-    scaler = kind("cpu")
-    scaler.scale(p.sum())
-    with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer"):
+def test_a_grad_scale_of_the_optimizers_own_is_kept_to() -> None:
+    after = []
+    for kind in (Stock, GradScaler):
+        p = nn.Parameter(torch.ones(2))
+        optimizer, scaler = torch.optim.SGD([p], lr=0.5, fused=True), kind("cpu", init_scale=8.0)
+        optimizer.grad_scale = torch.tensor(2.0)
+        scaler.scale(p.sum()).backward()
         scaler.step(optimizer)
-    with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
-        scaler.update()
-
-
-@KINDS
-def test_illegal_orders(kind: type[Stock]) -> None:
-    p, optimizer = one()
-    scaler = kind("cpu")
-    for call in (lambda: scaler.unscale_(optimizer), lambda: scaler.step(optimizer), scaler.update):
-        with pytest.raises(AssertionError, match="_scale is None"):
-            call()
-    scaler.scale(p.sum()).backward()
-    scaler.unscale_(optimizer)
-    with pytest.raises(RuntimeError, match="already been called on this optimizer"):
-        scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    with pytest.raises(RuntimeError, match=r"unscale_\(\) is being called after step"):
-        scaler.unscale_(optimizer)
-    with pytest.raises(RuntimeError, match=r"step\(\) has already been called"):
-        scaler.step(optimizer)
-    with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
-        scaler.step(optimizer, closure=lambda: 1.0)
+        after.append(p.detach())
+    assert torch.equal(after[0], torch.full((2,), 0.75))
+    assert torch.equal(after[1], after[0])

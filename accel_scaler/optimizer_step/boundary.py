@@ -66,10 +66,7 @@ class Boundary:
     """
 
     def __init__(
-        self,
-        scaler: GradScaler,
-        device: torch.device,
-        *observers: Observer | None,
+        self, scaler: GradScaler, device: torch.device, *observers: Observer | None
     ) -> None:
         self.scaler, self.device = scaler, device
         self.observers = [each for each in observers if each is not None]
@@ -240,11 +237,7 @@ class Boundary:
         return window
 
     def _close(
-        self,
-        optimizer: Optimizer,
-        window: Window,
-        record: OptimizerRecord,
-        stepper: Stepper,
+        self, optimizer: Optimizer, window: Window, record: OptimizerRecord, stepper: Stepper
     ) -> None:
         """Update the scale, then the parameters or not.
 

@@ -199,10 +199,7 @@ class OverflowCheck:
         return torch.full((), inverse, dtype=torch.float32, device=device)
 
     def one_pass(
-        self,
-        owners: Sequence[Optimizer],
-        steppers: Sequence[Stepper],
-        params: Sequence[Tensor],
+        self, owners: Sequence[Optimizer], steppers: Sequence[Stepper], params: Sequence[Tensor]
     ) -> NormCheck | None:
         """Norm and check from one read of gradients that are all scaled still.
 

@@ -3,7 +3,7 @@
 :class:`Boundary` takes an optimizer whose gradients are accumulated, decides on the training
 thread and hands what is left to do to the optimizer's :class:`Stepper`, which is inline here. What
 it learns it writes to the window; each :class:`Observer` receives the events. It knows no optimizer
-thread, no Accelerate and no record of anything: who steps later is a Stepper like any other.
+thread, no Accelerate and no telemetry: what steps later is a Stepper like any other.
 """
 
 from .boundary import Boundary, boundary_of

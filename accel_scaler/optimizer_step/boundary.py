@@ -66,10 +66,7 @@ class Boundary:
     """
 
     def __init__(
-        self,
-        scaler: GradScaler,
-        device: torch.device,
-        *observers: Observer | None,
+        self, scaler: GradScaler, device: torch.device, *observers: Observer | None
     ) -> None:
         self.scaler, self.device = scaler, device
         self.observers = [each for each in observers if each is not None]
@@ -87,7 +84,7 @@ class Boundary:
         fold_unscale: bool = False,
         hold_scaled: HoldScaled | None = None,
     ) -> None:
-        """Step this optimizer here.
+        """Let this boundary step an optimizer.
 
         Args:
             fold_unscale: its kernel may unscale; and clip, where ``hold_scaled`` is given.
@@ -109,17 +106,17 @@ class Boundary:
                 raise UnsupportedError(complex_refused(f"{type(optimizer).__name__}: {name}", p))
 
     def before_backward(self, loss: Tensor, accumulation: int = 1) -> None:
-        """Call before each backward. Where nothing is scaled, it is what opens a window.
+        """Call before each backward. Where nothing is scaled, this opens a window.
 
         May wait for a step that reads gradients which the backward adds to.
 
         Args:
-            accumulation: what the loss is going to be divided by.
+            accumulation: the divisor of the loss.
         """
         window = self.scaler.window
         is_next = bool(window.losses) and not window.closed
         if is_next and not any(map(self._has_gradients, self.scaler.managed)):
-            window.losses = Losses()  # what came of those before was thrown away
+            window.losses = Losses()  # the gradients of those before were dropped
         if not self.scaler.is_enabled():
             window = self.scaler.open_window()
             window.losses.note([loss.detach() / accumulation])
@@ -129,11 +126,11 @@ class Boundary:
             observer.before_backward(loss)
 
     def after_backward(self, step: int, accumulation: int) -> None:
-        """Call after it: the loss was that of this micro-batch, as Accelerate counts them."""
+        """Call after each backward with the number of its micro-batch, as Accelerate counts."""
         self.scaler.window.losses.note_step(step, accumulation)
 
     def unscale(self, optimizers: Iterable[Optimizer]) -> bool:
-        """Unscale and check each optimizer that has gradients; once a window, later calls pass.
+        """Unscale and check each optimizer that has gradients, once a window.
 
         Returns whether any of them overflowed. Synchronises with the device.
         """
@@ -149,7 +146,7 @@ class Boundary:
 
     @contextmanager
     def deferred_of(self, optimizer: Optimizer) -> Iterator[DeferredUnscale]:
-        """What the step is to do to the gradients first, for a caller who steps in the block.
+        """What is deferred to the step within the block.
 
         Raises:
             OrderError: they were changed since they were clipped.
@@ -216,13 +213,13 @@ class Boundary:
         return self.check.is_sharded(optimizer) or any(p.grad is not None for p in params)
 
     def _must_be_unscaled(self, stepper: Stepper) -> bool:
-        """Gradients are to be unscaled in place before the step, which would not do it."""
+        """Whether gradients are unscaled in place before the step, which does not do it itself."""
         if stepper.has_pre_hooks:
             return True
         return not (stepper.unscales or stepper.keeps_scaled or self.check.divides(stepper))
 
     def _note_unscaled(self, optimizer: Optimizer, stepper: Stepper) -> None:
-        """Its step unscales them where they are: another optimizer that has them is not to."""
+        """Its step unscales these in place, so another optimizer that has them must not."""
         unscaled = [
             p
             for p in parameters_of(optimizer)
@@ -240,16 +237,11 @@ class Boundary:
         return window
 
     def _close(
-        self,
-        optimizer: Optimizer,
-        window: Window,
-        record: OptimizerRecord,
-        stepper: Stepper,
+        self, optimizer: Optimizer, window: Window, record: OptimizerRecord, stepper: Stepper
     ) -> None:
         """Update the scale, then the parameters or not.
 
-        The window is closed, for this optimizer too, before its step begins: whatever comes out of
-        that, an interrupt for example, the next window is a new one.
+        The window is closed before the step begins: after an interrupt the next one is new.
         """
         found_inf, timing = record.found_inf, None
         self.scaler.close_window(found_inf)

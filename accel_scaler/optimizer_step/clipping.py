@@ -38,15 +38,15 @@ class Clipping:
 
     def __init__(self, check: OverflowCheck) -> None:
         self._check, self.scaler, self.device = check, check.scaler, check.device
-        self._told = False
+        self._has_warned = False
 
     def norm_so_far(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
         """Off the boundary: the norm of what has accumulated, unscaled. Changes nothing."""
-        if not self._told:
-            self._told = True
+        if not self._has_warned:
+            self._has_warned = True
             logger.warning(
                 "clip_grad_norm_ before the last micro-batch of an accumulation window clips "
-                "nothing and returns the norm so far; the last micro-batch clips. (Said once.)"
+                "nothing and returns the norm so far; the last micro-batch clips. (Logged once.)"
             )
         total = whole(_total_norm(parameters, norm_type))
         return total if norm_type == 0 else total / self.scaler.window_scale  # 0: a count
@@ -57,9 +57,9 @@ class Clipping:
         """Unscale what owns ``parameters``, clip their total norm to ``max_norm``.
 
         ``.grad`` is then what ``torch.nn.utils.clip_grad_norm_`` leaves after ``unscale_``, bit
-        for bit; with ``fold_unscale`` and a fused optimizer but for a rounding, once somebody looks
-        at it. Where it is float16, or bfloat16 with a master, it stays scaled, for the update.
-        After an overflow gradients stay as they were found.
+        for bit (with ``fold_unscale``: at its first use, but for a rounding). Where it is float16,
+        or bfloat16 with a master, it stays scaled until the update. After an overflow gradients
+        stay as they were.
 
         Returns the total norm before clipping, unscaled, float32, shape (); inf after an
         overflow. Synchronises with the device once for each optimizer, or once for all where
@@ -132,7 +132,8 @@ class Clipping:
     def note_norm(
         self, parameters: Sequence[Tensor], norm: Any, max_norm: float, norm_type: float
     ) -> None:
-        """Somebody else has clipped. Communicates, where the norm is a DTensor and is wanted."""
+        """Record the norm of a clip made elsewhere. Communicates where an observer wants norms and
+        this one is a DTensor."""
         if any(observer.wants_norms for observer in self._check.observers):
             self._note(GradNorm(parameters, whole(norm), None, float(max_norm), None, norm_type))
 
@@ -142,7 +143,7 @@ class Clipping:
     def _clip_unscaled(
         self, parameters: Sequence[Tensor], max_norm: float, norm_type: float
     ) -> Tensor:
-        """``torch.nn.utils.clip_grad_norm_``; where they are wanted, it leaves each one's norm."""
+        """``torch.nn.utils.clip_grad_norm_``, and the norm of each where an observer wants it."""
         grads, each = gradients_of(parameters), None
         if self._check.wants_each_norm and norm_type == 2.0 and is_uniform(grads):
             each = torch.stack(list(torch._foreach_norm(grads)))
@@ -162,13 +163,13 @@ class Clipping:
         max_norm: float,
         norm_type: float,
     ) -> Tensor:
-        """Clip where some gradients stay scaled: these along with their step, in float32. Does not
+        """Clip where some gradients stay scaled: these within their step, in float32. Does not
         synchronise."""
         parts: list[tuple[DeferredUnscale | None, list[Tensor]]] = []
         taken: set[int] = set()
         for (_, mine), record in zip(owned, records, strict=True):
             chosen = [p for p in mine if p.grad is not None and id(p) not in taken]
-            taken.update(map(id, chosen))  # another may have some of the same, clipped once
+            taken.update(map(id, chosen))  # a shared one is clipped once
             parts.append((record.deferred or None, chosen))
         parts.append((None, list(unowned)))
         found = {
@@ -189,7 +190,7 @@ class Clipping:
         return total
 
     def _are_whole(self, owners: Sequence[Optimizer], parameters: Sequence[Tensor]) -> bool:
-        """They are just those of whole optimizers, none of them looked at yet, none shared."""
+        """They are those of whole optimizers, none of them checked yet, none shared."""
         window = self.scaler.window
         if self.scaler.sharded or window.opened_by is None:
             return False
@@ -197,7 +198,7 @@ class Clipping:
             return False
         mine = [id(p) for owner in owners for p in parameters_of(owner) if p.grad is not None]
         asked = list(map(id, parameters))
-        same = mine == asked or (len(mine) == len(asked) and set(mine) == set(asked))
+        same = mine == asked or sorted(mine) == sorted(asked)
         return same and len(set(asked)) == len(asked)
 
     def _clip_in_one_pass(
@@ -207,7 +208,8 @@ class Clipping:
         parameters: Sequence[Tensor],
         max_norm: float,
     ) -> Tensor | None:
-        """One read for norm and check, one product for unscale and clip. None: not possible."""
+        """One read for norm and check, one product for unscale and clip. None: these gradients do
+        not allow it."""
         check, scale, window = self._check, self.scaler.window_scale, self.scaler.window
         steppers = list(map(stepper_of, owners))
         norms = check.one_pass(owners, steppers, parameters)
@@ -236,7 +238,7 @@ class Clipping:
         return norms.total
 
     def _unscale_unowned(self, unowned: Sequence[Tensor]) -> bool:
-        """Unscale, once a window, gradients that no optimizer here owns; True: not finite."""
+        """Unscale, once a window, gradients that no optimizer owns. True: not all are finite."""
         window = self.scaler.window
         for p in unowned if window.opened_by is not None else ():
             known = window.unowned.get(id(p))
@@ -255,15 +257,17 @@ class Clipping:
                 known[1].renew([p])
 
 
-def _clip_scaled_values(record: OptimizerRecord, parameters: Sequence[Tensor], most: float) -> None:
-    """Clip each element of gradients that stay scaled to ``most``, unscaled."""
+def _clip_scaled_values(
+    record: OptimizerRecord, parameters: Sequence[Tensor], bound: float
+) -> None:
+    """Clip each element of gradients that stay scaled to ``bound`` times their scale."""
     if record.returned is not None:
-        record.returned.end(parameters)  # this is no edit of the caller's
+        record.returned.end(parameters)  # no edit of the caller's
     factors = torch.stack(record.deferred.factors(parameters)).tolist()
     for p, factor in zip(parameters, factors, strict=True):
         grad = p.grad
         assert grad is not None
-        limit = min(most / factor if factor else inf, torch.finfo(grad.dtype).max)
+        limit = min(bound / factor if factor else inf, torch.finfo(grad.dtype).max)
         grad.clamp_(-limit, limit)
 
 

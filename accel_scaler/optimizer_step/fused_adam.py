@@ -51,7 +51,7 @@ class AdamGroup:
         large = [i for i, size in enumerate(sizes) if size > SMALL]
         batches = ((small, self.device == -1), (large, False))
         self.batches = [(places, one) for places, one in batches if places]
-        """Places of small and of large parameters, and whether one thread is to do them."""
+        """Indices of small and of large parameters, and whether one thread updates them."""
 
     def call(
         self,
@@ -106,7 +106,7 @@ class AdamGroup:
         )
 
     def is_current(self, group: dict[str, Any]) -> bool:
-        """Whether nobody has exchanged a parameter or its state since."""
+        """Whether parameters and state are still the same objects."""
         return (
             group["params"] is self.params
             and bool(group["amsgrad"]) == self.amsgrad
@@ -116,7 +116,7 @@ class AdamGroup:
         )
 
     def still_fits(self, group: dict[str, Any]) -> bool:
-        """Whether the settings still ask for the kernel, and nobody has exchanged any state."""
+        """Whether the settings still ask for the kernel, and the state is the same objects."""
         return is_plain(group) and bool(group["amsgrad"]) == self.amsgrad and self._has_same_state()
 
     def _has_same_state(self) -> bool:

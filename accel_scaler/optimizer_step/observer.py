@@ -21,8 +21,7 @@ class Observer:
     """
 
     wants_norms = False
-    """A norm that somebody else's clip returned is read, on some rank: to complete it the ranks
-    communicate."""
+    """The norm of a clip made elsewhere is read, on some rank: to complete it ranks communicate."""
     wants_each_norm = False
     """The norm of each gradient is read, where one pass gives it beside that of all; and how far a
     preview of a late update was off."""

@@ -38,7 +38,7 @@ from .stepper import Stepper, stepper_of
 class OverflowCheck:
     """Checks gradients once a window, and unscales them then or leaves that to the step.
 
-    What it finds is written to the optimizer's record in the window, and read there.
+    The optimizer's record in the window holds what it finds.
 
     Args:
         scaler: whose windows these are.
@@ -59,26 +59,26 @@ class OverflowCheck:
     def split(
         self, parameters: Sequence[Tensor]
     ) -> tuple[list[tuple[Optimizer, list[Tensor]]], list[Tensor]]:
-        """Each optimizer that has some of ``parameters``, with these, in the order they came; and
-        those that none here has."""
+        """Each optimizer that has some of ``parameters``, with these, in order; and the rest."""
         window, managed = self.scaler.window, self.scaler.managed
         if window.owners is None or not window.owners.is_of(managed):
             window.owners = Owners(managed)
         return window.owners.split(parameters)
 
     def is_sharded(self, optimizer: Optimizer) -> bool:
-        """Ranks may hold different gradients of it."""
-        owners = self.scaler.window.owners
-        known = None if owners is None else owners.is_sharded(optimizer)
-        sharded = is_sharded(parameters_of(optimizer)) if known is None else known
-        return self.scaler.sharded or sharded
+        """Whether ranks may hold different gradients of it."""
+        record = self.scaler.window.known(optimizer)
+        if record is None:
+            return self.scaler.sharded or is_sharded(parameters_of(optimizer))
+        if record.is_sharded is None:
+            record.is_sharded = is_sharded(parameters_of(optimizer))
+        return self.scaler.sharded or record.is_sharded
 
     def record(self, optimizer: Optimizer, some: Sequence[Tensor] | None = None) -> OptimizerRecord:
-        """What is known of the optimizer in this window.
+        """The optimizer's record in this window, before its gradients are read or written.
 
         Args:
-            some: of its parameters those whose gradients the caller is about to read or write, as
-                :meth:`split` gave them; None: all.
+            some: the parameters in question; None: all of its own.
 
         Raises:
             OrderError: no loss was scaled; it has stepped; scaled gradients were added to
@@ -97,43 +97,33 @@ class OverflowCheck:
                 "optimizer.step(), and call accelerator.backward(loss) before the next step."
             )
         record.forbid_mixture(type(optimizer).__name__, some)
-        owners = window.owners
-        count = None if some is None or owners is None else owners.count(optimizer)
-        if count is None:
-            count = len(parameters_of(optimizer))
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
         if record.stage is OptState.UNSCALED and record.count not in (None, count):
             raise OrderError(
                 f"{type(optimizer).__name__} had {record.count} parameters when its gradients were "
-                f"unscaled or clipped, and has {count} now: the new ones' are scaled, and were not "
-                "checked. Add parameters before that, or after the step; zero the gradients to go "
-                "on."
+                f"unscaled or clipped, and has {count} now: the new ones were not checked. Add "
+                "parameters before that, or after the step; zero the gradients to go on."
             )
         self.forbid_edits(optimizer, record, some)
         return record
 
     def forbid_edits(
-        self,
-        optimizer: Optimizer,
-        record: OptimizerRecord,
-        some: Sequence[Tensor] | None = None,
+        self, optimizer: Optimizer, record: OptimizerRecord, some: Sequence[Tensor] | None = None
     ) -> None:
-        """Raise ``OrderError`` where gradients that the caller got back scaled were changed.
-
-        ``some``: of these parameters; None: of all.
-        """
+        """Raise ``OrderError`` where gradients of ``some`` parameters (None: all) were changed
+        since the caller got them back scaled."""
         record.stop_holding()
         if record.returned is not None and record.returned.is_changed(some):
             raise OrderError(
                 f"the gradients of {type(optimizer).__name__} were changed after they were "
-                "clipped, while they still are scaled: they go to float32 masters, or fold_unscale "
-                "leaves unscaling to the kernel, so the change would be scaled too. Drop gradients "
-                "(p.grad = None), or change them before clip_grad_norm_, where what is added has "
-                "to be multiplied by accelerator.scaler.get_scale(); or load the model in float32, "
-                "without fold_unscale. Zero the gradients to go on."
+                "clipped, while they still are scaled (for float32 masters, or by fold_unscale), "
+                "so the change would be scaled too. Change them before clip_grad_norm_, with what "
+                "is added multiplied by accelerator.scaler.get_scale(); or load the model in "
+                "float32, without fold_unscale. Zero the gradients to go on."
             )
 
     def check(self, optimizer: Optimizer) -> OptimizerRecord:
-        """Check, unless somebody did in this window; unscale, or leave that to the step.
+        """Check, unless that was done in this window; unscale, or leave that to the step.
 
         Synchronises with the device, and with other ranks where they hold other gradients.
         """
@@ -157,10 +147,9 @@ class OverflowCheck:
             return
         if stepper.keeps_scaled and self.unscaled_elsewhere([optimizer]):
             raise OrderError(
-                f"{type(optimizer).__name__}: some of its gradients are unscaled already (clipped "
-                "before it had their parameters, or for another optimizer), and those of float32 "
-                "masters stay scaled until the step. Make the optimizer before the backward; zero "
-                "the gradients to go on."
+                f"{type(optimizer).__name__}: some of its gradients are unscaled already, and "
+                "those of float32 masters stay scaled until the step. Make the optimizer before "
+                "the backward, let no other one have its parameters; zero the gradients to go on."
             )
         if stepper.keeps_scaled:
             raise UnsupportedError(
@@ -171,8 +160,8 @@ class OverflowCheck:
         self.scaler.unscale_(optimizer)
 
     def _forbid_scaled_elsewhere(self, optimizer: Optimizer) -> None:
-        """Raise ``OrderError`` where another optimizer's step is to unscale some of its gradients,
-        which are float32, since its others have masters: they would be unscaled twice."""
+        """Raise ``OrderError`` where another optimizer's step unscales some of its gradients: they
+        would be unscaled twice."""
         window, own = self.scaler.window, set(map(id, parameters_of(optimizer)))
         for other in self.scaler.managed:
             record = window.known(other)
@@ -182,16 +171,15 @@ class OverflowCheck:
             if common:
                 raise OrderError(
                     f"{type(optimizer).__name__} shares {common} parameters with a "
-                    f"{type(other).__name__} that has float32 masters for others, so its gradients "
-                    "stay scaled after a clip, and these would be unscaled twice. Put the shared "
-                    "parameters in one optimizer, or load the model in float32; zero the gradients "
-                    "to go on."
+                    f"{type(other).__name__} whose gradients stay scaled after a clip, for float32 "
+                    "masters: they would be unscaled twice. Put the shared parameters in one "
+                    "optimizer, or load the model in float32; zero the gradients to go on."
                 )
 
     def _look_at_scaled(
         self, optimizer: Optimizer, record: OptimizerRecord, stepper: Stepper
     ) -> bool:
-        """Check without unscaling, which is deferred; False: not possible with these gradients."""
+        """Check without unscaling, which is deferred. False: these gradients do not allow it."""
         params = [p for p in parameters_of(optimizer) if p.grad is not None]
         norms = self.one_pass([optimizer], [stepper], params)
         if norms is None:
@@ -199,23 +187,19 @@ class OverflowCheck:
         self.note(optimizer, record, params, norms)
         if norms.total is not None:
             self.scaler.window.grad_norms.add(GradNorm(params, norms.host_total, norms.each))
-        inv_scale = torch.full(
-            (),
-            reciprocal(self.scaler.window_scale),
-            dtype=torch.float32,
-            device=gradients_of(params)[0].device,
-        )
+        inv_scale = self._inv_scale(gradients_of(params)[0].device)
         if self.divides(stepper):
             record.deferred = DeferredUnscale(divide=1.0 / inv_scale)
         else:
             record.deferred = DeferredUnscale(multiply=inv_scale)
         return True
 
+    def _inv_scale(self, device: torch.device) -> Tensor:
+        inverse = reciprocal(self.scaler.window_scale)
+        return torch.full((), inverse, dtype=torch.float32, device=device)
+
     def one_pass(
-        self,
-        owners: Sequence[Optimizer],
-        steppers: Sequence[Stepper],
-        params: Sequence[Tensor],
+        self, owners: Sequence[Optimizer], steppers: Sequence[Stepper], params: Sequence[Tensor]
     ) -> NormCheck | None:
         """Norm and check from one read of gradients that are all scaled still.
 
@@ -229,12 +213,11 @@ class OverflowCheck:
             return None
         if self.unscaled_elsewhere(owners):
             return None
-        inv_scale = torch.full((), reciprocal(scale), dtype=torch.float32, device=grads[0].device)
+        inv_scale = self._inv_scale(grads[0].device)
         return check_norms(grads, inv_scale, keep_each=self.wants_each_norm)
 
     def unscaled_elsewhere(self, optimizers: Sequence[Optimizer]) -> list[Tensor]:
-        """Parameters of optimizers that nobody has looked at, whose gradients were unscaled for
-        another optimizer, or for none."""
+        """Their parameters whose gradients were unscaled for another optimizer, or for none."""
         mine = (p for optimizer in optimizers for p in parameters_of(optimizer))
         return self.scaler.window.unscaled_among(mine)
 
@@ -245,7 +228,7 @@ class OverflowCheck:
         params: Sequence[Tensor],
         norms: NormCheck,
     ) -> None:
-        """Put what one pass has found where ``GradScaler`` looks for it too."""
+        """Write what one pass has found to the record, where ``GradScaler`` reads it too."""
         found, device = bool(norms.overflowed), params[0].device
         record.stage, record.count = OptState.UNSCALED, len(parameters_of(optimizer))
         record["found_inf_per_device"] = {
@@ -259,11 +242,11 @@ class OverflowCheck:
         record.verdict = agree_on_overflow(found or lost, self.device, self.is_sharded(optimizer))
 
     def divides(self, stepper: Stepper, returned: bool = False) -> bool:
-        """Unscaling is left to its kernel: no other optimizer here has some of the gradients.
+        """Whether unscaling is left to its kernel: no other optimizer has some of the gradients.
 
         Args:
-            returned: the caller gets them back before the step. Then on a CPU alone: elsewhere
-                nobody has measured what is saved.
+            returned: the caller gets them back before the step. Then on a CPU only: elsewhere the
+                saving was not measured.
         """
         mine, managed = stepper.optimizer, self.scaler.managed
         if not stepper.divides:
@@ -279,7 +262,7 @@ class OverflowCheck:
         return own.isdisjoint(map(id, others))
 
     def unscale(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
-        """Do in place what is deferred, because somebody wants to see unscaled gradients.
+        """Do in place what is deferred, for a caller who reads unscaled gradients.
 
         Raises:
             UnsupportedError: they are float16, or bfloat16 and go to masters.
@@ -288,10 +271,9 @@ class OverflowCheck:
         if stepper.keeps_scaled:
             raise UnsupportedError(
                 "unscale_gradients: some gradients are float16 or bfloat16 and go to float32 "
-                "masters, so they are unscaled in float32 within the step; here small ones would "
-                "be lost. Use clip_grad_norm_ or clip_grad_value_, which know this, or load the "
-                "model in float32, or in bfloat16 with master_weights='none'. A hook before the "
-                "step (register_step_pre_hook) sees gradients too."
+                "masters, so they are unscaled within the step; here small ones would be lost. Use "
+                "clip_grad_norm_ or clip_grad_value_, or a hook before the step; or load the model "
+                "in float32, or in bfloat16 with master_weights='none'."
             )
         record.forget_returned()
         params = parameters_of(optimizer)
@@ -307,10 +289,10 @@ class OverflowCheck:
     def give_back(
         self, optimizer: Optimizer, record: OptimizerRecord, written: Sequence[Tensor] = ()
     ) -> None:
-        """The caller is about to have the gradients back: what changes them now is not ours.
+        """Remember the gradients as they are returned to the caller, whose edits are refused.
 
         Args:
-            written: of its parameters those whose gradients this call has written to.
+            written: parameters whose gradients this call has written to.
         """
         if record.returned is not None:
             record.returned.renew(written)
@@ -322,10 +304,10 @@ class OverflowCheck:
             record.unscaled_before.renew(written)
 
     def _hold(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
-        """Whoever looks at gradients that are left to the kernel has them unscaled first, as by
-        :meth:`unscale`; at once, where not every look can be seen."""
+        """Unscale gradients that are left to the kernel before their first use, as by
+        :meth:`unscale`; at once, where not every use can be seen."""
         hold, params = stepper_of(optimizer).hold_scaled, parameters_of(optimizer)
-        # Gradients keep what this makes, and it none of what keeps them.
+        # The gradients keep the function below alive, so it refers weakly to what keeps them.
         me, owner, its = weakref.ref(self), weakref.ref(optimizer), weakref.ref(record)
         due = record.deferred
 

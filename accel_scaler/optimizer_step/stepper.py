@@ -22,20 +22,20 @@ logger = logging.getLogger("accel_scaler")
 
 @dataclass(slots=True)
 class StepTiming:
-    """When one update ran, and who waited for it: host time, seconds of ``perf_counter``."""
+    """When one update ran, and what waited for it: host time, seconds of ``perf_counter``."""
 
     start: float = 0.0
     busy: float = 0.0
     """How long it ran."""
     finished: bool = False
     inline: bool = False
-    """On the training thread, which so waits for all of it."""
+    """It ran on the training thread, which waited for all of it."""
     waits: list[tuple[float, float]] = field(default_factory=list)
     """``(start, length)`` of each wait."""
     delay_compensation: str | None = None
-    """What the model was shown of it at first (``"none"``: nothing); None: it was not late."""
+    """Of a late update: ``"preview"`` or ``"none"``; None: it was not late."""
     shown_error: tuple[float, float] | None = None
-    """Where that was measured: the norm of what it was off by, and that of the update."""
+    """Of a late update, where it was measured: norms of the preview's error and of the update."""
 
 
 Unscale = Callable[[Sequence[Tensor]], object]
@@ -43,7 +43,7 @@ Unscale = Callable[[Sequence[Tensor]], object]
 
 HoldScaled = Callable[[Sequence[Tensor], Unscale], Callable[[], None] | None]
 """Calls one before the first use of any gradient: :func:`accel_scaler.async_optimizer.hold_scaled`.
-It is handed in, since this folder does not know how a use is seen."""
+"""
 
 
 class Stepper(ABC):
@@ -55,9 +55,9 @@ class Stepper(ABC):
     fold_unscale = False
     """Unscaling and clipping may be left to the kernel."""
     hold_scaled: HoldScaled | None = None
-    """Sees to it that whoever looks at gradients that are left to the kernel has them unscaled."""
+    """Unscales gradients that are left to the kernel before their first use."""
     measures_shown = False
-    """``timing`` is to say how far off it was what the model was shown of a late update."""
+    """Measure ``StepTiming.shown_error``."""
 
     @property
     def keeps_scaled(self) -> bool:
@@ -71,17 +71,17 @@ class Stepper(ABC):
 
     @property
     def unscales(self) -> bool:
-        """A product that is due is left to its step, which does it where ``.grad`` is, too."""
+        """A deferred product is left to its step, which writes it to ``.grad``, too."""
         return False
 
     @property
     def divides(self) -> bool:
-        """Its kernel is to divide gradients by ``grad_scale`` itself."""
+        """Its kernel divides gradients by ``grad_scale``."""
         return self.fold_unscale and takes_grad_scale(self.optimizer) and not self.has_pre_hooks
 
     @property
     def has_pre_hooks(self) -> bool:
-        """Somebody looks at the gradients just before the step."""
+        """Hooks read the gradients just before the step."""
         everywhere = getattr(optimizer_module, "_global_optimizer_pre_hooks", {})
         return bool(everywhere or getattr(self.optimizer, "_optimizer_step_pre_hooks", {}))
 
@@ -93,11 +93,12 @@ class Stepper(ABC):
         """A boundary without an update: its gradients overflowed."""
 
     def wait(self, where: str) -> bool:
-        """Wait until the update in hand, if any, is over; False if it failed (step tells how)."""
+        """Wait until the update in flight, if any, is over; False: it failed, as the next step
+        says. ``where``: the call that waits."""
         return True
 
     def synchronize(self) -> None:  # noqa: B027
-        """Finish what is in hand and publish it."""
+        """Finish the update in flight and publish it."""
 
     def still(self) -> AbstractContextManager[None]:
         """:meth:`synchronize`, and no step of another thread begins until the end."""
@@ -153,14 +154,14 @@ def takes_grad_scale(optimizer: Optimizer) -> bool:
 
 
 ATTRIBUTE = "_accel_scaler_stepper"
-"""Where an optimizer keeps an asynchronous one: it holds the optimizer, so a table would keep
-both for ever."""
+"""Where an optimizer keeps its asynchronous stepper: that one holds the optimizer, so a table would
+keep both alive for ever."""
 
 _inline: weakref.WeakKeyDictionary[Optimizer, InlineStepper] = weakref.WeakKeyDictionary()
 
 
 def stepper_of(optimizer: Optimizer) -> Stepper:
-    """What steps ``optimizer``: what was registered, else inline."""
+    """The stepper of ``optimizer``: the registered one, else an inline one."""
     optimizer = stepped(optimizer)
     found = async_stepper_of(optimizer) or _inline.get(optimizer)
     if found is None:
@@ -169,7 +170,7 @@ def stepper_of(optimizer: Optimizer) -> Stepper:
 
 
 def async_stepper_of(optimizer: Optimizer) -> Stepper | None:
-    """What was registered to step ``optimizer``; None: it is stepped inline."""
+    """The registered stepper of ``optimizer``; None: it is stepped inline."""
     found: Stepper | None = stepped(optimizer).__dict__.get(ATTRIBUTE)
     return found
 

@@ -16,7 +16,7 @@ T = TypeVar("T")
 def is_sharded(parameters: Iterable[Any]) -> bool:
     """Whether ranks may hold different gradients of these: FSDP2, tensor and expert parallel.
 
-    A fact of the parameters (DTensors), whoever made them so.
+    They are DTensors then.
     """
     return any(hasattr(p, "placements") for p in parameters)
 
@@ -26,8 +26,7 @@ def reduce_partial_gradients(parameters: Iterable[Any]) -> None:
     """Give each DTensor gradient the placements of its parameter.
 
     A replicated parameter between sharded ones (a norm under sequence parallelism) gets partial
-    sums: unequal on the ranks, and only their sum is the gradient. Communicates where there are
-    any.
+    sums, and only their sum is the gradient. Communicates where there are any.
     """
     for p in parameters:
         grad = p.grad
@@ -39,7 +38,7 @@ def agree_on_overflow(found_inf: bool, device: torch.device, sharded: bool) -> b
     """Whether any rank found an overflow.
 
     Args:
-        found_inf: this rank's finding.
+        found_inf: whether this rank did.
         device: where the process group communicates.
         sharded: each rank holds other gradients (FSDP). Where False nothing is sent: after
             DDP's all-reduce an inf or NaN of one rank stands in every rank's gradients.
@@ -65,7 +64,7 @@ def reduce_flag(flag: Tensor, mesh: Any) -> None:
 
 
 def gather_objects(value: T, device: torch.device) -> list[T]:
-    """``value`` of every rank, in their order. Small, and of a kind that is pickled.
+    """``value`` of every rank, in their order; it is pickled.
 
     Args:
         device: where the process group communicates.
@@ -79,7 +78,7 @@ def gather_objects(value: T, device: torch.device) -> list[T]:
 
 
 def whole(t: Any) -> Tensor:
-    """A sharded tensor's elements from all ranks, as a plain tensor; others as they are.
+    """A DTensor's elements from all ranks, as a plain tensor; others as they are.
 
     Communicates if ``t`` is a DTensor.
     """

@@ -12,8 +12,8 @@ from .gradients import parameters_of
 
 
 def nothing_found(optimizer: Optimizer) -> Tensor | None:
-    """``found_inf`` for finite gradients: torch's own optimizers save a pass without one; others
-    get the zero that torch would give them, float32, shape ()."""
+    """``found_inf`` for finite gradients: None for torch's own optimizers, which then save a pass;
+    for others the zero that torch gives them, float32, shape ()."""
     if type(optimizer).__module__.startswith("torch.optim."):
         return None
     params = parameters_of(optimizer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -13,25 +13,24 @@ from .gradients import on_host
 
 @dataclass(slots=True, eq=False)
 class GradNorm:
-    """What one clip, or one check, saw of some gradients."""
+    """The norm that one clip, or one check, took of some gradients."""
 
     parameters: Sequence[Tensor]
     total: Tensor | float
     """Norm of all, unscaled."""
     each: Tensor | None = None
-    """Norm of each, unscaled, float32, shape (n,); on the host, or on its way with ``total``."""
+    """2-norm of each, unscaled, float32, shape (n,); on the host once ``total`` is."""
     max_norm: float | None = None
+    """None: a check, which clips nothing."""
     ids: list[int] | None = None
     """Of ``parameters``, where they are known already."""
     norm_type: float = 2.0
-    """Of ``total``; ``each`` are 2-norms."""
-    later: list[GradNorm] = field(default_factory=list)
-    """Further clips of what this one left."""
+    """Of ``total``."""
 
     @property
-    def keys(self) -> set[int]:
+    def keys(self) -> frozenset[int]:
         """The ``id`` of each of ``parameters``."""
-        return set(map(id, self.parameters))
+        return frozenset(map(id, self.parameters))
 
     def fetch(self) -> None:
         """Bring the numbers to the host. Synchronises if they are not there."""
@@ -43,85 +42,62 @@ class GradNorm:
                 self.each, self.total = both[:-1], float(both[-1])
 
     @property
-    def limit(self) -> float | None:
-        """The smallest ``max_norm`` of this and the later clips by the same norm."""
-        limits = [m.max_norm for m in self.later if m.norm_type == self.norm_type]
-        return min((m for m in (self.max_norm, *limits) if m is not None), default=None)
-
-    @property
-    def coefficient(self) -> float | None:
-        """What the clips multiplied by: each ``min(1, max_norm / (norm + 1e-6))``."""
-        if self.max_norm is None:
-            return None
-        own = min(1.0, self.max_norm / (float(self.total) + 1e-6))
-        return own * math.prod(m.coefficient or 0.0 for m in self.later)
+    def coefficient(self) -> float:
+        """What the clip multiplied by: ``min(1, max_norm / (norm + 1e-6))``."""
+        return (
+            1.0 if self.max_norm is None else min(1.0, self.max_norm / (float(self.total) + 1e-6))
+        )
 
 
 class GradNorms:
-    """The measures of one window, of disjoint parameters."""
+    """All norms of one window. Iterates over those of disjoint parameters: clips before checks,
+    those of many parameters before those of few, early ones before late ones."""
 
     def __init__(self) -> None:
-        self._found: dict[int, GradNorm] = {}
-        """Under the ``id`` of each, in the order they came."""
-        self._of: dict[int, GradNorm] = {}
-        """Under the ``id`` of each parameter; made with the second measure."""
-        self.knows_every_clip = True
-        """False: a clip of some of what another clip took is not among these."""
+        self._taken: list[GradNorm] = []
+        """In the order they came."""
 
     def __iter__(self) -> Iterator[GradNorm]:
-        return iter(self._found.values())
+        seen: set[int] = set()
+        by_rank = sorted(self._taken, key=lambda m: (m.max_norm is None, -len(m.parameters)))
+        for measure in by_rank:
+            if len(by_rank) == 1 or seen.isdisjoint(measure.keys):
+                seen |= measure.keys
+                yield measure
 
     def add(self, new: GradNorm) -> None:
-        """Note a measure. What was clipped before keeps the norm that it had then."""
-        if not self._found:
-            self._found[id(new)] = new
-            return
-        if not self._of:
-            for measure in self:
-                self._of.update(dict.fromkeys(measure.keys, measure))
-        ids = new.keys
-        others = {id(other): other for key in ids if (other := self._of.get(key)) is not None}
-        for other in others.values():
-            same = len(new.parameters) == len(other.parameters) and ids == other.keys
-            if other.max_norm is not None and all(self._of.get(key) is other for key in ids):
-                if same and new.max_norm is not None:
-                    other.later.append(new)
-                elif new.max_norm is not None:
-                    self.knows_every_clip = False
-                return
-            self.knows_every_clip &= other.max_norm is None
-            self._remove(other)
-            if new.each is None and same:
-                new.each, new.ids, new.parameters = other.each, other.ids, other.parameters
-        self._found[id(new)] = new
-        self._of.update(dict.fromkeys(ids, new))
-
-    def _remove(self, measure: GradNorm) -> None:
-        del self._found[id(measure)]
-        for key in measure.keys:
-            self._of.pop(key, None)
+        """Add a norm. A clip takes the norm of each over from the check just before it."""
+        last = self._taken[-1] if self._taken else None
+        is_check = last is not None and last.max_norm is None
+        if last is not None and is_check and new.each is None and last.keys == new.keys:
+            new.each, new.ids, new.parameters = last.each, last.ids, last.parameters
+        self._taken.append(new)
 
     def forget(self, parameters: Iterable[Tensor] | None = None) -> None:
-        """Drop what was measured of any of ``parameters``; None: everything."""
+        """Drop every norm that has some of ``parameters``; None: all."""
         gone = None if parameters is None else set(map(id, parameters))
-        for m in list(self):
-            if gone is None or not gone.isdisjoint(m.keys):
-                self._remove(m)
+        self._taken = [m for m in self._taken if gone is not None and gone.isdisjoint(m.keys)]
 
     def fetch(self) -> None:
         """Bring all numbers to the host."""
-        for measure in self:
+        for measure in self._taken:
             measure.fetch()
+
+    @property
+    def clips(self) -> list[GradNorm]:
+        """Those of clips, in the order they came; some may have the same parameters."""
+        return [m for m in self._taken if m.max_norm is not None]
 
     @property
     def are_finite(self) -> bool:
         """No norm is inf or NaN."""
-        return all(math.isfinite(float(m.total)) for m in self)
+        return all(math.isfinite(float(m.total)) for m in self._taken)
 
     @property
     def total(self) -> float | None:
         """The norm of all together; None: none was taken, or not all by the same norm."""
-        totals, kinds = [float(m.total) for m in self], {m.norm_type for m in self}
+        measures = list(self)
+        totals, kinds = [float(m.total) for m in measures], {m.norm_type for m in measures}
         if len(kinds) != 1:
             return None
         (kind,) = kinds
@@ -135,7 +111,12 @@ class GradNorms:
 
     @property
     def clip(self) -> tuple[float | None, float | None]:
-        """``max_norm`` and coefficient of the clip that took most; None: there was none."""
-        clipped = [m for m in self if m.max_norm is not None]
-        hardest = min(clipped, key=lambda m: m.coefficient or 0.0, default=None)
-        return (None, None) if hardest is None else (hardest.limit, hardest.coefficient)
+        """``max_norm`` and coefficient of the clip that took most, where several of the same
+        parameters count as one; None: there was none."""
+        limits: dict[frozenset[int], float] = {}
+        products: dict[frozenset[int], float] = {}
+        for m in self.clips:
+            limits[m.keys] = min(limits.get(m.keys, math.inf), m.max_norm or 0.0)
+            products[m.keys] = products.get(m.keys, 1.0) * m.coefficient
+        hardest = min(products, key=lambda key: products[key], default=None)
+        return (None, None) if hardest is None else (limits[hardest], products[hardest])

@@ -35,7 +35,7 @@ from .gradients import (
 from .host_mirror import HostMirror
 from .parameter_names import ParameterNames
 from .skips import SkipStreak
-from .thread_windows import Job, ThreadWindows
+from .thread_windows import ThreadWindows
 from .update_rule import Rule, ScaleState
 from .window import OptimizerRecord, Snapshot, Window, stepped
 
@@ -67,9 +67,8 @@ class GradScaler(torch.amp.GradScaler):
     the strides of a gradient.
 
     *Threads.* The thread that calls :meth:`scale` first in a window is the training thread; only
-    it may call :meth:`update`. Another thread may call :meth:`unscale_` and :meth:`step`: on the
-    training thread's window as it stands, or, through :meth:`bind`, on the window that was open
-    then, whatever the training thread does meanwhile.
+    it may call :meth:`update`. Another thread may call :meth:`unscale_` and :meth:`step` on that
+    window, or, through :meth:`bind`, on the one that was open at that call.
 
     *Cost.* :meth:`scale`, :meth:`unscale_` and :meth:`update` do not synchronise with the device
     (``update`` does with ``hysteresis`` above 1 or ``max_consecutive_skips``). :meth:`step`
@@ -130,19 +129,19 @@ class GradScaler(torch.amp.GradScaler):
         )
 
     def _make_transient(self) -> None:
-        """What belongs to this process and is not pickled."""
+        """Make what belongs to this process and is not pickled."""
         self._windows = ThreadWindows()
         self._live: Tensor | None = None
         self._mirror = HostMirror()
         self._lock = threading.RLock()
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        """Optimizers whose gradients :meth:`get_overflow_flag` looks at."""
+        """Optimizers whose gradients :meth:`get_overflow_flag` reads."""
         self._leaves: list[weakref.ref[Tensor]] = []
-        """What it looks at until one is known: parameters that the window's outputs lead to. Of
-        this window alone, since torch swaps no parameter that has a weak reference."""
+        """Until an optimizer is known: the parameters that the window's outputs lead to. Dropped
+        with the window, since torch swaps no parameter that has a weak reference."""
         self._managed: weakref.WeakKeyDictionary[Optimizer, weakref.ref[GradientReader]]
         self._managed = weakref.WeakKeyDictionary()
-        """Optimizers that a boundary steps, in the order they came, and what steps them."""
+        """Optimizers that a boundary steps, in the order they came, and their steppers."""
         self._follower: weakref.WeakMethod[Callable[[dict[str, Any]], None]] | None = None
 
     # Note [torch's methods in the window of a thread]
@@ -308,7 +307,7 @@ class GradScaler(torch.amp.GradScaler):
             self.unscale_(optimizer)
 
     def _after_step(self, optimizer: Optimizer) -> None:
-        """In a window that another optimizer has closed already, this one's verdict counts too."""
+        """Add this optimizer's verdict to a window that another one has closed already."""
         window = self.window
         if window.closed and self._windows.bound is None:
             record = window.known(optimizer)
@@ -368,19 +367,15 @@ class GradScaler(torch.amp.GradScaler):
         return self._windows.stepping is optimizer
 
     @untraced
-    def bind(self, fn: Callable[[], T], *optimizers: Optimizer) -> Job[T]:
-        """Tie ``fn`` to the open window, so that another thread can run it later.
+    def bind(self, fn: Callable[[], T], *optimizers: Optimizer) -> Callable[[], T]:
+        """Tie ``fn`` to the open window, so that another thread can run it later, once.
 
-        The gradients of ``optimizers`` are checked here, before anything is handed over, so
-        that :meth:`update` straight after has its verdict and never waits. Inside ``fn``,
-        ``unscale_``, ``step`` and ``get_scale`` mean a window of the job's own, with the scale
-        and the verdict of this one: host numbers, so that neither the training thread nor another
-        stream writes to what the other reads. Leave these gradients alone until the job has run.
+        The gradients of ``optimizers`` are checked here, so that :meth:`update` straight after has
+        its verdict and never waits. Inside ``fn``, ``unscale_``, ``step`` and ``get_scale`` mean a
+        window of the job's own, with the scale and the verdict of this one as host numbers. Leave
+        these gradients alone until the job has run.
 
         Synchronises with the device, and with the other ranks where they hold other gradients.
-
-        Returns:
-            A callable without arguments, to be called once, on any thread.
 
         Raises:
             ConfigError: no optimizer given.
@@ -389,7 +384,7 @@ class GradScaler(torch.amp.GradScaler):
         if not optimizers:
             raise ConfigError("bind: got no optimizer, expected each one that the function steps.")
         if not self._enabled:
-            return self._windows.job(fn, Window())
+            return self._windows.bind(fn, Window())
         with self._lock:
             self._check_scale_growth_tracker("bind")
             window = self.window
@@ -402,7 +397,7 @@ class GradScaler(torch.amp.GradScaler):
                 sharded = self.sharded or is_sharded(params)
                 record.decide(agree_on_overflow(record.found_inf, params[0].device, sharded))
                 self._known.add(stepped(optimizer))
-            return self._windows.job(fn, window.for_job(optimizers, self.read_state().scale))
+            return self._windows.bind(fn, window.for_job(optimizers, self.read_state().scale))
 
     def _forbid_unbound(self, optimizer: Optimizer) -> None:
         """Inside a job, only optimizers whose gradients were checked before the hand-over."""
@@ -420,8 +415,8 @@ class GradScaler(torch.amp.GradScaler):
         """Close the window: back off after an overflow, else count towards growth.
 
         Args:
-            new_scale: set the scale to this instead (a number or a tensor of one element); it is
-                copied, and kept within the bounds.
+            new_scale: set the scale to this instead (a number or a one-element tensor on the
+                scaler's device type); it is copied, and kept within the bounds.
 
         Does not synchronise on a GPU unless ``hysteresis`` > 1 or ``max_consecutive_skips``.
 
@@ -477,15 +472,20 @@ class GradScaler(torch.amp.GradScaler):
             scale.clamp_(self._min_scale, self._max_scale)
 
     def _set_scale(self, scale: Tensor, new_scale: float | Tensor) -> None:
-        if isinstance(new_scale, Tensor) and new_scale.numel() == 1:
-            scale.copy_(new_scale.detach().reshape(()))
-        elif is_positive(new_scale):
-            scale.fill_(new_scale)
+        if isinstance(new_scale, Tensor):
+            is_here = new_scale.device.type == self._device and not new_scale.requires_grad
+            is_usable = is_here and new_scale.numel() == 1
         else:
+            is_usable = is_positive(new_scale)
+        if not is_usable:
             raise ConfigError(
                 f"new_scale: got {new_scale!r}, expected a finite number > 0 (float32), or a "
-                "tensor of one element."
+                f"tensor of one element on {self._device!r} with requires_grad=False."
             )
+        if isinstance(new_scale, Tensor):
+            scale.copy_(new_scale.reshape(()))
+        else:
+            scale.fill_(new_scale)
         self._keep_in_bounds(scale)
 
     @property
@@ -548,17 +548,20 @@ class GradScaler(torch.amp.GradScaler):
 
     def get_growth_factor(self, up_to_date: bool = False) -> float:
         """The growth factor; ``up_to_date=True`` waits for every bound job first."""
-        self._windows.wait_for_jobs(up_to_date)
+        if up_to_date:
+            self._windows.wait_for_jobs()
         return super().get_growth_factor()
 
     def get_backoff_factor(self, up_to_date: bool = False) -> float:
         """The back-off factor; ``up_to_date=True`` waits for every bound job first."""
-        self._windows.wait_for_jobs(up_to_date)
+        if up_to_date:
+            self._windows.wait_for_jobs()
         return super().get_backoff_factor()
 
     def get_growth_interval(self, up_to_date: bool = False) -> int:
         """The growth interval; ``up_to_date=True`` waits for every bound job first."""
-        self._windows.wait_for_jobs(up_to_date)
+        if up_to_date:
+            self._windows.wait_for_jobs()
         return super().get_growth_interval()
 
     # Overflow.
@@ -666,22 +669,19 @@ class GradScaler(torch.amp.GradScaler):
             if window.before is None:
                 window.scale = None if self._live is None else self._live.clone()
                 window.before = self.read_state()
-            # Of others too, that somebody has unscaled or stepped by hand.
+            # The verdicts of others too, which may have been unscaled or stepped by hand.
             window.found_inf |= found_inf or any(r.found_inf for r in window.states.values())
             self.write_state(self.rule.advance(window.before, window.found_inf))
 
     def abandon_window(self) -> None:
-        """Give up the open window, if any: the next :meth:`scale` opens another.
-
-        Gradients that it leaves unscaled have to be zeroed before that.
-        """
+        """Give up the open window, if any. Zero its gradients before the next :meth:`scale`."""
         with self._lock:
             self._next_window()
 
     def manage(self, optimizer: Optimizer, stepper: GradientReader) -> None:
-        """A boundary steps this optimizer, by ``stepper`` (both held weakly).
+        """Let a boundary step this optimizer by ``stepper``; both are held weakly.
 
-        Where gradients are there already, and no loss was scaled, synchronises with the device.
+        Synchronises with the device where there are gradients and no loss was scaled.
         """
         self._known.add(optimizer)
         is_new = optimizer not in self._managed
@@ -691,8 +691,8 @@ class GradScaler(torch.amp.GradScaler):
             self._mark_carried_over(optimizer, why)
 
     def release(self, *optimizers: Optimizer) -> None:
-        """No boundary steps these any more. What their step has unscaled in the window that is
-        closed stays known: another optimizer may come to have it."""
+        """End :meth:`manage`. What their step has unscaled in the closed window stays known:
+        another optimizer may get these parameters."""
         for optimizer in optimizers:
             self._managed.pop(optimizer, None)
             record = self.window.known(optimizer)
@@ -708,8 +708,8 @@ class GradScaler(torch.amp.GradScaler):
         return list(self._managed)
 
     def _next_window(self) -> None:
-        """Leave the window; what its optimizers have not stepped goes on accumulating in the next,
-        at the scale of that one."""
+        """Leave the window. Gradients that its optimizers have not stepped go on accumulating in
+        the next, brought to its scale."""
         left = self._windows.next()
         self._leaves = []
         self.parameter_names.next_window()
@@ -732,12 +732,13 @@ class GradScaler(torch.amp.GradScaler):
             multiply_in_place(gradients_of(params.values()), now * reciprocal(before))
 
     def _mark_carried_over(self, optimizer: Optimizer, why: str) -> None:
-        """Gradients that the next window's must not be added to, unless they are zeroed first."""
+        """Refuse that the next window's gradients are added to these, unless they are zeroed."""
         if self._enabled and not Snapshot(parameters_of(optimizer)).is_zero:
             self.window.record(optimizer).carried_over = why
 
     def _start_over_where_dropped(self, window: Window) -> None:
-        """Before another loss is scaled: whose unscaled gradients are gone, on every rank?"""
+        """Before another loss is scaled: forget optimizers whose unscaled gradients are gone, on
+        every rank."""
         for optimizer, kept in window.scaled_again(self.managed):
             params = parameters_of(optimizer)
             if not agree_on_overflow(kept, params[0].device, self.sharded or is_sharded(params)):
@@ -801,8 +802,8 @@ class GradScaler(torch.amp.GradScaler):
             )
 
     def call_when_loaded(self, method: Callable[[dict[str, Any]], None]) -> None:
-        """Call this bound method, which is held weakly, with what :meth:`load_state_dict` loads:
-        whoever fills ``extra`` reads its entries."""
+        """Call this bound method, held weakly, with each state that :meth:`load_state_dict` loads;
+        for an integration that fills ``extra``."""
         self._follower = weakref.WeakMethod(method)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from .collectives import reduce_flag
 _dtype_of, _layout_of = attrgetter("dtype"), attrgetter("layout")
 
 LARGE = 1 << 16
-"""Elements from which a gradient is looked at alone, after all smaller ones."""
+"""Elements from which a gradient is read by itself, after all smaller ones."""
 
 LOW_PRECISION = frozenset({torch.float16, torch.bfloat16})
 """Dtypes in which an update would be lost to rounding."""
@@ -32,10 +32,10 @@ PIECE = 1 << 20
 """Elements that are counted at a time."""
 
 SMALLEST_NORMAL = 2.0**-126
-"""Of float32; its reciprocal is the last power of two that can be had."""
+"""Of float32; its reciprocal is about the largest power of two that float32 holds."""
 
 MAX_NAMED = 3
-"""Offenders that a check looks for; to find all would read every gradient once more."""
+"""Non-finite gradients that a check looks for; to find all would read every one once more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class NormCheck:
     host_total: float = math.nan
     """``total`` as a Python float."""
     each: Tensor | None = None
-    """Unscaled norm of each gradient, float32, shape (n,), on the host; if it was asked for."""
+    """Unscaled norm of each gradient, float32, shape (n,), on the host; only with ``keep_each``."""
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -94,9 +94,9 @@ def check_norms(grads: Sequence[Tensor], inv_scale: Tensor, keep_each: bool = Fa
     With a power-of-two scale the total equals, bit for bit, what
     ``torch.nn.utils.clip_grad_norm_`` returns for gradients that were unscaled first.
 
-    Small gradients are looked at first and large ones one by one, because an overflow in the
-    backward reaches the biases and norms of every earlier layer: a skipped window then costs
-    a small part of a full pass. On a device other than the CPU all are looked at in one batch.
+    Small gradients are read first and large ones one by one, because an overflow in the backward
+    reaches the biases and norms of every earlier layer: a skipped window then costs a small part
+    of a full pass. On a device other than the CPU all are read in one batch.
 
     Args:
         grads: uniform gradients (see :func:`is_uniform`), scaled; float32, or lower precision,
@@ -124,7 +124,7 @@ def check_norms(grads: Sequence[Tensor], inv_scale: Tensor, keep_each: bool = Fa
 
 
 def _norms_until_nonfinite(grads: Sequence[Tensor]) -> tuple[Tensor | None, list[int]]:
-    """Norm of each, shape (n,); or None and the indices of the first ones that are not finite."""
+    """Norm of each, shape (n,); or None and indices of the first that are not finite."""
     cpu = grads[0].device.type == "cpu"
     sizes = list(map(Tensor.numel, grads))
     small = [i for i, size in enumerate(sizes) if not cpu or size < LARGE]
@@ -159,7 +159,7 @@ def on_host(each: Tensor, total: Tensor) -> Tensor:
 def count_nonfinite(grads: Sequence[Tensor]) -> list[int]:
     """How many elements of each gradient, as far as this rank holds it, are inf or NaN.
 
-    Reads all of them once, by their norms, and once more those whose norm is not finite.
+    Reads all of them once for their norms, and once more those whose norm is not finite.
     Synchronises for each of these.
     """
     values = list(map(_values, grads))
@@ -169,7 +169,7 @@ def count_nonfinite(grads: Sequence[Tensor]) -> list[int]:
         suspects = list(range(len(values)))
     counts = [0] * len(values)
     for i in suspects:
-        # Piece by piece: what isfinite makes on the way would be several times the gradient.
+        # In pieces: the temporaries of isfinite would be several times the gradient.
         pieces = torch.split(values[i].reshape(-1), PIECE)
         finite = torch.stack([torch.isfinite(piece).count_nonzero() for piece in pieces])
         counts[i] = values[i].numel() - int(finite.sum())
@@ -222,13 +222,13 @@ def has_nonfinite_gradient(param: Tensor) -> bool:
 
 
 def first_nonfinite(optimizer: Optimizer) -> list[Tensor]:
-    """Some parameters with a non-finite gradient, small ones first: few, to keep a skip cheap."""
+    """Up to ``MAX_NAMED`` parameters with a non-finite gradient, small ones first."""
     by_size = sorted(parameters_of(optimizer), key=lambda p: p.numel())
     return list(islice((p for p in by_size if has_nonfinite_gradient(p)), MAX_NAMED))
 
 
 def complex_refused(which: str, param: Tensor) -> str:
-    """What is wrong where gradients are scaled and ``which``, of ``param``, is complex."""
+    """The error text where gradients are scaled and ``which``, of ``param``, is complex."""
     return (
         f"{which} is {param.dtype}, and gradients are scaled: torch's GradScaler unscales no "
         "complex ones. Train without scaling (mixed_precision='no' or 'bf16'), or keep the "
@@ -246,8 +246,8 @@ def unscale_in_place(
         inv_scale, found_inf: float32, shape (); copied to each device that gradients are on.
 
     Returns a flag for each device: above 0 where some element was not finite. Does not
-    synchronise. The gradients' versions say that they were written to, which torch's kernel
-    does not. bfloat16, which that kernel does not take on every device, goes without it.
+    synchronise. The gradients get new versions, which torch's kernel does not give them. bfloat16,
+    which that kernel does not take on every device, goes without it.
 
     Raises:
         UnsupportedError: a complex gradient; nothing was changed.
@@ -261,7 +261,7 @@ def unscale_in_place(
             raise UnsupportedError(complex_refused(f"a gradient of shape {tuple(p.shape)}", p))
         if grad.is_sparse:
             if grad.dtype is torch.float16:
-                # What several backwards added to one row overflows only when it is added up.
+                # Several entries of one row may overflow only in their sum.
                 p.grad = grad = grad.coalesce()
             grad = grad._values()
         key = (grad.device, grad.dtype, getattr(grad, "device_mesh", None))
@@ -289,39 +289,37 @@ def unscale_in_place(
 
 @torch.no_grad()
 def multiply_in_place(grads: Iterable[Tensor], factor: float) -> None:
-    """Each by ``factor``, computed in float32 or higher precision. Does not synchronise."""
+    """Multiply each by ``factor``, in float32 or higher precision. Does not synchronise."""
     for grad in grads:
         held = local(grad)
         held = held._values() if held.is_sparse else held
         wide = held.to(torch.promote_types(held.dtype, torch.float32))
-        held.copy_(wide * factor)  # a product with float16 would round the factor first
+        held.copy_(wide * factor)  # in float16 the factor would be rounded first
         torch.autograd.graph.increment_version([grad])
 
 
 @torch.no_grad()
 def kept(grads: Sequence[Tensor]) -> list[Tensor]:
-    """What ``grads`` hold now, to compare with later: see :func:`differ`.
+    """Copies of ``grads``, for :func:`differ`.
 
-    On a CPU one is copied when somebody writes to it, if ever (torch's copy on write, which only
-    there every kernel keeps to); elsewhere at once.
+    On a CPU torch copies on the first write (which every kernel there respects); elsewhere at once.
     """
     if is_uniform(grads, LOW_PRECISION | {torch.float32}) and grads[0].device.type == "cpu":
         try:
             return list(map(torch._lazy_clone, grads))
-        except RuntimeError:  # memory that is not torch's own: numpy's, another process's
+        except RuntimeError:  # memory that torch does not own: numpy's, another process's
             pass
     return [grad.detach().clone() for grad in grads]
 
 
 @torch.no_grad()
 def differ(grads: Sequence[Tensor], before: Sequence[Tensor]) -> bool:
-    """Whether any gradient holds something else than what :func:`kept` has kept of it.
+    """Whether any gradient differs from its copy ``before``, by :func:`kept`; NaN equals NaN.
 
     Reads those that were copied. Synchronises with the device for these.
     """
-    # A gradient that still shares the memory of what was kept was not written to.
+    # A gradient that still shares the memory of its copy was not written to.
     copied = [pair for pair in zip(grads, before, strict=True) if not _is_shared(pair[0])]
-    # A NaN is what it was.
     unlike = [
         ~torch.isclose(_values(grad), _values(was), rtol=0.0, atol=0.0, equal_nan=True).all()
         for grad, was in copied
@@ -330,7 +328,7 @@ def differ(grads: Sequence[Tensor], before: Sequence[Tensor]) -> bool:
 
 
 def make_own(grads: Iterable[Tensor]) -> None:
-    """Ordinary memory again, once what was kept is dropped: a stream may have to be told of it."""
+    """End copy on write, once the copies are dropped: a stream may have to record the memory."""
     for grad in filter(_is_shared, grads):
         grad.data_ptr()
 

@@ -15,7 +15,7 @@ class HostMirror:
         self._numbers = (0.0, 0)
 
     def read(self, scale: Tensor, tracker: Tensor) -> tuple[float, int]:
-        """Scale and tracker. Synchronises only if somebody else has written to the tensors."""
+        """Scale and tracker. Synchronises only if the tensors were written to elsewhere."""
         known = self._tensors
         is_same = known is not None and known[0] is scale and known[1] is tracker
         if not is_same or self._versions != (scale._version, tracker._version):

@@ -45,7 +45,7 @@ class Losses:
             self._sum = self._sent = None
 
     def note_step(self, step: int, accumulation: int) -> None:
-        """The last one was of this micro-batch, and was divided by ``accumulation`` before."""
+        """Note that the last loss was of this micro-batch, divided by ``accumulation`` before."""
         self._steps.add(step)
         self._full = accumulation
 
@@ -67,12 +67,11 @@ class Losses:
     def total(self) -> float | None:
         """The loss whose gradient the window has: the sum of all, on this rank.
 
-        Accelerate divides each by ``gradient_accumulation_steps``, so that of a full window it is
-        the mean over its micro-batches; of one that the end of the data cut short, which Accelerate
-        divides all the same, it is made to be that too. Waits for what :meth:`send` has sent;
-        synchronises where nothing was sent.
+        Accelerate divides each by ``gradient_accumulation_steps``, so the sum is the mean over the
+        micro-batches of a full window; in one that the end of the data cuts short it is corrected
+        to be their mean, too. Waits for what :meth:`send` has sent; synchronises where nothing was.
 
-        Returns None where there was none, or one that is no single real number.
+        Returns None without a loss, or with one that is no single real number.
         """
         if self._sent is not None:
             host, event = self._sent
@@ -87,8 +86,8 @@ class Losses:
         return self._sum * (self._full / self._micro_batches)
 
     def send(self) -> None:
-        """Their sum goes to the host, so that to read it later waits for nothing that is enqueued
-        from here on. Does not synchronise."""
+        """Copy the sum to the host, so that reading it later waits for nothing that is enqueued
+        after this call. Does not synchronise."""
         if self._sum is not None:
             return
         values = self._scalars()
@@ -104,16 +103,15 @@ class Losses:
         self._sent = host, event
 
     def _scalars(self) -> list[Tensor]:
-        """Each as a tensor of shape () that can be read without asking other ranks; empty: some
-        cannot."""
+        """Each as a tensor of shape () that is whole on this rank; empty where some are not."""
         values = list(map(_local_value, self._values)) if self._is_a_number else []
         found = [value.reshape(()) for value in values if value is not None]
         return found if len(found) == len(values) else []
 
     @property
     def _micro_batches(self) -> int:
-        """Accelerate counts ``step`` up in ``accumulate``, and sets it to 0 at the end of the data.
-        Where it is 0 all the time nobody has called that."""
+        """How many were accumulated. Accelerate counts ``step`` up in ``accumulate``, and sets it
+        to 0 at the end of the data; without ``accumulate`` it is always 0."""
         if self._full == 1:
             return 1
         if self._steps == {0}:
@@ -123,7 +121,7 @@ class Losses:
 
 @cache
 def _streams_of(device: torch.device) -> Streams | None:
-    """None: the loss is read when it is wanted, which waits for the device."""
+    """None: :meth:`Losses.total` waits for the device."""
     try:
         return streams_of(device)
     except UnsupportedError:

@@ -33,7 +33,7 @@ class SkipStreak:
         self.names: Counter[str] = Counter()
         """Tensors with non-finite gradients in this run, and in how many windows."""
         self.origin = ""
-        """One sentence on where the last overflow began, from whoever looked for it."""
+        """One sentence on where the last overflow began, set by an observer that found out."""
         self._warns_at = 0
         self._forget()
 

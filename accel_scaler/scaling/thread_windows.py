@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from typing import TypeVar
 
 from torch.optim import Optimizer
 
@@ -31,7 +31,9 @@ class ThreadWindows:
         """The open window; after its end that one, until the next is opened."""
         self._last: Window | None = None
         self._local = threading.local()
-        self._jobs: weakref.WeakSet[Job[Any]] = weakref.WeakSet()
+        self._jobs: weakref.WeakKeyDictionary[Window, threading.Event]
+        self._jobs = weakref.WeakKeyDictionary()
+        """Under the window of each bound job that is referenced: set when it has run."""
 
     @property
     def bound(self) -> Window | None:
@@ -81,21 +83,33 @@ class ThreadWindows:
         self.open = Window(left.index + int(left.opened_by is not None))
         return left
 
-    def job(self, fn: Callable[[], T], window: Window) -> Job[T]:
-        """``fn``, to be run on any thread, where calls mean ``window`` then."""
-        job = Job(fn, window, self)
-        self._jobs.add(job)
+    def bind(self, fn: Callable[[], T], window: Window) -> Callable[[], T]:
+        """``fn``, to be run once on any thread, where calls mean ``window`` then."""
+        done = self._jobs[window] = threading.Event()
+
+        def job() -> T:
+            try:
+                with self.inside(window):
+                    return fn()
+            finally:
+                done.set()
+
         return job
 
-    def wait_for_jobs(self, wanted: bool = True) -> None:
-        """Block until every job has run, if ``wanted``.
+    def wait_for_jobs(self) -> None:
+        """Block until every other job that is still referenced has run.
 
         Raises:
             OrderError: one has not within ``WAIT_LIMIT_S``.
         """
         end = time.monotonic() + WAIT_LIMIT_S
-        for job in list(self._jobs) if wanted else ():
-            job.wait(max(end - time.monotonic(), 0.0))
+        for window, done in list(self._jobs.items()):
+            left_s = max(end - time.monotonic(), 0.0)
+            if window is not self.bound and not done.wait(left_s):
+                raise OrderError(
+                    f"waited {WAIT_LIMIT_S:g} s for a job bound to window {window.index}. Run "
+                    "every job that GradScaler.bind() returns, or drop it."
+                )
 
     def forbid_other_thread(self, call: str) -> None:
         """Raise ``OrderError`` on another thread than the one that has opened the window."""
@@ -105,41 +119,3 @@ class ThreadWindows:
                 f"{call}() was called on thread {threading.current_thread().name!r}; call it on "
                 "the thread that called scale() for this window."
             )
-
-
-class Job(Generic[T]):
-    """A function bound to a window; call it once, on any thread."""
-
-    def __init__(self, fn: Callable[[], T], window: Window, windows: ThreadWindows) -> None:
-        self._fn, self._window, self._windows = fn, window, windows
-        self._thread: threading.Thread | None = None
-        self._done = threading.Event()
-
-    def __call__(self) -> T:
-        if self._thread is not None:
-            raise OrderError(
-                "a bound job runs once; call GradScaler.bind() again for the next window."
-            )
-        self._thread = threading.current_thread()
-        try:
-            with self._windows.inside(self._window):
-                return self._fn()
-        finally:
-            self._done.set()
-
-    def wait(self, limit_s: float = WAIT_LIMIT_S) -> None:
-        """Block until the job has run; on its own thread return at once.
-
-        Raises:
-            OrderError: its thread has died, or ``limit_s`` is over.
-        """
-        end, thread = time.monotonic() + limit_s, self._thread
-        while thread is not threading.current_thread() and not self._done.wait(0.2):
-            thread = self._thread
-            if thread is not None and not thread.is_alive() and not self._done.is_set():
-                raise OrderError(f"the thread {thread.name!r} died while it ran a bound job.")
-            if time.monotonic() > end:
-                raise OrderError(
-                    f"waited {limit_s:g} s for a job bound to window {self._window.index}. Run "
-                    "every job that GradScaler.bind() returns, or drop it."
-                )

@@ -50,7 +50,7 @@ class Snapshot:
         parameters: whose gradients these are.
         with_contents: compare value by value, too, which shows an edit without a new version
             (``.grad.data``). Call :meth:`end` before writing to them. On a CPU nothing is copied
-            until somebody writes; elsewhere all is.
+            until it is written to; elsewhere all is.
     """
 
     __slots__ = ("_contents", "_entries", "_with_contents")
@@ -199,6 +199,8 @@ class OptimizerRecord(dict[str, Any]):
         """Whether this optimizer's gradients overflowed, on any rank; None: not agreed yet."""
         self.count: int | None = None
         """The number of its parameters when they were unscaled or checked."""
+        self.is_sharded: bool | None = None
+        """Ranks may hold different gradients of it; None: not known yet."""
         self.carried_over = ""
         """Why its gradients from before the window must not be added to; "": they may."""
         self.still_scaled: StillScaled | None = None
@@ -229,7 +231,7 @@ class OptimizerRecord(dict[str, Any]):
     def decide(self, verdict: bool) -> None:
         """Set the verdict that every rank has."""
         self.verdict = verdict
-        # Where torch's methods look. Above 0 is an overflow; a host number waits for nobody.
+        # torch's methods read this: above 0 is an overflow. To read a host number never waits.
         self["found_inf_per_device"] = {
             HOST: torch.full((), float(verdict), dtype=torch.float32, device=HOST)
         }
@@ -245,7 +247,7 @@ class OptimizerRecord(dict[str, Any]):
 
         Args:
             name: the optimizer's.
-            some: parameters whose gradients are looked at; None: all.
+            some: parameters whose gradients are compared; None: all.
         """
         if self.carried_over:
             raise OrderError(
@@ -371,7 +373,7 @@ class Window:
             (stepped if has_stepped else left).append(optimizer)
             if record is not None and record.still_scaled is not None:
                 record.still_scaled.unscale()
-        # What was stepped is unscaled, whoever else has it.
+        # What was stepped is unscaled for every other optimizer, too.
         others = {id(p) for optimizer in stepped if left for p in parameters_of(optimizer)}
         others |= self.unscaled | self.unowned.keys()
         for optimizer in left:

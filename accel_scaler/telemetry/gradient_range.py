@@ -147,10 +147,9 @@ def measure(
 def clips_of(window: Window) -> dict[int, float]:
     """Under the ``id`` of each parameter, what the clips of its window multiply by."""
     found: dict[int, float] = {}
-    for norm in window.grad_norms:
-        if (coefficient := norm.coefficient) is not None and coefficient != 1.0:
-            for p in norm.parameters:
-                found[id(p)] = found.get(id(p), 1.0) * coefficient
+    for clip in window.grad_norms.clips:
+        for p in clip.parameters if clip.coefficient != 1.0 else ():
+            found[id(p)] = found.get(id(p), 1.0) * clip.coefficient
     return found
 
 
@@ -179,7 +178,7 @@ def _measured(window: Window, group: _Group) -> Measure:
             found += torch.stack(((sizes == 0).sum(), (sizes < limit).sum()))
         counts.append(found)
     largest = torch.stack(most).amax().float() * group.factor
-    if window.clipped_values or not window.grad_norms.knows_every_clip:
+    if window.clipped_values:
         largest = torch.full_like(largest, math.nan)
     bits = largest.view(torch.int32).to(torch.int64).reshape(1)
     return Measure(

@@ -160,8 +160,7 @@ class Integration:
     """Keeps one list in the scaler's state."""
 
     def __init__(self, scaler: GradScaler) -> None:
-        self.names: list[str] = []
-        scaler.extra["names"] = self.names
+        self.names = scaler.extra["names"] = []  # type: list[str]
         scaler.call_when_loaded(self.load)
 
     def load(self, state_dict: dict[str, Any]) -> None:
@@ -171,19 +170,14 @@ class Integration:
 def test_an_integration_adds_an_entry_and_reads_it_when_loaded() -> None:
     scaler, fresh = GradScaler("cpu"), GradScaler("cpu")
     first, second = Integration(scaler), Integration(fresh)
-    plain = scaler.state_dict()
-    assert "names" not in plain, "empty"
+    assert "names" not in scaler.state_dict(), "empty"
     first.names.append("a")
     state = scaler.state_dict()
-    assert state == {**plain, "names": ["a"]}
     first.names.append("b")
-    assert state["names"] == ["a"], "a copy"
     fresh.load_state_dict(state)
-    assert second.names == ["a"]
-    GradScaler("cpu").load_state_dict(state)
-    torch.amp.GradScaler("cpu").load_state_dict(state)
-    del second
-    fresh.load_state_dict(state)  # nobody is kept alive
+    assert second.names == fresh.state_dict()["names"] == ["a"]
+    for plain in (GradScaler("cpu"), torch.amp.GradScaler("cpu")):
+        plain.load_state_dict(state)
 
 
 def test_state_written_before_the_first_scale_is_where_it_starts() -> None:

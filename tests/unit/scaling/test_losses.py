@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import math
-import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from accel_scaler import GradScaler
 from accel_scaler.scaling.losses import MAX_LOSSES, Losses
 
 
@@ -78,26 +75,6 @@ def test_the_mean_is_that_of_the_micro_batches(
         losses.note([torch.tensor(1.0) / accumulation])
         losses.note_step(step, accumulation)
     assert losses.total() == pytest.approx(expected, rel=1e-12)
-
-
-def test_lists_are_the_sum_of_their_losses() -> None:
-    scaler = GradScaler("cpu", init_scale=8.0)
-    weight = torch.ones((), requires_grad=True)
-    scaler.scale([weight * 2, (weight * 3, weight * 4)])
-    scaler.scale(weight * 0.5)
-    assert scaler.window.losses.total() == 9.5
-
-
-def test_no_graph_is_kept() -> None:
-    weight = torch.ones(1000, requires_grad=True)
-    kept = weight.exp()
-    loss, ref = (kept * kept).sum(), weakref.ref(kept)
-    losses = Losses()
-    losses.note([loss])
-    del kept, loss
-    gc.collect()
-    assert ref() is None
-    assert losses.total() == pytest.approx(1000 * math.e**2)
 
 
 def test_where_nothing_can_be_sent_it_is_read_when_it_is_wanted() -> None:

@@ -26,7 +26,7 @@ from ..devices import is_capturing, refuse_capture
 from ..errors import OrderError, StepError, UnsupportedError, listed
 from ..optimizer_step import Stepper, StepTiming, async_stepper_of, register, unregister
 from ..scaling import (
-    MOST_NAMES,
+    MAX_NAMES,
     DeferredUnscale,
     ParameterNames,
     local,
@@ -50,7 +50,6 @@ from .inflight_step import MIN_WAIT_S, InflightStep, PreviewInput, Update, wait_
 from .master_rule import MasterRule
 from .pending_parameter import (
     GradientHold,
-    any_pending,
     hold_gradients,
     is_held,
     settle_gradients,
@@ -228,8 +227,7 @@ class AsyncStepper(Stepper):
         """Follow changes from outside: groups, parameters, their values."""
         if self._lost is not None:
             raise StepError(self._lost)
-        if any_pending():
-            settle_pending(parameters_of(self.optimizer))  # of another optimizer's step
+        settle_pending(parameters_of(self.optimizer))  # of another optimizer's step
         is_current = self.replica.is_current()
         if not is_current:  # others may step what has come
             find_shared()
@@ -593,7 +591,7 @@ class AsyncStepper(Stepper):
         """
         if self.streams.copies_beside:
             refuse_capture(where or "a parameter whose update is due")
-        if not step.wait(part, where):
+        if not step.wait(part):
             self._finish(step, "forward")
         step.follow(part)
         if where != "optimizer.step" and self.delayed is not None and not self.delayed.is_prepared:
@@ -609,7 +607,7 @@ class AsyncStepper(Stepper):
         """
         step = self._inflight
         try:
-            return step is None or step.wait(where=where)
+            return step is None or step.wait()
         except StepError as error:
             with self.lock:
                 if step is not None and self._inflight is step:
@@ -634,7 +632,7 @@ class AsyncStepper(Stepper):
     def _finish(self, step: InflightStep, where: str, everywhere: bool = False) -> None:
         if self.streams.copies_beside:
             refuse_capture(where)
-        ok = self.wait(where) if self._inflight is step else step.wait(where=where)
+        ok = self.wait(where) if self._inflight is step else step.wait()
         if everywhere:
             self.streams.follow_last(on_host=True)
         error, name = step.task.error, type(self.optimizer).__name__
@@ -841,7 +839,7 @@ class AsyncStepper(Stepper):
         if self.delayed.finish_preparation() and self.timing and self.is_trained_here:
             length = time.perf_counter() - start
             if length > MIN_WAIT_S:
-                self.timing.waits.append((start, length, "preview"))
+                self.timing.waits.append((start, length))
 
     # Loading and closing.
 
@@ -913,5 +911,5 @@ class AsyncStepper(Stepper):
         self.delayed, self._versions = None, {}
 
     def _names(self, params: Sequence[Tensor]) -> str:
-        names = self.parameter_names.of(params[:MOST_NAMES], self.optimizer)
+        names = self.parameter_names.of(params[:MAX_NAMES], self.optimizer)
         return listed(names, len(params)) or "none"

@@ -1,4 +1,4 @@
-"""The prepared optimizer: its step goes through the accelerator's boundary, perhaps to a worker."""
+"""The prepared optimizer, whose step goes through the boundary of its accelerator."""
 
 from __future__ import annotations
 
@@ -103,12 +103,10 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self.optimizer.state = state
 
     def __getstate__(self) -> dict[str, Any]:
-        self.synchronize()
-        state: dict[str, Any] = super().__getstate__()
-        # A copy steps like stock, with its own copy of the scaler: windows are the accelerator's.
-        for name in ("_attachment", "_hooks"):
-            state.pop(name, None)
-        return state
+        raise UnsupportedError(
+            "a prepared optimizer cannot be copied or pickled; save its state_dict(), or call "
+            "detach(accelerator) first."
+        )
 
     @untraced
     def synchronize(self) -> None:

@@ -133,44 +133,6 @@ def test_every_fence_sees_the_newest_parameters(late: None, mode: str, offload: 
         optimizer.close()
 
 
-@pytest.mark.parametrize("offload", ["none", "cpu"])
-@pytest.mark.parametrize("mode", ["overlap", "delayed"])
-def test_state_dicts_in_mid_step_are_those_of_plain_torch_and_training_goes_on(
-    late: None, mode: str, offload: str
-) -> None:
-    model, stale = network(), mode == "delayed"
-    options: Any = {"mode": mode, "offload": offload, "delay_compensation": "none"}
-    with AsyncOptimizer(sgd(model.parameters()), model, **options) as optimizer:
-        train(model, optimizer, range(2))
-        plain, stepped = reference(2, stale)
-        assert_same(optimizer.state_dict(), stepped.state_dict())
-        assert_same(dict(model.state_dict()), dict(plain.state_dict()))
-        if not stale:  # a fence in `delayed` shows the newest, the next forward sees them too
-            train(model, optimizer, range(2, 4))
-            plain, stepped = reference(4)
-            assert_same(optimizer.state_dict(), stepped.state_dict())
-            assert_same(dict(model.state_dict()), dict(plain.state_dict()))
-
-
-@pytest.mark.parametrize("offload", ["none", "cpu"])
-@pytest.mark.parametrize("mode", ["overlap", "delayed"])
-def test_loading_while_a_step_runs_replaces_all_of_it(late: None, mode: str, offload: str) -> None:
-    plain, stepped = reference(2)
-    kept = copy.deepcopy((plain.state_dict(), stepped.state_dict()))
-    model = network()
-    options: Any = {"mode": mode, "offload": offload, "delay_compensation": "none"}
-    with AsyncOptimizer(sgd(model.parameters()), model, **options) as optimizer:
-        train(model, optimizer, range(7, 9))
-        model.load_state_dict(kept[0])
-        optimizer.load_state_dict(kept[1])
-        assert_same(dict(model.state_dict()), dict(kept[0]))
-        train(model, optimizer, range(2, 3))
-        optimizer.synchronize()
-        expected, state = reference(3)
-        assert_same(values(model), values(expected))
-        assert_same(optimizer.state_dict(), state.state_dict())
-
-
 def attached(mode: str, offload: str = "none", **kwargs: Any) -> tuple[Any, Any, Any]:
     accelerator = attach(
         Accelerator(cpu=True, mixed_precision="fp16", **kwargs),

@@ -19,7 +19,7 @@ from references import (
     run_reference,
     same,
 )
-from torch import Tensor, nn
+from torch import nn
 
 from accel_scaler import (
     AsyncOptimizer,
@@ -34,25 +34,6 @@ pytestmark = pytest.mark.usefixtures("one_thread", "one_part_each")
 
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 WAYS = list(itertools.product(("sync", "overlap", "delayed"), ("none", "cpu")))
-
-
-class Mixed(nn.Module):
-    """bfloat16, float16 and float32 side by side; one bfloat16 layer is frozen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        first, _, last = network()
-        self.first, self.last = first.to(BRAIN), last
-        self.frozen = nn.Linear(16, 16, dtype=BRAIN).requires_grad_(False)
-        with torch.no_grad():
-            self.frozen.weight.copy_(torch.eye(16))
-            self.frozen.bias.zero_()
-        self.gain = nn.Parameter(torch.ones(16, dtype=HALF))
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.frozen(torch.relu(self.first(x.to(BRAIN))))
-        out: Tensor = self.last((hidden * self.gain.to(BRAIN)).float())
-        return out
 
 
 def brain() -> nn.Module:
@@ -83,19 +64,6 @@ def test_bfloat16_parameters_train_as_the_reference(kind: str, mode: str, offloa
         assert (p.dtype, master.dtype) == (BRAIN, FULL)
         assert torch.equal(master.to(BRAIN), p)
         assert not torch.equal(master, p.float())
-
-
-@pytest.mark.parametrize(("mode", "offload"), WAYS)
-def test_three_dtypes_side_by_side_and_one_frozen(mode: str, offload: str) -> None:
-    torch.manual_seed(0)
-    prompt = 0 if mode == "delayed" else NEVER_STALE
-    ours = run_ours("adamw", mode, offload, make=Mixed)
-    plain = run_reference("adamw", prompt, make=Mixed)
-    trained = [p.requires_grad for p in Mixed().parameters()]
-    for seen in (ours, plain):
-        for key in ("state", "masters"):
-            seen[key] = list(itertools.compress(seen[key], trained))
-    assert_same_run(ours, plain)
 
 
 def torchs_own(kind: str, clip: bool) -> dict[str, Any]:

@@ -103,16 +103,12 @@ class DelayedUpdates:
         torch.autograd.graph.increment_version(self.newer)
         self.kept = []
 
-    def export(self) -> list[dict[str, Tensor]]:
-        """For each parameter, in the optimizer's order, its kept preview as state to be saved."""
-        kept = {id(pair): value for pair, value in self.kept}
-        return [
-            {PREVIEW: kept[id(pair)].to(pair.stepped.device)} if id(pair) in kept else {}
-            for pair in self._replica.pairs
-        ]
+    def export(self) -> dict[int, Tensor]:
+        """The kept previews, by the ``id`` of their pairs, where the state is."""
+        return {id(pair): value.to(pair.stepped.device) for pair, value in self.kept}
 
     def load(self, entries: Iterable[dict[str, Any]]) -> None:
-        """Keep what :meth:`export` of an optimizer like this one gave."""
+        """Keep the previews in saved state, one entry for each parameter."""
         self.kept = []
         for pair, entry in zip(self._replica.pairs, entries, strict=True):
             preview = entry.get(PREVIEW)

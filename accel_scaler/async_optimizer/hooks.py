@@ -20,7 +20,7 @@ from ..errors import UnsupportedError
 from ..models import inert, is_fsdp2, is_in_backward, is_replaying
 from ..scaling import parameters_of
 from .async_stepper import AsyncStepper
-from .delayed import MASTER, without_own, without_previews
+from .delayed import MASTER, PREVIEW, without_own, without_previews
 from .master_params import ParameterPair
 from .pending_parameter import outside_transforms
 from .phases import WaitAt
@@ -65,7 +65,6 @@ class SyncHooks:
         """Those of them that wait for the whole model, if it cannot be waited for in pieces."""
         self._compiled: list[tuple[weakref.ref[Module], Any, Any]] = []
         self._loading: Any = None
-        self._loads_itself = False
         optimizer = stepper.optimizer
         try:
             add = self._handles.append
@@ -175,8 +174,7 @@ class SyncHooks:
         if stepper is None:
             return state_dict
         pairs = {id(pair.param): pair for pair in stepper.replica.pairs}
-        kept = stepper.delayed.export() if stepper.delayed else [{}] * len(pairs)
-        previews = dict(zip(map(id, stepper.replica.pairs), kept, strict=True))
+        previews = {} if stepper.delayed is None else stepper.delayed.export()
         packed = zip(state_dict["param_groups"], optimizer.param_groups, strict=True)
         state: dict[Any, Any] = dict(state_dict["state"])
         for saved, group in packed:
@@ -187,9 +185,12 @@ class SyncHooks:
                 if isinstance(entry, dict):  # a plain optimizer may have loaded what is ours
                     own = without_own(entry)
                     entry = {key: _export(pair, value) for key, value in own.items()}
-                more = {key: _export(pair, value) for key, value in previews[id(pair)].items()}
-                if more or (pair.is_rounded and (stepper.steps or pair.loaded is not None)):
-                    entry = {**(entry or {}), MASTER: _export(pair, pair.stepped.data), **more}
+                preview = previews.get(id(pair))
+                has_stepped = bool(stepper.steps) or pair.loaded is not None
+                if preview is not None or (pair.is_rounded and has_stepped):
+                    entry = {**(entry or {}), MASTER: _export(pair, pair.stepped.data)}
+                    if preview is not None:
+                        entry[PREVIEW] = _export(pair, preview)
                 if entry is None or is_empty(entry):
                     state.pop(index, None)  # made for sharing, never filled
                 else:
@@ -198,23 +199,18 @@ class SyncHooks:
 
     def load(self, state_dict: dict[str, Any]) -> None:
         """The optimizer's ``load_state_dict``; one of its own may run none of torch's hooks."""
-        stepper = self.stepper
-        optimizer = stepper.optimizer
-        if type(optimizer).load_state_dict is Optimizer.load_state_dict:
-            optimizer.load_state_dict(state_dict)
-            return
-        self._loads_itself = True
-        try:
-            stepper.begin_loading(state_dict)
-            optimizer.load_state_dict(without_previews(state_dict))
-            self.watch(self._find_models())
-            stepper.load(state_dict)
-        finally:
-            self._loads_itself = False
+        optimizer, rest = self.stepper.optimizer, state_dict
+        runs_hooks = type(optimizer).load_state_dict is Optimizer.load_state_dict
+        if not runs_hooks:
+            rest = self._before_loading(optimizer, state_dict)
+        optimizer.load_state_dict(rest)
+        if not runs_hooks:
+            self._loading = state_dict
+            self._after_loading(optimizer)
 
     def _before_loading(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         stepper = self._stepper()
-        if stepper is None or self._loads_itself:
+        if stepper is None:
             return state_dict
         stepper.begin_loading(state_dict)
         self._loading = state_dict
@@ -269,9 +265,9 @@ class SyncHooks:
         ]
         if scripted and stepper.mode == "delayed":
             raise UnsupportedError(
-                f"step_mode='delayed': {scripted[0] or type(model).__name__!r} is a ScriptModule; "
-                "it takes no hooks, so what reads it alone would get parameters that are one step "
-                "old. Use step_mode 'overlap' or 'sync', or leave it unscripted while it trains."
+                f"step_mode='delayed': {scripted[0] or type(model).__name__!r} is a ScriptModule, "
+                "which takes no hooks: evaluated alone it would be one step old. Use step_mode "
+                "'overlap' or 'sync', or leave it unscripted while it trains."
             )
         for module in model.modules():
             if module not in self._modules and not isinstance(module, torch.jit.ScriptModule):
@@ -296,9 +292,8 @@ class SyncHooks:
             if group[0] < len(own) <= group[-1]:
                 stepper.wait_at = WaitAt.STEP
                 logger.warning(
-                    "%s of %s shares memory with a parameter of %s and is not one of its "
-                    "parameters. Each step is awaited, so nothing of it is hidden behind forward "
-                    "and backward. Use one Parameter for both.",
+                    "%s of %s shares memory with a parameter of %s and is none of its parameters: "
+                    "step() waits for each update. Use one Parameter for both.",
                     others[group[-1] - len(own)][0],
                     type(model).__name__,
                     type(stepper.optimizer).__name__,

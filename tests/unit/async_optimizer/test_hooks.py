@@ -179,24 +179,6 @@ def test_save_state_and_load_state_in_mid_step_go_on_as_the_synchronous_run(
         detach(accelerator)
 
 
-@pytest.mark.parametrize("mode", ["overlap", "delayed"])
-def test_a_prepared_optimizer_is_copied_with_its_newest_state(late: None, mode: str) -> None:
-    accelerator, model, optimizer = attached(mode)
-    train_attached(accelerator, model, optimizer, range(1))
-    copied = copy.deepcopy(optimizer)
-    again = pickle.loads(pickle.dumps(optimizer))
-    expected = optimizer.state_dict()
-    params = [p.clone() for group in optimizer.param_groups for p in group["params"]]
-    for other in (copied, again):
-        assert_same(other.state_dict(), expected)
-        assert_same([p for group in other.param_groups for p in group["params"]], params)
-    for p in copied.param_groups[0]["params"]:
-        p.grad = torch.ones_like(p)
-    copied.optimizer.step()
-    assert_same([p.clone() for group in optimizer.param_groups for p in group["params"]], params)
-    detach(accelerator)
-
-
 @pytest.mark.parametrize("how", [copy.deepcopy, copy.copy, pickle.dumps])
 def test_an_async_optimizer_is_not_copied_and_its_state_goes_on_elsewhere(
     late: None, how: Callable[[Any], Any]

@@ -431,7 +431,7 @@ class AsyncStepper(Stepper):
             for p, grad in zip(replica.params, found, strict=True)
             if fn is not None or grad is not None
         ]
-        reads_device = previews is not None and self.offload and not self.streams.is_host
+        reads_device = update.preview is not None and bool(update.preview.sent)
         try:
             self._inflight = step
             if fn is not None:

@@ -7,7 +7,7 @@ previews that it overwrites: the next training forward gets them back. So lookin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -180,10 +180,6 @@ class DelayedUpdates:
             task.wait()
         if self.previews is not None:
             self.previews.forget()
-
-    def covers(self, grads: Sequence[Tensor | None]) -> bool:
-        """Whether an update with ``grads`` may come late: see :meth:`Previews.covers`."""
-        return self.previews is None or self.previews.covers(grads)
 
 
 def entry_of(entries: dict[Any, Any], key: Any) -> dict[str, Any]:

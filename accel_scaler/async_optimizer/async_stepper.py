@@ -526,7 +526,7 @@ class AsyncStepper(Stepper):
                 sent=() if on_device is None else sent,
                 newer=set(map(id, self.delayed.newer)),
             )
-        # With a preview in the model nothing can be said of edits.
+        # While the model has previews, edits cannot be told from them.
         looks = replica.has_masters and not self.has_newer
         return (
             Update(
@@ -570,8 +570,8 @@ class AsyncStepper(Stepper):
         is_seen = self.is_beside and step.is_seen_by_next_forward
         is_fenced = self._fences_reads and self.has_newer and self.sees_forwards
         if self.wait_at is not WaitAt.STEP and (is_seen or is_fenced):
-            # Behind a forward that waits nobody meets a pending parameter, but for a compiled
-            # function that calls it: dynamo traces our hooks to nothing.
+            # Also where the forward waits: a compiled function may call it, and dynamo traces our
+            # hooks to nothing.
             fence = self._publish_for_reader if is_fenced else None
             step.hold_parameters(self.await_part, self._is_learning, fence)
         self.worker.submit(task)
@@ -596,7 +596,7 @@ class AsyncStepper(Stepper):
         step.follow(part)
         if where != "optimizer.step" and self.delayed is not None and not self.delayed.is_prepared:
             self._prepare()  # else settings may still move
-        # Later parts are enqueued perhaps, but the device has not been told to wait for them.
+        # Later parts may be enqueued, but this stream does not wait for them.
         return part if self.streams.copies_beside else step.task.done
 
     def wait(self, where: str) -> bool:
@@ -707,7 +707,7 @@ class AsyncStepper(Stepper):
             self.await_part(step, min(last, step.task.parts), "forward")
 
     def finish_model(self) -> None:
-        """Wait until the model is what the next forward shall see, all of it."""
+        """Wait until the whole model is what the next forward sees."""
         step = self._inflight
         if step is None:
             self.streams.follow_last()  # who waited for it may have been on another stream
@@ -761,7 +761,7 @@ class AsyncStepper(Stepper):
             if self._inflight is not None:
                 return
             if delayed.previews is not None:
-                delayed.previews.forget()  # who looks may edit, too
+                delayed.previews.forget()  # the caller may edit what it reads
             if self.has_newer:
                 # Readers on other streams are in order before the next step, which this is not.
                 self.streams.wait_for_all()
@@ -899,7 +899,7 @@ class AsyncStepper(Stepper):
             self._inflight = None
 
     def give_way(self) -> None:
-        """Another optimizer owns the parameters from now on: whoever steps this one closes it."""
+        """Another optimizer owns the parameters from now on: close this one."""
         if self.hooks is None:  # interrupted while it was made
             self.close()
         else:

@@ -56,7 +56,7 @@ class DelayedUpdates:
         return steps >= self._warmup_steps
 
     def follow(self) -> None:
-        """The replica has followed the optimizer: a frozen parameter is to be seen as it is."""
+        """The replica has followed the optimizer: frozen parameters have no preview."""
         if self.previews is not None:
             self.previews.follow()
         self.kept = [each for each in self.kept if each[0].is_trained]
@@ -130,7 +130,7 @@ class DelayedUpdates:
 
         def run(_: Task) -> None:
             with streams.beside(after):
-                streams.wait_for_side()  # what is to be overwritten may still be on its way up
+                streams.wait_for_side()  # the memory that is overwritten may still be sent up
                 previews.prepare(settings)
 
         self._preparation = task = Task(run, 0)

@@ -1,6 +1,6 @@
-"""Where somebody outside the training step looks: the newest parameters and state first.
+"""Hooks that wait for updates before parameters or state are read outside the training step.
 
-Hooks of torch's own on one optimizer and on models; removed by ``close``.
+They are torch's own, on one optimizer and on models, and are removed by ``close``.
 """
 
 from __future__ import annotations

@@ -162,16 +162,17 @@ class DelayedUpdates:
             self._preparation = None  # its thread is gone, or in another process
             self.previews.forget()
             raise
-        is_first = self._preparation is task  # else another thread has waited, too
+        if self._preparation is not task:
+            return False  # another thread has waited, too
         self._preparation = None
-        if is_first and not ok:
+        if not ok:
             self.previews.forget()
             raise StepError(
                 f"the preview of the next step of {type(self._replica.optimizer).__name__} failed "
                 f"on the optimizer thread ({type(task.error).__name__}: {task.error}). Nothing "
                 "has moved; the next call works."
             ) from task.error
-        return is_first
+        return True
 
     def drop_preparation(self) -> None:
         """What was prepared, or is being prepared, is not used."""

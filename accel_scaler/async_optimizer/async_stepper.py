@@ -606,11 +606,14 @@ class AsyncStepper(Stepper):
             StepError: it will never be over.
         """
         step = self._inflight
+        return step is None or self._wait(step)
+
+    def _wait(self, step: InflightStep) -> bool:
         try:
-            return step is None or step.wait()
+            return step.wait()
         except StepError as error:
             with self.lock:
-                if step is not None and self._inflight is step:
+                if self._inflight is step:
                     self._lost = str(error)
                     self._lose(step)
             raise
@@ -632,7 +635,7 @@ class AsyncStepper(Stepper):
     def _finish(self, step: InflightStep, where: str, everywhere: bool = False) -> None:
         if self.streams.copies_beside:
             refuse_capture(where)
-        ok = self.wait(where) if self._inflight is step else step.wait()
+        ok = self._wait(step)
         if everywhere:
             self.streams.follow_last(on_host=True)
         error, name = step.task.error, type(self.optimizer).__name__

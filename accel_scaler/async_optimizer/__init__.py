@@ -2,8 +2,8 @@
 
 :class:`AsyncOptimizer` wraps one torch optimizer. Gradients are handed over at ``step()``, a
 replica of the optimizer steps them on the worker, and each parameter is awaited where it is next
-used. Whoever looks from outside meets a hook that waits. The worker reads nothing live and never
-communicates; the folder knows no Accelerate and no Trainer.
+used. A read from outside the training step meets a hook that waits. The worker reads nothing live
+and never communicates; the folder knows no Accelerate, no Trainer and no telemetry.
 """
 
 from .delayed import holds_masters, without_previews

@@ -68,10 +68,10 @@ logger = logging.getLogger("accel_scaler")
 
 
 class AsyncStepper(Stepper):
-    """Steps for ``optimizer``. Every method is the training thread's, except where said.
+    """Steps ``optimizer``. Methods are for the training thread, except where documented.
 
-    Any thread may wait for the step in flight. ``lock`` guards what a wait leaves behind; nobody
-    waits under it for a step that another thread has handed over.
+    Any thread may wait for the step in flight. ``lock`` guards what a wait leaves behind; no thread
+    waits under it for a step that another one has handed over.
 
     Args:
         config: ``step_mode``, ``offload``, ``master_weights`` and those of ``delayed``.
@@ -80,8 +80,8 @@ class AsyncStepper(Stepper):
         parameter_names: names parameters in errors.
         guards_backward: a hook on each parameter makes a backward wait before it adds to a gradient
             that is read: no scaled loss announces it.
-        fences_reads: in ``delayed``, with a watched model, a parameter that is used before the next
-            training forward begins is the newest. Else it is what that forward sees.
+        fences_reads: in ``delayed``, with a watched model, a use of a parameter before the next
+            training forward sees the newest value. Else it sees what that forward does.
     """
 
     def __init__(
@@ -125,8 +125,8 @@ class AsyncStepper(Stepper):
             )
         if self.is_beside and not self.replica.splittable:
             logger.warning(
-                "%s is stepped on the training thread, so nothing of it is hidden behind forward "
-                "and backward: it is not one of torch's, whose steps treat each parameter alone",
+                "%s is stepped on the training thread, not beside forward and backward: it is not "
+                "one of torch's, whose steps treat each parameter alone",
                 type(optimizer).__name__,
             )
         self.lock = threading.RLock()
@@ -224,12 +224,7 @@ class AsyncStepper(Stepper):
     # Following what was changed from outside.
 
     def refresh(self) -> None:
-        """Follow changes from outside: groups, parameters, their values.
-
-        Raises:
-            StepError: the optimizer thread has ended.
-            OrderError: a parameter that has a newer value was changed.
-        """
+        """Follow changes from outside: groups, parameters, their values."""
         if self._lost is not None:
             raise StepError(self._lost)
         settle_pending(parameters_of(self.optimizer))  # of another optimizer's step
@@ -262,8 +257,8 @@ class AsyncStepper(Stepper):
         if moved:
             raise OrderError(
                 f"{self._names(moved)} moved or changed shape while a newer value was waiting to "
-                "be published (step_mode='delayed'). The newer value is lost, the change stays. "
-                "Call optimizer.synchronize() before changing parameters."
+                "be published (step_mode='delayed'), which is lost; the change stays. Call "
+                "optimizer.synchronize() before changing parameters."
             )
 
     def _publish_unmoved(self) -> list[Tensor]:
@@ -293,8 +288,8 @@ class AsyncStepper(Stepper):
             self._note_versions({})
             raise OrderError(
                 f"{self._names([pair.param for pair in edited])} changed in place while a newer "
-                "value was waiting to be published (step_mode='delayed'). The change is lost, the "
-                "newer value stays. Call optimizer.synchronize() before changing parameters."
+                "value was waiting to be published (step_mode='delayed'), which stays; the change "
+                "is lost. Call optimizer.synchronize() before changing parameters."
             )
         if self.delayed is not None:
             self.delayed.forget_kept(pair for pair in edited if not pair.holds_master)
@@ -330,12 +325,8 @@ class AsyncStepper(Stepper):
     def step(self, deferred: DeferredUnscale | None = None) -> None:
         """Take the gradients and update, at once or on the optimizer thread.
 
-        Blocks until the step before is finished; does not synchronise with the device.
-
-        Raises:
-            StepError: the step before failed, or the optimizer thread is gone.
-            UnsupportedError: sparse gradients with offload, or a graph is being captured; nothing
-                was taken.
+        Blocks until the step before is finished; does not synchronise with the device. Where it
+        raises, nothing was taken.
         """
         if self.streams.copies_beside:
             refuse_capture("optimizer.step()")
@@ -394,11 +385,7 @@ class AsyncStepper(Stepper):
             other.finish("optimizer.step")
 
     def _run_hooks(self, when: str) -> None:
-        """The optimizer's own and the global step hooks, on the training thread, as torch does.
-
-        Raises:
-            UnsupportedError: one of them changes the arguments of a step that has none.
-        """
+        """The optimizer's own and the global step hooks, on the training thread, as torch does."""
         everywhere = getattr(optimizer_module, f"_global_optimizer_{when}_hooks", {}).values()
         own = getattr(self.optimizer, f"_optimizer_step_{when}_hooks", {}).values()
         arguments: Any = (self.optimizer,), {}
@@ -406,8 +393,8 @@ class AsyncStepper(Stepper):
             result = hook(self.optimizer, *arguments)
             if when == "pre" and result is not None and result != arguments:
                 raise UnsupportedError(
-                    f"a step pre-hook of {type(self.optimizer).__name__} returned {result!r}, new "
-                    "arguments for step(), which is called without any here. Return None."
+                    f"a step pre-hook of {type(self.optimizer).__name__} returned {result!r}, "
+                    "expected None: step() is called without arguments here."
                 )
 
     # The hand-over.
@@ -444,7 +431,7 @@ class AsyncStepper(Stepper):
             for p, grad in zip(replica.params, found, strict=True)
             if fn is not None or grad is not None
         ]
-        reads_device = previews is not None and self.offload and not self.streams.is_host
+        reads_device = update.preview is not None and bool(update.preview.sent)
         try:
             self._inflight = step
             if fn is not None:
@@ -539,7 +526,7 @@ class AsyncStepper(Stepper):
                 sent=() if on_device is None else sent,
                 newer=set(map(id, self.delayed.newer)),
             )
-        # With a preview in the model nothing can be said of edits.
+        # While the model has previews, edits cannot be told from them.
         looks = replica.has_masters and not self.has_newer
         return (
             Update(
@@ -583,8 +570,8 @@ class AsyncStepper(Stepper):
         is_seen = self.is_beside and step.is_seen_by_next_forward
         is_fenced = self._fences_reads and self.has_newer and self.sees_forwards
         if self.wait_at is not WaitAt.STEP and (is_seen or is_fenced):
-            # Behind a forward that waits nobody meets a pending parameter, but for a compiled
-            # function that calls it: dynamo traces our hooks to nothing.
+            # Also where the forward waits: a compiled function may call it, and dynamo traces our
+            # hooks to nothing.
             fence = self._publish_for_reader if is_fenced else None
             step.hold_parameters(self.await_part, self._is_learning, fence)
         self.worker.submit(task)
@@ -600,10 +587,7 @@ class AsyncStepper(Stepper):
     def await_part(self, step: InflightStep, part: int, where: str | None = None) -> int:
         """Wait for a part of ``step``; this thread's stream too. Any thread.
 
-        Returns how many parts it need not ask for any more, at least ``part``.
-
-        Raises:
-            StepError: the step failed before it.
+        Returns how many parts need not be waited for any more, at least ``part``.
         """
         if self.streams.copies_beside:
             refuse_capture(where or "a parameter whose update is due")
@@ -612,21 +596,24 @@ class AsyncStepper(Stepper):
         step.follow(part)
         if where != "optimizer.step" and self.delayed is not None and not self.delayed.is_prepared:
             self._prepare()  # else settings may still move
-        # Later parts are enqueued perhaps, but the device has not been told to wait for them.
+        # Later parts may be enqueued, but this stream does not wait for them.
         return part if self.streams.copies_beside else step.task.done
 
     def wait(self, where: str) -> bool:
-        """Wait until the step in flight, if any, is over. False: it failed, as :meth:`finish` says.
+        """Wait until the step in flight, if any, is over; False: it failed. Any thread.
 
         Raises:
             StepError: it will never be over.
         """
         step = self._inflight
+        return step is None or self._wait(step)
+
+    def _wait(self, step: InflightStep) -> bool:
         try:
-            return step is None or step.wait()
+            return step.wait()
         except StepError as error:
             with self.lock:
-                if step is not None and self._inflight is step:
+                if self._inflight is step:
                     self._lost = str(error)
                     self._lose(step)
             raise
@@ -648,7 +635,7 @@ class AsyncStepper(Stepper):
     def _finish(self, step: InflightStep, where: str, everywhere: bool = False) -> None:
         if self.streams.copies_beside:
             refuse_capture(where)
-        ok = self.wait(where) if self._inflight is step else step.wait()
+        ok = self._wait(step)
         if everywhere:
             self.streams.follow_last(on_host=True)
         error, name = step.task.error, type(self.optimizer).__name__
@@ -723,7 +710,7 @@ class AsyncStepper(Stepper):
             self.await_part(step, min(last, step.task.parts), "forward")
 
     def finish_model(self) -> None:
-        """Wait until the model is what the next forward shall see, all of it."""
+        """Wait until the whole model is what the next forward sees."""
         step = self._inflight
         if step is None:
             self.streams.follow_last()  # who waited for it may have been on another stream
@@ -737,13 +724,13 @@ class AsyncStepper(Stepper):
     # Fences, and the training forward after them.
 
     def synchronize(self) -> None:
-        """Finish the step in hand and publish it, so that the model and the state are the newest.
+        """Finish the step in flight and publish it: model and state are the newest then.
 
         Blocks until the device has done the update, so that it is seen on every stream.
 
         Raises:
             StepError: see :meth:`finish`.
-            OrderError: in ``delayed`` another thread trains, beneath which the model would change.
+            OrderError: in ``delayed`` another thread trains; its model would change.
         """
         self._synchronize(keeps=True)
 
@@ -769,16 +756,15 @@ class AsyncStepper(Stepper):
         with self.lock, torch.inference_mode(False):
             if self.has_newer and not self.is_trained_here:  # the other may just have gone on
                 raise OrderError(
-                    "step_mode='delayed': a newer value waits to be published, and this thread "
-                    f"({threading.current_thread().name}) is not the one that trains "
-                    f"({self._trainer.name}): its forward and backward would see two values. Call "
-                    "optimizer.synchronize() on the thread that trains, then read here; or use "
-                    "step_mode='overlap'."
+                    "step_mode='delayed': a newer value waits to be published, which the thread "
+                    f"{threading.current_thread().name} may not do beneath the one that trains, "
+                    f"{self._trainer.name}. Call optimizer.synchronize() there before reading "
+                    "here, or use step_mode='overlap'."
                 )
             if self._inflight is not None:
                 return
             if delayed.previews is not None:
-                delayed.previews.forget()  # who looks may edit, too
+                delayed.previews.forget()  # the caller may edit what it reads
             if self.has_newer:
                 # Readers on other streams are in order before the next step, which this is not.
                 self.streams.wait_for_all()
@@ -916,7 +902,7 @@ class AsyncStepper(Stepper):
             self._inflight = None
 
     def give_way(self) -> None:
-        """Another optimizer owns the parameters from now on: whoever steps this one closes it."""
+        """Another optimizer owns the parameters from now on: close this one."""
         if self.hooks is None:  # interrupted while it was made
             self.close()
         else:

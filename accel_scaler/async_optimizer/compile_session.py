@@ -8,7 +8,7 @@ what they else compute with Python floats, which rounds otherwise, and some fail
 the optimizer thread beside a compile, whatever that one compiles.
 
 Each compile holds dynamo's own lock from before the flag is set until after it is cleared. A step
-holds the same lock, so that whichever comes second waits for the other's end.
+holds the same lock, so that the second waits for the first.
 
 One compile cannot wait for its own end: where dynamo meets a pending parameter, its step has to run
 now. While the compile waits for that, the flag is down and steps run without the lock; it goes on
@@ -75,7 +75,7 @@ _turns = _Turns()
 def beside_no_compile() -> Iterator[None]:
     """Around a step, on the optimizer thread: nothing is compiled meanwhile."""
     dynamo: Any = sys.modules.get("torch._dynamo.convert_frame")
-    if dynamo is None:  # nobody has compiled anything yet
+    if dynamo is None:  # nothing was compiled yet
         yield
         return
     has_lock = _turns.take(dynamo.compile_lock)

@@ -7,7 +7,7 @@ previews that it overwrites: the next training forward gets them back. So lookin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ class DelayedUpdates:
         return steps >= self._warmup_steps
 
     def follow(self) -> None:
-        """The replica has followed the optimizer: a frozen parameter is to be seen as it is."""
+        """The replica has followed the optimizer: frozen parameters have no preview."""
         if self.previews is not None:
             self.previews.follow()
         self.kept = [each for each in self.kept if each[0].is_trained]
@@ -103,16 +103,12 @@ class DelayedUpdates:
         torch.autograd.graph.increment_version(self.newer)
         self.kept = []
 
-    def export(self) -> list[dict[str, Tensor]]:
-        """For each parameter, in the optimizer's order, its kept preview as state to be saved."""
-        kept = {id(pair): value for pair, value in self.kept}
-        return [
-            {PREVIEW: kept[id(pair)].to(pair.stepped.device)} if id(pair) in kept else {}
-            for pair in self._replica.pairs
-        ]
+    def export(self) -> dict[int, Tensor]:
+        """The kept previews, by the ``id`` of their pairs, where the state is."""
+        return {id(pair): value.to(pair.stepped.device) for pair, value in self.kept}
 
     def load(self, entries: Iterable[dict[str, Any]]) -> None:
-        """Keep what :meth:`export` of an optimizer like this one gave."""
+        """Keep the previews in saved state, one entry for each parameter."""
         self.kept = []
         for pair, entry in zip(self._replica.pairs, entries, strict=True):
             preview = entry.get(PREVIEW)
@@ -134,7 +130,7 @@ class DelayedUpdates:
 
         def run(_: Task) -> None:
             with streams.beside(after):
-                streams.wait_for_side()  # what is to be overwritten may still be on its way up
+                streams.wait_for_side()  # the memory that is overwritten may still be sent up
                 previews.prepare(settings)
 
         self._preparation = task = Task(run, 0)
@@ -166,16 +162,17 @@ class DelayedUpdates:
             self._preparation = None  # its thread is gone, or in another process
             self.previews.forget()
             raise
-        is_first = self._preparation is task  # else another thread has waited, too
+        if self._preparation is not task:
+            return False  # another thread has waited, too
         self._preparation = None
-        if is_first and not ok:
+        if not ok:
             self.previews.forget()
             raise StepError(
                 f"the preview of the next step of {type(self._replica.optimizer).__name__} failed "
                 f"on the optimizer thread ({type(task.error).__name__}: {task.error}). Nothing "
                 "has moved; the next call works."
             ) from task.error
-        return is_first
+        return True
 
     def drop_preparation(self) -> None:
         """What was prepared, or is being prepared, is not used."""
@@ -184,10 +181,6 @@ class DelayedUpdates:
             task.wait()
         if self.previews is not None:
             self.previews.forget()
-
-    def covers(self, grads: Sequence[Tensor | None]) -> bool:
-        """Whether an update with ``grads`` may come late: see :meth:`Previews.covers`."""
-        return self.previews is None or self.previews.covers(grads)
 
 
 def entry_of(entries: dict[Any, Any], key: Any) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Where somebody outside the training step looks: the newest parameters and state first.
+"""Hooks that wait for updates before parameters or state are read outside the training step.
 
-Hooks of torch's own on one optimizer and on models; removed by ``close``.
+They are torch's own, on one optimizer and on models, and are removed by ``close``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..errors import UnsupportedError
 from ..models import inert, is_fsdp2, is_in_backward, is_replaying
 from ..scaling import parameters_of
 from .async_stepper import AsyncStepper
-from .delayed import MASTER, without_own, without_previews
+from .delayed import MASTER, PREVIEW, without_own, without_previews
 from .master_params import ParameterPair
 from .pending_parameter import outside_transforms
 from .phases import WaitAt
@@ -65,7 +65,6 @@ class SyncHooks:
         """Those of them that wait for the whole model, if it cannot be waited for in pieces."""
         self._compiled: list[tuple[weakref.ref[Module], Any, Any]] = []
         self._loading: Any = None
-        self._loads_itself = False
         optimizer = stepper.optimizer
         try:
             add = self._handles.append
@@ -175,8 +174,7 @@ class SyncHooks:
         if stepper is None:
             return state_dict
         pairs = {id(pair.param): pair for pair in stepper.replica.pairs}
-        kept = stepper.delayed.export() if stepper.delayed else [{}] * len(pairs)
-        previews = dict(zip(map(id, stepper.replica.pairs), kept, strict=True))
+        previews = {} if stepper.delayed is None else stepper.delayed.export()
         packed = zip(state_dict["param_groups"], optimizer.param_groups, strict=True)
         state: dict[Any, Any] = dict(state_dict["state"])
         for saved, group in packed:
@@ -187,9 +185,12 @@ class SyncHooks:
                 if isinstance(entry, dict):  # a plain optimizer may have loaded what is ours
                     own = without_own(entry)
                     entry = {key: _export(pair, value) for key, value in own.items()}
-                more = {key: _export(pair, value) for key, value in previews[id(pair)].items()}
-                if more or (pair.is_rounded and (stepper.steps or pair.loaded is not None)):
-                    entry = {**(entry or {}), MASTER: _export(pair, pair.stepped.data), **more}
+                preview = previews.get(id(pair))
+                has_stepped = bool(stepper.steps) or pair.loaded is not None
+                if preview is not None or (pair.is_rounded and has_stepped):
+                    entry = {**(entry or {}), MASTER: _export(pair, pair.stepped.data)}
+                    if preview is not None:
+                        entry[PREVIEW] = _export(pair, preview)
                 if entry is None or is_empty(entry):
                     state.pop(index, None)  # made for sharing, never filled
                 else:
@@ -198,23 +199,18 @@ class SyncHooks:
 
     def load(self, state_dict: dict[str, Any]) -> None:
         """The optimizer's ``load_state_dict``; one of its own may run none of torch's hooks."""
-        stepper = self.stepper
-        optimizer = stepper.optimizer
-        if type(optimizer).load_state_dict is Optimizer.load_state_dict:
-            optimizer.load_state_dict(state_dict)
-            return
-        self._loads_itself = True
-        try:
-            stepper.begin_loading(state_dict)
-            optimizer.load_state_dict(without_previews(state_dict))
-            self.watch(self._find_models())
-            stepper.load(state_dict)
-        finally:
-            self._loads_itself = False
+        optimizer, rest = self.stepper.optimizer, state_dict
+        runs_hooks = type(optimizer).load_state_dict is Optimizer.load_state_dict
+        if not runs_hooks:
+            rest = self._before_loading(optimizer, state_dict)
+        optimizer.load_state_dict(rest)
+        if not runs_hooks:
+            self._loading = state_dict
+            self._after_loading(optimizer)
 
     def _before_loading(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         stepper = self._stepper()
-        if stepper is None or self._loads_itself:
+        if stepper is None:
             return state_dict
         stepper.begin_loading(state_dict)
         self._loading = state_dict
@@ -269,9 +265,9 @@ class SyncHooks:
         ]
         if scripted and stepper.mode == "delayed":
             raise UnsupportedError(
-                f"step_mode='delayed': {scripted[0] or type(model).__name__!r} is a ScriptModule; "
-                "it takes no hooks, so what reads it alone would get parameters that are one step "
-                "old. Use step_mode 'overlap' or 'sync', or leave it unscripted while it trains."
+                f"step_mode='delayed': {scripted[0] or type(model).__name__!r} is a ScriptModule, "
+                "which takes no hooks: evaluated alone it would be one step old. Use step_mode "
+                "'overlap' or 'sync', or leave it unscripted while it trains."
             )
         for module in model.modules():
             if module not in self._modules and not isinstance(module, torch.jit.ScriptModule):
@@ -296,9 +292,8 @@ class SyncHooks:
             if group[0] < len(own) <= group[-1]:
                 stepper.wait_at = WaitAt.STEP
                 logger.warning(
-                    "%s of %s shares memory with a parameter of %s and is not one of its "
-                    "parameters. Each step is awaited, so nothing of it is hidden behind forward "
-                    "and backward. Use one Parameter for both.",
+                    "%s of %s shares memory with a parameter of %s and is none of its parameters: "
+                    "step() waits for each update. Use one Parameter for both.",
                     others[group[-1] - len(own)][0],
                     type(model).__name__,
                     type(stepper.optimizer).__name__,
@@ -309,21 +304,18 @@ class SyncHooks:
         if next(Module.parameters(module, recurse=False), None) is not None:
             # A copy is made in this order, and is to meet a hook before the parameters.
             vars(module)["_parameters"] = vars(module).pop("_parameters")
-            self._handles.append(module.register_state_dict_pre_hook(_Synchronize(stepper)))
-            self._handles.append(module.register_load_state_dict_pre_hook(_Synchronize(stepper)))
-        hook: _Hook
-        if is_fsdp2(module):
-            hook = _BeforeGather(stepper)
-        elif stepper.mode == "delayed":
-            hook = _BeforeInnerForward(stepper)
-        else:
-            return
-        self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
+            hook = _Hook(stepper, _synchronize)
+            self._handles.append(module.register_state_dict_pre_hook(hook))
+            self._handles.append(module.register_load_state_dict_pre_hook(hook))
+        if is_fsdp2(module) or stepper.mode == "delayed":
+            run = _before_gather if is_fsdp2(module) else _before_inner_forward
+            hook = _Hook(stepper, run)
+            self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
     def _hook_root(self, root: Module, stepper: AsyncStepper) -> None:
         if root not in self._roots and not isinstance(root, torch.jit.ScriptModule):
             self._roots.add(root)
-            hook = _BeforeForward(stepper)
+            hook = _Hook(stepper, _before_forward)
             self._handles.append(root.register_forward_pre_hook(hook, prepend=True))
 
     def is_called_by_watched(self) -> bool:
@@ -357,10 +349,16 @@ class SyncHooks:
 
 
 class _Hook:
-    """On a module. Knows the stepper weakly, and compiled code does not know it."""
+    """On a module. Knows the stepper weakly, and compiled code does not know it.
 
-    def __init__(self, stepper: AsyncStepper) -> None:
-        self._stepper, self._streams = weakref.ref(stepper), stepper.streams
+    Args:
+        run: what is done before the module is used.
+    """
+
+    def __init__(
+        self, stepper: AsyncStepper, run: Callable[[AsyncStepper, Module], object]
+    ) -> None:
+        self._stepper, self._streams, self._run = weakref.ref(stepper), stepper.streams, run
 
     def __reduce__(self) -> Any:
         # The module is copied or pickled, its layers after its hooks.
@@ -370,102 +368,82 @@ class _Hook:
         return inert()
 
     def __call__(self, module: Module, *_: Any) -> None:
-        if not torch.compiler.is_compiling():  # traced to nothing, it breaks no graph
-            self.before(module)
-
-    def before(self, module: Module) -> None:
-        """Run, unless the optimizer was dropped."""
+        if torch.compiler.is_dynamo_compiling():
+            return  # traced to nothing, a hook does not break the graph of a compiled model
         stepper = self._stepper()
-        if stepper is None:
-            self._streams.follow_last()  # its optimizer was dropped with an update on its way
-            return
-        with outside_transforms():
-            self.run(stepper, module)
-
-    def run(self, stepper: AsyncStepper, module: Module) -> None:
-        """What is to be done before ``module`` is used."""
-        raise NotImplementedError
-
-
-class _Synchronize(_Hook):
-    """Before a state dict is made or loaded."""
-
-    def run(self, stepper: AsyncStepper, module: Module) -> None:
-        stepper.synchronize()
-
-
-class _BeforeForward(_Hook):
-    """Of a whole model, or of something compiled in it."""
-
-    def run(self, stepper: AsyncStepper, module: Module) -> None:
-        if not is_replaying():  # with the window's own parameters
-            if _is_evaluated(module):
-                stepper.synchronize()  # an evaluation sees the newest parameters
-                return
-            if not is_in_backward():
-                stepper.begin_forward()
-        if stepper.wait_at >= WaitAt.FORWARD and not is_fsdp2(module):  # which waits at gathers
-            stepper.finish_model()
-
-    def finish_model(self) -> None:
-        """Wait for all of it."""
-        stepper = self._stepper()
-        if stepper is not None:
-            stepper.finish_model()
-
-
-class _BeforeInnerForward(_Hook):
-    """Of any module, in ``delayed``: it may be evaluated alone."""
-
-    def run(self, stepper: AsyncStepper, module: Module) -> None:
-        if not (stepper.has_newer or stepper.has_kept) or is_replaying() or is_in_backward():
-            return
-        if getattr(module, "_is_replica", False):
-            return  # DataParallel's, on a thread of its own: the hook of its original has run
-        is_evaluated = _is_evaluated(module)
-        if not is_evaluated:
-            stepper.lift_fence()
-        # A frozen layer in the midst of a training forward is no evaluation, nor the reverse.
-        if is_evaluated != stepper.has_newer or stepper.hooks.is_called_by_watched():
-            return
-        if is_evaluated:
-            stepper.synchronize()
-        else:
-            stepper.begin_forward()
-
-
-class _BeforeGather(_Hook):
-    """Before FSDP2 gathers a group's parameters: wait for their updates."""
-
-    def __call__(self, module: Module, *_: Any) -> None:
-        stepper = self._stepper()
-        if stepper is None:
+        if stepper is None:  # dropped, perhaps with an update on its way
             self._streams.follow_last(on_host=True)
             return
-        if stepper.has_kept and not (_is_evaluated(module) or is_in_backward()):
+        with outside_transforms():
+            self._run(stepper, module)
+
+
+def _synchronize(stepper: AsyncStepper, _: Module) -> None:
+    """Before a state dict is made or loaded."""
+    stepper.synchronize()
+
+
+def _before_forward(stepper: AsyncStepper, module: Module) -> None:
+    """Of a whole model, or of something compiled in it."""
+    if not is_replaying():  # with the window's own parameters
+        if _is_evaluated(module):
+            stepper.synchronize()  # an evaluation sees the newest parameters
+            return
+        if not is_in_backward():
             stepper.begin_forward()
-        group: Any = module  # FSDP2 does not say in public what it gathers, and what ahead of time
-        state = group._get_fsdp_state()
-        together = getattr(state, "_modules", None)  # fully_shard([a, b]) gathers both at a
-        if together is None or getattr(state, "_states_to_forward_prefetch", True):
-            stepper.finish_model()
-        else:
-            stepper.finish_parameters(p for each in together for p in _own_parameters(each))
-        stepper.streams.wait_for_followed()  # it gathers on streams of its own
+    if stepper.wait_at >= WaitAt.FORWARD and not is_fsdp2(module):  # which waits at gathers
+        stepper.finish_model()
+
+
+def _before_inner_forward(stepper: AsyncStepper, module: Module) -> None:
+    """Of any module, in ``delayed``: it may be evaluated alone."""
+    if not (stepper.has_newer or stepper.has_kept) or is_replaying() or is_in_backward():
+        return
+    if getattr(module, "_is_replica", False):
+        return  # DataParallel's, on a thread of its own: the hook of its original has run
+    is_evaluated = _is_evaluated(module)
+    if not is_evaluated:
+        stepper.lift_fence()
+    # A frozen layer in the midst of a training forward is no evaluation, nor the reverse.
+    if is_evaluated != stepper.has_newer or stepper.hooks.is_called_by_watched():
+        return
+    if is_evaluated:
+        stepper.synchronize()
+    else:
+        stepper.begin_forward()
+
+
+def _before_compiled_call(stepper: AsyncStepper, module: Module) -> None:
+    """Of a module compiled in place, whose own hooks are traced."""
+    _before_forward(stepper, module)
+    stepper.finish_model()
+
+
+def _before_gather(stepper: AsyncStepper, module: Any) -> None:
+    """Before FSDP2 gathers a group's parameters: wait for their updates."""
+    if stepper.has_kept and not (_is_evaluated(module) or is_in_backward()):
+        stepper.begin_forward()
+    # FSDP2 does not say in public what it gathers, and what ahead of time.
+    state = module._get_fsdp_state()
+    together = getattr(state, "_modules", None)  # fully_shard([a, b]) gathers both at a
+    if together is None or getattr(state, "_states_to_forward_prefetch", True):
+        stepper.finish_model()
+    else:
+        stepper.finish_parameters(p for each in together for p in _own_parameters(each))
+    stepper.streams.wait_for_followed()  # it gathers on streams of its own
 
 
 class _WaitFirst:
     """A compiled call that waits for the optimizer thread before it starts."""
 
     def __init__(self, stepper: AsyncStepper, call: Any, module: Module) -> None:
-        self._hook, self._call, self._module = _BeforeForward(stepper), call, weakref.ref(module)
+        self._hook = _Hook(stepper, _before_compiled_call)
+        self._call, self._module = call, weakref.ref(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
-        # Else it is compiled as a part of something larger.
-        if module is not None and not torch.compiler.is_dynamo_compiling():
-            self._hook.before(module)
-            self._hook.finish_model()
+        if module is not None:
+            self._hook(module)
         return self._call(*args, **kwargs)
 
 

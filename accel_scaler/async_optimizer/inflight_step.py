@@ -190,10 +190,7 @@ class InflightStep:
         if self.is_submitted:
             name, moved = "the function given to submit()", "What it had stepped stays stepped."
         elif not self.replica.splittable and not updated:
-            moved = (
-                f"It is stepped whole: what it had updated by then of {names(params)}, and of its "
-                "state, stays updated."
-            )
+            moved = f"It is stepped whole: what it had updated by then of {names(params)} stays."
         else:
             end = self.replica.parts[updated - 1].end if updated else 0
             moved = (

@@ -40,7 +40,7 @@ class AsyncOptimizer(Optimizer):
 
     With ``scaler``, :meth:`step` is the whole boundary. Without, it only updates, so
     ``scaler.step(optimizer); scaler.update()`` work as with any optimizer. After ``step`` ``.grad``
-    is what the plain optimizer leaves there; whoever reads or writes it waits for the step.
+    is what the plain optimizer leaves there; reading or writing it waits for the step.
 
     ``param_groups`` and ``state`` are the wrapped optimizer's: an LR scheduler may be given
     either. Saving, loading and evaluating (a forward without gradients) see the newest values;
@@ -288,8 +288,8 @@ class AsyncOptimizer(Optimizer):
     def synchronize(self) -> None:
         """Wait for the step in hand and publish it: parameters and state are the newest then.
 
-        Waits for the device as well, so that they are on every stream; in ``delayed`` for all that
-        it has to do, where something is to be published.
+        Synchronises with the device, so that every stream sees them; in ``delayed`` with all its
+        streams, where a newer value is published.
 
         Raises:
             StepError: it failed.

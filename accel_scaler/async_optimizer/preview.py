@@ -395,7 +395,7 @@ class Previews:
         ]
         missing = any(id(pair) not in prepared.shares for pair in compress(part.pairs, due))
         if missing and not self._writes_at_once:
-            self._streams.wait_for_side()  # what is to be overwritten may be on its way up
+            self._streams.wait_for_side()  # the memory that is overwritten may still be sent up
         if missing or self._writes_at_once:
             self._make(part, prepared, due)
         for pair, grad, factor, is_late in zip(part.pairs, grads, factors, due, strict=True):

@@ -1,8 +1,8 @@
 """Edits of parameters that no version counter shows, found by comparing samples of their values.
 
-A master is stepped in place of its parameter and then published over it, so what somebody writes to
-the parameter has to reach the master first. ``p.clamp_()`` counts a version, ``p.data.clamp_()``
-does not. But until then the parameter holds, bit for bit, what its master rounds to.
+A master is stepped in place of its parameter and then published over it, so an edit of the
+parameter has to reach the master first. ``p.clamp_()`` counts a version, ``p.data.clamp_()`` does
+not. An unedited parameter holds, bit for bit, what its master rounds to.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ from torch import Tensor
 from .master_params import ParameterPair
 
 RUN, STRIDE = 16, 2048
-"""Of a large tensor so many elements, one cache line of a master, are compared of each so many."""
+"""Of each ``STRIDE`` elements of a large tensor ``RUN``, a cache line of a master, are compared."""
 
-LARGEST_WHOLE = 4096
+MAX_WHOLE = 4096
 """Elements up to which all of a tensor is compared."""
 
 
 class SpotCheck:
     """Samples of parameters and of their masters.
 
-    An edit of ``STRIDE`` elements in a row, or of most of a tensor, is always found. A tensor in
-    which one was found is compared whole from then on: what writes to it in each window, a clamp
-    for example, often writes to few elements.
+    An edit of ``STRIDE`` elements in a row, or of most of a tensor, is always found. An edited
+    tensor is compared whole from then on: a clamp in each window often writes to few elements.
 
     Args:
         pairs: those with masters are compared.
@@ -40,7 +39,7 @@ class SpotCheck:
         for pair in self._pairs:
             master, target = pair.stepped, pair.target
             if master.stride() == target.stride() and _is_dense(target):
-                is_large = target.numel() > LARGEST_WHOLE
+                is_large = target.numel() > MAX_WHOLE
                 kind = is_large, target.dtype, target.device, master.device
                 joinable.setdefault(kind, []).append(pair)
             else:
@@ -95,6 +94,6 @@ def _is_dense(t: Tensor) -> bool:
 
 def _sample(t: Tensor) -> Tensor:
     """Elements of a dense tensor, in its memory's order: shape (n, RUN) of a large one, or (n,)."""
-    if t.numel() <= LARGEST_WHOLE:
+    if t.numel() <= MAX_WHOLE:
         return t.as_strided((t.numel(),), (1,))
     return t.as_strided((t.numel() // STRIDE, RUN), (STRIDE, 1))

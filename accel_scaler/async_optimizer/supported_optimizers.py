@@ -83,7 +83,7 @@ def is_splittable(optimizer: Optimizer) -> bool:
     known = known_class(type(optimizer))
     if known is None:
         return False
-    # Nobody has put a method on the instance; refuse_replaced looks at ``step``.
+    # A method on the instance counts as replaced; refuse_replaced looks at ``step``.
     own = vars(optimizer).keys() - attributes_of_every_optimizer()
     return not any(hasattr(known, name) for name in own)
 

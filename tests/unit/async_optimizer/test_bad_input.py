@@ -243,21 +243,6 @@ def stepped(model: Both, optimizer: Any) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("offload", ["none", "cpu"])
-def test_a_parameter_moved_under_a_running_step_is_moved_with_its_update(
-    late: None, offload: str
-) -> None:
-    model = Both()
-    with AsyncOptimizer(sgd(model.parameters()), model, offload=offload) as optimizer:
-        stepped(model, optimizer)
-        model.a.data = model.a.data.clone()
-        model.b.data = model.b.data * 2
-        stepped(model, optimizer)
-        optimizer.synchronize()
-        assert torch.equal(model.a, torch.zeros(4))
-        assert torch.equal(model.b, torch.full((4,), 2.5))
-
-
 @pytest.mark.parametrize("new", [lambda old: old.clone(), lambda old: old * 2, lambda old: old[:2]])
 def test_a_parameter_moved_while_a_newer_value_waits_loses_nothing_silently(
     late: None, new: Callable[[Tensor], Tensor]
@@ -299,45 +284,6 @@ def test_an_edit_in_place_while_a_step_runs_comes_after_it_or_is_refused(
         optimizer.synchronize()
         assert torch.equal(model.a, torch.zeros(4))
         assert torch.equal(model.b, torch.full((4,), 1.0))
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("offload", ["none", "cpu"])
-def test_a_group_added_while_a_step_runs_takes_part_from_the_next_step(
-    late: None, mode: str, offload: str
-) -> None:
-    a, b = one(), one(2.0)
-    with AsyncOptimizer(sgd([a]), mode=mode, offload=offload) as optimizer:
-        give(a)
-        optimizer.step()
-        optimizer.zero_grad()
-        optimizer.add_param_group({"params": [b], "lr": 0.25})
-        assert len(optimizer.state_dict()["param_groups"]) == 2
-        for _ in range(2):
-            give(a)
-            give(b)
-            optimizer.step()
-        optimizer.synchronize()
-        assert torch.equal(a, torch.full((4,), 1.0 - 3 * LR))
-        assert torch.equal(b, torch.full((4,), 1.5))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_group_taken_away_while_a_step_runs_keeps_its_update(late: None, mode: str) -> None:
-    a, b = one(), one(2.0)
-    inner = sgd([{"params": [a]}, {"params": [b]}])
-    with AsyncOptimizer(inner, mode=mode) as optimizer:
-        give(a)
-        give(b)
-        optimizer.step()
-        if mode == "delayed":
-            optimizer.synchronize()
-        del inner.param_groups[1]
-        give(a)
-        optimizer.step()
-        optimizer.synchronize()
-        assert torch.equal(a, torch.zeros(4))
-        assert torch.equal(b, torch.full((4,), 1.5))
 
 
 def test_freezing_or_dropping_a_parameter_in_delayed_keeps_its_last_update(late: None) -> None:

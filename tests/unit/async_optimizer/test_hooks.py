@@ -133,44 +133,6 @@ def test_every_fence_sees_the_newest_parameters(late: None, mode: str, offload: 
         optimizer.close()
 
 
-@pytest.mark.parametrize("offload", ["none", "cpu"])
-@pytest.mark.parametrize("mode", ["overlap", "delayed"])
-def test_state_dicts_in_mid_step_are_those_of_plain_torch_and_training_goes_on(
-    late: None, mode: str, offload: str
-) -> None:
-    model, stale = network(), mode == "delayed"
-    options: Any = {"mode": mode, "offload": offload, "delay_compensation": "none"}
-    with AsyncOptimizer(sgd(model.parameters()), model, **options) as optimizer:
-        train(model, optimizer, range(2))
-        plain, stepped = reference(2, stale)
-        assert_same(optimizer.state_dict(), stepped.state_dict())
-        assert_same(dict(model.state_dict()), dict(plain.state_dict()))
-        if not stale:  # a fence in `delayed` shows the newest, the next forward sees them too
-            train(model, optimizer, range(2, 4))
-            plain, stepped = reference(4)
-            assert_same(optimizer.state_dict(), stepped.state_dict())
-            assert_same(dict(model.state_dict()), dict(plain.state_dict()))
-
-
-@pytest.mark.parametrize("offload", ["none", "cpu"])
-@pytest.mark.parametrize("mode", ["overlap", "delayed"])
-def test_loading_while_a_step_runs_replaces_all_of_it(late: None, mode: str, offload: str) -> None:
-    plain, stepped = reference(2)
-    kept = copy.deepcopy((plain.state_dict(), stepped.state_dict()))
-    model = network()
-    options: Any = {"mode": mode, "offload": offload, "delay_compensation": "none"}
-    with AsyncOptimizer(sgd(model.parameters()), model, **options) as optimizer:
-        train(model, optimizer, range(7, 9))
-        model.load_state_dict(kept[0])
-        optimizer.load_state_dict(kept[1])
-        assert_same(dict(model.state_dict()), dict(kept[0]))
-        train(model, optimizer, range(2, 3))
-        optimizer.synchronize()
-        expected, state = reference(3)
-        assert_same(values(model), values(expected))
-        assert_same(optimizer.state_dict(), state.state_dict())
-
-
 def attached(mode: str, offload: str = "none", **kwargs: Any) -> tuple[Any, Any, Any]:
     accelerator = attach(
         Accelerator(cpu=True, mixed_precision="fp16", **kwargs),
@@ -215,24 +177,6 @@ def test_save_state_and_load_state_in_mid_step_go_on_as_the_synchronous_run(
         assert_same(optimizer.state_dict(), final_state)
         assert_same(values(model), final)
         detach(accelerator)
-
-
-@pytest.mark.parametrize("mode", ["overlap", "delayed"])
-def test_a_prepared_optimizer_is_copied_with_its_newest_state(late: None, mode: str) -> None:
-    accelerator, model, optimizer = attached(mode)
-    train_attached(accelerator, model, optimizer, range(1))
-    copied = copy.deepcopy(optimizer)
-    again = pickle.loads(pickle.dumps(optimizer))
-    expected = optimizer.state_dict()
-    params = [p.clone() for group in optimizer.param_groups for p in group["params"]]
-    for other in (copied, again):
-        assert_same(other.state_dict(), expected)
-        assert_same([p for group in other.param_groups for p in group["params"]], params)
-    for p in copied.param_groups[0]["params"]:
-        p.grad = torch.ones_like(p)
-    copied.optimizer.step()
-    assert_same([p.clone() for group in optimizer.param_groups for p in group["params"]], params)
-    detach(accelerator)
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, copy.copy, pickle.dumps])

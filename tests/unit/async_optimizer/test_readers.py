@@ -138,6 +138,7 @@ class Readers:
 
 @contextmanager
 def switching_often() -> Iterator[None]:
+    """Enter it before an optimizer: while a step is due the worker has an interval of its own."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
@@ -151,10 +152,11 @@ def train_beside(reads: list[Callable[[Net, Any], Any]], **options: Any) -> Resu
     inner = adam(model)
     with (
         one_part_each(),
+        switching_often(),
         AsyncOptimizer(inner, model, **options) as optimizer,
     ):
         train_first = [lambda read=read: read(model, optimizer) for read in reads]
-        with switching_often(), Readers(train_first) as readers:
+        with Readers(train_first) as readers:
             losses = train(model, optimizer)
         assert readers.errors == []
         assert all(readers.counts)
@@ -303,9 +305,9 @@ def test_in_delayed_another_thread_is_refused_what_would_change_the_model() -> N
         refused = [] if name in seldom else [OrderError]
         assert list(map(type, readers.errors)) == refused, name
     model, optimizer = delayed()
-    with optimizer:
+    with switching_often(), optimizer:
         first = lambda: [READERS[name](model, optimizer) for name in seldom]  # noqa: E731
-        with switching_often(), Readers([first] * 2) as readers:
+        with Readers([first] * 2) as readers:
             losses = train(model, optimizer)
         assert readers.errors == []
     assert losses == reference
@@ -316,8 +318,8 @@ def test_state_that_a_step_is_adding_to_is_read_before_it_or_after_it() -> None:
     for _ in range(12):
         params = nn.ParameterList([nn.Parameter(torch.ones(2)) for _ in range(40)])
         with (
-            AsyncOptimizer(torch.optim.AdamW(params), params) as optimizer,
             switching_often(),
+            AsyncOptimizer(torch.optim.AdamW(params), params) as optimizer,
             Readers([optimizer.state_dict] * 2) as readers,
         ):
             for count in range(5, 41, 5):

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from accel_scaler.async_optimizer.master_params import ParameterPair
-from accel_scaler.async_optimizer.spot_check import LARGEST_WHOLE, RUN, STRIDE, SpotCheck
+from accel_scaler.async_optimizer.spot_check import MAX_WHOLE, RUN, STRIDE, SpotCheck
 
-SHAPES = (3,), (), (LARGEST_WHOLE,), (100, STRIDE), (7, 9), (LARGEST_WHOLE + 1,)
+SHAPES = (3,), (), (MAX_WHOLE,), (100, STRIDE), (7, 9), (MAX_WHOLE + 1,)
 
 
 @pytest.fixture(params=[torch.float16, torch.bfloat16, torch.float32], ids=str)

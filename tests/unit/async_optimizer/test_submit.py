@@ -5,21 +5,12 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from references import (
-    GROWTH_INTERVAL,
     INIT_SCALE,
-    NEVER_STALE,
-    OPTIMIZERS,
-    assert_same_run,
-    loss_of,
-    network,
-    run_reference,
-    saved_of,
 )
 from torch import nn
 
@@ -61,56 +52,6 @@ class Single:
 
     def __exit__(self, *_: object) -> None:
         self.optimizer.close()
-
-
-@pytest.mark.parametrize("clips", [False, True], ids=["steps", "unscales, clips and steps"])
-@pytest.mark.parametrize("offload", ["none", "cpu"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize(("mode", "kind"), [("overlap", "fused adamw"), ("delayed", "sgd")])
-def test_the_documented_loop_trains_as_the_reference(
-    kind: str, mode: str, dtype: torch.dtype, offload: str, clips: bool
-) -> None:
-    """Micro-batches, a function with the scaler's own calls, then ``update`` straight after."""
-    model = network(dtype)
-    scaler = GradScaler("cpu", init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL)
-    inner = OPTIMIZERS[kind](model.parameters())
-    seen: dict[str, Any] = {"losses": [], "scales": []}
-    overflows, inside = (0, 5), set[torch.dtype]()
-    with AsyncOptimizer(inner, model, scaler=scaler, mode=mode, offload=offload) as optimizer:
-
-        def update() -> None:
-            params: list[Any] = optimizer.param_groups[0]["params"]
-            if clips:
-                scaler.unscale_(optimizer)
-                inside.update(p.grad.dtype for p in params)
-                torch.nn.utils.clip_grad_norm_(params, 0.5)
-            scaler.step(optimizer)
-            inside.update(v.dtype for p in params for v in optimizer.state[p].values())
-            optimizer.zero_grad()
-            assert all(p.grad is None for p in params)
-
-        for step in range(12):
-            for number in (2 * step, 2 * step + 1):
-                loss = loss_of(model, number, step in overflows)
-                (scaler.scale(loss) / 2).backward()
-                seen["losses"].append(str(float(loss.detach())))
-            optimizer.submit(update)
-            optimizer.zero_grad()
-            scaler.update()
-            seen["scales"].append(scaler.get_scale())
-        seen.update(saved_of(model, optimizer.state_dict()))
-    assert_same_run(
-        seen,
-        run_reference(
-            kind,
-            0 if mode == "delayed" else NEVER_STALE,
-            make=partial(network, dtype),
-            overflows=overflows,
-            micro=2,
-            max_norm=0.5 if clips else None,
-        ),
-    )
-    assert inside == {torch.float32}
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from accel_scaler.async_optimizer.master_params import make_pairs
 from accel_scaler.async_optimizer.master_rule import MasterRule
 from accel_scaler.async_optimizer.replica import Replica
 from accel_scaler.async_optimizer.streams import SideStreams
-from accel_scaler.async_optimizer.supported_optimizers import is_splittable
 
 HALF = torch.float16
 CPU = torch.device("cpu")
@@ -199,23 +197,6 @@ def test_a_master_that_does_not_round_to_its_parameter_is_ignored(offload: str) 
     assert same(found, masters)
 
 
-def test_the_saved_state_has_the_loaded_masters_at_once() -> None:
-    saved, weights = save_half(3)
-    model = network(HALF)
-    model.load_state_dict(weights)
-    with AsyncOptimizer(OPTIMIZERS["sgd"](model.parameters()), model) as optimizer:
-        optimizer.load_state_dict(saved)
-        assert same(optimizer.state_dict(), saved)
-
-
-def test_a_fresh_optimizer_saves_nothing_that_torch_would_not() -> None:
-    model = network(HALF)
-    plain = OPTIMIZERS["adamw"](model.parameters())
-    before = copy.deepcopy(plain.state_dict())
-    with AsyncOptimizer(plain, model, offload="cpu") as optimizer:
-        assert same(optimizer.state_dict(), before)
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 def test_close_gives_the_state_back_in_the_parameters_dtype(dtype: torch.dtype, mode: str) -> None:
@@ -319,49 +300,6 @@ def test_transposed_and_overlapping_layouts_train_as_torch_does() -> None:
 # Threads (F12).
 
 
-def threads_elsewhere() -> int:
-    """What a thread that is born now gets."""
-    found: list[int] = []
-    thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
-    thread.start()
-    thread.join(30)
-    return found[0]
-
-
-@pytest.fixture
-def two_threads(one_thread: None) -> None:
-    """The training thread's; ``one_thread`` puts back what was."""
-    torch.set_num_threads(2)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["adamw", "fused adamw"])
-def test_the_worker_has_its_threads_and_everyone_else_theirs(
-    mode: str, kind: str, two_threads: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever OMP_NUM_THREADS says, which a launcher sets to 1."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    found = []
-    whole = Replica.step_part
-
-    def step_part(*args: Any) -> None:
-        found.append(torch.get_num_threads())
-        whole(*args)
-
-    monkeypatch.setattr(Replica, "step_part", step_part)
-    model = network()
-    with AsyncOptimizer(
-        OPTIMIZERS[kind](model.parameters()), model, mode=mode, offload="cpu", optimizer_threads=3
-    ) as optimizer:
-        train(model, optimizer, 0, 3)
-        optimizer.synchronize()
-        assert found == [3] * 12
-        assert torch.get_num_threads() == 2
-        assert threads_elsewhere() == 2
-    assert torch.get_num_threads() == 2
-    assert threads_elsewhere() == 2
-
-
 # master_params.py, replica.py, streams.py alone.
 
 
@@ -405,26 +343,6 @@ def test_pairs_are_kept_with_their_masters_until_a_parameter_moves() -> None:
     assert second[0] is not first[0]
     assert second[1] is first[1]
     assert second[0].stepped.tolist() == [1.0 + 2.0**-14, 5.0]  # kept by both
-
-
-class Whole(torch.optim.SGD):
-    """A step of its own, which may look at all parameters at once."""
-
-    def step(self, closure: Any = None) -> Any:
-        return super().step(closure)
-
-
-class Renamed(torch.optim.AdamW):
-    """torch's step under another name."""
-
-
-def test_which_optimizers_step_part_by_part() -> None:
-    w = [nn.Parameter(torch.ones(2))]
-    assert is_splittable(torch.optim.SGD(w))
-    assert is_splittable(torch.optim.Adafactor(w))
-    assert is_splittable(Renamed(w))
-    assert not is_splittable(Whole(w))
-    assert not is_splittable(torch.optim.LBFGS(w))
 
 
 def make_replica(optimizer: torch.optim.Optimizer) -> Replica:

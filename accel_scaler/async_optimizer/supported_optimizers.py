@@ -103,10 +103,9 @@ def refuse_replaced(optimizer: Optimizer) -> None:
     if inner is not raw_step(type(optimizer)):
         name = type(optimizer).__name__
         raise UnsupportedError(
-            f"{name}: step was replaced on this instance, by {step!r}; a step runs the class's "
-            f"own, so that one would never be called. Override step in a subclass of {name}, or "
-            "register a step hook; or use step_mode='sync' without offload, without "
-            "AsyncOptimizer."
+            f"{name}: step was replaced on this instance, by {step!r}; the class's own is what "
+            f"runs. Override step in a subclass of {name}, register a step hook, or use "
+            "step_mode='sync' without offload, without AsyncOptimizer."
         )
 
 
@@ -121,33 +120,23 @@ def refuse_unsteppable(optimizer: Optimizer, masters: MasterRule) -> None:
     closure = inspect.signature(raw_step(cls)).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UnsupportedError(
-            f"{name}.step() needs a closure, which runs forward and backward inside the step; "
-            "that cannot run beside them. Use step_mode='sync' without offload."
+            f"{name}.step() needs a closure: forward and backward run inside the step, and it "
+            "cannot run beside them. Use step_mode='sync' without offload."
         )
     refuse_replaced(optimizer)
-    made = attributes_of_every_optimizer()
-    missing = sorted(each for each in made if "hooks" in each and not hasattr(optimizer, each))
-    if missing:
-        raise UnsupportedError(
-            f"{name} has no {missing[0]}, which torch.optim.Optimizer.__init__ makes and by which "
-            "its state is saved and loaded between two steps. Call super().__init__(params, "
-            "defaults) in it, or use step_mode='sync' without offload, with float32 parameters, "
-            "without AsyncOptimizer."
-        )
     if any(getattr(p, "_fsdp_flattened", False) for p in parameters_of(optimizer)):
         raise UnsupportedError(
-            f"{name} steps parameters that FSDP1 (FullyShardedDataParallel) has flattened. It "
-            "gathers them where no wait for their update can be put in front. Use FSDP2 "
-            "(fully_shard; fsdp_version: 2 in an Accelerate config), or step_mode='sync' without "
-            "offload, without AsyncOptimizer."
+            f"{name} steps parameters of FSDP1 (FullyShardedDataParallel), expected FSDP2, whose "
+            "gathers can be waited for: fully_shard, or fsdp_version: 2 in an Accelerate config. "
+            "Else use step_mode='sync' without offload, without AsyncOptimizer."
         )
     trained = [p for p in parameters_of(optimizer) if p.requires_grad]
     through = [p for p in trained if masters.takes(p)]
     if any(p.dtype is torch.float16 and not masters.takes(p) for p in trained):
         raise UnsupportedError(
-            f"{name} has float16 parameters, which master_weights='none' would step in place: "
-            "near 1 what is smaller than 1/2048 would be lost, and torch refuses to unscale their "
-            "gradients. Leave master_weights at 'auto', or load the model in bfloat16 or float32."
+            f"{name} has float16 parameters, which master_weights='none' would step in place; "
+            "torch refuses to unscale their gradients. Leave master_weights at 'auto', or load "
+            "the model in bfloat16 or float32."
         )
     if any(p.dtype in LOW_PRECISION and hasattr(p, "to_local") for p in through):
         raise UnsupportedError(
@@ -183,8 +172,8 @@ def _refuse_masters(optimizer: Optimizer, params: Sequence[Tensor]) -> None:
 def refuse_overlap(
     optimizer: Optimizer, mode: str, masters: MasterRule, names: ParameterNames
 ) -> None:
-    """Raise ``UnsupportedError`` where parameters share memory that no one master stands for, or
-    of which ``delayed`` would show one preview over the other."""
+    """Raise ``UnsupportedError`` where parameters share memory and have several masters, or, in
+    ``delayed``, several previews."""
     params = list({id(p): p for p in parameters_of(optimizer) if is_stepped(p)}.values())
     if not any(map(masters.takes, params)):
         return
@@ -194,7 +183,7 @@ def refuse_overlap(
             continue
         both = " and ".join(names.of((params[i] for i in group[:2]), optimizer))
         why = (
-            "step_mode='delayed' would show a preview of one over that of the other"
+            "step_mode='delayed' would write the preview of one over that of the other"
             if is_one_view
             else f"are different views of it, each with a float32 master of its own ({WHY})"
         )
@@ -231,8 +220,7 @@ def refuse_unshardable(optimizer: Optimizer) -> None:
         return
     if any(hasattr(p, "to_local") for p in parameters_of(optimizer)):
         raise UnsupportedError(
-            f"{type(optimizer).__name__} may need more of a sharded parameter than this rank's "
-            "shard, and so communicate in its step; collectives stay on the training thread. Use "
-            "step_mode='sync' without offload, without AsyncOptimizer; or an elementwise "
-            "optimizer such as AdamW."
+            f"{type(optimizer).__name__} may need more of a parameter than this rank's shard, and "
+            "collectives stay on the training thread. Use an elementwise optimizer such as AdamW, "
+            "or step_mode='sync' without offload, without AsyncOptimizer."
         )

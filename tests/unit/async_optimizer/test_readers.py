@@ -163,11 +163,6 @@ def train_beside(reads: list[Callable[[Net, Any], Any]], **options: Any) -> Resu
     return losses, [p.detach() for p in model.parameters()], state_of(model, inner)
 
 
-@pytest.mark.parametrize("name", READERS)
-def test_a_reader_beside_the_training_changes_no_bit_of_it(name: str) -> None:
-    assert_same(train_beside([READERS[name]] * 2), plain())
-
-
 @pytest.mark.parametrize("options", [{"mode": "overlap"}, {"mode": "sync", "offload": "cpu"}])
 def test_all_readers_at_once_change_no_bit(options: dict[str, Any]) -> None:
     assert_same(train_beside(list(READERS.values()), **options), plain())

@@ -24,6 +24,7 @@ from accel_scaler import (
     UnsupportedError,
 )
 from accel_scaler.async_optimizer import inflight_step
+from accel_scaler.async_optimizer.phases import WaitAt
 from accel_scaler.async_optimizer.replica import Replica
 from accel_scaler.async_optimizer.supported_optimizers import is_splittable, known_class
 from accel_scaler.optimizer_step.stepper import async_stepper_of
@@ -372,7 +373,7 @@ def test_an_optimizer_waits_for_one_that_shares_what_nobody_sees_used(
         if comes_later:
             second.add_param_group({"params": [p]})
         for optimizer in (first, second):
-            optimizer._stepper.waits_at_root = True
+            optimizer._stepper.wait_at = WaitAt.FORWARD
             p.grad = bucket[:2]
             optimizer.step()
         assert torch.equal(p.detach(), torch.full((2,), 0.5))

@@ -298,7 +298,7 @@ def test_a_submitted_function_that_would_wait_for_itself_is_told_so(name: str) -
 
 def dying(tasks: Any, threads: int, ready: threading.Event, *_: Any) -> None:
     ready.set()
-    worker_module._short_interval.end(tasks.get())
+    worker_module._switch_interval.restore(tasks.get())
 
 
 @pytest.mark.parametrize("mode", ["overlap", "delayed"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import pickle
 from typing import Any
 
 import pytest
@@ -197,39 +196,6 @@ def test_a_float16_parameter_unfrozen_later_trains_as_the_reference(
     for ours, plain in zip(seen, unfrozen_by_hand(10), strict=True):
         assert all(map(torch.equal, ours, plain))
     assert not torch.equal(seen[-1][1], torch.ones(4, dtype=HALF))
-
-
-def test_masters_are_loaded_for_a_parameter_that_is_unfrozen_by_then() -> None:
-    def begin(trained: bool) -> Any:
-        accelerator = attached(max_scale=INIT_SCALE)
-        w, b = nn.Parameter(torch.linspace(0.5, 1.0, 4)), nn.Parameter(torch.ones(4, dtype=HALF))
-        b.requires_grad_(trained)
-        optimizer = accelerator.prepare(torch.optim.SGD([w, b], lr=1e-3, momentum=0.9))
-        return accelerator, w, b, optimizer
-
-    def train(accelerator: Any, w: Tensor, b: Tensor, optimizer: Any, steps: range) -> None:
-        for step in steps:
-            accelerator.backward(of_two(w, b, step))
-            optimizer.step()
-            optimizer.zero_grad()
-
-    first = accelerator, w, b, optimizer = begin(True)
-    train(*first, range(3))
-    saved = pickle.loads(pickle.dumps((optimizer.state_dict(), w.detach(), b.detach())))
-    train(*first, range(3, 6))
-    second = _, w2, b2, other = begin(False)
-    b2.requires_grad_(True)
-    with torch.no_grad():
-        w2.copy_(saved[1])
-        b2.copy_(saved[2])
-    other.load_state_dict(saved[0])
-    train(*second, range(3, 6))
-    assert torch.equal(w2, w)
-    assert torch.equal(b2, b)
-    masters = [each.state_dict()["state"][1]["master"] for each in (optimizer, other)]
-    assert torch.equal(*masters)
-    for each in (accelerator, second[0]):
-        detach(each)
 
 
 # Masters follow what is written to the model's parameters, whenever that happens.

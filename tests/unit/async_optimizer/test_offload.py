@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from references import GROWTH_INTERVAL, INIT_SCALE, OPTIMIZERS, loss_of, network, same
+from references import OPTIMIZERS, loss_of, network, same
 from torch import Tensor, nn
 
 from accel_scaler import (
@@ -47,34 +47,6 @@ def stock_run(kind: str, steps: int = STEPS) -> tuple[nn.Module, torch.optim.Opt
     optimizer = OPTIMIZERS[kind](model.parameters())
     train(model, optimizer, 0, steps)
     return model, optimizer
-
-
-@pytest.mark.parametrize("mode", ["sync", "overlap"])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_offload_trains_as_torch_does(kind: str, mode: str) -> None:
-    """With torch's GradScaler on the other side, an overflow and clipping."""
-    ours, plain = network(), network()
-    stock_optimizer, inner = (
-        OPTIMIZERS[kind](plain.parameters()),
-        OPTIMIZERS[kind](ours.parameters()),
-    )
-    settings: dict[str, Any] = {"init_scale": INIT_SCALE, "growth_interval": GROWTH_INTERVAL}
-    scaler, stock_scaler = GradScaler("cpu", **settings), torch.amp.GradScaler("cpu", **settings)
-    with AsyncOptimizer(inner, ours, scaler=scaler, mode=mode, offload="cpu") as optimizer:
-        for step in range(STEPS):
-            scaler.scale(loss_of(ours, step, step == 4)).backward()
-            optimizer.clip_grad_norm_(0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-            stock_scaler.scale(loss_of(plain, step, step == 4)).backward()
-            stock_scaler.unscale_(stock_optimizer)
-            torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-            stock_scaler.step(stock_optimizer)
-            stock_scaler.update()
-            stock_optimizer.zero_grad()
-            assert scaler.get_scale() == stock_scaler.get_scale()
-        assert same(optimizer.state_dict(), stock_optimizer.state_dict())
-    assert same(params_of(ours), params_of(plain))
 
 
 @pytest.mark.parametrize("offload", ["none", "cpu"])
@@ -246,55 +218,6 @@ def test_a_gradient_travels_once_a_step(
         assert sent == [2.0]
         optimizer.synchronize()
         assert w.item() == 0.75
-
-
-@pytest.mark.parametrize("mode", ["sync", "overlap"])
-def test_parameters_that_are_unused_for_a_step_stay(mode: str) -> None:
-    """What an earlier step left in the host's buffer is not taken for a gradient."""
-    for kind in OPTIMIZERS:
-        ours, plain = network(), network()
-        stock_optimizer, inner = (
-            OPTIMIZERS[kind](plain.parameters()),
-            OPTIMIZERS[kind](ours.parameters()),
-        )
-        with AsyncOptimizer(inner, ours, mode=mode, offload="cpu") as optimizer:
-            for step in range(6):
-                for model, stepper in ((ours, optimizer), (plain, stock_optimizer)):
-                    loss_of(model, step).backward()
-                    for i, p in enumerate(model.parameters()):
-                        if (step + i) % 3 == 1:
-                            p.grad = None
-                    stepper.step()  # type: ignore[attr-defined]
-                    stepper.zero_grad()  # type: ignore[attr-defined]
-            assert same(optimizer.state_dict(), stock_optimizer.state_dict()), kind
-        assert same(params_of(ours), params_of(plain)), kind
-
-
-def test_transposed_and_overlapping_layouts_train_as_torch_does() -> None:
-    """Parameters with strides of their own, gradients laid out unlike them."""
-    for kind in OPTIMIZERS:
-        runs = []
-        for ours in (False, True):
-            torch.manual_seed(3)
-            params = [
-                nn.Parameter(torch.randn(5, 3).t()),
-                nn.Parameter(torch.randn(2, 4, 3, 3).to(memory_format=torch.channels_last)),
-                nn.Parameter(torch.randn(())),
-                nn.Parameter(torch.randn(0, 2)),
-            ]
-            inner: Any = OPTIMIZERS[kind if ours else kind.replace("fused ", "")](params)
-            optimizer = AsyncOptimizer(inner, offload="cpu") if ours else inner
-            for step in range(3):
-                torch.manual_seed(step)
-                for p in params:
-                    p.grad = torch.randn(p.shape)
-                optimizer.step()
-            if ours:
-                optimizer.close()
-            runs.append([p.detach().clone() for p in params])
-        for a, b in zip(*runs, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-            assert kind == "fused adamw" or torch.equal(a, b)
 
 
 # Threads (F12).

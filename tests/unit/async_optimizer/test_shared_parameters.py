@@ -286,29 +286,6 @@ def test_parameters_that_come_to_need_masters_later_are_refused() -> None:
             two.param_groups.pop()
 
 
-@pytest.mark.parametrize("mode", ["sync", "overlap"])
-@again
-def test_float32_weights_are_stepped_by_both(how: str, mode: str, caplog: Any) -> None:
-    """Without masters each sees what the other has done."""
-    with cell(how, FULL, mode) as notebook:
-        old, new = notebook.run(), notebook.run()
-        assert not caplog.records
-        model = mlp()
-        both = [optimizer_of(model) for _ in range(2)]
-        for step in range(4):
-            notebook.backward(loss_of(notebook.called, step))
-            loss_of(model, step).backward()
-            chosen = both if how == "prepare" else both[1:]  # else a scaler of its own
-            for mine in (old, new) if how == "prepare" else (new,):
-                mine.step()
-            for plain_one in chosen:
-                plain_one.step()
-            for each in (old, new, *both):
-                each.zero_grad()
-        new.synchronize()
-        assert torch.equal(weights(notebook.model), weights(model))
-
-
 @again
 def test_a_last_step_that_failed_is_told_and_the_cell_can_be_run_again(
     how: str, monkeypatch: pytest.MonkeyPatch

@@ -242,29 +242,6 @@ def test_a_forked_child_that_catches_the_lock_held_does_not_hang(worker: Worker)
         gate.set()
 
 
-@pytest.mark.process
-def test_a_forked_child_may_run_tasks_of_its_own_in_a_thread_of_its_own(worker: Worker) -> None:
-    gate, ran = threading.Event(), os.getpid()
-    worker.submit(Task(waiting_for(gate), 0))
-    until(lambda: sys.getswitchinterval() <= worker_module.SWITCH_INTERVAL_S * 1.01)
-
-    def child() -> None:
-        pids: list[int] = []
-        task = Task(lambda _: pids.append(os.getpid()), 0)
-        worker.submit(task)
-        assert task.wait(limit_s=LIMIT_S)
-        assert pids == [os.getpid()] != [ran]
-        worker.stop(LIMIT_S)
-        assert sys.getswitchinterval() > worker_module.SWITCH_INTERVAL_S * 1.01
-
-    worker_module._switch_interval._lock.acquire()
-    try:
-        assert in_child(child) == 0
-    finally:
-        worker_module._switch_interval._lock.release()
-        gate.set()
-
-
 def test_stop_finishes_what_was_submitted_and_a_later_task_starts_another_thread(
     worker: Worker,
 ) -> None:

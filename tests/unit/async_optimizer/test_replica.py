@@ -430,15 +430,6 @@ def test_step_hooks_are_called_as_torch_calls_them() -> None:
     assert run(AsyncOptimizer) == run(lambda optimizer, model: optimizer)
 
 
-def test_a_hook_that_gives_the_step_arguments_is_refused() -> None:
-    model = net()
-    with AsyncOptimizer(torch.optim.SGD(model.parameters(), lr=LR), model) as optimizer:
-        optimizer.register_step_pre_hook(lambda it, args, kwargs: (args, {"closure": lambda: 1.0}))
-        loss_of(model, 0).backward()
-        with pytest.raises(UnsupportedError, match="new arguments"):
-            optimizer.step()
-
-
 class Added(torch.optim.SGD):
     """With what no step of torch's asks for."""
 

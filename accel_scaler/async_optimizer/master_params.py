@@ -25,16 +25,16 @@ class ParameterPair:
         """The model's memory, under a version counter of its own."""
         self.is_master = False
         self.is_trained = is_stepped(param)
-        """When the optimizer was last looked at."""
+        """As of the last :func:`make_pairs`."""
         self.stepped = nn.Parameter(self.target, requires_grad=param.requires_grad)
         if getattr(param, "grad_dtype", param.dtype) is not param.dtype:
             self.stepped.grad_dtype = param.grad_dtype
         self.host_grad: Tensor | None = None
         self.staging: Tensor | None = None
         self.preview: Tensor | None = None
-        """Host memory for what ``delayed`` shows of the next update, in the model's dtype."""
+        """Host memory for the preview of the next update (``delayed``), in the model's dtype."""
         self.guard: Any = None
-        """The handle of a hook that is asked before a backward adds to the gradient."""
+        """The handle of the hook that waits before a backward adds to the gradient."""
         self.loaded: Tensor | None = None
         """A master from a state dict, until the next step: the model may be loaded after it."""
 

@@ -12,14 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from streams import Event, PaperDevice, Stream
 from support import mlp, weights
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from accel_scaler import AsyncOptimizer, GradScaler, UnsupportedError, devices
 from accel_scaler.async_optimizer import async_stepper as async_stepper_module
@@ -295,38 +292,6 @@ def test_memory_of_sparse_gradients_is_kept_too(paper: Any) -> None:
         elsewhere = torch.ones(3, device="meta")
         streams.keep([None, sparse, elsewhere, torch.ones(2)])
     assert [name for *_, name in device.recorded] == ["side 1"] * 3
-
-
-@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
-def test_one_rank_of_fsdp2_sends_its_gradients_to_the_host(paper: Any, mode: str) -> None:
-    """They are DTensors, the host's buffers are not. In the end torch goes on with its state."""
-
-    def run(offload: str) -> Tensor:
-        model: Any = mlp()
-        mesh = init_device_mesh("cpu", (1,))
-        for layer in (model[0], model[2], model):
-            fully_shard(layer, mesh=mesh)
-        scaler = GradScaler("cpu", init_scale=1024.0)
-        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        with AsyncOptimizer(inner, model, scaler=scaler, mode=mode, offload=offload) as optimizer:
-            for step in range(STEPS):
-                scaler.scale(model(torch.full((2, 8), 0.1 * step)).square().mean()).backward()
-                optimizer.clip_grad_norm_(0.5)
-                optimizer.step()
-                optimizer.zero_grad()
-        model(torch.ones(2, 8)).square().mean().backward()
-        inner.step()
-        return torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()])
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        expected = run("none")
-        assert torch.equal(run("cpu"), expected)
-        paper(True)
-        assert torch.equal(run("cpu"), expected)
-        assert not torch.equal(expected, weights(mlp()))
-    finally:
-        dist.destroy_process_group()
 
 
 def test_a_backend_without_streams_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,8 @@ from .pending_parameter import (
 )
 from .streams import PartEvents, SideStreams
 
+_count_of: Callable[[int], int] = torch._C._storage_Use_Count
+
 
 def can_hold_gradients(grads: Sequence[Tensor | None]) -> list[bool]:
     """Which of them another thread may read where they are, since each later use can be seen.
@@ -40,11 +42,8 @@ def is_shared(grad: Tensor) -> bool:
     """Whether its memory is another tensor's, too."""
     if grad.layout is not torch.strided:  # DDP reduces each of these by itself, into its own memory
         return False
-    # One count is the gradient's, one of what is asked here.
+    # One count is the gradient's, one that of ``untyped_storage()``.
     return _count_of(grad.untyped_storage()._cdata) > 2
-
-
-_count_of: Callable[[int], int] = torch._C._storage_Use_Count
 
 
 def goes_to_master(pair: ParameterPair, grad: Tensor) -> bool:
@@ -57,17 +56,17 @@ def read_in_place(
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
     """What the optimizer thread reads, and which of ``grads`` it so shares: those are to wait.
 
-    The rest is copied, and unscaled here as there.
+    The rest is copied, and unscaled in ``.grad`` here as in the copy there.
     """
-    shares = can_hold_gradients(grads)
-    held = [grad if yes else None for grad, yes in zip(grads, shares, strict=True)]
-    copied = [None if yes else grad for grad, yes in zip(grads, shares, strict=True)]
-    taken = [
-        grad if grad is None else grad.data if yes else grad.clone()
-        for grad, yes in zip(grads, shares, strict=True)
-    ]
+    held: list[Tensor | None] = []
+    copied: list[Tensor | None] = []
+    taken: list[Tensor | None] = []
+    for grad, shares in zip(grads, can_hold_gradients(grads), strict=True):
+        held.append(grad if shares else None)
+        copied.append(None if shares else grad)
+        taken.append(grad if grad is None else grad.data if shares else grad.clone())
     unscale_in_place(pairs, copied, deferred)
-    if deferred.multiply is not None:  # there, which autograd would not see
+    if deferred.multiply is not None:  # on that thread, which autograd does not see
         torch.autograd.graph.increment_version([g for _, g in _unscaled_in_place(pairs, held)])
     return taken, held
 
@@ -75,14 +74,13 @@ def read_in_place(
 def unscale_in_place(
     pairs: Sequence[ParameterPair], grads: Sequence[Tensor | None], deferred: DeferredUnscale
 ) -> None:
-    """Do what is ``deferred`` to ``grads``, of which copies are stepped."""
+    """Apply ``deferred`` to ``grads``, but for those that stay scaled until they are a master's."""
     deferred.apply(_unscaled_in_place(pairs, grads))
 
 
 def _unscaled_in_place(
     pairs: Sequence[ParameterPair], grads: Sequence[Tensor | None]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Parameters with their gradients."""
     return [
         (pair.param, grad)
         for pair, grad in zip(pairs, grads, strict=True)
@@ -95,29 +93,25 @@ def send_down(
 ) -> tuple[list[Tensor | None], list[Any]]:
     """Copy gradients to their pairs' host buffers: what is stepped, and the event of each copy.
 
-    Once a step, and here: what is sent while a backward runs may be edited before the step
-    through ``.data``, which no version counter sees.
+    At the step, not while a backward runs: until then they may be edited through ``.data``.
     """
-    stepped: list[Tensor | None] = []
-    events: list[Any] = []
-    for pair, grad in zip(pairs, grads, strict=True):
+    stepped, events = list(grads), [None] * len(grads)
+    for place, (pair, grad) in enumerate(zip(pairs, grads, strict=True)):
         if grad is None or pair.host_grad is None:
-            events.append(None)
-            stepped.append(grad)
             continue
         if grad.dtype is not pair.host_grad.dtype:  # Tensor.grad_dtype
             (pair.host_grad,) = streams.host_like([grad])
-        events.append(streams.down(grad, pair.host_grad))
-        stepped.append(pair.host_grad)
+        events[place] = streams.down(grad, pair.host_grad)
+        stepped[place] = pair.host_grad
     return stepped, events
 
 
 def keep_sent(grads: Sequence[Tensor | None], events: Sequence[Any], streams: SideStreams) -> None:
-    """Nobody writes to ``grads`` before their copies have arrived."""
-    for grad, event, holds in zip(grads, events, can_hold_gradients(grads), strict=True):
+    """Writes to ``grads`` wait until their copies have arrived."""
+    for grad, event, can_hold in zip(grads, events, can_hold_gradients(grads), strict=True):
         if grad is None or event is None:
             continue
-        if holds:
+        if can_hold:
             hold = GradientHold(partial(streams.follow, event), PartEvents(streams, [event]))
             hold_gradients([grad], hold)
         else:
@@ -125,32 +119,13 @@ def keep_sent(grads: Sequence[Tensor | None], events: Sequence[Any], streams: Si
 
 
 def on_host(deferred: DeferredUnscale) -> DeferredUnscale:
-    """The same numbers on the CPU; waits for the device, which the check has just done."""
+    """The same numbers on the CPU. Synchronises with the device, as the check has just done."""
     multiply, divide = (t if t is None else t.cpu() for t in (deferred.multiply, deferred.divide))
     clips = deferred.clips
     if clips:  # in one transfer
         each = torch.stack(list(clips.values())).cpu().unbind()
         clips = dict(zip(clips, each, strict=True))
     return DeferredUnscale(multiply, divide, clips)
-
-
-class _FirstUse:
-    """Calls ``unscale`` with ``memory``, once; who else asks meanwhile waits for it. Any thread."""
-
-    def __init__(self, unscale: Unscale, memory: Sequence[Tensor]) -> None:
-        self._due: tuple[Unscale, Sequence[Tensor]] | None = unscale, memory
-        self._lock = threading.Lock()
-
-    def __call__(self) -> None:
-        with self._lock:
-            due, self._due = self._due, None
-            if due is not None:
-                unscale, memory = due
-                unscale(memory)
-
-    def end(self) -> None:
-        with self._lock:
-            self._due = None
 
 
 def hold_scaled(gradients: Sequence[Tensor], unscale: Unscale) -> Callable[[], None] | None:
@@ -161,14 +136,21 @@ def hold_scaled(gradients: Sequence[Tensor], unscale: Unscale) -> Callable[[], N
     """
     if not all(can_hold_gradients(gradients)):
         return None
-    use = _FirstUse(unscale, [grad.detach() for grad in gradients])
-    hold = GradientHold(use)
-    hold_gradients(gradients, hold)
+    memory = [grad.detach() for grad in gradients]
+    lock, due = threading.Lock(), [unscale]
+
+    def use() -> None:
+        with lock:
+            if due:
+                due.pop()(memory)
 
     def end() -> None:
-        use.end()
+        with lock:
+            due.clear()
         release_gradients(gradients, hold)
 
+    hold = GradientHold(use)
+    hold_gradients(gradients, hold)
     return end
 
 
@@ -202,7 +184,7 @@ def _before_adding(ref: weakref.ref[Tensor], _: Tensor) -> None:
 
 
 def unguard(pairs: Iterable[ParameterPair], kept: Iterable[ParameterPair] = ()) -> None:
-    """Take those hooks away, but for ``kept``."""
+    """Remove those hooks, but for ``kept``."""
     staying = set(map(id, kept))
     for pair in pairs:
         if pair.guard is not None and id(pair) not in staying:

@@ -18,11 +18,6 @@ from .streams import SideStreams
 class ParameterPair:
     """One parameter of the model and what is stepped in its place."""
 
-    __slots__ = (
-        *("ahead", "group", "guard", "host_grad", "is_master", "is_trained", "loaded", "param"),
-        *("staging", "stepped", "target"),
-    )
-
     def __init__(self, param: Tensor, group: int) -> None:
         self.param, self.group = param, group
         with torch.no_grad():
@@ -30,16 +25,16 @@ class ParameterPair:
         """The model's memory, under a version counter of its own."""
         self.is_master = False
         self.is_trained = is_stepped(param)
-        """When the optimizer was last looked at."""
+        """As of the last :func:`make_pairs`."""
         self.stepped = nn.Parameter(self.target, requires_grad=param.requires_grad)
         if getattr(param, "grad_dtype", param.dtype) is not param.dtype:
             self.stepped.grad_dtype = param.grad_dtype
         self.host_grad: Tensor | None = None
         self.staging: Tensor | None = None
-        self.ahead: Tensor | None = None
-        """Host memory for what ``delayed`` shows of the next update, in the model's dtype."""
+        self.preview: Tensor | None = None
+        """Host memory for the preview of the next update (``delayed``), in the model's dtype."""
         self.guard: Any = None
-        """The handle of a hook that is asked before a backward adds to the gradient."""
+        """The handle of the hook that waits before a backward adds to the gradient."""
         self.loaded: Tensor | None = None
         """A master from a state dict, until the next step: the model may be loaded after it."""
 
@@ -70,15 +65,14 @@ class ParameterPair:
 
     @property
     def holds_master(self) -> bool:
-        """Whether the parameter has exactly what was published of the master, or was saved with
-        it. Reads all of both; waits for the device."""
-        base = self.stepped.detach() if self.loaded is None else self.loaded
-        return have_same_bits(base, self.target)
+        """Whether the parameter is, bit for bit, what the master (or the one it was saved with)
+        rounds to. Reads all of both; synchronises with the device."""
+        return have_same_bits(self.stepped if self.loaded is None else self.loaded, self.target)
 
     @property
     def is_edited(self) -> bool:
-        """Whether the parameter is not what its master rounds to. As :attr:`holds_master`."""
-        return self.is_master and not have_same_bits(self.stepped.detach(), self.target)
+        """Whether the parameter is not what its master rounds to. Synchronises with the device."""
+        return self.is_master and not have_same_bits(self.stepped, self.target)
 
     @torch.no_grad()
     def refresh(self, master: Tensor | None = None) -> None:
@@ -108,12 +102,11 @@ def make_pairs(
 ) -> list[ParameterPair]:
     """A pair for each parameter, in the optimizer's order.
 
-    ``known`` ones whose parameter is where it was are kept, with their masters: a parameter that
-    is frozen for a while has one still. Parameters that are the same view of one memory have one
-    master.
+    A ``known`` pair is kept with its master while its parameter is where it was, also while that is
+    frozen. Parameters that are the same view of one memory have one master.
 
     Args:
-        saved: ``id`` of parameters of which a master is going to be loaded, frozen ones too.
+        saved: ``id`` of parameters whose masters are about to be loaded, frozen ones too.
     """
     old = {id(pair.param): pair for pair in known}
     pairs: list[ParameterPair] = []
@@ -151,8 +144,8 @@ def make_pairs(
 
 
 def shard_of(value: Tensor, param: Tensor) -> Tensor:
-    """This rank's part of ``value``, a tensor like ``param``: a shard, or all of it as a full state
-    dict has it. torch cuts there what its own optimizers make, and leaves the rest whole."""
+    """This rank's part of ``value``, a tensor like ``param``: a shard, or whole as in a full state
+    dict, where torch cuts only what its own optimizers make."""
     like: Any = param
     if hasattr(value, "to_local") or not hasattr(like, "to_local") or value.shape != like.shape:
         return local(value)
@@ -164,10 +157,10 @@ def shard_of(value: Tensor, param: Tensor) -> Tensor:
 
 
 def have_same_bits(master: Tensor, value: Tensor) -> bool:
-    """Whether ``value`` is, bit for bit, what ``master`` rounds to. Waits for the device."""
+    """Whether ``value`` is, bit for bit, what ``master`` rounds to. Synchronises."""
     if master.shape != value.shape:
         return False
-    rounded = master.to(value.dtype)
+    rounded = master.detach().to(value.dtype)
     # As integers: NaN is equal to itself, and torch compares float16 five times as slowly.
     bits = torch.int16 if value.element_size() == 2 else torch.int32
     return torch.equal(rounded.view(bits), value.to(rounded.device).view(bits))

@@ -316,13 +316,13 @@ class Previews:
         """Make buffers for masters that have none."""
         if self._writes_at_once:
             return
-        bare = [pair for pair in self._replica.pairs if pair.is_master and pair.ahead is None]
+        bare = [pair for pair in self._replica.pairs if pair.is_master and pair.preview is None]
         for pair in bare:
-            pair.ahead = pair.staging
-        bare = [pair for pair in bare if pair.ahead is None]
+            pair.preview = pair.staging
+        bare = [pair for pair in bare if pair.preview is None]
         buffers = self._streams.host_like([pair.target for pair in bare])
         for pair, buffer in zip(bare, buffers, strict=True):
-            pair.ahead = buffer
+            pair.preview = buffer
 
     def covers(self, grads: Sequence[Tensor | None]) -> bool:
         """Whether every parameter with a gradient, in the order of the parts, was updated before:
@@ -410,8 +410,8 @@ class Previews:
         In float32 where gradients are narrower: rate and limit are those of a scaled gradient,
         which float16 cannot hold (torch on a CPU rounds them to it, or refuses).
         """
-        target, source = pair.target, pair.target if pair.ahead is None else pair.ahead
-        if pair.ahead is not None and not self._streams.is_host:
+        target, source = pair.target, pair.target if pair.preview is None else pair.preview
+        if pair.preview is not None and not self._streams.is_host:
             self._streams.up(source, target)
             source = target
         rate, limit = share.rate * factor, share.limit / factor if factor else math.inf
@@ -436,7 +436,7 @@ class Previews:
             pairs, states = [pair for pair, _ in mine], [entry for _, entry in mine]
             terms = self._rule.terms(prepared.settings[group], count, states)
             weights = [pair.stepped.detach() for pair in pairs]
-            into = [pair.target if pair.ahead is None else pair.ahead for pair in pairs]
+            into = [pair.target if pair.preview is None else pair.preview for pair in pairs]
             is_wanted = due is not None or not self._writes_at_once
             largest = _piece_on(weights[0].device)
             shares = terms.preview(weights, into if is_wanted else None, largest)

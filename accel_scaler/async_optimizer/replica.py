@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 from ..errors import UnsupportedError
 from ..optimizer_step import ATTRIBUTE, AdamGroup, is_plain
 from ..scaling import (
-    LOW_PRECISION,
     SMALL,
     is_uniform,
     laid_out_otherwise,
@@ -405,8 +404,6 @@ class Replica:
             if entry is not None and not is_empty(entry):
                 if isinstance(entry, dict):
                     settle_entry(pair, entry)
-                    if not pair.is_master and self.masters.takes(pair.target):
-                        _restore_precision(entry, state_dict["state"][index])
                 state[pair.param] = entry
             if pair.is_master:
                 master = masters.get(index)
@@ -590,11 +587,3 @@ def settle_entry(pair: ParameterPair, entry: dict[str, Any]) -> None:
             exact = key == "step" or not value.is_floating_point()
             value = value.to(pair.stepped.device, None if exact else torch.float32)
         entry[key] = value
-
-
-def _restore_precision(entry: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Of a frozen parameter, which may be unfrozen: what torch has rounded to its dtype."""
-    for key, value in saved.items():
-        rounded = entry.get(key)
-        if isinstance(rounded, Tensor) and rounded.dtype in LOW_PRECISION:
-            entry[key] = local(value).to(rounded.device, copy=True)

@@ -1,6 +1,7 @@
-"""Parameters that several optimizers step: each gets their gradients, none a master of its own.
+"""Parameters that several optimizers step.
 
-Where they have float32 masters one optimizer owns them: the one that was prepared last.
+Each optimizer gets their gradients. Where they have float32 masters, one optimizer owns them: the
+one that was prepared last.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import gc
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -30,72 +31,63 @@ logger = logging.getLogger("accel_scaler")
 Wanted = tuple[Optimizer, str, MasterRule]
 """An optimizer, its step mode, and what has masters."""
 
-_steppers: list[weakref.ref[AsyncStepper]] = []
-"""Those that step an optimizer."""
+_steppers: weakref.WeakSet[AsyncStepper] = weakref.WeakSet()
+"""All that step an optimizer."""
 
 _successors: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
 """Optimizers whose parameters another one has taken over, and the class of that one."""
 
-_deref: Callable[[weakref.ref[AsyncStepper]], AsyncStepper | None] = weakref.ref.__call__
-
 
 def enter(stepper: AsyncStepper) -> None:
-    """It steps its optimizer from now on."""
+    """``stepper`` steps its optimizer from now on."""
     forget_successor(stepper.optimizer)
-    _steppers.append(weakref.ref(stepper))
+    _steppers.add(stepper)
     find_shared()
     find_tied(stepper)
 
 
 def leave(stepper: AsyncStepper) -> None:
-    """It does not any more."""
-    _steppers[:] = [ref for ref in _steppers if ref() is not stepper]
+    """``stepper`` no longer steps its optimizer."""
+    _steppers.discard(stepper)
     find_shared()
 
 
 def others_of(stepper: AsyncStepper) -> list[AsyncStepper]:
-    """Those that step some of its parameters, too."""
+    """The other steppers of some of its parameters."""
     if not stepper.shared:
         return []
-    return [e for e in _present() if e is not stepper and e.shared & stepper.shared]
+    return [e for e in _steppers if e is not stepper and e.shared & stepper.shared]
 
 
 def find_shared() -> None:
-    """Tell every stepper which of its parameters others step, too."""
-    _steppers[:] = [ref for ref in _steppers if ref() is not None]
-    steppers = _present()
-    owned = [set(map(id, parameters_of(stepper.optimizer))) for stepper in steppers]
-    counts = Counter(chain.from_iterable(owned))
-    for stepper, own in zip(steppers, owned, strict=True):
+    """Set on every stepper which of its parameters other ones step, too."""
+    owned = {e: set(map(id, parameters_of(e.optimizer))) for e in _steppers}
+    counts = Counter(chain.from_iterable(owned.values()))
+    for stepper, own in owned.items():
         stepper.shared = frozenset(i for i in own if counts[i] > 1)
 
 
 def find_tied(stepper: AsyncStepper) -> None:
-    """Have steps awaited that write to memory in which others have parameters of their own: a use
-    of those would not wait."""
-    for other in _present():
+    """Await the steps of two optimizers that have different parameters in one memory: a use of one
+    does not wait for an update of the other."""
+    for other in list(_steppers):
         if other is not stepper and _tied(stepper.optimizer, other.optimizer):
             stepper.wait_at = other.wait_at = WaitAt.STEP
-
-
-def _present() -> list[AsyncStepper]:
-    return list(filter(None, map(_deref, _steppers)))
 
 
 def refuse_sharing(wanted: Sequence[Wanted], beside_others: bool = True) -> None:
     """Raise ``UnsupportedError`` where two optimizers would have a master each for a parameter.
 
     Args:
-        wanted: optimizers to be stepped, with the mode and the masters of each; of one that is
-            stepped already its own count.
+        wanted: optimizers to be stepped; of one that is stepped already its present mode counts.
         beside_others: those that are stepped already count too; else :func:`take_over` follows.
     """
-    said = _sharing(wanted, beside_others)
-    if said is not None and beside_others:
-        gc.collect()  # an optimizer that nobody has any more steps nothing
-        said = _sharing(wanted, beside_others)
-    if said is not None:
-        raise UnsupportedError(said)
+    message = _sharing(wanted, beside_others)
+    if message is not None and beside_others:
+        gc.collect()  # an optimizer that nobody refers to steps nothing
+        message = _sharing(wanted, beside_others)
+    if message is not None:
+        raise UnsupportedError(message)
 
 
 def refuse_successor(optimizer: Optimizer, call: str) -> None:
@@ -114,61 +106,56 @@ def has_successor(optimizer: Optimizer) -> bool:
 
 
 def forget_successor(optimizer: Optimizer) -> None:
-    """It was prepared again."""
+    """``optimizer`` was prepared again."""
     _successors.pop(optimizer, None)
 
 
 def take_over(wanted: Sequence[Wanted]) -> None:
-    """These own their parameters from now on, since they were prepared last: others that have
-    masters of them are closed, which a line in the log says for each.
+    """These were prepared last: close the others that have masters of their parameters, each with
+    a warning in the log.
 
     Args:
-        wanted: with the mode and the masters of each; as yet they may be stepped without any, while
-            those parameters are frozen.
+        wanted: their parameters count though they are frozen, and stepped without masters as yet.
 
     Raises:
         StepError: the last step of one of those failed; it is closed all the same.
     """
     newest = {id(optimizer) for optimizer, _, _ in wanted}
     failed: StepError | None = None
-    for other in [e for e in _present() if id(e.optimizer) not in newest]:
-        for owner in wanted:
-            reason = _reason(owner, _wanted(other), frozen_too=True)
-            if reason is None:
-                continue
-            count, why = reason
-            name = type(owner[0]).__name__
-            logger.warning(
-                "the %s that was prepared last owns its parameters, since float32 masters have one "
-                "owner: another %s that stepped %d of them (%s) is closed. The model keeps its "
-                "last update; its step() raises OrderError until it is prepared again.",
-                name,
-                type(other.optimizer).__name__,
-                count,
-                why,
-            )
-            _successors[other.optimizer] = name
-            try:
-                other.give_way()
-            except StepError as error:
-                failed = error
-            break
+    for other in [e for e in _steppers if id(e.optimizer) not in newest]:
+        conflicts = ((one, _conflict(one, _wanted(other), frozen_too=True)) for one in wanted)
+        owner, conflict = next((each for each in conflicts if each[1]), (None, None))
+        if owner is None or conflict is None:
+            continue
+        _successors[other.optimizer] = name = type(owner[0]).__name__
+        logger.warning(
+            "the %s that was prepared last owns its parameters, since float32 masters have one "
+            "owner: another %s that stepped %d of them (%s) is closed. The model keeps its last "
+            "update; its step() raises OrderError until it is prepared again.",
+            name,
+            type(other.optimizer).__name__,
+            *conflict,
+        )
+        try:
+            other.give_way()
+        except StepError as error:
+            failed = error
     if failed is not None:
         raise failed
 
 
 def _sharing(wanted: Sequence[Wanted], beside_others: bool) -> str | None:
-    present = {id(e.optimizer): _wanted(e) for e in _present()}
-    asked = [present.pop(id(each[0]), each) for each in wanted]
-    others = list(present.values()) if beside_others else []
-    for place, one in enumerate(asked):
-        for other in [*others, *asked[:place]]:
-            reason = _reason(one, other)
-            if reason is not None:
+    stepped = {id(e.optimizer): _wanted(e) for e in list(_steppers)}
+    new = [stepped.pop(id(each[0]), each) for each in wanted]
+    others = list(stepped.values()) if beside_others else []
+    for place, one in enumerate(new):
+        for other in [*others, *new[:place]]:
+            conflict = _conflict(one, other)
+            if conflict is not None:
                 return (
-                    f"{type(one[0]).__name__} shares {reason[0]} parameters with a "
+                    f"{type(one[0]).__name__} shares {conflict[0]} parameters with a "
                     f"{type(other[0]).__name__} that is stepped as well. Each would step float32 "
-                    f"masters of its own ({reason[1]}) and not see the other's update. Use "
+                    f"masters of its own ({conflict[1]}) and not see the other's update. Use "
                     "step_mode='overlap' or 'sync' with float32 parameters (or bfloat16 ones and "
                     "master_weights='none'), or put the parameters in one optimizer. One that is "
                     "to replace the other is prepared after it, in a call of its own."
@@ -180,12 +167,8 @@ def _wanted(stepper: AsyncStepper) -> Wanted:
     return stepper.optimizer, stepper.mode, stepper.replica.masters
 
 
-def _reason(one: Wanted, other: Wanted, frozen_too: bool = False) -> tuple[int, str] | None:
-    """How many parameters they share, and why not both can step them; None: both can.
-
-    Args:
-        frozen_too: count those that are frozen now, too, and may be trained again.
-    """
+def _conflict(one: Wanted, other: Wanted, frozen_too: bool = False) -> tuple[int, str] | None:
+    """How many parameters they share, and why not both can step them; None: both can."""
     if one[0] is other[0]:
         return None
     own = set(map(id, parameters_of(one[0])))
@@ -203,7 +186,7 @@ def _reason(one: Wanted, other: Wanted, frozen_too: bool = False) -> tuple[int, 
 
 
 def _tied(one: Optimizer, other: Optimizer) -> list[Tensor]:
-    """Trained parameters of ``other``, none of ``one``, that have memory in common with its own."""
+    """Trained parameters of ``other``, none of ``one``, that share memory with those of ``one``."""
     own = parameters_of(one)
     known = set(map(id, own))
     others = [p for p in parameters_of(other) if id(p) not in known and p.requires_grad]

@@ -8,8 +8,8 @@ on, *down* the one of copies to the host. ``ready`` is home's event at the hand-
 after it, and each part of a step ends with a event of its own.
 
 Model's parameters
-    Side writes them (``delayed``: what is shown of the step, of its gradients too, at its begin),
-    home and the user's streams read them. What a fence has taken away home puts back.
+    Side writes them (``delayed``: the previews, of the step's gradients too, at its begin), home
+    and the user's streams read them. The previews that a fence has overwritten home writes again.
     Written after ``ready``, and so after what home followed by then. A use waits for the event of
     its part, on its own stream and on home; until the device is past that event the class stays
     pending (:mod:`.pending_parameter`), so each other stream waits as well. ``synchronize()``
@@ -73,16 +73,16 @@ class SideStreams:
         self._last: Any = None
         """The event of the last work on the side stream."""
         self._followed: Any = None
-        """The event that somebody followed last."""
+        """The last event given to :meth:`follow`."""
         self._known: Any = None
-        """A event that the device is known to be past."""
+        """An event that the device is known to be past."""
         self._work: Any = None if streams is None else streams.new()
         self._down: Any = None if streams is None else streams.new()
 
     def record(self, home: bool = False) -> Any:
         """A point in the present stream of this thread; None on a CPU.
 
-        ``home``: this is the stream that trains, which follows every event that anybody follows.
+        ``home``: this is the training stream, which follows every event that any stream follows.
         """
         if self._backend is None:
             return None
@@ -99,17 +99,18 @@ class SideStreams:
             return event
 
     def record_at_home(self) -> Any:
-        """A point in the stream that the training thread handed the last step over from."""
+        """A point in the training stream."""
         if self._backend is None:
             return None
         return self._record(self._backend.current() if self.home is None else self.home)
 
     def wait_for_side(self) -> None:
-        """On the optimizer thread: block it until the device has done all that it was given."""
+        """Block this thread until the device has done all work on the side stream."""
         self.wait_on_host(self._last)
 
     def follow(self, event: Any) -> None:
-        """What this thread, or the training thread, enqueues from here on comes after ``event``."""
+        """Order what is enqueued from here on, on this stream and on the training stream, after
+        ``event``."""
         if event is None or self._backend is None:
             return
         stream = self._backend.current()
@@ -119,27 +120,27 @@ class SideStreams:
         self._followed = event
 
     def wait(self, event: Any) -> None:
-        """What this thread enqueues on its stream from here on comes after ``event``."""
+        """Order what this thread enqueues from here on after ``event``."""
         if event is not None:
             event.wait()
 
     def wait_for_followed(self) -> None:
-        """Block this thread until what was followed last is there, for whatever stream reads it."""
+        """Block this thread until the device is past the event followed last, so for any stream."""
         self.wait_on_host(self._followed)
 
     def wait_on_host(self, event: Any) -> None:
-        """Block this thread until the device has come to ``event``."""
+        """Block this thread until the device is past ``event``."""
         if event is not None:
             event.synchronize()
 
     def is_past(self, event: Any) -> bool:
-        """Whether the device is known to have come to ``event``: then all streams are after it."""
+        """Whether the device is past ``event``: then all streams are after it."""
         return event is None or bool(event.query())
 
     def follow_last(self, on_host: bool = False) -> None:
-        """As :meth:`follow`, for all that the side stream was given, unless it is done.
+        """:meth:`follow` the last work on the side stream, unless the device is past it.
 
-        ``on_host``: so does this thread itself, and with it every stream there is.
+        ``on_host``: block this thread for it, and so order every stream.
         """
         event = self._last
         if event is self._known:
@@ -152,7 +153,7 @@ class SideStreams:
         self._known = event
 
     def wait_for_all(self) -> None:
-        """Block this thread until the device has done all that any stream was given by now."""
+        """Block this thread until the device has done all work on all streams."""
         if self._backend is not None:
             self._backend.synchronize()
 
@@ -171,7 +172,7 @@ class SideStreams:
 
     @contextmanager
     def as_at_home(self) -> Iterator[None]:
-        """What this thread enqueues is in the order of the training stream, whichever its own."""
+        """Order what this thread enqueues as if it was on the training stream."""
         here = None if self._backend is None else self._backend.current()
         if here is None or self.home in (None, here):
             yield
@@ -183,9 +184,10 @@ class SideStreams:
             self.home.wait_stream(here)
 
     def keep(self, tensors: Iterable[Tensor | None], at_home: bool = False) -> None:
-        """Their memory is not given to others before the side stream is done with them.
+        """Record tensors on the side stream: their memory is not reused before it is done with
+        them.
 
-        ``at_home``: nor before the training stream is, if it was taken on the side stream.
+        ``at_home``: record them on the training stream, too.
         """
         if self._backend is None:
             return
@@ -255,18 +257,18 @@ class SideStreams:
 
 
 class PartEvents:
-    """Where on the device each part of one step ends; knows no optimizer."""
+    """Where on the device each part of one step ends. Refers to no optimizer."""
 
     def __init__(self, streams: SideStreams, ends: list[Any]) -> None:
         self._streams, self._ends = streams, ends
 
     def follow(self) -> None:
-        """What this thread, or the training thread, enqueues from here on comes after all parts."""
+        """:meth:`SideStreams.follow` the end of all parts."""
         for event in self._ends[-1:]:
             self._streams.follow(event)
 
     def is_past(self, parts: int | None = None, *, wait: bool = False) -> bool:
-        """Whether the device has done the first ``parts`` (default: all); ``wait`` until it has."""
+        """Whether the device is past the first ``parts`` (default: all); ``wait`` until it is."""
         for event in self._ends[-1:] if parts is None else self._ends[parts - 1 : parts]:
             if wait:
                 self._streams.wait_on_host(event)
@@ -276,12 +278,11 @@ class PartEvents:
 
 
 def packs(lengths: Sequence[int]) -> list[list[int]]:
-    """Which of them share a buffer, where the size of a buffer is rounded up to a power of two.
+    """Indices of the lengths that share a buffer.
 
-    torch's allocator of pinned memory does that, so one buffer for all could take twice what it
-    holds. Here a buffer is the largest power of two that all that is left fills, or what holds the
-    largest one; it is filled from the largest one down. So the rounding adds less than the largest
-    of them, and for each buffer the smallest; there are at most log2(all / smallest) buffers.
+    torch's allocator rounds pinned memory up to a power of two, so one buffer for all could take
+    twice what it holds. Here a buffer is the largest power of two that the rest fills, or what
+    holds the largest length. It is filled from the largest one down, so little is lost to rounding.
     """
     left = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     found = []

@@ -590,10 +590,10 @@ def test_host_memory(offload: str, half: bool) -> None:
         zero(training, step)
     for pair in training.optimizer._stepper.replica.pairs:
         if offload == "none":
-            assert pair.ahead is None
+            assert pair.preview is None
         else:
-            assert pair.ahead is not None
-            assert pair.ahead.dtype is pair.target.dtype
-            assert (pair.ahead is pair.staging) is half
+            assert pair.preview is not None
+            assert pair.preview.dtype is pair.target.dtype
+            assert (pair.preview is pair.staging) is half
     training.finish()
     synchronize()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import threading
 from typing import Any
 
 import pytest
 import torch
-from references import GROWTH_INTERVAL, INIT_SCALE, OPTIMIZERS, loss_of, network, same
+from references import OPTIMIZERS, loss_of, network, same
 from torch import Tensor, nn
 
 from accel_scaler import (
@@ -21,7 +20,6 @@ from accel_scaler.async_optimizer.master_params import make_pairs
 from accel_scaler.async_optimizer.master_rule import MasterRule
 from accel_scaler.async_optimizer.replica import Replica
 from accel_scaler.async_optimizer.streams import SideStreams
-from accel_scaler.async_optimizer.supported_optimizers import is_splittable
 
 HALF = torch.float16
 CPU = torch.device("cpu")
@@ -49,34 +47,6 @@ def stock_run(kind: str, steps: int = STEPS) -> tuple[nn.Module, torch.optim.Opt
     optimizer = OPTIMIZERS[kind](model.parameters())
     train(model, optimizer, 0, steps)
     return model, optimizer
-
-
-@pytest.mark.parametrize("mode", ["sync", "overlap"])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_offload_trains_as_torch_does(kind: str, mode: str) -> None:
-    """With torch's GradScaler on the other side, an overflow and clipping."""
-    ours, plain = network(), network()
-    stock_optimizer, inner = (
-        OPTIMIZERS[kind](plain.parameters()),
-        OPTIMIZERS[kind](ours.parameters()),
-    )
-    settings: dict[str, Any] = {"init_scale": INIT_SCALE, "growth_interval": GROWTH_INTERVAL}
-    scaler, stock_scaler = GradScaler("cpu", **settings), torch.amp.GradScaler("cpu", **settings)
-    with AsyncOptimizer(inner, ours, scaler=scaler, mode=mode, offload="cpu") as optimizer:
-        for step in range(STEPS):
-            scaler.scale(loss_of(ours, step, step == 4)).backward()
-            optimizer.clip_grad_norm_(0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-            stock_scaler.scale(loss_of(plain, step, step == 4)).backward()
-            stock_scaler.unscale_(stock_optimizer)
-            torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-            stock_scaler.step(stock_optimizer)
-            stock_scaler.update()
-            stock_optimizer.zero_grad()
-            assert scaler.get_scale() == stock_scaler.get_scale()
-        assert same(optimizer.state_dict(), stock_optimizer.state_dict())
-    assert same(params_of(ours), params_of(plain))
 
 
 @pytest.mark.parametrize("offload", ["none", "cpu"])
@@ -199,23 +169,6 @@ def test_a_master_that_does_not_round_to_its_parameter_is_ignored(offload: str) 
     assert same(found, masters)
 
 
-def test_the_saved_state_has_the_loaded_masters_at_once() -> None:
-    saved, weights = save_half(3)
-    model = network(HALF)
-    model.load_state_dict(weights)
-    with AsyncOptimizer(OPTIMIZERS["sgd"](model.parameters()), model) as optimizer:
-        optimizer.load_state_dict(saved)
-        assert same(optimizer.state_dict(), saved)
-
-
-def test_a_fresh_optimizer_saves_nothing_that_torch_would_not() -> None:
-    model = network(HALF)
-    plain = OPTIMIZERS["adamw"](model.parameters())
-    before = copy.deepcopy(plain.state_dict())
-    with AsyncOptimizer(plain, model, offload="cpu") as optimizer:
-        assert same(optimizer.state_dict(), before)
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 def test_close_gives_the_state_back_in_the_parameters_dtype(dtype: torch.dtype, mode: str) -> None:
@@ -267,99 +220,7 @@ def test_a_gradient_travels_once_a_step(
         assert w.item() == 0.75
 
 
-@pytest.mark.parametrize("mode", ["sync", "overlap"])
-def test_parameters_that_are_unused_for_a_step_stay(mode: str) -> None:
-    """What an earlier step left in the host's buffer is not taken for a gradient."""
-    for kind in OPTIMIZERS:
-        ours, plain = network(), network()
-        stock_optimizer, inner = (
-            OPTIMIZERS[kind](plain.parameters()),
-            OPTIMIZERS[kind](ours.parameters()),
-        )
-        with AsyncOptimizer(inner, ours, mode=mode, offload="cpu") as optimizer:
-            for step in range(6):
-                for model, stepper in ((ours, optimizer), (plain, stock_optimizer)):
-                    loss_of(model, step).backward()
-                    for i, p in enumerate(model.parameters()):
-                        if (step + i) % 3 == 1:
-                            p.grad = None
-                    stepper.step()  # type: ignore[attr-defined]
-                    stepper.zero_grad()  # type: ignore[attr-defined]
-            assert same(optimizer.state_dict(), stock_optimizer.state_dict()), kind
-        assert same(params_of(ours), params_of(plain)), kind
-
-
-def test_transposed_and_overlapping_layouts_train_as_torch_does() -> None:
-    """Parameters with strides of their own, gradients laid out unlike them."""
-    for kind in OPTIMIZERS:
-        runs = []
-        for ours in (False, True):
-            torch.manual_seed(3)
-            params = [
-                nn.Parameter(torch.randn(5, 3).t()),
-                nn.Parameter(torch.randn(2, 4, 3, 3).to(memory_format=torch.channels_last)),
-                nn.Parameter(torch.randn(())),
-                nn.Parameter(torch.randn(0, 2)),
-            ]
-            inner: Any = OPTIMIZERS[kind if ours else kind.replace("fused ", "")](params)
-            optimizer = AsyncOptimizer(inner, offload="cpu") if ours else inner
-            for step in range(3):
-                torch.manual_seed(step)
-                for p in params:
-                    p.grad = torch.randn(p.shape)
-                optimizer.step()
-            if ours:
-                optimizer.close()
-            runs.append([p.detach().clone() for p in params])
-        for a, b in zip(*runs, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-            assert kind == "fused adamw" or torch.equal(a, b)
-
-
 # Threads (F12).
-
-
-def threads_elsewhere() -> int:
-    """What a thread that is born now gets."""
-    found: list[int] = []
-    thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
-    thread.start()
-    thread.join(30)
-    return found[0]
-
-
-@pytest.fixture
-def two_threads(one_thread: None) -> None:
-    """The training thread's; ``one_thread`` puts back what was."""
-    torch.set_num_threads(2)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["adamw", "fused adamw"])
-def test_the_worker_has_its_threads_and_everyone_else_theirs(
-    mode: str, kind: str, two_threads: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever OMP_NUM_THREADS says, which a launcher sets to 1."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    found = []
-    whole = Replica.step_part
-
-    def step_part(*args: Any) -> None:
-        found.append(torch.get_num_threads())
-        whole(*args)
-
-    monkeypatch.setattr(Replica, "step_part", step_part)
-    model = network()
-    with AsyncOptimizer(
-        OPTIMIZERS[kind](model.parameters()), model, mode=mode, offload="cpu", optimizer_threads=3
-    ) as optimizer:
-        train(model, optimizer, 0, 3)
-        optimizer.synchronize()
-        assert found == [3] * 12
-        assert torch.get_num_threads() == 2
-        assert threads_elsewhere() == 2
-    assert torch.get_num_threads() == 2
-    assert threads_elsewhere() == 2
 
 
 # master_params.py, replica.py, streams.py alone.
@@ -405,26 +266,6 @@ def test_pairs_are_kept_with_their_masters_until_a_parameter_moves() -> None:
     assert second[0] is not first[0]
     assert second[1] is first[1]
     assert second[0].stepped.tolist() == [1.0 + 2.0**-14, 5.0]  # kept by both
-
-
-class Whole(torch.optim.SGD):
-    """A step of its own, which may look at all parameters at once."""
-
-    def step(self, closure: Any = None) -> Any:
-        return super().step(closure)
-
-
-class Renamed(torch.optim.AdamW):
-    """torch's step under another name."""
-
-
-def test_which_optimizers_step_part_by_part() -> None:
-    w = [nn.Parameter(torch.ones(2))]
-    assert is_splittable(torch.optim.SGD(w))
-    assert is_splittable(torch.optim.Adafactor(w))
-    assert is_splittable(Renamed(w))
-    assert not is_splittable(Whole(w))
-    assert not is_splittable(torch.optim.LBFGS(w))
 
 
 def make_replica(optimizer: torch.optim.Optimizer) -> Replica:

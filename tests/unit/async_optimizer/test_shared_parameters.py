@@ -237,36 +237,6 @@ def test_an_old_optimizer_that_is_prepared_again_takes_over_with_its_state(how: 
         assert not torch.equal(weights(notebook.model), before)
 
 
-def test_one_optimizer_that_was_prepared_twice_is_replaced_once() -> None:
-    """Each preparation of a torch optimizer is another wrapper of Accelerate's."""
-    with cell("prepare", HALF) as notebook:
-        old = notebook.run()
-        (accelerator,) = notebook.accelerators
-        other = accelerator.prepare(old.optimizer)
-        notebook.train(other, range(2))
-        new = notebook.run()
-        assert accelerator._optimizers == [new]
-        for each in (old, other):
-            with pytest.raises(OrderError, match="prepared after"):
-                each.step()
-        notebook.train(new, range(2, 4))
-        assert torch.equal(weights(notebook.model), plain(HALF, range(2), range(2, 4)))
-
-
-def test_a_submitted_step_that_still_runs_ends_before_it_is_replaced() -> None:
-    with cell("by hand", HALF, "overlap") as notebook:
-        old = notebook.run()
-        with lazy():
-            notebook.backward(loss_of(notebook.model, 0))
-            old.submit(lambda: notebook.scaler.step(old))
-            notebook.scaler.update()
-            stepper: Any = async_stepper_of(old.optimizer)
-            assert not stepper.timing.finished
-            old.zero_grad()
-            notebook.run()
-        assert torch.equal(weights(notebook.model), plain(HALF, range(1)))
-
-
 @pytest.mark.parametrize("kind", ["delayed", "float16"])
 def test_two_in_one_call_are_refused_and_nothing_is_changed(kind: str) -> None:
     """Both are meant to be stepped."""
@@ -316,81 +286,6 @@ def test_parameters_that_come_to_need_masters_later_are_refused() -> None:
             two.param_groups.pop()
 
 
-@pytest.mark.parametrize("mode", ["sync", "overlap"])
-@again
-def test_float32_weights_are_stepped_by_both(how: str, mode: str, caplog: Any) -> None:
-    """Without masters each sees what the other has done."""
-    with cell(how, FULL, mode) as notebook:
-        old, new = notebook.run(), notebook.run()
-        assert not caplog.records
-        model = mlp()
-        both = [optimizer_of(model) for _ in range(2)]
-        for step in range(4):
-            notebook.backward(loss_of(notebook.called, step))
-            loss_of(model, step).backward()
-            chosen = both if how == "prepare" else both[1:]  # else a scaler of its own
-            for mine in (old, new) if how == "prepare" else (new,):
-                mine.step()
-            for plain_one in chosen:
-                plain_one.step()
-            for each in (old, new, *both):
-                each.zero_grad()
-        new.synchronize()
-        assert torch.equal(weights(notebook.model), weights(model))
-
-
-@again
-@pytest.mark.parametrize("dtype", [HALF, FULL])
-def test_a_cell_that_was_interrupted_with_gradients_left(how: str, dtype: torch.dtype) -> None:
-    """Those of a backward are added to, as in a loop without scaling; those that a step has
-    unscaled cannot be."""
-    with cell(how, dtype, "delayed", delay_warmup_steps=99) as notebook:
-        old = notebook.run()
-        notebook.backward(loss_of(notebook.called, 0))
-        new = notebook.run()
-        if how == "prepare":  # the window is that of the same scaler
-            notebook.train(new, range(1, 2))
-            new.synchronize()
-            assert torch.equal(weights(notebook.model), plain(dtype, range(2), window=2))
-        else:
-            with pytest.raises(OrderError, match="before it was given to this scaler"):
-                notebook.train(new, range(1, 2))
-        new.zero_grad()
-        notebook.scaler.abandon_window()
-        notebook.backward(loss_of(notebook.called, 2))
-        new.step()
-        newer = notebook.run()  # and never zeroed
-        if dtype is FULL:
-            with pytest.raises(OrderError, match="zero them"):
-                notebook.train(newer, range(3, 4))
-        newer.zero_grad()
-        notebook.scaler.abandon_window()
-        notebook.train(newer, range(3, 4))
-        with pytest.raises(OrderError, match="prepared after"):
-            old.step()
-
-
-def test_a_preparation_that_fails_leaves_the_old_one_in_its_place(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with cell("prepare", HALF, "overlap") as notebook:
-        old = notebook.run()
-        notebook.train(old, range(2))
-        (accelerator,) = notebook.accelerators
-        with monkeypatch.context() as patched:
-            patched.setattr(GradScaler, "manage", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                accelerator.prepare(notebook.model, optimizer_of(notebook.model))
-        assert accelerator._optimizers == [old]
-        notebook.train(old, range(2, 4))
-        old.synchronize()
-        assert torch.equal(weights(notebook.model), plain(HALF, range(4)))
-
-
-def interrupted(*args: Any, **kwargs: Any) -> None:
-    raise KeyboardInterrupt
-
-
 @again
 def test_a_last_step_that_failed_is_told_and_the_cell_can_be_run_again(
     how: str, monkeypatch: pytest.MonkeyPatch
@@ -411,25 +306,7 @@ def test_a_last_step_that_failed_is_told_and_the_cell_can_be_run_again(
             old.step()
         notebook.train(new, range(2, 4))
         new.synchronize()
-        with monkeypatch.context() as patched:
-            patched.setattr(async_stepper_of(new.optimizer), "_synchronize", failing_late)
-            with pytest.raises(StepError, match="no luck"):
-                notebook.run()
-        with pytest.raises(OrderError, match="prepared after"):
-            new.step()
-        newest = notebook.run()
-        notebook.train(newest, range(4, 6))
 
 
 def failing(*args: Any) -> None:
     raise RuntimeError("no luck")
-
-
-def failing_late(keeps: bool) -> None:
-    raise StepError("no luck")
-
-
-def test_one_that_nobody_has_any_more_is_replaced_as_well() -> None:
-    model = mlp().half()
-    AsyncOptimizer(optimizer_of(model), model)
-    AsyncOptimizer(optimizer_of(model), model).close()

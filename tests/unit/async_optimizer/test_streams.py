@@ -8,32 +8,23 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from references import recording
 from streams import Event, PaperDevice, Stream
 from support import mlp, weights
-from telemetry_runs import windows_of
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from accel_scaler import AsyncOptimizer, GradScaler, UnsupportedError, devices
 from accel_scaler.async_optimizer import async_stepper as async_stepper_module
 from accel_scaler.async_optimizer import replica as replica_module
-from accel_scaler.async_optimizer.preview import Previews
 from accel_scaler.async_optimizer.replica import Replica
 from accel_scaler.async_optimizer.streams import SideStreams, packs
 from accel_scaler.async_optimizer.worker import Task, Worker
 from accel_scaler.errors import StepError
-from accel_scaler.optimizer_step.boundary import Boundary
 from accel_scaler.optimizer_step.stepper import async_stepper_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -133,7 +124,6 @@ def train(
     fence: int | None = None,
     overflow: int | None = 3,
     compensation: str = "auto",
-    telemetry: Path | None = None,
 ) -> Tensor:
     """A few steps; with ``fence``, everything is published between that backward and its step."""
     model = mlp()
@@ -144,9 +134,7 @@ def train(
         "adamw": lambda: torch.optim.AdamW(model.parameters(), lr=0.01, fused=True),
     }[optimizer]()
     scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-    recorded = nullcontext() if telemetry is None else recording(scaler, telemetry)
     with (
-        recorded,
         AsyncOptimizer(
             inner,
             model,
@@ -230,22 +218,6 @@ def test_no_two_accesses_race(
         assert any(name.startswith("host") for name in used)
 
 
-@pytest.mark.parametrize("half", [False, True])
-def test_what_is_measured_of_previews_races_with_nothing(
-    paper: Any, half: bool, tmp_path: Path
-) -> None:
-    on_cpu, on_paper = tmp_path / "cpu.jsonl", tmp_path / "paper.jsonl"
-    settings: Any = {"optimizer": "adamw", "compensation": "preview"}
-    expected = train(None, "delayed", False, half, telemetry=on_cpu, **settings)
-    got = train(paper(False), "delayed", False, half, telemetry=on_paper, **settings)
-    assert torch.equal(got, expected)
-    errors = [[line.get("preview_error") for line in windows_of(p)] for p in (on_cpu, on_paper)]
-    late = [[e for e in of if e is not None] for of in errors]
-    assert late[0] == pytest.approx(late[1], rel=1e-5)  # the parts differ
-    for of in errors:
-        assert [n for n, e in enumerate(of) if e is None] == [0, 3]
-
-
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_fence_on_another_stream_leaves_the_training_stream_in_order(
     paper: Any, monkeypatch: pytest.MonkeyPatch, offload: bool
@@ -320,38 +292,6 @@ def test_memory_of_sparse_gradients_is_kept_too(paper: Any) -> None:
         elsewhere = torch.ones(3, device="meta")
         streams.keep([None, sparse, elsewhere, torch.ones(2)])
     assert [name for *_, name in device.recorded] == ["side 1"] * 3
-
-
-@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
-def test_one_rank_of_fsdp2_sends_its_gradients_to_the_host(paper: Any, mode: str) -> None:
-    """They are DTensors, the host's buffers are not. In the end torch goes on with its state."""
-
-    def run(offload: str) -> Tensor:
-        model: Any = mlp()
-        mesh = init_device_mesh("cpu", (1,))
-        for layer in (model[0], model[2], model):
-            fully_shard(layer, mesh=mesh)
-        scaler = GradScaler("cpu", init_scale=1024.0)
-        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        with AsyncOptimizer(inner, model, scaler=scaler, mode=mode, offload=offload) as optimizer:
-            for step in range(STEPS):
-                scaler.scale(model(torch.full((2, 8), 0.1 * step)).square().mean()).backward()
-                optimizer.clip_grad_norm_(0.5)
-                optimizer.step()
-                optimizer.zero_grad()
-        model(torch.ones(2, 8)).square().mean().backward()
-        inner.step()
-        return torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()])
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        expected = run("none")
-        assert torch.equal(run("cpu"), expected)
-        paper(True)
-        assert torch.equal(run("cpu"), expected)
-        assert not torch.equal(expected, weights(mlp()))
-    finally:
-        dist.destroy_process_group()
 
 
 def test_a_backend_without_streams_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -464,53 +404,6 @@ def test_a_graph_is_captured_behind_a_fence_as_the_model_is(
         assert not torch.equal(weights(model), exact)
 
 
-def test_what_is_on_its_way_up_is_not_overwritten(
-    paper: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody uses a parameter between a step that is not late and a preview in its buffer."""
-    device, calls = paper(True), list[str]()
-    wait, make = SideStreams.wait_for_side, Previews._make
-
-    def waiting(self: SideStreams) -> None:
-        calls.append("wait")
-        wait(self)
-
-    def making(self: Previews, *args: Any) -> None:
-        calls.append("make")
-        make(self, *args)
-
-    monkeypatch.setattr(SideStreams, "wait_for_side", waiting)
-    monkeypatch.setattr(Previews, "_make", making)
-    model = mlp().half()
-    inner = torch.optim.AdamW(model.parameters(), lr=0.1)
-    settings: Any = {"mode": "delayed", "offload": "cpu"}
-    with device.watch(), AsyncOptimizer(inner, **settings) as optimizer:
-        for _ in range(2):
-            for p in model.parameters():
-                p.grad = torch.ones(p.shape, dtype=p.dtype)  # asks for no element
-            optimizer.step()
-        optimizer.synchronize()
-    assert calls == ["wait", "make"] * len(list(model.parameters()))
-
-
-def test_a_boundary_is_refused_in_a_graph_that_is_being_captured(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=1)
-    boundary = Boundary(scaler, torch.device("meta"))
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    boundary.add(optimizer)
-    scaler.scale(model(torch.ones(2, 8)).sum()).backward()
-    with monkeypatch.context() as patch:
-        patch.setattr(devices, "is_capturing", lambda: True)
-        with pytest.raises(UnsupportedError, match="a graph is being captured"):
-            boundary.step(optimizer)
-    assert scaler.get_scale() == 1024.0
-    assert boundary.step(optimizer)
-    assert scaler.get_scale() == 2048.0
-
-
 @given(st.lists(st.integers(0, 1 << 20), max_size=40))
 def test_few_buffers_hold_what_is_pinned_without_much_rounding(lengths: list[int]) -> None:
     """torch rounds each up to a power of two; one for all could be twice as large as needed."""
@@ -524,27 +417,3 @@ def test_few_buffers_hold_what_is_pinned_without_much_rounding(lengths: list[int
         assert sum(sizes) - sum(lengths) < some[-1] + sum(
             min(lengths[i] for i in pack) for pack in found
         )
-
-
-def test_pinned_memory_is_in_several_buffers(paper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    paper(True)
-    made: list[int] = []
-    empty = torch.empty
-
-    def counted(*size: Any, **kwargs: Any) -> Tensor:
-        assert str(kwargs["device"]) == "cpu"
-        assert kwargs["pin_memory"]
-        made.append(size[0])
-        return empty(*size, **kwargs)
-
-    model = nn.Sequential(*[nn.Linear(31, 33, bias=False) for _ in range(9)])
-    optimizer = AsyncOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    with optimizer:
-        streams = optimizer._stepper.streams
-        monkeypatch.setattr(torch, "empty", counted)
-        views = streams.host_like([p.detach() for p in model.parameters()])
-    assert made == [8 * 1023, 1023]
-    assert [v.shape for v in views] == [p.shape for p in model.parameters()]
-    for number, view in enumerate(views):
-        view.fill_(number)
-    assert all(bool((view == number).all()) for number, view in enumerate(views))

@@ -104,13 +104,6 @@ def test_all_tasks_run_on_one_lasting_thread_that_is_not_the_callers(worker: Wor
     assert not worker.is_current()
 
 
-def test_no_thread_is_started_before_the_first_task() -> None:
-    before = set(threading.enumerate())
-    worker = Worker(1)
-    assert set(threading.enumerate()) == before
-    worker.stop()
-
-
 def test_a_wait_for_some_parts_ends_while_the_others_still_run(worker: Worker) -> None:
     gates = [threading.Event() for _ in range(3)]
 
@@ -172,23 +165,6 @@ def dying(tasks: queue.SimpleQueue[Any], threads: int, ready: threading.Event, *
     """A thread that ends with a task in hand."""
     ready.set()
     tasks.get()
-
-
-def test_a_wait_that_has_begun_notices_when_the_thread_dies(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    die = threading.Event()
-
-    def later(tasks: Any, threads: int, ready: threading.Event, *_: Any) -> None:
-        dying(tasks, threads, ready)
-        assert die.wait(LIMIT_S)
-
-    monkeypatch.setattr(worker_module, "_loop", later)
-    task = Task(nothing, 1)
-    worker.submit(task)
-    threading.Timer(0.1, die.set).start()
-    with pytest.raises(StepError, match="thread is gone"):
-        task.wait(limit_s=LIMIT_S)
 
 
 def test_after_a_dead_thread_a_new_one_runs_new_tasks_and_never_the_lost_ones(
@@ -266,29 +242,6 @@ def test_a_forked_child_that_catches_the_lock_held_does_not_hang(worker: Worker)
         gate.set()
 
 
-@pytest.mark.process
-def test_a_forked_child_may_run_tasks_of_its_own_in_a_thread_of_its_own(worker: Worker) -> None:
-    gate, ran = threading.Event(), os.getpid()
-    worker.submit(Task(waiting_for(gate), 0))
-    until(lambda: sys.getswitchinterval() <= worker_module.SWITCH_INTERVAL_S * 1.01)
-
-    def child() -> None:
-        pids: list[int] = []
-        task = Task(lambda _: pids.append(os.getpid()), 0)
-        worker.submit(task)
-        assert task.wait(limit_s=LIMIT_S)
-        assert pids == [os.getpid()] != [ran]
-        worker.stop(LIMIT_S)
-        assert sys.getswitchinterval() > worker_module.SWITCH_INTERVAL_S * 1.01
-
-    worker_module._switch_interval._lock.acquire()
-    try:
-        assert in_child(child) == 0
-    finally:
-        worker_module._switch_interval._lock.release()
-        gate.set()
-
-
 def test_stop_finishes_what_was_submitted_and_a_later_task_starts_another_thread(
     worker: Worker,
 ) -> None:
@@ -341,23 +294,6 @@ def failing(task: Task) -> None:
     raise ValueError("nobody has asked")
 
 
-def test_what_a_task_held_is_let_go_before_it_is_said_to_be_finished() -> None:
-    class Held:
-        def __call__(self, task: Task) -> None:
-            pass
-
-    held = Held()
-    gone = weakref.ref(held)
-    task = Task(held, 1)
-    del held
-    kept: list[object] = []
-    tell = task._changed.notify_all
-    task._changed.notify_all = lambda: (kept.append(gone()), tell())[1]  # type: ignore[method-assign]
-    task.execute()
-    assert task.finished
-    assert kept == [None]
-
-
 def test_an_error_that_nobody_asked_for_is_logged_when_the_thread_ends(
     worker: Worker, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -366,16 +302,6 @@ def test_an_error_that_nobody_asked_for_is_logged_when_the_thread_ends(
     assert [record.getMessage() for record in caplog.records] == ["the last optimizer step failed"]
     assert "ValueError: nobody has asked" in caplog.text
     assert "in failing" in caplog.text, "its own traceback"
-
-
-def test_an_error_that_was_told_is_not_logged_again(
-    worker: Worker, caplog: pytest.LogCaptureFixture
-) -> None:
-    task = Task(failing, 1)
-    worker.submit(task)
-    assert not task.wait(limit_s=LIMIT_S)
-    worker.stop(LIMIT_S)
-    assert not caplog.records
 
 
 def test_the_switch_interval_is_short_while_a_task_runs_and_then_as_it_was(
@@ -403,19 +329,6 @@ def test_the_switch_interval_is_short_while_a_task_runs_and_then_as_it_was(
         failed.wait(limit_s=LIMIT_S)
         until(lambda: sys.getswitchinterval() == own)
         other.stop(LIMIT_S)
-    finally:
-        sys.setswitchinterval(before)
-
-
-def test_a_user_with_a_shorter_switch_interval_keeps_it(worker: Worker) -> None:
-    before, seen = sys.getswitchinterval(), list[float]()
-    try:
-        sys.setswitchinterval(worker_module.SWITCH_INTERVAL_S / 10)
-        own = sys.getswitchinterval()
-        task = Task(lambda _: seen.append(sys.getswitchinterval()), 0)
-        worker.submit(task)
-        task.wait(limit_s=LIMIT_S)
-        assert seen == [own]
     finally:
         sys.setswitchinterval(before)
 

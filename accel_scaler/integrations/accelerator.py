@@ -69,7 +69,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
             result = super().prepare(*args, **kwargs)
             if self._attachment is not None:
                 for model in self._models:  # FSDP2's come by no other way
-                    self._attachment.chosen.put_on(model)
+                    self._attachment.chosen.enable(model)
         return result
 
     @contextmanager
@@ -101,7 +101,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
             if attachment is not None:
                 given = known.union(map(id, objects))  # prepared before: they stay as they are
                 attachment.release([o for o in self._optimizers if id(o) not in given])
-                attachment.chosen.take_off(chosen)
+                attachment.chosen.disable(chosen)
             for kind in registered:
                 kind[:] = [each for each in kind if id(each) in known]
             raise
@@ -126,7 +126,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
                 add_autocast(self, [prepared])
             if attachment.emulates_float16:
                 add_emulation(self, prepared)
-            attachment.chosen.put_on(prepared)  # a compiler traces it in its first forward
+            attachment.chosen.enable(prepared)  # a compiler traces it in its first forward
             attachment.watch(prepared, self.unwrap_model(prepared))
             attachment.agree(prepared)
         return prepared

@@ -23,7 +23,7 @@ from ..config import Asked, ScalerConfig
 from ..devices import device_name
 from ..errors import OrderError, StepError
 from ..optimizer_step import Boundary
-from ..overflow import ChosenModules, Healer, OverflowExplainer, warn_past_float16
+from ..overflow import Fp32Modules, Healer, OverflowExplainer, warn_past_float16
 from ..scaling import gather_objects, is_sharded
 from ..telemetry import make_recorder, path_of, refuse_unwritable
 from .autocast import add_autocast, remove_autocast, remove_emulation
@@ -67,7 +67,7 @@ class Attachment:
         self.device: torch.device = accelerator.device
         self.scales: bool = accelerator.mixed_precision == "fp16"
         """False: it is recorded what happens, and that is all."""
-        self.chosen = ChosenModules(config.fp32_modules if self.scales else ())
+        self.chosen = Fp32Modules(config.fp32_modules if self.scales else ())
         """The modules in float32, which are put on when a model is prepared."""
         for model in self.models:
             self.chosen.refuse_uncastable(model)
@@ -150,7 +150,7 @@ class Attachment:
         """
         names = self.scaler.fp32_modules
         if names and self.scales:
-            self.chosen.keep(names, self.models)
+            self.chosen.add(names, self.models)
 
     def put_on(self, accelerator: Any) -> None:
         """Scale from now on: autocast, scaler, names, optimizers. Whatever ends it, nothing stays.
@@ -167,7 +167,7 @@ class Attachment:
             if self.scales:
                 accelerator.scaler = self.scaler
             for model in self.models:
-                self.chosen.put_on(model)
+                self.chosen.enable(model)
                 self.watch(model, accelerator.unwrap_model(model))
             for optimizer in accelerator._optimizers:
                 adopt(optimizer, self)
@@ -194,7 +194,7 @@ class Attachment:
                 optimizer.leave(self)
             except StepError as error:
                 failed = error
-        self.chosen.take_off()
+        self.chosen.disable()
         for model in self.models:
             if self._added_autocast:
                 remove_autocast(accelerator, model)
@@ -260,7 +260,6 @@ class Attachment:
         """
         if self.chosen.patterns:
             self.chosen.refuse_unmatched(self.models)
-            self.chosen.before_backward(self.models)
 
     def follow_parameters(self) -> None:
         """A backward is about to begin: parameters may be trained that were not."""

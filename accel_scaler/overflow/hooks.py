@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..models import inert
 
-MOST_NODES = 64
+MAX_NODES = 64
 """Nodes of one module's graph that are searched for the edge to its input."""
 
 Edge = tuple[Any, int]
@@ -53,7 +53,7 @@ def hook_inputs(
     ends = {node for node, _ in inputs}
     stack = [t.grad_fn for t in outputs if t.grad_fn is not None]
     seen: set[Any] = set()
-    while stack and len(seen) < MOST_NODES:
+    while stack and len(seen) < MAX_NODES:
         node = stack.pop()
         if node in seen or node in ends:
             continue

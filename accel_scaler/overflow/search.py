@@ -17,7 +17,7 @@ from .trace import (
     Gradient,
     Loss,
     ParameterGradient,
-    Place,
+    WatchedModule,
     WindowTrace,
     pair_of,
 )
@@ -96,20 +96,20 @@ class _MicroBatch:
         call, made = suspect.call, pair_of(entry.range for entry in suspect.made)
         if suspect.is_data:
             text = (
-                f"input of {self._label(call.place)}, micro-batch {self.micro}: {in_words(made)} "
+                f"input of {self._label(call.module)}, micro-batch {self.micro}: {in_words(made)} "
                 "before any module saw it: look at the data"
             )
-            return self._origin("forward", call.place, made, _output_of(call), text)
+            return self._origin("forward", call.module, made, _output_of(call), text)
         given = pair_of(entry.range for entry in call.inputs if entry.is_finite)
         names = [entry.path for entry in suspect.made if entry.path]
         which = f"output {', '.join(names)}" if names and len(call.outputs) > 1 else "output"
         if not call.bad_outputs:
             which = "a value inside"
         text = (
-            f"forward of {self._label(call.place)}, micro-batch {self.micro}: input "
+            f"forward of {self._label(call.module)}, micro-batch {self.micro}: input "
             f"{in_words(given)}, {which} {in_words(made)}{_bad_weights(call)}"
         )
-        return self._origin("forward", call.place, given, made, text)
+        return self._origin("forward", call.module, given, made, text)
 
     def loss(self) -> Origin | None:
         """A loss of finite activations."""
@@ -148,7 +148,7 @@ class _MicroBatch:
             return self._in_backward(bad, first, [])
         unknown = [c for c in active if all(share.call is not c for share in shares)]
         if active and not unknown:  # every share is finite: other code, or their sum
-            around = [c for c in uses.consumers if c.place.has_code and _holds_all(c, active)]
+            around = [c for c in uses.consumers if c.module.has_code and _holds_all(c, active)]
             if around:
                 return self._in_sum(max(around, key=lambda call: call.depth), first, active)
             if uses.producers:
@@ -173,23 +173,25 @@ class _MicroBatch:
 
     def _in_backward(self, call: Call, first: Gradient, others: list[Call]) -> Origin:
         came, made = self._gradient_at_output(call, first), first.range.values
-        shared = ", ".join(dict.fromkeys(str(c.place) for c in others if c.place is not call.place))
+        shared = ", ".join(
+            dict.fromkeys(str(c.module) for c in others if c.module is not call.module)
+        )
         text = (
-            f"backward of {self._label(call.place)}, micro-batch {self.micro}: gradient of its "
+            f"backward of {self._label(call.module)}, micro-batch {self.micro}: gradient of its "
             f"output {in_words(came)}, gradient of its input {in_words(made)}"
             f"{_forward_of(call)}{f'; or of {shared}, with the same input' if shared else ''}"
         )
-        return self._origin("backward", call.place, made, came, text)
+        return self._origin("backward", call.module, made, came, text)
 
     def _in_sum(self, call: Call, first: Gradient, parts: list[Call]) -> Origin:
         came, made = self._gradient_at_output(call, first), first.range.values
-        names = ", ".join(dict.fromkeys(str(part.place) for part in parts))
+        names = ", ".join(dict.fromkeys(str(part.module) for part in parts))
         text = (
-            f"backward of {self._label(call.place)}, micro-batch {self.micro}, in its own code or "
+            f"backward of {self._label(call.module)}, micro-batch {self.micro}, in its own code or "
             f"the sum of what comes from there and from {names}: gradient of its output "
             f"{in_words(came)}, gradient of its input {in_words(made)}{_forward_of(call)}"
         )
-        return self._origin("backward", call.place, made, came, text)
+        return self._origin("backward", call.module, made, came, text)
 
     def _between(self, first: Gradient) -> Origin:
         """It was made in code between modules."""
@@ -198,17 +200,17 @@ class _MicroBatch:
         if call is None:
             text = (
                 f"backward of the loss, micro-batch {self.micro}: gradient of the output of "
-                f"{self._label(before.place)} {in_words(made)} before any module's backward: look "
+                f"{self._label(before.module)} {in_words(made)} before any module's backward: look "
                 "at how the loss is computed"
             )
             return Origin("backward", "", "loss", self.micro, made, None, text)
         came = self._gradient_at_output(call, first)
         text = (
-            f"backward of {self._label(call.place)}, micro-batch {self.micro}, in its own code "
-            f"after {before.place}: gradient of its output {in_words(came)}, gradient of what "
-            f"{before.place} gave it {in_words(made)}{_forward_of(before)}"
+            f"backward of {self._label(call.module)}, micro-batch {self.micro}, in its own code "
+            f"after {before.module}: gradient of its output {in_words(came)}, gradient of what "
+            f"{before.module} gave it {in_words(made)}{_forward_of(before)}"
         )
-        return self._origin("backward", call.place, made, came, text)
+        return self._origin("backward", call.module, made, came, text)
 
     def _last_producer(self, first: Gradient) -> Call:
         """The outermost module that ended before the code that made the gradient.
@@ -227,28 +229,28 @@ class _MicroBatch:
         return None
 
     def _at_parameter(self, gradient: ParameterGradient) -> Origin:
-        place = gradient.place
-        calls = self.window.calls_of(place, self.micro)
+        module = gradient.module
+        calls = self.window.calls_of(module, self.micro)
         came = self.window.gradient_at_output(calls, self.micro)
         given = pair_of(e.range for call in calls for e in call.inputs if e.is_finite)
         text = (
-            f"gradient of parameter {gradient.name} of {self._label(place)}, micro-batch "
+            f"gradient of parameter {gradient.name} of {self._label(module)}, micro-batch "
             f"{self.micro}: {in_words(gradient.range.values)}, though activations and their "
             f"gradients are finite; module input {in_words(given)}, gradient of its output "
             f"{in_words(came)}{self._unseen()}"
         )
-        return self._origin("parameter", place, given, came, text)
+        return self._origin("parameter", module, given, came, text)
 
     def _unseen(self) -> str:
         return "" if self.window.forwards else " (no forward was seen: is the model compiled?)"
 
-    def _label(self, place: Place) -> str:
-        return f"{place} of {place.root}" if self.with_roots and place.name else str(place)
+    def _label(self, module: WatchedModule) -> str:
+        return f"{module} of {module.root}" if self.with_roots and module.name else str(module)
 
     def _origin(
-        self, where: str, place: Place, input_: Pair | None, output: Pair | None, text: str
+        self, where: str, module: WatchedModule, input_: Pair | None, output: Pair | None, text: str
     ) -> Origin:
-        return Origin(where, place.name, place.cls, self.micro, input_, output, text, place)
+        return Origin(where, module.name, module.cls, self.micro, input_, output, text)
 
 
 def _suspects(forward: Forward) -> Iterator[_Suspect]:
@@ -303,13 +305,13 @@ def _output_of(call: Call) -> Pair | None:
 def _forward_of(call: Call) -> str:
     given = pair_of(entry.range for entry in call.inputs)
     return (
-        f" (forward of {call.place}: input {in_words(given)}, output {in_words(_output_of(call))})"
+        f" (forward of {call.module}: input {in_words(given)}, output {in_words(_output_of(call))})"
     )
 
 
 def _bad_weights(call: Call) -> str:
     """Names a module's own parameters and buffers that broke before its output could."""
-    module = call.place.module()
+    module = call.module.ref()
     if module is None:
         return ""
     own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]

@@ -56,7 +56,7 @@ def micro_batch(
     """One forward and backward, as the recorder calls the finder."""
     with torch.autocast("cpu", torch.float16):
         loss = loss_of(model(*inputs))
-    finder.note_loss(loss)
+    finder.before_backward(loss)
     (loss * scale).backward()
 
 
@@ -494,7 +494,7 @@ def test_memory_is_bounded_where_no_boundary_comes(monkeypatch: pytest.MonkeyPat
     with torch.no_grad():
         net(torch.ones(1, 4))
     assert finder._window.forwards == []
-    monkeypatch.setattr(trace, "MOST", 100)
+    monkeypatch.setattr(trace, "MAX_RANGES", 100)
     for _ in range(50):
         net(torch.ones(1, 4))
     assert sum(forward.size for forward in finder._window.forwards) < 150

@@ -16,7 +16,6 @@ from attached import cpu
 from torch import Tensor, nn
 
 from accel_scaler import ConfigError, ScalerConfig, UnsupportedError, attach, detach
-from accel_scaler.overflow.fp32_modules import Fp32Module
 
 WIDTH = 8
 
@@ -233,65 +232,4 @@ def test_a_model_that_is_freed_is_not_kept() -> None:
     del model
     gc.collect()
     assert ref() is None
-    detach(accelerator)
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attn = nn.MultiheadAttention(WIDTH, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.attn(x, x, x)[0]
-        return out
-
-
-@pytest.mark.parametrize("glob", ["attn.out_proj", "attn*"])
-def test_what_never_runs_is_told_once(caplog: pytest.LogCaptureFixture, glob: str) -> None:
-    """Attention multiplies with the weight of its last layer itself."""
-    settings = ScalerConfig(fp32_modules=[glob], init_scale=64.0)
-    accelerator, model = attach(cpu(), settings), Attention()
-    prepared = accelerator.prepare(model)
-    for _ in range(12):
-        accelerator.backward(prepared(torch.randn(2, 2, WIDTH)).sum())
-    told = [record.getMessage() for record in caplog.records if "has not run" in record.msg]
-    assert len(told) == (glob == "attn.out_proj")
-    assert all("attn.out_proj" in text for text in told)
-    accelerator.scaler.abandon_window()
-    detach(accelerator)
-
-
-@pytest.mark.parametrize("half", [False, True])
-def test_a_whole_prepared_model(half: bool) -> None:
-    """Its forward turns autocast on by itself, as Accelerate has made it: that is passed by."""
-    accelerator, model = attach(cpu(), ScalerConfig(init_scale=64.0)), made(half=half)
-    prepared = accelerator.prepare(model)
-    x = torch.randn(3, WIDTH)
-    before = prepared(x.to(model.wi.weight.dtype))
-    forward = model.forward
-    fp32 = Fp32Module(model, "")
-    fp32.put_on()
-    expected = made(half=half).float()(x.to(model.wi.weight.dtype).float())
-    out = prepared(x.to(model.wi.weight.dtype))
-    assert torch.equal(out, expected)
-    assert not torch.equal(out, before)
-    accelerator.backward(out.sum())
-    assert model.wi.weight.grad.dtype is model.wi.weight.dtype
-    fp32.take_off()
-    assert model.forward == forward
-    assert torch.equal(prepared(x.to(model.wi.weight.dtype)), before)
-    accelerator.scaler.abandon_window()
-    detach(accelerator)
-    assert forwards(model) == []
-
-
-def test_a_whole_prepared_model_whose_wrapper_is_taken_off_meanwhile() -> None:
-    accelerator, model = attach(cpu(), ScalerConfig(init_scale=64.0)), made()
-    prepared = accelerator.prepare(model)
-    fp32 = Fp32Module(model, "")
-    fp32.put_on()
-    plain = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
-    fp32.take_off()
-    x = torch.randn(3, WIDTH)
-    assert torch.equal(plain(x), made()(x))
     detach(accelerator)

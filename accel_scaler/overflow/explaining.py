@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..models import unwrap
-from ..optimizer_step import Explainer
+from ..optimizer_step import Observer, StepTiming
 from ..scaling import (
     LOW_PRECISION,
     GradScaler,
@@ -52,7 +52,7 @@ MAX_WARNINGS = 20
 """Overflows that are logged as warnings; later ones are logged at the level INFO."""
 
 
-class OverflowExplainer(Explainer):
+class OverflowExplainer(Observer):
     """Finds out where each overflow began; writes it to the window's ``origin`` and to the log.
 
     Note [Ranks that explain together]
@@ -168,7 +168,9 @@ class OverflowExplainer(Explainer):
             self._heal(self.healer, window, origin)
             self.healer.statistics.restore()
 
-    def optimizer_stepped(self, window: Window) -> None:
+    def optimizer_stepped(
+        self, optimizer: Optimizer, window: Window, timing: StepTiming | None
+    ) -> None:
         """Another optimizer may step, and overflow, in the same window."""
         if self.recording is not None:
             self.recording.end_window()
@@ -259,7 +261,6 @@ class OverflowExplainer(Explainer):
                 self._publish_healed(window, healer, found)
 
     def _publish_healed(self, window: Window, healer: Healer, origin: Origin) -> None:
-        self.scaler.fp32_modules = tuple(dict.fromkeys((*self.scaler.fp32_modules, *window.healed)))
         logger.warning(
             "window %d: in float32 from now on: %s, since no scale cures: %s. %.2g%% of the "
             "parameters are in float32. In the config, from the start: fp32_modules: %s",
@@ -293,10 +294,7 @@ class OverflowExplainer(Explainer):
     def _publish(self, window: Window, origin: Origin) -> None:
         """In the window, in the error that ends a run of skips, and in the log."""
         window.origin = origin
-        evidence = self.scaler.overflow_streak.evidence
-        evidence.first = origin.text + ". "
-        is_made = origin.where == "forward" and origin.input and not origin.is_of_data
-        evidence.module = origin.module if is_made else ""
+        self.scaler.skips.origin = origin.text
         self._warnings += 1
         level = logging.WARNING if self._warnings <= MAX_WARNINGS else logging.INFO
         logger.log(level, "window %d overflowed: %s", window.index, origin.text)

@@ -44,6 +44,8 @@ class Fp32Modules:
 
     def __init__(self, patterns: Iterable[str] = ()) -> None:
         self.patterns = tuple(patterns)
+        self.added: list[str] = []
+        """Names that :meth:`add` was given."""
         self._unmatched = list(self.patterns)
         self._enabled: list[Fp32Module] = []
 
@@ -52,18 +54,13 @@ class Fp32Modules:
         """Those that run in float32."""
         return [module for each in self._enabled if (module := each.module) is not None]
 
-    @property
-    def count(self) -> int:
-        """Of the modules that were enabled so far, for :meth:`disable`."""
-        return len(self._enabled)
-
     def add(self, names: Iterable[str], models: Iterable[Module]) -> None:
         """Run the modules of these names in float32 too, in these models and in later ones.
 
         Raises:
             UnsupportedError: a module cannot run in float32; nothing is changed.
         """
-        before = self.patterns
+        names, before = list(names), self.patterns
         self.patterns = tuple(dict.fromkeys((*before, *map(escape, names))))
         try:
             for model in models:
@@ -71,6 +68,7 @@ class Fp32Modules:
         except UnsupportedError:
             self.patterns = before
             raise
+        self.added += [name for name in names if name not in self.added]
         for model in models:
             self.enable(model)
 
@@ -96,11 +94,11 @@ class Fp32Modules:
             each.enable()
         self._unmatched = [glob for glob in self._unmatched if not match(model, [glob])]
 
-    def disable(self, first: int = 0) -> None:
-        """Give their forwards back to the modules, but for the ``first`` ones."""
-        for each in reversed(self._enabled[first:]):
+    def disable(self) -> None:
+        """Give their forwards back to the modules."""
+        for each in reversed(self._enabled):
             each.disable()
-        del self._enabled[first:]
+        self._enabled.clear()
 
     def refuse_unmatched(self, models: Iterable[Module]) -> None:
         """Raise ``ConfigError`` if a glob has matched nothing in any model so far."""

@@ -6,9 +6,9 @@ observes: no number of the training depends on it. Who reads the file gets recor
 ``decode``; the schema, both ways, is in one module.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ..late_names import late_names
 from .diagnosis import MAX_FALLS, Diagnosis, Fall
 from .float16 import LARGEST, headroom
 from .history import History
@@ -17,10 +17,15 @@ from .record import FORMAT, BrokenLineError, CutLineError, End, Names, Record, S
 from .writer import refuse_unwritable
 
 if TYPE_CHECKING:
-    from .recorder import Recorder, make_recorder, path_of
-else:  # who reads a file needs no torch
-    recorder = dict.fromkeys(("Recorder", "make_recorder", "path_of"), "recorder")
-    __getattr__ = late_names(__name__, recorder)
+    from .recorder import make_recorder, path_of
+else:
+
+    def __getattr__(name: str) -> object:
+        """What needs torch, on first use (PEP 562): to read a file needs none."""
+        if name not in ("make_recorder", "path_of"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.recorder"), name)
+
 
 __all__ = [
     "FORMAT",
@@ -36,7 +41,6 @@ __all__ = [
     "Names",
     "Outcome",
     "Record",
-    "Recorder",
     "Start",
     "decode",
     "headroom",

@@ -40,8 +40,8 @@ from accel_scaler import (
     detach,
 )
 from accel_scaler.async_optimizer import replica as replica_module
-from accel_scaler.async_optimizer.compensation import Compensation
 from accel_scaler.async_optimizer.inflight_step import InflightStep
+from accel_scaler.async_optimizer.preview import Previews
 from accel_scaler.async_optimizer.replica import Part, Replica
 
 
@@ -78,13 +78,13 @@ def lazy_everywhere() -> Iterator[None]:
     patch.setattr(async_support, "LIMIT_S", 20.0)
     with lazy() as gate:
         publish, step, run = InflightStep._publish, Replica.step_part, InflightStep._run
-        show = Compensation.publish
+        show = Previews.publish
 
         def publishing(self: InflightStep, part: Part) -> None:
             gate.pass_through()
             publish(self, part)
 
-        def showing(self: Compensation, *rest: Any) -> None:
+        def showing(self: Previews, *rest: Any) -> None:
             gate.pass_through()
             show(self, *rest)
 
@@ -98,7 +98,7 @@ def lazy_everywhere() -> Iterator[None]:
 
         patch.setattr(InflightStep, "_publish", publishing)
         patch.setattr(InflightStep, "_run", running)
-        patch.setattr(Compensation, "publish", showing)
+        patch.setattr(Previews, "publish", showing)
         patch.setattr(Replica, "step_part", stepping)
         try:
             yield
@@ -663,7 +663,7 @@ class Player:
 
     def edit(self, which: int, how: str) -> Any:
         if how.startswith("data") and self.setup.mode == "delayed" and not self.attached:
-            return False  # see docs/limits.md
+            return False  # see docs/what-to-expect.md
         self.publish_delayed()
         for p in self.pairs[which % len(self.pairs)]:
             with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A Trainer's telemetry: a window a step, values in its logs and progress bar, ends in order."""
+"""A Trainer's telemetry: a window a step, values in its logs, ends in order."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ import torch
 from support import weights
 from telemetry_runs import kinds_of, lines_of, windows_of
 from trainer_support import CONFIG, SKIPPED, logs, make, train
-from transformers import ProgressCallback
 
 from accel_scaler import ScalerConfig, attach, detach
-from accel_scaler.integrations.trainer import ShowScale
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -85,42 +83,6 @@ def test_the_logs_have_scale_and_skips(tmp_path: Path) -> None:
     detach(trainer)
     trainer.log({"loss": 1.0})
     assert "scaler_scale" not in trainer.state.log_history[-1]
-
-
-class Bar:
-    """What a progress bar is told."""
-
-    def __init__(self) -> None:
-        self.told: list[dict[str, float]] = []
-
-    def set_postfix(self, values: dict[str, float], refresh: bool = True) -> None:
-        self.told.append(dict(values))
-
-    def update(self, count: int) -> None: ...
-    def write(self, text: str) -> None: ...
-    def close(self) -> None: ...
-
-
-class Progress(ProgressCallback):  # type: ignore[misc]
-    """The Trainer's own, on a bar that remembers."""
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.training_bar = self.bar = Bar()
-        self.current_step = 0
-
-
-def test_the_progress_bar_shows_scale_and_skips(tmp_path: Path) -> None:
-    trainer, recorder = make(tmp_path)
-    trainer.add_callback(Progress)
-    attach(attach(trainer, config()))
-    train(trainer)
-    (progress,) = [c for c in trainer.callback_handler.callbacks if isinstance(c, Progress)]
-    assert [told["scale"] for told in progress.bar.told] == recorder.scales
-    assert progress.bar.told[-1]["skips"] == len(SKIPPED)
-    shows = [c for c in trainer.callback_handler.callbacks if isinstance(c, ShowScale)]
-    assert len(shows) == 1  # though attached twice
-    detach(trainer)
-    assert not any(isinstance(c, ShowScale) for c in trainer.callback_handler.callbacks)
 
 
 def test_each_accelerator_of_a_search_is_a_session_of_its_own(tmp_path: Path) -> None:

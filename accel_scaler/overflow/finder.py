@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter, Sequential
+from torch.nn import Module, Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..devices import is_capturing
@@ -25,14 +25,13 @@ from ..errors import listed
 from ..models import is_compiled, is_in_backward, is_transformed
 from ..scaling import Origin
 from .containers import named_tensors_in, tensors_in
-from .hooks import Hook, gradient_edge, hook_inputs
+from .hooks import Hook
 from .module_names import plain_name
 from .ranges import Range, in_words
 from .search import search
 from .trace import (
     Call,
     Entry,
-    InputGradient,
     Loss,
     ParameterGradient,
     Uses,
@@ -92,10 +91,7 @@ class OverflowFinder:
             watched = WatchedModule(
                 plain_name(name),
                 type(module).__name__,
-                type(model).__name__,
                 weakref.ref(module),
-                is_leaf=next(module.children(), None) is None,
-                has_code=getattr(type(module), "forward", None) is not Sequential.forward,
             )
             if not self._is_eager and is_compiled(module):
                 compiled.append(str(watched))
@@ -159,7 +155,7 @@ class OverflowFinder:
             sums: False: a gradient that is not finite does not count if all that went into it here
                 is finite. Another rank's part may not be.
         """
-        found = search(self._window, len(self._models) > 1)
+        found = search(self._window)
         if found is None and sums:
             models = [model for ref in self._models if (model := ref()) is not None]
             found = search_sums(models, self._window.micro)
@@ -229,12 +225,9 @@ class OverflowFinder:
         if not stack or stack[-1].module is not watched:
             return
         call = stack.pop()
-        edges, call.edges = call.edges, []  # they hold the graph
         if not self._is_listening():
             return
         call.outputs = self._entries(output, call, consumes=False)
-        if edges:
-            hook_inputs(edges, tensors_in(output), lambda n: Hook(self, "add_share", call, n))
         if call.is_first:
             call.forward.add(True, call)
 
@@ -243,12 +236,6 @@ class OverflowFinder:
         found = self._range_of(grad)
         if found is not None:
             self._window.add_gradient(uses, found)
-
-    def add_share(self, call: Call, number: int, grads: Any, _: Any) -> None:
-        """A module adds this to the gradient of its input."""
-        found = self._range_of(grads[number])
-        if found is not None:
-            self._window.input_gradients.append(InputGradient(self._window.micro, found, call))
 
     def add_parameter_gradient(self, watched: WatchedModule, name: str, grad: Any) -> None:
         """A gradient came to a parameter."""
@@ -284,8 +271,6 @@ class OverflowFinder:
                 uses = self._uses_of(tensor, seen)
                 (uses.consumers if consumes else uses.producers).append(call)
                 call.forward.has_hooks = True
-                if consumes and torch.is_grad_enabled() and call.module.is_leaf:
-                    call.edges.append(gradient_edge(tensor))
         return entries
 
     def _look(self, tensor: Tensor) -> _Seen:

@@ -39,40 +39,25 @@ MAX_BYTES = 1 << 28
 BYTES_OF_RANDOM_STATE = 1 << 14
 
 
-@dataclass(frozen=True, slots=True)
-class RandomState:
-    """Of Python, of NumPy where it is loaded, of torch on the host and on one device."""
+def random_state(device: torch.device) -> Callable[[], None]:
+    """What makes the present random state, of Python, NumPy (where it is loaded) and torch on the
+    host and on one device, the present one again. Does not synchronise."""
+    numpy: Any = sys.modules.get("numpy.random")
+    on_python, on_host = random.getstate(), torch.get_rng_state()
+    in_numpy = None if numpy is None else numpy.get_state()
+    has_own = device.type not in ("cpu", "meta") and not is_capturing()
+    module: Any = torch.get_device_module(device.type) if has_own else None
+    on_device = module.get_rng_state(device) if hasattr(module, "get_rng_state") else None
 
-    python: Any
-    numpy: Any
-    host: Tensor
-    device: torch.device
-    on_device: Tensor | None
+    def restore() -> None:
+        random.setstate(on_python)
+        torch.set_rng_state(on_host)
+        if numpy is not None:
+            numpy.set_state(in_numpy)
+        if on_device is not None:
+            module.set_rng_state(on_device, device)
 
-    @classmethod
-    def now(cls, device: torch.device) -> RandomState:
-        """The present state. Does not synchronise."""
-        numpy: Any = sys.modules.get("numpy.random")
-        module: Any = None
-        if device.type not in ("cpu", "meta") and not is_capturing():
-            module = torch.get_device_module(device.type)
-        return cls(
-            random.getstate(),
-            None if numpy is None else numpy.get_state(),
-            torch.get_rng_state(),
-            device,
-            module.get_rng_state(device) if hasattr(module, "get_rng_state") else None,
-        )
-
-    def restore(self) -> None:
-        """Make it the present state."""
-        random.setstate(self.python)
-        if self.numpy is not None:
-            sys.modules["numpy.random"].set_state(self.numpy)
-        torch.set_rng_state(self.host)
-        if self.on_device is not None:
-            module: Any = torch.get_device_module(self.device.type)
-            module.set_rng_state(self.on_device, self.device)
+    return restore
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +89,7 @@ class ForwardCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     inputs: list[_Input]
-    random: RandomState
+    restore_random_state: Callable[[], None]
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     grads: list[_OutputGradient] = field(default_factory=list)
 
@@ -287,7 +272,7 @@ class WindowRecording:
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in kinds
         )
-        state = RandomState.now(model.device)
+        state = random_state(model.device)
         return ForwardCall(model, self._order, args, kwargs, inputs, state, autocast)
 
     def _add(self, call: ForwardCall) -> None:
@@ -378,7 +363,7 @@ def _forward(call: ForwardCall) -> list[Tensor]:
         return fresh.get(id(tensor), other)
 
     args, kwargs = map_tensors((call.args, call.kwargs), put)
-    call.random.restore()
+    call.restore_random_state()
     with ExitStack() as stack:
         for kind, enabled, dtype in call.autocast:
             stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
@@ -431,7 +416,7 @@ def _restored(models: Iterable[Module], device: torch.device) -> Iterator[None]:
     from its own parameters, so there the gradients are put aside instead.
     """
     modules = list(dict.fromkeys(module for model in models for module in model.modules()))
-    state = RandomState.now(device)
+    restore_random_state = random_state(device)
     places: list[dict[str, Any]] = [m._parameters for m in modules]
     places += [m._buffers for m in modules]
     before = [dict(place) for place in places]
@@ -451,7 +436,7 @@ def _restored(models: Iterable[Module], device: torch.device) -> Iterator[None]:
         for p, grad in grads:
             p.grad = grad
         writes.restore()
-        state.restore()
+        restore_random_state()
 
 
 class _CopyOnWrite(TorchDispatchMode):  # type: ignore[no-untyped-call]

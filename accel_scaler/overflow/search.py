@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-import torch
-
 from ..scaling import Origin, Pair
-from .ranges import Range, in_words, joined
+from .ranges import Range, in_words
 from .trace import (
     Call,
     Entry,
@@ -23,15 +20,11 @@ from .trace import (
 )
 
 
-def search(window: WindowTrace, with_roots: bool) -> Origin | None:
-    """Look through a window, one micro-batch after the other; None: all was finite.
-
-    Args:
-        with_roots: several models are watched; say which.
-    """
+def search(window: WindowTrace) -> Origin | None:
+    """Look through a window, one micro-batch after the other; None if all was finite."""
     Range.read(window.ranges())
     for micro in window.micro_batches():
-        each = _MicroBatch(window, micro, with_roots)
+        each = _MicroBatch(window, micro)
         found = each.forward() or each.loss() or each.backward() or each.parameter()
         if found is not None:
             return found
@@ -50,8 +43,8 @@ class _Suspect(NamedTuple):
 class _MicroBatch:
     """The search in one micro-batch, in the order in which it ran."""
 
-    def __init__(self, window: WindowTrace, micro: int, with_roots: bool) -> None:
-        self.window, self.micro, self.with_roots = window, micro, with_roots
+    def __init__(self, window: WindowTrace, micro: int) -> None:
+        self.window, self.micro = window, micro
         self.losses = [loss for loss in window.losses if loss.micro == micro]
 
     def forward(self) -> Origin | None:
@@ -96,7 +89,7 @@ class _MicroBatch:
         call, made = suspect.call, pair_of(entry.range for entry in suspect.made)
         if suspect.is_data:
             text = (
-                f"input of {self._label(call.module)}, micro-batch {self.micro}: {in_words(made)} "
+                f"input of {call.module}, micro-batch {self.micro}: {in_words(made)} "
                 "before any module saw it: look at the data"
             )
             return self._origin("forward", call.module, made, _output_of(call), text)
@@ -106,8 +99,8 @@ class _MicroBatch:
         if not call.bad_outputs:
             which = "a value inside"
         text = (
-            f"forward of {self._label(call.module)}, micro-batch {self.micro}: input "
-            f"{in_words(given)}, {which} {in_words(made)}{_bad_weights(call)}"
+            f"forward of {call.module}, micro-batch {self.micro}: input "
+            f"{in_words(given)}, {which} {in_words(made)}"
         )
         return self._origin("forward", call.module, given, made, text)
 
@@ -140,20 +133,6 @@ class _MicroBatch:
         consumers = _innermost(c for c in uses.consumers if c not in uses.producers)
         # A module whose output nobody used got no gradient, and made none.
         active = [c for c in consumers if self._gradient_at_output(c, first)] or consumers
-        shares = [
-            s for s in self.window.input_gradients if s.micro == self.micro and s.call in active
-        ]
-        bad = next((share.call for share in shares if not share.range.is_finite), None)
-        if bad is not None:
-            return self._in_backward(bad, first, [])
-        unknown = [c for c in active if all(share.call is not c for share in shares)]
-        if active and not unknown:  # every share is finite: other code, or their sum
-            around = [c for c in uses.consumers if c.module.has_code and _holds_all(c, active)]
-            if around:
-                return self._in_sum(max(around, key=lambda call: call.depth), first, active)
-            if uses.producers:
-                return self._between(first)
-        active = unknown or active
         if active:
             return self._in_backward(active[-1], first, active[:-1])
         return self._between(first)
@@ -177,19 +156,9 @@ class _MicroBatch:
             dict.fromkeys(str(c.module) for c in others if c.module is not call.module)
         )
         text = (
-            f"backward of {self._label(call.module)}, micro-batch {self.micro}: gradient of its "
+            f"backward of {call.module}, micro-batch {self.micro}: gradient of its "
             f"output {in_words(came)}, gradient of its input {in_words(made)}"
             f"{_forward_of(call)}{f'; or of {shared}, with the same input' if shared else ''}"
-        )
-        return self._origin("backward", call.module, made, came, text)
-
-    def _in_sum(self, call: Call, first: Gradient, parts: list[Call]) -> Origin:
-        came, made = self._gradient_at_output(call, first), first.range.values
-        names = ", ".join(dict.fromkeys(str(part.module) for part in parts))
-        text = (
-            f"backward of {self._label(call.module)}, micro-batch {self.micro}, in its own code or "
-            f"the sum of what comes from there and from {names}: gradient of its output "
-            f"{in_words(came)}, gradient of its input {in_words(made)}{_forward_of(call)}"
         )
         return self._origin("backward", call.module, made, came, text)
 
@@ -200,13 +169,13 @@ class _MicroBatch:
         if call is None:
             text = (
                 f"backward of the loss, micro-batch {self.micro}: gradient of the output of "
-                f"{self._label(before.module)} {in_words(made)} before any module's backward: look "
+                f"{before.module} {in_words(made)} before any module's backward: look "
                 "at how the loss is computed"
             )
             return Origin("backward", "", "loss", self.micro, made, None, text)
         came = self._gradient_at_output(call, first)
         text = (
-            f"backward of {self._label(call.module)}, micro-batch {self.micro}, in its own code "
+            f"backward of {call.module}, micro-batch {self.micro}, in its own code "
             f"after {before.module}: gradient of its output {in_words(came)}, gradient of what "
             f"{before.module} gave it {in_words(made)}{_forward_of(before)}"
         )
@@ -234,7 +203,7 @@ class _MicroBatch:
         came = self.window.gradient_at_output(calls, self.micro)
         given = pair_of(e.range for call in calls for e in call.inputs if e.is_finite)
         text = (
-            f"gradient of parameter {gradient.name} of {self._label(module)}, micro-batch "
+            f"gradient of parameter {gradient.name} of {module}, micro-batch "
             f"{self.micro}: {in_words(gradient.range.values)}, though activations and their "
             f"gradients are finite; module input {in_words(given)}, gradient of its output "
             f"{in_words(came)}{self._unseen()}"
@@ -243,9 +212,6 @@ class _MicroBatch:
 
     def _unseen(self) -> str:
         return "" if self.window.forwards else " (no forward was seen: is the model compiled?)"
-
-    def _label(self, module: WatchedModule) -> str:
-        return f"{module} of {module.root}" if self.with_roots and module.name else str(module)
 
     def _origin(
         self, where: str, module: WatchedModule, input_: Pair | None, output: Pair | None, text: str
@@ -294,10 +260,6 @@ def _innermost(calls: Iterable[Call]) -> list[Call]:
     return [call for call in found if call not in outer]
 
 
-def _holds_all(outer: Call, calls: list[Call]) -> bool:
-    return all(outer in call.parents() for call in calls)
-
-
 def _output_of(call: Call) -> Pair | None:
     return pair_of(entry.range for entry in call.outputs)
 
@@ -307,23 +269,3 @@ def _forward_of(call: Call) -> str:
     return (
         f" (forward of {call.module}: input {in_words(given)}, output {in_words(_output_of(call))})"
     )
-
-
-def _bad_weights(call: Call) -> str:
-    """Names a module's own parameters and buffers that broke before its output could."""
-    module = call.module.ref()
-    if module is None:
-        return ""
-    own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-    ranges = [(name, made) for name, tensor in own if (made := Range.of(tensor)) is not None]
-    Range.read(made for _, made in ranges)
-    bad = [name for name, made in ranges if not made.is_finite and not made.is_masked]
-    if bad:
-        return f"; its {', '.join(bad)} is not finite itself"
-    most = min((torch.finfo(e.dtype).max for e in call.outputs), default=math.inf)
-    for name, made in ranges:
-        lo, hi = joined([made])
-        if max(-lo, hi) > most:
-            words = in_words((lo, hi))
-            return f"; its {name} is {words}, beyond {most:g}, the most its output holds"
-    return ""

@@ -7,7 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.nn import Module
@@ -28,13 +28,7 @@ class WatchedModule:
 
     name: str
     cls: str
-    root: str
-    """Class of the model it belongs to."""
     ref: weakref.ref[Module]
-    is_leaf: bool
-    """It holds no other module."""
-    has_code: bool
-    """Its forward may do more than call the modules in it, one after the other."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.cls})" if self.name else self.cls
@@ -66,8 +60,6 @@ class Call:
     is_first: bool = True
     """Not the second run of a checkpoint."""
     depth: int = field(init=False)
-    edges: list[tuple[Any, int]] = field(default_factory=list)
-    """Where the gradients of its inputs go; while it runs."""
     inputs: list[Entry] = field(default_factory=list)
     outputs: list[Entry] = field(default_factory=list)
 
@@ -140,14 +132,6 @@ class Gradient(NamedTuple):
     uses: Uses
 
 
-class InputGradient(NamedTuple):
-    """What one call added to the gradient of its input."""
-
-    micro: int
-    range: Range
-    call: Call
-
-
 class ParameterGradient(NamedTuple):
     """A gradient that arrived at a parameter."""
 
@@ -166,7 +150,6 @@ class WindowTrace:
         self.forwards: list[Forward] = []
         self.losses: deque[Loss] = deque(maxlen=MAX_RANGES)
         self.gradients: deque[Gradient] = deque(maxlen=MAX_RANGES)
-        self.input_gradients: deque[InputGradient] = deque(maxlen=MAX_RANGES)
         self.parameter_gradients: deque[ParameterGradient] = deque(maxlen=MAX_RANGES)
         self.latest: dict[WatchedModule, Call] = {}
 
@@ -203,7 +186,7 @@ class WindowTrace:
         for forward in self.forwards:
             for _, call in forward.events:
                 yield from (entry.range for entry in (*call.inputs, *call.outputs))
-        for kind in (self.losses, self.gradients, self.input_gradients, self.parameter_gradients):
+        for kind in (self.losses, self.gradients, self.parameter_gradients):
             yield from (each.range for each in kind)
 
     def micro_batches(self) -> list[int]:

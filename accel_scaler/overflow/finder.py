@@ -88,11 +88,7 @@ class OverflowFinder:
         self._is_closed = False
         compiled = []
         for name, module in model.named_modules():
-            watched = WatchedModule(
-                plain_name(name),
-                type(module).__name__,
-                weakref.ref(module),
-            )
+            watched = WatchedModule(plain_name(name), type(module).__name__)
             if not self._is_eager and is_compiled(module):
                 compiled.append(str(watched))
             for own, p in module.named_parameters(recurse=False):
@@ -265,8 +261,7 @@ class OverflowFinder:
             seen = self._look(tensor)
             if seen.range is None:
                 continue
-            dtype = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
-            entries.append(Entry(name, seen.range, tensor.requires_grad, dtype))
+            entries.append(Entry(name, seen.range, tensor.requires_grad))
             if tensor.requires_grad:
                 uses = self._uses_of(tensor, seen)
                 (uses.consumers if consumes else uses.producers).append(call)

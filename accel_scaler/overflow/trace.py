@@ -1,16 +1,12 @@
-"""What a window's forwards and backwards left behind for the search: ranges, never a tensor."""
+"""What hooks record of a window for the search: ranges, never a tensor."""
 
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
-
-import torch
-from torch.nn import Module
 
 from ..scaling import Pair
 from .ranges import Range, joined
@@ -28,7 +24,6 @@ class WatchedModule:
 
     name: str
     cls: str
-    ref: weakref.ref[Module]
 
     def __str__(self) -> str:
         return f"{self.name} ({self.cls})" if self.name else self.cls
@@ -40,7 +35,6 @@ class Entry(NamedTuple):
     path: str
     range: Range
     requires_grad: bool
-    dtype: torch.dtype
 
     @property
     def is_finite(self) -> bool:

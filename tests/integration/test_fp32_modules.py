@@ -63,20 +63,6 @@ def test_a_trainer_with_and_without_gradient_checkpointing(
     assert not torch.equal(plain[-1], expected[-1]), "float16 would have passed"
 
 
-def test_lora(tmp_path: Path) -> None:
-    def with_lora() -> Any:
-        torch.manual_seed(0)
-        config = LoraConfig(
-            r=2, target_modules=["c_fc"], init_lora_weights=False, fan_in_fan_out=True
-        )
-        return get_peft_model(gpt2(), config)
-
-    names = [f"base_model.model.{BLOCK}", f"base_model.model.{BLOCK}.c_fc"]
-    for name in names:
-        expected = run(tmp_path / "a", by_hand(with_lora(), name))
-        assert_equal(run(tmp_path / "b", with_lora(), [name]), expected)
-
-
 @pytest.mark.parametrize("glob", ["*up_proj", "*.layers.1"])
 def test_lora_on_a_float16_model(glob: str) -> None:
     """float16 weights and float32 adapters in one module; neither checkpoints nor the optimizer

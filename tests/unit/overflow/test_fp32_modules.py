@@ -169,19 +169,6 @@ def test_compiled(when: str, half: bool) -> None:
     assert_equal(trained(model, amp=not half, call=run), expected)
 
 
-def test_compiled_in_place_and_taken_off() -> None:
-    model, x = made(), torch.randn(4, WIDTH)
-    by_hand, plain = made(ByHand), made()
-    model.h[1].mlp.forward = torch.compile(model.h[1].mlp.forward, backend="eager")
-    model.h[0].compile(backend="eager")
-    for turn in range(3):
-        on = enable(model, "h.1.mlp") if turn == 1 else []
-        with torch.autocast("cpu", torch.float16):
-            assert torch.equal(model(x), (by_hand if turn == 1 else plain)(x))
-        for each in on:
-            each.disable()
-
-
 class CheckpointsWithin(Mlp):
     reentrant = False
 
@@ -235,25 +222,6 @@ def test_a_copy_and_a_pickle_are_plain() -> None:
             other(data)
 
 
-def test_a_forward_of_the_instance_comes_back() -> None:
-    model = made()
-    mlp = model.h[1].mlp
-    seen: list[torch.dtype] = []
-
-    def forward(x: Tensor) -> Tensor:
-        seen.append(x.dtype)
-        out: Tensor = Mlp.forward(mlp, x) * 2
-        return out
-
-    mlp.forward = forward
-    (fp32,) = enable(model, "h.1.mlp")
-    with torch.autocast("cpu", torch.float16):
-        model(torch.ones(2, WIDTH))
-    fp32.disable()
-    assert mlp.forward is forward
-    assert seen == [torch.float32]
-
-
 def test_hooks_state_dict_and_class_are_as_before() -> None:
     model = made()
     mlp, seen = model.h[1].mlp, []
@@ -279,15 +247,6 @@ def test_the_cache_of_autocast_is_kept() -> None:
     by_hand.h[1].mlp.wi.weight = by_hand.head.weight = nn.Parameter(model.head.weight.detach() * 1)
     enable(model, "h.1.mlp")
     assert_equal(trained(model), trained(by_hand))
-
-
-def test_a_shared_module_is_in_float32_wherever_it_is_called() -> None:
-    model = made()
-    model.h[2].mlp = model.h[0].mlp
-    enable(model, "h.0.mlp")
-    with torch.autocast("cpu", torch.float16):
-        assert model.h[2].mlp(torch.ones(1, WIDTH)).dtype is torch.float32
-        assert model.h[1].mlp(torch.ones(1, WIDTH)).dtype is torch.float16
 
 
 def test_tied_parameters_of_a_half_module_are_cast_once() -> None:
@@ -412,14 +371,3 @@ def test_what_cannot_be_cast_is_refused_by_name(make: Callable[[], nn.Module], w
     Fp32Module(model.h[0], "h.0")
     with pytest.raises(UnsupportedError, match="has no forward"):
         Fp32Module(model.h, "h")
-
-
-def test_a_model_that_is_gone_is_forgotten() -> None:
-    module = nn.Linear(2, 2)
-    fp32 = Fp32Module(module, "x")
-    assert fp32.module is module
-    del module
-    assert fp32.module is None
-    fp32.enable()
-    assert not fp32.is_enabled
-    fp32.disable()

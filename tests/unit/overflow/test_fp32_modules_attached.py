@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
-import weakref
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from async_support import lazy
 from attached import cpu
 from torch import Tensor, nn
@@ -108,37 +105,6 @@ def test_attached_after_prepare() -> None:
     assert forwards(model) == []
 
 
-@pytest.mark.parametrize("regional", [False, True])
-def test_compiled_by_accelerate(regional: bool) -> None:
-    torch._dynamo.reset()
-    plugin = TorchDynamoPlugin(
-        backend=DynamoBackend.EAGER, use_regional_compilation=regional, dynamic=False
-    )
-
-    def compiled(by_hand: bool, settings: ScalerConfig) -> list[Tensor]:
-        torch.manual_seed(2)
-        model = Stack(by_hand)
-        accelerator = attach(cpu(dynamo_plugin=plugin), settings)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return trained(accelerator, *accelerator.prepare(model, optimizer))
-
-    by_hand = compiled(True, ScalerConfig(init_scale=64.0))
-    assert_equal(compiled(False, config()), by_hand)
-    assert not torch.equal(compiled(False, ScalerConfig(init_scale=64.0))[-1], by_hand[-1])
-    torch._dynamo.reset()
-
-
-class Stack(nn.Module):
-    def __init__(self, by_hand: bool) -> None:
-        super().__init__()
-        self.h = nn.ModuleList([made(by_hand), made(by_hand)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for each in self.h:
-            x = each(x)
-        return x
-
-
 def test_a_glob_that_matches_nothing_is_refused_before_the_first_backward() -> None:
     settings = ScalerConfig(fp32_modules=("*wo", "discriminator"), init_scale=64.0)
     accelerator, model = attach(cpu(), settings), made()
@@ -150,19 +116,6 @@ def test_a_glob_that_matches_nothing_is_refused_before_the_first_backward() -> N
     assert model.wo.weight.grad is None
     assert not accelerator.scaler.has_begun
     detach(accelerator)
-
-
-def test_of_two_models_one_is_enough() -> None:
-    settings = ScalerConfig(fp32_modules=("wo", "0"), init_scale=64.0)
-    accelerator, generator = attach(cpu(), settings), made()
-    generator = accelerator.prepare(generator)
-    critic = accelerator.prepare(nn.Sequential(nn.Linear(WIDTH, 1)))
-    accelerator.backward(critic(generator(torch.ones(2, WIDTH))).sum())
-    assert "wo" in forwards(generator)
-    assert "0" in forwards(critic)
-    accelerator.scaler.abandon_window()
-    detach(accelerator)
-    assert not {"wo", "0"} & {*forwards(generator), *forwards(critic)}
 
 
 def test_what_cannot_be_cast_is_refused_before_anything_is_prepared() -> None:
@@ -205,14 +158,3 @@ def test_without_fp16_it_is_said_to_do_nothing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         accelerator.backward(model(torch.ones(1, WIDTH)).sum())
-
-
-def test_a_model_that_is_freed_is_not_kept() -> None:
-    accelerator, model = attach(cpu(), config()), made()
-    accelerator.prepare(model)
-    ref = weakref.ref(model)
-    accelerator.free_memory()
-    del model
-    gc.collect()
-    assert ref() is None
-    detach(accelerator)

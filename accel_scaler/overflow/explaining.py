@@ -199,7 +199,7 @@ class OverflowExplainer(Observer):
         if self.finder is not None:
             found = self._own_or_first(self.finder.find(sums=not self._is_together))
             if found is None and self._is_together:
-                found = self.finder.find()
+                found = self._own_or_first(self.finder.find())
             if found is not None:
                 self._stop_watching()
             return found
@@ -213,7 +213,8 @@ class OverflowExplainer(Observer):
         why = next(filter(None, self._gather(why)), "")
         if found is None and not why:
             if self._is_together or any(p.dtype in LOW_PRECISION for p in params):
-                found = search_sums(self.models, self.recording.backwards - 1)
+                sums = search_sums(self.models, self.recording.backwards - 1)
+                found = self._own_or_first(sums)
             why = "nothing was inf or NaN when it was run again"
         if found is None:
             self._start_watching(why)
@@ -255,7 +256,9 @@ class OverflowExplainer(Observer):
             found = at_scale_1()
         if found is None:
             healer.window_was_fine()
-        elif found.where:
+        elif not found.where:  # it cannot be run again
+            healer.has_given_up = True
+        else:
             window.healed = healer.heal(self.models, found, at_scale_1)
             if window.healed:
                 self._publish_healed(window, healer, found)

@@ -61,7 +61,7 @@ def _held(p: Any) -> Tensor | None:
 
 
 def warn_past_float16(model: Module, in_float32: Iterable[Module] = ()) -> None:
-    """Say in the log which weights are past float16, if any. See :func:`past_float16`."""
+    """Log which weights are past float16, if any. See :func:`past_float16`."""
     found = past_float16(model, in_float32)
     if not found:
         return

@@ -257,7 +257,7 @@ class WindowRecording:
             backward = max(self.backwards - 1, 0)
             call.grads.append(_OutputGradient(backward, number, grad, _version(grad)))
 
-    def _call(self, model: _Model, args: Any, kwargs: dict[str, Any]) -> ForwardCall:
+    def _call(self, model: _Model, args: Any, kwargs: dict[str, Any]) -> ForwardCall | None:
         inputs: list[_Input] = []
 
         def detach(tensor: Tensor) -> Tensor:
@@ -265,7 +265,11 @@ class WindowRecording:
             inputs.append(_Input(plain, _version(tensor), tensor.requires_grad))
             return plain
 
-        args, kwargs = map_tensors((args, kwargs), detach)
+        try:
+            args, kwargs = map_tensors((args, kwargs), detach)
+        except Exception as error:  # raised by the user's containers; the forward goes on
+            self.left_out = f"its inputs cannot be copied ({type(error).__name__}: {error})"
+            return None
         self._order += 1
         kinds = dict.fromkeys((model.device.type, "cpu"))
         autocast = tuple(
@@ -284,6 +288,8 @@ class WindowRecording:
         """Drops all that is kept where it becomes too much."""
         self._bytes += size
         if self._bytes > MAX_BYTES and not self.left_out:
+            for call in self.calls:
+                call.grads.clear()
             self.calls, self.losses = [], []
             self.left_out = f"its inputs and gradients take more than {MAX_BYTES >> 20} MiB"
 

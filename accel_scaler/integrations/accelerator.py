@@ -67,7 +67,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
             result = super().prepare(*args, **kwargs)
             if self._attachment is not None:
                 for model in self._models:  # FSDP2's models do not pass prepare_model
-                    self._attachment.chosen.put_on(model)
+                    self._attachment.chosen.enable(model)
         return result
 
     @contextmanager
@@ -106,7 +106,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
                 add_autocast(self, [prepared])
             if attachment.emulates_float16:
                 add_emulation(self, prepared)
-            attachment.chosen.put_on(prepared)  # before a compiler traces its first forward
+            attachment.chosen.enable(prepared)  # before a compiler traces its first forward
             attachment.watch(prepared, self.unwrap_model(prepared))
             attachment.agree(prepared)
         return prepared

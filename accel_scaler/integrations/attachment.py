@@ -23,7 +23,7 @@ from ..config import ScalerConfig, check_field
 from ..devices import device_name
 from ..errors import ConfigError, OrderError, StepError, shown
 from ..optimizer_step import Boundary
-from ..overflow import ChosenModules, Healer, OverflowExplainer, warn_past_float16
+from ..overflow import Fp32Modules, Healer, OverflowExplainer, warn_past_float16
 from ..scaling import gather_objects, is_sharded
 from ..telemetry import make_recorder, path_of, refuse_unwritable
 from .autocast import add_autocast, remove_autocast, remove_emulation
@@ -68,7 +68,7 @@ class Attachment:
         self.device: torch.device = accelerator.device
         self.scales: bool = accelerator.mixed_precision == "fp16"
         """False: only telemetry is recorded."""
-        self.chosen = ChosenModules(config.fp32_modules if self.scales else ())
+        self.chosen = Fp32Modules(config.fp32_modules if self.scales else ())
         """The modules that run in float32 once their model is prepared."""
         for model in self.models:
             self.chosen.refuse_uncastable(model)
@@ -87,7 +87,7 @@ class Attachment:
         if how != "off":
             healer = Healer(self.chosen) if config.heal and self.scales else None
             self.explainer = OverflowExplainer(self.scaler, how, healer, self.float16)
-        self.scaler.extra["fp32_modules"] = self.chosen.kept
+        self.scaler.extra["fp32_modules"] = self.chosen.added
         self.scaler.call_when_loaded(self.keep_fp32)
         self.boundary = Boundary(self.scaler, self.device, self.explainer, self.recorder)
         self.worker = Worker(config.optimizer_threads)
@@ -158,7 +158,7 @@ class Attachment:
                 "names."
             )
         if names and self.scales:
-            self.chosen.keep(names, self.models)
+            self.chosen.add(names, self.models)
 
     def put_on(self, accelerator: Any) -> None:
         """Install autocast, scaler, names and optimizers; all is undone if one of them fails.
@@ -175,7 +175,7 @@ class Attachment:
             if self.scales:
                 accelerator.scaler = self.scaler
             for model in self.models:
-                self.chosen.put_on(model)
+                self.chosen.enable(model)
                 self.watch(model, accelerator.unwrap_model(model))
             for optimizer in accelerator._optimizers:
                 adopt(optimizer, self)
@@ -202,7 +202,7 @@ class Attachment:
                 optimizer.leave(self)
             except StepError as error:
                 failed = error
-        self.chosen.take_off()
+        self.chosen.disable()
         for model in self.models:
             if self._added_autocast:
                 remove_autocast(accelerator, model)
@@ -262,7 +262,6 @@ class Attachment:
         """
         if self.chosen.patterns:
             self.chosen.refuse_unmatched(self.models)
-            self.chosen.before_backward(self.models)
 
     def follow_parameters(self) -> None:
         """Before a backward: parameters may be trained that were frozen before."""

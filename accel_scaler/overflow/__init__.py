@@ -1,20 +1,20 @@
-"""Which module was the first to overflow, and what is done about it.
+"""Where an overflow began, and what is done about it.
 
-:class:`OverflowFinder` watches the modules of a model and finds the first that overflowed;
-:class:`OverflowExplainer` asks it at each window that did, or runs the window again where that was
-asked for. :class:`Healer` and :class:`ChosenModules` run modules in float32 within a float16 model,
-and :func:`warn_past_float16` names weights that need it. Windows come in, an ``Origin`` and changed
-modules go out. The folder knows no Accelerate and no step mode.
+:class:`OverflowFinder` watches the modules of a model and finds the first one that overflowed.
+:class:`OverflowExplainer` asks it at each window that overflowed, or runs the window again where
+that is configured. :class:`Healer` and :class:`Fp32Modules` run modules in float32 within a float16
+model, and :func:`warn_past_float16` names weights that need it. Windows come in; an ``Origin`` and
+modules in float32 go out. The folder knows no Accelerate and no step mode.
 """
 
-from .chosen import ChosenModules
 from .explaining import OverflowExplainer
+from .fp32_modules import Fp32Modules
 from .heal import Healer
-from .names import refuse_unmatched
+from .module_names import refuse_unmatched
 from .past_float16 import warn_past_float16
 
 __all__ = [
-    "ChosenModules",
+    "Fp32Modules",
     "Healer",
     "OverflowExplainer",
     "refuse_unmatched",

@@ -1,8 +1,8 @@
 """Where the overflow of a window began, and what is done about it.
 
-The modules were watched while they ran, which only observes; or, where that was asked for, the
-window is run again. With ``heal`` what overflows at any scale runs in float32 from then on. All of
-it happens before anything is updated.
+Modules are watched while they run, which only observes; or, where that is configured, the window is
+run again. With ``heal`` modules that overflow at any scale run in float32 from then on. All of it
+happens before anything is updated.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -34,36 +33,40 @@ from ..scaling import (
     is_sharded,
     parameters_of,
 )
-from .finder import OverflowFinder
-from .heal import Finding, Healer, Trial, locate
-from .recording import WindowRecording
-from .replay import Replay, obstacle, overflowed_sum, run_again
+from .finder import OverflowFinder, search_sums
+from .heal import Healer
+from .rerun import WindowRecording, run_again
 
 logger = logging.getLogger("accel_scaler")
 
 T = TypeVar("T")
 
 ONE_IN = 100
-"""After the first skip of a run, the skips of it that are explained."""
+"""After the first overflow of a run of them one in so many is explained."""
 
-MOST_WATCHED = 20
-"""Windows without an overflow after which watching ends: an overflow that no other follows is the
-scale's, once in some thousand windows."""
+MAX_WATCHED = 20
+"""Windows without an overflow after which watching ends: an overflow that no other follows is due
+to the scale, which grows once in some thousand windows."""
 
-MOST_TOLD = 20
-"""Overflows of which a warning is given; of later ones records and the log's level INFO tell."""
+MAX_WARNINGS = 20
+"""Overflows that are logged as warnings; later ones are logged at the level INFO."""
 
 
 class OverflowExplainer(Observer):
-    """Says of each overflow where it began, in the window's ``origin`` and in the log.
+    """Finds out where each overflow began; writes it to the window's ``origin`` and to the log.
+
+    Note [Ranks that explain together]
+    Ranks communicate about an overflow only where all of them are known to have it and to have the
+    same settings: their gradients are sharded, or the last backward was one that DDP synchronises.
+    Otherwise each rank explains its own overflows, and no module is healed.
 
     Args:
         scaler: whose windows these are.
-        how: ``watch``, modules are watched after an overflow, until the next one; ``replay``, a
-            window that has overflowed is run again, and modules are watched only where that fails,
-            while a run of skips lasts; ``always``, modules are watched in every window.
-        healer: puts modules that overflow at any scale on float32; None: nobody does.
-        around: entered around a backward, as the training loop does.
+        how: ``watch``: modules are watched after an overflow, until the next one. ``replay``: a
+            window that has overflowed is run again; where it cannot be, the next ones are watched.
+            ``always``: every window is watched.
+        healer: with one, a window that has overflowed is run again whatever ``how`` says.
+        around_backward: entered around a backward, as the training loop does.
     """
 
     def __init__(
@@ -71,39 +74,39 @@ class OverflowExplainer(Observer):
         scaler: GradScaler,
         how: Literal["watch", "replay", "always"],
         healer: Healer | None,
-        around: Callable[[], AbstractContextManager[None]],
+        around_backward: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self.scaler, self.around = scaler, around
-        self._stepped: frozenset[Module] = frozenset()
-        """Models that another optimizer has updated in it already."""
-        self.always, self.healer = how == "always", healer
+        self.scaler, self.healer, self.around_backward = scaler, healer, around_backward
+        self.always = how == "always"
         runs_again = how == "replay" or healer is not None
         self.recording = WindowRecording() if runs_again else None
         self.finder = OverflowFinder() if self.always else None
+        self.is_everywhere = False
+        """Every rank has the same settings."""
+        self._models: list[weakref.ref[Module]] = []
+        self._prepared: weakref.WeakSet[Module] = weakref.WeakSet()
+        self._is_synchronised = False
+        """The gradients of the last backward are those of every rank."""
+        self._is_together = False
+        """In the present window ranks communicate: see Note [Ranks that explain together]."""
+        self._is_sharded = False
+        self._device = torch.device("cpu")
         self._left_to_watch = 0
         """Windows without an overflow until watching ends."""
-        self._models: list[weakref.ref[Module]] = []
-        """In the order in which they came, which is the same on every rank."""
-        self._prepared: weakref.WeakSet[Module] = weakref.WeakSet()
-        self.is_everywhere = False
-        """Every rank has the same settings, so that they may communicate."""
-        self._is_same_everywhere = False
-        """The gradients of the last backward are those of every rank."""
-        self._overflows = 0
-        """Windows in a row."""
+        self._in_a_row = 0
+        """Windows that have overflowed."""
         self._first_scale = 1.0
         """Of the first of them."""
         self._explained: Window | None = None
         """The window that overflowed last."""
-        self._closed: Window | None = None
+        self._stepped: Window | None = None
         """The window in which an optimizer has stepped last; others may join it."""
-        self._told = 0
-        self._told_why = ""
-        self._told_alone = False
+        self._warnings = 0
+        self._logged: set[str] = set()
 
     @property
     def models(self) -> list[Module]:
-        """Those that are watched, without their wrappers."""
+        """Those that are watched, without wrappers, in the order in which they were prepared."""
         return [model for ref in self._models if (model := ref()) is not None]
 
     def watch(self, prepared: Module, inner: Module) -> None:
@@ -111,7 +114,7 @@ class OverflowExplainer(Observer):
 
         Args:
             prepared: what the training loop calls.
-            inner: the model in it, whose modules' names are told.
+            inner: the model in it.
         """
         plain = unwrap(inner)
         self._prepared.add(prepared)
@@ -121,67 +124,49 @@ class OverflowExplainer(Observer):
             self.recording.watch(prepared, plain)
             if self.healer is not None:
                 self.healer.statistics.watch(plain)
-                self.recording.before_window = self.healer.statistics.keep
+                self.recording.before_window = self.healer.statistics.copy
         if self.finder is not None:
             self.finder.watch(plain)
 
     def before_backward(self, loss: Tensor) -> None:
         """A backward from this unscaled loss is about to start."""
-        closed, self._closed = self._closed, None
-        if closed is not None and closed is not self._explained:
+        stepped, self._stepped = self._stepped, None
+        if stepped is not None and stepped is not self._explained:
             self._window_was_fine()
-        self._is_same_everywhere = all(
+        self._is_synchronised = all(
             isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync
             for model in self._prepared
         )
         if self.recording is not None:
-            self.recording.note_backward(loss)
+            self.recording.before_backward(loss)
         if self.finder is not None:
-            self.finder.note_loss(loss)
+            self.finder.before_backward(loss)
 
     def before_update(self, optimizer: Optimizer, window: Window) -> None:
-        """Explain the window if it has overflowed, and nobody has yet."""
+        """Explain the window if it has overflowed, once."""
         scaled = self.scaler.is_enabled()
         overflowed = window.found_inf if scaled else not window.grad_norms.are_finite
         if not overflowed or self._explained is window:
             return
         self._explained = window
-        self._overflows += 1
-        if self._overflows == 1:
+        self._in_a_row += 1
+        if self._in_a_row == 1:
             self._first_scale = self.scaler.window_scale
         params = parameters_of(optimizer)
-        ranks = _Ranks(params[0].device, self.scaler.sharded or is_sharded(params))
-        if self.is_everywhere and (ranks.are_sharded or self._is_same_everywhere):
-            # One of them may have overflowed alone before, and be in the midst of a run.
-            ranks.are_together = True
-            overflows, watch = zip(
-                *ranks.gather((self._overflows, self.finder is not None)), strict=True
-            )
-            self._overflows = max(overflows)
-            if any(watch) and self.finder is None:
-                self._watch_from_now("another rank could not" if self.recording else "")
-        self._stepped = self._stepped_in(window, optimizer)
-        origin = self._explain(params, ranks)
+        self._device = params[0].device
+        self._is_sharded = self.scaler.sharded or is_sharded(params)
+        self._is_together = self.is_everywhere and (self._is_sharded or self._is_synchronised)
+        # A rank may have overflowed alone before, and be in the midst of a run of overflows.
+        answers = self._gather((self._in_a_row, self.finder is not None))
+        self._in_a_row = max(in_a_row for in_a_row, _ in answers)
+        if self.finder is None and any(watches for _, watches in answers):
+            self._start_watching("another rank could not run it again" if self.recording else "")
+        origin = self._explain(params)
         if origin is not None:
-            self._tell(window, origin)
+            self._publish(window, origin)
         if self.healer is not None and scaled:
-            self._heal(self.healer, window, origin, ranks)
-            self.healer.statistics.put_back()
-
-    def _stepped_in(self, window: Window, optimizer: Optimizer) -> frozenset[Module]:
-        """Models whose parameters another optimizer has updated in this window."""
-        records = [(o, window.known(o)) for o in self.scaler.managed if o is not optimizer]
-        updated = {
-            id(p)
-            for other, record in records
-            if record and record.stage is OptState.STEPPED and not record.found_inf
-            for p in parameters_of(other)
-        }
-        return frozenset(
-            model
-            for model in self.models
-            if updated and not updated.isdisjoint(map(id, Module.parameters(model)))
-        )
+            self._heal(self.healer, window, origin)
+            self.healer.statistics.restore()
 
     def optimizer_stepped(
         self, optimizer: Optimizer, window: Window, timing: StepTiming | None
@@ -191,16 +176,7 @@ class OverflowExplainer(Observer):
             self.recording.end_window()
         if self.finder is not None:
             self.finder.end_window()
-        self._closed = window
-
-    def _window_was_fine(self) -> None:
-        """A run of overflows is over."""
-        self._explained, self._overflows = None, 0
-        self._left_to_watch -= 1
-        if self._left_to_watch <= 0:
-            self._watch_no_more()
-        if self.healer is not None:
-            self.healer.window_was_fine()
+        self._stepped = window
 
     def close(self) -> None:
         """Remove every hook."""
@@ -210,158 +186,141 @@ class OverflowExplainer(Observer):
             self.finder.close()
         self._explained = None
 
-    def _explain(self, params: Sequence[Tensor], ranks: _Ranks) -> Origin | None:
+    def _window_was_fine(self) -> None:
+        """A run of overflows is over."""
+        self._explained, self._in_a_row = None, 0
+        self._left_to_watch -= 1
+        if self._left_to_watch <= 0:
+            self._stop_watching()
+        if self.healer is not None:
+            self.healer.window_was_fine()
+
+    def _explain(self, params: Sequence[Tensor]) -> Origin | None:
         if self.finder is not None:
-            found = self.finder.find(sums=not ranks.are_together)
-            if ranks.are_together:
-                found, _ = ranks.first_origin(found)
-                found = found or self.finder.find()
-            if found is not None and self.healer is None:
-                self._watch_no_more()
+            found = self._own_or_first(self.finder.find(sums=not self._is_together))
+            if found is None and self._is_together:
+                found = self._own_or_first(self.finder.find())
+            if found is not None:
+                self._stop_watching()
             return found
-        if (self._overflows - 1) % ONE_IN:
+        if (self._in_a_row - 1) % ONE_IN:
             return None
         if self.recording is None:
-            self._watch_from_now("")
+            self._start_watching("")
             return None
-        result, why = self._run_again(self.recording, ranks)
-        if result is not None and result.differences:
-            why = f"it did not give the same numbers: {', '.join(result.differences)}"
-        elif result is not None:
-            logger.debug("the window was run again in %.3g s", result.seconds)
-        found = None if result is None or result.differences else result.origin
-        found, why = ranks.first_origin(found, why)
+        found, why = self._run_again(self.recording)
+        found = self._own_or_first(found)
+        why = next(filter(None, self._gather(why)), "")
         if found is None and not why:
-            if ranks.are_together or any(p.dtype in LOW_PRECISION for p in params):
-                found = overflowed_sum(self.models, self.recording.backwards - 1)
+            if self._is_together or any(p.dtype in LOW_PRECISION for p in params):
+                sums = search_sums(self.models, self.recording.backwards - 1)
+                found = self._own_or_first(sums)
             why = "nothing was inf or NaN when it was run again"
         if found is None:
-            self._watch_from_now(why)
+            self._start_watching(why)
         return found
 
     def _run_again(
-        self, recording: WindowRecording, ranks: _Ranks, **how: float
-    ) -> tuple[Replay | None, str]:
-        """On every rank or on none; and why not."""
-        why = obstacle(recording, self._stepped)
-        if ranks.are_together:
-            why = next(filter(None, ranks.gather(why)), "")
+        self, recording: WindowRecording, factor: float | None = None
+    ) -> tuple[Origin | None, str]:
+        """On every rank or on none. Returns where it overflowed, or why it could not be run."""
+        why = next(filter(None, self._gather(recording.obstacle())), "")
         if why:
             return None, why
-        stops = not (ranks.are_together and ranks.are_sharded)
+        stops = not (self._is_together and self._is_sharded)
         try:
-            return run_again(recording, self.around, stops=stops, stepped=self._stepped, **how), ""  # type: ignore[arg-type]
-        except Exception as error:  # the model's own, or no memory is left; it is told
+            return run_again(recording, self.around_backward, stops, factor), ""
+        except Exception as error:  # the model's own, or out of memory; it is logged
             return None, f"it raised {type(error).__name__}: {error}"
 
-    def _heal(self, healer: Healer, window: Window, origin: Origin | None, ranks: _Ranks) -> None:
-        """Put on float32 what overflows at any scale."""
-        recording, models, scale = self.recording, self.models, self.scaler.window_scale
-        if recording is None or (healer.has_given_up and (self._overflows - 1) % ONE_IN):
+    def _heal(self, healer: Healer, window: Window, origin: Origin | None) -> None:
+        """Run modules in float32 that overflow at any scale."""
+        recording, scale = self.recording, self.scaler.window_scale
+        if recording is None or (healer.has_given_up and (self._in_a_row - 1) % ONE_IN):
             return
-        if ranks.are_several and not ranks.are_together:
-            self._tell_not_healed()
-            return
-
-        def at_scale_1() -> Finding | None:
-            result, _ = self._run_again(recording, ranks, cures=True, factor=1 / max(scale, 1.0))
-            found = None
-            if result is None:
-                found = Finding(Origin("", "", "", 0, None, None, "it cannot be run again"), None)
-            elif result.origin is not None:
-                found = Finding(result.origin, locate(models, result.origin))
-            return ranks.first(found)
-
-        finding = ranks.first(None if origin is None else Finding(origin, locate(models, origin)))
-        trial: Trial | None = at_scale_1
-        if self.finder is not None and not self.always:  # it could not be run again
-            trial = None
-            if finding is None or (scale > 1 and not finding.is_in_forward):
-                return
-        elif finding is None or not finding.is_in_forward:
-            finding = at_scale_1()
-        if finding is None:
-            healer.window_was_fine()
-            return
-        window.healed = healer.heal(models, finding, trial)
-        if window.healed:
-            self._tell_healed(window, healer, finding)
-
-    def _tell_not_healed(self) -> None:
-        if not self._told_alone:
-            self._told_alone = True
-            logger.warning(
+        if dist.is_initialized() and dist.get_world_size() > 1 and not self._is_together:
+            self._warn_once(
                 "heal: the ranks do not overflow together (they step alone, have other settings, "
-                "or were attached after prepare), so none of them puts a module on float32 that "
-                "the others do not. (Said once.)"
+                "or were attached after prepare), so no module is put on float32. (Logged once.)"
             )
+            return
+        if self.finder is not None and not self.always:
+            return  # it could not be run again, which was logged
 
-    def _tell_healed(self, window: Window, healer: Healer, finding: Finding) -> None:
-        share = healer.share(self.models)
+        def at_scale_1() -> Origin | None:
+            found, why = self._run_again(recording, factor=1 / max(scale, 1.0))
+            return self._same_everywhere(Origin("", "", "", 0, None, None, why) if why else found)
+
+        found = self._same_everywhere(origin)
+        if found is None or found.where not in ("forward", "loss"):
+            found = at_scale_1()
+        if found is None:
+            healer.window_was_fine()
+        elif not found.where:  # it cannot be run again
+            healer.has_given_up = True
+        else:
+            window.healed = healer.heal(self.models, found, at_scale_1)
+            if window.healed:
+                self._publish_healed(window, healer, found)
+
+    def _publish_healed(self, window: Window, healer: Healer, origin: Origin) -> None:
         logger.warning(
             "window %d: in float32 from now on: %s, since no scale cures: %s. %.2g%% of the "
             "parameters are in float32. In the config, from the start: fp32_modules: %s",
             window.index,
             ", ".join(window.healed),
-            finding.origin.text,
-            100 * share,
-            json.dumps(healer.chosen.patterns),
+            origin.text,
+            100 * healer.share(self.models),
+            json.dumps(healer.fp32_modules.patterns),
         )
-        # What brought it down was not its size.
+        # The scale did not fall because it was too large.
         state = self.scaler.read_state()
         self.scaler.write_state(replace(state, scale=max(self._first_scale, state.scale)))
 
-    def _watch_from_now(self, why: str) -> None:
-        """Modules are watched while they run. ``why``: the window could not be run again."""
-        if why != self._told_why:
-            self._told_why = why
-            logger.warning(
-                "the window that overflowed could not be run again: %s. The next windows are "
-                "watched while they run, until one does not overflow.",
-                why,
+    def _start_watching(self, why: str) -> None:
+        """Watch modules while they run. ``why``: the window could not be run again."""
+        if why:
+            self._warn_once(
+                f"the window that overflowed could not be run again: {why}. The next windows are "
+                "watched while they run (see find_overflow)."
             )
         self.finder = OverflowFinder()
-        self._left_to_watch = MOST_WATCHED if self.recording is None else 1
+        self._left_to_watch = MAX_WATCHED if self.recording is None else 1
         for model in self.models:
             self.finder.watch(model)
 
-    def _watch_no_more(self) -> None:
+    def _stop_watching(self) -> None:
         if self.finder is not None and not self.always:
             self.finder.close()
             self.finder = None
 
-    def _tell(self, window: Window, origin: Origin) -> None:
-        """In the window, to who ends a run of skips, and in the log."""
+    def _publish(self, window: Window, origin: Origin) -> None:
+        """In the window, in the error that ends a run of skips, and in the log."""
         window.origin = origin
         self.scaler.skips.origin = origin.text
-        self._told += 1
-        level = logging.WARNING if self._told <= MOST_TOLD else logging.INFO
+        self._warnings += 1
+        level = logging.WARNING if self._warnings <= MAX_WARNINGS else logging.INFO
         logger.log(level, "window %d overflowed: %s", window.index, origin.text)
 
+    def _warn_once(self, message: str) -> None:
+        if message not in self._logged:
+            self._logged.add(message)
+            logger.warning("%s", message)
 
-class _Ranks:
-    """The ranks that run a window again."""
+    # What ranks tell each other: nothing, unless they explain together.
 
-    def __init__(self, device: torch.device, are_sharded: bool) -> None:
-        self.device, self.are_sharded = device, are_sharded
-        self.are_several = dist.is_initialized() and dist.get_world_size() > 1
-        self.are_together = False
-        """All of them have overflowed in it, and so may communicate."""
+    def _gather(self, value: T) -> list[T]:
+        """``value`` of every rank, or of this one alone."""
+        return gather_objects(value, self._device) if self._is_together else [value]
 
-    def gather(self, value: T) -> list[T]:
-        """The value of every rank."""
-        return gather_objects(value, self.device)
+    def _own_or_first(self, found: Origin | None) -> Origin | None:
+        """What this rank has found, or else the first rank that has found something."""
+        for rank, other in enumerate(self._gather(found)):
+            if found is None and other is not None:
+                found = replace(other, text=f"{other.text} (rank {rank})")
+        return found
 
-    def first_origin(self, found: Origin | None, why: str = "") -> tuple[Origin | None, str]:
-        """What the first rank has found, and why another could not be asked."""
-        answers = self.gather((found, why)) if self.are_together else []
-        for rank, (origin, _) in enumerate(answers):
-            if origin is not None and found is None:
-                found = replace(origin, text=f"{origin.text} (rank {rank})")
-        return found, next((other for _, other in answers if other), why)
-
-    def first(self, found: Finding | None) -> Finding | None:
-        """What the first rank has found; one that has it from another does not know its module."""
-        answers = self.gather(found) if self.are_together else [found]
-        told = [answer for answer in answers if answer is not None]
-        return next((answer for answer in told if answer.at is not None), next(iter(told), None))
+    def _same_everywhere(self, found: Origin | None) -> Origin | None:
+        """One that a rank has found, preferably in a module; the same one on every rank."""
+        answers = [other for other in self._gather(found) if other is not None]
+        return max(answers, key=lambda other: bool(other.module), default=None)

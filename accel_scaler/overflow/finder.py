@@ -1,8 +1,8 @@
-"""``find_overflow``: hooks on a model that say which module was the first to overflow.
+"""``OverflowFinder``: hooks on a model that find the module that overflowed first.
 
-Nothing is run again and nothing is read from the device until a boundary has overflowed: hooks
-leave a two-element range for each tensor they see. Gradients are seen by hooks on tensors,
-because a module's own backward hooks forbid to change its output in place.
+The hooks leave a range of two elements for each tensor that they see, on its device. Nothing is
+read from the device before a boundary has overflowed. Gradients are seen by hooks on tensors, since
+a module's own backward hooks forbid changing its output in place.
 """
 
 from __future__ import annotations
@@ -11,26 +11,33 @@ import itertools
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Module, Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..devices import is_capturing
 from ..errors import listed
 from ..models import is_compiled, is_in_backward, is_transformed
 from ..scaling import Origin
-from .hooks import (
-    Hook,
-    gradient_edge,
-    hook_inputs,
-)
-from .ranges import Range, in_words, tensors_in
+from .containers import named_tensors_in, tensors_in
+from .hooks import Hook
+from .module_names import plain_name
+from .ranges import Range, in_words
 from .search import search
-from .trace import Call, Entry, InputGradient, Loss, ParameterGradient, Place, Uses, WindowTrace
+from .trace import (
+    Call,
+    Entry,
+    Loss,
+    ParameterGradient,
+    Uses,
+    WatchedModule,
+    WindowTrace,
+)
 
 
 @dataclass
@@ -46,22 +53,25 @@ class _Seen:
 class OverflowFinder:
     """Watches models and names the module that overflowed first.
 
-    A debugging switch: it reads every activation and every gradient once more. It does not
-    change a value, holds no activation, and synchronises with the device in :meth:`find` only.
+    It reads every activation and every gradient once more. It changes no value, keeps no activation
+    alive, and synchronises with the device in :meth:`find` and :meth:`has_nonfinite_gradient` only.
 
-    Forwards without gradients are not kept, nor those that no backward reaches, beyond a
-    bounded number. What activation checkpointing runs again in the backward takes no part in the
-    order of the forward; only its gradients count. Compiled and scripted modules cannot be seen
-    into: there a loss or a parameter is named at best.
+    Forwards without gradients are not kept, nor, beyond a bounded number, those that no backward
+    reaches. What activation checkpointing runs again in the backward takes no part in the order of
+    the forward; only its gradients count. Compiled and scripted modules cannot be seen into: there
+    a loss or a parameter is named at best.
+
+    Args:
+        is_eager: compiled models run uncompiled, so there is no warning about them.
     """
 
     def __init__(self, is_eager: bool = False) -> None:
         self._is_eager = is_eager
         self._handles: list[Any] = []
-        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._modules: weakref.WeakSet[Module] = weakref.WeakSet()
+        self._models: list[weakref.ref[Module]] = []
         self._parameters: Any = WeakTensorKeyDictionary()
-        """parameter -> ``(place, name, handle or None)``, in the models' order."""
+        """parameter -> ``(module, name, handle or None)``."""
         self._seen: Any = WeakTensorKeyDictionary()
         self._numbers = itertools.count()
         self._window = WindowTrace(next(self._numbers))
@@ -69,35 +79,32 @@ class OverflowFinder:
         self._is_over = False
         self._is_closed = False
 
-    def watch(self, model: nn.Module) -> None:
+    def watch(self, model: Module) -> None:
         """Put hooks on every module and parameter of a model, once each.
 
         Call it again after modules were added. Warns about modules that torch.compile or
         TorchScript runs, which hooks cannot see.
-
-        Args:
-            model: names are those of its ``named_modules()``.
         """
         self._is_closed = False
         compiled = []
         for name, module in model.named_modules():
-            place = place_of(name, module, model)
+            watched = WatchedModule(plain_name(name), type(module).__name__)
             if not self._is_eager and is_compiled(module):
-                compiled.append(str(place))
+                compiled.append(str(watched))
             for own, p in module.named_parameters(recurse=False):
                 if p not in self._parameters:
-                    self._parameters[p] = (place, own, None)
+                    self._parameters[p] = (watched, own, None)
             if module in self._modules or isinstance(module, torch.jit.ScriptModule):
                 continue
             self._modules.add(module)
-            enter, leave = Hook(self, "enter", place), Hook(self, "leave", place)
+            enter, leave = Hook(self, "enter", watched), Hook(self, "leave", watched)
             self._handles += [
                 module.register_forward_pre_hook(enter, with_kwargs=True),
                 module.register_forward_hook(leave, always_call=True),
             ]
         self._watch_parameters()
-        if model not in self._roots:
-            self._roots.add(model)
+        if all(ref() is not model for ref in self._models):
+            self._models.append(weakref.ref(model))
             if compiled:
                 warnings.warn(
                     "find_overflow cannot see into compiled or scripted modules: "
@@ -106,18 +113,7 @@ class OverflowFinder:
                     stacklevel=2,
                 )
 
-    def end_window(self) -> None:
-        """A step is over. What was seen is kept until a forward or a backward follows: further
-        optimizers may step, and overflow, in the same window."""
-        self._is_over = True
-
-    def new_window(self) -> None:
-        """Forget everything seen so far: a window was closed or given up."""
-        self._is_over = False
-        self._window = WindowTrace(next(self._numbers))
-        self._threads = threading.local()  # a forward that was interrupted never left
-
-    def note_loss(self, loss: Any) -> None:
+    def before_backward(self, loss: Any) -> None:
         """A backward from this loss is about to start.
 
         Args:
@@ -127,7 +123,7 @@ class OverflowFinder:
             self.new_window()
         window = self._window
         window.backwards += 1
-        for _, tensor in tensors_in(loss):
+        for tensor in tensors_in(loss):
             seen = self._look(tensor)
             if seen.range is not None:
                 dtype = str(tensor.dtype).removeprefix("torch.")
@@ -135,56 +131,62 @@ class OverflowFinder:
                 if tensor.requires_grad:
                     self._uses_of(tensor, seen).loss = window.losses[-1]
 
+    def end_window(self) -> None:
+        """An optimizer has stepped. Another one may still step, and overflow, in the same window,
+        so nothing is dropped before the next forward or backward."""
+        self._is_over = True
+
+    def new_window(self) -> None:
+        """Drop all that was seen."""
+        self._is_over = False
+        self._window = WindowTrace(next(self._numbers))
+        self._threads = threading.local()  # a forward that was interrupted never left
+
     def find(self, sums: bool = True) -> Origin | None:
-        """Where the overflow of the present window began; None: nothing non-finite was seen.
+        """Where the overflow of the present window began; None if nothing was inf or NaN.
 
         Synchronises with each device once.
 
         Args:
-            sums: False: a gradient that is not finite though all that was seen to go into it is
-                does not count. Another rank's part may not be.
+            sums: False: a gradient that is not finite does not count if all that went into it here
+                is finite. Another rank's part may not be.
         """
-        found = search(self._window, len(self._roots) > 1)
-        return found or (search_sums(self._places(), self._window.micro) if sums else None)
+        found = search(self._window)
+        if found is None and sums:
+            models = [model for ref in self._models if (model := ref()) is not None]
+            found = search_sums(models, self._window.micro)
+        return found
 
-    def nonfinite_parameters(self) -> set[str]:
-        """Names of those to which a gradient came, in the present window, that was not finite.
+    def has_nonfinite_gradient(self) -> bool:
+        """Whether a gradient that was not finite came to a parameter in the present window.
 
         Synchronises with each device once.
         """
-        came = list(self._window.parameter_gradients)
-        Range.read(each.range for each in came)
-        return {
-            f"{each.place.name}.{each.name}".lstrip(".")
-            for each in came
-            if not each.range.is_finite
-        }
+        gradients = list(self._window.parameter_gradients)
+        Range.read(each.range for each in gradients)
+        return not all(each.range.is_finite for each in gradients)
 
     def close(self) -> None:
-        """Remove every hook and forget everything."""
+        """Remove every hook and drop all that was seen."""
         for handle in (*self._handles, *(each[-1] for each in self._parameters.values())):
             if handle is not None:
                 handle.remove()
-        self._is_closed = True  # hooks on tensors of a graph that is still alive
-        for each in (self._handles, self._modules, self._roots):
+        self._is_closed = True  # there are hooks on tensors of a graph that is still alive
+        for each in (self._handles, self._modules, self._models):
             each.clear()
         self._parameters, self._seen = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
         self.new_window()
 
     def _watch_parameters(self) -> None:
-        """Also those that were frozen when the model was watched, and are no longer."""
-        for p, (place, name, handle) in list(self._parameters.items()):
+        """Also those that were frozen when the model was watched, and no longer are."""
+        for p, (watched, name, handle) in list(self._parameters.items()):
             if handle is None and p.requires_grad:
-                hook = Hook(self, "add_parameter_gradient", place, name)
-                self._parameters[p] = (place, name, p.register_hook(hook))
-
-    def _places(self) -> Iterator[tuple[Place, str, Tensor]]:
-        for p, (place, name, _) in list(self._parameters.items()):
-            yield place, name, p
+                hook = Hook(self, "add_parameter_gradient", watched, name)
+                self._parameters[p] = (watched, name, p.register_hook(hook))
 
     # Called by hooks.
 
-    def enter(self, place: Place, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def enter(self, watched: WatchedModule, module: Module, args: Any, kwargs: Any) -> None:
         """A module's forward begins."""
         if not self._is_listening():
             return
@@ -198,62 +200,52 @@ class OverflowFinder:
                 stack = self._stack()
             self._watch_parameters()
         window = self._window
-        earlier = window.latest.get(place) if is_in_backward() else None
+        earlier = window.latest.get(watched) if is_in_backward() else None
         if parent is not None:
             forward = parent.forward
         elif earlier is not None:
-            # A checkpoint's second run: it lies where the first one lay.
+            # A checkpoint's second run belongs where the first one was.
             parent, forward = earlier.parent, earlier.forward
         else:
             forward = window.open_forward(next(self._numbers))
-        call = Call(place, parent, forward, is_first=earlier is None)
+        call = Call(watched, parent, forward, is_first=earlier is None)
         stack.append(call)
         call.inputs = self._entries({**dict(enumerate(args)), **kwargs}, call, consumes=True)
         if call.is_first:
-            window.latest[place] = call
+            window.latest[watched] = call
             forward.add(False, call)
 
-    def leave(self, place: Place, module: nn.Module, args: Any, output: Any) -> None:
-        """A module's forward ends, by an exception too (then ``output`` is None)."""
+    def leave(self, watched: WatchedModule, module: Module, args: Any, output: Any) -> None:
+        """A module's forward ends; by an exception if ``output`` is None."""
         stack = self._stack()
-        if not stack or stack[-1].place is not place:
+        if not stack or stack[-1].module is not watched:
             return
         call = stack.pop()
-        edges, call.edges = call.edges, []  # they hold the graph
         if not self._is_listening():
             return
         call.outputs = self._entries(output, call, consumes=False)
-        if edges:
-            outputs = [tensor for _, tensor in tensors_in(output)]
-            hook_inputs(edges, outputs, lambda number: Hook(self, "add_share", call, number))
         if call.is_first:
             call.forward.add(True, call)
 
     def add_gradient(self, uses: Uses, grad: Any) -> None:
         """A gradient came to a tensor."""
-        made = self._range_of(grad)
-        if made is not None:
-            self._window.add_gradient(uses, made)
+        found = self._range_of(grad)
+        if found is not None:
+            self._window.add_gradient(uses, found)
 
-    def add_share(self, call: Call, number: int, grads: Any, _: Any) -> None:
-        """A module adds this to the gradient of its input."""
-        made = self._range_of(grads[number])
-        if made is not None:
-            self._window.input_gradients.append(InputGradient(self._window.micro, made, call))
-
-    def add_parameter_gradient(self, place: Place, name: str, grad: Any) -> None:
+    def add_parameter_gradient(self, watched: WatchedModule, name: str, grad: Any) -> None:
         """A gradient came to a parameter."""
-        made = self._range_of(grad)
-        if made is not None:
-            came = ParameterGradient(self._window.micro, made, place, name)
-            self._window.parameter_gradients.append(came)
+        found = self._range_of(grad)
+        if found is not None:
+            gradient = ParameterGradient(self._window.micro, found, watched, name)
+            self._window.parameter_gradients.append(gradient)
 
     def _range_of(self, grad: Any) -> Range | None:
         is_seen = isinstance(grad, Tensor) and self._is_listening()
         return Range.of(grad) if is_seen else None
 
     def _is_listening(self) -> bool:
-        """Not where tensors have no values, or a range would become part of a program."""
+        """Not where tensors have no values, or where a range would become part of a program."""
         return not (self._is_closed or torch._C._is_tracing() or is_transformed() or is_capturing())
 
     def _stack(self) -> list[Call]:
@@ -262,32 +254,29 @@ class OverflowFinder:
 
     def _entries(self, value: Any, call: Call, consumes: bool) -> list[Entry]:
         entries = []
-        for path, tensor in tensors_in(value):
-            # A parameter whose update is due is no Tensor by its type alone, and isinstance waits.
-            if not issubclass(type(tensor), Tensor) or isinstance(tensor, nn.Parameter):
+        for name, tensor in named_tensors_in(value):
+            # A parameter whose update is pending is of another class, and isinstance would wait.
+            if not issubclass(type(tensor), Tensor) or isinstance(tensor, Parameter):
                 continue  # its gradient is watched by itself
             seen = self._look(tensor)
             if seen.range is None:
                 continue
-            dtype = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
-            entries.append(Entry(path, seen.range, tensor.requires_grad, dtype))
+            entries.append(Entry(name, seen.range, tensor.requires_grad))
             if tensor.requires_grad:
                 uses = self._uses_of(tensor, seen)
                 (uses.consumers if consumes else uses.producers).append(call)
                 call.forward.has_hooks = True
-                if consumes and torch.is_grad_enabled() and call.place.is_leaf:
-                    call.edges.append(gradient_edge(tensor))
         return entries
 
     def _look(self, tensor: Tensor) -> _Seen:
-        """Take the range, once for every state of a tensor."""
+        """Take the range, once for every version of a tensor."""
         number = self._window.number
         version = 0 if tensor.is_inference() else tensor._version
         seen: _Seen | None = self._seen.get(tensor)
         if seen is None or seen.version != version:
             seen = self._seen[tensor] = _Seen(version, number, Range.of(tensor.detach()))
         elif seen.window != number:
-            # Through .data it may have changed; a leaf has met nobody yet in this window.
+            # It may have been changed through .data; nothing has used a leaf yet in this window.
             seen.window, seen.range = number, Range.of(tensor.detach())
             if tensor.is_leaf and seen.uses is not None:
                 seen.uses.consumers.clear()
@@ -301,32 +290,29 @@ class OverflowFinder:
         return seen.uses
 
 
-def place_of(name: str, module: nn.Module, model: nn.Module) -> Place:
-    """What is told of ``module``, which the model knows by this name."""
-    return Place(
-        name,
-        type(module).__name__,
-        type(model).__name__,
-        weakref.ref(module),
-        is_leaf=next(module.children(), None) is None,
-        has_code=getattr(type(module), "forward", None) is not nn.Sequential.forward,
-    )
+def search_sums(models: Iterable[Module], micro: int) -> Origin | None:
+    """A gradient that is not finite though every part of it is: it was summed over micro-batches or
+    ranks. Synchronises with each device once.
 
-
-def search_sums(parameters: Iterable[tuple[Place, str, Tensor]], micro: int) -> Origin | None:
-    """Where every part was finite: a sum over micro-batches or ranks may not be. Synchronises."""
-    summed = [
-        (made, place, name)
-        for place, name, p in parameters
-        if p.grad is not None and (made := Range.of(p.grad)) is not None
+    Args:
+        models: their parameters still have the gradients of the window.
+        micro: the number of its last micro-batch.
+    """
+    ranges = [
+        (found, model, name)
+        for model in models
+        for name, p in Module.named_parameters(model)
+        if p.grad is not None and (found := Range.of(p.grad)) is not None
     ]
-    Range.read(made for made, _, _ in summed)
-    for made, place, name in summed:
-        if not made.is_finite:
+    Range.read(found for found, _, _ in ranges)
+    for found, model, parameter in ranges:
+        if not found.is_finite:
+            path, _, own = parameter.rpartition(".")
+            name, cls = plain_name(path), type(model.get_submodule(path)).__name__
             text = (
-                f"gradient of parameter {name} of {place}, micro-batch {micro}: "
-                f"{in_words(made.values)} when it was summed, over micro-batches or ranks; "
-                "what was seen here to go into it is finite"
+                f"gradient of parameter {own} of {f'{name} ({cls})' if name else cls}, micro-batch "
+                f"{micro}: {in_words(found.values)} when it was summed, over micro-batches or "
+                "ranks; what was seen here to go into it is finite"
             )
-            return Origin("parameter", place.name, place.cls, micro, None, None, text, place)
+            return Origin("parameter", name, cls, micro, None, None, text)
     return None

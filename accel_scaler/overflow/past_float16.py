@@ -19,7 +19,8 @@ FIRST_INF = 65520.0
 """What rounds to inf; 65504 is float16's largest number."""
 
 WIDER = (torch.bfloat16, torch.float32)
-MOST_TOLD = 3
+MAX_NAMES = 3
+"""That a warning lists."""
 
 
 @torch.no_grad()
@@ -60,15 +61,15 @@ def _held(p: Any) -> Tensor | None:
 
 
 def warn_past_float16(model: Module, in_float32: Iterable[Module] = ()) -> None:
-    """Say in the log which weights are past float16, if any. See :func:`past_float16`."""
+    """Log which weights are past float16, if any. See :func:`past_float16`."""
     found = past_float16(model, in_float32)
     if not found:
         return
-    told = [f"{name} ({value:.3g})" for name, value in list(found.items())[:MOST_TOLD]]
+    names = [f"{name} ({value:.3g})" for name, value in list(found.items())[:MAX_NAMES]]
     owner = next(iter(found)).rpartition(".")[0] or "*"
     logger.warning(
         "%s: float16 ends at 65504, so in a float16 product this is inf, and every window "
         "overflows at any scale. Keep the module in float32: fp32_modules=(%r,), or heal=True.",
-        listed(told, len(found)),
+        listed(names, len(found)),
         owner,
     )

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..scaling import Pair
-
-DEEPEST = 6
-"""Nesting of containers up to which tensors are looked for."""
-
-PLAIN = frozenset((type(None), bool, int, float, str, bytes))
-"""In which no tensor is; a forward may be given thousands, as texts or tokens."""
 
 
 class Range:
@@ -92,55 +84,6 @@ def _values(tensor: Any) -> Tensor | None:
     if not local.is_floating_point() or local.numel() == 0:
         return None
     return local.float() if local.element_size() == 1 else local
-
-
-def tensors_in(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """``(path, tensor)`` for every tensor in tuples, lists, mappings and dataclasses."""
-    if issubclass(type(value), torch._C.TensorBase):  # isinstance would wait for a pending one
-        yield path, value
-        return
-    items: Iterable[tuple[Any, Any]] = ()
-    if depth >= DEEPEST:
-        return
-    if isinstance(value, (list, tuple)):
-        items = () if PLAIN.issuperset(map(type, value)) else enumerate(value)
-    elif isinstance(value, Mapping):
-        items = value.items()
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        items = ((f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value))
-    for key, item in items:
-        yield from tensors_in(item, f"{path}.{key}" if path else str(key), depth + 1)
-
-
-def with_tensors(value: Any, change: Callable[[Tensor], Any], depth: int = 0) -> Any:
-    """``value``, with ``change(tensor)`` in the place of every tensor that :func:`tensors_in`
-    finds; containers are copied, all else is the same object."""
-    if issubclass(type(value), torch._C.TensorBase):
-        return change(value)
-    if depth >= DEEPEST:
-        return value
-
-    def inner(item: Any) -> Any:
-        return with_tensors(item, change, depth + 1)
-
-    if isinstance(value, (list, tuple)):
-        items = list(value)
-        if not PLAIN.issuperset(map(type, items)):
-            items = list(map(inner, items))
-        if hasattr(value, "_fields"):
-            return type(value)(*items)
-        return type(value)(items)
-    if isinstance(value, Mapping):
-        changed: Any = copy.copy(value)
-        for key, item in value.items():
-            changed[key] = inner(item)
-        return changed
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changed = copy.copy(value)
-        for each in dataclasses.fields(value):
-            object.__setattr__(changed, each.name, inner(getattr(value, each.name, None)))
-        return changed
-    return value
 
 
 def joined(ranges: Iterable[Range]) -> Pair:

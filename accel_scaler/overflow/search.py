@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-import torch
-
 from ..scaling import Origin, Pair
-from .ranges import Range, in_words, joined
+from .ranges import Range, in_words
 from .trace import (
     Call,
     Entry,
@@ -17,21 +14,17 @@ from .trace import (
     Gradient,
     Loss,
     ParameterGradient,
-    Place,
+    WatchedModule,
     WindowTrace,
     pair_of,
 )
 
 
-def search(window: WindowTrace, with_roots: bool) -> Origin | None:
-    """Look through a window, one micro-batch after the other; None: all was finite.
-
-    Args:
-        with_roots: several models are watched; say which.
-    """
+def search(window: WindowTrace) -> Origin | None:
+    """Look through a window, one micro-batch after the other; None if all was finite."""
     Range.read(window.ranges())
     for micro in window.micro_batches():
-        each = _MicroBatch(window, micro, with_roots)
+        each = _MicroBatch(window, micro)
         found = each.forward() or each.loss() or each.backward() or each.parameter()
         if found is not None:
             return found
@@ -50,8 +43,8 @@ class _Suspect(NamedTuple):
 class _MicroBatch:
     """The search in one micro-batch, in the order in which it ran."""
 
-    def __init__(self, window: WindowTrace, micro: int, with_roots: bool) -> None:
-        self.window, self.micro, self.with_roots = window, micro, with_roots
+    def __init__(self, window: WindowTrace, micro: int) -> None:
+        self.window, self.micro = window, micro
         self.losses = [loss for loss in window.losses if loss.micro == micro]
 
     def forward(self) -> Origin | None:
@@ -96,20 +89,20 @@ class _MicroBatch:
         call, made = suspect.call, pair_of(entry.range for entry in suspect.made)
         if suspect.is_data:
             text = (
-                f"input of {self._label(call.place)}, micro-batch {self.micro}: {in_words(made)} "
+                f"input of {call.module}, micro-batch {self.micro}: {in_words(made)} "
                 "before any module saw it: look at the data"
             )
-            return self._origin("forward", call.place, made, _output_of(call), text)
+            return self._origin("forward", call.module, made, _output_of(call), text)
         given = pair_of(entry.range for entry in call.inputs if entry.is_finite)
         names = [entry.path for entry in suspect.made if entry.path]
         which = f"output {', '.join(names)}" if names and len(call.outputs) > 1 else "output"
         if not call.bad_outputs:
             which = "a value inside"
         text = (
-            f"forward of {self._label(call.place)}, micro-batch {self.micro}: input "
-            f"{in_words(given)}, {which} {in_words(made)}{_bad_weights(call)}"
+            f"forward of {call.module}, micro-batch {self.micro}: input "
+            f"{in_words(given)}, {which} {in_words(made)}"
         )
-        return self._origin("forward", call.place, given, made, text)
+        return self._origin("forward", call.module, given, made, text)
 
     def loss(self) -> Origin | None:
         """A loss of finite activations."""
@@ -140,20 +133,6 @@ class _MicroBatch:
         consumers = _innermost(c for c in uses.consumers if c not in uses.producers)
         # A module whose output nobody used got no gradient, and made none.
         active = [c for c in consumers if self._gradient_at_output(c, first)] or consumers
-        shares = [
-            s for s in self.window.input_gradients if s.micro == self.micro and s.call in active
-        ]
-        bad = next((share.call for share in shares if not share.range.is_finite), None)
-        if bad is not None:
-            return self._in_backward(bad, first, [])
-        unknown = [c for c in active if all(share.call is not c for share in shares)]
-        if active and not unknown:  # every share is finite: other code, or their sum
-            around = [c for c in uses.consumers if c.place.has_code and _holds_all(c, active)]
-            if around:
-                return self._in_sum(max(around, key=lambda call: call.depth), first, active)
-            if uses.producers:
-                return self._between(first)
-        active = unknown or active
         if active:
             return self._in_backward(active[-1], first, active[:-1])
         return self._between(first)
@@ -173,23 +152,15 @@ class _MicroBatch:
 
     def _in_backward(self, call: Call, first: Gradient, others: list[Call]) -> Origin:
         came, made = self._gradient_at_output(call, first), first.range.values
-        shared = ", ".join(dict.fromkeys(str(c.place) for c in others if c.place is not call.place))
+        shared = ", ".join(
+            dict.fromkeys(str(c.module) for c in others if c.module is not call.module)
+        )
         text = (
-            f"backward of {self._label(call.place)}, micro-batch {self.micro}: gradient of its "
+            f"backward of {call.module}, micro-batch {self.micro}: gradient of its "
             f"output {in_words(came)}, gradient of its input {in_words(made)}"
             f"{_forward_of(call)}{f'; or of {shared}, with the same input' if shared else ''}"
         )
-        return self._origin("backward", call.place, made, came, text)
-
-    def _in_sum(self, call: Call, first: Gradient, parts: list[Call]) -> Origin:
-        came, made = self._gradient_at_output(call, first), first.range.values
-        names = ", ".join(dict.fromkeys(str(part.place) for part in parts))
-        text = (
-            f"backward of {self._label(call.place)}, micro-batch {self.micro}, in its own code or "
-            f"the sum of what comes from there and from {names}: gradient of its output "
-            f"{in_words(came)}, gradient of its input {in_words(made)}{_forward_of(call)}"
-        )
-        return self._origin("backward", call.place, made, came, text)
+        return self._origin("backward", call.module, made, came, text)
 
     def _between(self, first: Gradient) -> Origin:
         """It was made in code between modules."""
@@ -198,17 +169,17 @@ class _MicroBatch:
         if call is None:
             text = (
                 f"backward of the loss, micro-batch {self.micro}: gradient of the output of "
-                f"{self._label(before.place)} {in_words(made)} before any module's backward: look "
+                f"{before.module} {in_words(made)} before any module's backward: look "
                 "at how the loss is computed"
             )
             return Origin("backward", "", "loss", self.micro, made, None, text)
         came = self._gradient_at_output(call, first)
         text = (
-            f"backward of {self._label(call.place)}, micro-batch {self.micro}, in its own code "
-            f"after {before.place}: gradient of its output {in_words(came)}, gradient of what "
-            f"{before.place} gave it {in_words(made)}{_forward_of(before)}"
+            f"backward of {call.module}, micro-batch {self.micro}, in its own code "
+            f"after {before.module}: gradient of its output {in_words(came)}, gradient of what "
+            f"{before.module} gave it {in_words(made)}{_forward_of(before)}"
         )
-        return self._origin("backward", call.place, made, came, text)
+        return self._origin("backward", call.module, made, came, text)
 
     def _last_producer(self, first: Gradient) -> Call:
         """The outermost module that ended before the code that made the gradient.
@@ -227,28 +198,25 @@ class _MicroBatch:
         return None
 
     def _at_parameter(self, gradient: ParameterGradient) -> Origin:
-        place = gradient.place
-        calls = self.window.calls_of(place, self.micro)
+        module = gradient.module
+        calls = self.window.calls_of(module, self.micro)
         came = self.window.gradient_at_output(calls, self.micro)
         given = pair_of(e.range for call in calls for e in call.inputs if e.is_finite)
         text = (
-            f"gradient of parameter {gradient.name} of {self._label(place)}, micro-batch "
+            f"gradient of parameter {gradient.name} of {module}, micro-batch "
             f"{self.micro}: {in_words(gradient.range.values)}, though activations and their "
             f"gradients are finite; module input {in_words(given)}, gradient of its output "
             f"{in_words(came)}{self._unseen()}"
         )
-        return self._origin("parameter", place, given, came, text)
+        return self._origin("parameter", module, given, came, text)
 
     def _unseen(self) -> str:
         return "" if self.window.forwards else " (no forward was seen: is the model compiled?)"
 
-    def _label(self, place: Place) -> str:
-        return f"{place} of {place.root}" if self.with_roots and place.name else str(place)
-
     def _origin(
-        self, where: str, place: Place, input_: Pair | None, output: Pair | None, text: str
+        self, where: str, module: WatchedModule, input_: Pair | None, output: Pair | None, text: str
     ) -> Origin:
-        return Origin(where, place.name, place.cls, self.micro, input_, output, text, place)
+        return Origin(where, module.name, module.cls, self.micro, input_, output, text)
 
 
 def _suspects(forward: Forward) -> Iterator[_Suspect]:
@@ -292,10 +260,6 @@ def _innermost(calls: Iterable[Call]) -> list[Call]:
     return [call for call in found if call not in outer]
 
 
-def _holds_all(outer: Call, calls: list[Call]) -> bool:
-    return all(outer in call.parents() for call in calls)
-
-
 def _output_of(call: Call) -> Pair | None:
     return pair_of(entry.range for entry in call.outputs)
 
@@ -303,25 +267,5 @@ def _output_of(call: Call) -> Pair | None:
 def _forward_of(call: Call) -> str:
     given = pair_of(entry.range for entry in call.inputs)
     return (
-        f" (forward of {call.place}: input {in_words(given)}, output {in_words(_output_of(call))})"
+        f" (forward of {call.module}: input {in_words(given)}, output {in_words(_output_of(call))})"
     )
-
-
-def _bad_weights(call: Call) -> str:
-    """Names a module's own parameters and buffers that broke before its output could."""
-    module = call.place.module()
-    if module is None:
-        return ""
-    own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-    ranges = [(name, made) for name, tensor in own if (made := Range.of(tensor)) is not None]
-    Range.read(made for _, made in ranges)
-    bad = [name for name, made in ranges if not made.is_finite and not made.is_masked]
-    if bad:
-        return f"; its {', '.join(bad)} is not finite itself"
-    most = min((torch.finfo(e.dtype).max for e in call.outputs), default=math.inf)
-    for name, made in ranges:
-        lo, hi = joined([made])
-        if max(-lo, hi) > most:
-            words = in_words((lo, hi))
-            return f"; its {name} is {words}, beyond {most:g}, the most its output holds"
-    return ""

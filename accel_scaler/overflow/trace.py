@@ -1,40 +1,29 @@
-"""What a window's forwards and backwards left behind for the search: ranges, never a tensor."""
+"""What hooks record of a window for the search: ranges, never a tensor."""
 
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-import torch
-from torch.nn import Module
+from typing import NamedTuple
 
 from ..scaling import Pair
 from .ranges import Range, joined
 
-MOST = 1 << 17
+MAX_RANGES = 1 << 17
 """Ranges kept, of each kind, where no boundary ever comes."""
 
-MOST_USES = 256
+MAX_USES = 256
 """Calls remembered for one tensor: one that lives as long as the run is met in every forward."""
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class WatchedModule:
     """One watched module."""
 
     name: str
     cls: str
-    root: str
-    """Class of the model it belongs to."""
-    module: weakref.ref[Module]
-    is_leaf: bool
-    """It holds no other module."""
-    has_code: bool
-    """Its forward may do more than call the modules in it, one after the other."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.cls})" if self.name else self.cls
@@ -46,7 +35,6 @@ class Entry(NamedTuple):
     path: str
     range: Range
     requires_grad: bool
-    dtype: torch.dtype
 
     @property
     def is_finite(self) -> bool:
@@ -60,14 +48,12 @@ class Entry(NamedTuple):
 class Call:
     """One run of a module's forward."""
 
-    place: Place
+    module: WatchedModule
     parent: Call | None
     forward: Forward
     is_first: bool = True
     """Not the second run of a checkpoint."""
     depth: int = field(init=False)
-    edges: list[tuple[Any, int]] = field(default_factory=list)
-    """Where the gradients of its inputs go; while it runs."""
     inputs: list[Entry] = field(default_factory=list)
     outputs: list[Entry] = field(default_factory=list)
 
@@ -108,7 +94,7 @@ class Forward:
 
     def add(self, is_over: bool, call: Call) -> None:
         """A module's forward begins, or is over."""
-        if self.size < MOST:
+        if self.size < MAX_RANGES:
             self.events.append((is_over, call))
             self.size += 1 + len(call.outputs if is_over else call.inputs)
 
@@ -119,8 +105,8 @@ class Uses:
     __slots__ = ("consumers", "loss", "producers")
 
     def __init__(self) -> None:
-        self.producers: deque[Call] = deque(maxlen=MOST_USES)
-        self.consumers: deque[Call] = deque(maxlen=MOST_USES)
+        self.producers: deque[Call] = deque(maxlen=MAX_USES)
+        self.consumers: deque[Call] = deque(maxlen=MAX_USES)
         self.loss: Loss | None = None
 
 
@@ -140,20 +126,12 @@ class Gradient(NamedTuple):
     uses: Uses
 
 
-class InputGradient(NamedTuple):
-    """What one call added to the gradient of its input."""
-
-    micro: int
-    range: Range
-    call: Call
-
-
 class ParameterGradient(NamedTuple):
     """A gradient that arrived at a parameter."""
 
     micro: int
     range: Range
-    place: Place
+    module: WatchedModule
     name: str
 
 
@@ -164,11 +142,10 @@ class WindowTrace:
         self.number = number
         self.backwards = 0
         self.forwards: list[Forward] = []
-        self.losses: deque[Loss] = deque(maxlen=MOST)
-        self.gradients: deque[Gradient] = deque(maxlen=MOST)
-        self.input_gradients: deque[InputGradient] = deque(maxlen=MOST)
-        self.parameter_gradients: deque[ParameterGradient] = deque(maxlen=MOST)
-        self.latest: dict[Place, Call] = {}
+        self.losses: deque[Loss] = deque(maxlen=MAX_RANGES)
+        self.gradients: deque[Gradient] = deque(maxlen=MAX_RANGES)
+        self.parameter_gradients: deque[ParameterGradient] = deque(maxlen=MAX_RANGES)
+        self.latest: dict[WatchedModule, Call] = {}
 
     @property
     def micro(self) -> int:
@@ -178,7 +155,7 @@ class WindowTrace:
     def open_forward(self, order: int) -> Forward:
         """A new forward; forgets the oldest ones, those without a backward first."""
         total = sum(each.size for each in self.forwards)
-        while total > MOST:
+        while total > MAX_RANGES:
             oldest = next((f for f in self.forwards if not f.got_gradient), self.forwards[0])
             self.forwards.remove(oldest)
             total -= oldest.size
@@ -203,7 +180,7 @@ class WindowTrace:
         for forward in self.forwards:
             for _, call in forward.events:
                 yield from (entry.range for entry in (*call.inputs, *call.outputs))
-        for kind in (self.losses, self.gradients, self.input_gradients, self.parameter_gradients):
+        for kind in (self.losses, self.gradients, self.parameter_gradients):
             yield from (each.range for each in kind)
 
     def micro_batches(self) -> list[int]:
@@ -222,13 +199,13 @@ class WindowTrace:
             if each.micro == micro and not wanted.isdisjoint(each.uses.producers)
         )
 
-    def calls_of(self, place: Place, micro: int) -> list[Call]:
+    def calls_of(self, module: WatchedModule, micro: int) -> list[Call]:
         """The runs of one module in one micro-batch."""
         found = [
             call
             for forward in self.forwards
             for is_over, call in forward.events
-            if not is_over and call.place is place
+            if not is_over and call.module is module
         ]
         return [call for call in found if call.forward.micro == micro] or found
 

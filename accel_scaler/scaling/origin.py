@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 Pair = tuple[float, float]
@@ -32,17 +32,12 @@ class Origin:
     output: Pair | None
     text: str
     """One sentence."""
-    place: Any = field(default=None, compare=False, repr=False)
-    """The finder's own note of the module; None for code outside of any. Not pickled."""
 
     @property
     def is_of_data(self) -> bool:
         """A forward was given what is not finite."""
         given = self.input or ()
         return self.where == "forward" and not all(map(math.isfinite, given))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "place": None}
 
     def as_json(self) -> dict[str, Any]:
         """The form in a telemetry file: strict JSON, where inf is ``"inf"``."""

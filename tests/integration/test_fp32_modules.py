@@ -9,12 +9,12 @@ import pytest
 import torch
 from attached import cpu
 from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
+from torch import Tensor
 from trainer_support import CONFIG, gpt2, make
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from accel_scaler import ConfigError, ScalerConfig, attach, detach
-from accel_scaler.overflow.chosen import ChosenModules
+from accel_scaler.overflow.fp32_modules import Fp32Modules
 
 BLOCK = "transformer.h.1.mlp"
 
@@ -63,21 +63,7 @@ def test_a_trainer_with_and_without_gradient_checkpointing(
     assert not torch.equal(plain[-1], expected[-1]), "float16 would have passed"
 
 
-def test_lora(tmp_path: Path) -> None:
-    def with_lora() -> Any:
-        torch.manual_seed(0)
-        config = LoraConfig(
-            r=2, target_modules=["c_fc"], init_lora_weights=False, fan_in_fan_out=True
-        )
-        return get_peft_model(gpt2(), config)
-
-    names = [f"base_model.model.{BLOCK}", f"base_model.model.{BLOCK}.c_fc"]
-    for name in names:
-        expected = run(tmp_path / "a", by_hand(with_lora(), name))
-        assert_equal(run(tmp_path / "b", with_lora(), [name]), expected)
-
-
-@pytest.mark.parametrize("glob", ["*.layers.1.mlp", "*up_proj", "*.layers.1"])
+@pytest.mark.parametrize("glob", ["*up_proj", "*.layers.1"])
 def test_lora_on_a_float16_model(glob: str) -> None:
     """float16 weights and float32 adapters in one module; neither checkpoints nor the optimizer
     thread change a number."""
@@ -155,8 +141,8 @@ def gradients(model: Any, reentrant: bool | None, half: bool = False) -> list[Te
     return [out.logits, *(p.grad for p in model.parameters())]
 
 
-def put_on(model: Any, glob: str) -> Any:
-    ChosenModules([glob]).put_on(model)
+def enable(model: Any, glob: str) -> Any:
+    Fp32Modules([glob]).enable(model)
     return model
 
 
@@ -164,37 +150,25 @@ def put_on(model: Any, glob: str) -> Any:
 
 
 @pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize("glob", ["model.layers.1", "model.layers.*.mlp", "model", "*"])
+@pytest.mark.parametrize("glob", ["model.layers.1", "model", "*"])
 def test_gradient_checkpointing_changes_no_number(glob: str, half: bool) -> None:
     def found(reentrant: bool | None) -> list[Tensor]:
         torch.manual_seed(0)
         model = llama().half() if half else llama()
-        return gradients(put_on(model, glob), reentrant, half)
+        return gradients(enable(model, glob), reentrant, half)
 
     kept = found(None)
     for reentrant in (True, False):
         assert_equal(found(reentrant), kept)
 
 
-@pytest.mark.parametrize("reentrant", [None, True, False])
-def test_t5_by_hand(reentrant: bool | None) -> None:
-    """Its own numbers depend on checkpointing, a little."""
-
-    def found(make_it: Any) -> list[Tensor]:
-        torch.manual_seed(0)
-        return gradients(make_it(t5()), reentrant)
-
-    name = "decoder.block.1.layer.2.DenseReluDense"
-    assert_equal(found(lambda model: put_on(model, name)), found(lambda m: by_hand(m, name)))
-
-
-@pytest.mark.parametrize("glob", ["*.wo", "encoder.block.0", "decoder", "*"])
+@pytest.mark.parametrize("glob", ["encoder.block.0", "*"])
 def test_t5_in_float16_with_gradient_checkpointing(glob: str) -> None:
     """Its first layers look their position bias up from integers, in the backward again."""
 
     def found(reentrant: bool | None) -> Tensor:
         torch.manual_seed(0)
-        some = gradients(put_on(t5().half(), glob), reentrant, half=True)
+        some = gradients(enable(t5().half(), glob), reentrant, half=True)
         return torch.cat([t.float().flatten() for t in some])
 
     kept = found(None)
@@ -208,23 +182,10 @@ def test_a_compiled_backbone_that_returns_a_model_output(half: bool) -> None:
 
     def found(backend: str | None) -> list[Tensor]:
         torch.manual_seed(0)
-        model = put_on(llama().half() if half else llama(), "model")
+        model = enable(llama().half() if half else llama(), "model")
         if backend is not None:
             model = torch.compile(model, backend=backend)
         return gradients(model, None, half)
 
     assert_equal(found("eager"), found(None))
     torch._dynamo.reset()
-
-
-def test_module_lists_of_a_half_model_have_no_forward_afterwards_either() -> None:
-    model = llama().half()
-    chosen = ChosenModules(["model"])
-    chosen.put_on(model)
-    again = ChosenModules(["model.layers"])
-    again.put_on(model)
-    assert again.names == ["model.layers.0", "model.layers.1"]
-    chosen.take_off()
-    again.take_off()
-    assert not any("forward" in vars(each) for each in model.modules())
-    assert isinstance(model.model.layers, nn.ModuleList)

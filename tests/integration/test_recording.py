@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,6 @@ from torch import Tensor, nn
 
 from accel_scaler import (
     AsyncOptimizer,
-    ConfigError,
     GradScaler,
     OverflowStreakError,
     ScalerConfig,
@@ -209,27 +206,6 @@ def test_the_second_optimizers_overflow_is_found_too(tmp_path: Path) -> None:
     assert {line["first"]["module"] for line in found if "first" in line} == {"1"}
 
 
-def test_where_it_began_is_looked_for_once_a_window_and_only_after_an_overflow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To look reads from the device. The first of two optimizers is the one that overflows."""
-    path, hot, fine = tmp_path / "run.jsonl", Hot(), mlp()
-    with attached(path, find_overflow="always") as accelerator:
-        pairs = [prepared(accelerator, model) for model in (hot, fine)]
-        finder, looks = accelerator._attachment.explainer.finder, []
-        find = finder.find
-        monkeypatch.setattr(finder, "find", lambda **how: looks.append(1) or find(**how))
-        for factor in (1.0, 1e7):
-            hot.turn(factor)
-            for model, _ in pairs:
-                accelerator.backward(loss_of(model, 0))
-            for _, optimizer in pairs:
-                optimizer.step()
-                optimizer.zero_grad()
-    good, bad = windows_of(path)
-    assert ("first" in good, bad["first"]["module"], looks) == (False, "1", [1])
-
-
 # What was healed.
 
 
@@ -355,27 +331,6 @@ def test_norms_without_scaling_are_those_of_the_gradients(
     assert found[3]["nonfinite"]
 
 
-def test_an_fp32_run_saves_and_loads_as_stock(tmp_path: Path) -> None:
-    with attached(tmp_path / "run.jsonl", "no") as accelerator:
-        plain = mlp()
-        model, optimizer = prepared(accelerator, plain)
-        step(accelerator, model, optimizer, 0)
-        accelerator.save_state(str(tmp_path / "ours"))
-        kept = weights(plain)
-        step(accelerator, model, optimizer, 1)
-        accelerator.load_state(str(tmp_path / "ours"))
-        assert torch.equal(weights(plain), kept)
-    reset()
-    stock = Accelerator(cpu=True)
-    plain = mlp()
-    model, optimizer = prepared(stock, plain)
-    stock.save_state(str(tmp_path / "stock"))
-    files = [sorted(p.name for p in (tmp_path / name).iterdir()) for name in ("ours", "stock")]
-    assert files[0] == files[1]
-    stock.load_state(str(tmp_path / "ours"))
-    assert torch.equal(weights(plain), kept)
-
-
 def test_an_fp32_run_may_step_with_a_closure(tmp_path: Path) -> None:
     """As it could before: nothing is scaled, so a second backward does no harm."""
     with attached(tmp_path / "run.jsonl", "no") as accelerator:
@@ -392,79 +347,6 @@ def test_an_fp32_run_may_step_with_a_closure(tmp_path: Path) -> None:
         before = loss_of(model, 0).item()
         optimizer.step(closure)
         assert loss_of(model, 0).item() < before
-
-
-def test_attaching_an_fp32_run_twice_changes_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    config = ScalerConfig(telemetry=str(path), step_mode="overlap")
-    reset()
-    accelerator: Any = Accelerator(cpu=True)
-    with pytest.warns(UserWarning, match="only telemetry is written"):
-        attach(accelerator, config)
-    attach(accelerator, config)
-    attach(accelerator)
-    assert kinds_of(path) == ["start"]
-    detach(accelerator)
-    assert kinds_of(path) == ["start", "end"]
-    assert type(accelerator) is Accelerator
-
-
-# Who writes, and when.
-
-
-def test_the_place_of_the_rank_in_the_path_is_filled(tmp_path: Path) -> None:
-    with attached(tmp_path / "rank{rank}.jsonl"):
-        pass
-    assert [p.name for p in tmp_path.iterdir()] == ["rank0.jsonl"]
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-def test_a_full_disk_is_said_by_attach_and_nothing_is_attached() -> None:
-    reset()
-    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
-    with pytest.raises(ConfigError, match=r"telemetry: got '/dev/full'.*No space left"):
-        attach(accelerator, ScalerConfig(telemetry="/dev/full"))
-    assert type(accelerator) is Accelerator
-    attach(accelerator, ScalerConfig())
-    detach(accelerator)
-
-
-SCRIPT = """
-import sys, torch
-from accelerate import Accelerator
-from accel_scaler import attach, ScalerConfig
-torch.set_num_threads(1)
-config = ScalerConfig(telemetry=sys.argv[1], step_mode=sys.argv[2], init_scale=2.0)
-accelerator = attach(Accelerator(cpu=True, mixed_precision="fp16"), config)
-model = torch.nn.Linear(4, 1)
-model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-for _ in range(3):
-    accelerator.backward(model(torch.ones(1, 4)).sum())
-    accelerator.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-"""
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("ending", ["", "1 / 0", "import os; os.kill(os.getpid(), 9)"])
-@pytest.mark.parametrize("step_mode", ["sync", "overlap"])
-def test_a_script_that_just_ends_leaves_a_complete_file(
-    tmp_path: Path, step_mode: str, ending: str
-) -> None:
-    """Nobody calls ``end_training``. What was killed lacks its last windows, and no half line."""
-    path = tmp_path / "run.jsonl"
-    command = [sys.executable, "-c", SCRIPT + ending, str(path), step_mode]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert ("ZeroDivisionError" in done.stderr) == ("1 / 0" in ending)
-    assert done.stderr.count("Traceback") == ("1 / 0" in ending)
-    kinds = kinds_of(path)
-    if "kill" in ending:
-        assert kinds[:2] == ["start", "names"]
-        assert set(kinds[2:]) == {"window"}
-    else:
-        assert kinds == ["start", "names", "window", "window", "window", "end"]
-        assert all("optimizer_us" in line for line in windows_of(path))
 
 
 # Numbers for others.
@@ -522,22 +404,6 @@ def test_trackers_get_the_scalers_values_with_what_the_user_logs() -> None:
     # The user's own value wins; numbers that are not finite or not known are left out.
     assert (c, when) == ({"loss": 2.0, "scaler/scale": 2048.0, "scaler/skips": 99}, 2)
     assert d == {"loss": 3.0}
-
-
-def test_what_was_healed_is_said_once_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
-    with attached(None) as accelerator:
-        model, optimizer = prepared(accelerator, mlp())
-        accelerator.backward(loss_of(model, 0))
-        accelerator.scaler.window.healed = ("0",)
-        optimizer.step()
-        assert accelerator.scaler_history.progress()["healed"] == 1
-        accelerator.end_training()
-        accelerator.end_training()
-    said = [r.getMessage() for r in caplog.records if "healed" in r.getMessage()]
-    assert said == [
-        "Trained with 1 module healed: put `fp32_modules: ['0']` into the config. 1 window, none "
-        "skipped."
-    ]
 
 
 def test_an_async_optimizer_alone_informs_its_observer() -> None:

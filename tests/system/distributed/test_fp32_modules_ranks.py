@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from async_support import lazy
-from children import everywhere, on_two_ranks
+from children import on_two_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -23,9 +23,9 @@ from torch.distributed.fsdp import (
 from torch.utils.checkpoint import checkpoint
 from versions import before_torch
 
-from accel_scaler import AsyncOptimizer, ConfigError, ScalerConfig, attach, detach
+from accel_scaler import AsyncOptimizer, ScalerConfig, attach, detach
 from accel_scaler.overflow.fp32_modules import Fp32Module
-from accel_scaler.overflow.names import named
+from accel_scaler.overflow.module_names import modules_by_name
 
 WIDTH = 8
 
@@ -126,11 +126,10 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 @before_torch(2, 7, "torch 2.6: fully_shard wants the streams of a device")
-@pytest.mark.parametrize("checkpoints", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_fsdp2_with_float16_parameters(layout: str, checkpoints: bool, tmp_path: Path) -> None:
+def test_fsdp2_with_float16_parameters(layout: str, tmp_path: Path) -> None:
     def body() -> None:
-        for reshard in (True, False):
+        for reshard, checkpoints in ((True, False), (True, True), (False, True)):
             by_hand = trained(sharded(Net(True, checkpoints), layout, reshard))
             plain = trained(sharded(Net(False, checkpoints), layout, reshard))
             assert not equal(plain, by_hand), "float16 would have passed"
@@ -138,18 +137,18 @@ def test_fsdp2_with_float16_parameters(layout: str, checkpoints: bool, tmp_path:
                 model = Net(False, checkpoints)
                 fp32 = Fp32Module(model.h[1], "h.1")
                 if before:
-                    fp32.put_on()
+                    fp32.enable()
                 model = sharded(model, layout, reshard)
-                fp32.put_on()
-                assert equal(trained(model), by_hand), (reshard, before)
-                fp32.take_off()
+                fp32.enable()
+                assert equal(trained(model), by_hand), (reshard, checkpoints, before)
+                fp32.disable()
                 assert not any("forward" in vars(each) for each in model.modules())
 
     on_two_ranks(body, tmp_path)
 
 
 @before_torch(2, 7, "torch 2.6: fully_shard wants the streams of a device")
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["the root alone", "both"])
 def test_fsdp2_and_the_optimizer_thread(layout: str, tmp_path: Path) -> None:
     """Updated when somebody waits for it: a wait that is missing shows."""
 
@@ -157,9 +156,9 @@ def test_fsdp2_and_the_optimizer_thread(layout: str, tmp_path: Path) -> None:
         def run(mode: str | None) -> list[Tensor]:
             model = sharded(Net(False), layout, True)
             fp32 = Fp32Module(model.h[1], "h.1")
-            fp32.put_on()
+            fp32.enable()
             found = trained(model, mode)
-            fp32.take_off()
+            fp32.disable()
             return found
 
         torch_steps = run(None)
@@ -182,7 +181,7 @@ def test_fsdp1_with_float16_parameters(original: bool, tmp_path: Path) -> None:
                 mixed_precision=MixedPrecision(torch.float16, torch.float32),
             )
             if on:
-                Fp32Module(named(model)["h.1"], "h.1").put_on()
+                Fp32Module(modules_by_name(model)["h.1"], "h.1").enable()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             seen = []
             for step in range(3):
@@ -219,8 +218,9 @@ def test_ddp_through_accelerate(half: bool, tmp_path: Path) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
             seen.append(out.detach().clone())
-        on = [name for name, each in named(model).items() if name and "forward" in vars(each)]
-        assert on[:1] == list(globs)  # and of float16 parameters those in it
+        changed = [name for name in modules_by_name(model) if name]
+        changed = [name for name in changed if "forward" in vars(model.get_submodule(name))]
+        assert changed[:1] == list(globs)  # and of float16 parameters those in it
         detach(accelerator)
         assert not any("forward" in vars(each) for each in model.modules())
         return [*seen, *(p.detach().clone() for p in model.parameters())]
@@ -230,21 +230,5 @@ def test_ddp_through_accelerate(half: bool, tmp_path: Path) -> None:
             by_hand, plain = run(True, **values), run(False, **values)
             assert equal(run(False, "h.1", **values), by_hand)
             assert not equal(plain, by_hand), "float16 would have passed"
-
-    on_two_ranks(body, tmp_path)
-
-
-def test_a_glob_that_matches_nothing_is_refused_on_every_rank(tmp_path: Path) -> None:
-    def body() -> None:
-        settings = ScalerConfig(init_scale=256.0, fp32_modules=["module.h.1"])
-        accelerator: Any = attach(Accelerator(mixed_precision="fp16"), settings)
-        model = accelerator.prepare(Net(False))
-        loss = model(torch.ones(1, WIDTH)).sum()
-        with pytest.raises(
-            ConfigError, match=r"'module\.h\.1' matches no module.*'h\.1'"
-        ) as caught:
-            accelerator.backward(loss)
-        assert len(set(everywhere(str(caught.value)))) == 1
-        detach(accelerator)
 
     on_two_ranks(body, tmp_path)

@@ -6,7 +6,6 @@ Each model is built so that the culprit is known. Forwards run under float16 aut
 from __future__ import annotations
 
 import copy
-import dataclasses
 import gc
 import io
 import math
@@ -56,7 +55,7 @@ def micro_batch(
     """One forward and backward, as the recorder calls the finder."""
     with torch.autocast("cpu", torch.float16):
         loss = loss_of(model(*inputs))
-    finder.note_loss(loss)
+    finder.before_backward(loss)
     (loss * scale).backward()
 
 
@@ -161,10 +160,6 @@ FORWARD = [
          lambda: Seq(*[overflowing(nn.Linear(4, 4, bias=False), 10.0)] * 6)),
     case("code between modules", "forward 1 Code", "output reached inf",
          lambda: Seq(nn.Identity(), Code(lambda x, a, b: b((a(x) * 0 + 1) * 1e9), *two()))),
-    case("weights beyond float16", "forward 1 Linear", "its weight is in [1e+05, 1e+05], beyond",
-         lambda: Seq(linear(), overflowing(linear()))),
-    case("broken weights", "forward 1 Linear", "; its weight is not finite itself",
-         lambda: Seq(linear(), overflowing(linear(), math.nan))),
     case("data", "forward - Sequential", "holds nan before any module saw it: look at the data",
          lambda: Seq(linear()), x=torch.full((2, 4), math.nan)),
     case("behind a masked score", "forward 3 Linear", "",
@@ -186,17 +181,8 @@ BACKWARD = [
          lambda: Seq(filled(-9.0), nn.ReLU(inplace=True), Apply(torch.sqrt), linear())),
     case("code in the innermost", "backward 1.parts.0.0 Code", "after 1.parts.0.0.parts.0 (Linear)",
          lambda: Seq(linear(), residual(Code(lambda x, a, b: b(root(a(x))), *two())))),
-    case("the first of three with one input", "backward 1.parts.0 Apply", "",
-         lambda: Seq(linear(), heads(root, torch.tanh, torch.tanh), linear())),
-    case("code that shares an input with sound modules", "backward 1.0 Code", "",
-         lambda: Seq(linear(), Seq(heads(torch.tanh, torch.sin, own=root)))),
-    case("code beside a sound sequence", "backward 1 Code", "",
-         lambda: Seq(linear(), Code(lambda x, a: a(x) + root(x), Seq(nn.Tanh())))),
-    case("code beside a sound module", "backward 1 Code", "its own code after 1.parts.0 (Linear)",
-         lambda: Seq(linear(), Code(lambda x, a, b: b(h := a(x)) + root(h), linear(), nn.Tanh()))),
-    case("a sum of finite shares", "backward 1 Code", "sum of what comes from there and from 1.pa",
-         lambda: Seq(filled(0.0), heads(lambda x: x * 4e4, lambda x: x * 4e4)),
-         loss_of=lambda out: out.float().sum() * 1e-3),
+    case("one of two with one input", "backward 1.parts.1 Apply", "; or of 1.parts.0 (Apply), with",
+         lambda: Seq(linear(), heads(torch.tanh, root), linear())),
     case("the loss's own", "backward - loss", "gradient of the output of Linear holds nan",
          linear, loss_of=lambda out: root(out.float()).sum()),
     case("code after the last layer of a model that returns its loss", "backward - Code",
@@ -315,7 +301,7 @@ def test_parameters_thawed_after_the_watch_are_seen() -> None:
     assert "summed" not in found.text  # seen as it came, not afterwards
 
 
-def test_a_generator_is_seen_through_a_detach_and_told_from_its_critic() -> None:
+def test_a_generator_is_seen_through_a_detach() -> None:
     generator, critic = Seq(overflowing(linear())), Seq(nn.Linear(4, 1))
     finder = watching(generator, critic)
     with torch.autocast("cpu", torch.float16):
@@ -323,7 +309,6 @@ def test_a_generator_is_seen_through_a_detach_and_told_from_its_critic() -> None
     micro_batch(finder, critic, fake.detach())
     found = origin(finder)
     assert (found.where, found.module) == ("forward", "0")
-    assert "0 (Linear) of Sequential" in found.text
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -342,20 +327,13 @@ def test_a_backward_reaches_forwards_of_an_earlier_window(where: str) -> None:
 # Kinds of values.
 
 
-@dataclasses.dataclass
-class Out:
-    hidden: Tensor
-    extra: Any = None
-
-
 @pytest.mark.parametrize(
     ("wrap", "unwrap", "path"),
     [
         (lambda x: (None, x, x * 0), lambda v: v[1], "1"),
         (lambda x: {"y": x, "z": [x * 0]}, lambda v: v["y"], "y"),
-        (lambda x: Out(x, (torch.ones(1, dtype=torch.int64), x * 0)), lambda v: v.hidden, "hidden"),
     ],
-    ids=["tuple", "dict", "dataclass"],
+    ids=["tuple", "dict"],
 )
 def test_containers_are_looked_into(wrap: Any, unwrap: Any, path: str) -> None:
     wraps = Apply(lambda x: wrap(x * 2))
@@ -494,7 +472,7 @@ def test_memory_is_bounded_where_no_boundary_comes(monkeypatch: pytest.MonkeyPat
     with torch.no_grad():
         net(torch.ones(1, 4))
     assert finder._window.forwards == []
-    monkeypatch.setattr(trace, "MOST", 100)
+    monkeypatch.setattr(trace, "MAX_RANGES", 100)
     for _ in range(50):
         net(torch.ones(1, 4))
     assert sum(forward.size for forward in finder._window.forwards) < 150
@@ -529,7 +507,7 @@ def test_nothing_is_read_before_find_and_then_at_once(monkeypatch: pytest.Monkey
     assert [n for n in reads.names if any(f"aten.{s}." in n for s in synchronising)] == []
     assert lists == []
     assert origin(finder).module == "40"
-    assert len(lists) == 2  # the window's, and the weights of the module that was found
+    assert len(lists) == 1
     assert lists[0] > 1000
 
 

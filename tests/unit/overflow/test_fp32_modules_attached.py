@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
-import weakref
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from async_support import lazy
 from attached import cpu
 from torch import Tensor, nn
 
 from accel_scaler import ConfigError, ScalerConfig, UnsupportedError, attach, detach
-from accel_scaler.overflow.fp32_modules import Fp32Module
 
 WIDTH = 8
 
@@ -109,37 +105,6 @@ def test_attached_after_prepare() -> None:
     assert forwards(model) == []
 
 
-@pytest.mark.parametrize("regional", [False, True])
-def test_compiled_by_accelerate(regional: bool) -> None:
-    torch._dynamo.reset()
-    plugin = TorchDynamoPlugin(
-        backend=DynamoBackend.EAGER, use_regional_compilation=regional, dynamic=False
-    )
-
-    def compiled(by_hand: bool, settings: ScalerConfig) -> list[Tensor]:
-        torch.manual_seed(2)
-        model = Stack(by_hand)
-        accelerator = attach(cpu(dynamo_plugin=plugin), settings)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return trained(accelerator, *accelerator.prepare(model, optimizer))
-
-    by_hand = compiled(True, ScalerConfig(init_scale=64.0))
-    assert_equal(compiled(False, config()), by_hand)
-    assert not torch.equal(compiled(False, ScalerConfig(init_scale=64.0))[-1], by_hand[-1])
-    torch._dynamo.reset()
-
-
-class Stack(nn.Module):
-    def __init__(self, by_hand: bool) -> None:
-        super().__init__()
-        self.h = nn.ModuleList([made(by_hand), made(by_hand)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for each in self.h:
-            x = each(x)
-        return x
-
-
 def test_a_glob_that_matches_nothing_is_refused_before_the_first_backward() -> None:
     settings = ScalerConfig(fp32_modules=("*wo", "discriminator"), init_scale=64.0)
     accelerator, model = attach(cpu(), settings), made()
@@ -151,19 +116,6 @@ def test_a_glob_that_matches_nothing_is_refused_before_the_first_backward() -> N
     assert model.wo.weight.grad is None
     assert not accelerator.scaler.has_begun
     detach(accelerator)
-
-
-def test_of_two_models_one_is_enough() -> None:
-    settings = ScalerConfig(fp32_modules=("wo", "0"), init_scale=64.0)
-    accelerator, generator = attach(cpu(), settings), made()
-    generator = accelerator.prepare(generator)
-    critic = accelerator.prepare(nn.Sequential(nn.Linear(WIDTH, 1)))
-    accelerator.backward(critic(generator(torch.ones(2, WIDTH))).sum())
-    assert "wo" in forwards(generator)
-    assert "0" in forwards(critic)
-    accelerator.scaler.abandon_window()
-    detach(accelerator)
-    assert not {"wo", "0"} & {*forwards(generator), *forwards(critic)}
 
 
 def test_what_cannot_be_cast_is_refused_before_anything_is_prepared() -> None:
@@ -189,23 +141,6 @@ def test_what_cannot_be_cast_is_refused_before_anything_is_prepared() -> None:
     assert not hasattr(stock, "_attachment")
 
 
-def test_a_preparation_that_fails_takes_them_off() -> None:
-    accelerator, kept, model = attach(cpu(), config()), made(), made()
-    accelerator.prepare(kept)
-
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def prepare_optimizer(*args: Any, **kwargs: Any) -> Any:
-        raise ArithmeticError
-
-    accelerator.prepare_optimizer = prepare_optimizer
-    with pytest.raises(ArithmeticError):
-        accelerator.prepare(model, optimizer)
-    assert "wo" not in forwards(model)
-    assert "wo" in forwards(kept)
-    detach(accelerator)
-
-
 def test_data_parallel_is_refused() -> None:
     accelerator = attach(cpu(), config())
     with pytest.raises(UnsupportedError, match="DataParallel"):
@@ -223,75 +158,3 @@ def test_without_fp16_it_is_said_to_do_nothing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         accelerator.backward(model(torch.ones(1, WIDTH)).sum())
-
-
-def test_a_model_that_is_freed_is_not_kept() -> None:
-    accelerator, model = attach(cpu(), config()), made()
-    accelerator.prepare(model)
-    ref = weakref.ref(model)
-    accelerator.free_memory()
-    del model
-    gc.collect()
-    assert ref() is None
-    detach(accelerator)
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attn = nn.MultiheadAttention(WIDTH, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.attn(x, x, x)[0]
-        return out
-
-
-@pytest.mark.parametrize("glob", ["attn.out_proj", "attn*"])
-def test_what_never_runs_is_told_once(caplog: pytest.LogCaptureFixture, glob: str) -> None:
-    """Attention multiplies with the weight of its last layer itself."""
-    settings = ScalerConfig(fp32_modules=[glob], init_scale=64.0)
-    accelerator, model = attach(cpu(), settings), Attention()
-    prepared = accelerator.prepare(model)
-    for _ in range(12):
-        accelerator.backward(prepared(torch.randn(2, 2, WIDTH)).sum())
-    told = [record.getMessage() for record in caplog.records if "has not run" in record.msg]
-    assert len(told) == (glob == "attn.out_proj")
-    assert all("attn.out_proj" in text for text in told)
-    accelerator.scaler.abandon_window()
-    detach(accelerator)
-
-
-@pytest.mark.parametrize("half", [False, True])
-def test_a_whole_prepared_model(half: bool) -> None:
-    """Its forward turns autocast on by itself, as Accelerate has made it: that is passed by."""
-    accelerator, model = attach(cpu(), ScalerConfig(init_scale=64.0)), made(half=half)
-    prepared = accelerator.prepare(model)
-    x = torch.randn(3, WIDTH)
-    before = prepared(x.to(model.wi.weight.dtype))
-    forward = model.forward
-    fp32 = Fp32Module(model, "")
-    fp32.put_on()
-    expected = made(half=half).float()(x.to(model.wi.weight.dtype).float())
-    out = prepared(x.to(model.wi.weight.dtype))
-    assert torch.equal(out, expected)
-    assert not torch.equal(out, before)
-    accelerator.backward(out.sum())
-    assert model.wi.weight.grad.dtype is model.wi.weight.dtype
-    fp32.take_off()
-    assert model.forward == forward
-    assert torch.equal(prepared(x.to(model.wi.weight.dtype)), before)
-    accelerator.scaler.abandon_window()
-    detach(accelerator)
-    assert forwards(model) == []
-
-
-def test_a_whole_prepared_model_whose_wrapper_is_taken_off_meanwhile() -> None:
-    accelerator, model = attach(cpu(), ScalerConfig(init_scale=64.0)), made()
-    prepared = accelerator.prepare(model)
-    fp32 = Fp32Module(model, "")
-    fp32.put_on()
-    plain = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
-    fp32.take_off()
-    x = torch.randn(3, WIDTH)
-    assert torch.equal(plain(x), made()(x))
-    detach(accelerator)

@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from accel_scaler.overflow.fp32_modules import Fp32Module
-from accel_scaler.overflow.names import named
+from accel_scaler.overflow.module_names import modules_by_name
 
 WIDTH = 4
 
@@ -89,7 +89,7 @@ def test_beside_functional_call(seed: int, half: bool) -> None:
 
     rng = random.Random(f"{seed} chosen")
     model, reference = made(), made()
-    names = [name for name in named(model) if name]
+    names = [name for name in modules_by_name(model) if name]
     chosen = rng.sample(names, min(len(names), rng.randint(1, 5)))
     outer = [n for n in chosen if not any(n.startswith(f"{other}.") for other in chosen)]
     rng.shuffle(chosen)
@@ -99,14 +99,14 @@ def test_beside_functional_call(seed: int, half: bool) -> None:
     for name in outer:
         reference.set_submodule(name, Reference(reference.get_submodule(name)))
     expected = results(reference, half)
-    on = [Fp32Module(named(model)[name], name) for name in chosen]
+    on = [Fp32Module(modules_by_name(model)[name], name) for name in chosen]
     before = [dict(vars(each)) for each in model.modules()]
     for each in on:
-        each.put_on()
+        each.enable()
     got = results(model, half)
     rng.shuffle(on)
     for each in on:
-        each.take_off()
+        each.disable()
     for now, then in zip(model.modules(), before, strict=True):
         assert vars(now).keys() == then.keys()
         assert all(vars(now)[key] is then[key] for key in then)

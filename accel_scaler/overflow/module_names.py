@@ -1,0 +1,81 @@
+"""Names of modules, and globs on them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+
+from torch.nn import Module
+
+from ..errors import ConfigError, shown
+from ..models import unwrap
+
+WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"))
+"""Attributes in which torch's wrappers keep a module: not part of its name."""
+
+MAX_NEAREST = 3
+"""Names that the error about a glob suggests."""
+
+
+def plain_name(name: str) -> str:
+    """A name of ``named_modules()`` without the parts that are due to wrappers."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def modules_by_name(model: Module) -> dict[str, Module]:
+    """The modules in the order of ``named_modules()``; "" is the model itself.
+
+    Names and modules are those within DDP, ``torch.compile``, FSDP1 and checkpoint wrappers.
+    """
+    # A wrapper comes before the module in it, which takes its place here.
+    return {plain_name(name): module for name, module in unwrap(model).named_modules()}
+
+
+def has_forward(module: Module) -> bool:
+    """False for a list or a dict of modules."""
+    return getattr(module.forward, "__func__", None) is not Module.forward
+
+
+def match(model: Module, globs: Iterable[str]) -> list[str]:
+    """Names of the modules that the globs match, in the order of the model.
+
+    A glob is Python's ``fnmatch``, case-sensitive; ``*`` matches dots too. It never matches the
+    model itself. A list of modules, which has no forward, stands for the modules in it.
+    """
+    globs = tuple(globs)
+    found: list[str] = []
+    lists: set[str] = set()
+    for name, module in modules_by_name(model).items():
+        is_in_list = name.rpartition(".")[0] in lists
+        if name and (is_in_list or any(fnmatchcase(name, glob) for glob in globs)):
+            if has_forward(module):
+                found.append(name)
+            else:
+                lists.add(name)
+    return found
+
+
+def refuse_unmatched(models: Sequence[Module], globs: Iterable[str]) -> None:
+    """Raise ``ConfigError`` for the first glob that matches no module of any model."""
+    for glob in globs:
+        if any(match(model, [glob]) for model in models):
+            continue
+        names = [name for model in models for name in modules_by_name(model) if name]
+        nearest = _nearest(glob, names)
+        why = f"the nearest names are {', '.join(map(repr, nearest))}"
+        if not nearest:
+            why = "no name is near it" if models else "no model is prepared"
+        raise ConfigError(
+            f"fp32_modules: {shown(glob)} matches no module: {why}. Expected a glob on the names "
+            "of model.named_modules(), as '*.wo' or 'transformer.h.3.mlp'."
+        )
+
+
+def _nearest(glob: str, names: Sequence[str]) -> list[str]:
+    """Whole names that are near, then names whose last part is near the last part of the glob."""
+    near = difflib.get_close_matches(glob[:200], names, n=MAX_NEAREST)
+    last = glob.rpartition(".")[2].strip("*?")[:200]
+    first_with = {name.rpartition(".")[2]: name for name in reversed(names)}
+    near += [first_with[part] for part in difflib.get_close_matches(last, first_with)]
+    return list(dict.fromkeys(near))[:MAX_NEAREST]

@@ -1,0 +1,527 @@
+"""Running a window again, after it has overflowed.
+
+``WindowRecording`` keeps references during the window: what each forward was given, the random
+state, autocast, and the gradients that came to the model's outputs, so that it does not matter what
+the loss was made of. Nothing is copied and nothing is read from the device.
+
+``run_again`` runs the window under an ``OverflowFinder`` and puts back parameters, their gradients,
+buffers and random state, no more.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ..devices import is_capturing
+from ..models import as_replay, is_fsdp2, is_in_backward, is_replaying, is_transformed, unwrap
+from ..scaling import Origin
+from .containers import is_tensor, map_tensors, tensors_in
+from .finder import OverflowFinder
+from .hooks import Hook
+from .ranges import is_batched
+
+MAX_BYTES = 1 << 28
+"""Of inputs, gradients and random states that are kept of one window."""
+
+BYTES_OF_RANDOM_STATE = 1 << 14
+
+
+def random_state(device: torch.device) -> Callable[[], None]:
+    """What makes the present random state, of Python, NumPy (where it is loaded) and torch on the
+    host and on one device, the present one again. Does not synchronise."""
+    numpy: Any = sys.modules.get("numpy.random")
+    on_python, on_host = random.getstate(), torch.get_rng_state()
+    in_numpy = None if numpy is None else numpy.get_state()
+    has_own = device.type not in ("cpu", "meta") and not is_capturing()
+    module: Any = torch.get_device_module(device.type) if has_own else None
+    on_device = module.get_rng_state(device) if hasattr(module, "get_rng_state") else None
+
+    def restore() -> None:
+        random.setstate(on_python)
+        torch.set_rng_state(on_host)
+        if numpy is not None:
+            numpy.set_state(in_numpy)
+        if on_device is not None:
+            module.set_rng_state(on_device, device)
+
+    return restore
+
+
+@dataclass(frozen=True, slots=True)
+class _Input:
+    """A tensor that a forward was given, detached."""
+
+    tensor: Tensor
+    version: int
+    requires_grad: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _OutputGradient:
+    """What came to one output in one backward."""
+
+    backward: int
+    output: int
+    """Its number among the tensors of the output."""
+    tensor: Tensor
+    version: int
+
+
+@dataclass(eq=False, slots=True)
+class ForwardCall:
+    """One training forward of a watched model."""
+
+    model: _Model
+    order: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: list[_Input]
+    restore_random_state: Callable[[], None]
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    grads: list[_OutputGradient] = field(default_factory=list)
+
+    @property
+    def bytes(self) -> int:
+        """What it keeps."""
+        return sum(_bytes(each.tensor) for each in self.inputs) + BYTES_OF_RANDOM_STATE
+
+
+@dataclass(eq=False, slots=True)
+class _Model:
+    """A watched model."""
+
+    module: weakref.ref[Module]
+    """Without wrappers."""
+    called: weakref.ref[Module]
+    """What is run again: the module, or the compiler's wrapper directly around it."""
+    device: torch.device
+
+
+class WindowRecording:
+    """Keeps what the forwards of the present window were given.
+
+    Leaves out forwards without gradients, those inside another watched model's forward or inside a
+    transform of ``torch.func``, and those of which a graph is captured.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[ForwardCall] = []
+        """Of the present window, and earlier ones whose backward came in it."""
+        self.backwards = 0
+        self.losses: list[Tensor] = []
+        self.left_out = ""
+        """Why a forward was not recorded."""
+        self.before_window: Callable[[], None] = lambda: None
+        """Called before the first forward of each window."""
+        self._has_begun = False
+        self._is_over = False
+        self._bytes = 0
+        self._order = 0
+        self._handles: list[Any] = []
+        self._leaf_handles: list[Any] = []
+        """Of hooks on outputs that outlive the window: parameters that a model returns."""
+        self._watched: weakref.WeakSet[Module] = weakref.WeakSet()
+        self._local = threading.local()
+
+    def watch(self, prepared: Module, inner: Module) -> None:
+        """Record this model's training forwards. Does nothing the second time.
+
+        Args:
+            prepared: what the training loop calls.
+            inner: the model in it. It is what is run again, since the wrappers of distributed
+                training communicate.
+        """
+        plain = unwrap(inner)
+        hooked = prepared if isinstance(prepared, torch._dynamo.OptimizedModule) else plain
+        if hooked in self._watched or isinstance(plain, torch.jit.ScriptModule):
+            return
+        self._watched.add(hooked)
+        first = next(plain.parameters(), None)
+        device = torch.device("cpu") if first is None else first.device
+        model = _Model(weakref.ref(plain), weakref.ref(_to_call(prepared, plain)), device)
+        enter, leave = Hook(self, "enter", model), Hook(self, "leave", model)
+        self._handles += [
+            hooked.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
+            hooked.register_forward_hook(leave, always_call=True),
+        ]
+
+    def before_backward(self, loss: Tensor) -> None:
+        """A backward from this unscaled loss is about to start."""
+        if self._is_over:
+            self.new_window()
+        self._stack().clear()  # a forward that was interrupted never left
+        self.backwards += 1
+        self._count(_bytes(loss))
+        if not self.left_out:
+            self.losses.append(loss.detach())
+
+    def end_window(self) -> None:
+        """An optimizer has stepped. Another one may still step, and overflow, in the same window,
+        so nothing is dropped before the next forward or backward."""
+        self._is_over = True
+
+    def new_window(self) -> None:
+        """Drop all that was recorded."""
+        for call in self.calls:
+            call.grads.clear()
+        for handle in self._leaf_handles:
+            handle.remove()
+        self._leaf_handles.clear()
+        self.calls, self.losses = [], []
+        self.backwards = self._bytes = 0
+        self.left_out = ""
+        self._is_over = self._has_begun = False
+
+    def close(self) -> None:
+        """Remove every hook and drop all that was recorded."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._watched.clear()
+        self.new_window()
+
+    def obstacle(self) -> str:
+        """Why the window cannot be run again; "" if it can. Does not synchronise."""
+        if self.left_out:
+            return f"a forward was not recorded: {self.left_out}"
+        if not self.calls:
+            return "no forward of a prepared model, with gradients, was seen in it"
+        for call in self.calls:
+            if call.model.called() is None or call.model.module() is None:
+                return "a model that ran in it is gone"
+            kept = [(each.tensor, each.version) for each in call.inputs]
+            kept += [(each.tensor, each.version) for each in call.grads]
+            for tensor, version in kept:
+                if version != _version(tensor):
+                    return "an input, or the gradient of an output, was changed in place since"
+        return ""
+
+    # Called by hooks.
+
+    def enter(self, model: _Model, module: Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """A model's forward begins."""
+        if is_replaying() or is_transformed():
+            return
+        stack = self._stack()
+        is_inner = any(call is not None for call in stack) or is_in_backward()
+        if is_inner or not torch.is_grad_enabled() or is_capturing():
+            stack.append(None)
+            return
+        if self._is_over:
+            self.new_window()
+        if not self._has_begun:
+            self._has_begun = True
+            self.before_window()
+        stack.append(self._call(model, args, kwargs))
+
+    def leave(self, model: _Model, module: Module, args: Any, output: Any) -> None:
+        """A model's forward ends; by an exception if ``output`` is None."""
+        if is_replaying() or is_transformed():
+            return
+        stack = self._stack()
+        call = stack.pop() if stack else None
+        if call is None or output is None:
+            return
+        for number, tensor in enumerate(tensors_in(output)):
+            if tensor.requires_grad:
+                # The graph keeps the call, so that a backward in a later window finds it.
+                hook: Any = Hook(self, "add_gradient", call, number)
+                handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+                if tensor.is_leaf:
+                    self._leaf_handles.append(handle)
+        self._add(call)
+
+    def add_gradient(self, call: ForwardCall, number: int, grad: Any) -> None:
+        """A gradient came to an output of a model."""
+        if not is_tensor(grad) or is_transformed() or is_batched(grad) or is_replaying():
+            return
+        if call not in self.calls:  # of an earlier window, as a generator's
+            self._add(call)
+        self._count(_bytes(grad))
+        if torch.is_grad_enabled():
+            self.left_out = "its gradient is differentiated itself (create_graph=True)"
+        if not self.left_out:
+            backward = max(self.backwards - 1, 0)
+            call.grads.append(_OutputGradient(backward, number, grad, _version(grad)))
+
+    def _call(self, model: _Model, args: Any, kwargs: dict[str, Any]) -> ForwardCall | None:
+        inputs: list[_Input] = []
+
+        def detach(tensor: Tensor) -> Tensor:
+            plain = tensor.detach() if tensor.requires_grad else tensor
+            inputs.append(_Input(plain, _version(tensor), tensor.requires_grad))
+            return plain
+
+        try:
+            args, kwargs = map_tensors((args, kwargs), detach)
+        except Exception as error:  # raised by the user's containers; the forward goes on
+            self.left_out = f"its inputs cannot be copied ({type(error).__name__}: {error})"
+            return None
+        self._order += 1
+        kinds = dict.fromkeys((model.device.type, "cpu"))
+        autocast = tuple(
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in kinds
+        )
+        state = random_state(model.device)
+        return ForwardCall(model, self._order, args, kwargs, inputs, state, autocast)
+
+    def _add(self, call: ForwardCall) -> None:
+        self._count(call.bytes)
+        if not self.left_out:
+            self.calls.append(call)
+
+    def _count(self, size: int) -> None:
+        """Drops all that is kept where it becomes too much."""
+        self._bytes += size
+        if self._bytes > MAX_BYTES and not self.left_out:
+            for call in self.calls:
+                call.grads.clear()
+            self.calls, self.losses = [], []
+            self.left_out = f"its inputs and gradients take more than {MAX_BYTES >> 20} MiB"
+
+    def _stack(self) -> list[ForwardCall | None]:
+        stack: list[ForwardCall | None] = self._local.__dict__.setdefault("stack", [])
+        return stack
+
+
+def run_again(
+    recording: WindowRecording,
+    around_backward: Callable[[], AbstractContextManager[None]] = nullcontext,
+    stops: bool = True,
+    factor: float | None = None,
+) -> Origin | None:
+    """Run the window again until something is inf or NaN. Returns where that began.
+
+    Synchronises with the device once a micro-batch, and once more for the search.
+
+    Args:
+        recording: one without an ``obstacle()``.
+        stops: False: every micro-batch is run, since ranks communicate.
+        factor: what the gradients of the outputs are multiplied by: another scale. inf and NaN
+            among them come as 0, as they may be what the change of the model, which is on trial,
+            cures.
+
+    Raises:
+        Whatever the model raises; all is put back then, too.
+    """
+    calls = sorted(recording.calls, key=lambda call: call.order)
+    models = [module for call in calls if (module := call.model.module()) is not None]
+    models = list(dict.fromkeys(models))
+    outputs: dict[ForwardCall, list[Tensor]] = {}
+    with (
+        torch.inference_mode(False),
+        as_replay(),
+        _restored(models, calls[0].model.device),
+        torch.compiler.set_stance("force_eager"),
+        closing(OverflowFinder(is_eager=True)) as finder,
+    ):
+        for model in models:
+            finder.watch(model)
+        for number in range(max(recording.backwards, 1)):
+            grads = [(c, grad) for c in calls for grad in c.grads if grad.backward == number]
+            reached = {call for call, _ in grads}
+            is_last = number + 1 >= recording.backwards
+            for call in calls:
+                if call not in outputs and (call in reached or (is_last and not call.grads)):
+                    outputs[call] = _forward(call)
+            if factor is None:
+                losses = recording.losses[number : number + 1]
+            else:  # the window's own loss may be inf
+                seeded = [outputs[call][grad.output] for call, grad in grads]
+                losses = [output for output in seeded if output.numel() == 1]
+            finder.before_backward(losses)
+            is_kept = any(grad.backward > number for call in reached for grad in call.grads)
+            with around_backward():
+                _backward(outputs, grads, is_kept, factor)
+            if not is_kept:
+                outputs.update((call, []) for call in reached)
+            if stops and finder.has_nonfinite_gradient():
+                break
+        return finder.find()
+
+
+def _forward(call: ForwardCall) -> list[Tensor]:
+    called = call.model.called()
+    assert called is not None
+    fresh = {
+        id(each.tensor): each.tensor.detach().requires_grad_()
+        for each in call.inputs
+        if each.requires_grad
+    }
+
+    def put(tensor: Tensor) -> Tensor:
+        # The script may have made another one require gradients since, for a gradient penalty.
+        other = tensor.detach() if tensor.requires_grad else tensor
+        return fresh.get(id(tensor), other)
+
+    args, kwargs = map_tensors((call.args, call.kwargs), put)
+    call.restore_random_state()
+    with ExitStack() as stack:
+        for kind, enabled, dtype in call.autocast:
+            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+        stack.enter_context(torch.enable_grad())
+        return tensors_in(called(*args, **kwargs))
+
+
+def _backward(
+    outputs: dict[ForwardCall, list[Tensor]],
+    grads: list[tuple[ForwardCall, _OutputGradient]],
+    retain_graph: bool,
+    factor: float | None,
+) -> None:
+    roots, seeds, handles = [], [], []
+    for call, grad in grads:
+        root, seed = outputs[call][grad.output], grad.tensor
+        if not root.requires_grad:
+            continue
+        if factor is not None:
+            seed = torch.where(seed.isfinite(), seed * factor, 0.0)
+
+        def replace(_: Tensor, seed: Tensor = seed) -> Tensor:
+            """The seed is all that came to this output, also by way of another output, as from the
+            loss to the logits."""
+            return seed
+
+        handles.append(root.register_hook(replace))  # type: ignore[no-untyped-call]
+        roots.append(root)
+        seeds.append(seed)
+    try:
+        if roots:
+            torch.autograd.backward(roots, seeds, retain_graph=retain_graph)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# What is put back.
+
+
+@contextmanager
+def _restored(models: Iterable[Module], device: torch.device) -> Iterator[None]:
+    """Models may be run in the block: parameters, their gradients, buffers and random state are
+    afterwards as they were.
+
+    Note [Other parameter objects]
+    The block runs on other Parameter objects with the same memory. Their gradients are dropped as
+    soon as hooks have seen them, and hooks on the model's own parameters, as DDP's reducer, do not
+    run. A copy of a parameter is made only when something is about to write to it. FSDP2 gathers
+    from its own parameters, so there the gradients are put aside instead.
+    """
+    modules = list(dict.fromkeys(module for model in models for module in model.modules()))
+    restore_random_state = random_state(device)
+    places: list[dict[str, Any]] = [m._parameters for m in modules]
+    places += [m._buffers for m in modules]
+    before = [dict(place) for place in places]
+    parameters = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
+    grads = [(p, p.grad) for p in parameters.values() if p.requires_grad]
+    writes = _CopyOnWrite(parameters.values())
+    try:
+        for p, _ in grads:
+            p.grad = None
+        _replace(places, is_sharded=any(map(is_fsdp2, modules)))
+        with writes:
+            yield
+    finally:
+        for place, own in zip(places, before, strict=True):
+            place.clear()
+            place.update(own)
+        for p, grad in grads:
+            p.grad = grad
+        writes.restore()
+        restore_random_state()
+
+
+class _CopyOnWrite(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Copies the memory of a parameter before an operation writes to it."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._addresses = {_address(p) for p in parameters} - {0}
+        self._copies: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            for tensor in tree_leaves((args, kwargs)):
+                address = _address(tensor) if is_tensor(tensor) else 0
+                if address in self._addresses and address not in self._copies:
+                    storage = tensor.untyped_storage()
+                    self._copies[address] = storage, storage.clone()
+        return func(*args, **kwargs)
+
+    def restore(self) -> None:
+        """Write the copies back; version counters stay."""
+        for storage, copy in self._copies.values():
+            storage.copy_(copy)
+
+
+def _address(tensor: Any) -> int:
+    """Of its memory; 0 for a tensor without memory of its own (sharded, quantised, meta)."""
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return 0
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return 0
+    address: int = tensor.untyped_storage().data_ptr()
+    return address
+
+
+def _replace(places: list[dict[str, Any]], is_sharded: bool) -> None:
+    """Put aliases in the place of parameters, and copies in the place of buffers."""
+    others: dict[int, Tensor] = {}
+    for place in places:
+        for name, tensor in place.items():
+            if isinstance(tensor, Parameter):
+                # A frozen parameter of another class may be quantised: it stays.
+                if not is_sharded and (tensor.requires_grad or type(tensor) is Parameter):
+                    place[name] = others.setdefault(id(tensor), _alias(tensor))
+            elif tensor is not None and not tensor.requires_grad:
+                place[name] = others.setdefault(id(tensor), tensor.clone())
+
+
+def _alias(p: Tensor) -> Parameter:
+    alias = Parameter(p.detach(), requires_grad=p.requires_grad)
+    vars(alias).update(vars(p))
+    if getattr(p, "grad_dtype", p.dtype) is not p.dtype:
+        alias.grad_dtype = p.grad_dtype
+    if p.requires_grad:
+        alias.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
+    return alias
+
+
+def _drop_gradient(p: Tensor) -> None:
+    p.grad = None
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _to_call(prepared: Module, plain: Module) -> Module:
+    """``plain``, or the compiler's wrapper directly around it, inside ``prepared``.
+
+    Where a model was compiled before it was prepared, Accelerate's autocast is in that wrapper.
+    """
+    model: Any = prepared
+    while isinstance(model, Module) and model is not plain:
+        if isinstance(model, torch._dynamo.OptimizedModule) and model._orig_mod is plain:
+            return model
+        model = getattr(model, "_orig_mod", getattr(model, "module", None))
+    return plain

@@ -189,23 +189,6 @@ def test_what_cannot_be_cast_is_refused_before_anything_is_prepared() -> None:
     assert not hasattr(stock, "_attachment")
 
 
-def test_a_preparation_that_fails_takes_them_off() -> None:
-    accelerator, kept, model = attach(cpu(), config()), made(), made()
-    accelerator.prepare(kept)
-
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def prepare_optimizer(*args: Any, **kwargs: Any) -> Any:
-        raise ArithmeticError
-
-    accelerator.prepare_optimizer = prepare_optimizer
-    with pytest.raises(ArithmeticError):
-        accelerator.prepare(model, optimizer)
-    assert "wo" not in forwards(model)
-    assert "wo" in forwards(kept)
-    detach(accelerator)
-
-
 def test_data_parallel_is_refused() -> None:
     accelerator = attach(cpu(), config())
     with pytest.raises(UnsupportedError, match="DataParallel"):

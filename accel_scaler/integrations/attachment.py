@@ -87,8 +87,9 @@ class Attachment:
         if how != "off":
             healer = Healer(self.chosen) if config.heal and self.scales else None
             self.explainer = OverflowExplainer(self.scaler, how, healer, self.float16)
+        self.scaler.extra["fp32_modules"] = self.chosen.kept
         self.scaler.call_when_loaded(self.keep_fp32)
-        self.boundary = Boundary(self.scaler, self.device, self.recorder, self.explainer)
+        self.boundary = Boundary(self.scaler, self.device, self.explainer, self.recorder)
         self.worker = Worker(config.optimizer_threads)
         self.optimizers: weakref.WeakSet[ScaledOptimizer] = weakref.WeakSet()
         """Adopted ones; the accelerator drops its own list in ``free_memory``."""
@@ -143,13 +144,19 @@ class Attachment:
         if self.explainer is not None:
             self.explainer.is_everywhere = is_same
 
-    def keep_fp32(self) -> None:
+    def keep_fp32(self, state_dict: dict[str, Any]) -> None:
         """Run those modules in float32 that the run that saved the scaler had healed.
 
         Raises:
+            ConfigError: the state's ``fp32_modules`` are no list of names.
             UnsupportedError: a module that cannot be cast.
         """
-        names = self.scaler.fp32_modules
+        names = state_dict.get("fp32_modules", [])
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ConfigError(
+                f"scaler state dict: got fp32_modules={shown(names)}, expected a list of module "
+                "names."
+            )
         if names and self.scales:
             self.chosen.keep(names, self.models)
 

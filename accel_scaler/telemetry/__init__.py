@@ -17,12 +17,12 @@ from .record import FORMAT, BrokenLineError, CutLineError, End, Names, Record, S
 from .writer import refuse_unwritable
 
 if TYPE_CHECKING:
-    from .recorder import Recorder, make_recorder, path_of
+    from .recorder import make_recorder, path_of
 else:
 
     def __getattr__(name: str) -> object:
         """What needs torch, on first use (PEP 562): to read a file needs none."""
-        if name not in ("Recorder", "make_recorder", "path_of"):
+        if name not in ("make_recorder", "path_of"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(import_module(f"{__name__}.recorder"), name)
 
@@ -41,7 +41,6 @@ __all__ = [
     "Names",
     "Outcome",
     "Record",
-    "Recorder",
     "Start",
     "decode",
     "headroom",

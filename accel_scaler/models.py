@@ -61,7 +61,7 @@ def inert() -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 
 def is_replaying() -> bool:
-    """Whether this thread runs a window again; hooks that count or time forwards do nothing then."""
+    """Whether this thread runs a window again, in which hooks neither count nor time."""
     return getattr(_this_thread, "replays", False)
 
 

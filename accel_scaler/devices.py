@@ -1,8 +1,8 @@
-"""Kinds of devices: the one file that knows what their backends have and lack.
+"""Differences between the backends of devices.
 
 Streams and events are ``torch.Stream``, ``torch.Event`` and ``torch.accelerator``, which a backend
-outside of torch gets with its device guard; modules such as ``torch.cuda`` are asked only for what
-those lack, and may lack it too.
+outside of torch gets with its device guard. Modules such as ``torch.cuda`` are used only for what
+those lack, and may lack it, too.
 """
 
 from __future__ import annotations
@@ -27,20 +27,19 @@ __all__ = [
 
 
 def present_type() -> str:
-    """Type of the accelerator that torch finds in this machine, else ``"cpu"``."""
-    # In this order: without a device torch 2.6 has an error for whoever asks for the current one.
+    """The type of this machine's accelerator, else ``"cpu"``."""
+    # In this order: torch 2.6 raises if the current accelerator is requested and there is none.
     present = torch.accelerator.is_available() and torch.accelerator.current_accelerator()
     return present.type if present else "cpu"
 
 
 def streams_of(device: torch.device) -> Streams | None:
-    """The streams of ``device``; None where one queue, or the host itself, keeps the order.
+    """The streams of ``device``; None for the CPU and for a device with one queue.
 
-    Apple's MPS is such a queue: all threads enqueue into it, and every stream that torch makes
-    there is the same one.
+    Apple's MPS has one queue: all threads enqueue into it, and all streams of torch are the same.
 
     Raises:
-        UnsupportedError: what runs there runs beside the host, and torch has no stream for it.
+        UnsupportedError: the device runs beside the host, and torch has no streams for it.
     """
     if device.type == "cpu":
         return None
@@ -52,7 +51,7 @@ def streams_of(device: torch.device) -> Streams | None:
         return None
     present = torch.accelerator.current_accelerator()
     if present is None or present.type != device.type:
-        raise _unordered(device, f"torch.accelerator is {present}, and gives no other's streams")
+        raise _unordered(device, f"torch.accelerator is {present}, not this device")
     return Streams(device)
 
 
@@ -60,7 +59,7 @@ def _unordered(device: torch.device, why: str) -> UnsupportedError:
     return UnsupportedError(
         f"the optimizer's parameters are on {device}, where its steps cannot be put in order with "
         f"forward and backward ({why}). Use step_mode='sync' without offload, float32 parameters, "
-        "and no AsyncOptimizer; or a device whose backend has streams."
+        "and no AsyncOptimizer."
     )
 
 
@@ -73,7 +72,7 @@ def device_name(device: torch.device) -> str:
 
 
 def is_capturing() -> bool:
-    """Whether this thread's operations go into a graph (as of CUDA) instead of running."""
+    """Whether this thread captures its operations in a graph, such as CUDA's."""
     present = torch.accelerator.current_accelerator()
     if present is None:
         return False
@@ -83,46 +82,43 @@ def is_capturing() -> bool:
 
 
 def refuse_capture(call: str) -> None:
-    """Raise ``UnsupportedError`` where a graph is being captured on this thread's stream.
+    """Raise ``UnsupportedError`` while this thread captures a graph.
 
-    A graph holds operations of one thread that nobody waits for. A step waits for the device, to
-    know of an overflow; and while a graph is captured no other thread may ask a device for memory.
+    A step waits for the device to know of an overflow, which a graph cannot hold; and during a
+    capture no other thread may allocate memory of the device.
     """
     if is_capturing():
         raise UnsupportedError(
-            f"{call}: a graph is being captured on this stream. A step that is checked, or done by "
-            "another thread, cannot be part of it. Call optimizer.synchronize() before the "
-            "capture, capture forward and backward alone, and step outside of it."
+            f"{call}: a graph is being captured on this stream, and cannot hold a checked step. "
+            "Call optimizer.synchronize() before the capture, capture forward and backward, and "
+            "step outside of it."
         )
 
 
 class Streams:
-    """Of one device. Several threads may use it; a present stream is each thread's own.
-
-    None of the methods waits for the device.
-    """
+    """The streams of one device; any thread may use them. Only ``synchronize`` waits for it."""
 
     def __init__(self, device: torch.device) -> None:
         if device.index is None:
-            # Another thread's current device is its own.
+            # Each thread has a current device of its own.
             device = torch.accelerator.current_stream().device
         self.device = device
 
     def new(self) -> torch.Stream:
-        """One that runs beside the others."""
+        """A new stream."""
         return torch.Stream(self.device)
 
     def current(self) -> torch.Stream:
-        """This thread's, on this device."""
+        """This thread's stream on this device."""
         return torch.accelerator.current_stream(self.device)
 
     def synchronize(self) -> None:
-        """Wait until all streams have done what they were given."""
+        """Wait until all streams of the device are empty."""
         torch.accelerator.synchronize(self.device)
 
     @contextmanager
     def on(self, stream: torch.Stream) -> Iterator[None]:
-        """This thread enqueues on ``stream``, whichever its device and stream were."""
+        """In the block this thread's operations go to ``stream``, and its device is current."""
         elsewhere, here = torch.accelerator.current_stream(), self.current()
         torch.accelerator.set_stream(stream)
         try:
@@ -132,10 +128,10 @@ class Streams:
             torch.accelerator.set_stream(elsewhere)
 
     def event(self) -> Any:
-        """Not recorded yet. A host that waits for it sleeps, where the backend can.
+        """A new event, on which the host sleeps while it waits, where the backend can.
 
-        Give its methods no stream, for it may be of another class than ``torch.Event``: it records
-        and waits on the present one.
+        Its methods take no stream, as it may be of another class than ``torch.Event``: it records
+        and waits on the current one.
         """
         if self.device.type == "cuda":  # torch.Event leaves ``blocking`` out, and the host spins
             return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Questions about a model that more than one folder asks, answered in one way."""
+"""How a model is wrapped, compiled or run, for every folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _this_thread = threading.local()
 
 
 def unwrap(model: Module) -> Module:
-    """The model that is compiled, or replicated on each rank."""
+    """The model inside of compiled, ``DataParallel`` and DDP wrappers."""
     parallel = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
     while True:
         if isinstance(model, torch._dynamo.OptimizedModule):
@@ -27,7 +27,7 @@ def unwrap(model: Module) -> Module:
 
 
 def is_compiled(module: Any) -> bool:
-    """Whether torch.compile or TorchScript runs it, so that hooks see nothing."""
+    """Whether torch.compile or TorchScript runs the module, which then may not call hooks."""
     return (
         isinstance(module, (torch.jit.ScriptModule, torch._dynamo.OptimizedModule))
         or module._compiled_call_impl is not None
@@ -35,7 +35,7 @@ def is_compiled(module: Any) -> bool:
 
 
 def is_in_backward() -> bool:
-    """Whether this thread runs one: a forward in it is a checkpoint's second."""
+    """Whether this thread runs a backward; a forward in it is of activation checkpointing."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -46,22 +46,22 @@ def is_transformed() -> bool:
 
 def is_fsdp2(module: Any) -> bool:
     """Whether ``fully_shard`` was called on it."""
-    # To import it takes a second; who has such a module has imported it.
+    # The import takes a second; it was made already where there is such a module.
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def inert() -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """What ``__reduce__`` of a hook returns: a function that takes anything and does nothing.
+    """The result of a hook's ``__reduce__``: a function that takes anything and does nothing.
 
-    A model is copied and pickled along with its hooks; nobody listens to the copy, and who loads
-    it may not have this package.
+    A model is copied and pickled with its hooks, which mean nothing in the copy and may be loaded
+    without this package.
     """
     return getattr, (nullcontext(), "__exit__")
 
 
 def is_replaying() -> bool:
-    """Whether this thread runs a window again: hooks that count or time forwards look away."""
+    """Whether this thread runs a window again, in which hooks neither count nor time."""
     return getattr(_this_thread, "replays", False)
 
 

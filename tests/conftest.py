@@ -73,9 +73,13 @@ def fresh_accelerate_state() -> Iterator[None]:
     PartialState._reset_state()
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def torchs_own_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """References are torch's; where it has no float16 kernels our products round otherwise."""
+    """No emulated float16 products, for references that torch computes.
+
+    Where the processor has no float16 kernels, ours round otherwise than torch's. The conftest of a
+    folder with such references uses it.
+    """
     monkeypatch.setattr("accel_scaler.integrations.cpu_float16.has_float16_kernels", lambda: True)
 
 

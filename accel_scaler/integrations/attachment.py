@@ -189,7 +189,7 @@ class Attachment:
 
         Raises:
             OrderError: a window is open; nothing was undone.
-            StepError: the step in hand failed; everything was undone.
+            StepError: the step in flight failed; everything was undone.
         """
         self._hand_back_scale()
         self._undo(accelerator)

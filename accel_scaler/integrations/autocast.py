@@ -1,4 +1,4 @@
-"""float16 autocast on a model that was prepared without it, its products, and the way back."""
+"""float16 autocast and products for models that were prepared without them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from . import cpu_float16
 
 
 def add_autocast(accelerator: Any, models: list[torch.nn.Module]) -> None:
-    """Wrap each prepared model's forward as ``prepare_model`` does when autocast is on, where it
-    has not been.
+    """Wrap each prepared model's forward in autocast as ``prepare_model`` does, once.
 
     Raises:
-        UnsupportedError: a compiled model, whose forward can no longer be wrapped; before any
-            model is changed.
+        UnsupportedError: a compiled model, whose forward can no longer be wrapped; no model was
+            changed.
     """
-    # A compiled model says what the one in it has.
+    # A compiled model has the attributes of the one in it.
     plain = [m for m in models if not hasattr(accelerator.unwrap_model(m), "_original_forward")]
     if any(map(is_compiled_module, plain)):
         raise UnsupportedError(
@@ -38,7 +37,7 @@ def add_autocast(accelerator: Any, models: list[torch.nn.Module]) -> None:
 
 def remove_autocast(accelerator: Any, model: torch.nn.Module) -> None:
     """Give the model its own forward back."""
-    # A compiled model keeps its own forward, but hands this attribute on to what it compiled.
+    # A compiled model keeps its own forward; this attribute is set on the model in it.
     holder: Any = accelerator.unwrap_model(model)
     inner: Any = accelerator.unwrap_model(model, keep_torch_compile=False)
     original = inner.__dict__.pop("_original_forward", None)
@@ -51,10 +50,9 @@ def remove_autocast(accelerator: Any, model: torch.nn.Module) -> None:
 
 
 def add_emulation(accelerator: Any, model: torch.nn.Module) -> None:
-    """Around the prepared model's forward, autocast and all: :func:`cpu_float16.emulate_float16`,
-    once.
+    """Run the prepared model's forward in :func:`cpu_float16.emulate_float16`, outside of autocast.
 
-    Does nothing off the CPU, or where the processor has kernels for all of it.
+    Does nothing off the CPU, where the processor has the kernels, or the second time.
     """
     norms = cpu_float16.needs_norms(model)
     if accelerator.device.type != "cpu" or (cpu_float16.has_float16_kernels() and not norms):
@@ -64,12 +62,12 @@ def add_emulation(accelerator: Any, model: torch.nn.Module) -> None:
     if getattr(function, "_accel_scaler_emulation", None) is function:
         return
     wrapped: Any = cpu_float16.emulating_float16(function, norms)
-    wrapped._accel_scaler_emulation = wrapped  # itself: whoever wraps it copies its attributes
+    wrapped._accel_scaler_emulation = wrapped  # a wrapper of it copies its attributes
     _replace_forward(holder, wrapped)
 
 
 def remove_emulation(accelerator: Any, model: torch.nn.Module) -> None:
-    """Give the model back the forward that :func:`add_emulation` found."""
+    """Undo :func:`add_emulation`."""
     holder: Any = accelerator.unwrap_model(model)
     plain = _function_of(holder)
     mark: Any = getattr(plain, "_accel_scaler_emulation", None)

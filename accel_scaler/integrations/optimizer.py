@@ -58,10 +58,10 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         attachment.boundary.add(self, attachment.config.fold_unscale, hold_scaled)
 
     def leave(self, attachment: Attachment) -> None:
-        """Be Accelerate's again, unless another accelerator has taken it over.
+        """Become Accelerate's again, unless another accelerator has taken it over.
 
         Raises:
-            StepError: the step in hand failed; it has left all the same.
+            StepError: the step in flight failed; everything was removed.
         """
         if self._attachment is not attachment:
             return
@@ -78,7 +78,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             _change_class(self, AcceleratedOptimizer)
 
     def _give_way(self) -> None:
-        """Another optimizer owns its parameters: it is not stepped, nor saved with the others."""
+        """Another optimizer owns its parameters: it is neither stepped nor saved any more."""
         attachment, hooks = self._attachment, self._hooks
         self._hooks = None
         if attachment is not None:
@@ -88,13 +88,13 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     @property
     def stepped_optimizer(self) -> Optimizer:
-        """The torch optimizer in it, under whose name a window knows it."""
+        """The torch optimizer in it, which windows know."""
         (inner,) = inner_of(self)
         return inner
 
     @property
     def state(self) -> Any:
-        """The torch optimizer's state, after :meth:`synchronize`: a step in hand writes to it."""
+        """The torch optimizer's state, after :meth:`synchronize`."""
         self.synchronize()
         return self.optimizer.state
 
@@ -110,9 +110,10 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     @untraced
     def synchronize(self) -> None:
-        """Wait for the step in hand, if any, and publish it: for code that reads parameters.
+        """Wait for the step in flight, if any, and publish it.
 
-        Saving, loading and evaluating do this by themselves.
+        For code whose reads of parameters torch does not see; saving, loading and evaluation wait
+        by themselves.
         """
         stepper_of(self).synchronize()
 
@@ -129,10 +130,10 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         super().eval()
 
     def follow_parameters(self, frozen_too: bool = False) -> None:
-        """Step through masters from now on, where a parameter is trained that needs one.
+        """Step through masters from now on if a trained parameter needs one.
 
         Args:
-            frozen_too: or is frozen: its master is about to be loaded.
+            frozen_too: also if a frozen one does, whose master is about to be loaded.
         """
         attachment, inner = self._attachment, self.stepped_optimizer
         if attachment is None or has_successor(inner):
@@ -151,7 +152,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     @untraced
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As Accelerate's; the masters in it are taken where parameters need them by now."""
+        """As Accelerate's; masters in it are loaded where parameters need them now."""
         self.follow_parameters(frozen_too=holds_masters(state_dict))
         if async_stepper_of(self.stepped_optimizer) is None:
             super().load_state_dict(without_previews(state_dict))
@@ -192,7 +193,7 @@ def adopt(optimizer: Any, attachment: Attachment, frozen_too: bool = False) -> N
     """Make a prepared optimizer step through the attachment's boundary.
 
     Args:
-        frozen_too: with masters, where all parameters that need them are frozen too.
+        frozen_too: with masters also if only frozen parameters need them.
 
     Raises:
         UnsupportedError: it cannot; nothing was changed.
@@ -220,7 +221,7 @@ def _needs_async_stepper(inner: Optimizer, config: ScalerConfig, frozen_too: boo
         return False
     if config.step_mode != "sync" or config.offload != "none":
         return True
-    # Asked at every backward, so in no loop of Python's. float16 is refused where it has no master.
+    # Called at every backward, so without a Python loop. float16 without a master is refused.
     params: Iterable[torch.Tensor] = parameters_of(inner)
     stepped_ones = params if frozen_too else filter(attrgetter("requires_grad"), params)
     low = MasterRule.of(config).dtypes | {torch.float16}
@@ -228,7 +229,7 @@ def _needs_async_stepper(inner: Optimizer, config: ScalerConfig, frozen_too: boo
 
 
 def _change_class(optimizer: Any, cls: Any) -> None:
-    """Change the class; an LR scheduler's wrapper on the instance then calls that one's step."""
+    """Change the class; an LR scheduler's wrapper on the instance calls the new class's step."""
     optimizer.__class__ = cls
     if hasattr(optimizer.__dict__.get("step"), "_wrapped_by_lr_sched"):
 
@@ -244,7 +245,7 @@ def _change_class(optimizer: Any, cls: Any) -> None:
 def refuse_unsuitable(
     optimizers: Iterable[Optimizer], config: ScalerConfig, are_placed: bool = True
 ) -> None:
-    """Raise ``UnsupportedError``, before anything is changed, for what cannot be adopted.
+    """Raise ``UnsupportedError`` for an optimizer that cannot be adopted; nothing is changed.
 
     Args:
         optimizers: prepared, or about to be.

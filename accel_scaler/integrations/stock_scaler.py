@@ -1,4 +1,4 @@
-"""What ``attach`` takes over, and from whom it may not: the settings and state of a scaler."""
+"""The scaler that ``attach`` replaces: its settings and its state; and who else scales."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SCALED_ELSEWHERE = {
 
 
 def scaled_elsewhere(kind: str, precision: str = "no") -> str | None:
-    """Who scales in this package's place, and where it is set; None: nobody.
+    """Who scales instead of this package, and where that is configured; None: nobody.
 
     Args:
         kind: the name of a ``DistributedType``.
@@ -37,7 +37,7 @@ def scaled_elsewhere(kind: str, precision: str = "no") -> str | None:
 
 
 def refuse_other_scalers(accelerator: Accelerator) -> None:
-    """Raise where somebody else scales, saying who."""
+    """Raise ``UnsupportedError`` where something else scales, with its name."""
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     # Accelerate asks DeepSpeed's own config for the precision, so the kind is asked first.
     who = scaled_elsewhere(kind) or scaled_elsewhere("", accelerator.mixed_precision)
@@ -48,8 +48,8 @@ def refuse_other_scalers(accelerator: Accelerator) -> None:
 def scaler_settings(
     accelerator: Any, config: ScalerConfig, stock: Any, named: Collection[str] = ()
 ) -> dict[str, Any]:
-    """What :class:`GradScaler` is made with: what ``config`` changes, and what was asked for by
-    name, else the replaced scaler's."""
+    """Arguments of :class:`GradScaler`: fields of ``config`` that are not at their defaults or are
+    ``named``, else the replaced scaler's."""
     handler = accelerator.scaler_handler
     values: dict[str, Any] = {} if handler is None else handler.to_kwargs()
     state = {} if stock is None else stock.state_dict()
@@ -62,7 +62,7 @@ def scaler_settings(
     wanted = config.changed() | {name: getattr(config, name) for name in named}
     changed = {name: value for name, value in wanted.items() if name in own}
     if state and stock._scale is not None:
-        # Training has begun: go on with its scale, as far as the new bounds allow.
+        # Training has begun: continue with its scale, within the new bounds.
         changed.pop("init_scale", None)
         low, high = config.min_scale, config.max_scale
         values["init_scale"] = min(max(values["init_scale"], low or 0.0), high or math.inf)
@@ -70,7 +70,7 @@ def scaler_settings(
 
 
 def make_scaler(accelerator: Any, settings: Mapping[str, Any], stock: Any) -> GradScaler:
-    """With these settings, and the state of the replaced scaler."""
+    """A scaler with these settings, and the state of the replaced one."""
     state = {} if stock is None else stock.state_dict()
     scaler = GradScaler(accelerator.device.type, **settings)
     if state and state["_growth_tracker"]:

@@ -5,11 +5,9 @@ Called by ``startup/sitecustomize.py`` at the end of ``__init__``.
 
 from __future__ import annotations
 
-import functools
 import os
 import shlex
 import sys
-import warnings
 import weakref
 from typing import Any
 
@@ -28,15 +26,7 @@ def attach_accelerator(accelerator: Any) -> None:
     """
     if isinstance(accelerator, ScaledAccelerator):
         return
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="accel_scaler: mixed_precision=")
-        attachment = attach_default(accelerator)
-    if accelerator.mixed_precision != "fp16" and accelerator.is_local_main_process:
-        does = "nothing is attached" if attachment is None else "only telemetry is written"
-        _print_once(
-            f"accel-scaler: mixed_precision={accelerator.mixed_precision!r} needs no gradient "
-            f"scaling; {does}."
-        )
+    attachment = attach_default(accelerator)
     if attachment is not None and attachment.rank == 0:
         path, recorder = path_of(attachment.config, 0), attachment.recorder
         weakref.finalize(recorder, _print_totals, os.getpid(), recorder.history, path)
@@ -44,8 +34,7 @@ def attach_accelerator(accelerator: Any) -> None:
 
 def attach_trainer(trainer: Any) -> None:
     """Attach a ``transformers.Trainer``, whose accelerator is attached already."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="accel_scaler: mixed_precision=")
+    if isinstance(trainer.accelerator, ScaledAccelerator):
         attach(trainer)
 
 
@@ -56,8 +45,3 @@ def _print_totals(pid: int, history: History, path: str | None) -> None:
     done = f"{counted(history.boundaries, 'window')}, {history.skips} skipped"
     report = "" if path is None else f"; to see them: accel-scaler report {shlex.quote(path)}"
     print(f"accel-scaler: {done}{report}", file=sys.stderr, flush=True)
-
-
-@functools.cache
-def _print_once(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

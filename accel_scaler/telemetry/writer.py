@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import ConfigError
-from ..places import why_no_folder
 from .record import (
     FORMAT,
     BrokenLineError,
@@ -126,8 +125,6 @@ def refuse_unwritable(path: str) -> None:
                 io.FileIO(path, "a").close()
         elif not os.path.basename(path):
             raise ConfigError(_complaint(path, "that is the name of a folder"))
-        elif (reason := why_no_folder(path)) is not None:  # one that is not there, as this file
-            raise ConfigError(_complaint(path, reason))
     except OSError as error:
         raise ConfigError(_complaint(path, error.strerror or str(error))) from None
 

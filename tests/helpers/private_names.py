@@ -121,7 +121,6 @@ PRIVATE: dict[str, dict[str | Callable[[], Any], tuple[str, ...]]] = {
             "_indices",
             "_values",
             "_backward_hooks",
-            "_post_accumulate_grad_hooks",
             "_make_subclass",
         ),
         "torch.UntypedStorage": ("_cdata",),
@@ -173,6 +172,7 @@ PRIVATE: dict[str, dict[str | Callable[[], Any], tuple[str, ...]]] = {
             "_addmm_activation",
             "_scaled_dot_product_flash_attention_for_cpu",
         ),
+        "torch.utils": ("_pytree",),
         "torch.autograd.profiler": ("_is_profiler_enabled",),
         "torch.amp.grad_scaler": ("_refresh_per_optimizer_state",),
         "torch.optim.optimizer": (

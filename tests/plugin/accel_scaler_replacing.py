@@ -111,7 +111,7 @@ class Replacement:
 
     def _package(self) -> ModuleType:
         """``accel_scaler``; of the installation that runs the tests where a child has none."""
-        self._hook.launched()
+        self._hook.load_hook()
         return sys.modules["accel_scaler"]
 
     def _scaler_init(self, stock: Callable[..., None]) -> Callable[..., None]:
@@ -152,7 +152,7 @@ class Replacement:
         if isinstance(accelerator, package.ScaledAccelerator):  # the test makes it one by itself
             return
         try:
-            self._hook.launched().meet_accelerator(accelerator)
+            self._hook.load_hook().attach_accelerator(accelerator)
         except package.UnsupportedError as error:  # DeepSpeed and others scale by themselves
             self.note(f"refused: {str(error).splitlines()[0]}")
         else:
@@ -160,7 +160,7 @@ class Replacement:
 
     def _meet_trainer(self, trainer: Any) -> None:
         if isinstance(trainer.accelerator, self._package().ScaledAccelerator):
-            self._hook.launched().meet_trainer(trainer)
+            self._hook.load_hook().attach_trainer(trainer)
             self.note("trainer")
 
 

@@ -18,7 +18,6 @@ ORDER = [
         "devices",
         "untraced",
         "models",
-        "places",
         "config_file",
         "config",
     ),
@@ -48,7 +47,7 @@ ONLY_IN = {
 
 WITHOUT_TORCH = {
     *("report", "config", "config_file", "console", "errors", "version", "cli"),
-    *("places", "__init__", "__main__"),
+    *("__init__", "__main__"),
 }
 
 

@@ -1,16 +1,13 @@
-"""Checkpoints, sources and launches: nothing that comes from a file or a user is executed.
+"""Checkpoints and sources: nothing that comes from a file or a user is executed.
 
-``test_hostile_files.py`` has config and telemetry files. Takes about 15 s, most of it a launch.
+``test_hostile_files.py`` has config and telemetry files.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +27,8 @@ SOURCES = [
 ]
 RUNS_WHAT_IT_READS = re.compile(
     r"^\s*(import|from) \w*(pickle|dill|joblib|marshal|shelve)|(?<![.\w])(?<!def )(eval|exec)\("
-    r"|os\.(system|popen)|shell=True|allow_pickle=True|yaml\.(\w*load|\w*Loader(?<!SafeLoader))\b"
+    r"|os\.(system|popen)|shell=True|allow_pickle=True"
+    r"|yaml\.(?!safe_load\b|BaseLoader\b|load\(text, yaml\.BaseLoader\))\w*[lL]oad"
     r"|subprocess\.\w+\(f?['\"]|torch\.load\((?!.*weights_only=True)",
     re.MULTILINE,
 )
@@ -164,56 +162,3 @@ def test_a_hostile_checkpoint_does_not_run(name: str, raw: bool, tmp_path: Path)
     else:
         torch.load(folder / name, weights_only=False)
     assert went_off.exists(), "a bomb that never goes off proves nothing"
-
-
-# Launching.
-
-
-ARGUMENTS = [
-    "two words",
-    "'single'",
-    '"double"',
-    "; touch boom",
-    "$(touch boom)",
-    "`touch boom`",
-    "| tee boom",
-    "&& touch boom",
-    "a\nb",
-    "tab\there",
-    "back\\slash",
-    "*",
-    "~",
-    "%PATH%",
-    "{rank}",
-    "",
-    "-",
-    "--",
-    "ünï \u202e",
-]
-
-
-@pytest.mark.process
-def test_arguments_reach_the_script_as_they_were_given(tmp_path: Path) -> None:
-    script = tmp_path / "a script; $(touch boom).py"
-    script.write_text(
-        "import json, os, sys\n"
-        "print(json.dumps([sys.argv, os.environ['ACCEL_SCALER_TELEMETRY'], os.listdir('.')]))\n"
-    )
-    telemetry = "run $(touch boom) `touch boom`;\n'\".jsonl"
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("ACCEL", "PYTHONPATH"))}
-    flags = ["--cpu", "--mixed_precision", "fp16", "--num_processes", "1", "--num_machines", "1"]
-    argv = [sys.executable, "-m", "accel_scaler", "launch", *flags, "--telemetry", telemetry]
-    done = subprocess.run(
-        [*argv, str(script), *ARGUMENTS],
-        cwd=tmp_path,
-        env=kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    argv, path, files = json.loads(done.stdout.splitlines()[-1])
-    assert argv == [str(script), *ARGUMENTS]
-    assert path == telemetry
-    assert files == [script.name]

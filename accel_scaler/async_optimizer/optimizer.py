@@ -184,8 +184,9 @@ class AsyncOptimizer(Optimizer):
     @property
     def history(self) -> History:
         """What the scaler did, one record a window; empty without ``scaler``."""
-        observer = None if self._boundary is None else self._boundary.observer
-        return observer.history if isinstance(observer, Recorder) else History()
+        observers = () if self._boundary is None else self._boundary.observers
+        found = (each.history for each in observers if isinstance(each, Recorder))
+        return next(found, History())
 
     @property
     def timing(self) -> StepTiming | None:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from ..async_optimizer import MasterRule, Worker, take_over
 from ..config import Asked, ScalerConfig
 from ..devices import device_name
-from ..errors import OrderError, StepError
+from ..errors import ConfigError, OrderError, StepError, shown
 from ..optimizer_step import Boundary
 from ..overflow import ChosenModules, Healer, OverflowExplainer, warn_past_float16
 from ..scaling import gather_objects, is_sharded
@@ -86,8 +86,9 @@ class Attachment:
         if how != "off":
             healer = Healer(self.chosen) if config.heal and self.scales else None
             self.explainer = OverflowExplainer(self.scaler, how, healer, self.float16)
+        self.scaler.extra["fp32_modules"] = self.chosen.kept
         self.scaler.call_when_loaded(self.keep_fp32)
-        self.boundary = Boundary(self.scaler, self.device, self.recorder, self.explainer)
+        self.boundary = Boundary(self.scaler, self.device, self.explainer, self.recorder)
         self.worker = Worker(config.optimizer_threads)
         self.optimizers: weakref.WeakSet[ScaledOptimizer] = weakref.WeakSet()
         """Adopted ones, those too that ``free_memory`` makes the accelerator forget."""
@@ -142,13 +143,19 @@ class Attachment:
         if self.explainer is not None:
             self.explainer.is_everywhere = is_same
 
-    def keep_fp32(self) -> None:
+    def keep_fp32(self, state_dict: dict[str, Any]) -> None:
         """Put on float32 what the run that saved the scaler had healed.
 
         Raises:
+            ConfigError: the state's ``fp32_modules`` are no list of names.
             UnsupportedError: a module that cannot be cast.
         """
-        names = self.scaler.fp32_modules
+        names = state_dict.get("fp32_modules", [])
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ConfigError(
+                f"scaler state dict: got fp32_modules={shown(names)}, expected a list of module "
+                "names."
+            )
         if names and self.scales:
             self.chosen.keep(names, self.models)
 

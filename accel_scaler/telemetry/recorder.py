@@ -54,8 +54,8 @@ class Recorder(Observer):
         underflow_interval: int = 100,
     ) -> None:
         self.scaler, self.journal = scaler, journal
-        self.wants_norms = self.wants_each_norm = self.wants_shown_errors = journal is not None
-        min_scale = scaler.overflow_streak.evidence.min_scale
+        self.wants_norms = self.wants_each_norm = journal is not None
+        min_scale = scaler.rule.min_scale if scaler.is_enabled() else None
         self.history = History(scaler.is_enabled(), min_scale)
         self.underflow_interval = underflow_interval
         self._table = NameTable(scaler.parameter_names)
@@ -98,7 +98,7 @@ class Recorder(Observer):
             losses.send()
 
     def optimizer_stepped(
-        self, optimizer: Optimizer, window: Window, timing: StepTiming | None, start: float
+        self, optimizer: Optimizer, window: Window, timing: StepTiming | None
     ) -> None:
         """Put the window, or what one more optimizer did in it, on record."""
         index, measured, closed_at = window.index, window.grad_norms, window.before

@@ -663,7 +663,7 @@ class Player:
 
     def edit(self, which: int, how: str) -> Any:
         if how.startswith("data") and self.setup.mode == "delayed" and not self.attached:
-            return False  # see docs/limits.md
+            return False  # see docs/what-to-expect.md
         self.publish_delayed()
         for p in self.pairs[which % len(self.pairs)]:
             with torch.no_grad():

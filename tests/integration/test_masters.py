@@ -356,7 +356,7 @@ def test_a_gradient_that_is_dropped_after_a_clip_is_left_out(way: dict[str, Any]
             w.data.copy_(master.data)
     optimizer.synchronize()
     ours_, theirs = accelerator.unwrap_model(model).weights, plain.weights
-    # Unscaled and clipped by one product, as limits.md says.
+    # Unscaled and clipped by one product, as docs/what-to-expect.md says.
     for one, other in zip(ours_, theirs, strict=True):
         assert torch.allclose(one, other, rtol=0, atol=1e-3)
     assert torch.equal(ours_[2], Squares(torch.float16).weights[2])

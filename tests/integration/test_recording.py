@@ -96,12 +96,9 @@ def test_a_run_of_skips_ends_after_a_last_record(
     assert end["error"] == f"OverflowStreakError: {text}"
     assert (end["windows"], end["skips"]) == (8, 7)
     assert "7 windows in a row overflowed, max_consecutive_skips=6 allows 6" in text
-    assert "Scale: 4096 -> 2048 -> 1024 -> 512 -> 256 -> 128 -> 64 -> 32. " in text
-    assert "(1) the loss was inf or NaN in 7 of these 7 windows" in text
-    assert text.count("(1)") == text.count("(2)") == text.count("(3)") == 1
-    assert "(4)" not in text
+    assert "The scale is now 32. " in text
     # Those that a check comes across, most often seen first.
-    named = re.search(r"Non-finite gradients in: ([^.]+\.[a-z, ]+[^:]*?)\. Scale", text)
+    named = re.search(r"Non-finite gradients in: ([^.]+\.[a-z, ]+[^:]*?)\. The scale", text)
     assert named is not None
     assert set(named[1].split(", ")) <= {name for name, _ in plain.named_parameters()}
     (warning,) = messages(caplog, "windows in a row")
@@ -189,8 +186,6 @@ def test_where_it_began_is_in_the_record_the_log_and_the_error(
     assert len(messages(caplog, "overflowed: ")) == len(found) - 1 == 3
     text = str(caught.value)
     assert found[-1]["first"]["text"] in text
-    assert "remedies: (1) 1 overflows in its forward" in text
-    assert "find_overflow='replay' names" not in text
 
 
 def test_the_second_optimizers_overflow_is_found_too(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerators import DEVICE, adamw, current_stream, fused_adamw, on, sgd
+from accelerators import DEVICE, LONG, adamw, current_stream, fused_adamw, on, sgd
 from device_training import MODES, STEPS, Program, Training, assert_in_order
 from references import recording
 from support import mlp
@@ -632,7 +632,7 @@ def test_a_wait_that_is_missing_is_noticed(
     """float16: in float32 the factor that clips, read by the host, follows the copies anyway."""
     monkeypatch.setattr(SideStreams, method, lambda self, event: None)
     with pytest.raises(AssertionError):
-        assert_in_order(late_in_turn, dtype=HALF, **settings)
+        assert_in_order(late_in_turn, dtype=HALF, cycles=LONG, **settings)
 
 
 @pytest.mark.parametrize(("program", "settings"), RUNS)

@@ -56,6 +56,7 @@ class Training:
     Args:
         in_order: this is the reference, on one queue.
         watched: the optimizer is given the model.
+        cycles: how long :meth:`busy` keeps a stream.
         settings: those of ``AsyncOptimizer``.
     """
 
@@ -69,6 +70,7 @@ class Training:
         watched: bool = True,
         model: Callable[[], nn.Module] = Branched,
         shard: Callable[[Any], object] | None = None,
+        cycles: int = SHORT,
         device: str = DEVICE,
         **settings: Any,
     ) -> None:
@@ -82,6 +84,7 @@ class Training:
         self.scaler: Any = (
             GradScaler(kind, init_scale=1024.0, growth_interval=3) if scaled else None
         )
+        self.cycles = cycles
         self.watched, self.seen = watched, list[Tensor]()
         self.work: Any = None
         self.down: Any = None
@@ -144,7 +147,7 @@ class Training:
         for stream in streams or [current_stream()]:
             if stream is not None and not self.in_order:
                 with on(stream):
-                    sleep(SHORT)
+                    sleep(self.cycles)
 
     def litter(self) -> None:
         """Take memory of small sizes and of the parameters', write to it, give it back."""

@@ -1,7 +1,6 @@
 """NaN in the data, losses that are inf, scales at either end of float32, 4,000 skips in a row.
 
-What happens to the parameters, and after how many windows a warning comes: at 30, 300 and 3,000
-skips in a row, at most 20 times.
+What happens to the parameters, and after how many windows a warning comes.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import torch
 from accelerate import Accelerator
 from fault_run import Run
 from support import LR, Linear, reset, same, stock
-from torch import nn
 
 from accel_scaler import ConfigError, GradScaler, OverflowStreakError, ScalerConfig, attach, detach
 
@@ -23,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 INF, NAN = float("inf"), float("nan")
 LARGEST = torch.finfo(torch.float32).max
-WARNS_AT, WARNINGS = 30, 20
+WARNS_AT = 30
 
 
 class Loop:
@@ -66,8 +64,8 @@ class Spoiled(Run):
         return super()._loss(rows)
 
 
-def warned(caplog: pytest.LogCaptureFixture, level: int = logging.WARNING) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno >= level]
+def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 @pytest.mark.parametrize("mode", ["sync", "overlap", "delayed offload"])
@@ -100,35 +98,15 @@ def test_nan_in_the_data_is_a_skip_and_ends_the_run_where_that_is_asked(
     run.close()
 
 
-def test_nan_that_a_batch_norm_keeps_is_named_in_the_same_window(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """A skipped step leaves the parameters alone; the forward before it has moved these."""
-    accelerator: Any = attach(Accelerator(cpu=True, mixed_precision="fp16"), ScalerConfig())
-    layers = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
-    model, optimizer = accelerator.prepare(layers, torch.optim.SGD(layers.parameters(), lr=0.1))
-    for number, bad in enumerate((False, True, True, False)):
-        x = torch.randn(4, 2)
-        x[0, 0] = NAN if bad else 0.0
-        accelerator.backward(model(x).float().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-        assert len(warned(caplog)) == int(number > 0), "once, at the first"
-    assert "running statistics of 1" in warned(caplog)[0]
-    assert all(bool(p.isfinite().all()) for p in layers.parameters())
-    detach(accelerator)
-
-
 def test_an_infinite_loss_from_the_first_step(caplog: pytest.LogCaptureFixture) -> None:
-    """Scale below 1 after 17 windows, the streak at 30, a scale of no use after 143."""
+    """A warning when the scale falls below 1, after 17 windows; else at 30 and 300 skips."""
     loop = Loop()
     when: dict[str, int] = {}
     for number in range(1, 301):
         assert not loop.window(1.0, INF)
         for text in warned(caplog)[len(when) :]:
             when[text] = number
-    assert list(when.values()) == [17, WARNS_AT, 143, 10 * WARNS_AT]
-    assert len(warned(caplog, logging.ERROR)) == 1
+    assert list(when.values()) == [17, WARNS_AT, 10 * WARNS_AT]
     # A finite loss does not bring such a scale back, as it would not with torch's scaler.
     assert not loop.window(1.0)
     assert loop.layer.moved == 0
@@ -150,9 +128,9 @@ def test_a_scale_of_zero_in_a_checkpoint_is_refused_or_raised_to_the_floor() -> 
 @pytest.mark.parametrize("first", [2.0**126, 2.0**127, LARGEST])
 @pytest.mark.parametrize("mode", ["sync", "delayed"])
 def test_a_scale_that_would_pass_float32_stays_the_last_one_that_does_not(
-    mode: str, first: float, caplog: pytest.LogCaptureFixture
+    mode: str, first: float
 ) -> None:
-    """One warning; training is what it was."""
+    """Growth past it is left out, at every window here; training is what it was."""
     loop = Loop(init_scale=first, growth_interval=1, step_mode=mode)
     reference = Loop(stock)
     scaler = torch.amp.GradScaler("cpu", init_scale=first, growth_interval=1)
@@ -164,15 +142,13 @@ def test_a_scale_that_would_pass_float32_stays_the_last_one_that_does_not(
         assert scales == [max(2.0**127, first)] * 2
     loop.optimizer.synchronize()
     assert torch.equal(loop.layer.w, reference.layer.w)
-    (line,) = [text for text in caplog.messages if "max_scale" in text]
-    assert f"{first:g}, " in line
     loop.close()
 
 
 def test_thousands_of_skips_in_a_row_are_three_lines_and_no_memory(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Then the first finite loss trains on, and later streaks are warned of until 20 are."""
+    """Then the first finite loss trains on, and a second streak is warned of as well."""
     scaler, layer, live = GradScaler("cpu", min_scale=1.0), Linear(), []
     optimizer = torch.optim.SGD(layer.parameters(), lr=LR)
 
@@ -193,8 +169,6 @@ def test_thousands_of_skips_in_a_row_are_three_lines_and_no_memory(
     assert layer.moved == 0
     window(1.0)
     assert layer.moved == 1.0
-    for _ in range(25):
-        for _ in range(WARNS_AT):
-            window(INF)
-        window(1.0)
-    assert len(warned(caplog)) == WARNINGS
+    for _ in range(WARNS_AT):
+        window(INF)
+    assert warned(caplog)[-1].startswith(f"{WARNS_AT} ")

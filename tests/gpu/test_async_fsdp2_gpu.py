@@ -89,44 +89,25 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(RANKS)]
 
 
-@pytest.mark.parametrize("case", SAME)
-def test_every_undelayed_mode_equals_stock_accelerate(
-    ranks: list[dict[str, Any]], case: str
-) -> None:
-    """The optimizer on the host may round otherwise than the device's kernels."""
+@pytest.mark.parametrize("case", SAME + STALE + SHOWN)
+def test_every_mode_beside_stock_accelerate(ranks: list[dict[str, Any]], case: str) -> None:
+    """Undelayed it is stock's, on the device bit for bit; a preview of momentum is the update up
+    to rounding; without one the update is a step late."""
     for rank in ranks:
         mine, stock = rank[case], rank["stock"]
         assert mine["skipped"] == [window == OVERFLOW for window in range(WINDOWS)]
-        assert {k: mine[k] for k in ("skipped", "scales", "rates")} == {
-            k: stock[k] for k in ("skipped", "scales", "rates")
-        }
-        if case.endswith("none"):
+        if case in SAME:
+            assert (mine["scales"], mine["rates"]) == (stock["scales"], stock["rates"])
+        if case == "overlap none":
             assert torch.equal(mine["weights"], stock["weights"])
             assert mine["losses"] == stock["losses"]
-        else:
+        elif case in SAME:  # the optimizer on the host may round otherwise than the device's
             torch.testing.assert_close(mine["weights"], stock["weights"], rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("case", STALE)
-def test_delayed_is_one_step_late_and_skips_with_the_others(
-    ranks: list[dict[str, Any]], case: str
-) -> None:
-    for rank in ranks:
-        mine, stock = rank[case], rank["stock"]
-        assert mine["skipped"] == stock["skipped"]
-        assert mine["losses"][0] == stock["losses"][0]
-        assert mine["losses"][2] != stock["losses"][2]
-    assert torch.equal(ranks[0][case]["weights"], ranks[1][case]["weights"])
-
-
-@pytest.mark.parametrize("case", SHOWN)
-def test_a_preview_of_momentum_is_the_update_up_to_rounding(
-    ranks: list[dict[str, Any]], case: str
-) -> None:
-    for rank in ranks:
-        mine, stock = rank[case], rank["stock"]
-        assert mine["skipped"] == stock["skipped"]
-        torch.testing.assert_close(mine["losses"], stock["losses"], rtol=1e-2, atol=1e-3)
+        elif case in SHOWN:
+            torch.testing.assert_close(mine["losses"], stock["losses"], rtol=1e-2, atol=1e-3)
+        else:
+            assert mine["losses"][0] == stock["losses"][0]
+            assert mine["losses"][2] != stock["losses"][2]
     assert torch.equal(ranks[0][case]["weights"], ranks[1][case]["weights"])
 
 

@@ -59,7 +59,7 @@ def reference(kind: str) -> tuple[Tensor, list[float], list[float]]:
     return weights(model), scales, norms
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adamw", "fused adamw", "fused sgd"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_boundary_equals_torch_bit_for_bit(kind: str) -> None:
     model = mlp(64).to(DEVICE)
     optimizer, scaler = optimizer_of(kind, model), GradScaler(KIND, **SETTINGS)
@@ -99,6 +99,25 @@ def test_an_overflow_skips_one_step_and_moves_nothing(kind: str) -> None:
     assert moved == [step != OVERFLOW for step in range(STEPS)]
     assert scales == [1024.0, 1024.0, 2048.0, 1024.0, 1024.0, 1024.0, 2048.0, 2048.0]
     assert bool(weights(model).isfinite().all())
+
+
+class Recorded:
+    """A model and its boundary, with telemetry where a path is given."""
+
+    def __init__(self, kind: str, path: Path | None, fold: bool = False) -> None:
+        self.model = mlp(64).to(DEVICE)
+        self.optimizer, self.scaler = optimizer_of(kind, self.model), GradScaler(KIND, **SETTINGS)
+        config = ScalerConfig(telemetry=None if path is None else str(path))
+        self.recorder = make_recorder(self.scaler, config, {"rank": 0, "ranks": 1})
+        self.scaler.parameter_names.add_module(self.model)
+        self.boundary = Boundary(self.scaler, torch.device(DEVICE), self.recorder)
+        self.boundary.add(self.optimizer, fold)
+
+    def finish(self, clip: bool) -> None:
+        if clip:
+            self.boundary.clipping.clip_norm(list(self.model.parameters()), 0.5)
+        assert self.boundary.step(self.optimizer)
+        self.optimizer.zero_grad()
 
 
 @contextmanager
@@ -142,37 +161,45 @@ def test_a_plain_fused_step_does_not_synchronise(kind: str) -> None:
 
 @pytest.mark.usefixtures("sync_counter")
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("clip", [True, False], ids=["clipped", "not clipped"])
-@pytest.mark.parametrize("fold", [True, False], ids=["folded", "not folded"])
-@pytest.mark.parametrize("telemetry", [True, False], ids=["telemetry", "no telemetry"])
+@pytest.mark.parametrize(
+    ("clip", "fold", "telemetry"),
+    [(False, False, False), (True, False, False), (False, True, True), (True, True, True)],
+)
 def test_a_boundary_synchronises_once(
     kind: str, clip: bool, fold: bool, telemetry: bool, tmp_path: Path
 ) -> None:
     """Unscale, check, clip, update and step together, in every finite window after the first."""
-    model = mlp(64).to(DEVICE)
-    optimizer, scaler = optimizer_of(kind, model), GradScaler(KIND, **SETTINGS)
-    config = ScalerConfig(telemetry=str(tmp_path / "run.jsonl") if telemetry else None)
-    recorder = make_recorder(scaler, config, {"rank": 0, "ranks": 1})
-    scaler.parameter_names.add_module(model)
-    boundary = Boundary(scaler, torch.device(DEVICE), recorder)
-    boundary.add(optimizer, fold)
-    parameters = list(model.parameters())
-
-    def finish() -> None:
-        if clip:
-            boundary.clipping.clip_norm(parameters, 0.5)
-        assert boundary.step(optimizer)
-
+    path = tmp_path / "run.jsonl" if telemetry else None
+    training = Recorded(kind, path, fold)
     counts = []
     for step in range(STEPS):
-        scaler.scale(loss_of(model, step, overflow=None)).backward()
-        counts.append(synchronisations(finish))
-        optimizer.zero_grad()
+        training.scaler.scale(loss_of(training.model, step, overflow=None)).backward()
+        counts.append(synchronisations(lambda: training.finish(clip)))
     assert counts[2:] == [1] * (STEPS - 2)
-    recorder.close()
-    if telemetry:
-        lines = (tmp_path / "run.jsonl").read_text().splitlines()
-        assert sum('"norms":' in line for line in lines) == (STEPS if clip else 0)
+    training.recorder.close()
+    if path is not None:
+        assert [window.get("norms") is not None for window in windows_of(path)] == [clip] * STEPS
+
+
+@pytest.mark.parametrize(("clip", "accumulation"), [(True, 1), (False, 1), (False, 3)])
+def test_the_loss_on_record_is_that_of_the_loop(
+    clip: bool, accumulation: int, tmp_path: Path
+) -> None:
+    """With the norms, or by a copy that nobody waits for; each loss is gone by then."""
+    training = Recorded("fused adamw", tmp_path / "run.jsonl")
+    expected = []
+    for step in range(STEPS):
+        losses = []
+        for part in range(accumulation):
+            loss = loss_of(training.model, step * accumulation + part, overflow=None)
+            training.scaler.scale(loss).backward()
+            losses.append(loss.detach().clone())
+            del loss
+        training.finish(clip)
+        expected.append(sum(map(float, losses)))
+    training.recorder.close()
+    found = [window["loss"] for window in windows_of(tmp_path / "run.jsonl")]
+    assert found == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_fused_sgd_whose_first_step_overflows_starts_clean() -> None:
@@ -237,33 +264,3 @@ def test_attached_fused_skips_as_the_plain_optimizer_does(fold: bool) -> None:
     assert fused[1:] == plain[1:]
     assert fused[1][OVERFLOW]
     torch.testing.assert_close(fused[0], plain[0], rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("clip", [True, False], ids=["clipped", "not clipped"])
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_the_loss_on_record_is_that_of_the_loop(
-    clip: bool, accumulation: int, tmp_path: Path
-) -> None:
-    """With the norms, or by a copy that nobody waits for; each loss is gone by then."""
-    model = mlp(64).to(DEVICE)
-    optimizer, scaler = optimizer_of("fused adamw", model), GradScaler(KIND, **SETTINGS)
-    path = tmp_path / "run.jsonl"
-    recorder = make_recorder(scaler, ScalerConfig(telemetry=str(path)), {"rank": 0, "ranks": 1})
-    boundary = Boundary(scaler, torch.device(DEVICE), recorder)
-    boundary.add(optimizer)
-    expected = []
-    for step in range(STEPS):
-        losses = []
-        for part in range(accumulation):
-            loss = loss_of(model, step * accumulation + part, overflow=None)
-            scaler.scale(loss).backward()
-            losses.append(loss.detach().clone())
-            del loss
-        if clip:
-            boundary.clipping.clip_norm(list(model.parameters()), 0.5)
-        boundary.step(optimizer)
-        optimizer.zero_grad()
-        expected.append(sum(map(float, losses)))
-    recorder.close()
-    found = [line["loss"] for line in windows_of(path)]
-    assert found == pytest.approx(expected, rel=1e-6)

@@ -62,11 +62,13 @@ def current_stream() -> torch.Stream:
 @contextmanager
 def on(stream: torch.Stream) -> Iterator[None]:
     """What this thread enqueues runs on ``stream``."""
-    before = current_stream()
+    there = torch.accelerator.current_stream(stream.device)
+    before = torch.accelerator.current_stream()
     torch.accelerator.set_stream(stream)
     try:
         yield
     finally:
+        torch.accelerator.set_stream(there)
         torch.accelerator.set_stream(before)
 
 

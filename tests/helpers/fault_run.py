@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ class Run:
 
     def __init__(self, mode: str, optimizer: Any = torch.optim.SGD, **settings: Any) -> None:
         set_seed(5)
+        self.mode = mode
         config: dict[str, Any] = {
             **MODES[mode],
             "init_scale": 2.0**10,
@@ -83,6 +85,7 @@ class Run:
         self.progress = Progress()
         self.accelerator.register_for_checkpointing(self.progress)
         self.seen: list[tuple[Any, ...]] = []
+        self.around_step: AbstractContextManager[Any] = nullcontext()
 
     def _loss(self, rows: Tensor) -> Tensor:
         x = torch.sin(rows) * random.choice((-1.0, 1.0)) + float(np.random.rand())
@@ -105,7 +108,8 @@ class Run:
                     ends = self.accelerator.sync_gradients
                     if ends:
                         self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)
-                    self.optimizer.step()
+                    with self.around_step if ends else nullcontext():
+                        self.optimizer.step()
                     self.schedule.step()
                     self.optimizer.zero_grad()
                 if ends:

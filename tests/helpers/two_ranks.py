@@ -460,28 +460,3 @@ def compare(runs: dict[str, dict[str, Any]], wrap: Wrap, kind: str, **always: An
     for key, other in references.items():  # or this would show nothing
         if not key.startswith("None none"):
             assert {"losses", "weights"} <= set(differing(newest, other)), key
-
-
-def every_third(wrap: Wrap, scaled: bool) -> Tensor:
-    """The parameters after 12 batches, of which the head is stepped every third alone.
-
-    Args:
-        scaled: in ``overlap``, with a scale that grows after each; else in float32 without one.
-    """
-    model, scaler = wrap(net()), GradScaler("cpu", init_scale=4.0, growth_interval=1)
-    named = dict(model.named_parameters())
-    head = [p for name, p in named.items() if "head" in name]
-    rest = [p for name, p in named.items() if "head" not in name and p.requires_grad]
-    both = [optimizer_of("sgd", params) for params in (rest, head)]
-    if scaled:
-        both = [AsyncOptimizer(each, model, scaler=scaler) for each in both]
-    for window in range(12):
-        x, y = batch(window, 0)
-        loss = nn.functional.mse_loss(model(x), y)
-        (scaler.scale(loss) if scaled else loss).backward()
-        for optimizer in both if window % 3 == 2 else both[:1]:
-            optimizer.step()
-            optimizer.zero_grad()
-    for optimizer in both if scaled else ():
-        optimizer.close()
-    return weights(model.parameters())

@@ -56,19 +56,11 @@ def test_a_wrong_setting_is_no_refusal(monkeypatch):
     with pytest.raises(ConfigError, match="HYSTERESIS"):
         Accelerator(cpu=True, mixed_precision="fp16")
 """,
-    "nothing.py": """
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
-def test_it():
-    AcceleratorState._reset_state(True)
-    Accelerator(cpu=True)
-""",
 }
 RUNS = {
     "stock": SAMPLES,
     "ours": [OPTION, *SAMPLES],
     "alone": [OPTION, "alone.py"],
-    "nothing": [OPTION, "nothing.py"],
     "early": [OPTION, "early/early.py"],
 }
 QUICK = ["-p", "no:hypothesispytest", "-p", "no:anyio", "-p", "no:cacheprovider", "--tb=short"]
@@ -151,14 +143,6 @@ def test_what_scales_by_itself_is_left_alone_and_said(ended: dict[str, Ended]) -
     assert "Accelerators attached: 1," in done.text
     assert "1 ShardedGradScalers" in done.text
     assert "refused: attach: Megatron-LM's optimizer scales the loss" in done.text
-
-
-def test_a_run_that_replaced_nothing_says_so(ended: dict[str, Ended]) -> None:
-    done = ended["nothing"]
-    assert done.counts == {"passed": 1}
-    assert "Accelerators attached: 0, " in done.text
-    assert "WARNING: nothing was replaced" in done.text
-    assert "1 Accelerators without fp16" in done.text
 
 
 # --- processes -------------------------------------------------------------------------------

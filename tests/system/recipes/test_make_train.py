@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import pty
 import re
 import shlex
 import shutil
-import struct
 import subprocess
 import sys
-import termios
 from pathlib import Path
 
 import pytest
@@ -24,7 +19,6 @@ pytestmark = pytest.mark.process
 STEPS = 6
 PASSIVE = {"OMP_WAIT_POLICY": "passive"}
 """As the Makefile has it."""
-COLUMNS = 60
 
 
 def commands(folder: Path) -> list[list[str]]:
@@ -50,17 +44,6 @@ def commands(folder: Path) -> list[list[str]]:
     ]
 
 
-def test_it_installs_before_it_runs_and_says_so(tmp_path: Path) -> None:
-    if shutil.which("make") is None:
-        pytest.skip("no make")
-    for target, stamps in (("train", [".recipes"]), ("test", [".recipes", ".installed"])):
-        asked = ["make", "--no-print-directory", "-n", target, f"VENV={tmp_path / 'new'}"]
-        said = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-        assert said.startswith('echo "Installing torch')
-        assert re.findall(r"touch .*/(\S+)", said) == stamps
-        assert said.count('echo "Installing') == len(stamps)
-
-
 def test_it_shows_two_skips_and_makes_the_report(tmp_path: Path) -> None:
     clear, train, report = commands(tmp_path)
     assert clear == ["rm", "-rf", str(tmp_path / "train")]  # so a second run replaces the first
@@ -83,40 +66,3 @@ def test_it_shows_two_skips_and_makes_the_report(tmp_path: Path) -> None:
     page = tmp_path / "train" / "report.html"
     assert str(page) in out
     assert "</html>" in page.read_text(encoding="utf-8")
-
-
-def test_in_a_terminal_of_60_columns_the_bar_shows_loss_scale_and_skips(tmp_path: Path) -> None:
-    _, train, _ = commands(tmp_path)
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
-    process = subprocess.Popen(
-        [*train, "--max_steps", "5", "--max_eval_samples", "8"],
-        cwd=ROOT,
-        env=environment(tmp_path, **PASSIVE),
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        start_new_session=True,
-    )
-    os.close(theirs)
-    said = b""
-    try:
-        while part := read(ours):
-            said += part
-        assert process.wait(timeout=60) == 0, said.decode()
-    finally:
-        process.kill()
-        process.wait()
-        os.close(ours)
-    bars = [line for line in re.split(r"[\r\n]+", said.decode()) if re.match(r"\d/5 \|", line)]
-    assert all(len(bar) <= COLUMNS for bar in bars)
-    assert re.fullmatch(r"5/5 \|.+\| \d\d:\d\d, loss=[\d.]+, scale=262144, skipped=2", bars[-1])
-    assert "step 5 of 5" not in said.decode()
-
-
-def read(terminal: int) -> bytes:
-    """b"": the other side was closed, which Linux says with an error."""
-    try:
-        return os.read(terminal, 4096)
-    except OSError:
-        return b""

@@ -1,0 +1,142 @@
+"""Devices as users have them: a default one, a second one, shards, graphs, a backend's classes."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerators import DEVICE, KIND, adamw, assert_same, fused_adamw, one_rank, sgd
+from device_training import MODES, STEPS, Training, run
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from accel_scaler import UnsupportedError, devices
+
+EVERY = [
+    pytest.param({"offload": offload, **MODES[mode]}, id=f"{mode} {offload}")
+    for mode, offload in product(MODES, ("none", "cpu"))
+]
+
+
+def plain(t: Training) -> None:
+    for step in range(STEPS):
+        t.backward(step)
+        t.busy(t.work)
+        t.optimizer.clip_grad_norm_(0.1)
+        t.optimizer.step()
+        t.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("settings", EVERY)
+def test_one_queue_gives_what_a_cpu_gives(settings: dict[str, Any]) -> None:
+    """A CPU's numbers are compared with torch's elsewhere; one queue is the reference here."""
+    settings = settings | {"dtype": torch.float16, "make": adamw}
+    assert_same(run(plain, True, **settings), run(plain, True, device="cpu", **settings))
+
+
+@pytest.mark.parametrize("settings", EVERY)
+@pytest.mark.parametrize("make", [sgd, fused_adamw])
+@pytest.mark.parametrize("is_global", [False, True], ids=["with", "set_default_device"])
+def test_a_default_device(settings: dict[str, Any], make: Any, is_global: bool) -> None:
+    """Everything under a default device, as notebooks set it."""
+    expected = run(plain, True, make=make, **settings)
+    if is_global:
+        torch.set_default_device(DEVICE)
+    try:
+        with nullcontext() if is_global else torch.device(DEVICE):
+            found = run(plain, False, make=make, **settings)
+    finally:
+        torch.set_default_device(None)
+    assert_same(found, expected)
+
+
+@pytest.fixture
+def group() -> Any:
+    one_rank()
+    yield
+    dist.destroy_process_group()
+
+
+def shard(model: Any) -> None:
+    mesh = init_device_mesh(next(model.parameters()).device.type, (1,))
+    for layer in (*model.layers[::2], model):
+        fully_shard(layer, mesh=mesh)
+
+
+def sharded(t: Training) -> None:
+    for step in range(STEPS):
+        t.backward(step)
+        t.optimizer.clip_grad_norm_(0.1)
+        t.busy(t.work)  # the gather has to wait
+        t.optimizer.step()
+        if t.settings["mode"] == "sync" and t.device != "cpu":
+            # FSDP2 gives gradients memory of a stream of its own, with or without us, and has
+            # that one wait before it uses the memory again; a checker does not know.
+            torch.accelerator.synchronize()
+        t.optimizer.zero_grad()
+
+
+@pytest.mark.usefixtures("group", "one_part_each")
+@pytest.mark.parametrize("settings", EVERY)
+@pytest.mark.parametrize("make", [sgd, fused_adamw])
+def test_shards_of_one_rank(settings: dict[str, Any], make: Any) -> None:
+    """FSDP2 gathers on streams of its own: they wait for the training stream at the root only."""
+    settings = settings | {"make": make, "shard": shard, "sharded": True}
+    assert_same(run(sharded, False, **settings), run(sharded, True, device="cpu", **settings))
+
+
+@pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two devices")
+@pytest.mark.parametrize("settings", EVERY)
+def test_a_model_on_another_than_the_present_device(settings: dict[str, Any]) -> None:
+    """``cuda:1`` while ``cuda:0`` is the current one, as a process that uses two has it."""
+    before = torch.accelerator.current_stream()
+    expected = run(plain, True, device="cpu", **settings)
+    assert_same(run(plain, False, device=f"{KIND}:1", **settings), expected)
+    assert torch.accelerator.current_stream() == before
+
+
+@pytest.mark.skipif(KIND != "cuda", reason="the one backend with graphs that capture a stream")
+@pytest.mark.parametrize("mode", ["overlap", "delayed"])
+def test_a_step_within_a_capture_is_refused(mode: str) -> None:
+    t = Training(False, scaled=False, **MODES[mode])
+    t.train(0, 1)
+    t.optimizer.synchronize()
+    x = torch.ones(16, 8, device=DEVICE)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        t.model(x).square().mean().backward()
+        with pytest.raises(UnsupportedError, match="a graph is being captured"):
+            t.optimizer.step()
+    t.optimizer.zero_grad()
+    t.train(2)
+    t.finish()
+
+
+@pytest.mark.usefixtures("side_streams")
+def test_streams_need_nothing_but_torchs_own_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend's module may have no Stream and no Event."""
+
+    def refused(*_: Any, **__: Any) -> Any:
+        raise AssertionError("asked of the backend's module")
+
+    module = torch.get_device_module(KIND)
+    names = ["Stream", "current_stream", "stream", "set_stream", "device", "current_device"]
+    # The Event of CUDA's own module lets the host sleep while it waits.
+    for name in names + ["Event"] * (KIND != "cuda"):
+        monkeypatch.setattr(module, name, refused, raising=False)
+    streams = devices.streams_of(torch.device(DEVICE))
+    assert streams is not None
+    side, home = streams.new(), streams.current()
+    assert side != home
+    with streams.on(side):
+        assert streams.current() == side
+        x = torch.ones(3, device=DEVICE) + 1
+        done = streams.event()
+        done.record()
+    assert streams.current() == home
+    done.wait()
+    done.synchronize()
+    assert x.tolist() == [2.0, 2.0, 2.0]

@@ -1,0 +1,124 @@
+"""Each benchmark for two turns of something tiny: its table has its rows."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+from places import ROOT
+
+from accel_scaler.integrations import cpu_float16
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+HAS_KERNELS = cpu_float16.has_float16_kernels
+FOLDER = ROOT / "benchmarks"
+NUMBER = r" +-?[\d.]+"
+TINY = {"layers": 1, "width": 16, "heads": 2, "vocab": 32, "length": 8, "batch": 2}
+GPU = ["--device=cpu", "--threads=1", "--rounds=1", "--blocks=1", "--windows=1"]
+GPU += [f"--{key}={value}" for key, value in TINY.items()]
+CONVERGENCE = ["--tasks", "half", "--optimizers", "sgd", "--seeds", "1", "--steps", "2"]
+
+LOAD = ["--case", "long", "--windows", "100", "--variant", "sync"]
+
+ROWS: dict[str, tuple[list[str], str, int]] = {
+    "boundary": (["--repeats", "2"], rf"^tiny +(step|skip, one \w+)({NUMBER}){{3}}$", 3),
+    "overlap": (["--repeats", "2"], rf"^(waits|small|runs) [a-zA-Z ]+({NUMBER}){{2}} +-?\d+%", 3),
+    "telemetry": (["--repeats", "2"], rf"^tiny +(step|skip)({NUMBER}){{4}}$", 2),
+    "overflow": (["--repeats", "1"], rf"^(in|out)side +(step|skip)({NUMBER}){{4}}$", 4),
+    "load": (LOAD, rf"MB({NUMBER}){{10}}", 1),
+    "convergence": (CONVERGENCE, r"^\| half, 2 \|.*\| (sync|overlap|delayed)", 8),
+    "gpu": ([*GPU, "--variants", "stock", "sync", "--accumulation", "1"], r"^(stock|sync) +\d+", 2),
+    "grpo_mismatch": (
+        ["--layers", "1", "--seeds", "1", "--rows", "2", "--length", "8"],
+        r"^\| (bf16|fp16) \|",
+        2,
+    ),
+}
+"""Arguments, what a row of the table looks like, and how many there are."""
+
+
+@pytest.fixture
+def benchmark(
+    torchs_own_products: None, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str], ModuleType]]:
+    monkeypatch.setattr(cpu_float16, "has_float16_kernels", HAS_KERNELS)  # torch's may be slow
+    known = set(sys.modules)
+    sys.path.insert(0, str(FOLDER))
+    yield importlib.import_module
+    sys.path.remove(str(FOLDER))
+    for name in set(sys.modules) - known:
+        if str(FOLDER) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", ROWS)
+def test_the_table_has_its_rows(
+    benchmark: Any, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if name == "convergence":
+        pytest.importorskip("datasets")
+    arguments, row, count = ROWS[name]
+    module = benchmark(name)
+    if hasattr(module, "CASES"):
+        for each in (module, benchmark("boundary")):
+            monkeypatch.setattr(each, "CASES", {"tiny": [(8, 8), (8,)]})
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    assert not module.main()
+    printed = capsys.readouterr().out
+    assert len(re.findall(row, printed, re.MULTILINE)) == count, printed
+
+
+@pytest.mark.parametrize("change", ["weights", "a loss", "nothing"])
+def test_one_different_bit_of_overlap_fails_the_benchmark_of_convergence(
+    benchmark: Any, change: str, tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("datasets")
+    convergence = benchmark("convergence")
+
+    def result(mode: str, loss: float, weights: str = "same") -> Any:
+        run = convergence.Run("scratch", "sgd", 0.5, "high", 2, mode, 0)
+        return convergence.Result(run, {0: 9.0, 1: loss, 2: math.nan}, weights, 0, 1.0)
+
+    loss = math.nextafter(2.0, 3.0) if change == "a loss" else 2.0
+    results = [result("sync", 2.0)]
+    results.append(result("overlap", loss, "other" if change == "weights" else "same"))
+    convergence.save(tmp_path / "out.json", results)
+    assert len(json.loads((tmp_path / "out.json").read_text())) == 2
+    status = convergence.main(["--show", str(tmp_path / "out.json")])
+    assert status == (change != "nothing")
+    assert ("FAULT: overlap differs from sync" in capsys.readouterr().out) == bool(status)
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_every_variant_of_the_gpu_benchmark_trains_as_stock_does(
+    benchmark: Any, accumulation: int
+) -> None:
+    import torch
+
+    gpu = benchmark("gpu")
+
+    def trained(name: str) -> torch.Tensor:
+        job = gpu.Job(gpu.Shape(**TINY), "cpu", accumulation)
+        loop = gpu.VARIANTS[name].set_up(job)
+        seeded = torch.Generator().manual_seed(1)
+        for _ in range(2):
+            size = (accumulation, job.shape.batch, job.shape.length)
+            loop.window(list(torch.randint(job.shape.vocab, size, generator=seeded)))
+        loop.finish()
+        return torch.cat([p.detach().flatten().float() for p in loop.model.parameters()])
+
+    stock, half = trained("stock"), trained("offload+sync")
+    assert torch.equal(trained("sync"), stock)
+    # Unscaling and clipping inside the kernel may cost one rounding.
+    torch.testing.assert_close(trained("overlap"), stock, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(trained("offload+overlap"), half, rtol=1e-3, atol=1e-6)

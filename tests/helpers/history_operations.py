@@ -372,7 +372,7 @@ class Player:
         zero=("none", "none", "none", "zeros", "model none", "model zeros", "nothing", *IN_PLACE),
         fails=(None,) * 5 + (0, 1, 3),
         read_by=("synchronize", "state_dict", "evaluation"),
-        sits_out=(None, None, 0, 1),
+        sits_out=(None, 0, 1),
     )
     def step(self, zero: str, fails: int | None, read_by: str, sits_out: int | None = None) -> None:
         """``sits_out``: this optimizer keeps its gradients, if another one steps.
@@ -387,7 +387,9 @@ class Player:
             self.synchronized()  # the fault is for this step
         if fails is not None or (self.low and self.clips not in ([], ["rounded"])):
             zero = "none"  # what is left is lost, or scaled and clipped
-        views = [p.grad.detach() for p, _ in self.pairs if p.grad is not None]
+        # Only then: gradients whose memory others have are copied before the step.
+        watched = self.pairs if zero == "views" else []
+        views = [p.grad.detach() for p, _ in watched if p.grad is not None]
         for number in stepping:
             optimizer = self.ours.optimizers[number]
             grads = [p.grad for p in self.plain.owned[number] if p.grad is not None]
@@ -954,7 +956,7 @@ def draw(r: random.Random, on_device: bool = False) -> tuple[Setup, list[Call]]:
         # On a device torch goes through the list of both once for each operation, which rounds
         # differently from one after the other.
         tied=r.random() < 0.25 and not on_device,
-        two=attached and r.random() < 0.65 and not stock,
+        two=attached and r.random() < 0.8 and not stock,
         parts=r.random() < 0.5,
         width=r.choice((3, 3, 192 if on_device else 3)),
         fold=r.random() < 0.15,
@@ -962,8 +964,8 @@ def draw(r: random.Random, on_device: bool = False) -> tuple[Setup, list[Call]]:
         other_stream=on_device and r.random() < 0.3,
         dropped=on_device and r.random() < 0.2,
         finds=attached and r.random() < 0.5,
-        hysteresis=1 if stock else r.choice((1, 1, 2)),
-        bounds=(None, None) if stock else r.choice(((None, None), (512.0, 2048.0))),
+        hysteresis=1 if stock else r.choice((1, 1, 1, 2)),
+        bounds=(None, None) if stock or r.random() < 0.75 else (512.0, 2048.0),
         stock=stock,
         telemetry=attached and r.random() < 0.3,
     )

@@ -52,7 +52,7 @@ WHOLE = ("",)
 EACH = ("gain", "inner.weight", "inner.bias", "outer.weight", "outer.bias")
 APART = (("outer",), ("inner", "outer"), EACH)
 PARTS = (*APART, ("outer", "outer"), ("inner", "inner.bias"), ("", "outer"))
-"""What is clipped, by the first letters of names, one after the other."""
+"""Parameters that are clipped one set after the other, by the beginnings of their names."""
 EDITS: dict[str, Callable[[Tensor], object]] = {
     "mul": lambda p: p.mul_(0.75),
     "add": lambda p: p.add_(2.0**-12),
@@ -309,8 +309,11 @@ class Player:
 
     @operation(limit=(0.125, 0.01, 100.0), kind=(2.0, 2.0, INF), parts=(*[WHOLE] * 6, *PARTS))
     def clip_norm(self, limit: float, kind: float, parts: Sequence[str] = WHOLE) -> Any:
-        """What has a master is multiplied once, by a product of coefficients: with the second of
-        them each is a power of two, which rounds nothing. Folded, the first would round."""
+        """Clip each of ``parts`` in turn.
+
+        A gradient with a master is multiplied once, by the product of all coefficients. So that
+        nothing is rounded, all of these are powers of two from the second clip on.
+        """
         if not self.may_end or self.setup.fold:
             return False
         again = self.clips or parts != WHOLE
@@ -525,8 +528,11 @@ class Player:
 
     @operation(which=range(8), aside=(False, True))
     def read(self, which: int, aside: bool) -> None:
-        """One parameter, through an operation; in delayed that is no fence, but where an attached
-        accelerator has stepped since the last forward (``test_reads_between_steps.py``)."""
+        """Read one parameter through an operation.
+
+        In ``delayed`` that publishes only where an attached accelerator has stepped since the last
+        forward (``test_reads_between_steps.py``).
+        """
         if self.attached:
             self.publish_delayed()
         with self.stream(aside):
@@ -867,7 +873,7 @@ class Player:
             self.stop_reading()
         self.clips = []
         if self.setup.dropped and not self.attached:
-            # What an update in hand comes to is nobody's; it may only not touch what others have.
+            # Nobody reads the result of the last update; it must not touch others' memory.
             self.ours = self.schedules = None
             gc.collect()
             for _ in range(4):

@@ -71,23 +71,3 @@ def test_parameters_that_were_offloaded_are_let_go(
     reset()
     gc.collect()
     assert [ref() for ref in kept] == [None, None]
-
-
-@pytest.mark.parametrize("used", [False, True])
-def test_a_scale_that_training_has_found_outlives_detach(used: bool) -> None:
-    accelerator: Any = Accelerator(cpu=True, mixed_precision="fp16")
-    accelerator.native_amp = True
-    accelerator.scaler = stock = torch.amp.GradScaler("cpu")
-    attach(accelerator, ScalerConfig(init_scale=1024.0))
-    if used:
-        accelerator.scaler.scale(torch.ones(()))
-        accelerator.scaler.backoff(0.25)
-    else:
-        saved = {**accelerator.scaler.state_dict(), "scale": 256.0}
-        accelerator.scaler.load_state_dict(saved)
-    detach(accelerator)
-    assert accelerator.scaler is stock
-    assert stock.get_scale() == 256.0
-    attach(accelerator, ScalerConfig(init_scale=1024.0, step_mode="overlap"))
-    assert accelerator.scaler.get_scale() == 256.0
-    detach(accelerator)

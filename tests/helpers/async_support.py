@@ -28,7 +28,7 @@ from accel_scaler.async_optimizer.replica import Replica
 from accel_scaler.async_optimizer.worker import Task, Worker
 
 INF = float("inf")
-STEPS = 60
+STEPS = 30
 ACCUMULATION = 2
 OVERFLOWS = frozenset({0, 3, 4, 21, 30, 31, 32, 50})
 """Windows whose gradients overflow."""

@@ -52,7 +52,7 @@ WHOLE = ("",)
 EACH = ("gain", "inner.weight", "inner.bias", "outer.weight", "outer.bias")
 APART = (("outer",), ("inner", "outer"), EACH)
 PARTS = (*APART, ("outer", "outer"), ("inner", "inner.bias"), ("", "outer"))
-"""What is clipped, by the first letters of names, one after the other."""
+"""Parameters that are clipped one set after the other, by the beginnings of their names."""
 EDITS: dict[str, Callable[[Tensor], object]] = {
     "mul": lambda p: p.mul_(0.75),
     "add": lambda p: p.add_(2.0**-12),
@@ -309,8 +309,11 @@ class Player:
 
     @operation(limit=(0.125, 0.01, 100.0), kind=(2.0, 2.0, INF), parts=(*[WHOLE] * 6, *PARTS))
     def clip_norm(self, limit: float, kind: float, parts: Sequence[str] = WHOLE) -> Any:
-        """What has a master is multiplied once, by a product of coefficients: with the second of
-        them each is a power of two, which rounds nothing. Folded, the first would round."""
+        """Clip each of ``parts`` in turn.
+
+        A gradient with a master is multiplied once, by the product of all coefficients. So that
+        nothing is rounded, all of these are powers of two from the second clip on.
+        """
         if not self.may_end or self.setup.fold:
             return False
         again = self.clips or parts != WHOLE
@@ -372,7 +375,7 @@ class Player:
         zero=("none", "none", "none", "zeros", "model none", "model zeros", "nothing", *IN_PLACE),
         fails=(None,) * 5 + (0, 1, 3),
         read_by=("synchronize", "state_dict", "evaluation"),
-        sits_out=(None, None, 0, 1),
+        sits_out=(None, 0, 1),
     )
     def step(self, zero: str, fails: int | None, read_by: str, sits_out: int | None = None) -> None:
         """``sits_out``: this optimizer keeps its gradients, if another one steps.
@@ -387,7 +390,9 @@ class Player:
             self.synchronized()  # the fault is for this step
         if fails is not None or (self.low and self.clips not in ([], ["rounded"])):
             zero = "none"  # what is left is lost, or scaled and clipped
-        views = [p.grad.detach() for p, _ in self.pairs if p.grad is not None]
+        # Only then: gradients whose memory others have are copied before the step.
+        watched = self.pairs if zero == "views" else []
+        views = [p.grad.detach() for p, _ in watched if p.grad is not None]
         for number in stepping:
             optimizer = self.ours.optimizers[number]
             grads = [p.grad for p in self.plain.owned[number] if p.grad is not None]
@@ -523,8 +528,11 @@ class Player:
 
     @operation(which=range(8), aside=(False, True))
     def read(self, which: int, aside: bool) -> None:
-        """One parameter, through an operation; in delayed that is no fence, but where an attached
-        accelerator has stepped since the last forward (``test_reads_between_steps.py``)."""
+        """Read one parameter through an operation.
+
+        In ``delayed`` that publishes only where an attached accelerator has stepped since the last
+        forward (``test_reads_between_steps.py``).
+        """
         if self.attached:
             self.publish_delayed()
         with self.stream(aside):
@@ -865,7 +873,7 @@ class Player:
             self.stop_reading()
         self.clips = []
         if self.setup.dropped and not self.attached:
-            # What an update in hand comes to is nobody's; it may only not touch what others have.
+            # Nobody reads the result of the last update; it must not touch others' memory.
             self.ours = self.schedules = None
             gc.collect()
             for _ in range(4):
@@ -954,7 +962,7 @@ def draw(r: random.Random, on_device: bool = False) -> tuple[Setup, list[Call]]:
         # On a device torch goes through the list of both once for each operation, which rounds
         # differently from one after the other.
         tied=r.random() < 0.25 and not on_device,
-        two=attached and r.random() < 0.65 and not stock,
+        two=attached and r.random() < 0.8 and not stock,
         parts=r.random() < 0.5,
         width=r.choice((3, 3, 192 if on_device else 3)),
         fold=r.random() < 0.15,
@@ -962,8 +970,8 @@ def draw(r: random.Random, on_device: bool = False) -> tuple[Setup, list[Call]]:
         other_stream=on_device and r.random() < 0.3,
         dropped=on_device and r.random() < 0.2,
         finds=attached and r.random() < 0.5,
-        hysteresis=1 if stock else r.choice((1, 1, 2)),
-        bounds=(None, None) if stock else r.choice(((None, None), (512.0, 2048.0))),
+        hysteresis=1 if stock else r.choice((1, 1, 1, 2)),
+        bounds=(None, None) if stock or r.random() < 0.75 else (512.0, 2048.0),
         stock=stock,
         telemetry=attached and r.random() < 0.3,
     )

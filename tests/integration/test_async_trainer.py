@@ -31,10 +31,9 @@ from trainer_support import (
     rates,
     train,
 )
-from transformers import GPT2LMHeadModel, Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from accel_scaler import OrderError, ScalerConfig, attach, detach
-from accel_scaler.async_optimizer.pending_parameter import PendingParameter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -155,50 +154,6 @@ def test_one_mode_resumes_from_anothers_checkpoint(tmp_path: Path, before: str, 
     assert [e for e in half["logs"] if "loss" in e] == [e for e in whole["logs"] if "loss" in e]
 
 
-@pytest.mark.parametrize("mode", ["overlap"])
-def test_detached_between_two_trainings_it_goes_on_as_stock(tmp_path: Path, mode: str) -> None:
-    """On a CPU stock is float32 without a scaler; nothing of the first run's worker is left."""
-    results = []
-    for each in ("sync", mode):
-        # An overflow in the second training would be one that nobody skips.
-        trainer, recorder = make(tmp_path / each, (8,), max_steps=4)
-        with attached(trainer, each):
-            train(trainer)
-        assert recorder.skipped == [False, False, True, False]
-        assert type(trainer) is Trainer
-        assert {type(p) for p in trainer.model.parameters()} == {torch.nn.Parameter}
-        assert not any("accel_scaler" in name for name in vars(trainer.optimizer.optimizer))
-        middle = weights(trainer.model)
-        train(trainer)
-        assert trainer.accelerator.scaler is None
-        assert not torch.equal(weights(trainer.model), middle)
-        results.append([weights(trainer.model), trainer.optimizer.state_dict(), logs(trainer)])
-    assert_same(results[1], results[0])
-
-
-class Pending(TrainerCallback):
-    """How many parameters still wait for their update when the next step's forward begins."""
-
-    def __init__(self) -> None:
-        self.counts: list[int] = []
-
-    def forward_begins(self, model: Any, *args: Any) -> None:
-        self.counts.append(sum(type(p) is PendingParameter for p in model.parameters()))
-
-    def on_train_begin(self, *args: Any, model: Any, **kwargs: Any) -> None:
-        # A hook on a layer: the model itself has run into nothing yet, and the Trainer neither.
-        model.transformer.register_forward_pre_hook(lambda module, args: self.forward_begins(model))
-
-
-def test_the_forward_begins_while_the_update_is_due(tmp_path: Path) -> None:
-    """Nothing that the Trainer does between step and forward waits for the optimizer thread."""
-    pending = Pending()
-    run(tmp_path, "overlap", callbacks=[pending], gradient_accumulation_steps=2, max_steps=4)
-    count = len(list(gpt2().parameters()))
-    # Of two micro-batches the first finds all of them due; step 1 has no update before it.
-    assert pending.counts == [0, 0, count, 0, count, 0, count, 0]
-
-
 class Reader(TrainerCallback):
     """Reads every parameter and the learning rate, where callbacks are called."""
 
@@ -224,17 +179,6 @@ class ForwardReader(Reader):
             self.read(**kwargs)
 
         kwargs["model"].register_forward_pre_hook(read)
-
-
-def test_callbacks_read_what_they_read_in_sync(tmp_path: Path) -> None:
-    readers = {mode: Reader() for mode in ("sync", "overlap")}
-    results = [run(tmp_path / m, m, callbacks=[reader]) for m, reader in readers.items()]
-    assert_same(results[1], results[0])
-    sync, overlap = readers["sync"].seen, readers["overlap"].seen
-    assert len(sync) == 8 * 3 + 8 * 3
-    for mine, other in zip(overlap, sync, strict=True):
-        if isinstance(other, tuple):  # between check and step gradients are scaled or not
-            assert_same(mine, other)
 
 
 # --- one step late --------------------------------------------------------------------------------
@@ -327,74 +271,7 @@ def test_masters_in_a_trainer_equal_the_plain_loop(
     assert [i for i, skipped in enumerate(recorder.skipped) if skipped] == SKIPPED
 
 
-@pytest.mark.parametrize(("make_model", "mode"), [(single, "delayed"), (half, "delayed offload")])
-def test_delayed_resumes_as_if_it_had_gone_on(tmp_path: Path, mode: str, make_model: Any) -> None:
-    """A checkpoint publishes: the uninterrupted run saves at the same steps."""
-    saved = {"save_strategy": "steps", "save_steps": 4}
-    whole = run(tmp_path / "whole", mode, model=make_model(), **saved)
-    checkpoint = tmp_path / "whole" / "checkpoint-4"
-    model = gpt2(OVERFLOWS, 16).to(make_model().dtype)
-    rest = run(tmp_path / "rest", mode, model=model, resume=checkpoint, **saved)
-    for name in ("weights", "state", "scaler", "schedule"):
-        assert_same(rest[name], whole[name], name)
-    assert rest["skipped"] == whole["skipped"][4:]
-    assert [e for e in rest["logs"] if "loss" in e] == [e for e in whole["logs"] if "loss" in e]
-    sync = run(tmp_path / "sync", "sync", model=make_model(), **saved)
-    assert not torch.equal(sync["weights"], whole["weights"])
-
-
-class Interrupter(TrainerCallback):
-    """Ends the training at its third step, with an exception if there is one."""
-
-    def __init__(self, error: BaseException | None) -> None:
-        self.error = error
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 3:
-            control.should_training_stop = True
-            if self.error is not None:
-                raise self.error
-
-
-@pytest.mark.parametrize(
-    ("mode", "error"),
-    [("overlap", KeyboardInterrupt()), ("delayed offload", RuntimeError("disk full"))],
-)
-def test_an_exception_in_the_loop_leaves_finished_parameters(
-    tmp_path: Path, mode: str, error: BaseException
-) -> None:
-    """The step in hand is finished and published, and the exception is the user's own."""
-    seen = []
-    for each in (None, error):
-        trainer, _ = make(tmp_path / str(each), ())
-        trainer.add_callback(Interrupter(each))
-        with attached(trainer, mode):
-            with nullcontext() if each is None else pytest.raises(type(error)) as caught:
-                train(trainer)
-            assert each is None or caught.value is error
-            assert not any(type(p) is PendingParameter for p in trainer.model.parameters())
-            seen.append(weights(trainer.model))
-    assert torch.equal(*seen)
-
-
 # --- float16 weights, and the scale ---------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
-def test_a_float16_checkpoint_is_loaded_trained_saved_and_loaded(tmp_path: Path, mode: str) -> None:
-    """``from_pretrained`` of float16 weights gives float16 parameters; they learn, and stay so."""
-    gpt2().half().save_pretrained(tmp_path / "fp16")
-    model = GPT2LMHeadModel.from_pretrained(tmp_path / "fp16", dtype=torch.float16)
-    trainer, recorder = make(tmp_path / "run", (), model=model, max_steps=12)
-    with attached(trainer, mode):
-        before = trainer.evaluate()["eval_loss"]
-        train(trainer)
-        assert trainer.evaluate()["eval_loss"] < before - 0.2
-        trainer.save_model(str(tmp_path / "saved"))
-    assert not any(recorder.skipped)
-    saved = GPT2LMHeadModel.from_pretrained(tmp_path / "saved", dtype="auto")
-    assert saved.dtype is torch.float16
-    assert torch.equal(weights(saved), weights(model))
 
 
 AGAIN: dict[str, Callable[[Path, Any], Any]] = {

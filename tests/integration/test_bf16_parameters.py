@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -158,101 +157,6 @@ def test_what_cannot_be_met_is_refused_and_nothing_is_changed(late: bool) -> Non
     else:
         assert not accelerator._optimizers
         detach(accelerator)
-
-
-def test_telemetry_of_a_bf16_run_leaves_it_as_it_is(tmp_path: Path) -> None:
-    def run(**settings: Any) -> list[Tensor]:
-        reset()
-        accelerator: Any = Accelerator(cpu=True, mixed_precision="bf16")
-        if settings:
-            with pytest.warns(UserWarning, match="only telemetry is written"):
-                attach(accelerator, ScalerConfig(**settings))
-        net = brain()
-        model, optimizer = accelerator.prepare(net, OPTIMIZERS["adamw"](net.parameters()))
-        for step in range(5):
-            accelerator.backward(loss_of(model, step))
-            optimizer.step()
-            optimizer.zero_grad()
-        if settings:
-            detach(accelerator)
-        return [p.detach() for p in net.parameters()]
-
-    file = str(tmp_path / "run.jsonl")
-    assert same(run(telemetry=file, master_weights="fp32"), run())
-
-
-def test_a_weight_past_float16_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    """And what the warning says to do is enough."""
-    for late in (False, True):
-        for chosen in ((), ("0",)):
-            caplog.clear()
-            accelerator: Any = Accelerator(cpu=True, mixed_precision="fp16")
-            config = ScalerConfig(fp32_modules=chosen, init_scale=1.0)
-            net = brain()
-            with torch.no_grad():
-                net[0].weight.zero_()[0, 0] = 2.0**17
-            optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-            with caplog.at_level(logging.WARNING, "accel_scaler"):
-                if late:
-                    prepared = accelerator.prepare(net, optimizer)
-                    attach(accelerator, config)
-                else:
-                    prepared = attach(accelerator, config).prepare(net, optimizer)
-            told = [r.getMessage() for r in caplog.records if "65504" in r.getMessage()]
-            assert len(told) == (not chosen)
-            assert all(each.startswith("0.weight (1.31e+05)") for each in told)
-            model, optimizer = prepared
-            accelerator.backward(model(torch.full((1, 8), 2.0**-10)).float().sum())
-            optimizer.step()
-            assert optimizer.step_was_skipped is (not chosen)
-            detach(accelerator)
-            reset()
-
-
-@pytest.mark.parametrize("offload", ["none", "cpu"])
-@pytest.mark.parametrize("mode", ["overlap", "delayed"])
-def test_who_looks_between_two_steps_sees_the_newest(mode: str, offload: str) -> None:
-    """As a state dict, in an evaluation, and cast, as adapters are merged."""
-    accelerator = attached(mode, offload)
-    net = brain()
-    model, optimizer = accelerator.prepare(net, OPTIMIZERS["sgd"](net.parameters()))
-    for step in range(4):
-        accelerator.backward(loss_of(model, step))
-        optimizer.step()
-        optimizer.zero_grad()
-        saved = {k: v.clone() for k, v in net.state_dict().items()}
-        masters = [e["master"] for e in optimizer.state_dict()["state"].values()]
-        assert all(map(torch.equal, saved.values(), [m.to(BRAIN) for m in masters]))
-        with torch.no_grad():
-            x = torch.ones(1, 8, dtype=BRAIN)
-            assert torch.equal(model(x), brain_with(saved)(x))
-    detach(accelerator)
-
-
-def brain_with(state: dict[str, Tensor]) -> Any:
-    """Those weights in the same float16 products."""
-    reset()
-    accelerator: Any = attach(Accelerator(cpu=True, mixed_precision="fp16"), ScalerConfig())
-    net = brain()
-    net.load_state_dict(state)
-    return accelerator.prepare(net)
-
-
-@pytest.mark.parametrize("find", ["replay", "always"])
-def test_where_an_overflow_began_is_found_among_bfloat16_tensors(find: str) -> None:
-    """Within autocast to float16 torch stacks none of them."""
-    accelerator = attached(init_scale=1.0, find_overflow=find)
-    net = nn.Sequential(nn.Embedding(4, 8), nn.Linear(8, 8), nn.Linear(8, 1)).to(BRAIN)
-    with torch.no_grad():
-        net[1].weight.fill_(2.0**15)
-        net[0].weight.fill_(1.0)
-    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.0))
-    accelerator.backward(model(torch.tensor([1, 2])).float().sum())
-    optimizer.step()
-    assert optimizer.step_was_skipped
-    origin = accelerator.scaler.window.origin
-    assert (origin.where, origin.module) == ("forward", "1")
-    detach(accelerator)
 
 
 @pytest.mark.usefixtures("kernel_without_bfloat16")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +13,6 @@ from references import (
     OPTIMIZERS,
     assert_same_run,
     batch,
-    loss_of,
     network,
     run_ours,
     run_reference,
@@ -87,51 +84,6 @@ def test_masters_are_refused(kind: str, dtype: torch.dtype, settings: dict[str, 
     with pytest.raises(UnsupportedError, match=r"not one of torch's optimizers.*float32 ma"):
         AsyncOptimizer(inner, model, scaler=GradScaler("cpu"), **settings)
     assert vars(inner) == before
-
-
-def train(model: Any, optimizer: Any, scaler: Any, steps: range) -> None:
-    for step in steps:
-        scaler.scale(loss_of(model, step, step == 1)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("mode", ["sync", "overlap"])
-@pytest.mark.parametrize("kind", ["adamw8bit", "sgd8bit", "adamw32bit"])
-def test_a_run_goes_on_from_its_checkpoint(kind: str, mode: str) -> None:
-    """Its ``load_state_dict`` runs no hook of torch's."""
-
-    def begin() -> tuple[nn.Module, GradScaler, AsyncOptimizer]:
-        model, scaler = network(), GradScaler("cpu", init_scale=INIT_SCALE)
-        inner = KINDS[kind](model.parameters())
-        return model, scaler, AsyncOptimizer(inner, model, scaler=scaler, mode=mode)
-
-    model, scaler, optimizer = begin()
-    train(model, optimizer, scaler, range(4))
-    saved = copy.deepcopy(optimizer.state_dict()), scaler.state_dict()
-    weights = {k: v.clone() for k, v in model.state_dict().items()}
-    train(model, optimizer, scaler, range(4, 8))
-    whole = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in model.parameters()]
-    optimizer.close()
-    model, scaler, optimizer = begin()
-    train(model, optimizer, scaler, range(2))  # what is there is replaced
-    model.load_state_dict(weights)
-    optimizer.load_state_dict(saved[0])
-    scaler.load_state_dict(saved[1])
-    train(model, optimizer, scaler, range(4, 8))
-    assert same(optimizer.state_dict(), whole[0])
-    assert same([p.detach() for p in model.parameters()], whole[1])
-    optimizer.close()
-
-
-def test_it_is_said_that_nothing_is_hidden(caplog: pytest.LogCaptureFixture) -> None:
-    model = network()
-    with (
-        caplog.at_level(logging.WARNING, "accel_scaler"),
-        AsyncOptimizer(KINDS["adamw8bit"](model.parameters()), model, mode="overlap"),
-    ):
-        pass
-    assert "AdamW8bit is stepped on the training thread" in caplog.text
 
 
 # Quantised layers under LoRA-like adapters.

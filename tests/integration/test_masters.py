@@ -8,7 +8,7 @@ ties by ``.data`` and edits through ``.data`` change no number. So with float32 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -172,18 +172,6 @@ def everything(model: Squares, number: int) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("change", [freeze, tie, edit])
-def test_a_master_follows_its_memory(
-    change: Change, dtype: torch.dtype, kind: str, way: dict[str, Any]
-) -> None:
-    assert_as_plain(dtype, way, kind, change)
-    if change is tie:
-        assert_as_plain(dtype, way, kind, lambda model, number: None, tied=True)
-
-
-@pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_frozen_tied_edited_and_untied(dtype: torch.dtype, way: dict[str, Any]) -> None:
     """All in one loop, the masters' memory changing under way."""
@@ -205,16 +193,6 @@ def test_views_that_overlap_train_as_with_stock_or_are_refused(dtype: torch.dtyp
     for way in WAYS:
         with pytest.raises(UnsupportedError, match=r"weights\.1 and weights\.0 share memory"):
             ours(dtype, way, "sgd", transpose, tied=False)
-
-
-def test_columns_of_one_matrix_have_no_masters_of_their_own() -> None:
-    def columns(model: Squares, number: int) -> None:
-        if number == 0:
-            matrix = torch.cat([w.data for w in (model.weights[0], model.weights[3])], 1)
-            model.weights[0].data, model.weights[3].data = matrix[:, :5], matrix[:, 5:]
-
-    with pytest.raises(UnsupportedError, match=r"weights\.3 and weights\.0 share memory"):
-        ours(torch.float16, {"step_mode": "overlap"}, "sgd", columns, tied=False)
 
 
 def test_delayed_refuses_parameters_in_one_memory() -> None:
@@ -242,81 +220,6 @@ def test_a_step_is_awaited_where_others_are_in_its_memory(
         assert torch.equal(seen, stepped[0].detach().view(-1))
     assert "seen of Squares shares memory" in caplog.text
     detach(accelerator)
-
-
-@pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize("places", [[0], range(5)], ids=["one", "all"])
-def test_a_master_that_was_saved_is_loaded_for_a_frozen_parameter(
-    places: Sequence[int], way: dict[str, Any]
-) -> None:
-    """It trains again later: the run that is resumed goes on as the one that was not."""
-
-    def frozen(model: Squares, number: int) -> None:
-        for place in places:
-            model.weights[place].requires_grad_(number < 3 or number > 5)
-
-    def run(model: Squares, steps: range, saved: Any = None) -> Any:
-        accelerator = attach(cpu(), init_scale=8.0, **way)
-        if saved is not None:
-            frozen(model, steps.start)
-        prepared, optimizer = accelerator.prepare(model, KINDS["sgd"](groups_of(model)))
-        if saved is not None:
-            optimizer.load_state_dict(saved)
-        train(accelerator, prepared, optimizer, frozen, steps)
-        state = optimizer.state_dict()
-        detach(accelerator)
-        return state
-
-    model, again = Squares(torch.float16), Squares(torch.float16)
-    run(model, range(STEPS))
-    saved = run(again, range(4))
-    run(again, range(4, STEPS), saved)
-    assert same(again.state_dict(), model.state_dict())
-
-
-def test_an_edit_through_data_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "accel_scaler"):
-        ours(torch.float16, {}, "sgd", edit, tied=False)
-    (line,) = [r.getMessage() for r in caplog.records if ".data" in r.getMessage()]
-    assert line.startswith("weights.2, weights.0 changed")
-
-
-def test_no_edit_is_found_where_there_was_none(caplog: pytest.LogCaptureFixture) -> None:
-    """NaN and a negative zero among the weights, in a dtype that rounds."""
-
-    def odd(model: Squares, number: int) -> None:
-        if number == 0:
-            with torch.no_grad():
-                model.weights[4].copy_(torch.tensor([-0.0, 1e-8, 3.0]))
-
-    with caplog.at_level(logging.WARNING, "accel_scaler"):
-        ours(torch.float16, {}, "adamw", odd, tied=False)
-    assert not [r for r in caplog.records if ".data" in r.getMessage()]
-
-
-@pytest.mark.parametrize("mode", ["sync", "overlap"])
-def test_two_optimizers_that_step_one_memory(mode: str) -> None:
-    """As torch does it one after the other; the next forward sees both updates, whole."""
-
-    def run(mode: str) -> list[Tensor]:
-        model = Squares(torch.float32)
-        tie(model, 0)
-        accelerator = attach(cpu(), init_scale=8.0, step_mode=mode)
-        halves = model.weights[:2], model.weights[2:]
-        made = [torch.optim.SGD(half, lr=0.5, momentum=0.5) for half in halves]
-        model, *optimizers = accelerator.prepare(model, *made)
-        seen = []
-        with lazy() if mode == "overlap" else one_part_each():
-            for number in range(4):
-                accelerator.backward(model(number))
-                for optimizer in optimizers:
-                    optimizer.step()
-                    seen += [w.detach().clone() for w in accelerator.unwrap_model(model).weights]
-                    optimizer.zero_grad()
-        detach(accelerator)
-        return seen
-
-    assert same(run(mode), run("sync"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
@@ -362,28 +265,6 @@ def test_a_gradient_that_is_dropped_after_a_clip_is_left_out(way: dict[str, Any]
         assert torch.allclose(one, other, rtol=0, atol=1e-3)
     assert torch.equal(ours_[2], Squares(torch.float16).weights[2])
     detach(accelerator)
-
-
-def test_optimizer_state_waits_for_the_step_in_hand() -> None:
-    """What is read or written there between two steps is of the step before, as in sync."""
-
-    def run(mode: str) -> list[Tensor]:
-        model = Squares(torch.float32)
-        accelerator = attach(cpu(), init_scale=8.0, step_mode=mode)
-        model, optimizer = accelerator.prepare(model, KINDS["adamw"](groups_of(model)))
-        with lazy() if mode == "overlap" else one_part_each():
-            for number in range(4):
-                accelerator.backward(model(number))
-                optimizer.step()
-                optimizer.zero_grad()
-                for w in accelerator.unwrap_model(model).weights:
-                    optimizer.state[w]["exp_avg"].mul_(0.5)
-            optimizer.synchronize()
-        found = [w.detach().clone() for w in accelerator.unwrap_model(model).weights]
-        detach(accelerator)
-        return found
-
-    assert same(run("overlap"), run("sync"))
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)

@@ -159,17 +159,6 @@ def test_a_read_sees_the_newest(
         detach(alone.accelerator)
 
 
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode.startswith("delayed")])
-def test_the_forward_alone_is_shown_something_else(begin: Callable[..., Run], mode: str) -> None:
-    """The test above could not fail otherwise: what a training forward sees is not the newest."""
-    run, shown = begin(mode, torch.float16), []
-    for step in range(STEPS):
-        run.step(step)
-    run.model.register_forward_pre_hook(lambda *_: shown.append(run.model[0].weight.data.clone()))
-    run.forward(STEPS)
-    assert not torch.equal(shown[0], run.newest()[0])
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_the_next_forward_sees_a_write(begin: Callable[..., Run], mode: str) -> None:
     """Doubled between two steps, with and without autograd knowing."""
@@ -191,37 +180,6 @@ def test_the_next_forward_sees_a_write(begin: Callable[..., Run], mode: str) -> 
 
 
 SKIPPED = 3
-
-
-@pytest.mark.parametrize("after", [0, 2, SKIPPED], ids=["the first step", "a late one", "a skip"])
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode.startswith("delayed")])
-def test_masters_have_what_was_written_through_data(
-    begin: Callable[..., Run], mode: str, after: int
-) -> None:
-    """After a step that was late, and where the model has the masters' own values: the training
-    goes on from it as from a write that autograd knows of, to the last step."""
-    ends: list[list[Tensor]] = []
-    for is_known in (True, False):
-        run = begin(mode, torch.bfloat16)
-        for step in range(STEPS):
-            if step == SKIPPED:
-                run.accelerator.backward(run.forward(step) * 1e38)
-                run.optimizer.step()
-                run.optimizer.zero_grad()
-                assert run.optimizer.step_was_skipped
-            else:
-                run.step(step)
-            if step == after:
-                for p in run.model.parameters():
-                    with torch.no_grad():
-                        (p if is_known else p.data).fill_(0.0625)
-        ends.append(run.newest())
-        detach(run.accelerator)
-    assert_same(*ends)
-    untouched = begin(mode, torch.bfloat16)
-    for step in range(STEPS):
-        untouched.step(step)
-    assert not torch.equal(untouched.newest()[0], ends[0][0])
 
 
 def loss_with(run: Run, values: list[Tensor]) -> Tensor:
@@ -280,29 +238,3 @@ def test_another_thread_reads_what_a_forward_would(begin: Callable[..., Run], mo
     assert_same(seen["another"], seen["the forward"])
     is_same = [torch.equal(a, b) for a, b in zip(seen["another"], run.newest(), strict=True)]
     assert all(is_same) is (mode == "overlap")
-
-
-def test_nobody_reads_in_a_plain_loop(
-    begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Accelerate's own calls wait for nothing: a late step stays hidden."""
-    run, waits = begin("delayed", torch.float16), []
-    (optimizer,) = run.accelerator._attachment.optimizers
-    for step in range(2):
-        run.step(step)
-    stepper = optimizer._hooks.stepper
-    monkeypatch.setattr(
-        type(stepper), "synchronize", lambda self: waits.append("synchronize"), raising=True
-    )
-    monkeypatch.setattr(
-        type(stepper),
-        "_publish_for_reader",
-        lambda self, _: bool(waits.append("read")),
-        raising=True,
-    )
-    for step in range(2, STEPS):
-        run.step(step)
-        run.accelerator.unwrap_model(run.model).train()
-        run.model.num_batches = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
-    assert waits == []
-    monkeypatch.undo()

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import GradScalerKwargs
 from boundary_support import ours
-from support import mlp, stock, weights
+from support import mlp, reset, stock, weights
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -63,12 +62,6 @@ class Trace:
         assert torch.equal(self.weights, other.weights)
         assert len(self.state) == len(other.state)
         assert all(map(torch.equal, self.state, other.state))
-
-
-def reset() -> None:
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    PartialState._reset_state()
 
 
 def batch(number: int) -> tuple[Tensor, Tensor]:

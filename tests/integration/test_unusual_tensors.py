@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from async_support import sleepy
 from torch import Tensor, nn
 
-from accel_scaler import AsyncOptimizer, GradScaler, ScalerConfig, attach
+from accel_scaler import AsyncOptimizer, GradScaler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -138,37 +137,6 @@ def test_a_default_dtype_changes_no_number(default: torch.dtype, fold: bool, mod
     assert all(map(torch.equal, train(mode), train(None)))
 
 
-def test_a_default_dtype_in_a_job_and_under_a_recorder(default: torch.dtype, tmp_path: Any) -> None:
-    model = net()
-    before = model[0].weight.detach().clone()
-    scaler = GradScaler("cpu")
-    with AsyncOptimizer(
-        torch.optim.SGD(model.parameters(), 0.1), model, scaler=scaler
-    ) as optimizer:
-        loss = loss_of(model, 0)
-        torch.set_default_dtype(default)
-        scaler.scale(loss).backward()
-        grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        optimizer.submit(lambda: scaler.step(optimizer))
-        scaler.update()
-    assert torch.equal(model[0].weight, before.add_(grads[0] / 65536.0, alpha=-0.1))
-    torch.set_default_dtype(torch.float32)
-    config = ScalerConfig(telemetry=str(tmp_path / "run.jsonl"))
-    accelerator: Any = attach(Accelerator(cpu=True, mixed_precision="fp16"), config)
-    model = net()
-    model, prepared = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    torch.set_default_dtype(default)
-    x = torch.ones(3, 4, dtype=torch.float32)
-    for window in range(2):
-        accelerator.backward(model(x).square().mean())
-        if window:
-            model[0].bias.grad = None
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        prepared.step()
-        prepared.zero_grad()
-    assert [record.skipped for record in accelerator.scaler_history.records] == [False, False]
-
-
 # Gradients in another dtype than their parameters.
 
 
@@ -239,56 +207,6 @@ def test_fused_state_follows_a_parameter_to_another_layout(mode: str) -> None:
 
     for ours, reference in zip(train(mode, True), train(mode, False), strict=True):
         torch.testing.assert_close(ours, reference, rtol=0, atol=1e-6)
-
-
-# Norms of another kind, of what stays scaled.
-
-
-@pytest.mark.parametrize("norm_type", [1.0, 4.0, 8.0, float("inf")])
-@pytest.mark.parametrize("one", [False, True], ids=["all", "one tensor"])
-def test_any_norm_of_gradients_that_stay_scaled(norm_type: float, one: bool) -> None:
-    p = nn.Parameter(torch.ones(8, dtype=torch.float16))
-    scaler = GradScaler("cpu")
-    with AsyncOptimizer(torch.optim.SGD([p], lr=0.1), scaler=scaler, mode="sync") as optimizer:
-        scaler.scale((p.float() * 0.9).sum()).backward()
-        norm = optimizer.clip_grad_norm_(0.5, norm_type, p if one else None)
-        optimizer.step()
-    q = nn.Parameter(torch.ones(8))
-    q.grad = torch.full((8,), float(torch.tensor(0.9 * 65536.0).half()) / 65536.0)
-    reference = torch.nn.utils.clip_grad_norm_([q], 0.5, norm_type)
-    torch.optim.SGD([q], lr=0.1).step()
-    torch.testing.assert_close(norm, reference)
-    assert torch.equal(p, q.half())
-
-
-# Gradients that nobody zeroes.
-
-
-@pytest.mark.parametrize("fold", [False, True], ids=["", "folded"])
-@pytest.mark.parametrize("offload", ["none", "cpu"])
-def test_gradients_that_are_kept_add_up_unscaled(offload: str, fold: bool, mode: str) -> None:
-    def train(mode: str | None, **settings: Any) -> list[Tensor]:
-        model = net()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-        run = Run(mode, optimizer, model, **settings)
-        for step in range(STEPS):
-            run.step(loss_of(model, step), lambda: None)
-        run.close()
-        return [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None)]
-
-    ours = train(mode, offload=offload, fold_unscale=fold)
-    assert all(map(torch.equal, ours, train(None)))
-
-
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
-def test_any_norm_off_the_boundary_where_nothing_has_a_gradient(norm_type: float) -> None:
-    accelerator: Any = attach(
-        Accelerator(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=2)
-    )
-    model, other = accelerator.prepare(nn.Linear(4, 2), nn.Linear(4, 2))
-    with accelerator.accumulate(model):
-        accelerator.backward(model(torch.ones(1, 4)).sum())
-        assert float(accelerator.clip_grad_norm_(other.parameters(), 1.0, norm_type)) == 0.0
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 3.0, float("inf")])

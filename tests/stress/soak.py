@@ -43,7 +43,7 @@ from histories import Found, Kind, run
 HANG_S = 600.0
 """A turn takes a second; after this time every thread's stack is printed and the process ended."""
 
-MOST_MIB = 4.0
+MAX_MIB = 4.0
 """What memory may rise by from the middle third of a run to the last; in the first, caches fill,
 kernels run for the first time and malloc finds its arenas. An hour on one slow core is some 50,000
 histories, so a leak of 250 bytes a history, far less than a tensor, is more."""
@@ -51,22 +51,13 @@ histories, so a leak of 250 bytes a history, far less than a tensor, is more."""
 
 @dataclass(frozen=True)
 class Sample:
-    """One line."""
+    """What the process holds at one time."""
 
     seconds: float
     memory_mib: float
     threads: int
     fds: int
     objects: int
-
-
-@dataclass
-class Failure:
-    """What went wrong, so that it can be run again."""
-
-    seed: str
-    what: str
-    error: str
 
 
 def memory(process: psutil.Process) -> int:
@@ -103,24 +94,22 @@ KINDS: dict[str, tuple[Kind, int]] = {
 """And how many of each in a turn."""
 
 
-def turn(kind: str, number: int, seed: int, seen: Counter[str]) -> Failure | None:
-    """Several of one kind, each with random numbers of its own."""
+def turn(kind: str, number: int, seed: int, seen: Counter[str]) -> str:
+    """Several of one kind, each with random numbers of its own; returns what has failed."""
     play, times = KINDS[kind]
     for n in range(times):
-        own = f"{seed}/{kind}/{number}/{n}"
         try:
-            run(play, own, seen)
+            run(play, f"{seed}/{kind}/{number}/{n}", seen)
         except Found as error:
-            text = "".join(traceback.format_exception(error.__cause__ or error))
-            return Failure(own, str(error), text)
-    return None
+            return "".join(traceback.format_exception(error.__cause__ or error)) + str(error)
+    return ""
 
 
 # The verdict.
 
 
 def grown(first: Sample, samples: Sequence[Sample]) -> list[str]:
-    """What has grown, a sentence each. ``first``: after one turn of each kind."""
+    """What has grown, one sentence each. ``first``: after one turn of each kind."""
     third = max(1, len(samples) // 3)
     middle, last = samples[-2 * third : -third] or [first], samples[-third:]
     found = []
@@ -130,8 +119,8 @@ def grown(first: Sample, samples: Sequence[Sample]) -> list[str]:
             found.append(f"{name}: {getattr(first, name)} at the start, {least} or more at the end")
     before, after = (statistics.median(s.memory_mib for s in part) for part in (middle, last))
     rise = after - before
-    if len(samples) >= 6 and rise > MOST_MIB:
-        found.append(f"memory: {rise:.1f} MiB; {MOST_MIB:g} is taken for noise")
+    if len(samples) >= 6 and rise > MAX_MIB:
+        found.append(f"memory: {rise:.1f} MiB; {MAX_MIB:g} is taken for noise")
     return found
 
 
@@ -153,37 +142,26 @@ def say(text: str) -> None:
 def soak(minutes: float, seed: int, every: float) -> int:
     """Run; returns the exit status."""
     seen: Counter[str] = Counter()
-    failure, samples = None, list[Sample]()
-    for kind in KINDS:  # imports, first kernels: what a process has for good
-        failure = failure or turn(kind, -1, seed, seen)
+    samples = list[Sample]()
+    failure = "".join(turn(kind, -1, seed, seen) for kind in KINDS)  # imports, first kernels
     start = time.monotonic()
     first = measure(start)
-    say(line(first, seen))
+    print(line(first, seen), flush=True)
     due, end = every, 60 * minutes
     with contextlib.suppress(KeyboardInterrupt):
         for number, kind in enumerate(itertools.cycle(KINDS)):
             faulthandler.dump_traceback_later(HANG_S, exit=True, file=sys.__stderr__)
             failure = failure or turn(kind, number, seed, seen)
             now = time.monotonic() - start
-            if now >= min(due, end) or failure is not None:
+            if now >= min(due, end) or failure:
                 samples.append(measure(start))
-                say(line(samples[-1], seen))
+                print(line(samples[-1], seen), flush=True)
                 due = now + every
-            if now >= end or failure is not None:
+            if now >= end or failure:
                 break
     faulthandler.cancel_dump_traceback_later()
-    return verdict(first, samples or [first], failure, seed)
-
-
-def verdict(first: Sample, samples: Sequence[Sample], failure: Failure | None, seed: int) -> int:
-    """Say it; returns the exit status."""
-    if failure is not None:
-        say(f"FAILED, seed {failure.seed}\n{failure.error}\n{failure.what}")
-        return 1
-    found = grown(first, samples)
-    for sentence in found:
-        say(f"GREW: {sentence}")
-    say(f"{'FAILED' if found else 'passed'}, seed {seed}, {samples[-1].seconds / 60:.1f} min")
+    found = [failure] if failure else [f"GREW: {each}" for each in grown(first, samples or [first])]
+    print(*found, f"{'FAILED' if found else 'passed'}, seed {seed}", sep="\n", flush=True)
     return 1 if found else 0
 
 
@@ -198,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     logging.getLogger("accel_scaler").setLevel(logging.ERROR)
     package = Path(sys.modules["accel_scaler"].__file__ or "").parent
-    say(f"soak of {package}, seed {arguments.seed}, {arguments.minutes:g} min, pid {os.getpid()}")
+    print(f"soak of {package}, seed {arguments.seed}, {arguments.minutes:g} min", flush=True)
     warnings.simplefilter("ignore")
     return soak(arguments.minutes, arguments.seed, arguments.every)
 

@@ -212,17 +212,3 @@ def test_calls_grow_with_the_number_of_tensors_and_no_faster(
 ) -> None:
     found = [costs(load, variant, load.Load(n), tmp_path, overflow) for n in (200, 400, 800)]
     assert is_straight(*found), found
-
-
-@pytest.mark.parametrize("overflow", [False, True], ids=["step", "skip"])
-@pytest.mark.parametrize("variant", ["sync", "overlap+file"])
-@pytest.mark.parametrize("what", ["groups", "optimizers"])
-def test_calls_grow_with_groups_and_optimizers_and_no_faster(
-    what: str, variant: str, overflow: bool, load: Any, tmp_path: Path
-) -> None:
-    cut = {
-        "groups": lambda n: load.Load(256, groups=n),
-        "optimizers": lambda n: load.Load(32 * n, optimizers=n),
-    }[what]
-    found = [costs(load, variant, cut(n), tmp_path, overflow) for n in (8, 16, 32)]
-    assert is_straight(*found), found

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from soak import Sample
 from support import reset
 
-from accel_scaler import AsyncOptimizer, ScalerConfig, attach, detach
+from accel_scaler import ScalerConfig, attach, detach
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -37,7 +37,7 @@ def test_the_kinds_run_in_turn_and_pass(capsys: pytest.CaptureFixture[str]) -> N
     assert soak.soak(minutes=0.02, seed=3, every=0.5) == 0
     lines = capsys.readouterr().out.splitlines()
     assert " min  " in lines[0]
-    assert lines[-1].startswith("passed, seed 3, ")
+    assert lines[-1] == "passed, seed 3"
 
 
 # What the soak has found.
@@ -71,45 +71,3 @@ def test_parameters_that_were_offloaded_are_let_go(
     reset()
     gc.collect()
     assert [ref() for ref in kept] == [None, None]
-
-
-def test_an_offloaded_optimizer_that_nobody_closes_is_let_go() -> None:
-    model = torch.nn.Linear(2, 2)
-    optimizer = AsyncOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, offload="cpu")
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    optimizer.synchronize()
-    kept = weakref.ref(model.weight)
-    del model, optimizer
-    gc.collect()
-    assert kept() is None
-
-
-@pytest.mark.parametrize("used", [False, True])
-def test_a_scale_that_training_has_found_outlives_detach(used: bool) -> None:
-    accelerator: Any = Accelerator(cpu=True, mixed_precision="fp16")
-    accelerator.native_amp = True
-    accelerator.scaler = stock = torch.amp.GradScaler("cpu")
-    attach(accelerator, ScalerConfig(init_scale=1024.0))
-    if used:
-        accelerator.scaler.scale(torch.ones(()))
-        accelerator.scaler.backoff(0.25)
-    else:
-        saved = {**accelerator.scaler.state_dict(), "scale": 256.0}
-        accelerator.scaler.load_state_dict(saved)
-    detach(accelerator)
-    assert accelerator.scaler is stock
-    assert stock.get_scale() == 256.0
-    attach(accelerator, ScalerConfig(init_scale=1024.0, step_mode="overlap"))
-    assert accelerator.scaler.get_scale() == 256.0
-    detach(accelerator)
-
-
-def test_settings_of_an_attach_that_nothing_followed_do_not_stay() -> None:
-    accelerator: Any = Accelerator(cpu=True, mixed_precision="fp16")
-    accelerator.native_amp = True
-    accelerator.scaler = torch.amp.GradScaler("cpu")
-    detach(attach(accelerator, ScalerConfig(init_scale=1024.0)))
-    attach(accelerator, ScalerConfig(init_scale=512.0))
-    assert accelerator.scaler.get_scale() == 512.0
-    detach(accelerator)

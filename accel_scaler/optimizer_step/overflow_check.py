@@ -272,8 +272,9 @@ class OverflowCheck:
             raise UnsupportedError(
                 "unscale_gradients: some gradients are float16 or bfloat16 and go to float32 "
                 "masters, so they are unscaled within the step; here small ones would be lost. Use "
-                "clip_grad_norm_ or clip_grad_value_, or a hook before the step; or load the model "
-                "in float32, or in bfloat16 with master_weights='none'."
+                "clip_grad_norm_ or clip_grad_value_, and no hook before the step "
+                "(register_step_pre_hook); or load the model in float32, or in bfloat16 with "
+                "master_weights='none'."
             )
         record.forget_returned()
         params = parameters_of(optimizer)

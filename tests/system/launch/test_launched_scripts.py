@@ -14,7 +14,7 @@ from children import free_port
 from launching import OURS, STOCK, facts_in
 from places import HELPERS, ROOT
 
-from accel_scaler import ScalerConfig, attach
+from accel_scaler import ScalerConfig, attach, detach
 from accel_scaler.launch.launcher import STARTUP
 
 SETTINGS = ScalerConfig(init_scale=1024.0, step_mode="overlap", max_consecutive_skips=9)
@@ -200,3 +200,4 @@ def test_a_trainer_is_attached_as_a_whole(folder: Path) -> None:
     trainer = attach(launched_trainer.ordinary(folder), SETTINGS)
     trainer.train()
     assert found["weights"] == launched_trainer.weights(trainer.model)
+    detach(trainer)

@@ -151,6 +151,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def _scale(self) -> Tensor | None:
+        self._mirror.finish()
         bound = self._windows.bound
         return self._live if bound is None or bound.scale is None else bound.scale
 

@@ -47,7 +47,8 @@ class At:
     def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
         code = frame.f_code
         if event in ("call", "c_return") and code.co_filename.startswith(WATCHED):
-            if code.co_name == "_forget":  # of a weak reference: Python drops what it raises
+            # Python drops what the callback of a weak reference raises, or a generator at its end.
+            if code.co_name in ("_forget", "<genexpr>"):
                 return
             self.count += 1
             if self.count == self.place:

@@ -54,8 +54,14 @@ def finish(accelerator: Any) -> None:
     detach(accelerator)
 
 
-@pytest.mark.parametrize("loud", [(0,), (1,), (0, 1)])
-@pytest.mark.parametrize("mode", [{}, {"step_mode": "overlap"}, {"step_mode": "delayed"}])
+@pytest.mark.parametrize(
+    ("loud", "mode"),
+    [
+        ((0,), {"step_mode": "delayed"}),
+        ((1,), {"step_mode": "overlap"}),
+        ((0, 1), {}),
+    ],
+)
 def test_ddp(loud: tuple[int, ...], mode: dict[str, Any], tmp_path: Path) -> None:
     def body() -> None:
         accelerator = attached(heal=True, **mode)

@@ -53,7 +53,7 @@ def test_refused(monkeypatch):
 
 def test_a_wrong_setting_is_no_refusal(monkeypatch):
     monkeypatch.setenv("ACCEL_SCALER_HYSTERESIS", "0")
-    with pytest.raises(ConfigError, match="HYSTERESIS"):
+    with pytest.raises(ConfigError, match="hysteresis"):
         Accelerator(cpu=True, mixed_precision="fp16")
 """,
 }

@@ -565,16 +565,20 @@ def shown_again(t: Training) -> None:
 @in_modes(("overlap",), offloads=("none",), makes=(capturable,))
 def dropped(t: Training) -> None:
     """Its update goes on; others get its memory, and the model is used on."""
-    for trial in range(2):
+    for trial in range(4):
         t.train(0, 1)
         t.backward(2)
         t.busy()
         t.optimizer.step()
         t.optimizer.zero_grad()
-        t.drop()
-        t.litter()
-        if trial:
+        t.drop(with_model=trial % 2 == 0)
+        kept = [torch.full((n,), 7.0, device=t.device) for n in (1, 64, 512, 4096) * 20]
+        t.seen.append(torch.cat(kept))
+        del kept
+        if trial % 2:
             t.seen.append(t.forward().detach().clone())
+        else:
+            t.build()
         t.wrap()
 
 

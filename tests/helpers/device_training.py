@@ -75,12 +75,9 @@ class Training:
         **settings: Any,
     ) -> None:
         self.in_order, self.make, self.settings, self.device = in_order, make, settings, device
+        self.dtype, self.shard, self.module = dtype, shard, model
         kind = torch.device(device).type
-        torch.manual_seed(0)
-        self.model: Any = model().to(device, dtype)
-        if shard is not None:
-            shard(self.model)
-        self.params = list(self.model.parameters())
+        self.build()
         self.scaler: Any = (
             GradScaler(kind, init_scale=1024.0, growth_interval=3) if scaled else None
         )
@@ -89,6 +86,14 @@ class Training:
         self.work: Any = None
         self.down: Any = None
         self.wrap()
+
+    def build(self) -> None:
+        """A new model, the same on each call."""
+        torch.manual_seed(0)
+        self.model: Any = self.module().to(self.device, self.dtype)
+        if self.shard is not None:
+            self.shard(self.model)
+        self.params = list(self.model.parameters())
 
     def wrap(self) -> None:
         """A new optimizer, of the same parameters; ``work`` and ``down`` are its side streams."""
@@ -155,9 +160,11 @@ class Training:
         kept = [torch.full((n,), 7.0, device=self.device) for n in sizes for _ in range(4)]
         del kept
 
-    def drop(self) -> None:
+    def drop(self, *, with_model: bool = False) -> None:
         """Let go of the optimizer without closing it, until its thread has ended."""
         self.optimizer = self.inner = None
+        if with_model:
+            self.model, self.params = None, []
         end = time.monotonic() + 10
         gc.collect()
         while any("accel_scaler" in t.name for t in threading.enumerate()):

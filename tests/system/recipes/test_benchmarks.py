@@ -46,10 +46,7 @@ ROWS: dict[str, tuple[list[str], str, int]] = {
 
 
 @pytest.fixture
-def benchmark(
-    torchs_own_products: None, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[str], ModuleType]]:
-    monkeypatch.setattr(cpu_float16, "has_float16_kernels", HAS_KERNELS)  # torch's may be slow
+def benchmark() -> Iterator[Callable[[str], ModuleType]]:
     known = set(sys.modules)
     sys.path.insert(0, str(FOLDER))
     yield importlib.import_module
@@ -66,6 +63,7 @@ def test_the_table_has_its_rows(
 ) -> None:
     if name == "convergence":
         pytest.importorskip("datasets")
+    monkeypatch.setattr(cpu_float16, "has_float16_kernels", HAS_KERNELS)  # torch's may be slow
     arguments, row, count = ROWS[name]
     module = benchmark(name)
     if hasattr(module, "CASES"):

@@ -12,7 +12,7 @@ from ranks_script import TIMEOUT_S
 from accel_scaler.async_optimizer.worker import EXIT_LIMIT_S
 from accel_scaler.scaling import WAIT_LIMIT_S
 from accel_scaler.scaling.overflow_streak import MOST_WARNINGS, TOLD_AT
-from accel_scaler.telemetry.record_queue import LONGEST_WAIT_S, MOST_WAITING
+from accel_scaler.telemetry.record_queue import MAX_WAIT_S, MAX_WAITING
 
 COLUMNS = 5
 LINES = [
@@ -55,8 +55,8 @@ def test_a_test_that_is_not_there_is_noticed() -> None:
 @pytest.mark.parametrize(
     ("fault", "part"),
     [
-        ("SIGKILL at", f"{LONGEST_WAIT_S:g} s or {MOST_WAITING} windows"),
-        ("disk full for telemetry", f"{LONGEST_WAIT_S:g} s or {MOST_WAITING} windows"),
+        ("SIGKILL at", f"{MAX_WAIT_S:g} s or {MAX_WAITING} windows"),
+        ("disk full for telemetry", f"{MAX_WAIT_S:g} s or {MAX_WAITING} windows"),
         ("one of two ranks hangs", f"with {TIMEOUT_S} s set"),
         ("NaN in every", f"at {TOLD_AT}, {10 * TOLD_AT}, {100 * TOLD_AT:,} ..."),
         ("infinite loss", f"then {TOLD_AT}, 143 and {10 * TOLD_AT}"),

@@ -41,7 +41,7 @@ class Measured:
     knows_largest: bool
     """False: clips left no way to compute the largest element."""
     values: Tensor
-    """Of each piece its zeros, and its elements below float16's normal numbers, zeros included;
+    """Of each piece its elements that are not 0, and those that float16 holds as normal numbers;
     then the bits of the largest element of all, a float32. int64, shape (2n + 1)."""
 
 
@@ -89,7 +89,7 @@ def read_measured(found: Sequence[Measured]) -> dict[str, Any]:
     """What was measured in a window, as fields of its record. Synchronises if the numbers have not
     come to the host yet."""
     counts: dict[int, list[int]] = {}
-    """Under each parameter's number its zeros, small elements, and all."""
+    """Under each parameter's number its elements that are not 0, normal ones, and all."""
     largest = -1.0
     for each in found:
         *values, bits = each.values.tolist()
@@ -99,14 +99,14 @@ def read_measured(found: Sequence[Measured]) -> dict[str, Any]:
         (value,) = struct.unpack("=f", struct.pack("=i", bits))
         if each.knows_largest and math.isfinite(value):
             largest = max(largest, value)
-    zeros, elements = (sum(count[i] for count in counts.values()) for i in (0, 2))
+    nonzero, elements = (sum(count[i] for count in counts.values()) for i in (0, 2))
     return {
         "underflow": tuple(
-            (number, round(zero / size, 6), round((small - zero) / size, 6))
-            for number, (zero, small, size) in sorted(counts.items())
+            (number, round((size - nonzero) / size, 6), round((nonzero - normal) / size, 6))
+            for number, (nonzero, normal, size) in sorted(counts.items())
         ),
         "largest_gradient": None if largest < 0 else largest,
-        "zero_share": round(zeros / elements, 6) if elements else None,
+        "zero_share": round((elements - nonzero) / elements, 6) if elements else None,
     }
 
 
@@ -133,6 +133,6 @@ def _count(grads: list[Tensor], factor: float) -> Tensor:
     for grad in grads:
         sizes = grad.abs()
         largest.append(sizes.amax())
-        counts += [(sizes == 0).sum(), (sizes < limit).sum()]
-    bits = (torch.stack(largest).amax().float() * factor).view(torch.int32).to(torch.int64)
-    return torch.stack([*counts, bits])
+        counts += [torch.count_nonzero(grad), torch.count_nonzero(sizes >= limit)]
+    bits = (torch.stack(largest).amax().float() * factor).view(torch.int32)
+    return torch.stack([*counts, bits.to(torch.int64)])

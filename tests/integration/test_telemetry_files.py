@@ -278,67 +278,6 @@ def test_two_optimizers_in_one_window_are_one_record(
         assert line["max_norm"] == 0.5
 
 
-@TWO_MODES
-def test_two_optimizers_in_turn_are_two_records(tmp_path: Path, mode: dict[str, Any]) -> None:
-    path = tmp_path / "run.jsonl"
-    with attached(path, **mode) as accelerator:
-        models = [mlp(), mlp()]
-        inner = [sgd(models[0].parameters(), lr=0.1), sgd(models[1].parameters(), lr=0.2)]
-        one, two, *optimizers = accelerator.prepare(*models, *inner)
-        besides = [
-            Beside((f"Sequential[{n}].{name}", p) for name, p in model.named_parameters())
-            for n, model in enumerate(models)
-        ]
-        besides[1]._scale = besides[0]._scale  # one scale for both
-        besides[1]._tracker = besides[0]._tracker
-        for number in range(4):
-            for n, model in enumerate((one, two)):
-                accelerator.backward(loss_of(model, number) * (INF if number == 1 + n else 1.0))
-                besides[n].look(0.5, [inner[n].param_groups[0]["lr"]])
-                accelerator.clip_grad_norm_(model.parameters(), 0.5)
-                optimizers[n].step()
-                optimizers[n].zero_grad()
-    found = windows_of(path)
-    assert [line["step"] for line in found] == list(range(8))
-    scale = 2.0**12
-    for line in found:
-        expected = besides[line["step"] % 2].expected[line["step"] // 2]
-        assert line["scale"] == scale
-        scale = line["next_scale"]
-        for key in ("skipped", "lr", "grad_norm"):
-            assert line[key] == expected.get(key), key
-        assert line["nonfinite"] == expected["nonfinite"]
-        for name, norm in expected.get("norms", {}).items():
-            assert line["norms"][name] == norm
-    assert scale == 2.0**10
-
-
-@pytest.mark.parametrize("given_up", ["zeroed", "abandoned"])
-@TWO_MODES
-def test_a_window_given_up_leaves_nothing_behind(
-    tmp_path: Path, mode: dict[str, Any], given_up: str
-) -> None:
-    """A look at the norm, then thrown away; the next one is stepped without a clip."""
-    path = tmp_path / "run.jsonl"
-    with attached(path, **mode) as accelerator:
-        plain = mlp()
-        model, optimizer = accelerator.prepare(plain, sgd(plain.parameters()))
-        for factor in (1.0, INF):
-            accelerator.backward(loss_of(model, 0) * factor)
-            accelerator.clip_grad_norm_(model.parameters(), 1e-3)
-            optimizer.zero_grad()
-            if given_up == "abandoned":
-                accelerator.scaler.abandon_window()
-        accelerator.backward(loss_of(model, 1))
-        expected = Beside(plain.named_parameters()).look()
-        optimizer.step()
-    (line,) = windows_of(path)
-    assert (line["skipped"], line["scale"], line["nonfinite"]) == (False, 2.0**12, {})
-    assert (line["max_norm"], line["clip_coefficient"]) == (None, None)
-    assert line["grad_norm"] in (None, expected["grad_norm"])
-    assert line.get("norms") in (None, expected["norms"])
-
-
 # What the update took, and who waited for it.
 
 
@@ -366,29 +305,6 @@ def test_a_wait_for_the_update_is_on_record(tmp_path: Path, offload: str) -> Non
         train(accelerator, windows=5, overflows=())
     for line in windows_of(path)[:-1]:
         assert 0 < line["waited_us"] <= line["optimizer_us"]
-
-
-def test_the_end_waits_for_the_last_update(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    with lazy(), attached(path, step_mode="overlap") as accelerator:
-        train(accelerator, windows=2, overflows=())
-        accelerator.end_training()
-        assert all(line["waited_us"] > 0 for line in windows_of(path))
-
-
-@TWO_MODES
-def test_detaching_removes_every_hook(tmp_path: Path, mode: dict[str, Any]) -> None:
-    plain = mlp()
-    hooks = [name for name in vars(plain) if name.endswith("_hooks")]
-
-    def count() -> int:
-        own = sum(len(getattr(m, name) or ()) for m in plain.modules() for name in hooks)
-        return own + sum(len(p._backward_hooks or ()) for p in plain.parameters())
-
-    with attached(tmp_path / "run.jsonl", find_overflow="always", **mode) as accelerator:
-        train(accelerator, windows=2, overflows=(1,), model=plain)
-        assert count() > 0
-    assert count() == 0
 
 
 @pytest.mark.parametrize("file", [True, False], ids=["file", "no file"])

@@ -13,7 +13,6 @@ from trainer_support import CONFIG, SKIPPED, logs, make, train
 from transformers import ProgressCallback
 
 from accel_scaler import ScalerConfig, attach, detach
-from accel_scaler.integrations.trainer import ShowScale
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -88,13 +87,13 @@ def test_the_logs_have_scale_and_skips(tmp_path: Path) -> None:
 
 
 class Bar:
-    """What a progress bar is told."""
+    """A progress bar that keeps what it is given."""
 
     def __init__(self) -> None:
-        self.told: list[dict[str, float]] = []
+        self.values: list[dict[str, float]] = []
 
     def set_postfix(self, values: dict[str, float], refresh: bool = True) -> None:
-        self.told.append(dict(values))
+        self.values.append(dict(values))
 
     def update(self, count: int) -> None: ...
     def write(self, text: str) -> None: ...
@@ -102,7 +101,7 @@ class Bar:
 
 
 class Progress(ProgressCallback):  # type: ignore[misc]
-    """The Trainer's own, on a bar that remembers."""
+    """The Trainer's own, on such a bar."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.training_bar = self.bar = Bar()
@@ -115,25 +114,6 @@ def test_the_progress_bar_shows_scale_and_skips(tmp_path: Path) -> None:
     attach(attach(trainer, config()))
     train(trainer)
     (progress,) = [c for c in trainer.callback_handler.callbacks if isinstance(c, Progress)]
-    assert [told["scale"] for told in progress.bar.told] == recorder.scales
-    assert progress.bar.told[-1]["skips"] == len(SKIPPED)
-    shows = [c for c in trainer.callback_handler.callbacks if isinstance(c, ShowScale)]
-    assert len(shows) == 1  # though attached twice
+    assert [values["scale"] for values in progress.bar.values] == recorder.scales
+    assert progress.bar.values[-1]["skips"] == len(SKIPPED)
     detach(trainer)
-    assert not any(isinstance(c, ShowScale) for c in trainer.callback_handler.callbacks)
-
-
-def test_each_accelerator_of_a_search_is_a_session_of_its_own(tmp_path: Path) -> None:
-    """A hyperparameter search makes a new accelerator for each trial; nothing is collected yet."""
-    path = tmp_path / "run.jsonl"
-    trainer, _ = make(tmp_path / "out", max_steps=2, overflows=())
-    attach(trainer, config(path))
-    before = trainer.accelerator
-    train(trainer)
-    trainer.create_accelerator_and_postprocess()
-    assert trainer.accelerator is not before
-    train(trainer)
-    detach(trainer)
-    one = ["start", "names", "window", "window", "end"]
-    assert kinds_of(path) == one * 2
-    assert [line["step"] for line in windows_of(path)] == [0, 1, 0, 1]

@@ -118,12 +118,6 @@ def test_a_session_that_ended_without_a_window_is_none(tmp_path: Path) -> None:
     assert again.place(7) == "step 2 of session 2"
 
 
-def test_a_session_without_a_window_that_failed_or_was_cut_off_is_kept(tmp_path: Path) -> None:
-    story = t.story(5, lambda *_: False)
-    run = read(tmp_path, [t.start(), t.end(error="no"), t.start(), *story, t.start(), t.end()])
-    assert [s.windows for s in run.sessions] == [0, 0, 5, 0]
-
-
 @pytest.mark.parametrize("lost", ['{"kind":"names","names":5}', '{"kind":"names","na', '{"kin'])
 def test_norms_are_never_read_with_names_that_may_be_others(lost: str, tmp_path: Path) -> None:
     bad = {"norms": t.norms([1.0, 1.0]), "nonfinite": [[0, 1]]}

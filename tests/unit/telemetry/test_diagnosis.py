@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import pickle
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -106,12 +105,6 @@ def known(of: Diagnosis) -> str:
     return repr((public, of.worst_fall(), of.rise(), of.kind, verdict(of)))
 
 
-def noisy(count: int, first: float, last: float) -> Callable[[int], float]:
-    rng = random.Random(0)
-    values = [first + (last - first) * i / count + rng.gauss(0, 0.8) for i in range(count)]
-    return lambda i: values[i]
-
-
 def unknown(i: int) -> None:
     return None
 
@@ -145,9 +138,6 @@ CASES: dict[str, Case] = {
     "a NaN batch in the middle": case(
         "trained", (1, 0, 0, 0), loss=lambda i: NAN if i == 50 else 2
     ),
-    "a NaN batch while the scale settles": case(
-        "trained", (1, 2, 0, 0), overflows=above(8192), loss=lambda i: NAN if i == 1 else 2.0
-    ),
     "one overflow, no loss on record": case(
         "trained", (0, 0, 0, 1), overflows=lambda i, _: i == 50, loss=unknown
     ),
@@ -156,7 +146,6 @@ CASES: dict[str, Case] = {
     "batches differ while it settles": case(
         "trained", (0, 5, 0, 0), overflows=lambda i, _: i in (0, 1, 2, 6, 17)
     ),
-    "hysteresis": case("trained", (0, 5, 0, 0), overflows=above(8192), hysteresis=3),
     "not yet settled": case("trained", (0, 5, 0, 0), windows=10, overflows=above(2048)),
     "nothing went well yet": case(
         "untrained", (0, 20, 0, 0), windows=20, overflows=above(0), init_scale=2.0**24
@@ -174,19 +163,12 @@ CASES: dict[str, Case] = {
     ),
     "stuck": case("stuck", (0, 0, 0, 40), overflows=lambda i, _: i >= 60),
     "learning rate 0": case("untrained", lr=lambda _: (0.0, 0.0)),
-    "learning rate 0, some skipped": case(
-        "untrained", (0, 3, 0, 0), overflows=above(8192), lr=lambda i: (0.0 if i > 2 else 1.0,)
-    ),
     "warm-up from 0": case("trained", lr=lambda i: (1e-5 * i,)),
-    "two optimizers, one at 0": case("trained", lr=lambda _: (0.0, 1e-3)),
-    "a rate on a device": case("trained", lr=lambda _: (None,)),
     "an optimizer without a rate": case("trained", lr=lambda _: ()),
     "4 to 20,000": case("diverged", loss=lambda i: 4 * 5000 ** (i / 99)),
     "4 to 20,000 in 6 windows": case("diverged", windows=6, loss=lambda i: 4 * 5000 ** (i / 5)),
     "one outlier at the end": case("trained", loss=lambda i: 1e6 if i == 99 else 4.0),
-    "noisy, slightly above": case("trained", windows=8, loss=noisy(8, 2.0, 2.6)),
     "two windows": case("trained", windows=2, loss=lambda i: (0.2, 3.0)[i]),
-    "a policy's loss, about 0": case("trained", loss=lambda i: 1e-8 * (-1) ** i + 3e-3 * i),
     "a loss of any sign": case("trained", loss=lambda i: 100.0 * math.sin(i * i)),
     "NaN, skipped": case("stuck", (10, 0, 0, 0), loss=lambda i: 4.0 if i < 90 else NAN),
     "NaN, stepped": case("diverged", loss=lambda i: 4.0 if i < 90 else NAN, scaled=False),
@@ -431,11 +413,10 @@ def test_whatever_the_records_the_history_and_the_file_find_the_same(
     assert has_bad or found.kind != "diverged"
 
 
-@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
 @pytest.mark.parametrize("name", ["every second NaN", "learning rate 0", "the loss runs away"])
-def test_of_a_run(name: str, mode: str, tmp_path: Path) -> None:
+def test_of_a_run(name: str, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
-    with runs.attached(path, step_mode=mode) as accelerator:
+    with runs.attached(path, step_mode="overlap") as accelerator:
         torch.manual_seed(0)
         model = torch.nn.Linear(8, 1)
         rate = 0.0 if name == "learning rate 0" else 0.01

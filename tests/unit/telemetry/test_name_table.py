@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Iterable, Sequence
 
@@ -68,19 +67,6 @@ def test_more_parameters_later_move_no_number() -> None:
     assert math.isnan(again[3])
 
 
-def test_a_model_that_is_gone_leaves_no_name() -> None:
-    first, second = chain(), nn.Linear(4, 1)
-    table = table_of(first, second)
-    numbers(table, list(first.parameters()))
-    del first
-    gc.collect()
-    assert numbers(table, list(second.parameters())) == [
-        0,
-        1,
-    ]
-    assert table.names.names == ("weight", "bias")
-
-
 def test_a_parameter_at_the_address_of_one_that_is_gone_is_another() -> None:
     """Python gives a freed ``id`` away again; a table by id alone would keep the old name."""
     keep, table = [], table_of()
@@ -125,9 +111,3 @@ def test_norms_stand_at_their_numbers_and_nan_where_there_is_none() -> None:
     assert math.isnan(found[1])
     backwards = floats(table.norms_by_number([(params[::-1], None, all_of)], optimizer))
     assert backwards == [4.0, 3.0, 2.0, 1.0]
-
-
-def test_without_norms_there_is_nothing_to_place() -> None:
-    p = nn.Parameter(torch.zeros(1))
-    assert table_of().norms_by_number([], optimizer_of([p])) is None
-    assert table_of().norms_by_number([([p], None, None)], optimizer_of([p])) is None

@@ -106,12 +106,6 @@ def test_what_is_known_only_after_the_step_joins_the_record() -> None:
     assert (record.optimizer_us, record.waited_us) == (3_000_000, 1_750_000)
 
 
-def test_nobody_waits_longer_than_the_update_took() -> None:
-    beside = timing(inline=False, busy=1.0, waits=[(0.0, 5.0, "w")])
-    record = window(0, beside).complete()
-    assert record.waited_us == record.optimizer_us == 1_000_000
-
-
 def test_the_errors_of_several_previews_are_one_number() -> None:
     late = timing(delay_compensation="preview", shown_error=(3.0, 6.0))
     bare = timing(delay_compensation="none")

@@ -4,10 +4,11 @@
 >>> accelerator = attach(Accelerator(mixed_precision="fp16"))  # a raw Accelerate loop
 >>> trainer = attach(Trainer(...))                             # existing Trainer code
 
-Importing starts no thread, patches nothing and leaves the environment as it is; torch and
-Accelerate are imported by the first name that needs them.
+The import starts no thread, patches nothing and leaves the environment as it is; torch and
+Accelerate are imported with the first name that needs them.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from .errors import (
@@ -18,7 +19,6 @@ from .errors import (
     StepError,
     UnsupportedError,
 )
-from .late_names import late_names
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ __all__ = [
     "detach",
 ]
 
-HOMES = {
+LAZY = {
     "AsyncOptimizer": "async_optimizer",
     "GradScaler": "scaling",
     "ScaledAccelerator": "integrations",
@@ -50,10 +50,16 @@ HOMES = {
     "attach": "integrations",
     "detach": "integrations",
 }
-"""Of the names that cost an import, that of torch most: the command prints its help without it."""
+"""Names that are imported on first use (PEP 562), and their modules."""
 
-if not TYPE_CHECKING:  # a checker would take any name for one of ours
-    __getattr__ = late_names(__name__, HOMES)
+if not TYPE_CHECKING:  # a type checker would accept any name
+
+    def __getattr__(name: str) -> object:
+        if name not in LAZY:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = getattr(import_module(f"{__name__}.{LAZY[name]}"), name)
+        globals()[name] = found
+        return found
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})

@@ -1,31 +1,26 @@
 """The command ``accel-scaler``: its subcommands, and errors on one line.
 
-Without a command, and for the version, nothing is imported that takes long; torch least of all.
+Help and version import neither torch nor anything else that takes long.
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import sys
 from collections.abc import Sequence
 
 from .console import plain
-from .errors import AccelScalerError, ConfigError, refuse_retired, shown
+from .errors import AccelScalerError, refuse_retired
 from .version import __version__
 
 __all__ = ["main"]
 
-COMMANDS = {
-    "launch": "start an unchanged script as `accelerate launch` does, attached",
-    "report": "draw what the scaler did, from telemetry files",
-}
 EXAMPLE = """\
 example:
   accel-scaler launch --mixed_precision fp16 --telemetry run.jsonl train.py
   accel-scaler report run.jsonl
 
-accel-scaler COMMAND --help says more.
+accel-scaler COMMAND --help shows the arguments of a command.
 """
 
 
@@ -46,48 +41,34 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    command = argv[0] if argv else None
     if argv[:2] in (["launch", "-h"], ["launch", "--help"]):
         from .launch.flags import own_parser
 
         own_parser().print_help()
         return 0
-    if command == "launch":
-        # Its arguments are Accelerate's business, which costs a while to import.
+    if argv[:1] == ["launch"]:
         from .launch.launcher import main as launch
 
         return launch(argv[1:])
-    parser, parsers = _make_parser()
-    if command is None:
-        parser.print_help()
-        return 0
-    if command == "report":
-        from . import report
-
-        for option in (each.partition("=")[0] for each in argv[1:] if each.startswith("-")):
-            refuse_retired(f"accel-scaler report {option}", option, "accel-scaler report")
-        report.add_arguments(parsers[command])
-        return report.run(parser.parse_args(argv))
-    if not command.startswith("-"):
-        refuse_retired(f"accel-scaler {command}", f"accel-scaler {command}", "unknown command")
-        near = difflib.get_close_matches(command.lower()[:80], COMMANDS, n=1)
-        ask = f"Did you mean {near[0]}?" if near else f"The commands are {', '.join(COMMANDS)}."
-        raise ConfigError(f"unknown command {shown(command)}. {ask}")
-    parser.parse_args(argv)  # --help and --version end here
-    parser.error("the command must come first")
-
-
-def _make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """The parser of ``accel-scaler``, and those of its commands, still without arguments."""
     parser = argparse.ArgumentParser(
         prog="accel-scaler",
-        description="fp16 training in Hugging Face Accelerate: losses scaled, overflows told of.",
+        description="fp16 training in Hugging Face Accelerate: launch a script, report a run.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    version = f"%(prog)s {__version__}"
-    parser.add_argument("--version", action="version", version=version, help="say the version")
-    commands = parser.add_subparsers(
-        title="commands", dest="command", required=True, metavar="COMMAND"
-    )
-    return parser, {name: commands.add_parser(name, help=says) for name, says in COMMANDS.items()}
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
+    commands.add_parser("launch", help="start an unchanged script as `accelerate launch` does")
+    reporting = commands.add_parser("report", help="make a page of a telemetry file")
+    for argument in argv[:1] + argv[1:] * (argv[:1] == ["report"]):
+        option = argument.partition("=")[0]
+        refuse_retired(f"accel-scaler {option}")
+        refuse_retired(f"accel-scaler report {option}")
+    if argv[:1] == ["report"]:
+        from . import report
+
+        report.add_arguments(reporting)
+        return report.run(parser.parse_args(argv))
+    parser.parse_args(argv)  # --help, --version and errors exit here
+    parser.print_help()
+    return 0

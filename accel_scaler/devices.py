@@ -7,7 +7,6 @@ those lack, and may lack it too.
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,9 +24,6 @@ __all__ = [
     "refuse_capture",
     "streams_of",
 ]
-
-CPU_INFO = "/proc/cpuinfo"
-"""Where Linux names the processor."""
 
 
 def present_type() -> str:
@@ -69,16 +65,11 @@ def _unordered(device: torch.device, why: str) -> UnsupportedError:
 
 
 def device_name(device: torch.device) -> str:
-    """What a person calls it: ``"Tesla T4"``, of a CPU its model."""
+    """The name of the model, such as ``"Tesla T4"``; the architecture of a CPU."""
     if device.type != "cpu":
         ask = getattr(torch.get_device_module(device), "get_device_name", None)
         return device.type if ask is None else str(ask(device))
-    model = ""
-    if os.path.exists(CPU_INFO):
-        with open(CPU_INFO, encoding="utf-8", errors="replace") as file:
-            lines = (line.partition(":") for line in file)
-            model = next((name for key, _, name in lines if key.strip() == "model name"), "")
-    return model.strip() or platform.processor() or platform.machine()
+    return platform.processor() or platform.machine()
 
 
 def is_capturing() -> bool:

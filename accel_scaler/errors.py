@@ -1,4 +1,4 @@
-"""Every error that the package raises on purpose, and words for their messages."""
+"""The errors of the package, and parts of their messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
 
 
 BROKEN = "parameters are inf or NaN themselves"
-"""Part of a message, where it is so."""
+"""Part of a message, which telemetry looks for."""
 
 
 class AccelScalerError(Exception):
@@ -30,12 +30,12 @@ class AccelScalerError(Exception):
 class ConfigError(AccelScalerError, ValueError, AssertionError):
     """A setting or a state dict that cannot be used.
 
-    Also an ``AssertionError``, since ``torch.amp.GradScaler`` raises that for a bad factor.
+    Also an ``AssertionError``, which ``torch.amp.GradScaler`` raises for a bad factor.
     """
 
 
 class OrderError(AccelScalerError, RuntimeError):
-    """A call that is illegal at this point of the window, or on this thread."""
+    """A call that is not allowed at this point of the window, or on this thread."""
 
 
 class OverflowStreakError(AccelScalerError, RuntimeError):
@@ -43,15 +43,15 @@ class OverflowStreakError(AccelScalerError, RuntimeError):
 
 
 class StepError(AccelScalerError, RuntimeError):
-    """The optimizer thread failed, is gone, or did not finish in time; ``__cause__`` says why."""
+    """The optimizer thread failed or did not finish in time; ``__cause__`` is its error."""
 
 
 class UnsupportedError(AccelScalerError, ValueError):
-    """A set-up whose gradients this package cannot scale; the message says who does."""
+    """A model, an optimizer or a set-up that the package does not support."""
 
 
 def listed(names: Sequence[str], total: int) -> str:
-    """``a, b and 3 more``: some names of ``total``; "" for none."""
+    """``a, b and 3 more``: the first ``names`` of ``total``; "" for none."""
     more = total - len(names)
     return ", ".join(names) + (f" and {more} more" if more > 0 else "")
 
@@ -67,33 +67,21 @@ RETIRED = {
     "accel-scaler report FILE FILE": "a report of each file, or TensorBoard or wandb, which "
     "compare runs whose accelerator.log or Trainer's log carries the scaler's values.",
     "accel-scaler report --format": "the page, which needs no server and prints: leave it out.",
+    "attach": "accel-scaler launch --no_attach.",
     "delay_compensation='extrapolate'": "'auto', a preview where there is one, else none.",
 }
-"""Settings, values, commands and options that there were, and what to use instead."""
+"""Retired settings, values, commands and options, and what to use instead."""
 
 
-def refuse_retired(name: object, written: object, where: str) -> None:
-    """Raise ``ConfigError`` where ``name`` is one of ``RETIRED``.
-
-    Args:
-        written: the name as it stands there.
-    """
-    if isinstance(name, str) and name in RETIRED:
-        raise ConfigError(f"{where}: {written} is retired. Instead: {RETIRED[name]}")
+def refuse_retired(name: str, written: str | None = None) -> None:
+    """Raise ``ConfigError`` if ``name`` is one of ``RETIRED``; ``written`` as its user wrote it."""
+    if name in RETIRED:
+        raise ConfigError(f"{written or name} is retired. Instead: {RETIRED[name]}")
 
 
-class _Repr(reprlib.Repr):
-    """All of a value where it is short."""
+_repr = reprlib.Repr()
+_repr.maxlevel, _repr.maxdict, _repr.maxlist, _repr.maxtuple = 3, 8, 8, 8
+_repr.maxstring = _repr.maxother = 400
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlevel, self.maxdict, self.maxlist, self.maxtuple, self.maxset = 3, 8, 8, 8, 8
-        self.maxstring = self.maxother = 400
-
-    def repr_int(self, x: int, level: int) -> str:
-        """Python refuses to write integers of thousands of digits."""
-        return repr(x) if x.bit_length() < 4096 else f"an integer of {x.bit_length()} bits"
-
-
-shown = _Repr().repr
-"""``repr``, of bounded length whatever the value is."""
+shown = _repr.repr
+"""``repr``, of bounded length."""

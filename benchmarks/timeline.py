@@ -99,7 +99,7 @@ class Window:
         yield from self.spans
         for each in self.updates:
             yield "optimizer", each.start, each.start + each.busy
-            yield from (("wait", at, at + length) for at, length, _ in each.waits)
+            yield from (("wait", at, at + length) for at, length in each.waits)
 
 
 def measured(mode: str) -> list[Bar]:
@@ -111,9 +111,9 @@ def measured(mode: str) -> list[Bar]:
     recorder = attachment_of(accelerator).recorder
     record = recorder.optimizer_stepped
 
-    def stepped(optimizer: Any, window: Any, timing: StepTiming, start: float) -> None:
+    def stepped(optimizer: Any, window: Any, timing: StepTiming) -> None:
         windows[-1].updates.append(timing)
-        record(optimizer, window, timing, start)
+        record(optimizer, window, timing)
 
     recorder.optimizer_stepped = stepped
     model = nn.Sequential(*(Layer() for _ in range(LAYERS)))

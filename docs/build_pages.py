@@ -107,17 +107,14 @@ def as_tables(text: str) -> str:
 
 def settings() -> str:
     """Every field of the one table in ``accel_scaler/config.py``: a heading and its text each."""
-    from accel_scaler.config import FIELDS, GROUPS
+    from accel_scaler.config import ABOUT, FIELDS
 
     parts = []
-    for group in GROUPS:
-        parts.append(f"## {group}\n")
-        for name, spec in FIELDS.items():
-            if spec.metadata["group"] == group:
-                parts.append(
-                    f"### `{name}`\n\n{spec.metadata['about']}\n\n"
-                    f"Default `{spec.default!r}`. Takes {spec.metadata['kind'].allowed}.\n"
-                )
+    for name, spec in FIELDS.items():
+        parts.append(
+            f"## `{name}`\n\n{ABOUT[name]}\n\n"
+            f"Default `{spec.default!r}`. Takes {spec.metadata['kind'].allowed}.\n"
+        )
     return "\n".join(parts)
 
 
@@ -154,4 +151,4 @@ class DocstringsExtension(griffe.Extension):
         """Of a field of the table in ``config.py`` its default is shown, not the whole row."""
         row = attr.value
         if isinstance(row, griffe.ExprCall) and str(row.function) == "setting":
-            attr.value = row.arguments[1]  # the group comes first
+            attr.value = row.arguments[0]

@@ -6,12 +6,12 @@ used. Whoever looks from outside meets a hook that waits. The worker reads nothi
 communicates; the folder knows no Accelerate and no Trainer.
 """
 
-from .async_stepper import holds_masters, without_shown
-from .compensation import refuse_compensation
+from .delayed import holds_masters, without_previews
 from .grad_handoff import hold_scaled
 from .hooks import SyncHooks
 from .master_rule import MasterRule
 from .optimizer import AsyncOptimizer, step_beside
+from .preview import refuse_compensation
 from .shared_parameters import (
     forget_successor,
     has_successor,
@@ -38,5 +38,5 @@ __all__ = [
     "refuse_unsteppable",
     "step_beside",
     "take_over",
-    "without_shown",
+    "without_previews",
 ]

@@ -19,22 +19,25 @@ from torch.optim import Optimizer
 from ..errors import UnsupportedError
 from ..models import inert, is_fsdp2, is_in_backward, is_replaying
 from ..scaling import parameters_of
-from .async_stepper import MASTER, AsyncStepper, without_own, without_shown
+from .async_stepper import AsyncStepper
+from .delayed import MASTER, without_own, without_previews
 from .master_params import ParameterPair
 from .pending_parameter import outside_transforms
+from .phases import WaitAt
 from .replica import is_empty
 from .shared_memory import overlapping
-from .supported_optimizers import refuse_bare_state
 
 logger = logging.getLogger("accel_scaler")
 
+_CALL = Module._call_impl.__code__
+
 
 class SyncHooks:
-    """The hooks of one stepper, which is closed where they cannot be made.
+    """The hooks of one stepper, which is closed where they cannot be registered.
 
     Args:
-        holder: who is to call :meth:`close`; None: somebody surely does.
-        models: where state is loaded before anything is stepped, these are to be watched by then.
+        holder: calls :meth:`close`; None: its life is not watched.
+        models: returns the models to watch before state is loaded.
     """
 
     def __init__(
@@ -64,15 +67,12 @@ class SyncHooks:
         self._loading: Any = None
         self._loads_itself = False
         optimizer = stepper.optimizer
-        hooks: list[tuple[Any, Any]] = [
-            (optimizer.register_state_dict_pre_hook, self._before_saving),
-            (optimizer.register_state_dict_post_hook, self._after_saving),
-            (optimizer.register_load_state_dict_pre_hook, self._before_loading),
-            (optimizer.register_load_state_dict_post_hook, self._after_loading),
-        ]
         try:
-            for register, hook in hooks:
-                self._handles.append(register(hook))
+            add = self._handles.append
+            add(optimizer.register_state_dict_pre_hook(self._before_saving))
+            add(optimizer.register_state_dict_post_hook(self._after_saving))
+            add(optimizer.register_load_state_dict_pre_hook(self._before_loading))
+            add(optimizer.register_load_state_dict_post_hook(self._after_loading))
         except BaseException:
             self.close()
             raise
@@ -112,8 +112,7 @@ class SyncHooks:
             owner()
 
     def release(self) -> None:
-        """:meth:`close`, but the optimizer's state stays where it is: nothing steps it, and what is
-        in host memory for lack of other is not to come back.
+        """:meth:`close`, but the optimizer's state stays where it is: nothing steps it any more.
 
         Raises:
             StepError: the step in hand failed; everything is removed all the same.
@@ -136,9 +135,6 @@ class SyncHooks:
         if not (
             stepper.replica.masters.every or stepper.keeps_scaled or stepper.replica.is_sharded
         ):
-            return
-        if not stepper.replica.splittable:
-            stepper.replica.return_state()
             return
         # That of parameters that were replaced stays, and torch's state dict does not take it.
         own, found = set(map(id, parameters_of(optimizer))), optimizer.state
@@ -170,8 +166,6 @@ class SyncHooks:
     def _before_saving(self, optimizer: Optimizer) -> None:
         stepper = self._stepper()
         if stepper is not None:
-            if stepper.replica.has_masters:
-                refuse_bare_state(optimizer)
             stepper.synchronize()
             stepper.refresh()  # a model that was loaded after its masters
             stepper.follow_unseen_edits()
@@ -181,7 +175,8 @@ class SyncHooks:
         if stepper is None:
             return state_dict
         pairs = {id(pair.param): pair for pair in stepper.replica.pairs}
-        shown = dict(zip(map(id, stepper.replica.pairs), stepper.export_shown(), strict=True))
+        kept = stepper.delayed.export() if stepper.delayed else [{}] * len(pairs)
+        previews = dict(zip(map(id, stepper.replica.pairs), kept, strict=True))
         packed = zip(state_dict["param_groups"], optimizer.param_groups, strict=True)
         state: dict[Any, Any] = dict(state_dict["state"])
         for saved, group in packed:
@@ -192,7 +187,7 @@ class SyncHooks:
                 if isinstance(entry, dict):  # a plain optimizer may have loaded what is ours
                     own = without_own(entry)
                     entry = {key: _export(pair, value) for key, value in own.items()}
-                more = {key: _export(pair, value) for key, value in shown[id(pair)].items()}
+                more = {key: _export(pair, value) for key, value in previews[id(pair)].items()}
                 if more or (pair.is_rounded and (stepper.steps or pair.loaded is not None)):
                     entry = {**(entry or {}), MASTER: _export(pair, pair.stepped.data), **more}
                 if entry is None or is_empty(entry):
@@ -211,10 +206,9 @@ class SyncHooks:
         self._loads_itself = True
         try:
             stepper.begin_loading(state_dict)
-            if not (stepper.replica.masters.every or stepper.keeps_scaled):
-                optimizer.load_state_dict(without_shown(state_dict))
+            optimizer.load_state_dict(without_previews(state_dict))
             self.watch(self._find_models())
-            stepper.load(state_dict, itself=True)
+            stepper.load(state_dict)
         finally:
             self._loads_itself = False
 
@@ -227,7 +221,7 @@ class SyncHooks:
         # torch casts to the parameter's dtype and device, which is not where state lives here.
         if stepper.replica.masters.every or stepper.keeps_scaled:
             return {**state_dict, "state": {}}
-        return without_shown(state_dict)
+        return without_previews(state_dict)
 
     def _after_loading(self, optimizer: Optimizer) -> None:
         stepper, loaded, self._loading = self._stepper(), self._loading, None
@@ -267,7 +261,6 @@ class SyncHooks:
         self._watch_compiled(stepper)
 
     def _watch(self, model: Module, stepper: AsyncStepper, mine: set[int]) -> None:
-        """All of its hooks, or none."""
         scripted = [
             name
             for name, module in model.named_modules()
@@ -280,39 +273,28 @@ class SyncHooks:
                 "it takes no hooks, so what reads it alone would get parameters that are one step "
                 "old. Use step_mode 'overlap' or 'sync', or leave it unscripted while it trains."
             )
-        handles: list[Any] = []
-        seen: list[Module] = []
-        try:
-            for module in model.modules():
-                if module not in self._modules and not isinstance(module, torch.jit.ScriptModule):
-                    seen.append(module)
-                    self._hook(module, stepper, handles)
-            for root in _roots(model):
-                if root not in self._roots and not isinstance(root, torch.jit.ScriptModule):
-                    self._hook_root(root, handles)
-        except BaseException:
-            for handle in handles:
-                handle.remove()
-            raise
-        self._handles += handles
-        self._modules.update(seen)
-        self._roots.update(_roots(model))
+        for module in model.modules():
+            if module not in self._modules and not isinstance(module, torch.jit.ScriptModule):
+                self._modules.add(module)
+                self._hook(module, stepper)
+        for root in _roots(model):
+            self._hook_root(root, stepper)
         if scripted:
-            stepper.waits_at_step = True
+            stepper.wait_at = WaitAt.STEP
         if isinstance(model, torch.nn.DataParallel) or any(map(is_fsdp2, model.modules())):
-            stepper.waits_at_root = True  # their reads of parameters cannot be seen
+            stepper.wait_at = max(stepper.wait_at, WaitAt.FORWARD)  # they read parameters unseen
 
     def _wait_for_others(self, model: Module, stepper: AsyncStepper, mine: set[int]) -> None:
         """Where other tensors of the model are in the memory of its parameters, steps are awaited:
         a use of these would not be."""
-        if stepper.mode == "sync" or stepper.waits_at_step:
+        if not stepper.is_beside or stepper.wait_at is WaitAt.STEP:
             return
         own = [pair.target for pair in stepper.replica.pairs]
         tensors = [*Module.named_parameters(model), *Module.named_buffers(model)]
         others = [(name, t) for name, t in tensors if id(t) not in mine]
         for group in overlapping([*own, *(t for _, t in others)]):
             if group[0] < len(own) <= group[-1]:
-                stepper.waits_at_step = True
+                stepper.wait_at = WaitAt.STEP
                 logger.warning(
                     "%s of %s shares memory with a parameter of %s and is not one of its "
                     "parameters. Each step is awaited, so nothing of it is hidden behind forward "
@@ -323,21 +305,26 @@ class SyncHooks:
                 )
                 return
 
-    def _hook(self, module: Any, stepper: AsyncStepper, handles: list[Any]) -> None:
+    def _hook(self, module: Any, stepper: AsyncStepper) -> None:
         if next(Module.parameters(module, recurse=False), None) is not None:
             # A copy is made in this order, and is to meet a hook before the parameters.
             vars(module)["_parameters"] = vars(module).pop("_parameters")
-            handles.append(module.register_state_dict_pre_hook(_Synchronize(stepper)))
-            handles.append(module.register_load_state_dict_pre_hook(_Synchronize(stepper)))
+            self._handles.append(module.register_state_dict_pre_hook(_Synchronize(stepper)))
+            self._handles.append(module.register_load_state_dict_pre_hook(_Synchronize(stepper)))
+        hook: _Hook
         if is_fsdp2(module):
-            handles.append(module.register_forward_pre_hook(_BeforeGather(stepper), prepend=True))
+            hook = _BeforeGather(stepper)
         elif stepper.mode == "delayed":
-            hook = _BeforeInnerForward(stepper, weakref.ref(self))
-            handles.append(module.register_forward_pre_hook(hook, prepend=True))
+            hook = _BeforeInnerForward(stepper)
+        else:
+            return
+        self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
-    def _hook_root(self, root: Module, handles: list[Any]) -> None:
-        hook = _BeforeForward(self.stepper)
-        handles.append(root.register_forward_pre_hook(hook, prepend=True))
+    def _hook_root(self, root: Module, stepper: AsyncStepper) -> None:
+        if root not in self._roots and not isinstance(root, torch.jit.ScriptModule):
+            self._roots.add(root)
+            hook = _BeforeForward(stepper)
+            self._handles.append(root.register_forward_pre_hook(hook, prepend=True))
 
     def is_called_by_watched(self) -> bool:
         """Whether the caller, a hook, runs inside the forward of a module that has hooks too."""
@@ -358,14 +345,12 @@ class SyncHooks:
         for model in list(self._models):
             for module in model.modules():
                 if _is_compiled(module):
-                    stepper.waits_at_root = True
-                    if module not in self._roots:
-                        self._roots.add(module)
-                        self._hook_root(module, self._handles)
+                    stepper.wait_at = max(stepper.wait_at, WaitAt.FORWARD)
+                    self._hook_root(module, stepper)
                 own = module._compiled_call_impl
                 if own is None or any(own is wrapper for _, _, wrapper in self._compiled):
                     continue
-                stepper.waits_at_root = True
+                stepper.wait_at = max(stepper.wait_at, WaitAt.FORWARD)
                 wrapper = _WaitFirst(stepper, own, module)
                 module._compiled_call_impl = wrapper
                 self._compiled.append((weakref.ref(module), own, wrapper))
@@ -385,8 +370,11 @@ class _Hook:
         return inert()
 
     def __call__(self, module: Module, *_: Any) -> None:
-        if torch.compiler.is_compiling():
-            return  # traced to nothing, a hook does not break the graph of a compiled model
+        if not torch.compiler.is_compiling():  # traced to nothing, it breaks no graph
+            self.before(module)
+
+    def before(self, module: Module) -> None:
+        """Run, unless the optimizer was dropped."""
         stepper = self._stepper()
         if stepper is None:
             self._streams.follow_last()  # its optimizer was dropped with an update on its way
@@ -410,46 +398,75 @@ class _BeforeForward(_Hook):
     """Of a whole model, or of something compiled in it."""
 
     def run(self, stepper: AsyncStepper, module: Module) -> None:
-        if is_replaying():  # the window's own parameters, and nothing begins
-            if stepper.waits_at_root and not is_fsdp2(module):
-                stepper.finish_model()
-            return
-        if _is_evaluated(module):
-            stepper.synchronize()  # an evaluation sees the newest parameters
-            return
-        stepper.claim_if_gone()
-        if not is_in_backward():
-            stepper.go_on()
-        if stepper.waits_at_root and not is_fsdp2(module):  # which waits before each gather
+        if not is_replaying():  # with the window's own parameters
+            if _is_evaluated(module):
+                stepper.synchronize()  # an evaluation sees the newest parameters
+                return
+            if not is_in_backward():
+                stepper.begin_forward()
+        if stepper.wait_at >= WaitAt.FORWARD and not is_fsdp2(module):  # which waits at gathers
+            stepper.finish_model()
+
+    def finish_model(self) -> None:
+        """Wait for all of it."""
+        stepper = self._stepper()
+        if stepper is not None:
             stepper.finish_model()
 
 
 class _BeforeInnerForward(_Hook):
     """Of any module, in ``delayed``: it may be evaluated alone."""
 
-    def __init__(self, stepper: AsyncStepper, hooks: weakref.ref[SyncHooks]) -> None:
-        super().__init__(stepper)
-        self._hooks = hooks
-
     def run(self, stepper: AsyncStepper, module: Module) -> None:
-        if not (stepper.unpublished or stepper.has_hidden) or is_replaying():
+        if not (stepper.has_newer or stepper.has_kept) or is_replaying() or is_in_backward():
             return
         if getattr(module, "_is_replica", False):
-            return  # DataParallel's, on a thread of its own: what it replicates was asked for
+            return  # DataParallel's, on a thread of its own: the hook of its original has run
         is_evaluated = _is_evaluated(module)
-        if is_in_backward():
-            return
         if not is_evaluated:
             stepper.lift_fence()
-        if is_evaluated != stepper.unpublished:
-            return
-        hooks = self._hooks()
         # A frozen layer in the midst of a training forward is no evaluation, nor the reverse.
-        if hooks is not None and not hooks.is_called_by_watched():
-            if is_evaluated:
-                stepper.synchronize()
-            else:
-                stepper.go_on()
+        if is_evaluated != stepper.has_newer or stepper.hooks.is_called_by_watched():
+            return
+        if is_evaluated:
+            stepper.synchronize()
+        else:
+            stepper.begin_forward()
+
+
+class _BeforeGather(_Hook):
+    """Before FSDP2 gathers a group's parameters: wait for their updates."""
+
+    def __call__(self, module: Module, *_: Any) -> None:
+        stepper = self._stepper()
+        if stepper is None:
+            self._streams.follow_last(on_host=True)
+            return
+        if stepper.has_kept and not (_is_evaluated(module) or is_in_backward()):
+            stepper.begin_forward()
+        group: Any = module  # FSDP2 does not say in public what it gathers, and what ahead of time
+        state = group._get_fsdp_state()
+        together = getattr(state, "_modules", None)  # fully_shard([a, b]) gathers both at a
+        if together is None or getattr(state, "_states_to_forward_prefetch", True):
+            stepper.finish_model()
+        else:
+            stepper.finish_parameters(p for each in together for p in _own_parameters(each))
+        stepper.streams.wait_for_followed()  # it gathers on streams of its own
+
+
+class _WaitFirst:
+    """A compiled call that waits for the optimizer thread before it starts."""
+
+    def __init__(self, stepper: AsyncStepper, call: Any, module: Module) -> None:
+        self._hook, self._call, self._module = _BeforeForward(stepper), call, weakref.ref(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        # Else it is compiled as a part of something larger.
+        if module is not None and not torch.compiler.is_dynamo_compiling():
+            self._hook.before(module)
+            self._hook.finish_model()
+        return self._call(*args, **kwargs)
 
 
 def _is_evaluated(module: Module) -> bool:
@@ -463,52 +480,6 @@ def _is_compiled(module: Module) -> bool:
         return True
     own = module.__dict__.get("forward")
     return own is not None and hasattr(own, "_torchdynamo_orig_callable")
-
-
-_CALL = Module._call_impl.__code__
-
-
-class _WaitFirst:
-    """A compiled call that waits for the optimizer thread before it starts."""
-
-    def __init__(self, stepper: AsyncStepper, call: Any, module: Module) -> None:
-        self._stepper, self._streams, self._call = weakref.ref(stepper), stepper.streams, call
-        self._module = weakref.ref(module)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():  # as a part of something larger
-            return self._call(*args, **kwargs)
-        stepper, module = self._stepper(), self._module()
-        if stepper is None:
-            self._streams.follow_last()
-        else:
-            with outside_transforms():
-                if module is not None and _is_evaluated(module):
-                    stepper.synchronize()
-                elif not is_in_backward():
-                    stepper.go_on()
-                stepper.finish_model()
-        return self._call(*args, **kwargs)
-
-
-class _BeforeGather(_Hook):
-    """Before FSDP2 gathers a group's parameters: wait for their updates."""
-
-    def __call__(self, module: Module, *_: Any) -> None:
-        stepper = self._stepper()
-        if stepper is None:
-            self._streams.follow_last(on_host=True)
-            return
-        if stepper.has_hidden and not (_is_evaluated(module) or is_in_backward()):
-            stepper.go_on()
-        group: Any = module  # FSDP2 does not say in public what it gathers, and what ahead of time
-        state = group._get_fsdp_state()
-        together = getattr(state, "_modules", None)  # fully_shard([a, b]) gathers both at a
-        if together is None or getattr(state, "_states_to_forward_prefetch", True):
-            stepper.finish_model()
-        else:
-            stepper.settle_parts(p for each in together for p in _own_parameters(each))
-        stepper.streams.wait_for_followed()  # it gathers on streams of its own
 
 
 def _own_parameters(module: Module) -> Iterator[Tensor]:

@@ -6,7 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,56 +16,75 @@ from torch import Tensor
 from ..errors import StepError
 from ..optimizer_step import StepTiming
 from ..scaling import DeferredUnscale
-from .compensation import Compensation
 from .grad_handoff import goes_to_master
 from .pending_parameter import ParameterHold, can_hold_parameters
+from .preview import PreviewError, Previews
 from .replica import Part, Replica
-from .shown_error import ShownError
 from .streams import PartEvents, SideStreams
 from .worker import Task
 
-SHORTEST_WAIT_S = 1e-5
-"""A shorter one is none: the part was done."""
+MIN_WAIT_S = 1e-5
+"""A shorter wait is not recorded: the part was done."""
 
-MOST_WAITS = 128
-"""Noted of one update."""
+MAX_WAITS = 128
+"""Waits recorded of one update."""
 
 
-@dataclass(frozen=True, slots=True)
-class LateGradients:
-    """What the model is given of a step whose update comes late: its gradients' share of it."""
+@dataclass(slots=True)
+class PreviewInput:
+    """What the previews of one step are made of. Lists are in the order of the parts."""
 
+    previews: Previews
     grads: list[Tensor | None]
-    """In the order of the parts, where the model is."""
+    """On the model's device."""
     deferred: DeferredUnscale
     are_unscaled: bool
-    """But for those of masters that are float16 or bfloat16."""
+    """All but the float16 and bfloat16 gradients of masters."""
     sent: Sequence[Any]
-    """For each gradient the event of its arrival in host memory, or None."""
+    """For each gradient the event of its copy to host memory, or None."""
     newer: set[int]
-    """``id`` of parameters that have not what their masters have."""
+    """``id`` of parameters whose masters are newer than the model."""
+
+    def factors(self, replica: Replica) -> list[float]:
+        """What each gradient is still to be multiplied by. Synchronises with the device."""
+        due = torch.stack(self.deferred.factors(replica.params)).tolist()
+        return [
+            1.0 if self.are_unscaled and not (g is not None and goes_to_master(p, g)) else factor
+            for p, g, factor in zip(replica.ordered, self.grads, due, strict=True)
+        ]
+
+
+@dataclass(slots=True)
+class Update:
+    """What the optimizer thread gets of one step; dropped once its work is done."""
+
+    grads: list[Tensor | None]
+    """In the order of the parts, final but for what is ``deferred``."""
+    deferred: DeferredUnscale
+    sent: list[Any] = field(default_factory=list)
+    """For each gradient the event of its arrival in host memory, or None."""
+    ready: Any = None
+    """The event after which all of that may be read."""
+    preview: PreviewInput | None = None
+    fn: Callable[[], object] | None = None
+    """Given to ``submit()``: steps instead."""
+    on_edits: Callable[[list[Tensor]], None] | None = None
+    """Receives parameters that were edited where no version counts; None: do not look."""
 
 
 class InflightStep:
     """Made by :class:`.async_stepper.AsyncStepper` for each update; dies with it.
 
-    It has a part for each part of the replica, after as many that only publish what the step
-    before computed, if that waits to be published; a function of the user's is one part.
+    It has a part for each part of the replica. Before them come as many that only publish, if
+    masters are newer than the model or a preview is due. A function given to ``submit()`` is one
+    part.
 
     Args:
-        owner: lives until the work is done.
-        grads: in the order of the parts, as they are stepped but for what is ``deferred``.
-        sent: for each gradient the event of its arrival in host memory, or None.
-        ready: the event after which all of that may be read.
-        publishes_first: the step before was stale.
-        is_stale: what this one computes is published at the next boundary.
-        late: what the model is given until then; None: what the step before computed.
-        compensation: how; None: not at all.
-        measures: how far what the model is given is off, into ``timing``.
-        fn: steps instead, on the optimizer thread.
+        owner: kept alive until the work is done.
+        publishes_first: see above.
+        is_stale: the update is published at the next boundary.
+        measures: compare the preview with the update, into ``timing``.
         number: of the update, in errors.
-        on_edits: the model has what was published, so edits of it that no version shows are looked
-            for, and given to this. None: it has a preview.
     """
 
     def __init__(
@@ -73,35 +92,28 @@ class InflightStep:
         owner: object,
         replica: Replica,
         streams: SideStreams,
-        grads: list[Tensor | None],
-        sent: list[Any],
-        deferred: DeferredUnscale,
+        update: Update,
         *,
-        ready: Any,
         publishes_first: bool,
         is_stale: bool,
-        late: LateGradients | None = None,
-        compensation: Compensation | None = None,
-        measures: bool = False,
-        fn: Callable[[], object] | None,
+        measures: bool,
         number: int,
-        on_edits: Callable[[list[Tensor]], None] | None,
     ) -> None:
         self.replica, self.streams, self.number = replica, streams, number
-        self.publishes_first, self.is_stale, self.is_of_user = publishes_first, is_stale, bool(fn)
-        self.compensation, self._measures = compensation, measures
+        self.publishes_first, self.is_stale = publishes_first, is_stale
+        self.is_submitted = update.fn is not None
         parts = len(replica.parts)
-        self.lead = parts * publishes_first
-        """Parts that only publish what the step before computed."""
+        self.lead = parts if publishes_first else 0
+        """Parts that only publish."""
         self.events: list[Any] = []
         """Where on the device each part done ends; one more after a failure."""
         self.hold: ParameterHold | None = None
-        # Gradients and owner go with the work, which the task drops once it is done.
-        work = partial(self._work, owner, grads, sent, deferred, ready, late, fn, on_edits)
-        self.task = Task(work, (parts if fn is None else 1) + self.lead)
+        self._measures = measures
+        # The task drops its function once it is done, and with it gradients and owner.
+        work = partial(self._work, owner, update)
+        self.task = Task(work, self.lead + (1 if self.is_submitted else parts))
         if is_stale:
-            is_bare = late is None or compensation is None
-            self.timing.delay_compensation = "none" if is_bare else "preview"
+            self.timing.delay_compensation = "none" if update.preview is None else "preview"
 
     @property
     def timing(self) -> StepTiming:
@@ -124,7 +136,7 @@ class InflightStep:
         one_by_one: bool,
         fence: Callable[[bool], bool] | None = None,
     ) -> None:
-        """Each use of a parameter waits for its part from now on, where uses can be seen.
+        """Make each use of a parameter wait for its part, where uses can be seen.
 
         ``fence``: see :class:`.pending_parameter.ParameterHold`.
         """
@@ -132,9 +144,9 @@ class InflightStep:
         if not can_hold_parameters(replica.params):
             return
         ends, part_of = replica.ends, replica.part_of
-        if self.is_of_user and not self.is_stale:
+        if self.is_submitted and not self.is_stale:
             ends, part_of = [len(replica.params)], dict.fromkeys(part_of, 1)
-        if self.lead and not self.is_stale:  # what it computes is to be seen, not what it finds
+        if self.lead and not self.is_stale:  # the forward needs what is computed
             ends = [0] * self.lead + ends
             part_of = {key: self.lead + part for key, part in part_of.items()}
         self.hold = ParameterHold(
@@ -149,21 +161,18 @@ class InflightStep:
                 self.hold.release()
                 self.hold = None
 
-    def wait(self, parts: int | None = None, where: Any = None) -> bool:
+    def wait(self, parts: int | None = None) -> bool:
         """Block until ``parts`` (default: all) are done; False: it failed first. Any thread.
 
-        ``where``: noted in ``timing``; default: the parameter that is used.
-
         Raises:
-            StepError: it will never be over.
+            StepError: it will never be done.
         """
         task, start = self.task, time.perf_counter()
         is_due = not (task.finished or (parts is not None and task.done >= parts))
         ok = task.wait(parts)
         length, waits = time.perf_counter() - start, task.timing.waits
-        if is_due and length > SHORTEST_WAIT_S and len(waits) < MOST_WAITS:
-            seen = () if self.hold is None else self.hold.seen
-            waits.append((start, length, where or (seen[-1] if seen else "forward")))
+        if is_due and length > MIN_WAIT_S and len(waits) < MAX_WAITS:
+            waits.append((start, length))
         return ok
 
     def follow(self, parts: int | None = None) -> None:
@@ -174,165 +183,118 @@ class InflightStep:
 
     def failure(self, name: str, names: Callable[[Sequence[Tensor]], str]) -> StepError:
         """What failed, what is updated, what is lost; ``names`` says which parameters."""
-        error, replica = self.task.error, self.replica
-        what = f"{type(error).__name__}: {error}"
-        if self.is_of_user:
-            return StepError(
-                f"the function given to submit(), step {self.number}, failed on the optimizer "
-                f"thread ({what}). What it had stepped by then stays stepped; its gradients are "
-                "gone. The next call works."
-            )
-        name = f"step {self.number} of {name}"  # skipped ones not counted
-        updated = max(self.task.done - self.lead, 0)
-        if not replica.splittable and not updated:
-            return StepError(
-                f"{name} failed on the training thread ({what}). It is stepped whole, as torch "
-                f"does it: what it had updated by then of {names(replica.params)}, and of its "
-                "state, stays updated. The gradients of this step are gone; the next step works "
-                "with new ones."
-            )
-        end = replica.parts[updated - 1].end if updated else 0
+        error, params = self.task.error, self.replica.params
+        why = f"{type(error).__name__}: {error}"
         thread = "training" if self.timing.inline else "optimizer"
+        updated = max(self.task.done - self.lead, 0)
+        if self.is_submitted:
+            name, moved = "the function given to submit()", "What it had stepped stays stepped."
+        elif not self.replica.splittable and not updated:
+            moved = (
+                f"It is stepped whole: what it had updated by then of {names(params)}, and of its "
+                "state, stays updated."
+            )
+        else:
+            end = self.replica.parts[updated - 1].end if updated else 0
+            moved = (
+                f"Updated: {names(params[:end])}. As before the step: {names(params[end:])}; "
+                "optimizer state may have moved for the next of these."
+            )
         return StepError(
-            f"{name} failed on the {thread} thread ({what}). Updated: "
-            f"{names(replica.params[:end])}. As before the step: {names(replica.params[end:])}; "
-            "optimizer state may have moved for the next of these. The gradients of this step are "
-            "gone; the next step works with new ones."
+            f"step {self.number} of {name} failed on the {thread} thread ({why}). {moved} The "
+            "gradients of this step are gone; the next step works with new ones."
         )
 
     # The work, on the optimizer thread, or inline.
 
     @torch.no_grad()
-    def _work(
-        self,
-        owner: object,
-        grads: list[Tensor | None],
-        sent: list[Any],
-        deferred: DeferredUnscale,
-        ready: Any,
-        late: LateGradients | None,
-        fn: Callable[[], object] | None,
-        on_edits: Callable[[list[Tensor]], None] | None,
-        task: Task,
-    ) -> None:
+    def _work(self, owner: object, update: Update, task: Task) -> None:
         replica, streams = self.replica, self.streams
         # What the training thread steps itself is in order on its own stream.
-        with nullcontext() if task.timing.inline else self._beside(grads, deferred, ready, late):
+        with nullcontext() if task.timing.inline else self._beside(update):
             try:
-                if on_edits is not None and (edited := replica.take_edits()):
-                    on_edits(edited)
+                if update.on_edits is not None and (edited := replica.take_edits()):
+                    update.on_edits(edited)
                 replica.forget_loaded()
-                shown: ShownError | None = None
-                if late is not None:
-                    shown = self._publish_late(late)
-                    late = None
-                else:
-                    for part in replica.parts if self.publishes_first else ():
+                error: PreviewError | None = None
+                if update.preview is not None:
+                    error = self._publish_previews(update.preview)
+                    update.preview = None
+                elif self.publishes_first:
+                    for part in replica.parts:
                         self._publish(part)
-                        self._done()
+                        self._advance()
                 if replica.offload:
                     # Masters are overwritten from here on; what was sent up has to be there.
-                    streams.wait_on_host(self.events[-1] if self.events else ready)
-                if fn is None:
-                    self._update(grads, sent, deferred, shown)
+                    streams.wait_on_host(self.events[-1] if self.events else update.ready)
+                if update.fn is None:
+                    self._step(update, error)
                 else:
-                    self._run(fn, grads, sent, deferred)
+                    self._run(update, update.fn)
             finally:
                 if task.done < task.parts:  # a part has failed, perhaps after its first kernels
                     self.events.append(streams.record())
 
     @contextmanager
-    def _beside(
-        self,
-        grads: list[Tensor | None],
-        deferred: DeferredUnscale,
-        ready: Any,
-        late: LateGradients | None,
-    ) -> Iterator[None]:
+    def _beside(self, update: Update) -> Iterator[None]:
         """On the side stream; all memory that is used there stays until it is done."""
-        with self.streams.beside(ready):
-            self.streams.keep([*grads, *deferred.tensors])
-            if late is not None and late.grads is not grads:
-                self.streams.keep(late.grads)
+        with self.streams.beside(update.ready):
+            self.streams.keep([*update.grads, *update.deferred.tensors])
+            if update.preview is not None and update.preview.grads is not update.grads:
+                self.streams.keep(update.preview.grads)
             self.replica.keep()
             try:
                 yield
             finally:
                 self.replica.keep()
 
-    def _publish_late(self, late: LateGradients) -> ShownError | None:
+    def _publish_previews(self, source: PreviewInput) -> PreviewError | None:
         """What the next forward sees, part by part, before the update itself."""
-        assert self.compensation is not None
-        ahead, replica = self.compensation.take(), self.replica
-        due = torch.stack(late.deferred.factors(replica.params)).tolist()
-        factors = [
-            1.0 if late.are_unscaled and not (g is not None and goes_to_master(p, g)) else factor
-            for p, g, factor in zip(replica.ordered, late.grads, due, strict=True)
-        ]
+        previews, replica = source.previews, self.replica
+        prepared, factors = previews.take(), source.factors(self.replica)
         for part in replica.parts:
             mine = slice(part.start, part.end)
-            self.compensation.publish(part, ahead, late.grads[mine], factors[mine], late.newer)
-            for event in late.sent[mine]:  # whoever writes to a gradient waits for this part alone
+            previews.publish(part, prepared, source.grads[mine], factors[mine], source.newer)
+            for event in source.sent[mine]:  # who writes to a gradient waits for this part alone
                 self.streams.wait(event)
-            if late.sent:  # the update has copies, and takes long: the device's memory is free
-                late.grads[mine] = [None] * len(part.pairs)
-            self._done()
-        if not self._measures:
-            return None
-        reads_model = self.streams.is_host or not replica.offload
-        return ShownError(self.compensation, ahead, factors, reads_model)
+            if source.sent:  # the update has copies, and takes long: the device's memory is free
+                source.grads[mine] = [None] * len(part.pairs)
+            self._advance()
+        # With state on the host the model is on a device, where it may be written to meanwhile.
+        is_near = self.streams.is_host or not replica.offload
+        return PreviewError() if self._measures and is_near else None
 
-    def _update(
-        self,
-        grads: list[Tensor | None],
-        sent: list[Any],
-        deferred: DeferredUnscale,
-        shown: ShownError | None,
-    ) -> None:
-        replica = self.replica
+    def _step(self, update: Update, error: PreviewError | None) -> None:
+        replica, grads, deferred = self.replica, update.grads, update.deferred
         buffered = not deferred.clips and replica.fill_buffers(grads, deferred.multiply)
         if buffered:
             self.task.spent.append(grads)
-        for part in replica.parts:
+        for number, part in enumerate(replica.parts):
             mine = slice(part.start, part.end)
-            found = grads[mine]
-            if buffered:
-                final = found
-            else:
-                final = self._bring(part, found, sent[mine], deferred)
+            final = grads[mine] if buffered else self._bring(part, update)
+            if not buffered:
                 grads[mine] = [None] * len(final)
-            if shown is not None:
-                shown.before_update(part, found)
-            del found
+            if error is not None:
+                error.before_update(part, final)
             try:
                 replica.step_part(part, final, deferred.divide, buffered)
             except BaseException:
                 if buffered:
-                    replica.count_steps(-1, replica.parts[replica.parts.index(part) :])
-                if not replica.splittable:  # what it had updated by then stays updated
-                    self._publish(part)
+                    replica.count_steps(-1, replica.parts[number:])
                 raise
             if not self.is_stale:
                 self._publish(part)
-            self._done()
-            if shown is not None:
-                shown.after_update()
-        if shown is not None:
-            self.timing.shown_error = shown.read()
+            self._advance()
+            if error is not None:
+                error.after_update()
+        if error is not None:
+            self.timing.shown_error = error.read()
 
-    def _run(
-        self,
-        fn: Callable[[], object],
-        grads: list[Tensor | None],
-        sent: list[Any],
-        deferred: DeferredUnscale,
-    ) -> None:
+    def _run(self, update: Update, fn: Callable[[], object]) -> None:
         replica = self.replica
         try:
             for part in replica.parts:
-                mine = slice(part.start, part.end)
-                final = self._bring(part, grads[mine], sent[mine], deferred)
-                for pair, grad in zip(part.pairs, final, strict=True):
+                for pair, grad in zip(part.pairs, self._bring(part, update), strict=True):
                     pair.stepped.grad = grad
             with replica.thread_context.around():
                 fn()
@@ -341,9 +303,9 @@ class InflightStep:
                 pair.stepped.grad = None
         for part in [] if self.is_stale else replica.parts:
             self._publish(part)
-        self._done()
+        self._advance()
 
-    def _done(self) -> None:
+    def _advance(self) -> None:
         self.events.append(self.streams.record())
         self.task.advance()
 
@@ -351,39 +313,31 @@ class InflightStep:
         for pair in part.pairs if self.replica.has_masters else ():
             pair.publish(self.streams)
 
-    def _bring(
-        self,
-        part: Part,
-        grads: list[Tensor | None],
-        sent: list[Any],
-        deferred: DeferredUnscale,
-    ) -> list[Tensor | None]:
+    def _bring(self, part: Part, update: Update) -> list[Tensor | None]:
         """Gradients as the part is stepped with, float32 for masters; but for what its kernel
         divides by, what is ``deferred`` is done to them."""
-        for event in sent:
+        mine = slice(part.start, part.end)
+        for event in update.sent[mine]:
             self.streams.wait_on_host(event)
-        brought, offload = list(grads), self.replica.offload
+        final = update.grads[mine]
         scaled: list[tuple[Tensor, Tensor]] = []
-        for place, (pair, grad) in enumerate(zip(part.pairs, grads, strict=True)):
+        for place, (pair, grad) in enumerate(zip(part.pairs, final, strict=True)):
             if grad is None:
                 continue
             is_rounded = goes_to_master(pair, grad)
-            final = brought[place] = grad.float() if is_rounded else grad
+            final[place] = exact = grad.float() if is_rounded else grad
             # What was sent to host memory was unscaled before, but for these.
-            if is_rounded or not offload:
-                scaled.append((pair.param, final))
-        if deferred.divide is None:
-            deferred.apply(scaled)
-        return brought
+            if is_rounded or not self.replica.offload:
+                scaled.append((pair.param, exact))
+        if update.deferred.divide is None:
+            update.deferred.apply(scaled)
+        return final
 
 
 def wait_for_gradient(
     stepper: weakref.ref[Any], step: InflightStep, part: int
 ) -> Callable[[], object]:
-    """What a gradient that ``step`` reads waits with; it keeps neither the stepper nor the step.
-
-    ``stepper``: while it lives its ``await_part`` waits, and tells of a failure.
-    """
+    """What a gradient that ``step`` reads waits with; it keeps neither the stepper nor the step."""
     ref, task, events, streams = weakref.ref(step), step.task, step.events, step.streams
 
     def wait() -> None:

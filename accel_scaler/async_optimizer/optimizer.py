@@ -14,14 +14,12 @@ from torch.optim import Optimizer
 
 from ..config import ScalerConfig
 from ..errors import ConfigError, OrderError, UnsupportedError
-from ..optimizer_step import Boundary, StepTiming, async_stepper_of, boundary_of
+from ..optimizer_step import Boundary, Observer, StepTiming, async_stepper_of, boundary_of
 from ..scaling import GradScaler, ParameterNames, parameters_of, whole
-from ..telemetry import History, Recorder
 from ..untraced import untraced
 from .async_stepper import AsyncStepper
 from .grad_handoff import hold_scaled
 from .hooks import SyncHooks
-from .master_rule import MasterRule
 from .shared_parameters import refuse_successor, take_over
 from .worker import Worker
 
@@ -36,27 +34,23 @@ class AsyncOptimizer(Optimizer):
     >>> optimizer.zero_grad()
 
     ``mode="overlap"`` computes what the plain optimizer computes, bit for bit: a parameter is
-    awaited where it is next used, in a forward or anywhere else. ``mode="delayed"`` updates
-    float32 masters, which are published one step late; until then the model has a preview of them
-    (``delay_compensation``). ``mode="sync"`` steps at once. float16 and bfloat16 parameters train
-    through float32 masters in every mode (``master_weights``). ``offload="cpu"`` keeps state and
-    masters in host memory.
+    awaited where it is next used. ``mode="delayed"`` updates float32 masters, which are published
+    one step late; until then the model has a preview (``delay_compensation``). ``mode="sync"``
+    steps at once. float16 and bfloat16 parameters train through float32 masters in every mode.
 
     With ``scaler``, :meth:`step` is the whole boundary. Without, it only updates, so
-    ``scaler.step(optimizer); scaler.update()`` work as with any optimizer, and so does training
-    without scaling. After ``step`` ``.grad`` is what the plain optimizer leaves there: dropped
-    (``zero_grad``), it costs nothing; looked at, zeroed in place or added to, it waits until the
-    step has read it.
+    ``scaler.step(optimizer); scaler.update()`` work as with any optimizer. After ``step`` ``.grad``
+    is what the plain optimizer leaves there; whoever reads or writes it waits for the step.
 
     ``param_groups`` and ``state`` are the wrapped optimizer's: an LR scheduler may be given
-    either. A step works with the values of its moment. Saving, loading and evaluating (a forward
-    without gradients) see the newest values; before reading them in another way call
-    :meth:`synchronize`. Close it, or use it as a context manager.
+    either. Saving, loading and evaluating (a forward without gradients) see the newest values;
+    before reading them in another way call :meth:`synchronize`. Close it, or use it as a context
+    manager.
 
     Args:
         optimizer: any torch optimizer whose ``step`` needs no closure. One that torch does not
             ship steps itself, on the training thread, and a warning says so; with float32 masters
-            it may hold nothing by which its step could reach the parameters past them.
+            it is refused.
         model: the module that holds its parameters. Needed where a forward cannot be watched
             parameter by parameter (compiled, FSDP2), and for evaluation in ``delayed``.
         scaler: scales the loss; its windows end with :meth:`step`.
@@ -69,6 +63,8 @@ class AsyncOptimizer(Optimizer):
         optimizer_threads: threads of the step's CPU kernels.
         fold_unscale: let the fused kernel unscale and clip.
         sharded: ranks hold different gradients in a way that the parameters do not show.
+        observer: receives the events of each window, as a ``telemetry.recorder.Recorder`` of
+            ``scaler`` does. Ignored where the scaler has a boundary already.
 
     Raises:
         ConfigError: a wrong argument, or a model without any of the optimizer's parameters.
@@ -90,6 +86,7 @@ class AsyncOptimizer(Optimizer):
         optimizer_threads: int | str = "auto",
         fold_unscale: bool = False,
         sharded: bool = False,
+        observer: Observer | None = None,
     ) -> None:
         config = ScalerConfig.from_mapping(
             {
@@ -107,7 +104,7 @@ class AsyncOptimizer(Optimizer):
         _check_arguments(optimizer, model, scaler)
         # Optimizer.__init__ would make groups of its own; these are the wrapped one's.
         self.optimizer, self.model, self.scaler = optimizer, model, scaler
-        self._config = config
+        self._config, self._observer = config, observer
         self._closed = False
         self._open()
         if scaler is not None and sharded:
@@ -135,10 +132,9 @@ class AsyncOptimizer(Optimizer):
             take_over([(self.optimizer, config.step_mode, self._stepper.replica.masters)])
             self._stepper.refresh()
             self._hooks.watch(self._models())
-            if self.scaler is not None:
-                # One for all optimizers of a scaler, an attached accelerator's too.
+            if self.scaler is not None:  # one for all its optimizers, an accelerator's too
                 self._boundary = boundary_of(self.scaler) or Boundary(
-                    self.scaler, device, Recorder(self.scaler)
+                    self.scaler, device, self._observer
                 )
                 self._boundary.add(self, config.fold_unscale, hold_scaled)
         except BaseException:
@@ -182,14 +178,8 @@ class AsyncOptimizer(Optimizer):
         return self.optimizer.defaults
 
     @property
-    def history(self) -> History:
-        """What the scaler did, one record a window; empty without ``scaler``."""
-        observer = None if self._boundary is None else self._boundary.observer
-        return observer.history if isinstance(observer, Recorder) else History()
-
-    @property
     def timing(self) -> StepTiming | None:
-        """When the last update handed over ran, and who waited for it; None: none yet."""
+        """When the last update ran, and who waited for it; None: none was handed over yet."""
         return self._stepper.timing
 
     @property
@@ -211,10 +201,7 @@ class AsyncOptimizer(Optimizer):
         """
         self._check_open("step")
         if closure is not None:
-            raise ConfigError(
-                "AsyncOptimizer.step: got a closure, expected none: it would run forward and "
-                "backward inside the step. Run them before."
-            )
+            raise ConfigError("AsyncOptimizer.step: got a closure, expected none; run it before.")
         if self._inside:
             replica = self._stepper.replica
             replica.call_step([pair.stepped for pair in replica.pairs], None)
@@ -335,8 +322,7 @@ class AsyncOptimizer(Optimizer):
         self.optimizer.add_param_group(param_group)
 
     def __getattr__(self, name: str) -> Any:
-        """Hooks are the wrapped optimizer's, which is given to them; they run on the training
-        thread, those after a step when it is handed over."""
+        """Hooks are the wrapped optimizer's; they run on the training thread."""
         if name.startswith("_optimizer_") and "optimizer" in self.__dict__:
             return getattr(self.optimizer, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -399,17 +385,15 @@ class AsyncOptimizer(Optimizer):
     def _forbid_inside(self, call: str) -> None:
         if self._inside:
             raise OrderError(
-                f"{call}(): called inside submit(fn), on the optimizer thread; it is of the "
-                "training thread and of the gradients that are there. Inside fn use param_groups, "
-                "state, step(), zero_grad(), scaler.unscale_(optimizer), scaler.step(optimizer) "
-                "and torch.nn.utils.clip_grad_norm_; the rest after it."
+                f"{call}() was called inside submit(fn), on the optimizer thread. Inside fn use "
+                "param_groups, state, step(), zero_grad(), scaler.unscale_(optimizer), "
+                "scaler.step(optimizer) and torch.nn.utils.clip_grad_norm_."
             )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(
-            "an AsyncOptimizer is not copied or pickled: its thread and its masters are this "
-            "process's. Save model.state_dict() and optimizer.state_dict(), make another model and "
-            "AsyncOptimizer, and load them there."
+            "an AsyncOptimizer is not copied or pickled. Save model.state_dict() and "
+            "optimizer.state_dict(), make another model and AsyncOptimizer, and load them there."
         )
 
     def __repr__(self) -> str:
@@ -427,11 +411,12 @@ def step_beside(
     models: Callable[[], Iterable[Module]] = tuple,
     fences_reads: bool = False,
 ) -> SyncHooks:
-    """Step ``optimizer`` as ``config`` says from now on, until what this returns is closed.
+    """Step ``optimizer`` as ``config`` says, until the returned hooks are closed.
 
-    Where ``holder`` is gone without that, it is closed by whoever steps the optimizer next.
-    ``models``: those that hold its parameters, once they are known. ``fences_reads``: see
-    :class:`AsyncStepper`.
+    Args:
+        holder: closes them; where it is gone without that, the next caller does.
+        models: returns those that hold the parameters, once they are known.
+        guards_backward, fences_reads: see :class:`AsyncStepper`.
     """
     left = async_stepper_of(optimizer)
     if isinstance(left, AsyncStepper):
@@ -441,12 +426,8 @@ def step_beside(
             left.hooks.close()
     stepper = AsyncStepper(
         optimizer,
-        mode=config.step_mode,
-        offload=config.offload == "cpu",
-        masters=MasterRule.of(config),
+        config,
         device=device,
-        delay_warmup_steps=config.delay_warmup_steps,
-        delay_compensation=config.delay_compensation,
         worker=worker,
         parameter_names=parameter_names,
         guards_backward=guards_backward,

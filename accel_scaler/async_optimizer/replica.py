@@ -1,16 +1,16 @@
-"""What is stepped: a copy of the optimizer with own parameters, shared state, frozen settings.
+"""What the optimizer thread steps: a copy of the optimizer with parameters of its own.
 
-The user's optimizer stays what schedulers, checkpoints and log lines look at. Its copy has the
-same class, the same state entries, and hyperparameters copied when a step is handed over. Only
-torch's optimizers, whose steps treat each parameter alone, are copied: another one steps itself,
-on the training thread.
+The user's optimizer stays what schedulers, checkpoints and log lines look at. The copy has the same
+class and shares the state entries; its hyperparameters are copied when a step is handed over. Only
+torch's optimizers, whose steps treat each parameter alone, are copied. Another one steps itself, on
+the training thread.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, pairwise
 from operator import attrgetter, is_
 from typing import Any
@@ -41,7 +41,6 @@ from .supported_optimizers import (
     is_splittable,
     known_class,
     raw_step,
-    refuse_hidden,
     refuse_replaced,
     refuse_spread,
     refuse_unshardable,
@@ -58,7 +57,7 @@ _dtype_of = attrgetter("dtype")
 
 
 class Part:
-    """Pairs that are updated together, in the order of the forward."""
+    """Pairs that are updated together."""
 
     def __init__(self, pairs: list[ParameterPair], start: int) -> None:
         self.pairs, self.start, self.end = pairs, start, start + len(pairs)
@@ -68,13 +67,13 @@ class Part:
         self.groups = dict(sorted(found.items()))
         """The places of each parameter group's pairs, in the optimizer's order of groups."""
         self.plans: dict[int, AdamGroup] | None = None
+        """For each group the arguments of torch's fused Adam kernel, where it is called directly.
+        As of ``epoch``."""
         self.epoch = -1
 
 
 class Replica:
     """Pairs, parts and the copy of one optimizer. Main thread only, except where said.
-
-    torch's optimizers are stepped part by part. Another one is stepped whole, by itself.
 
     Args:
         offload: state and masters live in host memory.
@@ -96,67 +95,86 @@ class Replica:
         refuse_unsteppable(self.optimizer, self.masters)
         refuse_unshardable(optimizer)
         self.splittable = is_splittable(optimizer)
+        """It is stepped part by part, as one of torch's."""
         self.inline = inline or not self.splittable
         """Steps run on the training thread."""
         self.thread_context = ThreadContext(streams.device)
-        """Of the thread that has handed the last step over."""
+        """Of the thread that handed the last step over."""
         self.raw_step = raw_step(type(optimizer))
+        self._edited: set[int] = set()
+        """``id`` of parameters that were edited where no version counts."""
+        self._saved: set[int] = set()
+        """``id`` of parameters whose masters are about to be loaded."""
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Keep no master, no copy and no parameter, as before the first :meth:`follow`."""
         self.pairs: list[ParameterPair] = []
+        """In the optimizer's order."""
         self.ordered: list[ParameterPair] = []
-        """The pairs in the order of the parts."""
-        self.has_rounded = False
-        """The model holds some parameters in less than their masters' precision."""
-        self.has_masters = self.is_sharded = False
-        self.has_loaded = False
-        """Some pairs keep masters from a state dict."""
+        """In the order of the parts."""
+        self.params: list[Tensor] = []
+        """The model's parameters, in the order of the parts."""
+        self.parts: list[Part] = []
         self.ends: list[int] = []
         """For each part, how many parameters are stepped once it is done."""
         self.part_of: dict[int, int] = {}
         """``id(parameter)`` -> how many parts must be done for it."""
-        self.params: list[Tensor] = []
-        """The model's parameters, in the order of the parts."""
-        self.parts: list[Part] = []
+        self.has_rounded = False
+        """The model holds some parameters in less than their masters' precision."""
+        self.has_masters = self.is_sharded = False
+        self.copy: Any = None
+        self._has_loaded = False
+        """Some pairs keep masters from a state dict."""
         self._buffers: list[Any] = []
         """Where gradients are copied to, in the order of the parts, if all of them are small."""
-        self.copy: Any = None
-        self._holds_masters = False
-        """The optimizer's own groups and state are of the masters, for a step."""
-        self._epoch = 0
-        """Grows when state entries are other ones than before."""
-        self._order: list[int] = []
-        self._together: dict[int, list[int]] = {}
-        """Of pairs, by their places, that have memory in common: all of these."""
+        self._removed: list[ParameterPair] = []
+        """Of parameters in no group, which the optimizer's state still has."""
         self._spot_check = SpotCheck((), set())
-        self._edited: set[int] = set()
-        """``id`` of parameters that were written to where no version shows it."""
-        self._left: list[ParameterPair] = []
-        """Of parameters that are in no group now, while the optimizer's state still has them."""
-        self._saved: set[int] = set()
-        """``id`` of parameters of which a state dict has a master."""
+        self._shares_memory = False
+        """Some parameters have memory in common, so there is one part."""
         self._known: list[Tensor] = []
-        self._places: object = None
-        self._may_need_masters = False
+        self._layout: object = None
+        """The parameters of the last :meth:`follow`, and where they were."""
         self._state: Any = None
         self._entries: list[Any] = []
-        self._mine: list[dict[str, Any]] = []
-        """Of these, the parameters' own."""
+        """The optimizer's state as it was last shared, and its entries."""
+        self._has_all_state = False
+        """Each parameter had an entry then."""
         self._values: list[Any] = []
-        """What the entries held when they were last brought to where they are stepped."""
-        self._kept: tuple[Any, list[Any]] = None, []
-        """The training stream, and what the entries held, when their memory was last kept."""
+        """What the parameters' entries held when they were last moved to where they are stepped."""
+        self._recorded: tuple[Any, list[Any]] = None, []
+        """The training stream and the values when their memory was last recorded on streams."""
+        self._epoch = 0
+        """Grows when state entries are replaced: plans are made anew."""
 
     def is_current(self) -> bool:
         """Whether there is nothing for :meth:`follow` to do."""
         params = parameters_of(self.optimizer)
         return (
             self.copy is not None
-            and len(params) == len(self._known)
-            and all(map(is_, params, self._known))
-            and _places(params, self._may_need_masters) == self._places
+            and _are_same(params, self._known)
+            and self._layout_of(params) == self._layout
+        )
+
+    def _layout_of(self, params: list[Tensor]) -> object:
+        """Where each is, its shape, and if it may need a master, whether it is trained."""
+        sharded = bool(params) and hasattr(params[0], "to_local")
+        held = [local(p.detach()) for p in params] if sharded else params
+        dtypes = list(map(_dtype_of, held))
+        # float16 is refused without a master, once it is trained.
+        low = self.masters.rounded | {torch.float16}
+        may_need_masters = self.masters.every or not low.isdisjoint(dtypes)
+        return (
+            list(map(Tensor.data_ptr, held)),
+            list(map(Tensor.size, held)),
+            list(map(Tensor.stride, held)),
+            dtypes,
+            may_need_masters and list(map(is_stepped, params)),
         )
 
     def rounds_now(self) -> bool:
-        """What ``has_rounded`` will be once :meth:`follow` has looked: one may be unfrozen."""
+        """What ``has_rounded`` will be after :meth:`follow`: a parameter may be unfrozen."""
         trained = filter(is_stepped, parameters_of(self.optimizer))
         return not self.masters.rounded.isdisjoint(map(_dtype_of, trained))
 
@@ -169,7 +187,7 @@ class Replica:
         refuse_unshardable(self.optimizer)
         if not self.inline:
             refuse_spread(self.optimizer, self.streams.device)
-        known = [*self.pairs, *self._left]
+        known = [*self.pairs, *self._removed]
         pairs = make_pairs(
             self.optimizer,
             self.streams,
@@ -178,53 +196,32 @@ class Replica:
             known=known,
             saved=self._saved,
         )
-        self._follow_groups(known, pairs)
-        # Or is refused, once it is trained.
-        low = self.masters.rounded | {torch.float16}
-        self._may_need_masters = self.masters.every or any(p.dtype in low for p in params)
-        self.pairs, self._known, self._saved = pairs, params, set()
-        self._places = _places(params, self._may_need_masters)
-        self._order = list(range(len(pairs)))
-        groups = overlapping([pair.target for pair in pairs])
-        self._together = {i: group for group in groups for i in group}
-        self._make_copy()
-        self._split()
-        self._spot_check = SpotCheck(pairs, self._edited)
-        self._state = None
-        return True
-
-    def _follow_groups(self, known: list[ParameterPair], pairs: list[ParameterPair]) -> None:
-        """Keep the masters of parameters that were taken out of their groups, as the optimizer
-        keeps their state, and bring to those that come back what was written meanwhile."""
-        now = {id(pair.param) for pair in pairs}
-        back = set(map(id, self._left)).intersection(map(id, pairs))
-        for pair in (pair for pair in pairs if id(pair) in back):
-            pair.refresh()
-        state = self.optimizer.state
-        self._left = [
+        removed = set(map(id, self._removed))
+        for pair in (pair for pair in pairs if id(pair) in removed):
+            pair.refresh()  # what was written to it meanwhile
+        now, state = set(map(id, params)), self.optimizer.state
+        self._removed = [
             pair
             for pair in known
             if pair.is_master and id(pair.param) not in now and pair.param in state
         ]
+        self.pairs, self._known, self._saved = pairs, params, set()
+        self._layout = self._layout_of(params)
+        self._shares_memory = bool(overlapping([pair.target for pair in pairs]))
+        self._make_copy()
+        self._split(pairs)
+        self._spot_check = SpotCheck(pairs, self._edited)
+        self._state = None
+        return True
 
     def reorder(self, first_used: Sequence[Tensor]) -> None:
         """Update in this order from now on; parameters that are not named come last."""
         rank = {id(p): place for place, p in reversed(list(enumerate(first_used)))}
         last = len(first_used)
-        self._order.sort(key=lambda i: rank.get(id(self.pairs[i].param), last))
-        self._split()
-
-    def _bring_together(self, order: list[int]) -> list[int]:
-        """``order``, with those that have memory in common where the first of them is, and in the
-        optimizer's order: who waits for one waits for what all of them do to that memory."""
-        if not self._together:
-            return order
-        place = {i: at for at, i in enumerate(order)}
-        first = {i: min(place[j] for j in group) for i, group in self._together.items()}
-        return sorted(order, key=lambda i: (first.get(i, place[i]), i))
+        self._split(sorted(self.ordered, key=lambda pair: rank.get(id(pair.param), last)))
 
     def _make_copy(self) -> None:
-        # Of another one it only holds the groups.
+        # Of an optimizer that steps itself it only holds the groups.
         cls: Any = known_class(type(self.optimizer)) if self.splittable else Optimizer
         copy: Any = object.__new__(cls)
         hidden = ("step", "param_groups", "state", ATTRIBUTE)
@@ -238,22 +235,23 @@ class Replica:
             copy.param_groups[pair.group]["params"].append(pair.stepped)
         self.copy = copy
 
-    def _split(self) -> None:
-        """Cut the pairs into parts, not between those that have memory in common."""
-        self._order = order = self._bring_together(self._order)
-        ordered = [self.pairs[i] for i in order]
-        total = sum(pair.stepped.numel() for pair in ordered)
-        size = min(max(total // PARTS, SMALLEST_PART), LARGEST_PART)
+    def _split(self, ordered: list[ParameterPair]) -> None:
+        """Cut the pairs into parts, in this order.
+
+        A use waits for one part, and what shares memory with a parameter must not be in another:
+        there is one part then, in the optimizer's order, as torch steps them.
+        """
+        is_whole = self._shares_memory or not self.splittable
+        self.ordered = ordered = self.pairs if is_whole else ordered
+        sizes = [pair.stepped.numel() for pair in ordered]
+        size = min(max(sum(sizes) // PARTS, SMALLEST_PART), LARGEST_PART)
         cuts, have = [0], 0
-        for place, pair in enumerate(ordered, 1):
-            have += pair.stepped.numel()
-            if have >= size and self.splittable and not self._belongs_to_next(place):
-                cuts.append(place)
+        for end, length in enumerate(sizes, 1):
+            have += length
+            if end == len(ordered) or (have >= size and not is_whole):
+                cuts.append(end)
                 have = 0
-        if cuts[-1] != len(ordered):
-            cuts.append(len(ordered))
         self.parts = [Part(ordered[a:b], a) for a, b in pairwise(cuts)]
-        self.ordered = ordered
         self.params = [pair.param for pair in ordered]
         self.ends = [part.end for part in self.parts]
         self._buffers = self._make_buffers()
@@ -266,11 +264,6 @@ class Replica:
         self.has_masters = any(pair.is_master for pair in ordered)
         self.is_sharded = any(hasattr(pair.param, "to_local") for pair in ordered)
 
-    def _belongs_to_next(self, place: int) -> bool:
-        """Whether the pair before ``place`` has memory in common with the one there."""
-        after = self._order[place] if place < len(self._order) else -1
-        return after in self._together.get(self._order[place - 1], ())
-
     def _make_buffers(self) -> list[Any]:
         targets = [pair.target for pair in self.ordered]
         suits = self.streams.is_host and not self.inline and is_uniform(targets)
@@ -282,21 +275,21 @@ class Replica:
         return []
 
     def fill_buffers(self, grads: list[Any], multiply: Tensor | None) -> bool:
-        """On the worker, where all gradients are small: few calls for thousands of them.
+        """On the worker: take all gradients at once, if they are small. False: not done.
 
-        Beside a thread that runs Python each call into torch takes long, since it gives the
-        interpreter's lock away, and so does dropping a tensor. So one call unscales all, one
-        copies them to buffers, one counts the step; each part is one call of the kernel, with
-        arguments that nobody has to look at anew. False: not so, nothing was done.
+        Note [Small tensors]
+        --------------------
+        Each call into torch releases the interpreter's lock, and beside a thread that runs Python
+        it takes long to get back; so it is where a tensor is dropped. For thousands of small
+        gradients one call unscales all, one copies them to buffers, one counts the step, and each
+        part is one call of the kernel with arguments that need no check.
         """
         if (
             not self._buffers
             or set(map(type, grads)) != {Tensor}
             or list(map(Tensor.numel, grads)) != list(map(Tensor.numel, self._buffers))
+            or not all(map(self._plans_of, self.parts))
         ):
-            return False
-        plans = [self._plans_of(part) for part in self.parts]
-        if not all(plans):
             return False
         if multiply is not None:
             torch._foreach_mul_(grads, multiply)  # where ``.grad`` is
@@ -313,10 +306,10 @@ class Replica:
         """Get ready for a step with ``grads``, as the optimizer is now.
 
         Args:
-            submitted: a function of the user's steps, on the optimizer thread.
+            submitted: a function given to ``submit()`` steps, on the optimizer thread.
 
         Raises:
-            UnsupportedError: it may not be stepped so; nothing was changed.
+            UnsupportedError: it cannot be stepped so; nothing was changed.
         """
         refuse_replaced(self.optimizer)
         name = type(self.optimizer).__name__
@@ -330,87 +323,69 @@ class Replica:
                 f"submit(): {name} cannot be stepped on the optimizer thread, as torch's own "
                 "optimizers can. Call optimizer.step() instead, which steps it on this one."
             )
-        if self.has_masters and not self.splittable:
-            refuse_hidden(self.optimizer, (pair.stepped for pair in self.pairs))
         self.thread_context = ThreadContext(self.streams.device)
         if self.splittable:
-            self.link_state(grads)
-            self.freeze_settings()
+            self._share_state(grads)
+            # A scheduler moves the hyperparameters a line later.
+            groups = zip(self.optimizer.param_groups, self.copy.param_groups, strict=True)
+            for group, own in groups:
+                for key in own.keys() - group.keys():
+                    del own[key]
+                own.update({k: frozen(v) for k, v in group.items() if k != "params"})
 
-    def freeze_settings(self) -> None:
-        """Copy every hyperparameter as it stands now: a scheduler moves it a line later."""
-        groups = zip(self.optimizer.param_groups, self.copy.param_groups, strict=True)
-        for group, own in groups:
-            for key in own.keys() - group.keys():
-                del own[key]
-            own.update({k: frozen(v) for k, v in group.items() if k != "params"})
-
-    def link_state(self, grads: Sequence[Tensor | None]) -> None:
+    def _share_state(self, grads: Sequence[Tensor | None]) -> None:
         """Share the optimizer's state entries, also those that somebody has put there since."""
         state = self.optimizer.state
-        if (
-            state is self._state
-            and len(state) == len(self._entries)
-            and all(map(is_, state.values(), self._entries))
-            and (len(self._mine) == len(self.pairs) or self._has_all(grads))
-        ):
-            self._follow_values()
-            return
-        copied_state: Any = defaultdict(dict)
-        copied_state.update({k: v for k, v in state.items() if not isinstance(k, Tensor)})
-        present = {id(p) for p, g in zip(self.params, grads, strict=True) if g is not None}
-        self._mine = []
-        for pair in self.pairs:
-            entry = state.get(pair.param)
-            if entry is None and id(pair.param) in present:
-                entry = state[pair.param] = {}
-            if entry is not None:
-                settle_entry(pair, entry)
-                copied_state[pair.stepped] = entry
-                self._mine.append(entry)
-        self.copy.state = copied_state
-        self._state, self._entries = state, list(state.values())
-        self._values = []
-        self._epoch += 1
-
-    def _follow_values(self) -> None:
-        """The entries are the same ones; what they hold may have been exchanged."""
+        is_shared = state is self._state and _are_same(list(state.values()), self._entries)
+        if not is_shared or not self._has_all_state:
+            for p, grad in zip(self.params, grads, strict=True):
+                if grad is not None and p not in state:
+                    state[p] = {}
+                    is_shared = False
+        if not is_shared:
+            known = [pair for pair in self.pairs if pair.param in state]
+            others = {key: entry for key, entry in state.items() if not isinstance(key, Tensor)}
+            self.copy.state = defaultdict(dict, others)
+            self.copy.state.update({pair.stepped: state[pair.param] for pair in known})
+            self._state, self._entries, self._values = state, list(state.values()), []
+            self._has_all_state = len(known) == len(self.pairs)
+            self._epoch += 1
         if self.has_masters or self.is_sharded:
-            values = [v for entry in self._mine for v in entry.values()]
-            known = self._values
-            if len(values) != len(known) or not all(map(is_, values, known)):
+            values = self._state_values()
+            if not _are_same(values, self._values):
                 for pair in self.pairs:
                     settle_entry(pair, self.copy.state.get(pair.stepped, {}))
-                self._values = [v for entry in self._mine for v in entry.values()]
+                self._values = self._state_values()
         groups = self.optimizer.param_groups
-        plans: list[tuple[int, AdamGroup]] = []
-        for part in self.parts:
-            if part.plans is not None and part.epoch == self._epoch:
-                plans += part.plans.items()
-        if not all(plan.still_fits(groups[number]) for number, plan in plans):
+        plans = [part.plans for part in self.parts if part.plans and part.epoch == self._epoch]
+        if not all(plan.still_fits(groups[n]) for each in plans for n, plan in each.items()):
             self._epoch += 1
 
+    def _state_values(self) -> list[Any]:
+        """What the parameters' entries hold."""
+        entries = [e for key, e in self.copy.state.items() if isinstance(key, Tensor)]
+        return [value for entry in entries for value in entry.values()]
+
     def keep(self) -> None:
-        """On the worker: the memory of what is stepped is not given to others before both streams
-        are done with it, whichever it came from. Called before a step, and once it is enqueued.
-        """
+        """On the worker, before a step and once it is enqueued: record the memory of what is
+        stepped on both streams, whichever it came from."""
         streams = self.streams
         if not streams.copies_beside:
             return
         for group in self.copy.param_groups:
             streams.keep(tensors_in(value for key, value in group.items() if key != "params"))
-        values = [v for entry in self._mine for v in entry.values()]
-        home, known = self._kept
-        if home != streams.home or len(values) != len(known) or not all(map(is_, values, known)):
+        values = self._state_values()
+        home, recorded = self._recorded
+        if home != streams.home or not _are_same(values, recorded):
             streams.keep(tensors_in(values), at_home=True)
-            self._kept = streams.home, values
+            self._recorded = streams.home, values
 
     def expect_masters(self, params: Iterable[Tensor]) -> None:
-        """Masters of ``params`` are going to be loaded: :meth:`follow` makes room for those of
+        """Masters of ``params`` are about to be loaded: :meth:`follow` makes room for those of
         frozen ones, too, which may be trained again."""
         self._saved = set(map(id, params))
         if any(id(pair.param) in self._saved and not pair.is_master for pair in self.pairs):
-            self._places = None
+            self._layout = None
 
     def load_state(self, state_dict: dict[str, Any], masters: dict[int, Any]) -> list[Any]:
         """Load state onto the stepped parameters and share it; the optimizer has the groups.
@@ -429,41 +404,26 @@ class Replica:
             entry = self.copy.state.get(pair.stepped)
             if entry is not None and not is_empty(entry):
                 if isinstance(entry, dict):
-                    settle_entry(pair, entry, chosen=not self.splittable)
-                    if self.splittable and not pair.is_master and self.masters.takes(pair.target):
-                        _keep_exact(entry, state_dict["state"][index])
+                    settle_entry(pair, entry)
+                    if not pair.is_master and self.masters.takes(pair.target):
+                        _restore_precision(entry, state_dict["state"][index])
                 state[pair.param] = entry
-        self._take_masters(saved, masters)
-        if not self.splittable:  # as torch's load_state_dict ends
-            groups = self.optimizer.param_groups
-            self.optimizer.__setstate__({"state": state, "param_groups": groups})
-        return saved
-
-    def load_itself(self, state_dict: dict[str, Any], masters: dict[int, Any]) -> list[Any]:
-        """The same for an optimizer that loads in a way of its own: onto the masters."""
-        with self._on_masters():
-            self.optimizer.load_state_dict(state_dict)
-        saved = list(chain.from_iterable(g["params"] for g in state_dict["param_groups"]))
-        self._take_masters(saved, masters)
-        return saved
-
-    def _take_masters(self, saved: Sequence[Any], masters: dict[int, Any]) -> None:
-        for pair, index in zip(self.pairs, saved, strict=True):
             if pair.is_master:
                 master = masters.get(index)
                 pair.loaded = None if master is None else shard_of(master, pair.param)
                 pair.refresh(pair.target if master is None else None)
-                self.has_loaded = True
+                self._has_loaded = True
         self._state = None
+        return saved
 
     def take_edits(self) -> list[Tensor]:
         """Before a step, while the model has what was published: bring to the masters what was
-        written to parameters where no version shows it (``p.data``). Returns these parameters.
+        written to parameters where no version counts (``p.data``). Returns these parameters.
 
-        Reads samples of all masters and parameters; waits for the device.
+        Reads samples of all masters and parameters. Synchronises with the device.
         """
         edited = self._spot_check.find()
-        if self.has_loaded:  # a model is loaded after its masters, perhaps through ``.data``
+        if self._has_loaded:  # a model is loaded after its masters, perhaps through ``.data``
             loaded = [pair for pair in self.pairs if pair.loaded is not None]
             edited += [pair for pair in loaded if pair not in edited and pair.is_edited]
         for pair in edited:
@@ -472,13 +432,9 @@ class Replica:
 
     def forget_loaded(self) -> None:
         """A step begins: the model has been loaded by now, if it ever is."""
-        for pair in self.pairs if self.has_loaded else ():
+        for pair in self.pairs if self._has_loaded else ():
             pair.loaded = None
-        self.has_loaded = False
-
-    def _has_all(self, grads: Sequence[Tensor | None]) -> bool:
-        state = self.optimizer.state
-        return all(p in state for p, g in zip(self.params, grads, strict=True) if g is not None)
+        self._has_loaded = False
 
     def step_part(
         self,
@@ -492,25 +448,17 @@ class Replica:
         ``buffered``: :meth:`fill_buffers` has taken them.
         """
         plans = self._plans_of(part)
-        if buffered and plans is not None:
-            filled = self._buffers[part.start : part.end]
-            for number, plan in plans.items():
-                mine = [filled[place] for place in part.groups[number]]
-                plan.update(self.copy.param_groups[number], mine, grad_scale)
-            if grad_scale is not None:  # as the kernel leaves them where it is given them
-                torch._foreach_copy_(grads, filled)
+        if plans is None or not (buffered or _all_taken(plans, part, grads)):
+            part.epoch = -1  # its first step makes the state that a plan needs
+            self._step_in_python(part, grads, grad_scale)
             return
-        complete = plans is not None and all(
-            plan.takes([grads[place] for place in part.groups[number]])
-            for number, plan in plans.items()
-        )
-        if complete and plans is not None:
-            for number, plan in plans.items():
-                mine = [grads[place] for place in part.groups[number]]
-                plan.step(self.copy.param_groups[number], mine, grad_scale)
-            return
-        part.epoch = -1  # its first step makes the state that a plan needs
-        self._step_in_python(part, grads, grad_scale)
+        final = self._buffers[part.start : part.end] if buffered else grads
+        for number, plan in plans.items():
+            mine = [final[place] for place in part.groups[number]]
+            step = plan.update if buffered else plan.step
+            step(self.copy.param_groups[number], mine, grad_scale)
+        if buffered and grad_scale is not None:  # as the kernel leaves those that it is given
+            torch._foreach_copy_(grads, final)
 
     def _plans_of(self, part: Part) -> dict[int, AdamGroup] | None:
         if part.epoch == self._epoch:
@@ -543,12 +491,13 @@ class Replica:
     def _step_in_python(
         self, part: Part, grads: list[Tensor | None], grad_scale: Tensor | None
     ) -> None:
-        """The optimizer's own step on the part; what it was before, if that fails half-way."""
-        if not self.splittable:
-            self._step_itself(part, grads, grad_scale)
+        """The optimizer's own step on the part. Restores the parameters if that fails half-way."""
+        if not self.splittable:  # all of it in one step; what it has done stays, as in torch
+            self.call_step([pair.param for pair in part.pairs], grad_scale, self.optimizer)
             return
         params = [pair.stepped for pair in part.pairs]
-        before = [p.detach().clone() for p, g in zip(params, grads, strict=True) if g is not None]
+        stepped = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
+        before = [p.detach().clone() for p in stepped]
         whole = self.copy.param_groups
         self.copy.param_groups = [
             {**whole[number], "params": [params[place] for place in places]}
@@ -562,7 +511,6 @@ class Replica:
                 if grad is not None and p.grad is not None and p.grad is not grad:
                     grad.copy_(p.grad)  # the kernel has unscaled a copy in another layout
         except BaseException:
-            stepped = [p for p, g in zip(params, grads, strict=True) if g is not None]
             for p, old in zip(stepped, before, strict=True):
                 p.detach().copy_(old)
             raise
@@ -570,90 +518,6 @@ class Replica:
             self.copy.param_groups = whole
             for p in params:
                 p.grad = None
-
-    def _step_itself(
-        self, part: Part, grads: list[Tensor | None], grad_scale: Tensor | None
-    ) -> None:
-        """All of it in one step, which as in torch leaves what it has done where it fails."""
-        if not self.has_masters:
-            self.call_step([pair.param for pair in part.pairs], grad_scale, self.optimizer)
-            return
-        params = [pair.stepped for pair in part.pairs]
-        with self._on_masters():
-            for p, grad in zip(params, grads, strict=True):
-                p.grad = grad
-            versions = [-1 if grad is None else grad._version for grad in grads]
-            try:
-                self.call_step(params, grad_scale, self.optimizer)
-                for pair, grad, version in zip(part.pairs, grads, versions, strict=True):
-                    left = pair.stepped.grad
-                    if left is not grad or (left is not None and left._version != version):
-                        _return_grad(pair, left)
-            finally:
-                for p in params:
-                    p.grad = None
-
-    @contextmanager
-    def _on_masters(self) -> Iterator[None]:
-        """The optimizer's own groups and state are of what is stepped."""
-        state = self.optimizer.state
-        for pair in self.pairs:
-            if isinstance(entry := state.get(pair.param), dict):
-                settle_entry(pair, entry, chosen=True)
-            _follow_attributes(pair.param, pair.stepped)
-        self._holds_masters = True
-        stand_ins = {id(pair.param): pair.stepped for pair in self.pairs}
-        try:
-            self._exchange(stand_ins)
-            yield
-            for pair in self.pairs:
-                _follow_attributes(pair.stepped, pair.param)
-        finally:
-            self.return_groups()
-        for pair in self.pairs:  # a step may give a parameter other memory
-            if not pair.is_master and pair.stepped.data_ptr() != pair.target.data_ptr():
-                pair.target.copy_(pair.stepped)
-                pair.stepped.data = pair.target
-
-    def return_groups(self) -> None:
-        """The optimizer's own groups and state are of the model. Again, where that was interrupted:
-        whoever was to do it is interrupted by a handler of a signal."""
-        if self._holds_masters:
-            self._exchange({id(pair.stepped): pair.param for pair in self.pairs})
-            self._holds_masters = False
-
-    def let_go(self) -> None:
-        """Nothing is stepped any more: keep no master, no copy and no parameter."""
-        self.pairs, self.ordered, self.params, self.parts = [], [], [], []
-        self.copy, self._known, self._buffers = None, [], []
-        self._spot_check, self._left = SpotCheck((), set()), []
-        self._state, self._entries, self._mine, self._values = None, [], [], []
-        self._kept = None, []
-
-    def return_state(self) -> None:
-        """State of another's optimizer goes where the parameters are, rounded as they are."""
-        for pair in self.pairs:
-            entry = self.optimizer.state.get(pair.param)
-            entry = entry if isinstance(entry, dict) else {}
-            for key, value in list(entry.items()):
-                if isinstance(value, Tensor):
-                    rounded = pair.is_rounded and key != "step" and value.dtype is torch.float32
-                    dtype = pair.param.dtype if rounded else None
-                    entry[key] = value.to(pair.param.device, dtype)
-
-    def _exchange(self, places: Mapping[int, Tensor]) -> None:
-        """Between any two of its lines nothing is lost, and doing it again completes it."""
-        for group in self.optimizer.param_groups:
-            params = [places.get(id(p), p) for p in group["params"]]
-            if isinstance(group["params"], list):
-                group["params"][:] = params
-            else:
-                group["params"] = type(group["params"])(params)
-        state = self.optimizer.state
-        for key in list(state):
-            if id(key) in places:
-                state[places[id(key)]] = state[key]
-                del state[key]
 
     def call_step(
         self, params: Sequence[Tensor], grad_scale: Tensor | None, stepped: Any = None
@@ -664,7 +528,7 @@ class Replica:
             params: have the gradients.
         """
         stepped = self.copy if stepped is None else stepped
-        with self.thread_context.around_step(), self._beside_masters():
+        with self.thread_context.around_step(), self._on_masters_device():
             if not getattr(stepped, "_step_supports_amp_scaling", False):
                 return self.raw_step(stepped)
             if params and params[0].device.type == "cpu":
@@ -675,14 +539,26 @@ class Replica:
             finally:
                 del stepped.grad_scale, stepped.found_inf
 
-    def _beside_masters(self) -> AbstractContextManager[Any]:
-        """What the step makes without naming a device lies where the masters are."""
+    def _on_masters_device(self) -> AbstractContextManager[Any]:
+        """Tensors that the step makes without naming a device lie where the masters are."""
         elsewhere = self.offload and torch.get_default_device().type != "cpu"
         return torch.device("cpu") if elsewhere else nullcontext()
 
 
+def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether both have the same objects."""
+    return len(one) == len(other) and all(map(is_, one, other))
+
+
+def _all_taken(plans: dict[int, AdamGroup], part: Part, grads: list[Any]) -> bool:
+    return all(
+        plan.takes([grads[place] for place in part.groups[number]])
+        for number, plan in plans.items()
+    )
+
+
 def frozen(value: Any) -> Any:
-    """As it is now: a hyperparameter, or a list, tuple or dict of some."""
+    """A copy of a hyperparameter, or of a list, tuple or dict of some."""
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
         return value.detach().clone()
     if type(value) in (list, tuple):
@@ -704,59 +580,21 @@ def is_empty(entry: Any) -> bool:
     return isinstance(entry, dict) and not entry
 
 
-def settle_entry(pair: ParameterPair, entry: dict[str, Any], chosen: bool = False) -> None:
-    """Bring one parameter's state to where it is stepped: shards, the master's device, float32.
-
-    ``chosen``: the optimizer chooses dtypes itself, so only what was rounded as the parameter is.
-    """
+def settle_entry(pair: ParameterPair, entry: dict[str, Any]) -> None:
+    """Bring one parameter's state to where it is stepped: shards, the master's device, float32."""
     for key, value in entry.items():
         if not isinstance(value, Tensor):
             continue
         value = local(value)
         if pair.is_master:
             exact = key == "step" or not value.is_floating_point()
-            rounded = value.dtype in LOW_PRECISION and value.dtype == pair.param.dtype
-            to_master = rounded if chosen else not exact
-            value = value.to(pair.stepped.device, torch.float32 if to_master else None)
+            value = value.to(pair.stepped.device, None if exact else torch.float32)
         entry[key] = value
 
 
-def _keep_exact(entry: dict[str, Any], saved: dict[str, Any]) -> None:
+def _restore_precision(entry: dict[str, Any], saved: dict[str, Any]) -> None:
     """Of a frozen parameter, which may be unfrozen: what torch has rounded to its dtype."""
     for key, value in saved.items():
         rounded = entry.get(key)
         if isinstance(rounded, Tensor) and rounded.dtype in LOW_PRECISION:
             entry[key] = local(value).to(rounded.device, copy=True)
-
-
-def _follow_attributes(source: Tensor, target: Tensor) -> None:
-    """What a step finds on a parameter, or leaves there."""
-    own, given = vars(target), vars(source)
-    for key in own.keys() - given.keys():
-        del own[key]
-    own.update(given)
-
-
-def _return_grad(pair: ParameterPair, left: Tensor | None) -> None:
-    """``.grad`` as the step of a master has left it."""
-    grad = pair.param.grad
-    if left is None or grad is None:
-        pair.param.grad = None if left is None else left.to(pair.param.device, pair.param.dtype)
-    elif grad.dtype not in LOW_PRECISION:
-        if grad is not left:
-            grad.copy_(left)
-    elif not bool(left.any()):  # it stays scaled: of other edits nothing can be said there
-        grad.zero_()
-
-
-def _places(params: list[Tensor], masters: bool) -> object:
-    """Where each is, its shape, and with masters whether it is stepped, for then it needs one."""
-    sharded = bool(params) and hasattr(params[0], "to_local")
-    held = [local(p.detach()) for p in params] if sharded else params
-    return (
-        list(map(Tensor.data_ptr, held)),
-        list(map(Tensor.size, held)),
-        list(map(Tensor.stride, held)),
-        list(map(_dtype_of, held)),
-        masters and list(map(is_stepped, params)),
-    )

@@ -1,6 +1,6 @@
-"""Which tensors have memory in common, asked of their storage: two ``Parameter`` objects may.
+"""Which tensors share memory, as two ``Parameter`` objects may.
 
-No element is read, so an update that is due is not awaited.
+Reads no element, and so waits for no update.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ from torch import Tensor
 
 from ..scaling import local
 
-Span = tuple[int, int]
-"""Addresses of the first byte of a tensor's elements, and of the one after the last."""
 
-
-def span_of(t: Tensor) -> Span | None:
-    """Where the elements of a strided tensor lie; None: nowhere (empty, sparse, meta)."""
+def span_of(t: Tensor) -> tuple[int, int] | None:
+    """Addresses of the first byte of a strided tensor and of the one after the last; None: it has
+    none (empty, sparse, meta)."""
     if t.layout is not torch.strided or t.is_meta or not t.numel():
         return None
     start = t.data_ptr()
@@ -27,7 +25,7 @@ def span_of(t: Tensor) -> Span | None:
 
 
 def place_of(t: Tensor) -> object:
-    """Which view of which memory: one that is equal reads and writes the same elements."""
+    """Address, shape, strides and dtype: equal ones are one view of one memory."""
     return t.data_ptr(), t.shape, t.stride(), t.dtype
 
 
@@ -37,8 +35,10 @@ def held_by(p: Tensor) -> Tensor:
 
 
 def overlapping(params: Sequence[Tensor]) -> list[list[int]]:
-    """Groups of tensors, by their indices, that have elements in common; ascending, each of two or
-    more. Costs some microseconds a tensor. Does not synchronise.
+    """Groups of tensors, by their indices, whose memory overlaps; ascending, each of two or more.
+
+    Views that only interleave, as columns of one matrix do, count as well. Costs some microseconds
+    a tensor. Does not synchronise.
     """
     with torch._C.DisableTorchFunctionSubclass():  # which waits for an update that is due
         return _overlapping(list(map(held_by, params)))
@@ -61,26 +61,4 @@ def _overlapping(tensors: Sequence[Tensor]) -> list[list[int]]:
             else:
                 groups.append([i])
             end = max(end, after)
-    return sorted(
-        sorted(group)
-        for group in groups
-        if len(group) > 1 and _have_common_elements([tensors[i] for i in group])
-    )
-
-
-def _have_common_elements(tensors: Sequence[Tensor]) -> bool:
-    """Whether spans that overlap are not only interleaved, as columns of one matrix are."""
-    if len(set(map(place_of, tensors))) < len(tensors):
-        return True
-    spans = [span for t in tensors if (span := span_of(t))]
-    first, after = min(start for start, _ in spans), max(end for _, end in spans)
-    size = min(t.element_size() for t in tensors)
-    if any(t.element_size() != size for t in tensors):
-        return True
-    taken = torch.zeros((after - first) // size, dtype=torch.bool, device="cpu")
-    for t, (start, _) in zip(tensors, spans, strict=True):
-        mine = taken.as_strided(t.shape, t.stride(), (start - first) // size)
-        if bool(mine.any()):
-            return True
-        mine.fill_(True)
-    return False
+    return sorted(sorted(group) for group in groups if len(group) > 1)

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from ..errors import OrderError, StepError, UnsupportedError
 from ..scaling import parameters_of
 from .master_rule import MasterRule
+from .phases import WaitAt
 from .shared_memory import overlapping
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def find_tied(stepper: AsyncStepper) -> None:
     of those would not wait."""
     for other in _present():
         if other is not stepper and _tied(stepper.optimizer, other.optimizer):
-            stepper.waits_at_step = other.waits_at_step = True
+            stepper.wait_at = other.wait_at = WaitAt.STEP
 
 
 def _present() -> list[AsyncStepper]:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from enum import Enum
+from collections.abc import Callable, Sequence
 from functools import cache
-from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -15,7 +12,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import UnsupportedError
-from ..optimizer_step import ATTRIBUTE
 from ..scaling import LOW_PRECISION, ParameterNames, parameters_of
 from .master_params import is_stepped
 from .master_rule import MasterRule
@@ -31,13 +27,6 @@ _OTHERS_BY_PARAMETER = {"transformers.optimization.Adafactor"}
 
 _BY_MATRIX = {"Adafactor", "Muon"}
 """Of these, the ones that a shard is not enough for."""
-
-_PLAIN = (
-    *(type(None), bool, int, float, complex, str, bytes, Enum, range, slice, type),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
-    torch.Generator,
-)
-"""What leads to no parameter."""
 
 WHY = "offload, step_mode 'delayed', float16 or bfloat16 parameters"
 WAY_OUT = (
@@ -114,10 +103,9 @@ def refuse_replaced(optimizer: Optimizer) -> None:
     if inner is not raw_step(type(optimizer)):
         name = type(optimizer).__name__
         raise UnsupportedError(
-            f"{name}: step was replaced on this instance, by {step!r}; a step runs the class's "
-            f"own, so that one would never be called. Override step in a subclass of {name}, or "
-            "register a step hook; or use step_mode='sync' without offload, without "
-            "AsyncOptimizer."
+            f"{name}: step was replaced on this instance, by {step!r}; the class's own is what "
+            f"runs. Override step in a subclass of {name}, register a step hook, or use "
+            "step_mode='sync' without offload, without AsyncOptimizer."
         )
 
 
@@ -132,33 +120,23 @@ def refuse_unsteppable(optimizer: Optimizer, masters: MasterRule) -> None:
     closure = inspect.signature(raw_step(cls)).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UnsupportedError(
-            f"{name}.step() needs a closure, which runs forward and backward inside the step; "
-            "that cannot run beside them. Use step_mode='sync' without offload."
+            f"{name}.step() needs a closure: forward and backward run inside the step, and it "
+            "cannot run beside them. Use step_mode='sync' without offload."
         )
     refuse_replaced(optimizer)
-    made = attributes_of_every_optimizer()
-    missing = sorted(each for each in made if "hooks" in each and not hasattr(optimizer, each))
-    if missing:
-        raise UnsupportedError(
-            f"{name} has no {missing[0]}, which torch.optim.Optimizer.__init__ makes and by which "
-            "its state is saved and loaded between two steps. Call super().__init__(params, "
-            "defaults) in it, or use step_mode='sync' without offload, with float32 parameters, "
-            "without AsyncOptimizer."
-        )
     if any(getattr(p, "_fsdp_flattened", False) for p in parameters_of(optimizer)):
         raise UnsupportedError(
-            f"{name} steps parameters that FSDP1 (FullyShardedDataParallel) has flattened. It "
-            "gathers them where no wait for their update can be put in front. Use FSDP2 "
-            "(fully_shard; fsdp_version: 2 in an Accelerate config), or step_mode='sync' without "
-            "offload, without AsyncOptimizer."
+            f"{name} steps parameters of FSDP1 (FullyShardedDataParallel), expected FSDP2, whose "
+            "gathers can be waited for: fully_shard, or fsdp_version: 2 in an Accelerate config. "
+            "Else use step_mode='sync' without offload, without AsyncOptimizer."
         )
     trained = [p for p in parameters_of(optimizer) if p.requires_grad]
     through = [p for p in trained if masters.takes(p)]
     if any(p.dtype is torch.float16 and not masters.takes(p) for p in trained):
         raise UnsupportedError(
-            f"{name} has float16 parameters, which master_weights='none' would step in place: "
-            "near 1 what is smaller than 1/2048 would be lost, and torch refuses to unscale their "
-            "gradients. Leave master_weights at 'auto', or load the model in bfloat16 or float32."
+            f"{name} has float16 parameters, which master_weights='none' would step in place; "
+            "torch refuses to unscale their gradients. Leave master_weights at 'auto', or load "
+            "the model in bfloat16 or float32."
         )
     if any(p.dtype in LOW_PRECISION and hasattr(p, "to_local") for p in through):
         raise UnsupportedError(
@@ -185,14 +163,17 @@ def _refuse_masters(optimizer: Optimizer, params: Sequence[Tensor]) -> None:
             f"expected each once {way_out}"
         )
     if not is_splittable(optimizer):
-        refuse_hidden(optimizer)
+        raise UnsupportedError(
+            f"{name} is not one of torch's optimizers, whose steps treat each parameter alone, and "
+            f"is not stepped {way_out}"
+        )
 
 
 def refuse_overlap(
     optimizer: Optimizer, mode: str, masters: MasterRule, names: ParameterNames
 ) -> None:
-    """Raise ``UnsupportedError`` where parameters share memory that no one master stands for, or
-    of which ``delayed`` would show one preview over the other."""
+    """Raise ``UnsupportedError`` where parameters share memory and have several masters, or, in
+    ``delayed``, several previews."""
     params = list({id(p): p for p in parameters_of(optimizer) if is_stepped(p)}.values())
     if not any(map(masters.takes, params)):
         return
@@ -202,7 +183,7 @@ def refuse_overlap(
             continue
         both = " and ".join(names.of((params[i] for i in group[:2]), optimizer))
         why = (
-            "step_mode='delayed' would show a preview of one over that of the other"
+            "step_mode='delayed' would write the preview of one over that of the other"
             if is_one_view
             else f"are different views of it, each with a float32 master of its own ({WHY})"
         )
@@ -211,79 +192,6 @@ def refuse_overlap(
             "both (decoder.weight = encoder.weight; torch.nn.functional.linear(x, weight.t()) for "
             f"a transposed one). {WAY_OUT}"
         )
-
-
-def refuse_hidden(optimizer: Optimizer, masters: Iterable[Tensor] = ()) -> None:
-    """Raise ``UnsupportedError`` where a step could reach parameters or state past their masters,
-    or these when they are others: by what the optimizer holds besides its groups and its state."""
-    params = [*parameters_of(optimizer), *masters]
-    entries = [v if isinstance(v, dict) else {"": v} for v in optimizer.state.values()]
-    stored = [t for entry in entries for t in entry.values() if isinstance(t, Tensor)]
-    refuse_bare_state(optimizer)
-    memory, seen = {_storage(t) for t in [*params, *stored]}, set(map(id, params))
-    held = [("its state", t) for t in stored if id(t) in seen] + list(_held(optimizer))
-    for where, value in held:
-        if (what := _hidden_in(value, optimizer, seen, memory)) is not None:
-            raise UnsupportedError(
-                f"{type(optimizer).__name__}: {where} holds {what}, by which its step could reach "
-                f"parameters or state past their float32 masters ({WHY}). {WAY_OUT}"
-            )
-
-
-def refuse_bare_state(optimizer: Optimizer) -> None:
-    """Raise ``UnsupportedError`` where a tensor is all the state of a parameter with a master."""
-    if any(isinstance(k, Tensor) and isinstance(v, Tensor) for k, v in optimizer.state.items()):
-        raise UnsupportedError(
-            f"{type(optimizer).__name__}: its state holds a tensor for a parameter, expected a "
-            f"dict: with float32 masters ({WHY}) each of its tensors has a name. {WAY_OUT}"
-        )
-
-
-def _held(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
-    """All that a step may read on the optimizer, its groups and its parameters, with its place."""
-    torchs = attributes_of_every_optimizer() | {ATTRIBUTE}
-    for key, value in vars(optimizer).items():
-        if key not in torchs or key == "defaults":
-            yield f"its attribute {key!r}", value
-    for number, group in enumerate(optimizer.param_groups):
-        for key, value in group.items():
-            if key != "params":
-                yield f"{key!r} of its group {number}", value
-        for p in group["params"]:
-            for key, value in vars(p).items():
-                yield f"the attribute {key!r} of one of its parameters", value
-
-
-def _hidden_in(value: Any, optimizer: Optimizer, ids: set[int], memory: set[int]) -> str | None:
-    """What ``value`` holds that leads to parameters, or may; None: plain values alone."""
-    if isinstance(value, Tensor):
-        leads = id(value) in ids or _storage(value) in memory
-        return "a parameter, or its memory" if leads else None
-    if type(value) is int and value in ids:
-        return "the id of a parameter"
-    owner = getattr(value, "__self__", None)
-    if isinstance(value, _PLAIN) or owner is optimizer:
-        return None
-    if isinstance(value, BuiltinFunctionType) and isinstance(owner, (type(None), ModuleType)):
-        return None
-    if isinstance(value, FunctionType) and not (
-        value.__closure__ or value.__defaults__ or value.__kwdefaults__
-    ):
-        return None
-    if not isinstance(value, (dict, list, tuple, set, frozenset, deque)):
-        return f"a {type(value).__name__}"
-    if id(value) in ids:
-        return "itself"
-    items = [*value.keys(), *value.values()] if isinstance(value, dict) else value
-    found = (_hidden_in(item, optimizer, ids | {id(value)}, memory) for item in items)
-    return next(filter(None, found), None)
-
-
-def _storage(t: Tensor) -> int:
-    try:
-        return t.untyped_storage().data_ptr() or -id(t)
-    except (NotImplementedError, RuntimeError):  # a kind of tensor without memory of its own
-        return -id(t)
 
 
 def refuse_spread(optimizer: Optimizer, device: torch.device | None = None) -> None:
@@ -312,8 +220,7 @@ def refuse_unshardable(optimizer: Optimizer) -> None:
         return
     if any(hasattr(p, "to_local") for p in parameters_of(optimizer)):
         raise UnsupportedError(
-            f"{type(optimizer).__name__} may need more of a sharded parameter than this rank's "
-            "shard, and so communicate in its step; collectives stay on the training thread. Use "
-            "step_mode='sync' without offload, without AsyncOptimizer; or an elementwise "
-            "optimizer such as AdamW."
+            f"{type(optimizer).__name__} may need more of a parameter than this rank's shard, and "
+            "collectives stay on the training thread. Use an elementwise optimizer such as AdamW, "
+            "or step_mode='sync' without offload, without AsyncOptimizer."
         )

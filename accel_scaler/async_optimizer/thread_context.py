@@ -12,7 +12,7 @@ from .compile_session import beside_no_compile
 
 
 class ThreadContext:
-    """Of the thread that makes it: gradient mode, autocast, default device."""
+    """Gradient mode, autocast and default device of the thread that makes it."""
 
     def __init__(self, device: torch.device) -> None:
         self._thread = threading.get_ident()
@@ -26,7 +26,7 @@ class ThreadContext:
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """On whatever thread: autocast and the default device as they were there."""
+        """On any thread: autocast and the default device as they were there."""
         if threading.get_ident() == self._thread:
             yield
             return
@@ -34,8 +34,8 @@ class ThreadContext:
             if self._default.type != "cpu":
                 stack.enter_context(self._default)
             # Not torch.autocast: as it ends it drops the casts that the training thread's keeps.
-            caches = torch.is_autocast_cache_enabled()
             if self._autocast:
+                caches = torch.is_autocast_cache_enabled()
                 stack.callback(torch.set_autocast_cache_enabled, caches)
                 torch.set_autocast_cache_enabled(False)
             for kind, dtype in self._autocast:
@@ -49,9 +49,6 @@ class ThreadContext:
     def around_step(self) -> Iterator[None]:
         """:meth:`around`, and the gradient mode too; on another thread beside no compile."""
         is_there = threading.get_ident() == self._thread
-        with (
-            nullcontext() if is_there else beside_no_compile(),
-            self.around(),
-            torch.set_grad_enabled(self._with_grad),
-        ):
+        turn = nullcontext() if is_there else beside_no_compile()
+        with turn, self.around(), torch.set_grad_enabled(self._with_grad):
             yield

@@ -1,4 +1,4 @@
-"""The optimizer thread: tasks in order, finished part by part; no wait without an end."""
+"""The optimizer thread: runs tasks in order, part by part. Every wait for one has an end."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from .compile_session import waiting_for_step
 logger = logging.getLogger("accel_scaler")
 
 SWITCH_INTERVAL_S = 1e-4
-"""While a task runs. With the interpreter's 5 ms a training thread that runs Python makes the
-optimizer thread wait that long after each kernel."""
+"""The interpreter's switch interval while a task is due. With its 5 ms, a training thread that runs
+Python makes the optimizer thread wait that long after each kernel."""
 
 EXIT_LIMIT_S = 60.0
 """Longest wait for the task in hand when the interpreter exits."""
@@ -41,7 +41,7 @@ def default_threads() -> int:
 
 
 class Task:
-    """Work in ``parts`` that are finished in order; others wait for the first n of them."""
+    """Work in ``parts`` that are finished in order; a wait is for the first n of them."""
 
     def __init__(self, run: Callable[[Task], None], parts: int) -> None:
         self._run: Callable[[Task], None] | None = run
@@ -53,10 +53,10 @@ class Task:
         self.error: BaseException | None = None
         self.timing = StepTiming()
         self.spent: list[Any] = []
-        """What it leaves to be dropped when nobody waits for it any more: dropping a tensor gives
-        the interpreter's lock away, and beside Python code each takes long to get it back."""
+        """Tensors that the thread drops at the end. Dropping one releases the interpreter's lock,
+        and beside a thread that runs Python it takes long to get back."""
         self.is_known = False
-        """Somebody has been told that it failed."""
+        """A caller has learned that it failed."""
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
         self._changed = threading.Condition()
@@ -68,7 +68,7 @@ class Task:
             self._changed.notify_all()
 
     def execute(self) -> None:
-        """Run on this thread; an exception is kept in ``error`` for whoever waits."""
+        """Run on this thread. An exception is stored in ``error``."""
         with self._changed:
             run, self._run = self._run, None
         if run is None:
@@ -80,14 +80,14 @@ class Task:
         except BaseException as error:
             self.error = error
         finally:
-            run = None  # whoever waits may look at once whether what it held is let go
+            run = None  # a caller that waits may check at once whether what it held is released
             timing.busy, timing.finished = time.perf_counter() - timing.start, True
             with self._changed:
                 self.finished = True
                 self._changed.notify_all()
 
     def abandon(self, error: BaseException) -> bool:
-        """Handing it over failed with ``error``. True: it never ran and never will."""
+        """Submitting it failed with ``error``. True: it never ran and never will."""
         with self._changed:
             return self._run is not None and self.end(error)
 
@@ -98,7 +98,7 @@ class Task:
             if self.finished:
                 return False
             self._run, self.error, self.finished = None, error, True
-            self.timing.finished = self.is_known = True  # it is raised where it was handed over
+            self.timing.finished = self.is_known = True  # it is raised where it was submitted
             self._changed.notify_all()
             return True
 
@@ -119,7 +119,11 @@ class Task:
                     self._changed.wait(0.2)
                     self._check_alive()
                     if time.monotonic() > end:
-                        self._raise_late(limit_s)
+                        raise StepError(
+                            f"waited {limit_s:g} s for the optimizer thread; {self.done} of "
+                            f"{self.parts} parts of the step are done. It may be stuck in the "
+                            "optimizer's own step()."
+                        )
         if self.error is None or self.done >= wanted:
             return True
         self.is_known = True
@@ -147,58 +151,48 @@ class Task:
                 "the optimizer thread is gone, its step was not finished. Load the last checkpoint."
             )
 
-    def _raise_late(self, limit_s: float) -> None:
-        raise StepError(
-            f"waited {limit_s:g} s for the optimizer thread; {self.done} of {self.parts} parts of "
-            "the step are done. It may be stuck in the optimizer's own step()."
-        )
 
-
-class _ShortInterval:
-    """The interpreter's switch interval, short while any task is due, then as it was."""
+class _SwitchInterval:
+    """The interpreter's, short while any task is due."""
 
     def __init__(self) -> None:
         self._lock, self._pid = threading.Lock(), os.getpid()
         self._due: set[Task] = set()
-        self._before = self._ours = 0.0
+        self._before = 0.0
 
-    def begin(self, task: Task) -> None:
-        """It is on its way: its thread would wait for the lock even to start it."""
-        if self._pid != os.getpid():  # a fork may have copied the lock locked
+    def shorten(self, task: Task) -> None:
+        """``task`` is submitted: its thread would wait for the lock even to start it."""
+        if self._pid != os.getpid():  # a fork may have copied the lock locked, and tasks with it
             if self._due:
-                self._put_back()
+                sys.setswitchinterval(self._before)
             self.__init__()  # type: ignore[misc]
         with self._lock:
-            is_first = not self._due
-            self._due.add(task)
-            if is_first:
+            if not self._due:
                 self._before = sys.getswitchinterval()
                 sys.setswitchinterval(min(self._before, SWITCH_INTERVAL_S))
-                self._ours = sys.getswitchinterval()
+            self._due.add(task)
 
-    def end(self, task: Task) -> None:
-        """It is done."""
-        if self._pid == os.getpid():
-            with self._lock:
-                self._due.discard(task)
+    def restore(self, task: Task) -> None:
+        """``task`` is done."""
+        with self._lock:
+            if task in self._due:
+                self._due.remove(task)
                 if not self._due:
-                    self._put_back()
-
-    def _put_back(self) -> None:
-        # Unless it was as short before, or somebody has set another since.
-        if self._before != self._ours == sys.getswitchinterval():
-            sys.setswitchinterval(self._before)
+                    sys.setswitchinterval(self._before)
 
 
-_short_interval = _ShortInterval()
+_switch_interval = _SwitchInterval()
+
+_running: dict[threading.Thread, queue.SimpleQueue[Task | None]] = {}
+"""Threads that the interpreter's exit waits for."""
 
 
 class Worker:
-    """One lasting thread that runs tasks in the order they were submitted.
+    """One lasting thread that runs tasks in the order in which they were submitted.
 
-    It starts with the first task, is a daemon, and ends after the task in hand: at :meth:`stop`
-    and at exit, which wait for it, or when nobody has the worker any more, which does not: the
-    garbage collector runs on any thread, and holds whatever locks that one has.
+    It starts with the first task, is a daemon, and ends after the task in hand. :meth:`stop` and
+    the interpreter's exit wait for that. Where the worker is only dropped, nothing waits: the
+    garbage collector runs on any thread, under whatever locks that one holds.
 
     Args:
         threads: of its CPU kernels; other threads keep theirs. "auto": :func:`default_threads`.
@@ -207,25 +201,24 @@ class Worker:
     def __init__(self, threads: int | str = "auto") -> None:
         self.threads = default_threads() if threads == "auto" else int(threads)
         self._queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self._failed: list[Task] = []
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
-        self._stop: weakref.finalize[..., Worker] | None = None
+        self._finalizer: weakref.finalize[..., Worker] | None = None
 
     def submit(self, task: Task) -> None:
         """Run ``task`` after those submitted before.
 
         Where the thread is gone, or exists only in the process that this one was forked from,
-        another is started: tasks submitted before stay undone, and whoever waits is told.
+        another is started. Tasks submitted before stay undone, and waiting for them raises.
         """
         if self._thread is None or not self._thread.is_alive() or self._pid != os.getpid():
             self._start()
         task._thread, task._pid = self._thread, self._pid
         try:
-            _short_interval.begin(task)
+            _switch_interval.shorten(task)
             self._queue.put(task)
         except BaseException:  # Ctrl-C
-            _short_interval.end(task)
+            _switch_interval.restore(task)
             raise
 
     def is_current(self) -> bool:
@@ -234,21 +227,19 @@ class Worker:
 
     def stop(self, limit_s: float = WAIT_LIMIT_S) -> None:
         """Finish what was submitted and end the thread; a later task starts another."""
-        if self._stop is None or self._pid != os.getpid():
+        thread, self._thread = self._thread, None
+        if thread is None or self._finalizer is None or self._pid != os.getpid():
             return
-        thread = self._thread
-        self._stop.detach()
-        self._stop = self._thread = None
-        assert thread is not None
-        _stop(self._queue, thread, self._failed, limit_s)
+        self._finalizer.detach()
+        _join(thread, self._queue, limit_s)
 
     def _start(self) -> None:
         ready = threading.Event()
         own = torch.get_num_threads()
-        self._pid, self._queue, self._failed = os.getpid(), queue.SimpleQueue(), []
+        self._pid, self._queue = os.getpid(), queue.SimpleQueue()
         self._thread = threading.Thread(
             target=_loop,
-            args=(self._queue, self.threads, ready, self._failed),
+            args=(self._queue, self.threads, ready),
             name="accel_scaler optimizer",
             daemon=True,
         )
@@ -256,61 +247,41 @@ class Worker:
         ready.wait(WAIT_LIMIT_S)
         # What a thread sets becomes the default of threads born later; take that back.
         torch.set_num_threads(own)
-        self._stop = weakref.finalize(self, self._queue.put, None)
-        self._stop.atexit = False
-        atexit.unregister(_stop_all)  # so that it comes before what was registered by now
-        atexit.register(_stop_all)
-        _running[self._thread] = self._queue, self._failed
+        self._finalizer = weakref.finalize(self, self._queue.put, None)
+        self._finalizer.atexit = False
+        atexit.unregister(_join_all)  # so that it comes before what was registered by now
+        atexit.register(_join_all)
+        _running[self._thread] = self._queue
 
 
-def _loop(
-    tasks: queue.SimpleQueue[Task | None],
-    threads: int,
-    ready: threading.Event,
-    failed: list[Task],
-) -> None:
+def _loop(tasks: queue.SimpleQueue[Task | None], threads: int, ready: threading.Event) -> None:
     torch.get_num_threads()  # a thread's first use of torch takes the process's number; before ours
     torch.set_num_threads(threads)
     ready.set()
+    failed: list[Task] = []
     while (task := tasks.get()) is not None:
         task.execute()
         task.spent.clear()
-        _short_interval.end(task)
+        _switch_interval.restore(task)
         if task.error is not None:
-            failed[:] = [*(other for other in failed if not other.is_known), task]
+            failed = [*(other for other in failed if not other.is_known), task]
         del task  # its gradients
-    _say_unknown(failed)
+    for task in failed:
+        if not task.is_known:  # and nobody is left to ask
+            logger.error("the last optimizer step failed", exc_info=task.error)
     _running.pop(threading.current_thread(), None)
 
 
-_running: dict[threading.Thread, tuple[queue.SimpleQueue[Task | None], list[Task]]] = {}
-"""Those that the end of the process waits for."""
-
-
-def _stop_all() -> None:
-    for thread, (tasks, failed) in list(_running.items()):
+def _join_all() -> None:
+    for thread, tasks in list(_running.items()):
         if thread.is_alive():  # not one of the process that this was forked from
-            _stop(tasks, thread, failed, EXIT_LIMIT_S)
+            _join(thread, tasks, EXIT_LIMIT_S)
 
 
-def _say_unknown(failed: list[Task]) -> None:
-    for task in failed:
-        if not task.is_known:  # nobody asks any more
-            task.is_known = True
-            logger.error("the last optimizer step failed", exc_info=task.error)
-
-
-def _stop(
-    tasks: queue.SimpleQueue[Task | None],
-    thread: threading.Thread,
-    failed: list[Task],
-    limit_s: float,
-) -> None:
+def _join(thread: threading.Thread, tasks: queue.SimpleQueue[Task | None], limit_s: float) -> None:
     if thread is threading.current_thread():
         return
-    if thread.is_alive():
-        tasks.put(None)
-        thread.join(limit_s)
+    tasks.put(None)
+    thread.join(limit_s)
     if thread.is_alive():
         logger.error("the optimizer thread did not finish its step within %g s", limit_s)
-    _say_unknown(failed)

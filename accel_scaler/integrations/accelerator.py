@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,11 +13,12 @@ from accelerate.utils import DistributedType, recursively_apply
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..config import Asked, ScalerConfig
+from ..config import ScalerConfig
+from ..errors import UnsupportedError
 from ..optimizer_step import stepper_of
 from ..telemetry import History
 from ..untraced import untraced
-from .attachment import Attachment, begin
+from .attachment import Attachment, begin, requested
 from .autocast import add_autocast, add_emulation
 from .optimizer import adopt, inner_of, refuse_unsuitable
 
@@ -24,8 +26,8 @@ from .optimizer import adopt, inner_of, refuse_unsuitable
 class ScaledAccelerator(Accelerator):  # type: ignore[misc]
     """An ``accelerate.Accelerator`` whose fp16 training is scaled by :class:`GradScaler`.
 
-    Takes every argument of ``Accelerator``, and ``scaler_config``, as :func:`attach` takes its
-    ``config``. Usually made by :func:`attach`. Without ``mixed_precision="fp16"`` it is a plain
+    Takes every argument of ``Accelerator``, and ``scaler_config``: the ``config`` of
+    :func:`attach`, which usually makes one. Without ``mixed_precision="fp16"`` it behaves as an
     ``Accelerator``.
     """
 
@@ -37,84 +39,62 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         scaler_config: ScalerConfig | Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        asked = Asked(scaler_config, {}, "scaler_config")
+        base, fields = requested(scaler_config, {})
+        config = replace(base or ScalerConfig.from_env(), **fields)
         super().__init__(*args, **kwargs)
-        begin(self, asked)
+        begin(self, config, fields)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as what it was before :func:`attach`, with a copy of the scaler; not attached.
-
-        Its optimizers step like stock. Waits for the step in hand.
-        """
-        cls, attachment = type(self), self._attachment
-        if attachment is not None:
-            attachment.synchronize()
-            cls = attachment.stock_class or cls
-        state = {name: value for name, value in vars(self).items() if name != "_attachment"}
-        return _empty, (cls,), state
+        if self._attachment is None:
+            return super().__reduce_ex__(protocol)
+        raise UnsupportedError(
+            "an attached accelerator cannot be copied or pickled; call detach(accelerator) first."
+        )
 
     @property
     def scaler_history(self) -> History:
-        """What the scaler did: one record a window, totals, ``summary()``."""
+        """The history of the scaler: one record a window, totals, ``summary()``."""
         return History() if self._attachment is None else self._attachment.recorder.history
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """As Accelerate's.
 
         Raises:
-            UnsupportedError: an optimizer that another thread cannot step, a module of
-                ``fp32_modules`` that cannot run in float32, with the reason; nothing was prepared.
+            UnsupportedError: an optimizer that another thread cannot step, or a module of
+                ``fp32_modules`` that cannot run in float32.
         """
-        with self._all_or_nothing(args):
+        with self._preparing(args):
             result = super().prepare(*args, **kwargs)
             if self._attachment is not None:
-                for model in self._models:  # FSDP2's come by no other way
+                for model in self._models:  # FSDP2's models do not pass prepare_model
                     self._attachment.chosen.put_on(model)
         return result
 
     @contextmanager
-    def _all_or_nothing(self, objects: Sequence[Any]) -> Iterator[None]:
-        """Around their preparation: what can be refused is refused before; what is seen only when
-        all is wrapped and placed (FSDP1, a device without streams), and whatever else ends it,
-        leaves nothing registered."""
+    def _preparing(self, objects: Sequence[Any]) -> Iterator[None]:
+        """Refuse what cannot be prepared before the block, take over optimizers at its end."""
         attachment = self._attachment
-        optimizers = [each for each in objects if isinstance(each, Optimizer)]
-        if attachment is not None and attachment.is_preparing:
-            yield  # of one of those objects
-            return
-        if attachment is not None:
-            refuse_unsuitable(optimizers, attachment.config, are_placed=False)
-            for each in objects:
-                if isinstance(each, torch.nn.Module):
-                    attachment.chosen.refuse_uncastable(each)
-        chosen = 0 if attachment is None else attachment.chosen.count
-        registered = (self._models, self._optimizers, self._schedulers, self._dataloaders)
-        known = {id(each) for kind in registered for each in kind}
-        try:
-            if attachment is None:
-                yield
-                return
-            attachment.is_preparing = True
+        if attachment is None or attachment.is_preparing:  # one of the objects of an outer block
             yield
-            attachment.take_over(optimizers)
-        except BaseException:
-            if attachment is not None:
-                given = known.union(map(id, objects))  # prepared before: they stay as they are
-                attachment.release([o for o in self._optimizers if id(o) not in given])
-                attachment.chosen.take_off(chosen)
-            for kind in registered:
-                kind[:] = [each for each in kind if id(each) in known]
-            raise
+            return
+        optimizers = [each for each in objects if isinstance(each, Optimizer)]
+        refuse_unsuitable(optimizers, attachment.config, are_placed=False)
+        for each in objects:
+            if isinstance(each, torch.nn.Module):
+                attachment.chosen.refuse_uncastable(each)
+        attachment.is_preparing = True
+        try:
+            yield
         finally:
-            if attachment is not None:
-                attachment.is_preparing = False
+            attachment.is_preparing = False
+        attachment.take_over(optimizers)
 
     def prepare_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """As Accelerate's, and takes the parameters' names for errors and telemetry.
+        """As Accelerate's; registers the parameters' names for errors and telemetry.
 
         Raises:
-            UnsupportedError: it was prepared and compiled without autocast before, or has a module
-                of ``fp32_modules`` that cannot run in float32.
+            UnsupportedError: a model that was prepared and compiled without autocast before, or
+                with a module of ``fp32_modules`` that cannot run in float32.
         """
         attachment = self._attachment
         if attachment is not None:
@@ -122,11 +102,11 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         prepared = super().prepare_model(model, *args, **kwargs)
         if attachment is not None:
             if attachment.scales and self.native_amp:
-                # Of a model that another accelerator has prepared Accelerate changes nothing.
+                # Accelerate leaves a model as it is that another accelerator has prepared.
                 add_autocast(self, [prepared])
             if attachment.emulates_float16:
                 add_emulation(self, prepared)
-            attachment.chosen.put_on(prepared)  # a compiler traces it in its first forward
+            attachment.chosen.put_on(prepared)  # before a compiler traces its first forward
             attachment.watch(prepared, self.unwrap_model(prepared))
             attachment.agree(prepared)
         return prepared
@@ -137,7 +117,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         Raises:
             UnsupportedError: an optimizer that another thread cannot step, with the reason.
         """
-        with self._all_or_nothing([optimizer]):
+        with self._preparing([optimizer]):
             prepared = super().prepare_optimizer(optimizer, device_placement)
             if self._attachment is not None:
                 adopt(prepared, self._attachment)
@@ -155,7 +135,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
             super().backward(loss, **kwargs)
             return
         attachment.check_chosen()
-        attachment.follow_parameters()  # before anything looks at the gradients
+        attachment.follow_parameters()  # before anything reads the gradients
         accumulation = self.gradient_accumulation_steps
         attachment.boundary.before_backward(loss, accumulation)
         with self._emulation():
@@ -164,7 +144,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def autocast(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """As Accelerate's; on a CPU without float16 instructions its products are fast too."""
+        """As Accelerate's; float16 products are fast on a CPU without float16 instructions, too."""
         with self._emulation(), super().autocast(*args, **kwargs):
             yield
 
@@ -196,7 +176,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         Synchronises with the device once.
         """
         attachment = self._attachment
-        # Where only telemetry is wanted, stock clips on every micro-batch.
+        # Stock, which only telemetry observes, clips on every micro-batch.
         if attachment is None or not (self.sync_gradients or attachment.scales):
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         boundary = attachment.boundary
@@ -224,18 +204,18 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
             attachment.boundary.clipping.clip_value(parameters, clip_value)
 
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """As Accelerate's; of a parameter (``LocalSGD`` averages them) the newest values."""
+        """As Accelerate's; waits for the updates of parameters (``LocalSGD`` averages them)."""
         self._finish_steps_of(tensor)
         return super().reduce(tensor, *args, **kwargs)
 
     def gather(self, tensor: Any) -> Any:
-        """As Accelerate's; of a parameter the newest values."""
+        """As Accelerate's; waits for the updates of parameters."""
         self._finish_steps_of(tensor)
         return super().gather(tensor)
 
     @untraced
     def _finish_steps_of(self, tensor: Any) -> None:
-        """``p.data`` does not wait for what is still to be written to its memory."""
+        """``p.data`` does not wait for updates of its memory by itself."""
         if self._attachment is None:
             return
         found: list[Tensor] = []
@@ -244,18 +224,18 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
             stepper_of(inner).synchronize_memory(found)
 
     def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """As Accelerate's; adds ``scaler/...`` values, of the last window, to what is logged."""
+        """As Accelerate's; adds the ``scaler/...`` values of the last window."""
         super().log({**self.scaler_history.metrics(), **values}, *args, **kwargs)
 
     def end_training(self) -> None:
-        """As Accelerate's; the last step and the telemetry file are complete then."""
+        """As Accelerate's; first publishes the last step and writes all of the telemetry."""
         if self._attachment is not None:
             self._attachment.synchronize()
             self._attachment.recorder.flush()
         super().end_training()
 
     def free_memory(self, *objects: Any) -> list[Any]:
-        """As Accelerate's; the telemetry file is complete then, and no parameter is kept."""
+        """As Accelerate's; first writes all of the telemetry and drops the parameters."""
         if self._attachment is not None:
             self._attachment.recorder.flush()
             self._attachment.scaler.release(*inner_of(self._optimizers))
@@ -263,13 +243,8 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         return released
 
     def load_state(self, *args: Any, **kwargs: Any) -> Any:
-        """As Accelerate's; a window that was open is given up."""
+        """As Accelerate's; an open window is abandoned."""
         result = super().load_state(*args, **kwargs)
         if self._attachment is not None:
             self._attachment.scaler.abandon_window()
         return result
-
-
-def _empty(cls: Any) -> Any:
-    """An object for unpickling into."""
-    return cls.__new__(cls)

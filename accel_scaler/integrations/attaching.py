@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 from accelerate import Accelerator
 
-from ..config import Asked, ScalerConfig
+from ..config import ScalerConfig
 from ..errors import ConfigError, OrderError, shown
 from .accelerator import ScaledAccelerator
-from .attachment import attachment_of, begin
+from .attachment import Attachment, attachment_of, begin, requested
 
 T = TypeVar("T")
 
@@ -20,7 +20,7 @@ _scaled_classes: dict[type, type] = {}
 
 
 def attach(target: T, config: ScalerConfig | Mapping[str, Any] | None = None, **settings: Any) -> T:
-    """Scale ``target``'s fp16 training with :class:`GradScaler`; returns ``target``.
+    """Scale the fp16 training of ``target`` with :class:`GradScaler`; returns ``target``.
 
     >>> attach(accelerator)                        # settings of the environment, else defaults
     >>> attach(accelerator, step_mode="overlap")   # this one, and those of the environment
@@ -29,26 +29,24 @@ def attach(target: T, config: ScalerConfig | Mapping[str, Any] | None = None, **
 
     Args:
         target: an ``accelerate.Accelerator``, before or after ``prepare``, or a
-            ``transformers.Trainer``. Attaching again changes nothing, unless settings are given
-            that are not in force: then detach first.
-        config: a :class:`ScalerConfig` is every setting, and the environment is not read. A
-            mapping is some of them, by field. Settings that stay at their defaults and are not
-            asked for by name are taken from the scaler that is replaced (``GradScalerKwargs``),
-            as is its state.
-        **settings: fields of :class:`ScalerConfig`; they outrank ``config``, and that
-            ``ACCEL_SCALER_<FIELD>`` in the environment, where a launcher puts its flags and the
-            section of a config file.
+            ``transformers.Trainer``. A second call with no settings, or with those in force, does
+            nothing.
+        config: a :class:`ScalerConfig` has every setting, and the environment is not read. A
+            mapping has some of them, by field. Settings at their defaults that are in no mapping
+            are taken from the scaler that is replaced (``GradScalerKwargs``), as is its state.
+        **settings: fields of :class:`ScalerConfig`; they take precedence over ``config``, which
+            takes precedence over ``ACCEL_SCALER_<FIELD>`` in the environment.
 
     Raises:
         UnsupportedError: DeepSpeed, Megatron-LM, XLA or fp8 (they scale themselves), a model
             compiled before it could be autocast, an optimizer that another thread cannot step.
         ConfigError: a wrong setting, a file that cannot be written, or a target of another type.
-        OrderError: it is attached with other settings.
+        OrderError: ``target`` is attached with other settings.
     """
-    asked = Asked(config, settings, "attach")
+    base, fields = requested(config, settings)
     trainer = _trainer_module(target)
     if trainer is not None:
-        return cast(T, trainer.attach_trainer(target, asked))
+        return cast(T, trainer.attach_trainer(target, base, fields))
     if not isinstance(target, Accelerator):
         raise ConfigError(
             f"attach: got a {type(target).__name__}, expected an accelerate.Accelerator or a "
@@ -56,23 +54,21 @@ def attach(target: T, config: ScalerConfig | Mapping[str, Any] | None = None, **
         )
     accelerator: Any = target
     attached = attachment_of(accelerator)
-    if attached is not None and not isinstance(accelerator, ScaledAccelerator):
-        attached.take_off(accelerator)  # an attach that was interrupted before its end
-        attached = None
     if attached is not None:
-        if asked.is_nothing:
+        if base is None and not fields:
             return target
-        wanted = asked.changes(attached.config)
-        if any(asked.changes(own) == own for own in (attached.config, attached.asked_config)):
+        in_force = (attached.config, attached.requested_config)
+        if any(replace(base or own, **fields) == own for own in in_force):
             attached.is_default = False
             return target
         if not attached.is_default:
+            wanted = replace(base or attached.config, **fields)
             raise OrderError(
                 f"attach: already attached with {_differing(attached.config, wanted)}; call "
                 "detach(accelerator) first."
             )
         detach(accelerator)
-    attached = begin(accelerator, asked)
+    attached = begin(accelerator, replace(base or ScalerConfig.from_env(), **fields), fields)
     if attached is not None and not isinstance(accelerator, ScaledAccelerator):
         attached.stock_class = type(accelerator)
         accelerator.__class__ = scaled_class(type(accelerator), ScaledAccelerator)
@@ -80,27 +76,29 @@ def attach(target: T, config: ScalerConfig | Mapping[str, Any] | None = None, **
 
 
 def _differing(now: ScalerConfig, wanted: ScalerConfig) -> str:
-    before, after = asdict(now), asdict(wanted)
     return ", ".join(
-        f"{name}={shown(value)}, not {shown(after[name])}"
-        for name, value in before.items()
-        if value != after[name]
+        f"{name}={shown(getattr(now, name))}, not {shown(getattr(wanted, name))}"
+        for name in ScalerConfig.__dataclass_fields__
+        if getattr(now, name) != getattr(wanted, name)
     )
 
 
-def attach_default(target: Any) -> None:
-    """:func:`attach`, with settings that are outranked by an ``attach(target, config)`` to come."""
+def attach_default(target: Any) -> Attachment | None:
+    """:func:`attach`; settings of a later ``attach(target, config)`` replace its own."""
     attached = attachment_of(attach(target))
     if attached is not None:
         attached.is_default = True
+    return attached
 
 
 def detach(target: T) -> T:
     """Undo :func:`attach`: stock classes, the stock scaler with the present scale. Idempotent.
 
+    Waits for the step in flight.
+
     Raises:
         OrderError: a window is open; nothing was undone.
-        StepError: the step in hand failed; detached all the same.
+        StepError: the step in flight failed; everything was undone.
     """
     trainer = _trainer_module(target)
     if trainer is not None:
@@ -112,7 +110,7 @@ def detach(target: T) -> T:
 
 
 def scaled_class(cls: Any, scaled: Any) -> Any:
-    """``scaled``, or for a user's own subclass of its base, ``scaled`` on top of that."""
+    """``scaled``, or for a subclass of its base a class with both as bases."""
     if cls in scaled.__bases__:
         return scaled
     if cls not in _scaled_classes:
@@ -121,7 +119,7 @@ def scaled_class(cls: Any, scaled: Any) -> Any:
 
 
 def _trainer_module(target: object) -> Any:
-    """The Trainer layer if ``target`` is a Trainer; never imports transformers by itself."""
+    """``trainer.py`` if ``target`` is a Trainer; transformers is never imported for it."""
     transformers = sys.modules.get("transformers.trainer")
     if transformers is None or not isinstance(target, transformers.Trainer):
         return None

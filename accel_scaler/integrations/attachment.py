@@ -1,11 +1,11 @@
-"""What :func:`accel_scaler.attach` adds to one accelerator: how it comes, and how it goes."""
+"""What :func:`accel_scaler.attach` adds to one accelerator, and how it is removed again."""
 
 from __future__ import annotations
 
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..async_optimizer import MasterRule, Worker, take_over
-from ..config import Asked, ScalerConfig
+from ..config import ScalerConfig, check_field
 from ..devices import device_name
-from ..errors import OrderError, StepError
+from ..errors import ConfigError, OrderError, StepError, shown
 from ..optimizer_step import Boundary
 from ..overflow import ChosenModules, Healer, OverflowExplainer, warn_past_float16
 from ..scaling import gather_objects, is_sharded
@@ -33,15 +33,16 @@ from .stock_scaler import make_scaler, refuse_other_scalers, scaler_settings
 
 
 class Attachment:
-    """Everything that is added to one accelerator, which keeps it as its one new attribute.
+    """Everything that is added to one accelerator, as its one new attribute.
 
-    Made by :func:`begin`. Knows its accelerator weakly: an optimizer that outlives it does not
-    keep its models.
+    Made by :func:`begin`. Holds its accelerator weakly: an optimizer that outlives it does not keep
+    its models.
 
     Args:
-        asked_config: as given; ``config`` is what comes of it. What is in force has the replaced
-            scaler's settings, too.
-        named: fields that were asked for one by one; they outrank that scaler's, defaults too.
+        requested_config: as given to ``attach``.
+        config: the same, as far as the precision allows; the settings of the replaced scaler are
+            added to it.
+        named: fields that were requested by name; they take precedence over that scaler's.
 
     Raises:
         UnsupportedError: an optimizer that cannot be adopted, a module that cannot run in float32;
@@ -52,7 +53,7 @@ class Attachment:
     def __init__(
         self,
         accelerator: Any,
-        asked_config: ScalerConfig,
+        requested_config: ScalerConfig,
         config: ScalerConfig,
         named: Collection[str] = (),
     ) -> None:
@@ -61,18 +62,18 @@ class Attachment:
         self.stock_scaler = accelerator.scaler
         settings = scaler_settings(accelerator, config, self.stock_scaler, named)
         config = replace(config, **settings)
-        self.config, self.asked_config = config, asked_config
+        self.config, self.requested_config = config, requested_config
         self.is_default = False
-        """Settings that a later ``attach`` gives outrank these."""
+        """A later ``attach`` with settings replaces these."""
         self.device: torch.device = accelerator.device
         self.scales: bool = accelerator.mixed_precision == "fp16"
-        """False: it is recorded what happens, and that is all."""
+        """False: only telemetry is recorded."""
         self.chosen = ChosenModules(config.fp32_modules if self.scales else ())
-        """The modules in float32, which are put on when a model is prepared."""
+        """The modules that run in float32 once their model is prepared."""
         for model in self.models:
             self.chosen.refuse_uncastable(model)
         self.stock_class: type | None = None
-        """What ``attach`` has changed the class from."""
+        """The class before ``attach``."""
         self.scaler = make_scaler(accelerator, settings, self.stock_scaler)
         is_fsdp = accelerator.distributed_type == DistributedType.FSDP
         self.scaler.sharded = config.sharded or is_fsdp
@@ -86,13 +87,14 @@ class Attachment:
         if how != "off":
             healer = Healer(self.chosen) if config.heal and self.scales else None
             self.explainer = OverflowExplainer(self.scaler, how, healer, self.float16)
+        self.scaler.extra["fp32_modules"] = self.chosen.kept
         self.scaler.call_when_loaded(self.keep_fp32)
-        self.boundary = Boundary(self.scaler, self.device, self.recorder, self.explainer)
+        self.boundary = Boundary(self.scaler, self.device, self.explainer, self.recorder)
         self.worker = Worker(config.optimizer_threads)
         self.optimizers: weakref.WeakSet[ScaledOptimizer] = weakref.WeakSet()
-        """Adopted ones, those too that ``free_memory`` makes the accelerator forget."""
+        """Adopted ones; the accelerator drops its own list in ``free_memory``."""
         self.is_preparing = False
-        """Inside a ``prepare`` of the accelerator."""
+        """In a ``prepare`` of the accelerator."""
         self._added_autocast = False
         self._norms = False
         """A model has bfloat16 weights."""
@@ -105,19 +107,19 @@ class Attachment:
 
     @property
     def emulates_float16(self) -> bool:
-        """float16 products are computed on a CPU, which may have no kernels for them."""
+        """float16 products run on a CPU, which may have no kernels for them."""
         return self.scales and self.device.type == "cpu"
 
     def float16(self) -> AbstractContextManager[None]:
-        """Where float16 products have no kernels they are computed all the same in the block."""
+        """In the block float16 products have kernels, where the CPU has none."""
         return emulate_float16(self._norms) if self.emulates_float16 else nullcontext()
 
     def watch(self, prepared: Module, inner: Module) -> None:
-        """Learn the names of this model's parameters, and explain its overflows.
+        """Register a model's parameter names, and explain its overflows.
 
         Args:
             prepared: what the training loop calls.
-            inner: the model in it, whose parameters' names are known.
+            inner: the model in it, whose names are used.
         """
         if self.scales:
             warn_past_float16(inner, self.chosen.modules)
@@ -127,9 +129,9 @@ class Attachment:
             self.explainer.watch(prepared, inner)
 
     def agree(self, prepared: Module) -> None:
-        """Before ranks that train one model explain an overflow together: are all of them to?
+        """Let the ranks of a model explain its overflows together if all have the same settings.
 
-        A collective, where ``prepared`` is a model whose preparation is one.
+        A collective where ``prepared`` is DDP or sharded, whose preparation is one, too.
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
@@ -142,18 +144,24 @@ class Attachment:
         if self.explainer is not None:
             self.explainer.is_everywhere = is_same
 
-    def keep_fp32(self) -> None:
-        """Put on float32 what the run that saved the scaler had healed.
+    def keep_fp32(self, state_dict: dict[str, Any]) -> None:
+        """Run those modules in float32 that the run that saved the scaler had healed.
 
         Raises:
+            ConfigError: the state's ``fp32_modules`` are no list of names.
             UnsupportedError: a module that cannot be cast.
         """
-        names = self.scaler.fp32_modules
+        names = state_dict.get("fp32_modules", [])
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ConfigError(
+                f"scaler state dict: got fp32_modules={shown(names)}, expected a list of module "
+                "names."
+            )
         if names and self.scales:
             self.chosen.keep(names, self.models)
 
     def put_on(self, accelerator: Any) -> None:
-        """Scale from now on: autocast, scaler, names, optimizers. Whatever ends it, nothing stays.
+        """Install autocast, scaler, names and optimizers; all is undone if one of them fails.
 
         Raises:
             UnsupportedError: a model that cannot be autocast any more.
@@ -187,7 +195,7 @@ class Attachment:
         self._undo(accelerator)
 
     def _undo(self, accelerator: Any) -> None:
-        """:meth:`take_off`; the scaler that was replaced stays as it is."""
+        """:meth:`take_off`, without handing the scale back."""
         failed: StepError | None = None
         for optimizer in list(self.optimizers):
             try:
@@ -213,30 +221,24 @@ class Attachment:
             raise failed
 
     def take_over(self, optimizers: Any) -> None:
-        """These prepared ones own their parameters from now on.
+        """These prepared optimizers own their parameters from now on; older owners are closed.
 
         Raises:
-            StepError: the last step of one that is closed for it failed.
+            StepError: the last step of an older owner failed.
         """
         masters = MasterRule.of(self.config)
         take_over([(inner, self.config.step_mode, masters) for inner in inner_of(optimizers)])
 
-    def release(self, optimizers: Iterable[Any]) -> None:
-        """Those of a preparation that has failed are Accelerate's again."""
-        for optimizer in self.optimizers.intersection(optimizers):
-            self.scaler.release(optimizer.stepped_optimizer)
-            optimizer.leave(self)
-
     def give_up(self, optimizer: Optimizer) -> None:
-        """Another one has its parameters: it is not stepped, nor saved with the others."""
+        """Another optimizer owns its parameters: it is neither stepped nor saved any more."""
         self.scaler.release(optimizer)
         accelerator = self._accelerator()
         if accelerator is not None:
-            prepared = accelerator._optimizers  # the list that a prepared scheduler has, too
+            prepared = accelerator._optimizers  # a prepared scheduler has the same list
             prepared[:] = [each for each in prepared if inner_of(each) != [optimizer]]
 
     def _hand_back_scale(self) -> None:
-        """The scaler that was replaced goes on with the present scale."""
+        """Give the present scale to the scaler that was replaced."""
         scaler, stock = self.scaler, self.stock_scaler
         if not scaler.is_enabled():
             return
@@ -249,51 +251,74 @@ class Attachment:
         if stock is not None and stock.is_enabled():
             stock.load_state_dict(scaler.state_dict())
             if scaler.has_begun and stock._scale is None:
-                # Or an attach() after this one would take it for a scaler at its start.
+                # A later attach() would take it for a scaler without state.
                 stock._lazy_init_scale_growth_tracker(self.device)
 
     def check_chosen(self) -> None:
-        """A backward is about to begin, so all models are prepared.
+        """Before a backward, when all models are prepared.
 
         Raises:
-            ConfigError: a glob in ``fp32_modules`` that matches in none of them.
+            ConfigError: a glob in ``fp32_modules`` that matches no module.
         """
         if self.chosen.patterns:
             self.chosen.refuse_unmatched(self.models)
             self.chosen.before_backward(self.models)
 
     def follow_parameters(self) -> None:
-        """A backward is about to begin: parameters may be trained that were not."""
+        """Before a backward: parameters may be trained that were frozen before."""
         for optimizer in list(self.optimizers):
             optimizer.follow_parameters()
 
     def synchronize(self) -> None:
-        """Wait for every step in hand, and publish it."""
+        """Wait for every step in flight, and publish it."""
         for optimizer in list(self.optimizers):
             optimizer.synchronize()
 
 
 def attachment_of(accelerator: Any) -> Attachment | None:
-    """What is attached to an accelerator; None: it is stock."""
+    """What is attached to an accelerator; None: nothing is."""
     return getattr(accelerator, "_attachment", None)
 
 
-def begin(accelerator: Any, asked_for: Asked) -> Attachment | None:
+def requested(
+    config: ScalerConfig | Mapping[str, Any] | None, fields: Mapping[str, Any]
+) -> tuple[ScalerConfig | None, dict[str, Any]]:
+    """The config and the single fields, of a mapping too, that a call of ``attach`` requests.
+
+    Raises:
+        ConfigError: another ``config``, an unknown field, or a wrong value.
+    """
+    if isinstance(config, Mapping):
+        fields = {**config, **fields}
+        config = None
+    if config is not None and not isinstance(config, ScalerConfig):
+        raise ConfigError(
+            f"attach: got {shown(config)} as config, expected a ScalerConfig or a mapping of its "
+            "fields; single ones are keywords: step_mode='overlap'."
+        )
+    for name, value in fields.items():
+        check_field(name, value)
+    return config, dict(fields)
+
+
+def begin(
+    accelerator: Any, requested_config: ScalerConfig, named: Collection[str] = ()
+) -> Attachment | None:
     """Attach to a stock accelerator.
 
-    Returns None where this is no fp16 run, said in a warning, and nothing is to be recorded.
+    Returns None, after a warning, where the precision is not fp16 and no telemetry is requested.
     """
-    asked = config = asked_for.resolved()
+    config = requested_config
     refuse_other_scalers(accelerator)
     if accelerator.mixed_precision != "fp16":
-        does = "nothing is attached, training is as before"
+        does = "nothing is attached"
         if config.telemetry is not None:
-            does = "training is as before, only telemetry is written"
+            does = "only telemetry is written"
         idle = [name for name in ("fp32_modules", "heal") if getattr(config, name)]
         more = f" {' and '.join(idle)} can do nothing." if idle else ""
         warnings.warn(
             f"accel_scaler: mixed_precision={accelerator.mixed_precision!r} needs no gradient "
-            f"scaling; {does}.{more} Set it to 'fp16' to scale.",
+            f"scaling; {does}, training is as before.{more} Set it to 'fp16' to scale.",
             stacklevel=3,
         )
         if config.telemetry is None:
@@ -301,23 +326,13 @@ def begin(accelerator: Any, asked_for: Asked) -> Attachment | None:
         config = replace(
             config, step_mode="sync", offload="none", master_weights="auto", enabled=False
         )
-    attachment = Attachment(accelerator, asked, config, asked_for.single)
+    attachment = Attachment(accelerator, requested_config, config, named)
     attachment.put_on(accelerator)
-    for listener in _listeners:
-        listener(attachment)
     return attachment
 
 
-_listeners: list[Callable[[Attachment], None]] = []
-
-
-def call_when_attached(listener: Callable[[Attachment], None]) -> None:
-    """Tell ``listener`` of each accelerator that this process attaches from now on."""
-    _listeners.append(listener)
-
-
 def _facts_of(accelerator: Any) -> dict[str, Any]:
-    """What a telemetry file says of a run at its start."""
+    """Facts of the run for the start of its telemetry file."""
     return {
         "rank": accelerator.process_index,
         "ranks": accelerator.num_processes,

@@ -1,14 +1,16 @@
 """float16 products on a processor without float16 instructions: in float32, rounded once.
 
 There torch has no kernel for the products that float16 autocast casts on a CPU, and falls back to
-one slow thread. Within :func:`emulate_float16` they are computed as tensor cores do: operands as
-they are in float16, the product in float32, the result rounded to float16, where what is beyond
-65504 becomes inf. That happens below autograd and autocast: graph, casts, their cache and what is
-saved for the backward stay torch's. So what is called outside of it (a backward by hand, another
-thread) is right all the same, at torch's speed.
+one slow thread. In :func:`emulate_float16` they are computed as tensor cores do: float16 operands,
+the product in float32, the result rounded to float16, where more than 65504 becomes inf.
+
+# Note [Below autograd and autocast]
+The mode replaces kernels below both, so graph, casts, their cache and saved tensors stay torch's. A
+product outside of the block (a backward by hand, another thread) or of an operator that is not
+listed here has the same meaning, at torch's speed.
 
 Layer and group norms with bfloat16 weights, which autocast on a GPU runs in float32 and a CPU's
-kernels refuse beside float16 and float32, are given these in float32, on any processor.
+kernels refuse beside float16 and float32, get these weights in float32, on any processor.
 """
 
 from __future__ import annotations
@@ -16,30 +18,26 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.nn import Module
-from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# As they arrive below autograd: linear, matmul, einsum and the layers of torch.nn end in these.
 PRODUCTS = (
     *("mm", "addmm", "_addmm_activation", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot"),
-    *("convolution", "convolution_backward", "conv_tbc"),
+    *("convolution", "convolution_backward"),
     *("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"),
 )
+"""Operators in which linear, matmul, einsum and the layers of ``torch.nn`` end."""
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
-# Where the input stands among the arguments.
 NORMS = {
     **{"native_layer_norm": 0, "native_layer_norm_backward": 1},
     **{"native_group_norm": 0, "native_group_norm_backward": 1},
 }
-# Kernels made of products that nobody sees who sees the kernel alone.
-MADE_OF_PRODUCTS = ("_native_multi_head_attention", "_transformer_encoder_layer_fwd")
+"""Each norm, and the position of its input among the arguments."""
 
 _this_thread = threading.local()
 
@@ -51,16 +49,16 @@ def has_float16_kernels() -> bool:
 
 
 def needs_norms(model: Module) -> bool:
-    """Whether some of its weights are bfloat16, as those of its norms may be."""
+    """Whether a weight is bfloat16, as those of norms may be."""
     return any(p.dtype is torch.bfloat16 for p in model.parameters())
 
 
 @contextmanager
 def emulate_float16(norms: bool = False) -> Iterator[None]:
-    """This thread's float16 products on the CPU: in float32, rounded to float16.
+    """Compute this thread's float16 products on the CPU in float32, rounded to float16.
 
-    Does nothing where the processor has kernels for them, unless for ``norms`` with bfloat16
-    weights; nor inside another one.
+    Does nothing inside another one, or where the processor has kernels; there ``norms`` with
+    bfloat16 weights still get them in float32.
     """
     if getattr(_this_thread, "inside", False) or (has_float16_kernels() and not norms):
         yield
@@ -74,11 +72,11 @@ def emulate_float16(norms: bool = False) -> Iterator[None]:
 
 
 def emulating_float16(function: Callable[..., Any], norms: bool = False) -> Callable[..., Any]:
-    """``function``, called within :func:`emulate_float16`."""
+    """``function``, called in :func:`emulate_float16`."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # a mode is no part of a graph
+        if torch.compiler.is_compiling():  # a mode cannot be part of a graph
             return function(*args, **kwargs)
         with emulate_float16(norms):
             return function(*args, **kwargs)
@@ -98,111 +96,59 @@ class _Float32Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if types and any(t.__torch_dispatch__ is not Tensor.__torch_dispatch__ for t in types):
-            return NotImplemented  # a class that dispatches by itself: what it holds comes by later
-        kwargs = kwargs or {}
-        kernel = _kernels(has_float16_kernels()).get(func)
-        if kernel is not None:
-            return kernel(self, func, args, kwargs)
-        if torch.is_inference_mode_enabled() and isinstance(func, OpOverload):
-            with self.inside(func):  # without autograd composite operators arrive whole
-                result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        return func(*args, **kwargs)
-
-    @contextmanager
-    def inside(self, func: Any) -> Iterator[None]:
-        """For the products that ``func`` is made of: this mode, and all as where it was called.
-
-        torch has autocast and conjugate views off where a mode dispatches; within an operator that
-        autocast casts it stays off.
-        """
-        cast = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "AutocastCPU")
-        no_autocast = torch.autocast("cpu", enabled=False) if cast else nullcontext()
-        with enable_reentrant_dispatch(), no_autocast, self:
-            yield
-
-
-Kernel = Callable[[_Float32Kernels, Any, Any, dict[str, Any]], Any]
+            return NotImplemented  # a wrapper class, whose inner tensors are dispatched later
+        kernel = _kernels(has_float16_kernels()).get(func, func)
+        return kernel(*args, **(kwargs or {}))
 
 
 @functools.cache
-def _kernels(only_norms: bool) -> dict[Any, Kernel]:
-    """What is called in the place of which operator."""
-    found: dict[Any, Kernel] = {}
-
-    def add(name: str, overload: str, kernel: Kernel) -> None:
-        operator = getattr(getattr(torch.ops.aten, name, None), overload, None)
-        if operator is not None:  # no release has all of them
-            found[operator] = kernel
-
-    for name, place in NORMS.items():
-        add(name, "default", functools.partial(_norm, place=place))
-    for name in () if only_norms else PRODUCTS:
-        add(name, "default", _product)
-        add(name, "out", _into)
-        add(f"{name}_", "default", _in_place)
+def _kernels(only_norms: bool) -> dict[Any, Callable[..., Any]]:
+    """Operators, and what is called in their place."""
+    kernels: dict[str, Callable[..., Any]] = {name: _norm(at) for name, at in NORMS.items()}
     if not only_norms:
-        add(ATTENTION, "default", _attention)
-        # The sixth argument is the logsumexp, in float32.
-        add(f"{ATTENTION}_backward", "default", functools.partial(_product, operands=5))
-    for name in MADE_OF_PRODUCTS:
-        add(name, "default", _around)
+        kernels |= dict.fromkeys((*PRODUCTS, ATTENTION), _product())
+        # Its sixth tensor is the logsumexp, in float32.
+        kernels[f"{ATTENTION}_backward"] = _product(operands=5)
+    found: dict[Any, Callable[..., Any]] = {}
+    for name, kernel in kernels.items():
+        packet = getattr(torch.ops.aten, name, None)
+        if packet is not None:  # no release of torch has all of them
+            found[packet.default] = functools.partial(kernel, packet.default)
     return found
 
 
-def _product(
-    mode: Any, func: Any, args: Any, kwargs: dict[str, Any], operands: int | None = None
-) -> Any:
-    """``operands``: how many of the arguments are in float16; None: all that are no integers."""
-    if not _are_float16(args[:operands]):
+def _product(operands: int | None = None) -> Callable[..., Any]:
+    """A product whose first ``operands`` arguments are float16, by default all tensors."""
+
+    def kernel(func: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _are_float16(args[:operands]):
+            return func(*args, **kwargs)
+        results = func(*map(_widen, args), **{k: _widen(v) for k, v in kwargs.items()})
+        if func is getattr(torch.ops.aten, ATTENTION).default:
+            return _narrow(results[0]), *results[1:]  # the logsumexp stays float32
+        return _narrow(results) if isinstance(results, Tensor) else tuple(map(_narrow, results))
+
+    return kernel
+
+
+def _norm(position: int) -> Callable[..., Any]:
+    """A norm whose input is at ``position``, and whose weights may be bfloat16."""
+
+    def kernel(func: Any, *args: Any, **kwargs: Any) -> Any:
+        input = args[position]
+        if input.is_cpu and input.dtype in (torch.float16, torch.float32):
+            args = tuple(map(_from_bfloat16, args))  # autograd casts their gradients back
         return func(*args, **kwargs)
-    results = func(*map(_widen, args), **{k: _widen(v) for k, v in kwargs.items()})
-    return _narrow(results) if isinstance(results, Tensor) else tuple(map(_narrow, results))
 
-
-def _into(mode: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    out = kwargs.get("out")
-    if not _are_float16(args) or not isinstance(out, Tensor) or out.dtype is not torch.float16:
-        return func(*args, **kwargs)
-    wide = torch.empty_like(out, dtype=torch.float32)
-    func(*map(_widen, args), **{**kwargs, "out": wide})  # resizes it, with torch's own warning
-    return out.resize_(wide.shape).copy_(wide)
-
-
-def _in_place(mode: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    if not _are_float16(args):
-        return func(*args, **kwargs)
-    wide = func(*map(_widen, args), **kwargs)
-    return args[0].copy_(wide)
-
-
-def _attention(mode: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    if not _are_float16(args):
-        return func(*args, **kwargs)
-    out, logsumexp = func(*map(_widen, args), **{k: _widen(v) for k, v in kwargs.items()})
-    return _narrow(out), logsumexp
-
-
-def _norm(mode: Any, func: Any, args: Any, kwargs: dict[str, Any], place: int) -> Any:
-    if args[place].is_cpu and args[place].dtype in (torch.float16, torch.float32):
-        args = tuple(_from_bfloat16(a) for a in args)  # autograd casts their gradients back
-        kwargs = {k: _from_bfloat16(v) for k, v in kwargs.items()}
-    return func(*args, **kwargs)
+    return kernel
 
 
 def _from_bfloat16(value: Any) -> Any:
-    is_one = isinstance(value, Tensor) and value.dtype is torch.bfloat16
-    return value.float() if is_one else value
-
-
-def _around(mode: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    with mode.inside(func):
-        return func._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
+    return value.float() if isinstance(value, Tensor) and value.dtype is torch.bfloat16 else value
 
 
 def _are_float16(args: Any) -> bool:
-    """Every operand is, dense and on the CPU; a mixture is for torch to refuse."""
+    """Whether all operands are, dense and on the CPU; torch refuses a mixture."""
     found = False
     for a in args:
         if isinstance(a, Tensor) and a.is_floating_point():

@@ -1,4 +1,4 @@
-"""The prepared optimizer: its step goes through the accelerator's boundary, perhaps to a worker."""
+"""The prepared optimizer, whose step goes through the boundary of its accelerator."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..async_optimizer import (
     refuse_successor,
     refuse_unsteppable,
     step_beside,
-    without_shown,
+    without_previews,
 )
 from ..config import ScalerConfig
 from ..errors import UnsupportedError
@@ -103,12 +103,10 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self.optimizer.state = state
 
     def __getstate__(self) -> dict[str, Any]:
-        self.synchronize()
-        state: dict[str, Any] = super().__getstate__()
-        # A copy steps like stock, with its own copy of the scaler: windows are the accelerator's.
-        for name in ("_attachment", "_hooks"):
-            state.pop(name, None)
-        return state
+        raise UnsupportedError(
+            "a prepared optimizer cannot be copied or pickled; save its state_dict(), or call "
+            "detach(accelerator) first."
+        )
 
     @untraced
     def synchronize(self) -> None:
@@ -156,7 +154,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         """As Accelerate's; the masters in it are taken where parameters need them by now."""
         self.follow_parameters(frozen_too=holds_masters(state_dict))
         if async_stepper_of(self.stepped_optimizer) is None:
-            super().load_state_dict(without_shown(state_dict))
+            super().load_state_dict(without_previews(state_dict))
         elif self._hooks is not None:
             self._hooks.load(state_dict)
         else:

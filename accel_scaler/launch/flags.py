@@ -1,108 +1,55 @@
-"""The flags of ``accel-scaler launch``, one or two for each setting, and its help.
+"""The flags of ``accel-scaler launch``, one for each setting, and its help.
 
-Knows neither torch nor Accelerate, so that help comes at once.
+Imports neither torch nor Accelerate, so that help comes at once.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import textwrap
-from collections.abc import Iterable
-from functools import partial
-from typing import Any
 
-from ..config import FIELDS, GROUPS, LAUNCHING, SWITCH, nearest
-from ..errors import ConfigError, refuse_retired
+from ..config import ABOUT, FIELDS, SWITCH
 
-__all__ = ["DEST", "HELP_ALL", "USAGE", "add_flags", "own_parser", "unknown_flags"]
+__all__ = ["DEST", "add_flags", "own_parser"]
 
 DEST = "accel_scaler_"
-"""In front of a field, where a parser puts the text of its flag."""
+"""The start of the names of our values among the arguments of Accelerate."""
 
-USAGE = "accel-scaler launch [flags] script.py [arguments of the script]"
-ABOUT = (
-    "Start an unchanged script as `accelerate launch` does, with every Accelerator and Trainer "
-    "that it makes attached."
+DESCRIPTION = (
+    "Start an unchanged script as `accelerate launch` does, with every Accelerator and Trainer of "
+    "it attached. Takes the flags of `accelerate launch`, too; --config_file also takes the name "
+    "of a shipped file, and a file may have a section `accel_scaler:` with these settings. A flag "
+    "outranks a variable ACCEL_SCALER_<NAME>, which outranks the section. A switch --NAME has the "
+    "form --no_NAME, too."
 )
-HELP_ALL = "Say Accelerate's flags too."
+NO_ATTACH = "Attach nothing; the script may call attach itself."
 DRY_RUN = (
-    "Start nothing: print every setting and where it comes from, and every refusal of a launch. "
-    "Exit status 0; 2 where there is a refusal."
+    "Start nothing; print every setting with its source, then every refusal. Exit status 2 where "
+    "there is a refusal, else 0."
 )
-MORE = """\
-All other flags are those of `accelerate launch`, before the script:
---mixed_precision fp16, --num_processes 2, --multi_gpu, ...; --help-all shows
-them. --config_file takes the name of a shipped file too, and a file may have a
-section `accel_scaler:` with these names. A flag outranks a variable
-ACCEL_SCALER_<NAME>, that the section, that the default. Each switch has both
-forms, --NAME and --no_NAME.
-"""
 
 
-def add_flags(parser: argparse.ArgumentParser) -> Any:
-    """Add a flag for each setting, in groups; values stay texts until sources are merged.
-
-    Returns the group of the launcher's own flags.
-    """
-    groups = {title: parser.add_argument_group(title) for title in GROUPS}
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for each setting, whose value stays a text, and those of the launcher."""
+    group = parser.add_argument_group("Settings")
     for name, spec in FIELDS.items():
-        _add_flag(groups[spec.metadata["group"]], name, spec)
-    groups[LAUNCHING].add_argument("--dry_run", action="store_true", help=DRY_RUN)
-    return groups[LAUNCHING]
-
-
-def _add_flag(group: Any, name: str, spec: dataclasses.Field[Any]) -> None:
-    kind, dest, default = spec.metadata["kind"], DEST + name, spec.default
-    is_switch, is_choice = kind is SWITCH, len(kind.choices) > 1
-    takes = "" if is_switch or is_choice else f" Takes {kind.allowed}."
-    if is_switch:
-        default = "on" if default else "off"
-    elif isinstance(default, float):
-        default = f"{default:g}"
-    elif default in (None, ()):
-        default = "none"
-    about = f"{spec.metadata['about']}{takes} Default: {default}.".replace("%", "%%")
-    if not is_switch:
-        metavar = "|".join(kind.choices) if is_choice else "VALUE"
-        group.add_argument(f"--{name}", dest=dest, metavar=metavar, help=about)
-        return
-    for flag, text in ((f"--{name}", "true"), (f"--no_{name}", "false")):
-        # Help shows the one that does something. As Accelerate's own, it takes no value.
-        shown = about if (text == "true") is not spec.default else argparse.SUPPRESS
-        group.add_argument(flag, dest=dest, action="store_const", const=text, help=shown)
+        kind, default, dest = spec.metadata["kind"], spec.default, DEST + name
+        about = f"{ABOUT[name]} Takes {kind.allowed}. Default: {default}."
+        if kind is not SWITCH:
+            group.add_argument(f"--{name}", dest=dest, metavar="VALUE", help=about)
+            continue
+        flags = {"true": f"--{name}", "false": f"--no_{name}"}
+        for text, flag in flags.items():
+            is_default = (text == "true") is default
+            shown = argparse.SUPPRESS if is_default else about
+            group.add_argument(flag, dest=dest, action="store_const", const=text, help=shown)
+    group = parser.add_argument_group("The launcher")
+    group.add_argument("--no_attach", dest=f"{DEST}off", action="store_true", help=NO_ATTACH)
+    group.add_argument("--dry_run", dest=f"{DEST}dry", action="store_true", help=DRY_RUN)
 
 
 def own_parser() -> argparse.ArgumentParser:
-    """For help: the flags of this package alone."""
-    parser = argparse.ArgumentParser(
-        "accel-scaler launch",
-        USAGE,
-        textwrap.fill(ABOUT, 78),
-        MORE,
-        formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=6),
-        add_help=False,
-    )
-    group = add_flags(parser)
-    group.add_argument("-h", "--help", action="store_true", help="Say this.")
-    group.add_argument("--help-all", action="store_true", help=HELP_ALL)
+    """A parser of our flags alone, for help."""
+    usage = "accel-scaler launch [flags] script.py [arguments of the script]"
+    parser = argparse.ArgumentParser("accel-scaler launch", usage, DESCRIPTION)
+    add_flags(parser)
     return parser
-
-
-def unknown_flags(written: Iterable[str], known: Iterable[str]) -> ConfigError:
-    """What to say of flags in front of the script that nobody knows.
-
-    Args:
-        written: as on the command line, with ``=VALUE`` perhaps.
-        known: of this package and of Accelerate.
-
-    Raises:
-        ConfigError: the first of them is retired.
-    """
-    first = next(iter(written)).partition("=")[0]
-    refuse_retired(first.strip("-").replace("-", "_"), first, "accel-scaler launch")
-    meant = nearest(first.replace("-", "_"), {name.replace("-", "_"): name for name in known})
-    ask = f"Did you mean {'--' + meant.strip('_')}?" if meant else "--help-all shows all flags."
-    return ConfigError(
-        f"unknown flag {first}. {ask} The script's own arguments come after the script."
-    )

@@ -1,30 +1,26 @@
-"""``accel-scaler launch``: Accelerate's own launcher, with settings, for an unchanged script.
+"""``accel-scaler launch``: Accelerate's launcher, with settings, for an unchanged script.
 
-Accelerate's parser reads the command line and Accelerate's functions start the processes. This
-module adds flags, takes the ``accel_scaler:`` section out of the config file, and passes the
-settings on in the environment, with the folder whose ``sitecustomize`` attaches.
+Accelerate's parser reads the command line, and Accelerate starts the processes. This module adds
+flags, takes the ``accel_scaler:`` section out of the config file, and hands the settings on in the
+environment, with the folder whose ``sitecustomize`` attaches.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import logging
 import os
-import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-import psutil
-from accelerate.commands.config import default_config_file, load_config_from_file
+from accelerate.commands.config import default_config_file
 from accelerate.commands.launch import (
-    CustomHelpFormatter,
     _validate_launch_command,
     launch_command,
     launch_command_parser,
@@ -32,271 +28,212 @@ from accelerate.commands.launch import (
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from ..config import (
-    ENV_PREFIX,
-    FIELDS,
-    GROUPS,
-    Found,
-    Settings,
-    in_environment,
-    in_flags,
-    in_section,
-    resolve,
-)
-from ..config_file import PACKAGE, ConfigFile, find_config, read_config
+from ..config import ENV_PREFIX, FIELDS, Settings, Source, environment, merge, parsed, suggestion
+from ..config_file import PACKAGE, find_config, read_config
 from ..console import plain, say, written
-from ..errors import AccelScalerError, ConfigError, UnsupportedError
+from ..errors import AccelScalerError, ConfigError, UnsupportedError, refuse_retired
 from ..integrations import scaled_elsewhere
 from ..telemetry import path_of, refuse_unwritable
-from .flags import DEST, HELP_ALL, USAGE, add_flags, own_parser, unknown_flags
-from .totals import VARIABLE, Totals, closing_line, read_totals
+from .flags import DEST, add_flags, own_parser
 
 STARTUP = str(PACKAGE / "launch" / "startup")
-"""The folder in front of PYTHONPATH: its ``sitecustomize`` attaches."""
-
-
-class _HelpFormatter(CustomHelpFormatter):  # type: ignore[misc]
-    """Accelerate's, which leaves out what a command line does not use; ours is always in."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.titles.extend(GROUPS)
-
-
-class _HelpAll(argparse.Action):
-    """Prints our flags and Accelerate's."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *args: Any) -> None:
-        print(parser.format_help(), end="")
-        parser.exit()
-
-
-def _refused(message: str) -> NoReturn:
-    raise ConfigError(message)
+"""The folder in front of PYTHONPATH, whose ``sitecustomize`` attaches."""
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Accelerate's parser with a flag for each setting; values stay texts until they are merged.
-
-    The script may be missing. What it refuses is a ``ConfigError``.
-    """
-    own = own_parser()
-    parser: argparse.ArgumentParser = launch_command_parser()
-    parser.prog, parser.usage, parser.description = own.prog, own.usage, own.description
-    parser.formatter_class = _HelpFormatter
-    parser.error = _refused  # type: ignore[method-assign]
-    parser.print_help = own.print_help  # type: ignore[method-assign]
-    names = ("--help-all", "--help_all")  # Accelerate's help shows no name with a hyphen
-    group = add_flags(parser)
-    group.add_argument(*names, nargs=0, action=_HelpAll, default=argparse.SUPPRESS, help=HELP_ALL)
-    script = next(action for action in parser._actions if action.dest == "training_script")
-    script.nargs, script.required = "?", False
-    return parser
+    """Accelerate's parser with our flags and our help; what it refuses is a ``ConfigError``."""
+    own, parser = own_parser(), launch_command_parser()
+    parser.prog, parser.usage, parser.print_help = own.prog, own.usage, own.print_help
+    parser.error = _refuse
+    add_flags(parser)
+    return parser  # type: ignore[no-any-return]
 
 
-def parse(
-    parser: argparse.ArgumentParser, argv: Sequence[str]
-) -> tuple[argparse.Namespace, dict[str, str]]:
-    """The arguments for Accelerate, and ``{field: text}`` of our flags, which leave them.
+def _refuse(message: str) -> NoReturn:
+    raise ConfigError(message)
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
+    """Accelerate's arguments, and ours without the prefix.
 
     Raises:
-        ConfigError: a flag that is not known, or a value that it does not take.
+        ConfigError: an unknown flag, or a value that a flag of Accelerate does not take.
     """
-    before = sys.argv
-    sys.argv = ["accelerate-launch", *argv]  # where Accelerate's help looks for what is used
-    try:
-        args, unknown = parser.parse_known_args(argv)
-    finally:
-        sys.argv = before
+    parser = make_parser()
+    args, unknown = parser.parse_known_args(argv)
     if unknown:
-        raise unknown_flags(unknown, [n for each in parser._actions for n in each.option_strings])
-    given = {name: args.__dict__.pop(DEST + name) for name in FIELDS}
-    return args, {name: text for name, text in given.items() if text is not None}
+        flag = unknown[0].partition("=")[0]
+        refuse_retired(flag.strip("-").replace("-", "_"), flag)
+        known = [name for action in parser._actions for name in action.option_strings]
+        help_ = "See --help, and `accelerate launch --help`."
+        raise ConfigError(
+            f"unknown flag {flag}. {suggestion(flag.replace('-', '_'), known, help_)} The script's "
+            "own arguments come after the script."
+        )
+    ours = {name: value for name, value in vars(args).items() if name.startswith(DEST)}
+    for name in ours:
+        delattr(args, name)
+    return args, argparse.Namespace(**{name[len(DEST) :]: ours[name] for name in ours})
 
 
 def main(argv: Sequence[str]) -> int:
     """Run ``accel-scaler launch``; returns the exit status of the job, or of a dry run.
 
     Raises:
-        AccelScalerError: a setting, a file or a script that cannot be used; nothing was started.
+        AccelScalerError: the first refusal; nothing was started.
     """
-    args, flags = parse(make_parser(), argv)
-    if args.__dict__.pop("dry_run"):
-        return _dry_run(args, flags)
-    quiet = args.quiet
-    with _signals_passed_on(), prepared(args, flags) as settings, _told() as folder:
-        assert settings is not None
-        if not quiet:
-            print(plain(_announcement(settings)), file=sys.stderr, flush=True)
-        path = path_of(settings.config, 0)
-        path = None if path is None else os.path.expanduser(path)
-        before = _size(path)
-        with _environment(settings, folder):
-            status = _run(args)
-        grown = [path] if path is not None and _size(path) > before else []
-        totals = Totals() if folder is None else read_totals(folder)
-        line = closing_line(totals, grown, status)
-        if line is not None and not quiet:
-            print(plain(line), file=sys.stderr, flush=True)
-        return status
+    args, ours = parse(argv)
+    with tempfile.TemporaryDirectory(prefix="accel_scaler_") as folder:
+        settings, refusals = prepare(args, ours, Path(folder))
+        if ours.dry:
+            return _dry_run(settings, refusals)
+        if refusals:
+            raise refusals[0]
+        if not args.quiet:
+            print(plain(_announcement(settings, ours.off)), file=sys.stderr, flush=True)
+        with _environment(settings, ours.off):
+            return _run(args)
 
 
-@contextlib.contextmanager
-def _told() -> Iterator[Path | None]:
-    """The folder in which ranks tell what they did; None: there is no place for one."""
-    try:
-        folder = tempfile.mkdtemp(prefix="accel_scaler_")
-    except OSError:  # then nothing is said at the end
-        yield None
-        return
-    try:
-        yield Path(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _size(path: str | None) -> int:
-    """Bytes of a file; 0, where there is none."""
-    return os.path.getsize(path) if path is not None and os.path.isfile(path) else 0
-
-
-@contextlib.contextmanager
-def prepared(
-    args: argparse.Namespace,
-    flags: Mapping[str, str],
-    refusals: list[AccelScalerError] | None = None,
-) -> Iterator[Settings | None]:
-    """The settings of a launch, None where one is refused; ``args`` are ready for Accelerate.
-
-    While this lasts ``args.config_file`` has no section of ours.
+def prepare(
+    args: argparse.Namespace, ours: argparse.Namespace, folder: Path
+) -> tuple[Settings, list[AccelScalerError]]:
+    """The settings of a launch, and every refusal.
 
     Args:
-        args: of Accelerate's parser.
-        flags: ``{field: text}`` of the command line.
-        refusals: takes every refusal; None: the first one is raised.
-
-    Raises:
-        ConfigError: a setting, a file or a script that cannot be used, said before the ranks do,
-            each in its way.
-        UnsupportedError: a job in which nothing can be attached.
+        args: Accelerate's; the config file in it is replaced by one without our section.
+        ours: our flags.
+        folder: where that config file is written.
     """
-    file = settings = defaults = None
-    found: list[list[Found]] = []
-    with _kept_in(refusals):
-        file = _config_file(args)
-    for setting in _one_by_one(file, flags):
-        with _kept_in(refusals):
-            found.append(list(setting))
-    if not refusals:
-        with _kept_in(refusals):
-            settings = resolve(*found)
-    with _kept_in(refusals):
-        _expect_script(args)
-    with contextlib.ExitStack() as stack:
-        with _kept_in(refusals):
-            defaults = None if file is None else stack.enter_context(_handed_over(args, file))
-        for refuse in (_refuse_other_scalers, _refuse_unwritable):
-            with _kept_in(refusals):
-                if settings is not None:
-                    refuse(settings, args, defaults)
-        yield settings
+    refusals: list[AccelScalerError] = []
+    flags = {name: text for name in FIELDS if (text := getattr(ours, name)) is not None}
+    sources = [environment(os.environ), ("command line", parsed(flags))]
+    with _collected(refusals):
+        sources[:0] = _take_section(args, folder)
+    is_readable = not refusals
+    settings = merge(*sources)
+    refusals += settings.refusals
+    with _collected(refusals):
+        _check_script(args)
+    if is_readable:
+        with _collected(refusals):
+            merged = _merged_by_accelerate(args)
+            if not ours.off:
+                _refuse_other_scalers(merged)
+            # Ranks on other hosts write only to a path with {rank}.
+            if (path := path_of(settings.config, merged.machine_rank or 0)) is not None:
+                refuse_unwritable(path)
+    return settings, refusals
 
 
-@contextlib.contextmanager
-def _kept_in(refusals: list[AccelScalerError] | None) -> Iterator[None]:
-    """A refusal in the block is added to these; None: it is raised."""
+@contextmanager
+def _collected(refusals: list[AccelScalerError]) -> Iterator[None]:
     try:
         yield
     except AccelScalerError as error:
-        if refusals is None:
-            raise
         refusals.append(error)
 
 
-def _config_file(args: argparse.Namespace) -> ConfigFile | None:
+def _take_section(args: argparse.Namespace, folder: Path) -> list[Source]:
+    """The section of the config file, if there is one; ``args`` name a copy without it."""
     if args.config_file is not None:
-        return read_config(find_config(args.config_file))
-    if os.path.isfile(default_config_file) and not args.cpu:  # as Accelerate decides it
-        return read_config(default_config_file)
-    return None
+        file = read_config(find_config(args.config_file))
+    elif os.path.isfile(default_config_file) and not args.cpu:  # as Accelerate decides it
+        file = read_config(default_config_file)
+    else:
+        return []
+    args.config_file = str(file.path)
+    if file.rest is not None:
+        copy = folder / file.path.name  # its ending separates JSON from YAML
+        copy.write_text(file.rest, encoding="utf-8")
+        args.config_file = str(copy)
+    return [(str(file.path), parsed(file.section))]
 
 
-def _one_by_one(file: ConfigFile | None, flags: Mapping[str, str]) -> Iterator[Iterable[Found]]:
-    """Each setting of the file, of the environment and of the flags, so that each is checked."""
-    if file is not None:
-        for name, value in file.values.items():
-            yield in_section(dataclasses.replace(file, values={name: value}))
-    for key, text in sorted(os.environ.items()):
-        yield in_environment({key: text})
-    for name, text in flags.items():
-        yield in_flags({name: text})
+def _check_script(args: argparse.Namespace) -> None:
+    script = args.training_script
+    if not (args.module or args.no_python or script == "-" or os.path.exists(script)):
+        raise ConfigError(f"the script {script!r} does not exist (from {os.getcwd()}).")
 
 
-@contextlib.contextmanager
-def _handed_over(args: argparse.Namespace, file: ConfigFile) -> Iterator[Any]:
-    """Accelerate's own reading of the file, of which ``args`` name a copy without our section."""
-    with contextlib.ExitStack() as stack:
-        handed_over = file.path
-        if file.rest is not None:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="accel_scaler_"))
-            handed_over = Path(folder) / file.path.name  # its ending tells JSON from YAML
-            handed_over.write_text(file.rest, encoding="utf-8")
-        args.config_file = str(handed_over)
-        try:
-            defaults = load_config_from_file(args.config_file)
-        except Exception as error:  # of whatever class: Accelerate has none of its own
-            text = " ".join(str(error).split()).replace(args.config_file, str(file.path))
-            raise ConfigError(f"{file.path}: Accelerate cannot use it: {text}") from error
-        yield defaults
+def _merged_by_accelerate(args: argparse.Namespace) -> Any:
+    """Accelerate's arguments, merged with its config file and its defaults.
 
-
-def _dry_run(args: argparse.Namespace, flags: Mapping[str, str]) -> int:
-    """Print every setting with its source, then every refusal; returns 2 where there is one."""
-    refusals: list[AccelScalerError] = []
-    with prepared(args, flags, refusals) as settings:
-        if not refusals:
-            with _kept_in(refusals):
-                _refuse_as_accelerate(args)
-    if settings is not None:
-        values = {"attach": settings.attach, **dataclasses.asdict(settings.config)}
-        rows = [(n, written(v), settings.sources.get(n, "default")) for n, v in values.items()]
-        name, value, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
-        for row in rows:
-            say(f"{row[0]:{name}}  {row[1]:{value}}  {row[2]}")
-    for error in refusals:
-        print("accel-scaler: error:", plain(" ".join(str(error).split())), file=sys.stderr)
-    if not refusals:
-        say("A launch would refuse nothing of this. It was not started: --dry_run.")
-    return 2 if refusals else 0
-
-
-def _refuse_as_accelerate(args: argparse.Namespace) -> None:
-    """Flags and files that contradict each other, as its launcher would meet them."""
+    Raises:
+        ConfigError: Accelerate refuses them.
+    """
     log = logging.getLogger("accelerate.commands.launch")
-    was_disabled, log.disabled = log.disabled, True
+    was_disabled, log.disabled = log.disabled, True  # it warns of defaults; the launch does again
     try:
-        _validate_launch_command(args)
-    except Exception as error:  # of whatever class: Accelerate has none of its own
+        merged, _, _ = _validate_launch_command(argparse.Namespace(**vars(args)))
+    except Exception as error:  # of many classes
         text = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"Accelerate refuses these arguments: {text}") from error
     finally:
         log.disabled = was_disabled
+    return merged
+
+
+def _refuse_other_scalers(merged: Any) -> None:
+    kinds = {"use_deepspeed": "DEEPSPEED", "use_megatron_lm": "MEGATRON_LM", "tpu": "XLA"}
+    for flag, kind in kinds.items():
+        if getattr(merged, flag) and not merged.cpu:
+            raise UnsupportedError(
+                f"nothing can be attached: {scaled_elsewhere(kind)}. Add --no_attach, or use "
+                "`accelerate launch`."
+            )
+
+
+def _dry_run(settings: Settings, refusals: Sequence[AccelScalerError]) -> int:
+    """Print every setting with its source, then every refusal; returns 2 where there is one."""
+    for name, value in dataclasses.asdict(settings.config).items():
+        say(f"{name:<22} {written(value):<12} {settings.sources.get(name, 'default')}")
+    for refusal in refusals:
+        text = plain(" ".join(str(refusal).split()))
+        print(f"accel-scaler: error: {text}", file=sys.stderr)
+    return 2 if refusals else 0
+
+
+def _announcement(settings: Settings, is_off: bool) -> str:
+    """One line with the settings that are not at their defaults, and their sources."""
+    if is_off:
+        return "accel-scaler: nothing is attached (--no_attach)."
+    config, sources = settings.config, settings.sources
+    changed = [f"{name}={getattr(config, name)!r} ({sources[name]})" for name in sources]
+    return f"accel-scaler: attaching with {', '.join(changed) or 'the defaults'}."
+
+
+@contextmanager
+def _environment(settings: Settings, is_off: bool) -> Iterator[None]:
+    """The environment that the ranks inherit; afterwards it is as before."""
+    before = dict(os.environ)
+    path = before.get("PYTHONPATH")
+    entries = path.split(os.pathsep) if path else []
+    entries = [entry for entry in entries if entry != STARTUP]  # launched by a launched script
+    for key in before:
+        if key.startswith(ENV_PREFIX):
+            del os.environ[key]
+    os.environ.update(settings.config.to_env())
+    os.environ["PYTHONPATH"] = os.pathsep.join(entries if is_off else [STARTUP, *entries])
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Accelerate's launch; returns the status of the process that failed first, or 0."""
-    quiet, args.quiet = args.quiet, None  # quiet, Accelerate ends with 1, whatever the status was
+    """Accelerate's launch; returns the exit status of the process that failed first, or 0."""
+    quiet, args.quiet = args.quiet, None  # with quiet Accelerate ends with 1, whatever the status
     try:
         launch_command(args)
     except subprocess.CalledProcessError as error:
         if not quiet:
-            what = f"exited with status {error.returncode}"
-            if error.returncode < 0:
-                what = f"was ended by signal {-error.returncode}"
-            print(plain(f"accel-scaler: {args.training_script} {what}"), file=sys.stderr)
+            text = f"accel-scaler: {args.training_script} ended with status {error.returncode}"
+            print(plain(text), file=sys.stderr)
         return _shell_status(error.returncode)
     except ChildFailedError as error:
-        print(error, file=sys.stderr)  # torchrun's table: which rank, its status, when
+        print(error, file=sys.stderr)  # torchrun's table: rank, status, time
         return _shell_status(error.get_first_failure()[1].exitcode)
     except SignalException as error:  # torchrun has ended its ranks
         return 128 + int(error.sigval)
@@ -304,112 +241,5 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _shell_status(code: int) -> int:
-    """An exit status as a shell gives it: 128 + n for a process that signal n ended."""
+    """An exit status as a shell has it: 128 + n for a process that signal n ended."""
     return code if code >= 0 else 128 - code
-
-
-@contextlib.contextmanager
-def _signals_passed_on() -> Iterator[None]:
-    """The script decides what SIGTERM, SIGHUP and Ctrl-C end; the launcher waits for its status.
-
-    A terminal sends a Ctrl-C to the script, too. A signal that is ignored (nohup) stays so.
-    torchrun has handlers of its own: it ends its ranks.
-    """
-
-    def pass_on(number: int, frame: object) -> None:
-        children = psutil.Process().children()
-        if not children:  # nothing has been started
-            raise SystemExit(128 + number)
-        for child in children if number != signal.SIGINT else ():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.send_signal(number)
-
-    names = [name for name in ("SIGTERM", "SIGHUP", "SIGINT") if hasattr(signal, name)]
-    before = {number: signal.getsignal(number) for number in map(signal.Signals.__getitem__, names)}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(number, pass_on)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _refuse_other_scalers(settings: Settings, args: argparse.Namespace, defaults: Any) -> None:
-    """Kinds of launch that ``attach`` would refuse in every rank, or could not reach."""
-    # Accelerate asks the file only where no flag has chosen; --cpu outranks both.
-    chosen = (args.multi_gpu, args.tpu, args.use_deepspeed, args.use_fsdp, args.use_megatron_lm)
-    by_file = "" if defaults is None or any(chosen) else defaults.distributed_type.value
-    flags = {"DEEPSPEED": args.use_deepspeed, "MEGATRON_LM": args.use_megatron_lm, "XLA": args.tpu}
-    kind = next((kind for kind, flag in flags.items() if flag), by_file)
-    found = None if args.cpu else scaled_elsewhere(kind)
-    if defaults is not None and defaults.compute_environment.value == "AMAZON_SAGEMAKER":
-        found = "Amazon SageMaker runs the script where this launcher does not reach"
-    if found is not None and settings.attach:
-        raise UnsupportedError(
-            f"nothing can be attached: {found}. Add --no_attach, or use `accelerate launch`."
-        )
-
-
-def _refuse_unwritable(settings: Settings, args: argparse.Namespace, defaults: Any) -> None:
-    """Say it before ranks are started, which would say it one after the other."""
-    rank = args.machine_rank
-    if rank is None:
-        rank = getattr(defaults, "machine_rank", 0)
-    path = path_of(settings.config, rank)  # without {rank} the first host alone writes
-    if path is not None:
-        try:
-            refuse_unwritable(path)
-        except ConfigError as error:
-            raise ConfigError(f"{error} ({settings.sources['telemetry']})") from None
-
-
-def _expect_script(args: argparse.Namespace) -> None:
-    script = args.training_script
-    if script is None:
-        raise ConfigError(f"no script was given; usage: {USAGE}")
-    if args.module or script == "-":
-        return  # Python says it
-    if args.no_python:
-        if shutil.which(script) is None:
-            raise ConfigError(f"{script!r} is no executable, here or on PATH (--no_python).")
-    elif not os.path.exists(script):
-        raise ConfigError(f"the script {script!r} does not exist (from {os.getcwd()}).")
-
-
-@contextlib.contextmanager
-def _environment(settings: Settings, folder: Path | None) -> Iterator[None]:
-    """The environment that the ranks inherit; afterwards it is as before."""
-    before = dict(os.environ)
-    python_path = before.get("PYTHONPATH")
-    entries = [] if not python_path else python_path.split(os.pathsep)
-    entries = [entry for entry in entries if entry != STARTUP]  # launched from a launched script
-    if settings.attach:
-        entries.insert(0, STARTUP)
-    for key in before:
-        if key.startswith(ENV_PREFIX):
-            del os.environ[key]
-    os.environ.update(settings.config.to_env())
-    if folder is not None:
-        os.environ[VARIABLE] = str(folder)
-    if settings.attach or python_path is not None:
-        os.environ["PYTHONPATH"] = os.pathsep.join(entries)
-    try:
-        yield
-    finally:
-        for key in set(os.environ) - set(before):
-            del os.environ[key]
-        os.environ.update(before)
-
-
-def _announcement(settings: Settings) -> str:
-    """One line: what is attached with, and who said so."""
-    if not settings.attach:
-        return "accel-scaler: attach is off; the script runs as under `accelerate launch`."
-    changed = [
-        f"{name}={value!r} ({settings.sources[name]})"
-        for name, value in dataclasses.asdict(settings.config).items()
-        if name in settings.sources
-    ]
-    return f"accel-scaler: attaching with {', '.join(changed) or 'the defaults'}."

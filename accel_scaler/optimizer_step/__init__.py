@@ -2,12 +2,11 @@
 
 :class:`Boundary` takes an optimizer whose gradients are accumulated, decides on the training
 thread and hands what is left to do to the optimizer's :class:`Stepper`, which is inline here. What
-it learns it writes to the window, and tells an :class:`Observer`. It knows no optimizer thread, no
-Accelerate and no record of anything: who steps later is a Stepper like any other.
+it learns it writes to the window; each :class:`Observer` receives the events. It knows no optimizer
+thread, no Accelerate and no record of anything: who steps later is a Stepper like any other.
 """
 
 from .boundary import Boundary, boundary_of
-from .explainer import Explainer
 from .fused_adam import AdamGroup, is_plain
 from .observer import Observer
 from .stepper import (
@@ -25,7 +24,6 @@ __all__ = [
     "ATTRIBUTE",
     "AdamGroup",
     "Boundary",
-    "Explainer",
     "Observer",
     "StepTiming",
     "Stepper",

@@ -8,7 +8,6 @@ an optimizer it writes to the window, and reads there what others have written.
 from __future__ import annotations
 
 import logging
-import time
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -36,15 +35,14 @@ from ..scaling import (
     stepped,
 )
 from .clipping import Clipping
-from .explainer import Explainer
 from .observer import Observer
 from .overflow_check import OverflowCheck
 from .stepper import HoldScaled, Stepper, stepper_of
 
 logger = logging.getLogger("accel_scaler")
 
-PATIENCE = 10
-"""Windows after whose end an optimizer that never had a gradient is told of."""
+MAX_IDLE_WINDOWS = 10
+"""Windows that an optimizer may go without its first gradient before a warning is logged."""
 
 _boundaries: weakref.WeakKeyDictionary[GradScaler, weakref.ref[Boundary]] = (
     weakref.WeakKeyDictionary()
@@ -63,26 +61,24 @@ class Boundary:
     Args:
         scaler: whose windows these are.
         device: where ranks communicate, and the norm of an overflow is.
-        observer: is told what happens; None: nobody is.
-        explainer: is asked where an overflow began; None: nobody is.
+        observers: receive each event in this order; one that finds out where an overflow began
+            comes before one that reads it from the window.
     """
 
     def __init__(
         self,
         scaler: GradScaler,
         device: torch.device,
-        observer: Observer | None = None,
-        explainer: Explainer | None = None,
+        *observers: Observer | None,
     ) -> None:
         self.scaler, self.device = scaler, device
-        self.observer = Observer() if observer is None else observer
-        self.explainer = Explainer() if explainer is None else explainer
-        self.check = OverflowCheck(scaler, device, self.observer)
+        self.observers = [each for each in observers if each is not None]
+        self.check = OverflowCheck(scaler, device, self.observers)
         self.clipping = Clipping(self.check)
         self._idle: weakref.WeakKeyDictionary[Optimizer, set[int] | None]
         self._idle = weakref.WeakKeyDictionary()
-        """The windows in which an optimizer that had no gradient yet was to step; None: it has
-        had gradients, or it was told that it has none."""
+        """The windows in which an optimizer without a gradient so far was to step; None: it has had
+        one, or the warning was logged."""
         _boundaries[scaler] = weakref.ref(self)
 
     def add(
@@ -103,7 +99,7 @@ class Boundary:
         self._refuse_complex(stepped(optimizer))
         stepper = stepper_of(optimizer)
         stepper.fold_unscale, stepper.hold_scaled = fold_unscale, hold_scaled
-        stepper.measures_shown = self.observer.wants_shown_errors
+        stepper.measures_shown = self.check.wants_each_norm
         self.scaler.manage(stepped(optimizer), stepper)
 
     def _refuse_complex(self, optimizer: Optimizer) -> None:
@@ -129,8 +125,8 @@ class Boundary:
             window.losses.note([loss.detach() / accumulation])
             for optimizer in self.scaler.managed:
                 stepper_of(optimizer).settle_gradients()
-        self.observer.before_backward(loss)
-        self.explainer.before_backward(loss)
+        for observer in self.observers:
+            observer.before_backward(loss)
 
     def after_backward(self, step: int, accumulation: int) -> None:
         """Call after it: the loss was that of this micro-batch, as Accelerate counts them."""
@@ -183,12 +179,12 @@ class Boundary:
         """
         if self.device.type != "cpu":
             refuse_capture("optimizer.step()")
-        start, optimizer = time.perf_counter(), stepped(optimizer)
+        optimizer = stepped(optimizer)
         scaler, stepper = self.scaler, stepper_of(optimizer)
         scaler.manage(optimizer, stepper)
         if not scaler.is_enabled():
             window = self._window_to_step(optimizer)
-            self._close(optimizer, window, window.record(optimizer), stepper, start)
+            self._close(optimizer, window, window.record(optimizer), stepper)
             return True
         if not self._has_gradients(optimizer):
             self._count_idle(optimizer, scaler.window)
@@ -205,11 +201,12 @@ class Boundary:
         elif record.deferred and len(scaler.managed) > 1:
             self._note_unscaled(optimizer, stepper)
         stepper.wait("optimizer.step")
-        self._close(optimizer, scaler.window, record, stepper, start)
+        self._close(optimizer, scaler.window, record, stepper)
         try:
-            scaler.end_streak()
+            scaler.check_skips()
         except OverflowStreakError as error:
-            self.observer.run_ended(f"{type(error).__name__}: {error}")
+            for observer in self.observers:
+                observer.run_ended(f"{type(error).__name__}: {error}")
             raise
         return not record.found_inf
 
@@ -248,9 +245,8 @@ class Boundary:
         window: Window,
         record: OptimizerRecord,
         stepper: Stepper,
-        start: float,
     ) -> None:
-        """Update the scale, then the parameters or not, and tell the observer.
+        """Update the scale, then the parameters or not.
 
         The window is closed, for this optimizer too, before its step begins: whatever comes out of
         that, an interrupt for example, the next window is a new one.
@@ -259,8 +255,8 @@ class Boundary:
         self.scaler.close_window(found_inf)
         record.stage = OptState.STEPPED
         record.forget_returned()
-        self.observer.before_update(optimizer, window)
-        self.explainer.before_update(optimizer, window)
+        for observer in self.observers:
+            observer.before_update(optimizer, window)
         if found_inf:
             stepper.skip()
             left = [p for p in parameters_of(optimizer) if id(p) not in window.unscaled]
@@ -270,16 +266,11 @@ class Boundary:
             last = stepper.timing
             stepper.step(deferred)
             timing = stepper.timing if stepper.timing is not last else None
-        streak = self.scaler.overflow_streak
         record.names = self.scaler.parameter_names.of(record.overflowed, optimizer)
+        self.scaler.skips.names.update(record.names)
         record.let_go()  # a model may be dropped now
-        streak.count(record.names)
-        if found_inf:
-            skips = self.scaler.read_state().consecutive_skips
-            streak.search(parameters_of(optimizer), optimizer, skips - 1)
-            streak.tell_broken_statistics(window.losses)
-        self.observer.optimizer_stepped(optimizer, window, timing, start)
-        self.explainer.optimizer_stepped(window)
+        for observer in self.observers:
+            observer.optimizer_stepped(optimizer, window, timing)
 
     def _step_without_window(self, optimizer: Optimizer) -> None:
         """Nothing was scaled since the last step: only zero gradients are right as they are.
@@ -294,30 +285,25 @@ class Boundary:
         stepper_of(optimizer).step()
 
     def _count_idle(self, optimizer: Optimizer, window: Window) -> None:
-        """Once it has had ``PATIENCE`` windows and never a gradient: say so, once.
+        """Warn of an optimizer that never has a gradient, where torch's scaler raises at once.
 
-        Torch's scaler raises in the first. Here an optimizer may wait for its turn (GANs,
-        adapters), and one that has had gradients may be without for as long as it likes.
+        Here it may wait for its turn (GANs, adapters), and be without for as long as it likes once
+        it has had some.
         """
         windows = self._idle.setdefault(optimizer, set())
         if window.opened_by is None or windows is None:
             return
         windows.add(window.index)
-        if len(windows) < PATIENCE:
+        if len(windows) < MAX_IDLE_WINDOWS:
             return
         self._idle[optimizer] = None
         params = parameters_of(optimizer)
-        frozen = sum(not p.requires_grad for p in params)
+        name = next(iter(self.scaler.parameter_names.of(params[:1], optimizer)), "none")
         logger.warning(
-            "%s was to step in %d windows and has never had a gradient: nothing of it trains "
-            '(torch\'s GradScaler raises "No inf checks were recorded for this optimizer"). Its '
-            "first of %d parameters is %s; %d of them are frozen. Make it from the parameters of "
-            "the model that computes the loss, after that was wrapped or moved; unfreeze them; or "
-            "leave out its step() until they train. One that waits for its turn is in order. "
-            "(Said once.)",
+            "%s was to step in %d windows and has never had a gradient, so nothing of it trains. "
+            "Its first parameter is %s. Make it from the parameters of the model that computes the "
+            "loss, after that was wrapped or moved, and unfreeze them. (Logged once.)",
             type(optimizer).__name__,
-            PATIENCE,
-            len(params),
-            next(iter(self.scaler.parameter_names.of(params[:1], optimizer)), "not there"),
-            frozen,
+            MAX_IDLE_WINDOWS,
+            name,
         )

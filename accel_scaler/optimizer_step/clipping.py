@@ -133,7 +133,7 @@ class Clipping:
         self, parameters: Sequence[Tensor], norm: Any, max_norm: float, norm_type: float
     ) -> None:
         """Somebody else has clipped. Communicates, where the norm is a DTensor and is wanted."""
-        if self._check.observer.wants_norms:
+        if any(observer.wants_norms for observer in self._check.observers):
             self._note(GradNorm(parameters, whole(norm), None, float(max_norm), None, norm_type))
 
     def _note(self, norm: GradNorm) -> None:
@@ -144,7 +144,7 @@ class Clipping:
     ) -> Tensor:
         """``torch.nn.utils.clip_grad_norm_``; where they are wanted, it leaves each one's norm."""
         grads, each = gradients_of(parameters), None
-        if self._check.observer.wants_each_norm and norm_type == 2.0 and is_uniform(grads):
+        if self._check.wants_each_norm and norm_type == 2.0 and is_uniform(grads):
             each = torch.stack(list(torch._foreach_norm(grads)))
             total: Tensor = torch.linalg.vector_norm(each)
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
@@ -240,7 +240,7 @@ class Clipping:
         window = self.scaler.window
         for p in unowned if window.opened_by is not None else ():
             known = window.unowned.get(id(p))
-            if known is not None and known[1] is not None and known[1].is_changed:
+            if known is not None and known[1] is not None and known[1].is_changed():
                 raise_mixed("a parameter that no optimizer here owns")
             if known is None and p.grad is not None and id(p) not in window.unscaled:
                 p.grad.div_(self.scaler.window_scale)

@@ -43,11 +43,18 @@ class OverflowCheck:
     Args:
         scaler: whose windows these are.
         device: where ranks communicate.
-        observer: asked whether each norm is wanted.
+        observers: may want each norm.
     """
 
-    def __init__(self, scaler: GradScaler, device: torch.device, observer: Observer) -> None:
-        self.scaler, self.device, self.observer = scaler, device, observer
+    def __init__(
+        self, scaler: GradScaler, device: torch.device, observers: Sequence[Observer]
+    ) -> None:
+        self.scaler, self.device, self.observers = scaler, device, observers
+
+    @property
+    def wants_each_norm(self) -> bool:
+        """Some observer reads the norm of each gradient."""
+        return any(observer.wants_each_norm for observer in self.observers)
 
     def split(
         self, parameters: Sequence[Tensor]
@@ -55,7 +62,7 @@ class OverflowCheck:
         """Each optimizer that has some of ``parameters``, with these, in the order they came; and
         those that none here has."""
         window, managed = self.scaler.window, self.scaler.managed
-        if window.owners is None or not window.owners.answers(managed, parameters):
+        if window.owners is None or not window.owners.is_of(managed):
             window.owners = Owners(managed)
         return window.owners.split(parameters)
 
@@ -115,7 +122,7 @@ class OverflowCheck:
         ``some``: of these parameters; None: of all.
         """
         record.stop_holding()
-        if record.returned is not None and record.returned.is_changed_in(some):
+        if record.returned is not None and record.returned.is_changed(some):
             raise OrderError(
                 f"the gradients of {type(optimizer).__name__} were changed after they were "
                 "clipped, while they still are scaled: they go to float32 masters, or fold_unscale "
@@ -222,15 +229,8 @@ class OverflowCheck:
             return None
         if self.unscaled_elsewhere(owners):
             return None
-        device, losses = grads[0].device, self.scaler.window.losses
-        inv_scale = torch.full((), reciprocal(scale), dtype=torch.float32, device=device)
-        if not self.observer.wants_each_norm:
-            return check_norms(grads, inv_scale)
-        loss = None if device.type == "cpu" else losses.sum_on(device)
-        norms = check_norms(grads, inv_scale, keep=True, beside=loss)
-        if norms.beside is not None:
-            losses.tell(norms.beside)
-        return norms
+        inv_scale = torch.full((), reciprocal(scale), dtype=torch.float32, device=grads[0].device)
+        return check_norms(grads, inv_scale, keep_each=self.wants_each_norm)
 
     def unscaled_elsewhere(self, optimizers: Sequence[Optimizer]) -> list[Tensor]:
         """Parameters of optimizers that nobody has looked at, whose gradients were unscaled for
@@ -315,7 +315,7 @@ class OverflowCheck:
         if record.returned is not None:
             record.returned.renew(written)
         elif record.deferred and stepper_of(optimizer).keeps_scaled:
-            record.returned = Snapshot.with_contents(parameters_of(optimizer))
+            record.returned = Snapshot(parameters_of(optimizer), with_contents=True)
         elif record.deferred:
             self._hold(optimizer, record)
         if record.unscaled_before is not None:
@@ -336,7 +336,7 @@ class OverflowCheck:
                 found.returned = None
                 check._note_unscaled(parameters_of(stepped), found)
 
-        record.returned = Snapshot.of(params)
+        record.returned = Snapshot(params)
         record.end_hold = None if hold is None else hold(gradients_of(params), unscale)
         if record.end_hold is None:
             self.unscale(optimizer, record)

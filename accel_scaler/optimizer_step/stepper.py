@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -31,8 +30,8 @@ class StepTiming:
     finished: bool = False
     inline: bool = False
     """On the training thread, which so waits for all of it."""
-    waits: list[tuple[float, float, Any]] = field(default_factory=list)
-    """``(start, length, where)``: the parameter whose use waited, or what else did."""
+    waits: list[tuple[float, float]] = field(default_factory=list)
+    """``(start, length)`` of each wait."""
     delay_compensation: str | None = None
     """What the model was shown of it at first (``"none"``: nothing); None: it was not late."""
     shown_error: tuple[float, float] | None = None

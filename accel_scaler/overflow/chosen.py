@@ -28,6 +28,8 @@ class ChosenModules:
 
     def __init__(self, patterns: Iterable[str] = ()) -> None:
         self.patterns = tuple(patterns)
+        self.kept: list[str] = []
+        """Names given to :meth:`keep`, in order."""
         self._unmatched = list(self.patterns)
         self._on: list[Fp32Module] = []
         self._backwards = 0
@@ -44,7 +46,7 @@ class ChosenModules:
         Raises:
             UnsupportedError: one cannot run in float32; nothing is changed.
         """
-        before = self.patterns
+        names, before = list(names), self.patterns
         self.patterns = tuple(dict.fromkeys((*before, *map(escape, names))))
         try:
             for model in models:
@@ -54,6 +56,7 @@ class ChosenModules:
             raise
         for model in models:
             self.put_on(model)
+        self.kept += [name for name in names if name not in self.kept]
 
     @property
     def modules(self) -> list[Module]:

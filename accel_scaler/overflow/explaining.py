@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..models import unwrap
-from ..optimizer_step import Explainer
+from ..optimizer_step import Observer, StepTiming
 from ..scaling import (
     LOW_PRECISION,
     GradScaler,
@@ -54,7 +54,7 @@ MOST_TOLD = 20
 """Overflows of which a warning is given; of later ones records and the log's level INFO tell."""
 
 
-class OverflowExplainer(Explainer):
+class OverflowExplainer(Observer):
     """Says of each overflow where it began, in the window's ``origin`` and in the log.
 
     Args:
@@ -183,7 +183,9 @@ class OverflowExplainer(Explainer):
             if updated and not updated.isdisjoint(map(id, Module.parameters(model)))
         )
 
-    def optimizer_stepped(self, window: Window) -> None:
+    def optimizer_stepped(
+        self, optimizer: Optimizer, window: Window, timing: StepTiming | None
+    ) -> None:
         """Another optimizer may step, and overflow, in the same window."""
         if self.recording is not None:
             self.recording.end_window()
@@ -295,7 +297,6 @@ class OverflowExplainer(Explainer):
             )
 
     def _tell_healed(self, window: Window, healer: Healer, finding: Finding) -> None:
-        self.scaler.fp32_modules = tuple(dict.fromkeys((*self.scaler.fp32_modules, *window.healed)))
         share = healer.share(self.models)
         logger.warning(
             "window %d: in float32 from now on: %s, since no scale cures: %s. %.2g%% of the "
@@ -332,10 +333,7 @@ class OverflowExplainer(Explainer):
     def _tell(self, window: Window, origin: Origin) -> None:
         """In the window, to who ends a run of skips, and in the log."""
         window.origin = origin
-        evidence = self.scaler.overflow_streak.evidence
-        evidence.first = origin.text + ". "
-        made = origin.where == "forward" and origin.input and not origin.is_of_data
-        evidence.module = origin.module if made else ""
+        self.scaler.skips.origin = origin.text
         self._told += 1
         level = logging.WARNING if self._told <= MOST_TOLD else logging.INFO
         logger.log(level, "window %d overflowed: %s", window.index, origin.text)

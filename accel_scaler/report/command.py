@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     """
     file, *others = args.files
     if others:
-        refuse_retired("accel-scaler report FILE FILE", "a second file", "accel-scaler report")
+        refuse_retired("accel-scaler report FILE FILE")
     if args.text and args.output:
         raise ConfigError("report: --text prints, -o writes; give one of the two.")
     if args.output and _same(args.output, file):

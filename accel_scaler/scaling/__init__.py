@@ -40,7 +40,7 @@ from .gradients import (
 from .losses import Losses
 from .origin import Origin, Pair
 from .owners import Owners
-from .parameter_names import MOST_NAMES, ParameterNames
+from .parameter_names import MAX_NAMES, ParameterNames
 from .thread_windows import WAIT_LIMIT_S
 from .window import (
     DeferredUnscale,
@@ -54,7 +54,7 @@ from .window import (
 
 __all__ = [
     "LOW_PRECISION",
-    "MOST_NAMES",
+    "MAX_NAMES",
     "SMALL",
     "WAIT_LIMIT_S",
     "DeferredUnscale",

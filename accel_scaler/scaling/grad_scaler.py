@@ -1,22 +1,22 @@
-"""GradScaler: torch's, with windows, several threads, bounds, hysteresis and an end to skips."""
+"""GradScaler: torch's, with windows, several threads, bounds, hysteresis and a limit on skips."""
 
 from __future__ import annotations
 
+import copy
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
-from ..config import ScalerConfig, is_count, is_number, is_positive
+from ..config import ScalerConfig, is_number, is_positive
 from ..devices import present_type
 from ..errors import ConfigError, OrderError, UnsupportedError, shown
 from ..untraced import untraced
@@ -33,8 +33,8 @@ from .gradients import (
     unscale_in_place,
 )
 from .host_mirror import HostMirror
-from .overflow_streak import OverflowStreak
 from .parameter_names import ParameterNames
+from .skips import SkipStreak
 from .thread_windows import Job, ThreadWindows
 from .update_rule import Rule, ScaleState
 from .window import OptimizerRecord, Snapshot, Window, stepped
@@ -42,15 +42,7 @@ from .window import OptimizerRecord, Snapshot, Window, stepped
 T = TypeVar("T")
 
 _TRANSIENT = (
-    "_windows",
-    "_live",
-    "_mirror",
-    "_local",
-    "_lock",
-    "_known",
-    "_leaves",
-    "_managed",
-    "_follower",
+    *("_windows", "_live", "_mirror", "_lock", "_known", "_leaves", "_managed", "_follower"),
 )
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
@@ -85,18 +77,10 @@ class GradScaler(torch.amp.GradScaler):
 
     Args:
         device: device type of the scale: ``"cuda"``, ``"cpu"``, ``"xpu"``, ... None: that of
-            ``torch.accelerator``, else the CPU (torch's stands for CUDA then, and disables itself
-            where there is none).
-        init_scale: as in torch, as all that follow up to ``enabled``: the first window's scale.
-        growth_factor: what the scale is multiplied by as it grows.
-        backoff_factor: what it is multiplied by after a window that overflowed.
-        growth_interval: windows in a row without overflow that make it grow.
+            ``torch.accelerator``, else the CPU.
         enabled: False: no scaling; :meth:`step` steps, everything else does nothing.
-        min_scale: the scale is not below this after an update. None: no bound.
-        max_scale: the scale is not above this after an update. None: no bound.
-        hysteresis: overflows in a row before the scale backs off.
-        max_consecutive_skips: skipped windows in a row that are allowed; one more makes
-            :meth:`update` raise ``OverflowStreakError``, naming the tensors that overflowed.
+
+    The others are the fields of :class:`ScalerConfig` with these names.
 
     Raises:
         ConfigError: an argument out of its range, naming it and what is allowed.
@@ -104,14 +88,7 @@ class GradScaler(torch.amp.GradScaler):
 
     sharded: bool = False
     """Ranks hold different gradients, whatever the parameters say, so they agree on a verdict."""
-    fp32_modules: tuple[str, ...] = ()
-    """Modules that ``heal`` keeps in float32: saved with the state, for who goes on from it."""
     _growth_tracker: Tensor | None
-    _min_scale: float | None = None
-    _max_scale: float | None = None
-    _hysteresis: int = 1
-    _consecutive_skips: int = 0
-    _was_loaded: bool = False
 
     def __init__(
         self,
@@ -127,11 +104,6 @@ class GradScaler(torch.amp.GradScaler):
         hysteresis: int = 1,
         max_consecutive_skips: int | None = None,
     ) -> None:
-        if not isinstance(device, (str, torch.device, type(None))):
-            raise ConfigError(
-                f"device: got {shown(device)}, expected the type of a device, as 'cuda', or None; "
-                "the scale is init_scale."
-            )
         if enabled:
             ScalerConfig(
                 init_scale=init_scale,
@@ -143,40 +115,43 @@ class GradScaler(torch.amp.GradScaler):
                 hysteresis=hysteresis,
                 max_consecutive_skips=max_consecutive_skips,
             )
+        self._min_scale, self._max_scale, self._hysteresis = min_scale, max_scale, hysteresis
+        self._consecutive_skips = 0
+        self._was_loaded = False
+        self.skips = SkipStreak(max_consecutive_skips)
         self.parameter_names = ParameterNames()
-        self.overflow_streak = OverflowStreak(
-            max_consecutive_skips, min_scale, self.parameter_names
-        )
+        self.extra: dict[str, Any] = {}
+        """Further entries of :meth:`state_dict`, filled by an integration; see
+        :meth:`call_when_loaded`."""
         self._make_transient()
         device = present_type() if device is None else device
         super().__init__(
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
-        self._min_scale, self._max_scale = min_scale, max_scale
-        self._hysteresis = hysteresis
 
     def _make_transient(self) -> None:
         """What belongs to this process and is not pickled."""
         self._windows = ThreadWindows()
         self._live: Tensor | None = None
         self._mirror = HostMirror()
-        self._local = threading.local()
         self._lock = threading.RLock()
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """Optimizers whose gradients :meth:`get_overflow_flag` looks at."""
+        self._leaves: list[weakref.ref[Tensor]] = []
+        """What it looks at until one is known: parameters that the window's outputs lead to. Of
+        this window alone, since torch swaps no parameter that has a weak reference."""
         self._managed: weakref.WeakKeyDictionary[Optimizer, weakref.ref[GradientReader]]
         self._managed = weakref.WeakKeyDictionary()
         """Optimizers that a boundary steps, in the order they came, and what steps them."""
-        self._follower: weakref.WeakMethod[Callable[[], None]] | None = None
-        self._leaves: list[weakref.ref[Tensor]] = []
-        """What the scaled outputs of this window lead to. Not longer: torch swaps no parameter that
-        has a weak reference."""
+        self._follower: weakref.WeakMethod[Callable[[dict[str, Any]], None]] | None = None
 
-    # torch's methods read the next two; they are those of the window this thread works in.
+    # Note [torch's methods in the window of a thread]
+    # torch.amp.GradScaler's methods read `_scale` and `_per_optimizer_states`, and assign an empty
+    # dict to the latter where a window is over. Here both are properties: a thread that works on a
+    # window of its own (`ThreadWindows.bound`) sees that window's, every other one the open one's.
 
     @property
     def _scale(self) -> Tensor | None:
-        self._mirror.finish()
         bound = self._windows.bound
         return self._live if bound is None or bound.scale is None else bound.scale
 
@@ -190,11 +165,9 @@ class GradScaler(torch.amp.GradScaler):
 
     @_per_optimizer_states.setter
     def _per_optimizer_states(self, value: Any) -> None:
-        """torch assigns an empty dict where a window is over."""
         self._next_window()
 
-    def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
-        super()._lazy_init_scale_growth_tracker(torch.device(dev))
+    # Scaling, unscaling and stepping.
 
     @untraced
     def scale(self, outputs: Any) -> Any:
@@ -203,29 +176,36 @@ class GradScaler(torch.amp.GradScaler):
         Opens a window if none is open. Returns ``outputs`` itself where scaling is disabled.
         Does not synchronise.
         """
-        if self._enabled and self._windows.bound is None:
+        opens = self._enabled and self._windows.bound is None
+        if opens:
             window = self.open_window()
             self._start_over_where_dropped(window)
             window.losses.note(_tensors(outputs))
         scaled = super().scale(outputs)
-        if self._enabled and self._windows.bound is None:
-            self._wait_before_backward(scaled)
-        if self._enabled and not self._known:
-            # Until an optimizer is seen, only the graph tells whose gradients to check.
-            leaves = {id(t): t for t in self._seen() + leaves_of(_tensors(scaled))}
-            self._leaves = [weakref.ref(leaf) for leaf in leaves.values()]
+        if opens:
+            self._settle_before_backward(scaled)
+            if not self._known:
+                self._leaves += map(weakref.ref, leaves_of(_tensors(scaled)))
         return scaled
 
-    def _wait_before_backward(self, scaled: Any) -> None:
-        """A backward adds to gradients that a step may still be reading, and asks nobody."""
-        steppers = list(self._managed.values())
-        waiting = [ref for ref in steppers if (stepper := ref()) is not None and stepper.unscales]
-        if waiting and not isinstance(scaled, (Tensor, list, tuple)):
-            _settle_gradients(waiting)  # scaled one by one, later
-        tensor: Any
-        for tensor in _tensors(scaled) if waiting else ():
+    def _settle_before_backward(self, scaled: Any) -> None:
+        """A backward adds to gradients that a step may still be reading: it waits for that step."""
+        if not any(stepper.unscales for stepper in self._steppers()):
+            return
+        if not isinstance(scaled, (Tensor, list, tuple)):  # to be scaled one by one, later
+            self._settle_gradients()
+        for tensor in _tensors(scaled):
             if tensor.requires_grad:
-                tensor.register_hook(partial(_settle_gradients, waiting))
+                tensor.register_hook(self._settle_gradients)  # type: ignore[no-untyped-call]
+
+    @untraced
+    def _settle_gradients(self, _: Tensor | None = None) -> None:
+        for stepper in self._steppers():
+            if stepper.unscales:
+                stepper.settle_gradients()
+
+    def _steppers(self) -> list[GradientReader]:
+        return [stepper for ref in self._managed.values() if (stepper := ref()) is not None]
 
     @untraced
     def unscale_(self, optimizer: Optimizer) -> None:
@@ -241,19 +221,15 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         with self._lock, self._windows.inside(self._windows.to_step()):
-            self._forbid_stranger(optimizer)
+            self._forbid_unbound(optimizer)
             self._check_scale_growth_tracker("unscale_")
             window, record = self._windows.current, self.record_of(optimizer)
             if self._windows.bound is None:
                 record.forbid_mixture(type(stepped(optimizer)).__name__)
-            params = parameters_of(optimizer)
-            done = window.unscaled_among(params) if record.stage is OptState.READY else []
-            with _put_aside(done):
-                super().unscale_(optimizer)
-            for p in done:
-                _add_check(record, p)
+            super().unscale_(optimizer)
             if window.sealed and record.verdict is not None:
                 record.decide(record.verdict)  # not what this rank finds, or on another stream
+            params = parameters_of(optimizer)
             record.count = len(params)
             if self._managed:
                 window.unscaled.update(map(id, params))
@@ -263,9 +239,26 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         params = parameters_of(optimizer)
-        if not allow_fp16:
-            _forbid_fp16(params)
-        return unscale_in_place(params, inv_scale, found_inf)
+        # Another optimizer may share some parameters: these are only checked. Synchronises.
+        shared = self._windows.current.unscaled_among(params)
+        if shared:
+            keys = set(map(id, shared))
+            params = [p for p in params if id(p) not in keys]
+        for p in () if allow_fp16 else params:
+            if p.grad is not None and p.grad.dtype is torch.float16:
+                raise UnsupportedError(
+                    f"Attempting to unscale FP16 gradients: a parameter of shape {tuple(p.shape)} "
+                    "is float16. Step it through float32 masters: AsyncOptimizer(optimizer, model, "
+                    "scaler=scaler, mode='sync'), or attach(accelerator); or load the model in "
+                    "float32 (model.float()) and let autocast run it in float16."
+                )
+        flags = unscale_in_place(params, inv_scale, found_inf)
+        for p in filter(has_nonfinite_gradient, shared):
+            assert p.grad is not None
+            flags[p.grad.device] = torch.ones((), dtype=torch.float32, device=p.grad.device)
+        if shared and not flags:
+            flags[found_inf.device] = found_inf
+        return flags
 
     @untraced
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -283,19 +276,17 @@ class GradScaler(torch.amp.GradScaler):
             result: float | None = optimizer.step(*args, **kwargs)
             return result
         with self._lock:
-            self._forbid_stranger(optimizer)
+            self._forbid_unbound(optimizer)
             self._known.add(stepped(optimizer))
             window = self._windows.to_step()
         fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-        outer, self._local.stepping = getattr(self._local, "stepping", None), optimizer
         try:
-            with self._windows.inside(window):
+            with self._windows.inside(window, stepping=optimizer):
                 self._before_step(optimizer)
                 if not fused or "grad_scaler" in inspect.signature(optimizer.step).parameters:
                     return super().step(optimizer, *args, **kwargs)
                 return self._step_fused(optimizer, *args, **kwargs)
         finally:
-            self._local.stepping = outer
             self._after_step(optimizer)
 
     def _before_step(self, optimizer: Optimizer) -> None:
@@ -308,151 +299,21 @@ class GradScaler(torch.amp.GradScaler):
             return
         if record is not None and record.deferred:
             raise OrderError(
-                f"scaler.step({type(optimizer).__name__}): its gradients, clipped, still are "
-                "scaled, which only the step of the AsyncOptimizer, or of the prepared optimizer, "
-                "around it knows. Call that one's step()."
+                f"scaler.step({type(optimizer).__name__}): its gradients were clipped and still "
+                "are scaled, which only the AsyncOptimizer or the prepared optimizer around it "
+                "accounts for. Call that one's step()."
             )
         is_ready = record is None or record.stage is OptState.READY
         if is_ready and window.unscaled_among(parameters_of(optimizer)):
             self.unscale_(optimizer)
 
     def _after_step(self, optimizer: Optimizer) -> None:
-        """In a window that another optimizer has closed already its verdict counts, too."""
+        """In a window that another optimizer has closed already, this one's verdict counts too."""
         window = self.window
-        if self._windows.bound is None and window.closed:
+        if window.closed and self._windows.bound is None:
             record = window.known(optimizer)
             if record is not None and record.found_inf and not window.found_inf:
                 self.close_window(True)
-
-    def is_stepping(self, optimizer: Optimizer) -> bool:
-        """Whether this thread is inside :meth:`step` of this optimizer: its verdict is taken."""
-        return getattr(self._local, "stepping", None) is optimizer
-
-    def close_window(self, found_inf: bool) -> None:
-        """Update the scale for the open window, before its optimizers step.
-
-        Call it again for each further optimizer of the window: the update starts over from
-        where the window began, with all verdicts so far, so that a window updates the scale
-        once. :meth:`unscale_` keeps dividing by the window's own scale. Where scaling is
-        disabled the window closes, with scale 1. Does not synchronise.
-        """
-        with self._lock:
-            window = self.window
-            if not self._enabled:
-                window.before = ScaleState(1.0, 0)
-                return
-            if window.before is None:
-                window.scale = None if self._live is None else self._live.clone()
-                window.before = self.read_state()
-            # Of others too, that somebody has unscaled or stepped by hand.
-            found_inf = found_inf or any(each.found_inf for each in window.states.values())
-            self.overflow_streak.window_closed(
-                window.before.scale, found_inf and not window.found_inf, window.losses
-            )
-            window.found_inf = window.found_inf or found_inf
-            self.write_state(self.rule.advance(window.before, window.found_inf))
-
-    def manage(self, optimizer: Optimizer, stepper: GradientReader) -> None:
-        """A boundary steps this optimizer, by ``stepper`` (both held weakly).
-
-        Where gradients are there already, and no loss was scaled, synchronises with the device.
-        """
-        self._known.add(optimizer)
-        is_new = optimizer not in self._managed
-        self._managed[optimizer] = weakref.ref(stepper)
-        if is_new and self.window.opened_by is None:  # else they may be of the window
-            why = "had gradients before it was given to this scaler, not scaled by it"
-            self._mark_carried_over(optimizer, why)
-
-    def release(self, *optimizers: Optimizer) -> None:
-        """No boundary steps these any more. What their step has unscaled in the window that is
-        closed stays known: another optimizer may come to have it."""
-        window = self.window
-        for optimizer in optimizers:
-            self._managed.pop(optimizer, None)
-            record = window.known(optimizer)
-            if record is None or record.stage is not OptState.STEPPED or record.found_inf:
-                continue
-            grads = ((p, p.grad) for p in parameters_of(optimizer))
-            done = [p for p, grad in grads if grad is not None and grad.dtype is torch.float32]
-            window.unscaled.update(map(id, done))
-
-    @property
-    def managed(self) -> list[Optimizer]:
-        """Optimizers that a boundary steps, in the order they came: the same on every rank."""
-        return list(self._managed)
-
-    @property
-    def window(self) -> Window:
-        """The open window, or the last one until :meth:`scale` opens the next."""
-        return self._windows.open
-
-    def record_of(self, optimizer: Optimizer) -> OptimizerRecord:
-        """What is known of ``optimizer`` in the window that calls on this thread mean."""
-        return self._windows.current.record(optimizer)
-
-    def open_window(self) -> Window:
-        """The open window; a new one if the last one was stepped."""
-        with self._lock:
-            if self.window.closed:
-                self._next_window()
-            if self.window.opened_by is None:
-                self.window.opened_by = threading.get_ident()
-            return self.window
-
-    @property
-    def window_scale(self) -> float:
-        """The scale of the open window, or of the one that was closed last. As :meth:`get_scale`
-        otherwise."""
-        before = self.window.before
-        return self.get_scale() if before is None else before.scale
-
-    def abandon_window(self) -> None:
-        """Give up the open window, if any: the next :meth:`scale` opens another.
-
-        Gradients that it leaves unscaled have to be zeroed before that.
-        """
-        with self._lock:
-            self._next_window()
-
-    def _next_window(self) -> None:
-        """Leave the window; what its optimizers have not stepped goes on accumulating in the next,
-        at the scale of that one."""
-        left = self._windows.next()
-        self._leaves = []
-        self.parameter_names.next_window()
-        managed = self.managed if self._enabled else []
-        scaled: dict[int, Tensor] = {}
-        waiting: list[weakref.ref[GradientReader]] = []
-        for optimizer, why in left.carried_over(managed):
-            if why:
-                self._mark_carried_over(optimizer, why)
-            else:
-                scaled.update((id(p), p) for p in parameters_of(optimizer))
-                waiting.append(self._managed[optimizer])
-        if scaled:
-            now = self.read_state().scale
-            before = left.scale_at_end(now)
-            if now != before:
-                _settle_gradients(waiting)
-                # Those that others have stepped are zero, or their optimizer would be marked.
-                multiply_in_place(gradients_of(scaled.values()), now * reciprocal(before))
-
-    def _mark_carried_over(self, optimizer: Optimizer, why: str) -> None:
-        """Gradients that the next window's must not be added to, unless they are zeroed first."""
-        if self._enabled and not Snapshot.of(parameters_of(optimizer)).is_zero:
-            self.window.record(optimizer).carried_over = why
-
-    def _start_over_where_dropped(self, window: Window) -> None:
-        """Before another loss is scaled: whose unscaled gradients are gone, on every rank?"""
-        for optimizer, kept in window.scaled_again(self.managed):
-            params = parameters_of(optimizer)
-            if not agree_on_overflow(kept, params[0].device, self.sharded or is_sharded(params)):
-                window.forget(optimizer)
-
-    def end_streak(self) -> None:
-        """Raise ``OverflowStreakError`` if the run of skips is over its limit."""
-        self.overflow_streak.check(self._consecutive_skips, self.get_scale)
 
     def _step_fused(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """torch's fused branch, with the skip decided on the host where the kernel cannot."""
@@ -487,16 +348,12 @@ class GradScaler(torch.amp.GradScaler):
     ) -> float | None:
         if any(v.item() for v in optimizer_state["found_inf_per_device"].values()):
             self._note_skip(optimizer)
-            skip = getattr(optimizer, "skip_step", None)  # an AsyncOptimizer wants to know
+            skip = getattr(optimizer, "skip_step", None)  # an AsyncOptimizer's
             if skip is not None:
                 skip()
             return None
         result: float | None = optimizer.step(*args, **kwargs)
         return result
-
-    def _note_skip(self, optimizer: Optimizer | None) -> None:
-        params = self._parameters(optimizer)
-        self.overflow_streak.note_skip(params, optimizer, self._consecutive_skips)
 
     @staticmethod
     def _total_found_inf(state: dict[str, Any], device: torch.device) -> Tensor:
@@ -506,154 +363,9 @@ class GradScaler(torch.amp.GradScaler):
             total = total + found.to(device, non_blocking=True).reshape(())
         return total.clamp(max=1.0)
 
-    @untraced
-    def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Close the window: back off after an overflow, else count towards growth.
-
-        Args:
-            new_scale: set the scale to this instead (a number or a one-element tensor on the
-                scaler's device type); it is copied, and kept within the bounds.
-
-        Does not synchronise on a GPU unless ``hysteresis`` > 1 or ``max_consecutive_skips``.
-
-        Raises:
-            OrderError: (a ``RuntimeError``) on another thread than the training thread.
-            AssertionError: before any :meth:`scale`, or nothing was checked in this window.
-            OverflowStreakError: too many skips in a row; the scale has been updated.
-        """
-        if not self._enabled:
-            return
-        with self._lock:
-            self._windows.forbid_other_thread("update")
-            scale, tracker = self._check_scale_growth_tracker("update")
-            if self.window.closed:
-                # Its boundary has updated the scale, once for all of its optimizers.
-                self._next_window()
-                if new_scale is None:
-                    return
-            # A step still due on another thread divides by what this window was scaled with.
-            self.window.scale = scale.clone()
-            if new_scale is not None:
-                self._set_scale(scale, new_scale)
-                self._next_window()
-                return
-            records = [r for r in self.window.states.values() if r["found_inf_per_device"]]
-            if not records:
-                raise AssertionError("No inf checks were recorded prior to update.")
-            if all(record.verdict is not None for record in records):  # the host knows
-                self._apply_rule(scale, tracker, any(record.verdict for record in records))
-            else:
-                found = [self._total_found_inf(record, scale.device) for record in records]
-                self._apply_rule(scale, tracker, torch.stack(found).amax())
-            self._next_window()
-            self.end_streak()
-
-    def _apply_rule(self, scale: Tensor, tracker: Tensor, found_inf: Tensor | bool) -> None:
-        waits = self._hysteresis > 1 or self.overflow_streak.limit is not None
-        if isinstance(found_inf, bool) or waits or scale.device.type == "cpu":
-            before, found = self.read_state(), bool(found_inf)
-            self.overflow_streak.window_closed(before.scale, found, self.window.losses)
-            self.write_state(self.rule.advance(before, found))
-            return
-        torch._amp_update_scale_(
-            scale,
-            tracker,
-            found_inf,
-            self._growth_factor,
-            self._backoff_factor,
-            self._growth_interval,
-        )
-        self._keep_in_bounds(scale)
-
-    def _keep_in_bounds(self, scale: Tensor) -> None:
-        if self._min_scale is not None or self._max_scale is not None:
-            scale.clamp_(self._min_scale, self._max_scale)
-
-    def _set_scale(self, scale: Tensor, new_scale: float | Tensor) -> None:
-        if isinstance(new_scale, Tensor):
-            if (
-                new_scale.device.type != self._device
-                or new_scale.numel() != 1
-                or new_scale.requires_grad
-            ):
-                raise AssertionError(
-                    f"new_scale should be a number or a one-element tensor on {self._device!r} "
-                    f"with requires_grad=False, got {new_scale!r}."
-                )
-            scale.copy_(new_scale.reshape(()))
-        elif is_positive(new_scale):
-            scale.fill_(new_scale)
-        else:
-            raise ConfigError(
-                f"new_scale: got {new_scale!r}, expected a finite number > 0 (float32)."
-            )
-        self._keep_in_bounds(scale)
-
-    @untraced
-    def backoff(self, factor: float | None = None) -> None:
-        """Multiply the scale by ``factor`` (default: the back-off factor) and end the window.
-
-        For loops that look at :meth:`get_overflow_flag` themselves: the window counts as
-        skipped if it overflowed, the growth tracker starts again, ``hysteresis`` is passed by.
-        Zero the gradients; what a boundary steps is else brought to the new scale. Synchronises.
-
-        Raises:
-            ConfigError: a factor outside (0, 1).
-            OverflowStreakError: too many skips in a row; the scale has been updated.
-        """
-        if not self._enabled:
-            return
-        factor = self._backoff_factor if factor is None else factor
-        if not (is_number(factor) and 0 < factor < 1):
-            raise ConfigError(f"backoff: got factor={factor!r}, expected a number in (0, 1).")
-        with self._lock:
-            self._windows.forbid_other_thread("backoff")
-            scale, _ = self._check_scale_growth_tracker("backoff")
-            skipped = not self.window.closed and any(map(self._overflowed, self._targets()))
-            if skipped:
-                for target in self._targets():
-                    self._note_skip(target)
-                self.overflow_streak.window_closed(self.get_scale(), True, self.window.losses)
-            rule = Rule(2.0, factor, 1, self._min_scale, self._max_scale)
-            state = rule.advance(self.read_state(), True)
-            skips = self._consecutive_skips + int(skipped)
-            self.window.scale = scale.clone()
-            self.write_state(ScaleState(state.scale, 0, skips))
-            self._next_window()
-            self.window.follows_overflow = skipped
-            self.end_streak()
-
-    @untraced
-    def get_overflow_flag(self, *optimizers: Optimizer) -> bool:
-        """Whether the gradients of this window hold an inf or a NaN.
-
-        Looks at the gradients of ``optimizers``; without any, of every optimizer this scaler
-        has seen; before it has seen one, of the parameters that the window's outputs lead to.
-        In a bound job the verdict is the one taken by :meth:`bind`. Synchronises.
-        """
-        if not self._enabled:
-            return False
-        with self._lock:
-            return any(map(self._overflowed, optimizers or self._targets()))
-
-    def _targets(self) -> Sequence[Optimizer | None]:
-        """Optimizers to look at; None: the parameters that the graph has told of."""
-        window, bound = self._windows.current, self._windows.bound is not None
-        return [o for o in self._known if not bound or window.known(o) is not None] or [None]
-
-    def _overflowed(self, optimizer: Optimizer | None) -> bool:
-        record = None if optimizer is None else self._windows.current.known(optimizer)
-        if record is not None and record["found_inf_per_device"]:
-            return record.found_inf
-        if optimizer is None and not self._leaves:
-            return self._windows.current.follows_overflow
-        return any(map(has_nonfinite_gradient, self._parameters(optimizer)))
-
-    def _parameters(self, optimizer: Optimizer | None) -> list[Tensor]:
-        return self._seen() if optimizer is None else parameters_of(optimizer)
-
-    def _seen(self) -> list[Tensor]:
-        return [leaf for ref in self._leaves if (leaf := ref()) is not None]
+    def is_stepping(self, optimizer: Optimizer) -> bool:
+        """Whether this thread is inside :meth:`step` of this optimizer: its verdict is known."""
+        return self._windows.stepping is optimizer
 
     @untraced
     def bind(self, fn: Callable[[], T], *optimizers: Optimizer) -> Job[T]:
@@ -692,7 +404,7 @@ class GradScaler(torch.amp.GradScaler):
                 self._known.add(stepped(optimizer))
             return self._windows.job(fn, window.for_job(optimizers, self.read_state().scale))
 
-    def _forbid_stranger(self, optimizer: Optimizer) -> None:
+    def _forbid_unbound(self, optimizer: Optimizer) -> None:
         """Inside a job, only optimizers whose gradients were checked before the hand-over."""
         bound = self._windows.bound
         if bound is not None and bound.sealed and bound.known(optimizer) is None:
@@ -700,6 +412,81 @@ class GradScaler(torch.amp.GradScaler):
                 f"{type(optimizer).__name__} was not given to GradScaler.bind() with this job; "
                 "name every optimizer that the job unscales or steps."
             )
+
+    # The scale and its settings.
+
+    @untraced
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Close the window: back off after an overflow, else count towards growth.
+
+        Args:
+            new_scale: set the scale to this instead (a number or a tensor of one element); it is
+                copied, and kept within the bounds.
+
+        Does not synchronise on a GPU unless ``hysteresis`` > 1 or ``max_consecutive_skips``.
+
+        Raises:
+            OrderError: (a ``RuntimeError``) on another thread than the training thread.
+            AssertionError: before any :meth:`scale`, or nothing was checked in this window.
+            OverflowStreakError: too many skips in a row; the scale has been updated.
+        """
+        if not self._enabled:
+            return
+        with self._lock:
+            self._windows.forbid_other_thread("update")
+            scale, tracker = self._check_scale_growth_tracker("update")
+            if self.window.closed:
+                # Its boundary has updated the scale, once for all of its optimizers.
+                self._next_window()
+                if new_scale is None:
+                    return
+            # A step still due on another thread divides by what this window was scaled with.
+            self.window.scale = scale.clone()
+            if new_scale is not None:
+                self._set_scale(scale, new_scale)
+                self._next_window()
+                return
+            records = [r for r in self.window.states.values() if r["found_inf_per_device"]]
+            if not records:
+                raise AssertionError("No inf checks were recorded prior to update.")
+            if all(record.verdict is not None for record in records):  # the host knows
+                self._apply_rule(scale, tracker, any(record.verdict for record in records))
+            else:
+                found = [self._total_found_inf(record, scale.device) for record in records]
+                self._apply_rule(scale, tracker, torch.stack(found).amax())
+            self._next_window()
+            self.check_skips()
+
+    def _apply_rule(self, scale: Tensor, tracker: Tensor, found_inf: Tensor | bool) -> None:
+        waits = self._hysteresis > 1 or self.skips.limit is not None
+        if isinstance(found_inf, bool) or waits or scale.device.type == "cpu":
+            self.write_state(self.rule.advance(self.read_state(), bool(found_inf)))
+            return
+        torch._amp_update_scale_(
+            scale,
+            tracker,
+            found_inf,
+            self._growth_factor,
+            self._backoff_factor,
+            self._growth_interval,
+        )
+        self._keep_in_bounds(scale)
+
+    def _keep_in_bounds(self, scale: Tensor) -> None:
+        if self._min_scale is not None or self._max_scale is not None:
+            scale.clamp_(self._min_scale, self._max_scale)
+
+    def _set_scale(self, scale: Tensor, new_scale: float | Tensor) -> None:
+        if isinstance(new_scale, Tensor) and new_scale.numel() == 1:
+            scale.copy_(new_scale.detach().reshape(()))
+        elif is_positive(new_scale):
+            scale.fill_(new_scale)
+        else:
+            raise ConfigError(
+                f"new_scale: got {new_scale!r}, expected a finite number > 0 (float32), or a "
+                "tensor of one element."
+            )
+        self._keep_in_bounds(scale)
 
     @property
     def rule(self) -> Rule:
@@ -720,10 +507,8 @@ class GradScaler(torch.amp.GradScaler):
 
     @untraced
     def read_state(self) -> ScaleState:
-        """Scale and counters on the host. Synchronises only if the device has newer ones.
-
-        On any thread: what one has read is not kept beside what another writes meanwhile.
-        """
+        """Scale and counters on the host, on any thread. Synchronises only if the device has
+        newer ones."""
         with self._lock:
             live, tracker = self._live, self._growth_tracker
             if live is None or tracker is None:
@@ -751,106 +536,246 @@ class GradScaler(torch.amp.GradScaler):
             return self.read_state().scale
         return super().get_scale()
 
+    @property
+    def window_scale(self) -> float:
+        """The scale of the open window, or of the one that was closed last. As :meth:`get_scale`
+        otherwise."""
+        before = self.window.before
+        return self.get_scale() if before is None else before.scale
+
     def _get_growth_tracker(self) -> int:
         return self.read_state().growth_tracker if self._enabled else 0
 
     def get_growth_factor(self, up_to_date: bool = False) -> float:
         """The growth factor; ``up_to_date=True`` waits for every bound job first."""
-        if up_to_date:
-            self._windows.wait_for_jobs()
+        self._windows.wait_for_jobs(up_to_date)
         return super().get_growth_factor()
-
-    def set_growth_factor(self, new_factor: float) -> None:
-        """Set the growth factor: a finite number of at least 1 (1: the scale never grows)."""
-        if not (is_number(new_factor) and new_factor >= 1):
-            raise ConfigError(f"growth_factor: got {new_factor!r}, expected a finite number >= 1.")
-        super().set_growth_factor(new_factor)
 
     def get_backoff_factor(self, up_to_date: bool = False) -> float:
         """The back-off factor; ``up_to_date=True`` waits for every bound job first."""
-        if up_to_date:
-            self._windows.wait_for_jobs()
+        self._windows.wait_for_jobs(up_to_date)
         return super().get_backoff_factor()
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """Set the back-off factor: a number in (0, 1] (1: the scale never falls)."""
-        if not (is_number(new_factor) and 0 < new_factor <= 1):
-            raise ConfigError(f"backoff_factor: got {new_factor!r}, expected a number in (0, 1].")
-        super().set_backoff_factor(new_factor)
 
     def get_growth_interval(self, up_to_date: bool = False) -> int:
         """The growth interval; ``up_to_date=True`` waits for every bound job first."""
-        if up_to_date:
-            self._windows.wait_for_jobs()
+        self._windows.wait_for_jobs(up_to_date)
         return super().get_growth_interval()
 
-    def set_growth_interval(self, new_interval: int) -> None:
-        """Set the growth interval: an integer of at least 1."""
-        if not is_count(new_interval):
-            raise ConfigError(
-                f"growth_interval: got {shown(new_interval)}, expected an integer from 1 to 2**53."
-            )
-        super().set_growth_interval(new_interval)
+    # Overflow.
+
+    @untraced
+    def get_overflow_flag(self, *optimizers: Optimizer) -> bool:
+        """Whether the gradients of this window hold an inf or a NaN.
+
+        Looks at the gradients of ``optimizers``; without any, of every optimizer this scaler
+        has seen; before it has seen one, of the parameters that the window's outputs lead to.
+        In a bound job the verdict is the one taken by :meth:`bind`. Synchronises.
+        """
+        if not self._enabled:
+            return False
+        with self._lock:
+            chosen = optimizers or self._known_here()
+            leaves = [] if chosen else [p for ref in self._leaves if (p := ref()) is not None]
+            overflowed = any(map(self._has_overflowed, chosen))
+            return overflowed or any(map(has_nonfinite_gradient, leaves))
+
+    def _known_here(self) -> Sequence[Optimizer]:
+        """Optimizers that were seen; in a bound job, those that it was bound with."""
+        bound = self._windows.bound
+        return [o for o in self._known if bound is None or bound.known(o) is not None]
+
+    def _has_overflowed(self, optimizer: Optimizer) -> bool:
+        record = self._windows.current.known(optimizer)
+        if record is not None and record["found_inf_per_device"]:
+            return record.found_inf
+        return any(map(has_nonfinite_gradient, parameters_of(optimizer)))
+
+    @untraced
+    def backoff(self, factor: float | None = None) -> None:
+        """Multiply the scale by ``factor`` (default: the back-off factor) and end the window.
+
+        For loops that look at :meth:`get_overflow_flag` themselves: the window counts as
+        skipped if it overflowed, the growth tracker starts again, ``hysteresis`` is passed by.
+        Zero the gradients; what a boundary steps is else brought to the new scale. Synchronises.
+
+        Raises:
+            ConfigError: a factor outside (0, 1).
+            OverflowStreakError: too many skips in a row; the scale has been updated.
+        """
+        if not self._enabled:
+            return
+        factor = self._backoff_factor if factor is None else factor
+        if not (is_number(factor) and 0 < factor < 1):
+            raise ConfigError(f"backoff: got factor={factor!r}, expected a number in (0, 1).")
+        with self._lock:
+            self._windows.forbid_other_thread("backoff")
+            scale, _ = self._check_scale_growth_tracker("backoff")
+            skipped = not self.window.closed and self.get_overflow_flag()
+            for optimizer in self._known_here() if skipped else ():
+                self._note_skip(optimizer)
+            rule = replace(self.rule, backoff_factor=factor, hysteresis=1)
+            state = rule.advance(self.read_state(), True)
+            skips = self._consecutive_skips + int(skipped)
+            self.window.scale = scale.clone()
+            self.write_state(ScaleState(state.scale, 0, skips))
+            self._next_window()
+            self.check_skips()
+
+    def _note_skip(self, optimizer: Optimizer) -> None:
+        if self.skips.wants_names(self._consecutive_skips):
+            params = filter(has_nonfinite_gradient, parameters_of(optimizer))
+            self.skips.names.update(self.parameter_names.of(params, optimizer))
+
+    def check_skips(self) -> None:
+        """Raise ``OverflowStreakError`` if the run of skips is over its limit."""
+        self.skips.check(self._consecutive_skips, self.get_scale)
+
+    # Windows, as a boundary opens and closes them for the optimizers that it steps.
+
+    @property
+    def window(self) -> Window:
+        """The open window, or the last one until :meth:`scale` opens the next."""
+        return self._windows.open
+
+    def record_of(self, optimizer: Optimizer) -> OptimizerRecord:
+        """What is known of ``optimizer`` in the window that calls on this thread mean."""
+        return self._windows.current.record(optimizer)
+
+    def open_window(self) -> Window:
+        """The open window; a new one if the last one was stepped."""
+        with self._lock:
+            if self.window.closed:
+                self._next_window()
+            if self.window.opened_by is None:
+                self.window.opened_by = threading.get_ident()
+            return self.window
+
+    def close_window(self, found_inf: bool) -> None:
+        """Update the scale for the open window, before its optimizers step.
+
+        Call it again for each further optimizer of the window: the update starts over from
+        where the window began, with all verdicts so far, so that a window updates the scale
+        once. :meth:`unscale_` keeps dividing by the window's own scale. Where scaling is
+        disabled the window closes, with scale 1. Does not synchronise.
+        """
+        with self._lock:
+            window = self.window
+            if not self._enabled:
+                window.before = ScaleState(1.0, 0)
+                return
+            if window.before is None:
+                window.scale = None if self._live is None else self._live.clone()
+                window.before = self.read_state()
+            # Of others too, that somebody has unscaled or stepped by hand.
+            window.found_inf |= found_inf or any(r.found_inf for r in window.states.values())
+            self.write_state(self.rule.advance(window.before, window.found_inf))
+
+    def abandon_window(self) -> None:
+        """Give up the open window, if any: the next :meth:`scale` opens another.
+
+        Gradients that it leaves unscaled have to be zeroed before that.
+        """
+        with self._lock:
+            self._next_window()
+
+    def manage(self, optimizer: Optimizer, stepper: GradientReader) -> None:
+        """A boundary steps this optimizer, by ``stepper`` (both held weakly).
+
+        Where gradients are there already, and no loss was scaled, synchronises with the device.
+        """
+        self._known.add(optimizer)
+        is_new = optimizer not in self._managed
+        self._managed[optimizer] = weakref.ref(stepper)
+        if is_new and self.window.opened_by is None:  # else they may be of the window
+            why = "had gradients before it was given to this scaler, not scaled by it"
+            self._mark_carried_over(optimizer, why)
+
+    def release(self, *optimizers: Optimizer) -> None:
+        """No boundary steps these any more. What their step has unscaled in the window that is
+        closed stays known: another optimizer may come to have it."""
+        for optimizer in optimizers:
+            self._managed.pop(optimizer, None)
+            record = self.window.known(optimizer)
+            if record is None or record.stage is not OptState.STEPPED or record.found_inf:
+                continue
+            for p in parameters_of(optimizer):
+                if p.grad is not None and p.grad.dtype is torch.float32:
+                    self.window.unscaled.add(id(p))
+
+    @property
+    def managed(self) -> list[Optimizer]:
+        """Optimizers that a boundary steps, in the order they came: the same on every rank."""
+        return list(self._managed)
+
+    def _next_window(self) -> None:
+        """Leave the window; what its optimizers have not stepped goes on accumulating in the next,
+        at the scale of that one."""
+        left = self._windows.next()
+        self._leaves = []
+        self.parameter_names.next_window()
+        scaled: list[Optimizer] = []
+        for optimizer, why in left.carried_over(self.managed) if self._enabled else ():
+            if why:
+                self._mark_carried_over(optimizer, why)
+            else:
+                scaled.append(optimizer)
+        if not scaled:
+            return
+        now = self.read_state().scale
+        before = left.scale_at_end(now)
+        if now != before:
+            for optimizer in scaled:
+                if (stepper := self._managed[optimizer]()) is not None:
+                    stepper.settle_gradients()
+            # Those that others have stepped are zero, or their optimizer would be marked.
+            params = {id(p): p for optimizer in scaled for p in parameters_of(optimizer)}
+            multiply_in_place(gradients_of(params.values()), now * reciprocal(before))
+
+    def _mark_carried_over(self, optimizer: Optimizer, why: str) -> None:
+        """Gradients that the next window's must not be added to, unless they are zeroed first."""
+        if self._enabled and not Snapshot(parameters_of(optimizer)).is_zero:
+            self.window.record(optimizer).carried_over = why
+
+    def _start_over_where_dropped(self, window: Window) -> None:
+        """Before another loss is scaled: whose unscaled gradients are gone, on every rank?"""
+        for optimizer, kept in window.scaled_again(self.managed):
+            params = parameters_of(optimizer)
+            if not agree_on_overflow(kept, params[0].device, self.sharded or is_sharded(params)):
+                window.forget(optimizer)
+
+    # State.
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's five entries, ``_consecutive_skips``, and ``fp32_modules`` where ``heal`` keeps
-        some in float32; {} if disabled. Plain numbers and texts.
+        """torch's five entries, ``_consecutive_skips``, and those of ``extra`` that are not empty;
+        {} if disabled. Plain numbers, texts and lists.
 
         torch's own scaler loads it too. Synchronises if the last update ran on the device.
         """
         state = super().state_dict()
         if self._enabled:
             state["_consecutive_skips"] = self._consecutive_skips
-            if self.fp32_modules:
-                state["fp32_modules"] = list(self.fp32_modules)
+            state |= {key: copy.deepcopy(value) for key, value in self.extra.items() if value}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of ``torch.amp.GradScaler``. No-op if disabled.
 
         Raises:
-            ConfigError: a missing entry, one that is no number, or a scale of 0 without
+            ConfigError: an entry that is missing or no number, or a scale of 0 without
                 ``min_scale`` to raise it; nothing has been changed.
             RuntimeError: an empty dict (from a disabled scaler).
         """
         if not self._enabled:
             return
         if state_dict:
-            missing = [key for key in _TORCH_KEYS if key not in state_dict]
-            if missing:
-                raise ConfigError(
-                    f"scaler state dict: {missing[0]!r} is missing, got {sorted(state_dict)}; "
-                    "expected what GradScaler.state_dict() returns."
-                )
-            for key in (*_TORCH_KEYS, "_consecutive_skips"):
-                if not is_number(state_dict.get(key, 0)):
-                    raise ConfigError(
-                        f"scaler state dict: got {key}={state_dict[key]!r}, expected a number."
-                    )
-            names = state_dict.get("fp32_modules", [])
-            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-                raise ConfigError(
-                    f"scaler state dict: got fp32_modules={shown(names)}, expected a list of "
-                    "module names."
-                )
-            if state_dict["scale"] <= 0 and self._min_scale is None:
-                raise ConfigError(
-                    f"scaler state dict: got scale={state_dict['scale']!r}, expected a number > 0. "
-                    "A long run of skips has brought it there, and every window would be skipped "
-                    "from here on. Load an earlier checkpoint, or set min_scale (1.0, say), which "
-                    "the scale is raised to."
-                )
+            self._check_state(state_dict)
         with self._lock:
             before = self.read_state().scale
             super().load_state_dict(state_dict)
             self._was_loaded = True
             self._consecutive_skips = int(state_dict.get("_consecutive_skips", 0))
-            names = state_dict.get("fp32_modules", [])
-            self.fp32_modules = tuple(dict.fromkeys((*self.fp32_modules, *names)))
             state = self.read_state()
-            bounded = replace(state, scale=self.rule.clamp(state.scale))
-            if bounded != state:
-                self.write_state(bounded)
+            self.write_state(replace(state, scale=self.rule.clamp(state.scale)))
             is_moved = bool(self._managed) and self.read_state().scale != before
             if is_moved and not self.window.closed:
                 self.window.scale = torch.full((), before, dtype=torch.float32)
@@ -858,10 +783,26 @@ class GradScaler(torch.amp.GradScaler):
                 self._next_window()
             follower = None if self._follower is None else self._follower()
         if follower is not None:
-            follower()
+            follower(state_dict)
 
-    def call_when_loaded(self, method: Callable[[], None]) -> None:
-        """Call this bound method, which is held weakly, after each :meth:`load_state_dict`."""
+    def _check_state(self, state_dict: dict[str, Any]) -> None:
+        for key in (*_TORCH_KEYS, "_consecutive_skips"):
+            value = state_dict.get(key, 0 if key == "_consecutive_skips" else None)
+            if not is_number(value):
+                raise ConfigError(
+                    f"scaler state dict: got {key}={shown(value)}, expected a number: what "
+                    "GradScaler.state_dict() returns."
+                )
+        if state_dict["scale"] <= 0 and self._min_scale is None:
+            raise ConfigError(
+                f"scaler state dict: got scale={state_dict['scale']!r}, expected a number > 0: a "
+                "long run of skips has brought it there, and every window would be skipped. Load "
+                "an earlier checkpoint, or set min_scale (1.0, say), which the scale is raised to."
+            )
+
+    def call_when_loaded(self, method: Callable[[dict[str, Any]], None]) -> None:
+        """Call this bound method, which is held weakly, with what :meth:`load_state_dict` loads:
+        whoever fills ``extra`` reads its entries."""
         self._follower = weakref.WeakMethod(method)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -882,54 +823,6 @@ class GradScaler(torch.amp.GradScaler):
         super().__setstate__(state)
 
 
-@contextmanager
-def _put_aside(params: Iterable[Tensor]) -> Iterator[None]:
-    """Without their gradients, for a while."""
-    held = [(p, p.grad) for p in params]
-    for p, _ in held:
-        p.grad = None
-    try:
-        yield
-    finally:
-        for p, grad in held:
-            p.grad = grad
-
-
-def _add_check(record: OptimizerRecord, p: Tensor) -> None:
-    """Look at a gradient that is unscaled already. Synchronises."""
-    assert p.grad is not None
-    flags = record["found_inf_per_device"]
-    flag = torch.full(
-        (), float(has_nonfinite_gradient(p)), dtype=torch.float32, device=p.grad.device
-    )
-    flags[p.grad.device] = torch.maximum(flags.get(p.grad.device, flag), flag)
-
-
 def _tensors(outputs: Any) -> list[Tensor]:
     """The tensors in nested lists and tuples; a lazy iterable is left alone."""
-    if isinstance(outputs, Tensor):
-        return [outputs]
-    if isinstance(outputs, (list, tuple)):
-        return [tensor for item in outputs for tensor in _tensors(item)]
-    return []
-
-
-@untraced
-def _settle_gradients(
-    waiting: Iterable[weakref.ref[GradientReader]], _: Tensor | None = None
-) -> None:
-    for ref in waiting:
-        stepper = ref()
-        if stepper is not None:
-            stepper.settle_gradients()
-
-
-def _forbid_fp16(params: Iterable[Tensor]) -> None:
-    for p in params:
-        if p.grad is not None and p.grad.dtype is torch.float16:
-            raise UnsupportedError(
-                f"Attempting to unscale FP16 gradients: a parameter of shape {tuple(p.shape)} is "
-                "float16. Step it through float32 masters: AsyncOptimizer(optimizer, model, "
-                "scaler=scaler, mode='sync'), or attach(accelerator); or load the model in "
-                "float32 (model.float()) and let autocast run it in float16."
-            )
+    return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]

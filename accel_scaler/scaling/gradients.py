@@ -31,13 +31,10 @@ SMALL = 1 << 12
 PIECE = 1 << 20
 """Elements that are counted at a time."""
 
-ACCUMULATES = "torch::autograd::AccumulateGrad"
-"""Name of the node of a graph that adds to a leaf's gradient."""
-
 SMALLEST_NORMAL = 2.0**-126
 """Of float32; its reciprocal is the last power of two that can be had."""
 
-MOST_NAMED = 3
+MAX_NAMED = 3
 """Offenders that a check looks for; to find all would read every gradient once more."""
 
 
@@ -53,8 +50,6 @@ class NormCheck:
     """``total`` as a Python float."""
     each: Tensor | None = None
     """Unscaled norm of each gradient, float32, shape (n,), on the host; if it was asked for."""
-    beside: float | None = None
-    """The number that was to come with them, if it did."""
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -93,9 +88,7 @@ def reciprocal(scale: float) -> float:
 
 
 @torch.no_grad()
-def check_norms(
-    grads: Sequence[Tensor], inv_scale: Tensor, keep: bool = False, beside: Tensor | None = None
-) -> NormCheck:
+def check_norms(grads: Sequence[Tensor], inv_scale: Tensor, keep_each: bool = False) -> NormCheck:
     """Norm of the *unscaled* gradients and the non-finite check, from one read of scaled ones.
 
     With a power-of-two scale the total equals, bit for bit, what
@@ -109,8 +102,7 @@ def check_norms(
         grads: uniform gradients (see :func:`is_uniform`), scaled; float32, or lower precision,
             whose norms are taken in float32.
         inv_scale: reciprocal of their scale, float32, shape (), on their device.
-        keep: return the norm of each gradient too; it comes to the host with the total.
-        beside: another number, float32, shape (), on their device, that comes with them.
+        keep_each: return the norm of each gradient too; it comes to the host with the total.
 
     Returns:
         ``total`` is None when an overflow was found, or when a gradient's own norm leaves
@@ -119,19 +111,16 @@ def check_norms(
     Synchronises with the device once.
     """
     stacked, suspects = _norms_until_nonfinite(grads)
-    came = None
     if stacked is not None:
         unscaled = stacked * inv_scale
         total = torch.linalg.vector_norm(unscaled)
-        each = on_host(unscaled, total, beside) if keep else total.reshape(1)
-        if keep and beside is not None:
-            each, came = each[:-1], float(each[-1])
+        each = on_host(unscaled, total) if keep_each else total.reshape(1)
         value = float(each[-1])
         if math.isfinite(value):
-            return NormCheck(total, (), value, each[:-1] if keep else None, came)
+            return NormCheck(total, (), value, each[:-1] if keep_each else None)
         suspects = _not_finite(stacked)
-    overflowed = islice((i for i in suspects if nonfinite(grads[i])), MOST_NAMED)
-    return NormCheck(None, tuple(overflowed), beside=came)
+    overflowed = islice((i for i in suspects if nonfinite(grads[i])), MAX_NAMED)
+    return NormCheck(None, tuple(overflowed))
 
 
 def _norms_until_nonfinite(grads: Sequence[Tensor]) -> tuple[Tensor | None, list[int]]:
@@ -161,9 +150,9 @@ def _norms_of(grads: list[Tensor]) -> Sequence[Tensor]:
     return torch._foreach_norm(grads, 2, dtype=torch.float32)
 
 
-def on_host(each: Tensor, *others: Tensor | None) -> Tensor:
-    """Shape (n + m,): ``each`` (n,) and m ``others`` (), in one transfer; None is left out."""
-    return torch.cat((each, *(other.reshape(1) for other in others if other is not None))).cpu()
+def on_host(each: Tensor, total: Tensor) -> Tensor:
+    """Shape (n + 1,): ``each`` (n,) and ``total`` (), in one transfer."""
+    return torch.cat((each, total.reshape(1))).cpu()
 
 
 @torch.no_grad()
@@ -235,7 +224,7 @@ def has_nonfinite_gradient(param: Tensor) -> bool:
 def first_nonfinite(optimizer: Optimizer) -> list[Tensor]:
     """Some parameters with a non-finite gradient, small ones first: few, to keep a skip cheap."""
     by_size = sorted(parameters_of(optimizer), key=lambda p: p.numel())
-    return list(islice((p for p in by_size if has_nonfinite_gradient(p)), MOST_NAMED))
+    return list(islice((p for p in by_size if has_nonfinite_gradient(p)), MAX_NAMED))
 
 
 def complex_refused(which: str, param: Tensor) -> str:
@@ -379,13 +368,13 @@ def leaves_of(outputs: Iterable[Tensor]) -> list[Tensor]:
     """The leaf tensors that a backward from ``outputs`` accumulates into, each once."""
     leaves: list[Tensor] = []
     seen: set[object] = set()
-    stack = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    stack: list[Any] = [output.grad_fn for output in outputs]
     while stack:
-        node: Any = stack.pop()
-        if node in seen:
+        node = stack.pop()
+        if node is None or node in seen:
             continue
         seen.add(node)
-        if node.name() == ACCUMULATES:  # an autograd.Function may have a `variable` of its own
+        if node.name() == "torch::autograd::AccumulateGrad":
             leaves.append(node.variable)
-        stack.extend(after for after, _ in node.next_functions if after is not None)
+        stack += [after for after, _ in node.next_functions]
     return leaves

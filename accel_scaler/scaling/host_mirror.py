@@ -9,38 +9,25 @@ class HostMirror:
     """Saves the host from asking the device for two numbers that it has itself written last."""
 
     def __init__(self) -> None:
-        self._seen: tuple[Tensor, int, Tensor, int] | None = None
-        """The two tensors, and their versions, that ``_numbers`` are those of."""
+        self._tensors: tuple[Tensor, Tensor] | None = None
+        self._versions = (0, 0)
+        """Of the tensors, when ``_numbers`` were theirs."""
         self._numbers = (0.0, 0)
-        self._unwritten: tuple[Tensor, Tensor] | None = None
-        """Tensors that ``_numbers`` were being written to when something interrupted it."""
 
     def read(self, scale: Tensor, tracker: Tensor) -> tuple[float, int]:
         """Scale and tracker. Synchronises only if somebody else has written to the tensors."""
-        self.finish()
-        seen = self._seen
-        if (
-            seen is None
-            or seen[0] is not scale
-            or seen[1] != scale._version
-            or seen[2] is not tracker
-            or seen[3] != tracker._version
-        ):
-            self._numbers = float(scale), int(tracker)
-            self._seen = (scale, scale._version, tracker, tracker._version)
+        known = self._tensors
+        is_same = known is not None and known[0] is scale and known[1] is tracker
+        if not is_same or self._versions != (scale._version, tracker._version):
+            self._note(scale, tracker, (float(scale), int(tracker)))
         return self._numbers
 
     def write(self, scale: Tensor, tracker: Tensor, numbers: tuple[float, int]) -> None:
-        """Set both, or, where it is interrupted, leave both to :meth:`finish`. Does not
-        synchronise."""
-        self._seen, self._numbers, self._unwritten = None, numbers, (scale, tracker)
-        self.finish()
+        """Set both. Does not synchronise."""
+        scale.fill_(numbers[0])
+        tracker.fill_(numbers[1])
+        self._note(scale, tracker, numbers)
 
-    def finish(self) -> None:
-        """Do what an interrupted :meth:`write` has left."""
-        if self._unwritten is not None:
-            (scale, tracker), numbers = self._unwritten, self._numbers
-            scale.fill_(numbers[0])
-            tracker.fill_(numbers[1])
-            self._seen = (scale, scale._version, tracker, tracker._version)
-            self._unwritten = None
+    def _note(self, scale: Tensor, tracker: Tensor, numbers: tuple[float, int]) -> None:
+        self._tensors, self._numbers = (scale, tracker), numbers
+        self._versions = scale._version, tracker._version

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-MOST_NAMES = 5
+MAX_NAMES = 5
 """Parameters that an error names one by one."""
 
 
@@ -22,24 +22,18 @@ class ParameterNames:
         """Grows when there are more names to be had."""
         self._modules: list[weakref.ref[Module]] = []
         self._found: dict[int, str] | None = None
-        """What :meth:`by_id` has found in this window: each of many optimizers may ask."""
-        self._has_windows = False
-
-    def next_window(self) -> None:
-        """Modules may be changed between windows: look again. Before the first, look each time."""
-        self._found, self._has_windows = None, True
+        """What :meth:`by_id` has found in this window."""
 
     def __reduce__(self) -> tuple[type[ParameterNames], tuple[()]]:
         return ParameterNames, ()
 
-    @property
-    def modules(self) -> list[Module]:
-        """Those whose parameters it names, as far as they are there."""
-        return [module for ref in self._modules if (module := ref()) is not None]
+    def next_window(self) -> None:
+        """Modules may be changed between windows: look again."""
+        self._found = None
 
     def add_module(self, module: Module) -> None:
         """Take parameter names from this module."""
-        if all(known is not module for known in self.modules):
+        if all(ref() is not module for ref in self._modules):
             self._modules.append(weakref.ref(module))
             self._found = None
             self.version += 1
@@ -49,17 +43,13 @@ class ParameterNames:
         wanted = {id(p): p for p in params}
         if not wanted:
             return []
-        by_id = self.by_id()
-        found = {key: by_id[key] for key in wanted if key in by_id}
+        found = dict(self.by_id())
         for number, group in enumerate(optimizer.param_groups if optimizer else []):
+            labels = group.get("param_names")
             for place, p in enumerate(group["params"]):
                 if id(p) in wanted and id(p) not in found:
-                    labels = group.get("param_names")
-                    found[id(p)] = (
-                        labels[place]
-                        if labels
-                        else f"parameter {place} of group {number}, shape {tuple(p.shape)}"
-                    )
+                    unnamed = f"parameter {place} of group {number}, shape {tuple(p.shape)}"
+                    found[id(p)] = labels[place] if labels else unnamed
         return [
             found.get(key, f"a parameter of shape {tuple(p.shape)}") for key, p in wanted.items()
         ]
@@ -71,15 +61,13 @@ class ParameterNames:
         """
         if self._found is not None:
             return self._found
-        modules = self.modules
+        modules = [module for ref in self._modules if (module := ref()) is not None]
         named = [list(module.named_parameters()) for module in modules]
-        often = Counter(name for each in named for name, _ in each) if len(named) > 1 else {}
+        uses = Counter(name for each in named for name, _ in each)
         kinds = [type(module).__name__ for module in modules]
-        found: dict[int, str] = {}
+        self._found = {}
         for number, (kind, each) in enumerate(zip(kinds, named, strict=True)):
             label = f"{kind}[{number}]" if kinds.count(kind) > 1 else kind
             for name, p in each:
-                clear = name if len(named) == 1 or often[name] == 1 else f"{label}.{name}"
-                found.setdefault(id(p), clear)
-        self._found = found if self._has_windows else None
-        return found
+                self._found.setdefault(id(p), name if uses[name] == 1 else f"{label}.{name}")
+        return self._found

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
+from torch.optim import Optimizer
+
 from ..errors import OrderError
 from .window import Window
 
@@ -33,8 +35,13 @@ class ThreadWindows:
 
     @property
     def bound(self) -> Window | None:
-        """The window that this thread was sent to, other than the open one."""
+        """The window that this thread works in, other than the open one."""
         return getattr(self._local, "window", None)
+
+    @property
+    def stepping(self) -> Optimizer | None:
+        """The optimizer that the scaler steps on this thread now."""
+        return getattr(self._local, "stepping", None)
 
     @property
     def current(self) -> Window:
@@ -42,13 +49,14 @@ class ThreadWindows:
         return self.bound or self.open
 
     @contextmanager
-    def inside(self, window: Window | None) -> Iterator[None]:
+    def inside(self, window: Window | None, stepping: Optimizer | None = None) -> Iterator[None]:
         """Within the block this thread's calls mean ``window`` (None: the open one)."""
-        outer, self._local.window = self.bound, window
+        outer = self.bound, self.stepping
+        self._local.window, self._local.stepping = window, stepping or self.stepping
         try:
             yield
         finally:
-            self._local.window = outer
+            self._local.window, self._local.stepping = outer
 
     def to_step(self) -> Window | None:
         """The window meant by an unscale or a step on this thread; None: the open one.
@@ -79,10 +87,14 @@ class ThreadWindows:
         self._jobs.add(job)
         return job
 
-    def wait_for_jobs(self) -> None:
-        """Until every job there is has run."""
+    def wait_for_jobs(self, wanted: bool = True) -> None:
+        """Block until every job has run, if ``wanted``.
+
+        Raises:
+            OrderError: one has not within ``WAIT_LIMIT_S``.
+        """
         end = time.monotonic() + WAIT_LIMIT_S
-        for job in list(self._jobs):
+        for job in list(self._jobs) if wanted else ():
             job.wait(max(end - time.monotonic(), 0.0))
 
     def forbid_other_thread(self, call: str) -> None:
@@ -101,11 +113,10 @@ class Job(Generic[T]):
     def __init__(self, fn: Callable[[], T], window: Window, windows: ThreadWindows) -> None:
         self._fn, self._window, self._windows = fn, window, windows
         self._thread: threading.Thread | None = None
-        self._claim = threading.Lock()
         self._done = threading.Event()
 
     def __call__(self) -> T:
-        if not self._claim.acquire(blocking=False):
+        if self._thread is not None:
             raise OrderError(
                 "a bound job runs once; call GradScaler.bind() again for the next window."
             )
@@ -117,17 +128,18 @@ class Job(Generic[T]):
             self._done.set()
 
     def wait(self, limit_s: float = WAIT_LIMIT_S) -> None:
-        """Block until the job has run; raise if its thread is gone or ``limit_s`` is over."""
-        if self._thread is threading.current_thread():
-            return
-        end = time.monotonic() + limit_s
-        while not self._done.wait(0.2):
+        """Block until the job has run; on its own thread return at once.
+
+        Raises:
+            OrderError: its thread has died, or ``limit_s`` is over.
+        """
+        end, thread = time.monotonic() + limit_s, self._thread
+        while thread is not threading.current_thread() and not self._done.wait(0.2):
             thread = self._thread
             if thread is not None and not thread.is_alive() and not self._done.is_set():
                 raise OrderError(f"the thread {thread.name!r} died while it ran a bound job.")
             if time.monotonic() > end:
-                state = "has not started" if thread is None else f"still runs on {thread.name!r}"
                 raise OrderError(
-                    f"waited {limit_s:g} s for a job bound to window {self._window.index}: it "
-                    f"{state}. Run every job that GradScaler.bind() returns, or drop it."
+                    f"waited {limit_s:g} s for a job bound to window {self._window.index}. Run "
+                    "every job that GradScaler.bind() returns, or drop it."
                 )

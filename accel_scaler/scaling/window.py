@@ -1,4 +1,4 @@
-"""Accumulation windows: all that is known of one."""
+"""Accumulation windows: one object holds all that is known of one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,16 @@ from torch.optim import Optimizer
 
 from ..errors import OrderError
 from .grad_norms import GradNorms
-from .gradients import differ, kept, local, make_own, nonzero, parameters_of, reciprocal
+from .gradients import (
+    differ,
+    gradients_of,
+    kept,
+    local,
+    make_own,
+    nonzero,
+    parameters_of,
+    reciprocal,
+)
 from .losses import Losses
 from .origin import Origin
 from .owners import Owners
@@ -28,20 +37,20 @@ UNSCALED = "sat out the window before with gradients in it, which are unscaled"
 
 
 def stepped(optimizer: Any) -> Any:
-    """The torch optimizer behind this package's faces of it, under whose name it is on record."""
+    """The torch optimizer inside this package's wrappers of it: the key of its record."""
     while (inner := getattr(optimizer, "stepped_optimizer", None)) is not None:
         optimizer = inner
     return optimizer
 
 
 class Snapshot:
-    """Which gradients there were, and their versions: what has changed since is told.
+    """Which gradients there were, and their versions, to see what has changed since.
 
     Args:
         parameters: whose gradients these are.
-        with_contents: they are to be compared value by value, too: an edit that no version shows
-            (``.grad.data``) is told. Call :meth:`end` before writing to them. On a CPU nothing is
-            copied until somebody writes; elsewhere all is.
+        with_contents: compare value by value, too, which shows an edit without a new version
+            (``.grad.data``). Call :meth:`end` before writing to them. On a CPU nothing is copied
+            until somebody writes; elsewhere all is.
     """
 
     __slots__ = ("_contents", "_entries", "_with_contents")
@@ -52,18 +61,8 @@ class Snapshot:
         self._contents: dict[int, Tensor] = {}
         self.renew(parameters)
 
-    @classmethod
-    def of(cls, parameters: Iterable[Tensor]) -> Snapshot:
-        """As they are now."""
-        return cls(parameters)
-
-    @classmethod
-    def with_contents(cls, parameters: Iterable[Tensor]) -> Snapshot:
-        """As they are now, to be compared value by value."""
-        return cls(parameters, with_contents=True)
-
     def renew(self, parameters: Iterable[Tensor]) -> None:
-        """The gradients of these as they are now; what is known of others stays."""
+        """Take the gradients of these as they are now; what is known of others stays."""
         new = {id(p): (p, g := p.grad, 0 if g is None else g._version) for p in parameters}
         if new and self._with_contents:
             self.end([p for p, _, _ in new.values()])
@@ -76,34 +75,26 @@ class Snapshot:
         """Every gradient is gone or zero. Synchronises with the device."""
         return not any(nonzero(grad) for _, grad, _ in self._entries.values() if grad is not None)
 
-    @property
-    def is_changed(self) -> bool:
-        """Any gradient is another tensor, or was written to, since. One that was dropped is not.
+    def is_changed(self, some: Iterable[Tensor] | None = None) -> bool:
+        """Whether any gradient of ``some`` (None: all) is another tensor, or was written to, since.
+        One that was dropped is not changed.
 
         Synchronises with a device other than the CPU where there are contents.
         """
-        return self.is_changed_in(None)
-
-    def is_changed_in(self, some: Iterable[Tensor] | None) -> bool:
-        """:attr:`is_changed`, of the gradients of ``some`` of the parameters; None: of all."""
         known = self._entries
         keys = known if some is None else [key for p in some if (key := id(p)) in known]
-        entries = [(key, *known[key]) for key in keys if known[key][0].grad is not None]
-        if any(
-            p.grad is not grad or (grad is not None and grad._version != version)
-            for _, p, grad, version in entries
-        ):
-            return True
-        pairs = [
-            (grad, self._contents[key])
-            for key, _, grad, _ in entries
-            if grad is not None and key in self._contents
-        ]
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for key in keys:
+            p, grad, version = known[key]
+            if p.grad is not None and (p.grad is not grad or p.grad._version != version):
+                return True
+            if p.grad is not None and key in self._contents:
+                pairs.append((p.grad, self._contents[key]))
         return bool(pairs) and differ(*zip(*pairs, strict=True))
 
     def end(self, some: Iterable[Tensor] | None = None) -> None:
-        """The gradients of ``some`` (None: all) may be written to: their contents are not compared
-        with any more."""
+        """Compare contents of the gradients of ``some`` (None: all) no more: they may be written
+        to."""
         known = self._contents
         keys = list(known) if some is None else [key for p in some if (key := id(p)) in known]
         for key in keys:
@@ -112,8 +103,8 @@ class Snapshot:
 
 
 class StillScaled:
-    """Gradients of an overflow that stay as they were found. Keeps none alive, and knows no
-    parameter: torch swaps none that has a weak reference.
+    """Gradients of an overflow, which stay as they were found. Keeps none alive, and no parameter:
+    torch swaps none that has a weak reference.
 
     Args:
         parameters: whose ``.grad`` they are.
@@ -122,13 +113,13 @@ class StillScaled:
 
     def __init__(self, parameters: Iterable[Tensor], scale: float) -> None:
         self._scale = scale
-        grads = [p.grad for p in parameters if p.grad is not None]
+        grads = gradients_of(parameters)
         self._entries = [(weakref.ref(grad), grad._version) for grad in grads]
 
     @torch.no_grad()
     def unscale(self) -> None:
-        """As torch does at once, those that nobody has dropped or changed since: another backward
-        is about to add to them. Does not synchronise."""
+        """Unscale those that were not dropped or changed since, as torch does at once: another
+        backward is about to add to them. Does not synchronise."""
         found = ((ref(), version) for ref, version in self._entries)
         left = [grad for grad, version in found if grad is not None and grad._version == version]
         if left:
@@ -138,19 +129,16 @@ class StillScaled:
 
 @dataclass(slots=True)
 class DeferredUnscale:
-    """What is still to be done to finite gradients before the update, in float32: nothing of it was
-    done to them yet. Scalars, float32, shape ().
-
-    At most one of the first two is set.
-    """
+    """What the update is still to do to finite gradients, in float32. Scalars, float32, shape ();
+    at most one of the first two is set."""
 
     multiply: Tensor | None = None
     """Unscale and clip, as one product."""
     divide: Tensor | None = None
     """The same, left to torch's fused kernel (its ``grad_scale``)."""
     clips: dict[int, Tensor] = field(default_factory=dict)
-    """Of parameters that were not all clipped together, under their ``id``: what ``multiply`` is to
-    be multiplied by for their gradients. Empty beside ``divide``."""
+    """Further factors for parameters that were not all clipped together, under their ``id``. Empty
+    beside ``divide``."""
 
     def __bool__(self) -> bool:
         return self.multiply is not None or self.divide is not None
@@ -171,7 +159,7 @@ class DeferredUnscale:
             self.clips[id(p)] = products[id(before)][1]
 
     def factors(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """What the gradient of each is still to be multiplied by."""
+        """The factor for the gradient of each."""
         common = 1.0 / self.divide if self.divide is not None else self.multiply
         if common is None:
             common = torch.ones((), dtype=torch.float32, device=HOST)
@@ -182,7 +170,7 @@ class DeferredUnscale:
         return list((torch.stack(clips) * common).unbind())
 
     def apply(self, gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Do it in place to ``gradients``, each with its parameter before it."""
+        """Multiply or divide in place; ``gradients`` are pairs of a parameter and its gradient."""
         if not gradients or not self:
             return
         grads = [grad for _, grad in gradients]
@@ -208,24 +196,25 @@ class OptimizerRecord(dict[str, Any]):
     def __init__(self) -> None:
         super().__init__(_refresh_per_optimizer_state())
         self.verdict: bool | None = None
-        """Whether the window overflowed for this optimizer, on any rank; None: not agreed yet."""
+        """Whether this optimizer's gradients overflowed, on any rank; None: not agreed yet."""
         self.count: int | None = None
-        """How many parameters it had when it was unscaled or checked."""
+        """The number of its parameters when they were unscaled or checked."""
         self.carried_over = ""
-        """What is wrong with gradients that it brings from before the window."""
+        """Why its gradients from before the window must not be added to; "": they may."""
         self.still_scaled: StillScaled | None = None
-        """Of an overflow: gradients that were not unscaled on the way."""
+        """After an overflow: gradients that were not unscaled."""
         self.deferred = DeferredUnscale()
-        """Left for the update to do: the gradients are still scaled, not clipped."""
+        """What is left to the update: the gradients are still scaled, or not clipped."""
         self.returned: Snapshot | None = None
-        """Gradients as they were when their owner saw them with something still due."""
+        """Gradients as they were when the caller got them back with something deferred."""
         self.end_hold: Callable[[], None] | None = None
-        """What ends that whoever looks at these has them unscaled first."""
+        """Lets ``returned`` be read as they are, without unscaling them first."""
         self.unscaled_before: Snapshot | None = None
         """Gradients that were unscaled when another loss was scaled."""
         self.overflowed: Sequence[Tensor] = ()
+        """Some parameters with non-finite gradients."""
         self.names: Sequence[str] = ()
-        """Names of ``overflowed``, once it has been put on record."""
+        """Their names, once the optimizer was skipped."""
 
     @property
     def stage(self) -> OptState:
@@ -238,7 +227,7 @@ class OptimizerRecord(dict[str, Any]):
         self["stage"] = stage
 
     def decide(self, verdict: bool) -> None:
-        """It is known on every rank whether the window overflowed for this optimizer."""
+        """Set the verdict that every rank has."""
         self.verdict = verdict
         # Where torch's methods look. Above 0 is an overflow; a host number waits for nobody.
         self["found_inf_per_device"] = {
@@ -246,7 +235,7 @@ class OptimizerRecord(dict[str, Any]):
         }
 
     def let_go(self) -> None:
-        """Keep no parameter and no gradient alive."""
+        """Drop every parameter and gradient."""
         self.forget_returned()
         self.unscaled_before = None
         self.overflowed = ()
@@ -264,17 +253,17 @@ class OptimizerRecord(dict[str, Any]):
                 "optimizer that has gradients, or zero them before the next backward; now zero "
                 "them to go on."
             )
-        if self.unscaled_before is not None and self.unscaled_before.is_changed_in(some):
+        if self.unscaled_before is not None and self.unscaled_before.is_changed(some):
             raise_mixed(name)
 
     def stop_holding(self) -> None:
-        """The gradients that were handed out are to be looked at as they are."""
+        """Read the gradients that were returned as they are from here on."""
         end, self.end_hold = self.end_hold, None
         if end is not None:
             end()
 
     def forget_returned(self) -> None:
-        """The gradients that were handed out are to be written to."""
+        """The gradients that were returned are about to be written to."""
         self.stop_holding()
         if self.returned is not None:
             self.returned.end()
@@ -282,7 +271,7 @@ class OptimizerRecord(dict[str, Any]):
 
     @property
     def found_inf(self) -> bool:
-        """The verdict; before the ranks have agreed, that of this one. May synchronise."""
+        """The verdict; before the ranks have agreed, this rank's. May synchronise."""
         if self.verdict is not None:
             return self.verdict
         return any(bool(flag) for flag in self["found_inf_per_device"].values())
@@ -301,9 +290,8 @@ def raise_mixed(whose: str) -> None:
 class Window:
     """One accumulation window: its scale, and each optimizer's progress in it.
 
-    It opens with the first ``scale()`` after a step, and is all that anybody knows of it: each
-    entry point reads and writes this object, and the next window is a new one. Where nothing is
-    scaled its scale is 1.
+    It opens with the first ``scale()`` after a step. Each entry point reads and writes this object,
+    and the next window is a new one. Where nothing is scaled its scale is 1.
     """
 
     def __init__(self, index: int = 0) -> None:
@@ -313,31 +301,26 @@ class Window:
         self.scale: Tensor | None = None
         """The window's own scale once it may outlive the scaler's current one."""
         self.states: defaultdict[int, OptimizerRecord] = defaultdict(OptimizerRecord)
-        """Under the ``id`` of each optimizer, and of each face of it that was used."""
+        """Under the ``id`` of each optimizer, and of each wrapper of it that was used."""
         self.unowned: dict[int, tuple[Tensor, Snapshot | None]] = {}
-        """Parameters that no optimizer here owns, under their ``id``, whose gradients were
-        unscaled; and the gradients as they were when another loss was scaled after that."""
+        """Parameters without an optimizer, under their ``id``, whose gradients were unscaled; and
+        these as they were when another loss was scaled after that."""
         self.unscaled: set[int] = set()
-        """``id`` of parameters whose gradients a boundary has unscaled in place."""
+        """``id`` of parameters whose gradients were unscaled in place."""
         self.owners: Owners | None = None
-        """Which optimizers have which parameter, once somebody has asked."""
         self.losses = Losses()
-        """What was scaled in it."""
         self.grad_norms = GradNorms()
-        """Norms that were taken of its gradients."""
         self.clipped_values = False
         """Elements of some gradients were clipped: how large they were is not known."""
         self.before: ScaleState | None = None
         """Set when the boundary has updated the scale: where the update started from."""
         self.found_inf = False
         self.origin: Origin | None = None
-        """Where its overflow began, once somebody knows."""
+        """Where its overflow began, if an observer has found out."""
         self.healed: tuple[str, ...] = ()
         """Modules that run in float32 from the next window on, for its overflow."""
-        self.follows_overflow = False
-        """The window before was given up for an overflow."""
         self.sealed = False
-        """Its verdict was taken on the training thread; no other optimizer may join."""
+        """A job's own: its verdict is known, no other optimizer may join."""
 
     @property
     def closed(self) -> bool:
@@ -345,7 +328,7 @@ class Window:
         return self.before is not None
 
     def record(self, optimizer: Optimizer) -> OptimizerRecord:
-        """What is known of ``optimizer``, the same under each of its faces; made if it is new."""
+        """What is known of ``optimizer`` and its wrappers; made if it is new."""
         found = self.states[id(stepped(optimizer))]
         self.states[id(optimizer)] = found
         return found
@@ -355,7 +338,7 @@ class Window:
         return self.states.get(id(stepped(optimizer)))
 
     def unscaled_among(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """Those whose gradients are unscaled already: for another optimizer, or for none."""
+        """Those whose gradients are unscaled already, for another optimizer or for none."""
         if not (self.unscaled or self.unowned):
             return []
         return [
@@ -365,22 +348,21 @@ class Window:
         ]
 
     def let_go(self) -> None:
-        """It is over: keep no parameter and no gradient alive."""
+        """It is over: drop every parameter and gradient."""
         self.grad_norms = GradNorms()
         self.unowned.clear()
         for record in self.states.values():
             record.let_go()
 
     def scale_at_end(self, now: float) -> float:
-        """What its gradients are scaled by; ``now``: the scaler's scale."""
+        """The scale of its gradients. ``now``: the scaler's present scale."""
         if self.before is not None:
             return self.before.scale
         return now if self.scale is None else float(self.scale)
 
     def carried_over(self, optimizers: Sequence[Optimizer]) -> Iterator[tuple[Optimizer, str]]:
-        """It is over: those of ``optimizers`` that have not stepped in it, and why nothing may be
-        added to the gradients that they may still have; "" where these are scaled by its scale.
-        """
+        """At its end: those of ``optimizers`` that have not stepped in it, and why nothing may be
+        added to gradients that they still have; "" where these are scaled by its scale."""
         left: list[Optimizer] = []
         stepped: list[Optimizer] = []
         for optimizer in optimizers:
@@ -400,33 +382,32 @@ class Window:
             elif record is not None and record.stage is OptState.UNSCALED:
                 yield optimizer, UNSCALED
             else:
-                yield optimizer, "" if Snapshot.of(mixed).is_zero else UNSCALED
+                yield optimizer, "" if Snapshot(mixed).is_zero else UNSCALED
 
     def scaled_again(self, optimizers: Iterable[Optimizer]) -> Iterator[tuple[Optimizer, bool]]:
-        """Another loss was scaled: those of ``optimizers`` whose gradients were unscaled before,
-        and whether they still have some. Remembers these: scaled ones must not be added to them.
+        """Before another loss is scaled: those of ``optimizers`` whose gradients were unscaled, and
+        whether they still have some. Remembers these: scaled ones must not be added to them.
 
-        Where they are gone or zero (a batch thrown away after a look at its norm) their owner may
-        start over: what comes next is scaled, and not checked yet. In a plain loop, which no
-        boundary steps, that is left to the caller, as torch does.
+        Where they are gone or zero (a batch was dropped after a look at its norm) the optimizer may
+        start over. In a plain loop, without a boundary, that is left to the caller, as in torch.
         """
         for optimizer in optimizers:
             record = self.known(optimizer)
             if record is None:
                 continue
-            if record.carried_over and Snapshot.of(parameters_of(optimizer)).is_zero:
+            if record.carried_over and Snapshot(parameters_of(optimizer)).is_zero:
                 record.carried_over = ""
             if record.stage is OptState.UNSCALED:
-                record.unscaled_before = Snapshot.of(parameters_of(optimizer))
+                record.unscaled_before = Snapshot(parameters_of(optimizer))
                 yield optimizer, not record.unscaled_before.is_zero
         for key, (p, _) in list(self.unowned.items()):
-            now = Snapshot.of([p])
+            now = Snapshot([p])
             self.unowned[key] = p, now
             if now.is_zero:
                 del self.unowned[key]
 
     def for_job(self, optimizers: Iterable[Optimizer], scale: float) -> Window:
-        """A window of a job's own, with what is known here of ``optimizers``, and host numbers."""
+        """A job's own window: what is known here of ``optimizers``, in host numbers."""
         own = Window(self.index)
         own.opened_by, own.sealed, own.unscaled = self.opened_by, True, set(self.unscaled)
         own.scale = torch.full((), scale, dtype=torch.float32, device=HOST)
@@ -437,7 +418,7 @@ class Window:
         return own
 
     def forget(self, optimizer: Optimizer) -> None:
-        """Its gradients were given up: it starts over."""
+        """``optimizer`` starts over: its gradients were dropped."""
         gone = self.known(optimizer)
         self.states = defaultdict(
             OptimizerRecord, {key: r for key, r in self.states.items() if r is not gone}

@@ -6,9 +6,9 @@ number of the training depends on it. ``Diagnosis`` adds records up, live and fr
 ``verdict`` says in a sentence what became of the run.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ..late_names import late_names
 from .diagnosis import (
     LARGEST,
     MANY_SKIPPED,
@@ -26,10 +26,15 @@ from .sentences import cause_of, module_list, ran_away, sentence, skip_counts, v
 from .writer import refuse_unwritable
 
 if TYPE_CHECKING:
-    from .recorder import Recorder, make_recorder, path_of
-else:  # reading a file needs no torch
-    recorder = dict.fromkeys(("Recorder", "make_recorder", "path_of"), "recorder")
-    __getattr__ = late_names(__name__, recorder)
+    from .recorder import make_recorder, path_of
+else:
+
+    def __getattr__(name: str) -> object:
+        """What needs torch, on first use (PEP 562): to read a file needs none."""
+        if name not in ("make_recorder", "path_of"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.recorder"), name)
+
 
 __all__ = [
     "FORMAT",
@@ -46,7 +51,6 @@ __all__ = [
     "History",
     "Names",
     "Record",
-    "Recorder",
     "Session",
     "Start",
     "cause_of",

@@ -46,7 +46,6 @@ class Recorder(Observer):
         scaler: whose windows these are.
         journal: the telemetry file; None: records in memory, without norms of each parameter.
         underflow_interval: windows between two measurements of the gradients' range.
-        min_scale: the setting.
     """
 
     def __init__(
@@ -54,12 +53,12 @@ class Recorder(Observer):
         scaler: GradScaler,
         journal: Journal | None = None,
         underflow_interval: int = 100,
-        min_scale: float | None = None,
     ) -> None:
         self.scaler, self.journal = scaler, journal
-        self.wants_norms = self.wants_each_norm = self.wants_shown_errors = journal is not None
-        precision = "fp16" if scaler.is_enabled() else "no"
-        self.history = History(Start(1, {"precision": precision}, {"min_scale": min_scale}))
+        self.wants_norms = self.wants_each_norm = journal is not None
+        scaled = scaler.is_enabled()
+        settings = {"min_scale": scaler.rule.min_scale if scaled else None}
+        self.history = History(Start(1, {"precision": "fp16" if scaled else "no"}, settings))
         self.underflow_interval = underflow_interval
         self._table = NameTable(scaler.parameter_names)
         self._queue = None if journal is None else RecordQueue(journal)
@@ -106,7 +105,7 @@ class Recorder(Observer):
             self._open.record = replace(self._open.record, **read_measured(measured))
 
     def optimizer_stepped(
-        self, optimizer: Optimizer, window: Window, timing: StepTiming | None, start: float
+        self, optimizer: Optimizer, window: Window, timing: StepTiming | None
     ) -> None:
         """Record the window, or what one more optimizer did in it."""
         index, norms, losses = window.index, window.grad_norms, window.losses
@@ -240,6 +239,6 @@ def make_recorder(scaler: GradScaler, config: ScalerConfig, facts: dict[str, Any
             "settings": asdict(config),
         }
         journal = Journal(path, {**facts, **own})
-    recorder = Recorder(scaler, journal, config.underflow_interval, config.min_scale)
+    recorder = Recorder(scaler, journal, config.underflow_interval)
     recorder.wants_norms = config.telemetry is not None
     return recorder

@@ -2,7 +2,7 @@
 
     python tests/gpu/random_settings.py --minutes 5 [--seed S] [--only N] [--keep-going]
 
-The device is a simulated one (``accelerators``), the histories are those of ``history_async.py``.
+The device is a simulated one (``accelerators``), the histories those of ``history_operations.py``.
 Where its module has ``set_delay``, each run has other delays; where it has ``races``, a run fails
 on accesses that nothing orders, whatever its numbers. Exit status 1 after a failure, with the seed
 and the history.
@@ -28,8 +28,8 @@ sys.path[:0] = [str(TESTS / "helpers"), str(TESTS.parent)]
 import torch
 from accelerators import DEVICE, MISSING, is_simulated, module
 from histories import Call, as_test, quiet
-from history_async import draw, play
-from history_twin import Setup
+from history_operations import draw, play
+from history_reference import Setup
 from support import use_torchs_products
 
 DELAYS = [(0.0, 0, 0.0, 0), (0.1, 300, 0.1, 300), (0.0, 0, 0.5, 3000), (0.3, 1000, 0.0, 0)]

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from accel_scaler import AsyncOptimizer, GradScaler, StepError
 from accel_scaler.async_optimizer import streams as streams_module
-from accel_scaler.async_optimizer.compensation import Compensation
+from accel_scaler.async_optimizer.preview import Previews
 from accel_scaler.async_optimizer.replica import Replica
 
 STEPS, OVERFLOW = 8, 5
@@ -317,13 +317,13 @@ def test_nobody_writes_to_a_gradient_that_cannot_be_held(
 
 def test_a_step_that_waits_for_the_share_prepares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A schedule moves the settings after it: it would be made twice."""
-    made, prepare = [], Compensation.prepare
+    made, prepare = [], Previews.prepare
 
-    def counted(self: Compensation, settings: Any) -> None:
+    def counted(self: Previews, settings: Any) -> None:
         made.append(settings)
         prepare(self, settings)
 
-    monkeypatch.setattr(Compensation, "prepare", counted)
+    monkeypatch.setattr(Previews, "prepare", counted)
     training = Training(DEVICE, "cpu", "preview", scaled=False)
     buffer = torch.zeros(sum(p.numel() for p in training.params), device=DEVICE)
     sizes = [p.numel() for p in training.params]

@@ -54,15 +54,17 @@ def one_part_each() -> AbstractContextManager[None]:
 
 
 class Gate:
-    """Which parts somebody waits for. Tasks of one worker run in the order of submission."""
+    """Holds each part of a task back until somebody waits for that part.
+
+    Tasks of one worker run in the order of submission, so a wait for one needs all before it.
+    """
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.order: list[Task] = []
         self.wanted: dict[int, int] = {}
-        self.running: Task | None = None
         self.threads: set[int] = set()
-        """Where updates ran."""
+        """Idents of the threads that ran a task."""
 
     def want(self, task: Task, parts: int) -> None:
         if task.finished:
@@ -71,13 +73,12 @@ class Gate:
             for earlier in self.order if task in self.order else ():
                 if earlier is task:
                     break
-                self.wanted[id(earlier)] = earlier.parts
+                self.wanted[id(earlier)] = earlier.parts + 1
             self.wanted[id(task)] = max(parts, self.wanted.get(id(task), 0))
             self.changed.notify_all()
 
-    def pass_through(self) -> None:
-        task = self.running
-        assert task is not None
+    def pass_through(self, task: Task) -> None:
+        """Block until somebody waits for the next part of ``task``."""
         with self.changed:
             ok = self.changed.wait_for(
                 lambda: self.wanted.get(id(task), 0) > task.done, timeout=LIMIT_S
@@ -88,24 +89,30 @@ class Gate:
 
 @contextmanager
 def lazy() -> Iterator[Gate]:
-    """The worker updates a part when somebody waits for it, not before."""
+    """The worker starts a part when somebody waits for it, not before."""
     gate = Gate()
-    wait, execute, submit, step = Task.wait, Task.execute, Worker.submit, Replica.step_part
+    wait, execute, advance, submit = Task.wait, Task.execute, Task.advance, Worker.submit
 
     def waiting(self: Task, parts: int | None = None, limit_s: float = LIMIT_S) -> bool:
-        gate.want(self, self.parts if parts is None else parts)
+        gate.want(self, self.parts + 1 if parts is None else parts)
         return wait(self, parts, limit_s)
 
     def executing(self: Task) -> None:
+        gate.threads.add(threading.get_ident())
         if self not in gate.order:  # on the training thread, which does not wait for itself
             with gate.changed:
                 gate.order.append(self)
-            gate.want(self, self.parts)
-        gate.running = self
+            gate.want(self, self.parts + 1)
+        gate.pass_through(self)
         execute(self)
         with gate.changed:
             gate.order.remove(self)
             gate.wanted.pop(id(self), None)
+
+    def advancing(self: Task) -> None:
+        advance(self)
+        if self.done < self.parts:
+            gate.pass_through(self)
 
     def submitting(self: Worker, task: Task) -> None:
         with gate.changed:
@@ -113,18 +120,13 @@ def lazy() -> Iterator[Gate]:
             gate.wanted.setdefault(id(task), 0)  # another thread may want it already
         submit(self, task)
 
-    def stepping(self: Replica, *args: Any) -> None:
-        gate.threads.add(threading.get_ident())
-        gate.pass_through()
-        step(self, *args)
-
     with (
         one_part_each(),
         _replaced(
             (Task, "wait", waiting),
             (Task, "execute", executing),
+            (Task, "advance", advancing),
             (Worker, "submit", submitting),
-            (Replica, "step_part", stepping),
         ),
     ):
         yield gate

@@ -17,7 +17,7 @@ PAGE = ROOT / "ARCHITECTURE.md"
 BEGIN, END = "```mermaid\n", "```\n"
 
 FOLDERS = (
-    *("scaling", "optimizer_step", "telemetry", "report", "async_optimizer", "overflow"),
+    *("scaling", "optimizer_step", "async_optimizer", "telemetry", "report", "overflow"),
     *("integrations", "launch"),
 )
 """Each may import those before it, and the single modules."""

@@ -41,11 +41,6 @@ def fused_adam() -> Any:
     return torch.optim.Adam([nn.Parameter(torch.zeros(1))], fused=True)
 
 
-def operator() -> Any:
-    """torch.ops.aten.mm.default."""
-    return torch.ops.aten.mm.default
-
-
 def accelerator() -> Any:
     """accelerate.Accelerator, made."""
     return Accelerator(cpu=True)
@@ -151,7 +146,6 @@ PRIVATE: dict[str, dict[str | Callable[[], Any], tuple[str, ...]]] = {
             "_C",
             "_compile",
             "_guards",
-            "_ops",
             "_dynamo",
             "_functorch",
             "_subclasses",
@@ -164,7 +158,6 @@ PRIVATE: dict[str, dict[str | Callable[[], Any], tuple[str, ...]]] = {
             "_functorch",
             "_is_tracing",
             "_current_graph_task_id",
-            "_dispatch_has_kernel_for_dispatch_key",
         ),
         "torch._C._dynamo.eval_frame": ("get_eval_frame_callback",),
         "torch._C._functorch": ("peek_interpreter_stack", "is_legacy_batchedtensor"),
@@ -179,8 +172,6 @@ PRIVATE: dict[str, dict[str | Callable[[], Any], tuple[str, ...]]] = {
         "torch.ops.aten": (
             "_addmm_activation",
             "_scaled_dot_product_flash_attention_for_cpu",
-            "_native_multi_head_attention",
-            "_transformer_encoder_layer_fwd",
         ),
         "torch.autograd.profiler": ("_is_profiler_enabled",),
         "torch.amp.grad_scaler": ("_refresh_per_optimizer_state",),
@@ -198,10 +189,12 @@ PRIVATE: dict[str, dict[str | Callable[[], Any], tuple[str, ...]]] = {
         compiled_module: ("_orig_mod",),
         recurrent: ("_flat_weights", "_flat_weights_names"),
         compiled: ("_torchdynamo_orig_callable",),
-        operator: ("_op_dk",),
     },
     "accelerate": {
-        accelerator: ("_optimizers", "_models", "_schedulers", "_dataloaders"),
+        accelerator: (
+            "_optimizers",
+            "_models",
+        ),
         prepared: ("_original_forward",),
         "accelerate.state.AcceleratorState": ("_reset_state",),
         "accelerate.state.GradientState": ("_reset_state",),

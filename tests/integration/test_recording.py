@@ -39,6 +39,7 @@ from accel_scaler import (
     detach,
 )
 from accel_scaler.telemetry import record_queue
+from accel_scaler.telemetry.recorder import Recorder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -96,12 +97,9 @@ def test_a_run_of_skips_ends_after_a_last_record(
     assert end["error"] == f"OverflowStreakError: {text}"
     assert (end["windows"], end["skips"]) == (8, 7)
     assert "7 windows in a row overflowed, max_consecutive_skips=6 allows 6" in text
-    assert "Scale: 4096 -> 2048 -> 1024 -> 512 -> 256 -> 128 -> 64 -> 32. " in text
-    assert "(1) the loss was inf or NaN in 7 of these 7 windows" in text
-    assert text.count("(1)") == text.count("(2)") == text.count("(3)") == 1
-    assert "(4)" not in text
+    assert "The scale is now 32. " in text
     # Those that a check comes across, most often seen first.
-    named = re.search(r"Non-finite gradients in: ([^.]+\.[a-z, ]+[^:]*?)\. Scale", text)
+    named = re.search(r"Non-finite gradients in: ([^.]+\.[a-z, ]+[^:]*?)\. The scale", text)
     assert named is not None
     assert set(named[1].split(", ")) <= {name for name, _ in plain.named_parameters()}
     (warning,) = messages(caplog, "windows in a row")
@@ -189,8 +187,6 @@ def test_where_it_began_is_in_the_record_the_log_and_the_error(
     assert len(messages(caplog, "overflowed: ")) == len(found) - 1 == 3
     text = str(caught.value)
     assert found[-1]["first"]["text"] in text
-    assert "remedies: (1) 1 overflows in its forward" in text
-    assert "find_overflow='replay' names" not in text
 
 
 def test_the_second_optimizers_overflow_is_found_too(tmp_path: Path) -> None:
@@ -544,16 +540,19 @@ def test_what_was_healed_is_said_once_at_the_end(caplog: pytest.LogCaptureFixtur
     ]
 
 
-def test_an_async_optimizer_alone_keeps_records_in_memory() -> None:
+def test_an_async_optimizer_alone_informs_its_observer() -> None:
     plain = mlp()
     scaler = GradScaler("cpu", init_scale=2.0**12)
-    with AsyncOptimizer(sgd(plain.parameters()), plain, scaler=scaler) as optimizer:
+    recorder = Recorder(scaler)
+    with AsyncOptimizer(
+        sgd(plain.parameters()), plain, scaler=scaler, observer=recorder
+    ) as optimizer:
         for number, factor in enumerate((1.0, 1.0, INF, 1.0)):
             scaler.scale(loss_of(plain, number) * factor).backward()
             optimizer.clip_grad_norm_(0.5)
             optimizer.step()
             optimizer.zero_grad()
-        records = list(optimizer.history.records)
+        records = list(recorder.history.records)
     assert [r.skipped for r in records] == [False, False, True, False]
     assert [r.scale for r in records] == [4096.0, 4096.0, 4096.0, 2048.0]
     assert records[0].optimizer_us is not None

@@ -1,4 +1,4 @@
-"""A Trainer's telemetry: a window a step, values in its logs and progress bar, ends in order."""
+"""A Trainer's telemetry: a window a step, values in its logs, ends in order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from support import weights
 from telemetry_runs import kinds_of, lines_of, windows_of
 from trainer_support import CONFIG, SKIPPED, logs, make, train
-from transformers import ProgressCallback
 
 from accel_scaler import ScalerConfig, attach, detach
 
@@ -86,34 +85,17 @@ def test_the_logs_have_scale_and_skips(tmp_path: Path) -> None:
     assert "scaler_scale" not in trainer.state.log_history[-1]
 
 
-class Bar:
-    """A progress bar that keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.values: list[dict[str, float]] = []
-
-    def set_postfix(self, values: dict[str, float], refresh: bool = True) -> None:
-        self.values.append(dict(values))
-
-    def update(self, count: int) -> None: ...
-    def write(self, text: str) -> None: ...
-    def close(self) -> None: ...
-
-
-class Progress(ProgressCallback):  # type: ignore[misc]
-    """The Trainer's own, on such a bar."""
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.training_bar = self.bar = Bar()
-        self.current_step = 0
-
-
-def test_the_progress_bar_shows_scale_and_skips(tmp_path: Path) -> None:
-    trainer, recorder = make(tmp_path)
-    trainer.add_callback(Progress)
-    attach(attach(trainer, config()))
+def test_each_accelerator_of_a_search_is_a_session_of_its_own(tmp_path: Path) -> None:
+    """A hyperparameter search makes a new accelerator for each trial; nothing is collected yet."""
+    path = tmp_path / "run.jsonl"
+    trainer, _ = make(tmp_path / "out", max_steps=2, overflows=())
+    attach(trainer, config(path))
+    before = trainer.accelerator
     train(trainer)
-    (progress,) = [c for c in trainer.callback_handler.callbacks if isinstance(c, Progress)]
-    assert [values["scale"] for values in progress.bar.values] == recorder.scales
-    assert progress.bar.values[-1]["skips"] == len(SKIPPED)
+    trainer.create_accelerator_and_postprocess()
+    assert trainer.accelerator is not before
+    train(trainer)
     detach(trainer)
+    one = ["start", "names", "window", "window", "end"]
+    assert kinds_of(path) == one * 2
+    assert [line["step"] for line in windows_of(path)] == [0, 1, 0, 1]

@@ -23,7 +23,7 @@ pytest-xdist. ``torch.testing._internal`` and ``unittest`` tests run as they are
 ``pytest --with-accel-scaler test_torch.py -k grad_scal``.
 
 A test that fails: run it without the option first. The differences that are meant are in
-docs/what-it-mends.md (F1 to F13), and ``.grad`` being None after a step in overlap and delayed.
+docs/what-to-expect.md (F1 to F13), and ``.grad`` being None after a step in overlap and delayed.
 """
 
 from __future__ import annotations

@@ -34,8 +34,7 @@ sys.path[:0] = [str(TESTS / "helpers"), str(TESTS.parent)]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import history_async
-import history_play
+import history_operations
 import history_scaler
 import psutil
 import torch
@@ -98,9 +97,8 @@ def measure(start: float) -> Sample:
 
 
 KINDS: dict[str, tuple[Kind, int]] = {
-    "history": (history_play.KIND, 8),
-    "calls": (history_scaler.KIND, 12),
-    "async": (history_async.KIND, 6),
+    "training": (history_operations.KIND, 8),
+    "scaler": (history_scaler.KIND, 12),
 }
 """And how many of each in a turn."""
 
@@ -138,8 +136,8 @@ def grown(first: Sample, samples: Sequence[Sample]) -> list[str]:
 
 
 def line(sample: Sample, seen: Counter[str]) -> str:
-    restored = seen["restored"] + seen["restored, fresh"] + seen["go_back"]
-    windows = seen["window"] + seen["stepped"]
+    restored = seen["go_back"] + seen["go_on_in_a_fresh_pair"]
+    windows = seen["stepped"] + seen["skipped"]
     return (
         f"{sample.seconds / 60:6.1f} min  {seen['histories']:,} histories  "
         f"{seen['operations']:,} operations  {windows:,} windows  {seen['skipped']:,} skips"

@@ -18,7 +18,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from places import ROOT
 
 from accel_scaler import ScalerConfig
-from accel_scaler.config import in_section, resolve
+from accel_scaler.config import parsed, resolve
 from accel_scaler.config_file import find_config, read_config, shipped_configs
 from accel_scaler.launch.launcher import make_parser
 
@@ -66,9 +66,7 @@ def test_accelerate_reads_every_file_and_our_section_is_what_is_expected(
 ) -> None:
     processes, machines, launcher, config = EXPECTED[name]
     file = read_config(find_config(name))
-    settings = resolve(in_section(file))
-    assert settings.config == (config or ScalerConfig())
-    assert settings.attach
+    assert resolve(("file", parsed(file.section))) == (config or ScalerConfig())
     path = file.path
     if config is None:  # a script that calls attach can be launched by Accelerate alone
         assert file.rest is None
@@ -110,8 +108,7 @@ def test_the_fsdp_file_is_fsdp2_to_accelerate() -> None:
     args = as_accelerate_reads(find_config("fsdp2_fp16"), "--main_process_port", "0")
     environ = prepare_multi_gpu_env(args)
     assert environ["ACCELERATE_USE_FSDP"] == "true"
-    told = {key: value for key, value in environ.items() if key.startswith("FSDP_")}
-    with patch_environment(**told):
+    with patch_environment(**{key: environ[key] for key in environ if key.startswith("FSDP_")}):
         plugin = FullyShardedDataParallelPlugin()
     assert plugin.fsdp_version == 2
     assert plugin.reshard_after_forward is True

@@ -19,7 +19,6 @@ ORDER = [
         "untraced",
         "models",
         "places",
-        "late_names",
         "config_file",
         "config",
     ),
@@ -41,7 +40,7 @@ ONLY_IN = {
         "integrations/stock_scaler",
         "launch/launcher",
     },
-    "psutil": {"async_optimizer/worker", "launch/launcher"},
+    "psutil": {"async_optimizer/worker", "devices"},
     "transformers": {"integrations/trainer"},
     "yaml": {"config_file"},
 }
@@ -49,7 +48,7 @@ ONLY_IN = {
 
 WITHOUT_TORCH = {
     *("report", "config", "config_file", "console", "errors", "version", "cli"),
-    *("late_names", "places"),
+    *("places", "__init__", "__main__"),
 }
 
 

@@ -1,19 +1,17 @@
-"""Python runs this as it starts, in every process of a job under ``accel-scaler launch``.
+"""Python runs this at its start, in every process of a job under ``accel-scaler launch``.
 
-The launcher puts this folder, and nothing else, in front of PYTHONPATH. Starting the script from a
-module of our own (runpy) would be the other way; it changes ``__main__``, ``__spec__``, tracebacks
-and what ``multiprocessing`` spawns, needs one form each for a script, ``-m``, standard input and an
-executable, and does not reach a Python that a shell script starts. This changes none of these.
+The launcher puts this folder in front of PYTHONPATH. To start the script from a module of our own
+(runpy) would change ``__main__``, ``__spec__``, tracebacks and what ``multiprocessing`` spawns, and
+would not reach a Python that a shell script starts.
 
-When ``accelerate.accelerator`` and ``transformers.trainer`` have been imported, the ``__init__`` of
-their class is followed by ``attach``. Until then nothing is imported, and a process that uses
-neither is left alone. It must run on any Python that the script starts, so it stays with the
-standard library. Not reached: ``python -I``, ``-E`` and ``-S``, which ignore PYTHONPATH or site.
+Once ``accelerate.accelerator`` or ``transformers.trainer`` is imported, the ``__init__`` of its
+class ends with a call of ``attach_hook``. Until then nothing is imported. It runs on any Python
+that the script starts, so it needs the standard library alone. ``python -I``, ``-E`` and ``-S``
+ignore PYTHONPATH or site, and so this file.
 """
 
 from __future__ import annotations
 
-import _thread
 import os
 import sys
 from importlib.machinery import PathFinder
@@ -25,89 +23,61 @@ if TYPE_CHECKING:
 HERE = os.path.dirname(os.path.abspath(__file__))
 
 CLASSES = {
-    "accelerate.accelerator": ("Accelerator", "meet_accelerator"),
-    "transformers.trainer": ("Trainer", "meet_trainer"),
+    "accelerate.accelerator": ("Accelerator", "attach_accelerator"),
+    "transformers.trainer": ("Trainer", "attach_trainer"),
 }
-"""Module: the class in it, and the function of ``attach_hook`` that meets an instance."""
+"""Module: its class, and the function of ``attach_hook`` for an instance."""
 
 
 class Finder:
-    """Finds the modules of ``CLASSES`` where they are, and follows their execution."""
-
-    def __init__(self) -> None:
-        self._asking: set[tuple[int, str]] = set()
-        """Thread and module: another hook may ask everybody too, and so ask this one again."""
+    """Finds the modules of ``CLASSES`` on the path, and changes them after their execution."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        key = _thread.get_ident(), name
-        if name not in CLASSES or key in self._asking:
+        spec = PathFinder.find_spec(name, path, target) if name in CLASSES else None
+        if spec is None or spec.loader is None:
             return None
-        self._asking.add(key)
-        try:
-            finders = list(sys.meta_path)
-            if self in finders:  # those in front have been asked, or are asking now
-                del finders[: finders.index(self) + 1]
-            for finder in finders:
-                spec = finder.find_spec(name, path, target)
-                if spec is not None and spec.loader is not None:
-                    follow(spec.loader, name)
-                    return spec
-        finally:
-            self._asking.discard(key)
-        return None
+        loader: Any = spec.loader
+        execute = loader.exec_module
 
+        def exec_module(module: Any) -> None:
+            del loader.exec_module  # the loader's own again
+            execute(module)
+            change(module, name)
 
-def follow(loader: Any, name: str) -> None:
-    """Let ``loader`` change the class once it has executed the module; it is as before then."""
-    execute = loader.exec_module
-    before = vars(loader).get("exec_module")
-
-    def exec_module(module: Any) -> None:
-        if vars(loader).get("exec_module") is exec_module:  # nobody follows it after us
-            if before is None:
-                del loader.exec_module
-            else:
-                loader.exec_module = before
-        execute(module)
-        change(module, name)
-
-    loader.exec_module = exec_module
+        loader.exec_module = exec_module
+        return spec
 
 
 def change(module: Any, name: str) -> None:
-    """Let the class's ``__init__`` end with a call of ``accel_scaler.launch.attach_hook``."""
+    """Let the ``__init__`` of the class end with a call of ``attach_hook``."""
     import functools
 
-    class_name, meet = CLASSES[name]
+    class_name, hook = CLASSES[name]
     cls = getattr(module, class_name)
     stock = cls.__init__
 
     @functools.wraps(stock)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         stock(self, *args, **kwargs)
-        getattr(launched(), meet)(self)
+        getattr(load_hook(), hook)(self)
 
     cls.__init__ = __init__
 
 
-def launched() -> Any:
-    """``attach_hook``, of this installation where the process would find none."""
-    import importlib.util
+def load_hook() -> Any:
+    """``attach_hook``; of this installation, where the process would find no other."""
+    import importlib
 
-    if importlib.util.find_spec("accel_scaler") is None:
-        package = os.path.dirname(os.path.dirname(HERE))
-        spec: Any = importlib.util.spec_from_file_location(
-            "accel_scaler",
-            os.path.join(package, "__init__.py"),
-            submodule_search_locations=[package],
-        )
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["accel_scaler"] = module
-        spec.loader.exec_module(module)
+    try:
+        return importlib.import_module("accel_scaler.launch.attach_hook")
+    except ModuleNotFoundError as error:
+        if error.name != "accel_scaler":
+            raise
+    sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(HERE))))
     return importlib.import_module("accel_scaler.launch.attach_hook")
 
 
-def run_the_next() -> None:
+def run_hidden() -> None:
     """Run the ``sitecustomize`` that this one hides, if there is one."""
     import importlib.util
 
@@ -118,15 +88,7 @@ def run_the_next() -> None:
         spec.loader.exec_module(module)
 
 
-def start() -> None:
-    """Leave ``sys.path`` as it would be, watch for the modules, make way for the next."""
-    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != HERE]
-    for name in CLASSES:
-        if name in sys.modules:  # imported by a .pth file
-            change(sys.modules[name], name)
-    sys.meta_path.insert(0, Finder())
-    run_the_next()
-
-
 if __name__ == "sitecustomize":
-    start()
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != HERE]
+    sys.meta_path.insert(0, Finder())
+    run_hidden()

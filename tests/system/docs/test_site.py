@@ -48,7 +48,7 @@ def build(folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_broken_link_anchor_picture_or_reference_is_an_error(copy: Path) -> None:
-    add_to(copy / "docs/limits.md", LINKS)
+    add_to(copy / "docs/what-to-expect.md", LINKS)
     done = build(copy)
     assert done.returncode == 1
     for broken in ("no-such-page.md", "#no-such-heading", "assets/none.png", "no_such_method"):
@@ -56,7 +56,7 @@ def test_a_broken_link_anchor_picture_or_reference_is_an_error(copy: Path) -> No
 
 
 def test_a_name_that_the_package_has_not_is_an_error(copy: Path) -> None:
-    add_to(copy / "docs/limits.md", "\n::: accel_scaler.NoSuchError\n")
+    add_to(copy / "docs/what-to-expect.md", "\n::: accel_scaler.NoSuchError\n")
     done = build(copy)
     assert done.returncode == 1
     assert "accel_scaler.NoSuchError could not be found" in done.stderr

@@ -14,10 +14,9 @@ import torch
 from accelerate import Accelerator
 from fault_run import Run
 from support import LR, Linear, reset, same, stock
-from torch import nn
 
 from accel_scaler import ConfigError, GradScaler, OverflowStreakError, ScalerConfig, attach, detach
-from accel_scaler.scaling.overflow_streak import TOLD_AT
+from accel_scaler.scaling.skips import WARNS_AT
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -94,25 +93,6 @@ def test_nan_in_the_data_of_one_batch_is_one_skip(mode: str) -> None:
     run.close()
 
 
-def test_nan_that_a_batch_norm_keeps_is_told_in_the_same_window(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """A skipped step leaves the parameters alone; the forward before it has moved these."""
-    accelerator: Any = attach(Accelerator(cpu=True, mixed_precision="fp16"), ScalerConfig())
-    layers = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
-    model, optimizer = accelerator.prepare(layers, torch.optim.SGD(layers.parameters(), lr=0.1))
-    for number, bad in enumerate((False, True, True, False)):
-        x = torch.randn(4, 2)
-        x[0, 0] = NAN if bad else 0.0
-        accelerator.backward(model(x).float().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-        assert len(told(caplog)) == int(number > 0), "once, at the first"
-    assert "running statistics of 1, so evaluation gives NaN" in told(caplog)[0]
-    assert all(bool(p.isfinite().all()) for p in layers.parameters())
-    detach(accelerator)
-
-
 @pytest.mark.parametrize("mode", ["sync", "overlap", "delayed offload"])
 def test_nan_in_every_batch_from_a_step_on_ends_the_run_where_that_is_asked(
     mode: str, caplog: pytest.LogCaptureFixture
@@ -131,7 +111,6 @@ def test_nan_in_every_batch_from_a_step_on_ends_the_run_where_that_is_asked(
     assert len(began) == 1
     assert "look at the data" in began[0]
     assert "7 windows in a row" in str(caught.value)
-    assert "(1) the loss was inf or NaN in 7 of these 7 windows" in str(caught.value)
     assert same(run.state()["weights"], expected["weights"])
     run.close()
 
@@ -139,34 +118,30 @@ def test_nan_in_every_batch_from_a_step_on_ends_the_run_where_that_is_asked(
 def test_nan_in_every_batch_from_a_step_on_is_told_where_nothing_was_asked(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    run = Spoiled("overlap", 4, 1000, min_scale=1.0).train(4 + TOLD_AT - 1)
+    run = Spoiled("overlap", 4, 1000, min_scale=1.0).train(4 + WARNS_AT - 1)
     assert told(caplog) == []
-    run.train(4 + TOLD_AT)
+    run.train(4 + WARNS_AT)
     (text,) = told(caplog)
-    assert f"{TOLD_AT} windows in a row overflowed and were skipped" in text
+    assert f"{WARNS_AT} windows in a row overflowed" in text
     assert "nothing ends this run" in text
-    assert f"(1) the loss was inf or NaN in {TOLD_AT} of these {TOLD_AT} windows" in text
     assert "0.weight" in text
     run.close()
 
 
-def test_an_infinite_loss_from_the_first_step_is_told_three_times_with_the_scales_way(
+def test_an_infinite_loss_from_the_first_step_is_told_three_times(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Scale below 1 after 17 windows, the run after 30, a scale that is of no use after 143."""
+    """Scale below 1 after 17 windows, the run after 30 and 300."""
     loop, when = Loop(), {}
     for number in range(1, 301):
         assert not loop.window(1.0, INF)
         for text in told(caplog)[len(when) :]:
             when[text] = number
-    below, run, dead, again = when
-    assert [when[text] for text in (below, run, dead, again)] == [17, TOLD_AT, 143, 300]
+    below, run, again = when
+    assert [when[text] for text in (below, run, again)] == [17, WARNS_AT, 300]
     assert "the loss scale fell below 1" in below
-    assert "the loss was inf or NaN in 30 of these 30 windows" in run
-    assert "Scale: 65536 -> 32768 ->" in run
-    assert "too small to divide gradients by: every further window is skipped" in dead
+    assert "The scale is now 6.10352e-05" in run
     assert "300 windows in a row" in again
-    assert len(told(caplog, logging.ERROR)) == 1
     assert loop.layer.moved == 0
     # It said so: a finite loss does not bring it back, as it would not with torch's scaler.
     assert not loop.window(1.0)
@@ -189,9 +164,9 @@ def test_a_scale_of_zero_in_a_checkpoint_is_refused_or_raised_to_the_floor() -> 
 @pytest.mark.parametrize("first", [2.0**126, 2.0**127, LARGEST])
 @pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
 def test_a_scale_that_would_pass_float32_stays_the_last_one_that_does_not(
-    mode: str, first: float, caplog: pytest.LogCaptureFixture
+    mode: str, first: float
 ) -> None:
-    """Growth past it is left out, at every window here, and told; training is what it was."""
+    """Growth past it is left out, at every window here; training is what it was."""
     tiny = 2.0**-120
     loop = Loop(init_scale=first, growth_interval=1, step_mode=mode)
     reference = Loop(stock)
@@ -204,9 +179,6 @@ def test_a_scale_that_would_pass_float32_stays_the_last_one_that_does_not(
         assert loop.scale == reference.scale == max(2.0**127, first)
     loop.optimizer.synchronize()
     assert torch.equal(loop.layer.w, reference.layer.w)
-    (line,) = [text for text in caplog.messages if "about the largest that float32 holds" in text]
-    assert f"the loss scale is {first:g}, " in line
-    assert "set max_scale" in line
     loop.close()
 
 
@@ -240,28 +212,14 @@ def test_ten_thousand_skips_in_a_row_are_three_lines_and_no_memory(
         live.append(len(gc.get_objects()))
     assert live[1] - live[0] < 100, live
     assert [text.split()[0] for text in told(caplog)] == ["30", "300", "3000"]
-    assert "Said again after 30000" in told(caplog)[-1]
     assert "Parameters are as before the run" in told(caplog)[-1]
     assert scaler.get_scale() == 1.0
     assert scaler.state_dict()["_consecutive_skips"] == 2 * half
     assert layer.moved == 0
     window(1.0)
     assert layer.moved == 1.0
-    for _ in range(TOLD_AT):
+    for _ in range(WARNS_AT):
         window(INF)
     assert told(caplog)[-1].startswith("30 windows in a row"), "a second run is told of as well"
     if not raw:
         loop.close()
-
-
-def test_runs_of_skips_without_end_are_twenty_lines_at_most(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    loop = Loop(min_scale=1.0)
-    for _ in range(25):
-        for _ in range(TOLD_AT):
-            loop.window(1.0, INF)
-        loop.window(1.0)
-    assert len(told(caplog)) == 20
-    assert "Not said again." in told(caplog)[-1]
-    loop.close()

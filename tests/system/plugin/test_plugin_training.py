@@ -36,7 +36,7 @@ RUN: dict[str, Any] = {
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """Stock leaves scaler and autocast off on a CPU (F6 in docs/what-it-mends.md)."""
+    """Stock leaves scaler and autocast off on a CPU (F6 in docs/what-to-expect.md)."""
     init = Accelerator.__init__
 
     def __init__(accelerator: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807

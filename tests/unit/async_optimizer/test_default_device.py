@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from support import mlp, weights
 from torch import Tensor, nn
 
-from accel_scaler import AsyncOptimizer, GradScaler, ScalerConfig, attach
+from accel_scaler import AsyncOptimizer, GradScaler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -82,39 +80,6 @@ def test_state_that_names_no_device_lies_beside_the_masters(offload: str) -> Non
         else:  # as in torch
             with pytest.raises(Exception, match="meta"):
                 optimizer.close()
-
-
-def test_an_attached_run_with_telemetry_is_as_without(tmp_path: Path) -> None:
-    def run(default: str | None, path: Path) -> tuple[Tensor, list[Any]]:
-        accelerator: Any = Accelerator(cpu=True, mixed_precision="fp16")
-        attach(accelerator, ScalerConfig(step_mode="overlap", telemetry=str(path)))
-        layers = mlp()
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
-        with torch.device(default) if default else nullcontext():
-            params = layers[0].weight, layers[2].weight  # the names are not in this order alone
-            inner = [torch.optim.SGD([p], lr=0.1) for p in params]
-            model, *optimizers = accelerator.prepare(layers, *inner)
-            for step in range(4):
-                loss = model(x).float().square().mean()
-                accelerator.backward(loss * float("inf") if step == 2 else loss)
-                for p, optimizer in zip(
-                    (layers[0].weight, layers[2].weight), optimizers, strict=True
-                ):
-                    accelerator.clip_grad_norm_([p], 0.1)
-                    optimizer.step()
-                for optimizer in optimizers:
-                    optimizer.zero_grad()
-                layers[0].bias.grad = layers[2].bias.grad = None
-            records = accelerator.scaler_history.records
-            seen = [(r.scale, r.skipped, r.grad_norm) for r in records]
-            accelerator.end_training()
-        return weights(layers), seen
-
-    mine, expected = run("meta", tmp_path / "a"), run(None, tmp_path / "b")
-    assert torch.equal(mine[0], expected[0])
-    assert repr(mine[1]) == repr(expected[1])
-    norms = [(tmp_path / name).read_text().count('"norms":') for name in ("a", "b")]
-    assert norms[0] == norms[1] > 0
 
 
 def test_the_norm_of_no_gradients_is_a_number() -> None:

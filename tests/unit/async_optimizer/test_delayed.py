@@ -25,7 +25,6 @@ from support import same
 from torch import Tensor, nn
 
 from accel_scaler import AsyncOptimizer, GradScaler
-from accel_scaler.async_optimizer.compensation import Compensation
 
 pytestmark = pytest.mark.usefixtures("one_thread", "one_part_each")
 
@@ -82,12 +81,6 @@ def test_warm_up_steps_are_not_stale(prompt: int) -> None:
     """Updates count, skips do not."""
     ours = run_ours("sgd", delay_warmup_steps=prompt, **WINDOWS)
     assert_same_run(ours, run_reference("sgd", prompt, **WINDOWS))
-
-
-@pytest.mark.parametrize("kind", ["sgd", "adamw"])
-def test_offload_changes_no_bit(kind: str) -> None:
-    ours = run_ours(kind, offload="cpu", clip={"max_norm": 0.5}, **WINDOWS)
-    assert_same_run(ours, run_reference(kind, 0, max_norm=0.5, **WINDOWS))
 
 
 @pytest.mark.parametrize("fold", [False, True])
@@ -318,66 +311,3 @@ def test_without_a_model_a_fence_is_followed_by_what_it_has_published() -> None:
         saved = optimizer.state_dict()
         assert same((p * 1.0).detach(), exact)
         assert "preview" not in saved["state"][0]
-
-
-def test_a_preview_is_made_behind_the_update_with_the_settings_of_the_next_step() -> None:
-    """Not at the boundary: there it is only shown. Unless the settings change once more."""
-    made: list[str] = []
-    model = network()
-    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with pytest.MonkeyPatch.context() as patch:
-        make = Compensation._make  # type: ignore[attr-defined]
-
-        def making(self: Any, part: Any, ahead: Any, due: Any = None) -> None:
-            made.append("behind" if due is None else "at the boundary")
-            make(self, part, ahead, due)
-
-        patch.setattr(Compensation, "_make", making)
-        with AsyncOptimizer(inner, model, mode="delayed") as optimizer:
-            for step in range(6):
-                loss_of(model, step).backward()
-                if step == 4:
-                    inner.param_groups[0]["lr"] = 0.05  # after the forward: it was made with 0.1
-                optimizer.step()
-                optimizer.zero_grad()
-                inner.param_groups[0]["lr"] *= 0.5
-    parts = len(list(model.parameters()))
-    behind, late = ["behind"] * parts, ["at the boundary"] * parts
-    # The first step, which is not late, has shown the order of the forward: other parts from then,
-    # which may be known before the first is made, or after.
-    assert made in (
-        [*behind * 2, *late, *behind * 3, *late, *behind],
-        [*behind * 5, *late, *behind],
-    )
-
-
-@pytest.mark.parametrize("offload", ["none", "cpu"])
-def test_a_resumed_warm_up_goes_on_where_it_was(offload: str) -> None:
-    """Five prompt steps, three of them before the checkpoint; then stale ones."""
-
-    def pair() -> tuple[nn.Module, AsyncOptimizer]:
-        torch.manual_seed(4)
-        model = nn.Linear(6, 1)
-        inner = torch.optim.AdamW(model.parameters(), lr=0.1)
-        options: dict[str, Any] = {"mode": "delayed", "offload": offload, "delay_warmup_steps": 5}
-        return model, AsyncOptimizer(inner, model, **options)
-
-    def train(model: nn.Module, optimizer: AsyncOptimizer, steps: range) -> None:
-        for step in steps:
-            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
-            model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    whole, optimizer = pair()
-    train(whole, optimizer, range(3))
-    saved = copy.deepcopy((whole.state_dict(), optimizer.state_dict()))
-    train(whole, optimizer, range(3, 9))
-    optimizer.close()
-    resumed, optimizer = pair()
-    resumed.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
-    train(resumed, optimizer, range(3, 9))
-    optimizer.close()
-    for mine, reference in zip(resumed.parameters(), whole.parameters(), strict=True):
-        assert torch.equal(mine, reference)

@@ -92,24 +92,6 @@ def test_a_first_update_behind_a_late_one_is_awaited() -> None:
             assert float(model(4, 2).detach()) == seen
 
 
-@pytest.mark.parametrize("model_first", [False, True])
-def test_what_was_shown_is_restored_in_any_order(model_first: bool) -> None:
-    model = Two()
-    with opened(model, delay_compensation="preview") as optimizer:
-        train(model, optimizer, range(3))
-        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-        losses = train(model, optimizer, range(3, 6))
-    again = Two()
-    with opened(again, delay_compensation="preview") as optimizer:
-        train(again, optimizer, range(2))
-        optimizer.synchronize()
-        with torch.no_grad():
-            again.layers[0].weight.mul_(0.5)
-        for each in (0, 1) if model_first else (1, 0):
-            (again, optimizer)[each].load_state_dict(saved[each])
-        assert train(again, optimizer, range(3, 6)) == losses
-
-
 def test_nothing_is_shown_of_a_frozen_parameter() -> None:
     """A function may step anything, so its parameters all count as newer."""
     model = Two()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -16,8 +14,6 @@ from torch import Tensor, nn
 
 from accel_scaler import AsyncOptimizer
 from accel_scaler.async_optimizer.replica import Replica
-from accel_scaler.async_optimizer.worker import Task
-from accel_scaler.errors import StepError
 from accel_scaler.scaling import DeferredUnscale
 
 
@@ -28,10 +24,6 @@ def model_of() -> nn.Sequential:
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.05)
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def delayed(
@@ -59,46 +51,6 @@ def values(model: nn.Module) -> list[Tensor]:
 
 def are_same(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(map(torch.equal, one, other))
-
-
-@pytest.mark.parametrize("offload", ["none", "cpu"])
-@pytest.mark.parametrize("first", ["model", "optimizer"])
-@pytest.mark.parametrize("make", [adamw, sgd])
-def test_a_resumed_run_is_the_same_whichever_is_loaded_first(
-    make: Any, first: str, offload: str
-) -> None:
-    model = model_of()
-    with delayed(model, make, offload=offload) as optimizer:
-        train(model, optimizer, range(5))
-        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-        losses = train(model, optimizer, range(5, 9))
-    resumed = model_of()
-    with delayed(resumed, make, offload=offload) as optimizer:
-        if first == "model":
-            resumed.load_state_dict(saved[0])
-        optimizer.load_state_dict(saved[1])
-        if first == "optimizer":
-            resumed.load_state_dict(saved[0])
-        assert train(resumed, optimizer, range(5, 9)) == losses
-    assert are_same(values(resumed), values(model))
-
-
-@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
-def test_the_extrapolation_in_an_older_file_is_ignored(mode: str) -> None:
-    """``delay_compensation="extrapolate"`` of earlier releases has saved one."""
-    runs, states = [], []
-    for is_older in (False, True):
-        model = model_of()
-        with AsyncOptimizer(adamw(model), model, mode=mode) as optimizer:
-            train(model, optimizer, range(3))
-            state = copy.deepcopy(optimizer.state_dict())
-            for index, p in enumerate(model.parameters()) if is_older else ():
-                state["state"][index]["extrapolated"] = torch.full_like(p, 9.0)
-            optimizer.load_state_dict(state)
-            states += [set(entry) for entry in optimizer.state_dict()["state"].values()]
-            runs.append(train(model, optimizer, range(3, 7)))
-    assert runs[0] == runs[1]
-    assert "extrapolated" not in set().union(*states)
 
 
 def test_an_interrupt_where_a_preparation_is_handed_over_leaves_nothing_to_wait_for(
@@ -147,28 +99,6 @@ def test_an_interrupt_while_the_model_is_shown_previews_again_loses_neither(
     assert are_same(values(model), values(undisturbed))
 
 
-class WithOwn(nn.Module):
-    """Has a parameter besides those of its layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.layer = nn.Parameter(torch.ones(4)), nn.Linear(4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.layer(x * self.scale)
-        return result
-
-
-@pytest.mark.parametrize("make", [WithOwn, lambda: nn.Linear(4, 1)])
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_a_copy_of_a_module_has_the_newest_of_its_own_parameters(copied: Any, make: Any) -> None:
-    model = make()
-    with delayed(model) as optimizer:
-        train(model, optimizer, range(4))
-        other = copied(model)
-        assert are_same(values(other), list(model.state_dict().values()))
-
-
 def test_a_clip_to_nearly_nothing_does_not_refuse_the_limit_of_a_share() -> None:
     model = model_of()
     with delayed(model) as optimizer:
@@ -180,30 +110,6 @@ def test_a_clip_to_nearly_nothing_does_not_refuse_the_limit_of_a_share() -> None
         optimizer.synchronize()
     assert all(bool(p.isfinite().all()) for p in model.parameters())
     assert not are_same(values(model), before)
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing is forked here")
-def test_a_fork_beside_a_preparation_is_told_once() -> None:
-    model, wait = model_of(), threading.Event()
-    with delayed(model) as optimizer:
-        train(model, optimizer, range(3))
-        optimizer._stepper.finish()
-        optimizer._worker.submit(Task(lambda _: wait.wait(30) and None, 0))
-        optimizer.param_groups[0]["lr"] = 0.01
-        optimizer._stepper.go_on()
-        assert optimizer._stepper._preparation is not None
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                optimizer.synchronize()
-            except StepError:
-                optimizer.synchronize()
-                code = 0
-            finally:
-                os._exit(code)
-        wait.set()
-        assert os.waitpid(pid, 0)[1] == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -273,18 +179,6 @@ def test_a_module_trained_alone_goes_on_where_the_thread_that_trained_has_ended(
             train(model[0], optimizer, range(4, 7))
         found.append(values(model))
     assert are_same(*found)
-
-
-@pytest.mark.parametrize("is_given", [True, False])
-def test_a_compiled_model_that_is_not_the_given_one_is_told_of(
-    is_given: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its forward runs no hooks, so its evaluations are not seen."""
-    model = model_of()
-    compiled: Any = torch.compile(model, backend="eager")
-    with delayed(compiled if is_given else model) as optimizer:
-        train(compiled, optimizer, range(5))
-    assert caplog.text.count("Give AsyncOptimizer what torch.compile returned") == (not is_given)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

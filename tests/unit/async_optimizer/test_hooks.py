@@ -12,7 +12,6 @@ import pickle
 import subprocess
 import sys
 import textwrap
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,9 +30,7 @@ from accel_scaler import (
     attach,
     detach,
 )
-from accel_scaler.async_optimizer.pending_parameter import PendingParameter
 from accel_scaler.async_optimizer.replica import Replica
-from accel_scaler.integrations.optimizer import ScaledOptimizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -221,24 +218,6 @@ def test_save_state_and_load_state_in_mid_step_go_on_as_the_synchronous_run(
 
 
 @pytest.mark.parametrize("mode", ["overlap", "delayed"])
-def test_detach_publishes_and_leaves_a_stock_accelerator_that_goes_on(mode: str) -> None:
-    # With zero momentum left out of it, two delayed steps on the same parameters are known.
-    with lazy():
-        accelerator, model, optimizer = attached(mode)
-        train_attached(accelerator, model, optimizer, range(1))
-        detach(accelerator)
-        expected, state = sync_run(1)
-        assert_same(values(model), expected)
-        assert_same(optimizer.state_dict(), state)
-    assert type(accelerator) is Accelerator
-    assert type(optimizer) is not ScaledOptimizer
-    assert not any(type(p) is PendingParameter for p in model.parameters())
-    assert not any("accel_scaler" in t.name for t in threading.enumerate())
-    loss_of(model, 1).backward()
-    optimizer.step()
-
-
-@pytest.mark.parametrize("mode", ["overlap", "delayed"])
 def test_a_prepared_optimizer_is_copied_with_its_newest_state(late: None, mode: str) -> None:
     accelerator, model, optimizer = attached(mode)
     train_attached(accelerator, model, optimizer, range(1))
@@ -331,29 +310,6 @@ def test_the_interpreter_exits_right_after_a_step_and_the_step_is_finished() -> 
         """
     )
     assert (status, out.splitlines(), err) == (0, ["[0.0, 0.0, 0.0]", "[-1.0, -1.0, -1.0]"], "")
-
-
-LOST = """
-optimizer = AsyncOptimizer(torch.optim.SGD([w], lr=1.0), model)
-Replica.step_part = fail
-w.grad = torch.ones(3)
-optimizer.step()
-"""
-TOLD = """
-try:
-    w.sum()
-except StepError as error:
-    print(type(error.__cause__).__name__)
-"""
-
-
-@pytest.mark.process
-def test_an_error_in_the_last_step_is_printed_at_exit_once_if_nobody_was_told() -> None:
-    status, out, err = run(LOST)
-    assert (status, out) == (0, "")
-    assert err.count("Traceback") == 1
-    assert err.strip().endswith("ValueError: the last step")
-    assert run(LOST + TOLD) == (0, "ValueError\n", "")
 
 
 def break_off(optimizer: AsyncOptimizer, model: nn.Module, steps: range) -> None:

@@ -25,7 +25,6 @@ from accel_scaler import (
     AsyncOptimizer,
     ConfigError,
     GradScaler,
-    OrderError,
     ScalerConfig,
     UnsupportedError,
 )
@@ -158,37 +157,6 @@ def test_float16_that_is_unfrozen_later_is_refused_too() -> None:
         with pytest.raises(UnsupportedError, match="master_weights='none'"):
             ours.step()
         model[0].requires_grad_(False)
-
-
-def test_without_scaling_bfloat16_is_asked_for() -> None:
-    """A bf16 run trains as torch does; ``fp32`` makes masters there too."""
-    for scaler in (None, GradScaler("cpu", enabled=False)):
-        for wish, has_masters in (("auto", False), ("fp32", True)):
-            model = brain()
-            inner = torch.optim.SGD(model.parameters(), lr=0.1)
-            with AsyncOptimizer(inner, model, scaler=scaler, master_weights=wish) as optimizer:
-                loss_of(model, 0).backward()
-                optimizer.step()
-                saved = optimizer.state_dict()["state"]
-            assert ("master" in saved.get(0, {})) is has_masters
-
-
-def test_two_optimizers_cannot_have_a_master_each() -> None:
-    shared = nn.Parameter(torch.ones(2, dtype=BRAIN))
-    one, two = torch.optim.SGD([shared]), torch.optim.SGD([shared])
-    for way in ({"master_weights": "fp32"}, {"mode": "sync", "offload": "cpu"}):
-        with (
-            AsyncOptimizer(one, **way) as old,
-            AsyncOptimizer(two, **way),
-            pytest.raises(OrderError, match="prepared after this SGD owns its parameters"),
-        ):
-            old.step()
-    with (
-        AsyncOptimizer(one, master_weights="none") as old,
-        AsyncOptimizer(two, master_weights="none") as new,
-    ):
-        old.step()
-        new.step()
 
 
 @pytest.mark.parametrize("mode", ["sync", "overlap"])

@@ -7,19 +7,13 @@ wait surely gets the value before the step.
 from __future__ import annotations
 
 import contextlib
-import copy
-import io
-import subprocess
 import sys
-import textwrap
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.parallel.replicate
 from accelerate import Accelerator
 from async_support import lazy, values
@@ -28,7 +22,6 @@ from torch._dynamo.testing import CompileCounter
 
 from accel_scaler import (
     AsyncOptimizer,
-    GradScaler,
     ScalerConfig,
     StepError,
     UnsupportedError,
@@ -36,7 +29,6 @@ from accel_scaler import (
     detach,
 )
 from accel_scaler.async_optimizer.pending_parameter import _PASSIVE, ParameterHold, PendingParameter
-from accel_scaler.scaling.gradients import leaves_of
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -131,47 +123,6 @@ READS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def scattered(p: Tensor) -> Tensor:
-    out = torch.zeros(2, 3)
-    dist.scatter(out, [p])
-    return out
-
-
-def reduce_scattered(p: Tensor) -> Tensor:
-    out = torch.zeros(2, 3)
-    dist.reduce_scatter(out, [p])
-    return out
-
-
-def broadcast(p: Tensor) -> Tensor:
-    dist.broadcast(p, 0)
-    return p
-
-
-def broadcast_coalesced(p: Tensor) -> Tensor:
-    dist._broadcast_coalesced(dist.group.WORLD, [p.requires_grad_(False)], 1000)
-    return p
-
-
-def gathered(p: Tensor) -> Tensor:
-    out = [torch.zeros(2, 3)]
-    dist.all_gather(out, p)
-    return out[0]
-
-
-COLLECTIVES = {
-    f.__name__: f for f in (scattered, reduce_scattered, broadcast, broadcast_coalesced, gathered)
-}
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    file = tmp_path_factory.mktemp("ranks") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def problem_with(read: Callable[[Any], Any]) -> str | None:
     due = Due()
     result = read(due.p)
@@ -189,11 +140,6 @@ def problem_with(read: Callable[[Any], Any]) -> str | None:
 def test_reads_that_torch_does_not_dispatch_wait() -> None:
     problems = {name: problem_with(read) for name, read in READS.items()}
     assert {name: problem for name, problem in problems.items() if problem} == {}
-
-
-@pytest.mark.parametrize("name", COLLECTIVES)
-def test_collectives_wait(ranks: None, name: str) -> None:
-    assert problem_with(COLLECTIVES[name]) is None
 
 
 # Of the names of a tensor's C class: said in pending_parameter.py, or no method of an element.
@@ -442,33 +388,6 @@ def test_delayed_refuses_a_scripted_module_and_leaves_nothing_behind() -> None:
     AsyncOptimizer(inner, model, mode="overlap").close()
 
 
-def test_hooks_are_installed_all_or_none() -> None:
-    class Refusing(nn.Linear):
-        def register_load_state_dict_pre_hook(self, hook: Any) -> Any:
-            raise RuntimeError("no hooks here")
-
-    model = nn.Sequential(nn.Linear(3, 4), Refusing(4, 2))
-    inner = sgd(model)
-    with pytest.raises(RuntimeError, match="no hooks here"):
-        AsyncOptimizer(inner, model)
-    assert hooks_of(model) == 0
-    assert not [key for key in vars(inner) if "accel_scaler" in key]
-    assert not inner._optimizer_state_dict_pre_hooks
-
-
-def test_a_model_whose_module_is_itself_does_not_hang() -> None:
-    class Selfish(Own):
-        @property
-        def module(self) -> nn.Module:
-            return self
-
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        model = Selfish()
-    with lazy(), AsyncOptimizer(sgd(model), model) as optimizer:
-        assert train(model, optimizer, STEPS) == reference(None, "overlap")
-
-
 # In `delayed`, what reads outside the training step sees the newest parameters.
 
 
@@ -563,34 +482,6 @@ def test_delayed_shows_the_state_of_a_layer_that_came_after_the_first_step() -> 
 # Views, versions, inference mode.
 
 
-@pytest.mark.parametrize("mode", ["sync", "overlap"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_another_view_of_the_same_memory_is_what_is_stepped(mode: str, dtype: torch.dtype) -> None:
-    views: list[Callable[[Tensor], Tensor]] = [
-        lambda t: t.t(),
-        lambda t: t.reshape(-1)[None],
-        lambda t: t.reshape(-1, 1).t(),
-        lambda t: t.reshape(-1),
-    ]
-    for start in ((3, 3), (6, 1), (2, 3)):
-        for view in views:
-            results = []
-            for ours in (False, True):
-                w = nn.Parameter(torch.arange(9.0)[: start[0] * start[1]].reshape(start).to(dtype))
-                inner = torch.optim.SGD([w], lr=1.0)
-                optimizer: Any = AsyncOptimizer(inner, mode=mode) if ours else inner
-                for replaced in (False, True):
-                    if replaced:
-                        w.grad = None
-                        w.data = view(w.data)
-                    w.grad = torch.arange(float(w.numel())).reshape(w.shape).to(dtype)
-                    optimizer.step()
-                if ours:
-                    optimizer.close()
-                results.append(w.detach())
-            assert torch.equal(*results)
-
-
 @pytest.mark.parametrize(
     ("mode", "offload"),
     [("sync", "none"), ("overlap", "none"), ("overlap", "cpu"), ("delayed", "none")],
@@ -664,85 +555,7 @@ def test_masters_made_inside_inference_mode_train(mode: str, offload: str) -> No
     assert same(*results)
 
 
-def test_the_leaves_of_a_graph_are_not_what_a_function_calls_its_variable() -> None:
-    class Kept(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
-            ctx.variable = "mine"
-            return x * 2
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-            assert ctx.variable == "mine"
-            return grad * 2
-
-    w, grads = nn.Parameter(torch.ones(2)), []
-    assert [id(leaf) for leaf in leaves_of([Kept.apply(w).sum()])] == [id(w)]
-    for scaler in (torch.amp.GradScaler("cpu", init_scale=2.0), GradScaler("cpu", init_scale=2.0)):
-        w.grad = None
-        scaler.scale(Kept.apply(w).sum()).backward()
-        grads.append(w.grad)
-    assert torch.equal(*grads)
-
-
 # Whole models.
-
-LOADER = """
-    import sys
-    class Absent:
-        def find_spec(self, name, path=None, target=None):
-            if name.split(".")[0] == "accel_scaler":
-                raise ModuleNotFoundError(name)
-    sys.meta_path.insert(0, Absent())
-    import torch
-    for file in sys.argv[1:]:
-        model = torch.load(file, weights_only=False)
-        x = torch.ones(1, 3)
-        y = model(x).float()
-        y.sum().backward()
-        model.load_state_dict(model.state_dict())
-        with torch.no_grad():
-            model.eval()(x)
-        print(y.tolist())
-    assert not any("accel_scaler" in name for name in sys.modules)
-"""
-
-
-@pytest.mark.process
-def test_a_whole_model_saved_while_attached_loads_without_this_package(tmp_path: Path) -> None:
-    files, expected = [], []
-    for mode in ("sync", "overlap", "delayed"):
-        config = ScalerConfig(
-            step_mode=mode,  # type: ignore[arg-type]
-            telemetry=str(tmp_path / f"{mode}.jsonl"),
-            find_overflow="always",
-            init_scale=8.0,
-        )
-        accelerator: Any = attach(Accelerator(cpu=True, mixed_precision="fp16"), config)
-        layers = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-        model, optimizer = accelerator.prepare(layers, sgd(layers))
-        for step in range(2):
-            accelerator.backward(model(torch.ones(1, 3) + step).float().sum())
-            optimizer.step()
-            optimizer.zero_grad()
-        files.append(tmp_path / f"{mode}.pt")
-        torch.save(model, files[-1])
-        text = io.BytesIO()
-        torch.save(copy.deepcopy(model), text)
-        assert b"accel_scaler" not in files[-1].read_bytes() + text.getvalue()
-        detach(accelerator)
-        plain = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-        plain.load_state_dict(model.state_dict())
-        expected.append(str(plain(torch.ones(1, 3)).tolist()))
-    found = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(LOADER), *map(str, files)],
-        capture_output=True,
-        text=True,
-        timeout=300.0,
-        check=False,
-    )
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.split("\n")[:-1] == expected
 
 
 # Replicas
@@ -838,19 +651,3 @@ def test_the_replicas_of_a_data_parallel_module_are_of_the_newest(
     with lazy():
         seen = run(True)
     assert all(map(torch.equal, seen, expected))
-
-
-@pytest.mark.usefixtures("replicated")
-def test_a_frozen_layer_of_a_replica_is_no_evaluation() -> None:
-    """It runs on another thread than the one that trains, where publishing is refused."""
-    inner = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3)))
-    inner[1].eval()
-    model = nn.Sequential(nn.Linear(3, 3), Replicated(inner))
-    with AsyncOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model, mode="delayed", offload="cpu"
-    ) as optimizer:
-        for _ in range(3):
-            model(torch.ones(4, 3)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert optimizer._stepper.unpublished

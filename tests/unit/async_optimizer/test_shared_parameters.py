@@ -425,7 +425,7 @@ def failing(*args: Any) -> None:
     raise RuntimeError("no luck")
 
 
-def failing_late(shown: bool) -> None:
+def failing_late(keeps: bool) -> None:
     raise StepError("no luck")
 
 

@@ -72,10 +72,3 @@ def test_a_nan_is_no_edit_and_a_view_with_gaps_is_compared_whole() -> None:
     assert check.find() == []
     matrix[5, 4] = 1.0
     assert pairs[0] in check.find()
-
-
-def test_what_has_no_master_is_not_looked_at() -> None:
-    p = nn.Parameter(torch.zeros(4))
-    check = SpotCheck([ParameterPair(p, 0)], set())
-    p.data.fill_(1.0)
-    assert check.find() == []

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import fully_shard
 from accel_scaler import AsyncOptimizer, GradScaler, UnsupportedError, devices
 from accel_scaler.async_optimizer import async_stepper as async_stepper_module
 from accel_scaler.async_optimizer import replica as replica_module
-from accel_scaler.async_optimizer.compensation import Compensation
+from accel_scaler.async_optimizer.preview import Previews
 from accel_scaler.async_optimizer.replica import Replica
 from accel_scaler.async_optimizer.streams import SideStreams, packs
 from accel_scaler.async_optimizer.worker import Task, Worker
@@ -230,17 +230,14 @@ def test_no_two_accesses_race(
         assert any(name.startswith("host") for name in used)
 
 
-@pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("half", [False, True])
 def test_what_is_measured_of_previews_races_with_nothing(
-    paper: Any, offload: bool, half: bool, tmp_path: Path
+    paper: Any, half: bool, tmp_path: Path
 ) -> None:
-    """With offload what the device was shown is made again on the host."""
     on_cpu, on_paper = tmp_path / "cpu.jsonl", tmp_path / "paper.jsonl"
     settings: Any = {"optimizer": "adamw", "compensation": "preview"}
-    expected = train(None, "delayed", offload, half, telemetry=on_cpu, **settings)
-    device = paper(offload)
-    got = train(device, "delayed", offload, half, telemetry=on_paper, **settings)
+    expected = train(None, "delayed", False, half, telemetry=on_cpu, **settings)
+    got = train(paper(False), "delayed", False, half, telemetry=on_paper, **settings)
     assert torch.equal(got, expected)
     errors = [[line.get("preview_error") for line in windows_of(p)] for p in (on_cpu, on_paper)]
     late = [[e for e in of if e is not None] for of in errors]
@@ -472,18 +469,18 @@ def test_what_is_on_its_way_up_is_not_overwritten(
 ) -> None:
     """Nobody uses a parameter between a step that is not late and a preview in its buffer."""
     device, calls = paper(True), list[str]()
-    wait, make = SideStreams.wait_for_side, Compensation._make
+    wait, make = SideStreams.wait_for_side, Previews._make
 
     def waiting(self: SideStreams) -> None:
         calls.append("wait")
         wait(self)
 
-    def making(self: Compensation, *args: Any) -> None:
+    def making(self: Previews, *args: Any) -> None:
         calls.append("make")
         make(self, *args)
 
     monkeypatch.setattr(SideStreams, "wait_for_side", waiting)
-    monkeypatch.setattr(Compensation, "_make", making)
+    monkeypatch.setattr(Previews, "_make", making)
     model = mlp().half()
     inner = torch.optim.AdamW(model.parameters(), lr=0.1)
     settings: Any = {"mode": "delayed", "offload": "cpu"}

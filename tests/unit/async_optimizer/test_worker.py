@@ -27,7 +27,7 @@ LIMIT_S = 20.0
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
     before = sys.getswitchinterval()
-    monkeypatch.setattr(worker_module, "_short_interval", worker_module._ShortInterval())
+    monkeypatch.setattr(worker_module, "_switch_interval", worker_module._SwitchInterval())
     worker = Worker(1)
     yield worker
     worker.stop(LIMIT_S)
@@ -255,7 +255,7 @@ def test_a_forked_child_that_catches_the_lock_held_does_not_hang(worker: Worker)
         with pytest.raises(StepError, match="forked"):
             task.wait(limit_s=LIMIT_S)
 
-    locks = (task._changed, done._changed, worker_module._short_interval._lock)
+    locks = (task._changed, done._changed, worker_module._switch_interval._lock)
     for lock in locks:
         lock.acquire()
     try:
@@ -281,11 +281,11 @@ def test_a_forked_child_may_run_tasks_of_its_own_in_a_thread_of_its_own(worker: 
         worker.stop(LIMIT_S)
         assert sys.getswitchinterval() > worker_module.SWITCH_INTERVAL_S * 1.01
 
-    worker_module._short_interval._lock.acquire()
+    worker_module._switch_interval._lock.acquire()
     try:
         assert in_child(child) == 0
     finally:
-        worker_module._short_interval._lock.release()
+        worker_module._switch_interval._lock.release()
         gate.set()
 
 
@@ -390,11 +390,11 @@ def test_the_switch_interval_is_short_while_a_task_runs_and_then_as_it_was(
         tasks = [Task(waiting_for(gate), 0) for gate in gates]
         for each, task in zip((worker, other), tasks, strict=True):
             each.submit(task)
-        until(lambda: len(worker_module._short_interval._due) == 2)
+        until(lambda: len(worker_module._switch_interval._due) == 2)
         assert sys.getswitchinterval() == pytest.approx(worker_module.SWITCH_INTERVAL_S)
         gates[0].set()
         tasks[0].wait(limit_s=LIMIT_S)
-        until(lambda: len(worker_module._short_interval._due) == 1)
+        until(lambda: len(worker_module._switch_interval._due) == 1)
         assert sys.getswitchinterval() == pytest.approx(worker_module.SWITCH_INTERVAL_S)
         gates[1].set()
         until(lambda: sys.getswitchinterval() == own)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import TorchDynamoPlugin
-from support import mlp, stock_fp16_on_cpu
+from support import mlp
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from accel_scaler import ScalerConfig, attach, detach
 from accel_scaler.integrations import cpu_float16
@@ -25,7 +23,6 @@ from accel_scaler.integrations.cpu_float16 import emulate_float16
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 HALF = torch.float16
-TORCH_HAS_KERNELS = cpu_float16.has_float16_kernels()
 INF = float("inf")
 
 
@@ -37,7 +34,7 @@ def slow_processor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 PRODUCTS = {
     *("mm", "addmm", "_addmm_activation", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot"),
-    *("convolution", "convolution_backward", "conv_tbc", "mkldnn_rnn_layer"),
+    *("convolution", "convolution_backward", "mkldnn_rnn_layer"),
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_flash_attention_for_cpu_backward",
 }
@@ -49,14 +46,12 @@ class Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[str] = []
-        self.casts = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::").rstrip("_")
         first = next((a for a in args if isinstance(a, Tensor)), None)
         if first is not None and first.dtype is HALF:
             self.seen += [name] if name in PRODUCTS else []
-        self.casts += name == "_to_copy" and (kwargs or {}).get("dtype") is HALF
         return func(*args, **(kwargs or {}))
 
 
@@ -96,15 +91,12 @@ def attend(**kwargs: Any) -> Callable[..., Tensor]:
 # name: the function, the shapes of its inputs
 CASES: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
     "linear": (F.linear, [(3, 5, 8), (4, 8), (4,)]),
-    "linear of one": (F.linear, [(8,), (4, 8), (4,)]),
     "linear, transposed": (
         lambda x, w, b: F.linear(x.transpose(0, 1), w, b),
         [(5, 3, 8), (4, 8), (4,)],
     ),
-    "linear, empty": (F.linear, [(0, 8), (4, 8), (4,)]),
     "mm": (torch.mm, [(5, 8), (8, 4)]),
     "matmul, batches broadcast": (torch.matmul, [(2, 1, 5, 8), (3, 8, 4)]),
-    "matmul, vector": (torch.matmul, [(5, 8), (8,)]),
     "matmul, vectors": (torch.matmul, [(8,), (8,)]),
     "addmm": (
         lambda c, a, b: torch.addmm(c, a, b, beta=2, alpha=0.5),
@@ -119,8 +111,6 @@ CASES: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
         lambda a, b: torch.einsum("bij,kj->bik", a, b),
         [(2, 5, 8), (4, 8)],
     ),
-    "conv1d": (F.conv1d, [(2, 3, 9), (4, 3, 3), (4,)]),
-    "conv2d, same": (lambda x, w: F.conv2d(x, w, padding="same"), [(2, 4, 9, 9), (6, 4, 3, 3)]),
     "conv2d, groups": (
         lambda x, w: F.conv2d(x, w, stride=2, padding=1, groups=2),
         [(2, 4, 9, 9), (6, 2, 3, 3)],
@@ -133,14 +123,12 @@ CASES: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
         lambda x, w: F.conv_transpose2d(x, w, stride=2, output_padding=1),
         [(2, 3, 5, 5), (3, 4, 3, 3)],
     ),
-    "conv_tbc": (torch.conv_tbc, [(6, 2, 3), (3, 3, 4), (4,)]),
 }
 ATTENTION: dict[str, Callable[..., Tensor]] = {
     "attention": attend(),
     "attention, causal and scaled": attend(is_causal=True, scale=0.5),
     "attention, added mask": attend(attn_mask=whole(2, 1, 6, 6, seed=5)),
 }
-BY_NAME = pytest.mark.parametrize("case", CASES)
 
 
 def assert_same(ours: Run, torchs: Run) -> None:
@@ -152,27 +140,6 @@ def assert_same(ours: Run, torchs: Run) -> None:
             assert torch.equal(a, b)
 
 
-def assert_a_rounding_apart(ours: Run, torchs: Run, exact: Run) -> None:
-    """A float16 spacing of the larger; of the tensor's largest, scaled, where terms cancel.
-
-    Where torch itself is further from the exact result than that, ours is nearer.
-    """
-    three = [(run[0], *run[1]) for run in (ours, torchs, exact)]
-    for a, b, e in zip(*three, strict=True):
-        assert a is not None
-        assert b is not None
-        assert e is not None
-        if a.numel():
-            assert (a.dtype, a.shape) == (b.dtype, b.shape)
-            a, b, small = a.double(), b.double(), 2**-14 * e.abs().max()
-            near = (a - b).abs() <= 2**-10 * torch.maximum(a.abs(), b.abs()).clamp(min=small)
-            half_a_spacing = 1.01 * 2**-11 * e.abs().clamp(min=small)
-            better = (a - e).abs() <= (b - e).abs().clamp(min=half_a_spacing)
-            assert (near | better).all()
-            if TORCH_HAS_KERNELS and b.ndim > 1:
-                assert near.float().mean() > 0.9
-
-
 def assert_near(ours: Run, torchs: Run, spacings: int) -> None:
     """So many float16 spacings apart, of the largest value."""
     for a, b in zip((ours[0], *ours[1]), (torchs[0], *torchs[1]), strict=True):
@@ -182,46 +149,13 @@ def assert_near(ours: Run, torchs: Run, spacings: int) -> None:
             assert float((a - b).abs().max() / b.abs().max()) <= spacings * 2**-10
 
 
-def exact(function: Callable[..., Tensor], inputs: list[Tensor]) -> Run:
-    """In float64, of the float16 operands."""
-    leaves = [x.detach().half().double().requires_grad_() for x in inputs]
-    out = function(*leaves)
-    out.backward(whole(*out.shape, seed=9).double())
-    return out.detach(), [leaf.grad for leaf in leaves]
-
-
-@BY_NAME
+@pytest.mark.parametrize("case", CASES)
 def test_whole_numbers_are_those_of_torch_bit_for_bit(case: str) -> None:
-    """In training, and in inference mode, where composite operators arrive whole."""
     function, shapes = CASES[case]
     inputs = [whole(*shape, seed=i, grad=True) for i, shape in enumerate(shapes)]
     with Watch() as watch:
         ours = run(function, inputs, emulate_float16)
     assert not watch.seen, "a float16 kernel was called"
-    assert_same(ours, run(function, inputs))
-    inputs = [x.detach() for x in inputs]
-    with torch.inference_mode():
-        with Watch() as watch:
-            ours = run(function, inputs, emulate_float16)
-        assert_same(ours, run(function, inputs))
-    assert not set(watch.seen) & {"mm", "addmm", "bmm", "convolution"}
-
-
-@BY_NAME
-def test_random_numbers_are_a_rounding_apart(case: str) -> None:
-    function, shapes = CASES[case]
-    inputs = [normal(*shape, seed=i, grad=True) for i, shape in enumerate(shapes)]
-    ours, torchs = run(function, inputs, emulate_float16), run(function, inputs)
-    assert_a_rounding_apart(ours, torchs, exact(function, inputs))
-
-
-@pytest.mark.parametrize("frozen", [0, 1])
-@pytest.mark.parametrize("case", ["linear", "conv1d"])
-def test_an_input_without_gradient(case: str, frozen: int) -> None:
-    function, shapes = CASES[case]
-    inputs = [whole(*shape, seed=i, grad=i != frozen) for i, shape in enumerate(shapes)]
-    ours = run(function, inputs, emulate_float16)
-    assert ours[1][frozen] is None
     assert_same(ours, run(function, inputs))
 
 
@@ -261,39 +195,6 @@ def test_beyond_float16_is_inf_forward_and_backward() -> None:
     assert x.grad.item() == INF
 
 
-def test_a_cast_weight_is_cached_by_torch() -> None:
-    """One cast of a weight used twice, and its two gradients are added in float16, as in torch."""
-    w, x = whole(8, 8, seed=1, grad=True), whole(2, 8).half()
-    watch = Watch()
-    with watch, emulate_float16(), torch.autocast("cpu", dtype=HALF):
-        F.linear(F.linear(x, w), w)
-    assert watch.casts == 1
-
-
-def test_double_backward() -> None:
-    def penalty(x: Tensor, w: Tensor) -> Tensor:
-        y = F.linear(torch.tanh(F.linear(x, w)), w)
-        (slope,) = torch.autograd.grad(y.float().sum(), x, create_graph=True)
-        return slope.float().square().sum()
-
-    inputs = [normal(3, 4, grad=True), normal(4, 4, seed=1, grad=True)]
-    assert_near(run(penalty, inputs, emulate_float16), run(penalty, inputs), 4)
-
-
-def test_in_place_and_out() -> None:
-    a, b = whole(5, 8).half(), whole(8, 4, seed=1).half()
-    plain = whole(5, 4, seed=2).half()
-    expected = torch.addmm(plain, a, b)
-    with emulate_float16():
-        changed = plain.clone()
-        assert changed.addmm_(a, b) is changed
-        into = torch.empty(0, dtype=HALF)
-        assert torch.mm(a, b, out=into) is into
-        assert torch.equal(torch.mm(a, b.float().half(), out=torch.empty(5, 4, dtype=HALF)), into)
-    assert torch.equal(changed, expected)
-    assert torch.equal(into, torch.mm(a, b))
-
-
 def test_what_torch_refuses_is_refused() -> None:
     a, b = torch.ones(2, 2, dtype=HALF), torch.ones(2, 2)
     for around in (nullcontext, emulate_float16):
@@ -301,56 +202,6 @@ def test_what_torch_refuses_is_refused() -> None:
             torch.mm(a, b)
         with around(), pytest.raises(RuntimeError, match="cannot be multiplied"):
             torch.mm(a, torch.ones(3, 2, dtype=HALF))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_other_dtypes_are_left_alone(dtype: torch.dtype) -> None:
-    a, b = normal(16, 64).to(dtype), normal(64, 16, seed=1).to(dtype)
-    expected = a @ b
-    with (
-        emulate_float16(),
-        torch.autocast("cpu", dtype=HALF),
-        torch.autocast("cpu", enabled=False),
-    ):
-        assert torch.equal(a @ b, expected)
-    with emulate_float16(), torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = a @ b
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(a @ b, inside)
-
-
-class Layer(nn.Module):
-    """One of torch's layers that call products of their own, with one input and one output."""
-
-    def __init__(self, layer: nn.Module, inputs: int = 1) -> None:
-        super().__init__()
-        self.layer, self.inputs = layer, inputs
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.layer(*[x] * self.inputs)
-        return out[0] if isinstance(out, tuple) else out
-
-
-LAYERS: dict[str, Callable[[], Layer]] = {
-    "attention": lambda: Layer(nn.MultiheadAttention(8, 2, batch_first=True), 3),
-    "encoder": lambda: Layer(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)),
-    "GRU": lambda: Layer(nn.GRU(8, 8, batch_first=True)),
-    "Bilinear": lambda: Layer(nn.Bilinear(8, 8, 8), 2),
-}
-
-
-@pytest.mark.parametrize("train", [True, False])
-@pytest.mark.parametrize("kind", LAYERS)
-def test_layers_of_torch(kind: str, train: bool) -> None:
-    """Also in their fast paths, which are single kernels in eval mode without gradients."""
-    layer = LAYERS[kind]().train(train)
-    x = normal(2, 5, 8, grad=train)
-    with torch.set_grad_enabled(train):
-        with Watch() as watch:
-            ours = run(layer, [x], emulate_float16)
-        torchs = run(layer, [x])
-    assert not watch.seen
-    assert_near(ours, torchs, 6)
 
 
 def test_lstm() -> None:
@@ -403,33 +254,6 @@ def test_nested_raising_and_another_thread() -> None:
         assert depth() == 1
 
 
-class Wrapped(Tensor):
-    """Holds a tensor and dispatches by itself, as shards and quantized weights do."""
-
-    inner: Tensor
-    seen: ClassVar[list[Any]] = []
-
-    @staticmethod
-    def __new__(cls, inner: Tensor) -> Any:
-        made = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-        made.inner = inner
-        return made
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        cls.seen.append(func)
-        return func(*(a.inner if isinstance(a, cls) else a for a in args), **(kwargs or {}))
-
-
-def test_a_class_that_dispatches_by_itself() -> None:
-    a, watch = whole(4, 4).half(), Watch()
-    with watch, emulate_float16():
-        product = torch.mm(Wrapped(a), a)
-    assert torch.equal(product, a @ a)
-    assert not watch.seen
-    assert Wrapped.seen == [torch.ops.aten.mm.default], "it was given what it holds, as it is"
-
-
 # --- under Accelerate -----------------------------------------------------------------------------
 
 
@@ -471,14 +295,6 @@ def test_training_reaches_no_float16_kernel_and_is_the_same(
     assert float((ours - torchs).abs().max()) < 1e-4
 
 
-def test_attached_after_prepare(watch: Watch) -> None:
-    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
-    model = accelerator.prepare(mlp())
-    attach(accelerator)
-    accelerator.backward(model(torch.ones(2, 8)).sum())
-    assert not watch.seen
-
-
 def test_the_block_autocast(watch: Watch) -> None:
     accelerator, w = attached(), whole(8, 8, grad=True)
     with accelerator.autocast():
@@ -492,88 +308,10 @@ def test_the_block_autocast(watch: Watch) -> None:
         assert depth() == 1, "only the watching one"
 
 
-def test_detach_from_autocast_that_is_not_ours() -> None:
-    """Switched on by hand before: it stays, the products go."""
-    accelerator = stock_fp16_on_cpu(Accelerator(cpu=True, mixed_precision="fp16"))
-    model = attach(accelerator).prepare(mlp())
-    with Watch() as watch:
-        model(torch.ones(2, 8))
+def test_compiled(watch: Watch) -> None:
+    accelerator = attached(dynamo_plugin=TorchDynamoPlugin(backend="aot_eager"))
+    assert torch.equal(train(accelerator, mlp()), train(attached(), mlp()))
     assert not watch.seen
-    detach(accelerator)
-    with Watch() as watch:
-        assert model(torch.ones(2, 8)).dtype is torch.float32
-    assert "addmm" in watch.seen
-
-
-def test_a_copy_and_an_unwrapped_model() -> None:
-    accelerator = attached()
-    model = accelerator.prepare(mlp())
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.zero_()
-    with Watch() as watch:
-        assert twin(torch.ones(2, 8)).abs().sum() > 0, "bound to the copy"
-    assert not watch.seen
-    bare = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
-    with Watch() as watch:
-        assert bare(torch.ones(2, 8)).dtype is torch.float32
-    assert not watch.seen
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant: bool | None) -> None:
-        super().__init__()
-        self.first, self.rest = nn.Linear(8, 8), mlp()
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        if self.reentrant is None:
-            return self.rest(x)
-        return checkpoint(self.rest, x, use_reentrant=self.reentrant)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing(reentrant: bool, watch: Watch) -> None:
-    """Computed again in the backward."""
-    gradients = []
-    for kind in (None, reentrant):
-        torch.manual_seed(3)
-        accelerator = attached()
-        model = accelerator.prepare(Checkpointed(kind))
-        accelerator.backward(model(whole(4, 8)).square().mean())
-        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    assert not watch.seen
-    assert torch.equal(*gradients)
-
-
-@pytest.mark.parametrize("before", [False, True])
-def test_compiled(before: bool, watch: Watch) -> None:
-    """By Accelerate, and by the user before prepare."""
-    model: Any = mlp()
-    if before:
-        accelerator = attached()
-        model = torch.compile(model, backend="aot_eager")
-    else:
-        accelerator = attached(dynamo_plugin=TorchDynamoPlugin(backend="aot_eager"))
-    expected = train(attached(), mlp())
-    assert torch.equal(train(accelerator, model), expected)
-    assert not watch.seen
-
-
-def test_compiled_after_prepare_as_one_graph() -> None:
-    def compiled(model: Any) -> Any:
-        return torch.compile(model, backend="aot_eager", fullgraph=True)
-
-    assert torch.equal(train(attached(), mlp(), then=compiled), train(attached(), mlp()))
-
-
-def test_float16_parameters(watch: Watch) -> None:
-    """They train through float32 masters; their products need no cast."""
-    trained = train(attached(), mlp().half())
-    assert not watch.seen
-    assert float((trained - train(attached(), mlp())).abs().max()) < 5e-3
 
 
 # Norms with bfloat16 weights.
@@ -591,7 +329,7 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 def test_a_norm_with_bfloat16_weights_is_that_with_float32_ones(
     kind: str, dtype: torch.dtype, has_kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On any processor; torch's kernels refuse the mixture, and its weights' gradients fit them."""
+    """On any processor; torch's kernels refuse the mixture."""
     monkeypatch.setattr(cpu_float16, "has_float16_kernels", lambda: has_kernels)
     low, full = NORMS[kind]().bfloat16(), NORMS[kind]()
     with torch.no_grad():
@@ -618,14 +356,6 @@ def test_a_norm_with_bfloat16_weights_is_that_with_float32_ones(
         assert torch.equal(p.grad, q.grad.bfloat16())
 
 
-def test_a_norm_all_in_bfloat16_is_torchs() -> None:
-    norm, x = nn.LayerNorm(8).bfloat16(), normal(3, 8).bfloat16()
-    with emulate_float16(norms=True), torch.autocast("cpu", dtype=HALF):
-        assert torch.equal(norm(x), norm.forward(x))
-        found = norm(x)
-    assert torch.equal(found, norm(x))
-
-
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("has_kernels", [False, True])
 def test_an_attached_model_stored_in_bfloat16_trains_and_is_evaluated(
@@ -647,9 +377,8 @@ def test_an_attached_model_stored_in_bfloat16_trains_and_is_evaluated(
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     assert losses[-1] < losses[0]
-    for context in (torch.no_grad, torch.inference_mode):
-        with context():
-            assert prepared(x).isfinite().all()
+    with torch.no_grad():
+        assert prepared(x).isfinite().all()
     detach(accelerator)
     with pytest.raises(RuntimeError, match="mixed dtype"), torch.autocast("cpu", dtype=HALF):
         model(x)

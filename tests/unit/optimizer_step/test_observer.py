@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from accel_scaler import GradScaler, OverflowStreakError
 from accel_scaler.optimizer_step import Boundary, Observer
-from accel_scaler.telemetry import Recorder
+from accel_scaler.telemetry.recorder import Recorder
 
 
 class Told(Observer):
@@ -25,7 +25,7 @@ class Told(Observer):
     def before_update(self, optimizer: Any, window: Any) -> None:
         self.events.append(("before", window.index, window.found_inf, window.closed))
 
-    def optimizer_stepped(self, optimizer: Any, window: Any, timing: Any, start: float) -> None:
+    def optimizer_stepped(self, optimizer: Any, window: Any, timing: Any) -> None:
         norm = window.grad_norms.total
         each = [m.each is not None for m in window.grad_norms]
         self.events.append(("stepped", window.index, norm, each, timing is not None))

@@ -1,7 +1,7 @@
 """Tests of an Accelerate loop as users write them; this file knows nothing of accel_scaler.
 
 Not collected by itself. Stock Accelerate 1.15 on a CPU fails those in ``MENDED``: it trains fp16 in
-float32 there, without a word (F6 in docs/what-it-mends.md).
+float32 there, without a word (F6 in docs/what-to-expect.md).
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def test_the_old_names_warn_and_take_no_device() -> None:
 
 
 def test_a_fused_step_minds_the_layout_of_a_gradient() -> None:
-    """torch's fused CPU kernels ignore the strides of a gradient (F10 in docs/what-it-mends.md)."""
+    """torch's fused CPU kernels ignore the strides of a gradient (F10 in docs/what-to-expect.md)."""
     after = []
     for fused in (False, True):
         p = nn.Parameter(torch.zeros(3, 4))

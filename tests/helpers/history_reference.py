@@ -1,4 +1,4 @@
-"""A network, and its training in plain torch: what random asynchronous histories must equal."""
+"""The reference of the random histories: a network and its training in plain torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NEEDED = {
     "adam": ("exp_avg", "max_exp_avg_sq"),
     "sgd": ("momentum_buffer",),
 }
-"""What a preview is made of, in a parameter's state; of the others ``exp_avg``."""
+"""Names in a parameter's state that a preview is made of; for the other optimizers ``exp_avg``."""
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 LOW = (HALF, BRAIN)
 DTYPES = {
@@ -38,12 +38,12 @@ DTYPES = {
 
 @dataclass(frozen=True, repr=False)
 class Setup(Short):
-    """What the two sides have in common."""
+    """What is chosen before the first step, for both sides."""
 
     mode: str = "overlap"
     offload: str = "none"
     attached: bool = False
-    """To an accelerator; else one ``AsyncOptimizer``."""
+    """An attached accelerator; else one ``AsyncOptimizer``."""
     optimizer: str = "sgd"
     dtype: str = "float32"
     """Of the parameters: a dtype, ``both`` float16 and float32, or ``all`` three."""
@@ -52,9 +52,9 @@ class Setup(Short):
     tied: bool = False
     """``gain`` and the bias of ``inner`` have one memory from the start, if they have one dtype."""
     two: bool = False
-    """Two optimizers, one for ``outer``: of an accelerator alone."""
+    """Attached: two optimizers, one of them for ``outer``."""
     parts: bool = False
-    """Each parameter is a part of the update; else most are in one."""
+    """Each parameter is a part of the update; else most parameters are in one part."""
     width: int = 3
     fold: bool = False
     inner_schedule: bool = False
@@ -62,9 +62,16 @@ class Setup(Short):
     other_stream: bool = False
     """On a device: trains on a stream that is not the default one."""
     finds: bool = False
-    """Where an overflow began is found by running its window again."""
+    """An overflowed window runs again, to find where it began."""
     dropped: bool = False
-    """On a device: at the end without ``close``."""
+    """On a device: dropped at the end without ``close``."""
+    hysteresis: int = 1
+    bounds: tuple[float | None, float | None] = (None, None)
+    """``min_scale`` and ``max_scale``."""
+    stock: bool = False
+    """Attached to an accelerator that has a scaler of its own."""
+    telemetry: bool = False
+    """Attached, with a telemetry file."""
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
@@ -121,8 +128,15 @@ class Net(nn.Module):
         return loss
 
 
+def double_averages(entry: dict[str, Any]) -> None:
+    """Put other tensors into a parameter's state, with twice the values."""
+    for name in ("momentum_buffer", "exp_avg"):
+        if entry.get(name) is not None:
+            entry[name] = entry[name] * 2.0
+
+
 def preview(group: dict[str, Any], w: Tensor, state: Any) -> tuple[Tensor, float, float]:
-    """The next update without its gradient; and of that its rate, and its limit."""
+    """The next update without its gradient, and the gradient's rate and limit."""
     lr = group["lr"]
     kept = w * (1.0 - lr * group["weight_decay"])
     if "exp_avg" not in state:
@@ -138,8 +152,19 @@ def preview(group: dict[str, Any], w: Tensor, state: Any) -> tuple[Tensor, float
     return kept, -step * (1.0 - b1) / size, most
 
 
-class Twin:
-    """The same training in plain torch: float32 masters, a scale, and when the model sees them."""
+@dataclass
+class Window:
+    """What telemetry records of a window; ``norm``: None where it is not compared."""
+
+    scale: float
+    next_scale: float
+    skipped: bool
+    lr: list[float]
+    norm: float | None = None
+
+
+class PlainTorch:
+    """The training in plain torch: float32 masters, a loss scale, and when the model sees them."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup, self.net = setup, Net(setup)
@@ -158,46 +183,49 @@ class Twin:
         self.owned = [[p for g in each for p in g["params"]] for each in groups]
         self.steps = [0 for _ in groups]
         self.newer: list[dict[Tensor, None]] = [{} for _ in groups]
-        """Of each optimizer the parameters whose masters wait to be published."""
+        """For each optimizer: parameters whose masters are not published yet."""
         self.shown: list[dict[Tensor, Tensor]] = [{} for _ in groups]
-        """What a fence has taken from them, until the next training forward."""
+        """For each optimizer: what a fence took from the model; the next forward gets it again."""
         self.events: Counter[str] = Counter()
         self.moves = dict.fromkeys(self.masters, 0)
         self.places: dict[Tensor, tuple[bool, int]] = {}
-        """Of each parameter, when it was last looked at: whether it is trained, and its moves."""
+        """Whether each parameter was trained, and its moves, at the last refresh."""
         self.lasting: set[Tensor] = set()
-        """Parameters that were trained at some time: frozen, they keep their masters."""
+        """Parameters that were trained once: frozen, they keep their masters."""
         for number in range(len(groups)):
             self.refresh(number)
-        self.scale, self.good = INIT_SCALE, 0
-        self.opened, self.before, self.found = False, (INIT_SCALE, 0), False
+        self.scale, self.good, self.bad = INIT_SCALE, 0, 0
+        self.opened, self.before, self.found = False, (INIT_SCALE, 0, 0), False
+        self.windows: list[Window] = []
+        self.norm: float | None = None
+        """The norm before the first clip, where one call has clipped everything."""
         self.stepped: set[int] = set()
         self.final: dict[Tensor, Tensor] = {}
         """Gradients that were clipped in this window."""
         self.coefficient: float | None = None
-        """What the norm of these was clipped with."""
+        """The factor of the last clip of the norm."""
         self.refused: set[int] = set()
-        """Optimizers that do not step: a clipped norm has shown an overflow."""
+        """Optimizers that skip: a clip has found an overflow."""
 
     @property
     def everywhere(self) -> bool:
-        """All that is trained has a master."""
+        """Every trained parameter has a master."""
         return self.setup.mode == "delayed" or self.setup.offload == "cpu"
 
     def has_master(self, p: Tensor) -> bool:
         return (p.requires_grad or p in self.lasting) and (self.everywhere or p.dtype in LOW)
 
     def had_master(self, p: Tensor) -> bool:
-        """When it was last looked at, or it has one now."""
+        """It had one at the last refresh, or has one now."""
         trained = p.requires_grad or self.places[p][0] or p in self.lasting
         return trained and (self.everywhere or p.dtype in LOW)
 
     def tie(self, p: Tensor, q: Tensor) -> None:
-        """``q`` and its master get the memory of ``p`` and of its: what steps one, steps both."""
+        """Give ``q`` and its master the memory of ``p`` and of its master."""
         q.data, self.masters[q].data = p.data, self.masters[p].data
 
     def move(self, p: Tensor) -> None:
-        """To memory of its own."""
+        """Move ``p`` and its master to memory of their own."""
         p.data, self.masters[p].data = p.data.clone(), self.masters[p].data.clone()
         self.moves[p] += 1
 
@@ -207,7 +235,7 @@ class Twin:
 
     @property
     def compensation(self) -> str:
-        """What ``delayed`` shows of a late update."""
+        """How ``delayed`` compensates a late update."""
         if self.setup.mode != "delayed":
             return "none"
         auto = "none" if self.setup.optimizer == "rmsprop" else "preview"
@@ -216,15 +244,15 @@ class Twin:
     def backward(self, loss: Tensor) -> None:
         if self.stepped or not self.opened:  # the first backward after a step opens a window
             self.carry_over()
-            self.stepped, self.found, self.final = set(), False, {}
+            self.stepped, self.found, self.final, self.norm = set(), False, {}, None
             self.refused.clear()
         self.opened = True
-        self.before = (self.scale, self.good)
+        self.before = (self.scale, self.good, self.bad)
         (loss * self.scale).backward()
 
     @torch.no_grad()
     def carry_over(self) -> None:
-        """Gradients whose optimizer sat out the window before come to the new scale."""
+        """Bring the gradients of an optimizer that sat out the last window to the new scale."""
         left = set(range(len(self.owned))) - self.stepped
         if not self.opened or self.scale == self.before[0]:
             return
@@ -234,7 +262,7 @@ class Twin:
 
     @torch.no_grad()
     def publish(self, number: int, *, again: bool = True) -> None:
-        """``again``: the next training forward is to see what was shown."""
+        """``again``: the next training forward sees what was shown before."""
         newer, self.newer[number] = self.newer[number], {}
         if newer and again and self.compensation != "none":
             self.shown[number] = {p: p.detach().clone() for p in newer if self.places[p][0]}
@@ -263,9 +291,9 @@ class Twin:
 
     @torch.no_grad()
     def refresh(self, number: int) -> None:
-        """A master stays where it rounds to the parameter.
+        """Bring masters to parameters that were edited; one that rounds to its parameter stays.
 
-        What was to be shown goes with a parameter that was changed, moved or frozen.
+        What was shown is forgotten where a parameter was changed, moved or frozen.
         """
         newer, shown = self.newer[number], self.shown[number]
         lasting = {p.data_ptr() for p in self.owned[number] if p.requires_grad or p in self.lasting}
@@ -291,7 +319,7 @@ class Twin:
         return {p: p.grad.float() * inverse for p in self.owned[number] if p.grad is not None}
 
     def refuse(self, params: Sequence[Tensor], norm: float) -> bool:
-        """The owners of these do not step, if a clip of them has shown an overflow of one."""
+        """The optimizers of ``params`` skip where a clip of them finds an overflow in one."""
         grads = {n: self.unscaled(n) for n in range(len(self.owned))}
         owners = {n: own for n, own in grads.items() if not own.keys().isdisjoint(params)}
         finite = all(bool(g.isfinite().all()) for own in owners.values() for g in own.values())
@@ -302,16 +330,18 @@ class Twin:
         self,
         order: Sequence[Tensor],
         clip: Callable[[list[Tensor]], Any],
-        most: float | None = None,
+        limit: float | None = None,
     ) -> Any:
-        """``clip``, of the norm to ``most``, masters with gradients as the optimizers see them."""
+        """Call ``clip`` (of a norm to ``limit``) on masters with their final gradients."""
         grads = {p: g for n in range(len(self.owned)) for p, g in self.unscaled(n).items()}
         grads.update(self.final)
         chosen = [p for p in order if p in grads]
         for p in chosen:
             self.masters[p].grad = grads[p]
         result = clip([self.masters[p] for p in chosen])
-        self.coefficient = None if most is None else float((most / (result + 1e-6)).clamp(max=1.0))
+        self.coefficient = (
+            None if limit is None else float((limit / (result + 1e-6)).clamp(max=1.0))
+        )
         for p in chosen:
             grad = self.masters[p].grad
             assert grad is not None
@@ -319,7 +349,7 @@ class Twin:
         return result
 
     def exact_limit(self, order: Sequence[Tensor], kind: float) -> float:
-        """A limit for the norm whose coefficient is 2**-18, or one that clips nothing."""
+        """A limit of the norm that clips by exactly 2**-18, or one that clips nothing."""
 
         def norm_of(masters: list[Tensor]) -> Tensor:
             grads = [m.grad for m in masters if m.grad is not None]
@@ -337,7 +367,7 @@ class Twin:
         fails: set[Tensor] | None = None,
         submitted: bool = False,
     ) -> bool:
-        """One optimizer's boundary; ``fails``: only these parameters are updated."""
+        """End the window for one optimizer; ``fails``: only these parameters are updated."""
         if all(p.grad is None for p in self.owned[number]):
             return True
         grads = self.unscaled(number)
@@ -346,11 +376,8 @@ class Twin:
         grads = {p: self.final.get(p, g) for p, g in grads.items()}
         if self.opened:
             self.found = self.found or not finite
-            self.scale, self.good = self.before[0], self.before[1] + 1
-            if self.found:
-                self.scale, self.good = self.scale * 0.5, 0
-            elif self.good == GROWTH_INTERVAL:
-                self.scale, self.good = self.scale * 2.0, 0
+            self.scale, self.good, self.bad = self.next_scale(*self.before)
+            self.record(number)
             self.stepped.add(number)
         if not finite and not submitted:
             self.publish(number, again=False)
@@ -385,8 +412,34 @@ class Twin:
             self.publish(number, again=False)
         return finite
 
+    def next_scale(self, scale: float, good: int, bad: int) -> tuple[float, int, int]:
+        """The scale, and the windows in a row that were finite, and that were not."""
+        good, bad = (0, bad + 1) if self.found else (good + 1, 0)
+        if self.found and bad >= self.setup.hysteresis:
+            scale *= 0.5
+        if good == GROWTH_INTERVAL:
+            scale, good = scale * 2.0, 0
+        low, high = self.setup.bounds
+        return min(max(scale, low or 0.0), high or math.inf), good, bad
+
+    def record(self, number: int) -> None:
+        if not self.stepped:
+            self.windows.append(Window(self.before[0], 0.0, False, []))
+        window = self.windows[-1]
+        window.next_scale, window.skipped, window.norm = self.scale, self.found, self.norm
+        window.lr += [group["lr"] for group in self.optimizers[number].param_groups]
+
+    def unscale(self, number: int) -> None:
+        """By hand."""
+        self.final.update(self.unscaled(number))
+
+    @torch.no_grad()
+    def replace_state(self, number: int) -> None:
+        for entry in self.optimizers[number].state.values():
+            double_averages(entry)
+
     def knows(self, number: int, p: Tensor) -> bool:
-        """Whether a step before has left what is needed to preview this one."""
+        """Whether an earlier step has left what a preview of this one needs."""
         state = self.optimizers[number].state.get(self.masters[p], {})
         return all(
             state.get(name) is not None for name in NEEDED.get(self.setup.optimizer, ("exp_avg",))
@@ -394,7 +447,7 @@ class Twin:
 
     @torch.no_grad()
     def show(self, number: int, grads: dict[Tensor, Tensor]) -> None:
-        """What the model has of the update to come, of parameters with a gradient."""
+        """Write the preview of this update to the parameters that have a gradient."""
         groups = [each for each in self.optimizers[number].param_groups for _ in each["params"]]
         for group, p in zip(groups, self.owned[number], strict=True):
             if p not in grads or not self.has_master(p):
@@ -407,9 +460,9 @@ class Twin:
             p.add_(g.float().clamp(-most / factor, most / factor), alpha=rate * factor)
 
     def fresh(self, number: int, p: Tensor) -> tuple[Tensor, float]:
-        """The gradient that is shown, and what it is still to be multiplied by.
+        """The gradient that a preview takes, and the factor still to be applied to it.
 
-        Products with the scale are exact, those with a coefficient are not.
+        Products with the scale are exact, those with a coefficient of a clip are not.
         """
         assert p.grad is not None
         inverse = 1.0 / self.before[0] if self.opened else 1.0
@@ -422,7 +475,7 @@ class Twin:
         return p.grad, inverse * self.coefficient
 
     def end_window(self) -> None:
-        """What ``scaler.update()`` does after the step."""
+        """``scaler.update()`` after the step."""
         self.opened, self.stepped, self.refused, self.final = False, set(), set(), {}
 
     def zero_grad(self, number: int, to_none: bool) -> None:
@@ -442,7 +495,7 @@ class Twin:
 
     @torch.no_grad()
     def forget_masters(self) -> None:
-        """What a plain optimizer can hold: masters are gone, state has the parameters' dtype."""
+        """``close`` or ``detach``: masters are gone, state has the parameters' dtype."""
         for number in range(len(self.owned)):
             self.publish(number, again=False)
             self.shown[number] = {}

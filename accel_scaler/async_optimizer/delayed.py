@@ -1,0 +1,217 @@
+"""What ``delayed`` adds to a stepper: values that the masters have and the model has not yet.
+
+Masters are updated exactly. Until the next boundary the model has the values before or a preview
+(:mod:`.preview`). A fence (an evaluation, a state dict) publishes the masters and keeps the
+previews that it overwrites: the next training forward gets them back. So looking changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import StepError
+from .master_params import ParameterPair, shard_of
+from .preview import make_previews
+from .replica import Replica
+from .streams import SideStreams
+from .worker import Task, Worker
+
+MASTER, PREVIEW = OWN_KEYS = ("master", "preview")
+"""Keys in a parameter's saved state: its float32 master, and the preview that the next training
+forward gets back (``delayed``)."""
+
+
+class DelayedUpdates:
+    """Of one stepper. Every method is called under its lock, or while nothing is in flight.
+
+    Args:
+        compensation: ``delay_compensation``.
+        warmup_steps: the first steps, which are not stale.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        streams: SideStreams,
+        worker: Worker,
+        compensation: str,
+        warmup_steps: int,
+    ) -> None:
+        self._replica, self._streams, self._worker = replica, streams, worker
+        self._warmup_steps = warmup_steps
+        self.previews = make_previews(compensation, replica, streams)
+        self.newer: list[Tensor] = []
+        """Parameters whose masters are newer than the model."""
+        self.kept: list[tuple[ParameterPair, Tensor]] = []
+        """Previews that a fence has overwritten, in host memory."""
+        self._preparation: Task | None = None
+        """Previews being prepared for the next boundary."""
+
+    def is_stale(self, steps: int) -> bool:
+        """Whether the update after ``steps`` others is published at the boundary after it."""
+        return steps >= self._warmup_steps
+
+    def follow(self) -> None:
+        """The replica has followed the optimizer: a frozen parameter is to be seen as it is."""
+        if self.previews is not None:
+            self.previews.follow()
+        self.kept = [each for each in self.kept if each[0].is_trained]
+
+    def forget_kept(self, edited: Iterable[ParameterPair]) -> None:
+        """These parameters were edited: what they had before is not given back."""
+        ids = set(map(id, edited))
+        self.kept = [each for each in self.kept if id(each[0]) not in ids]
+
+    def keep_previews(self) -> None:
+        """Copy the previews that are about to be overwritten; does nothing where that was done."""
+        if self.previews is None or self.kept:
+            return
+        newer = set(map(id, self.newer))
+        self.kept = [
+            (pair, pair.target.to("cpu", copy=True))
+            for pair in self._replica.pairs
+            if id(pair.param) in newer and pair.is_master and pair.is_trained
+        ]
+
+    def publish(self) -> None:
+        """Write the masters to the model, and wait until the device has."""
+        with torch.no_grad():
+            for pair in self._replica.pairs:
+                pair.publish(self._streams)
+        self._streams.wait_on_host(self._streams.record())
+        torch.autograd.graph.increment_version(self.newer)
+        self.newer = []
+
+    def give_back(self) -> None:
+        """Write the kept previews to the model, but for parameters edited since."""
+        present = set(map(id, self._replica.pairs))
+        kept: list[tuple[ParameterPair, Tensor]] = []
+        for pair, value in self.kept:
+            if id(pair) in present and pair.holds_master:
+                kept.append((pair, value))
+            elif id(pair) in present:
+                pair.refresh()  # edited through ``.data``, which no version counts
+        # Before the first of them is written: an interrupt here may be followed by a save.
+        self.kept, self.newer = kept, [pair.param for pair, _ in kept]
+        for pair, value in kept:
+            pair.target.copy_(value)
+        self._streams.wait_on_host(self._streams.record())  # for whatever stream reads it
+        torch.autograd.graph.increment_version(self.newer)
+        self.kept = []
+
+    def export(self) -> list[dict[str, Tensor]]:
+        """For each parameter, in the optimizer's order, its kept preview as state to be saved."""
+        kept = {id(pair): value for pair, value in self.kept}
+        return [
+            {PREVIEW: kept[id(pair)].to(pair.stepped.device)} if id(pair) in kept else {}
+            for pair in self._replica.pairs
+        ]
+
+    def load(self, entries: Iterable[dict[str, Any]]) -> None:
+        """Keep what :meth:`export` of an optimizer like this one gave."""
+        self.kept = []
+        for pair, entry in zip(self._replica.pairs, entries, strict=True):
+            preview = entry.get(PREVIEW)
+            if self.previews is not None and preview is not None and pair.is_master:
+                mine = shard_of(preview, pair.param)
+                self.kept.append((pair, mine.to("cpu", pair.target.dtype, copy=True)))
+
+    # Previews are prepared behind the update before.
+
+    def prepare(self, steps: int) -> None:
+        """Prepare previews for the next boundary with the settings as they are now, once."""
+        previews, streams = self.previews, self._streams
+        if previews is None or not self.is_stale(steps) or not self._replica.pairs:
+            return
+        settings = previews.new_settings()
+        if settings is None:
+            return
+        after = streams.record_at_home()
+
+        def run(_: Task) -> None:
+            with streams.beside(after):
+                streams.wait_for_side()  # what is to be overwritten may still be on its way up
+                previews.prepare(settings)
+
+        self._preparation = task = Task(run, 0)
+        try:
+            self._worker.submit(task)
+        except BaseException as error:  # Ctrl-C, or no thread to be had
+            if task.abandon(error):
+                self._preparation = None
+                previews.forget()
+            raise
+
+    @property
+    def is_prepared(self) -> bool:
+        """Previews are prepared, or being prepared."""
+        return self.previews is not None and self.previews.has_settings
+
+    def finish_preparation(self) -> bool:
+        """Wait until nothing is prepared: that reads masters and state. Whether there was any.
+
+        Raises:
+            StepError: it failed.
+        """
+        task = self._preparation
+        if task is None or self.previews is None:
+            return False
+        try:
+            ok = task.wait()
+        except StepError:
+            self._preparation = None  # its thread is gone, or in another process
+            self.previews.forget()
+            raise
+        is_first = self._preparation is task  # else another thread has waited, too
+        self._preparation = None
+        if is_first and not ok:
+            self.previews.forget()
+            raise StepError(
+                f"the preview of the next step of {type(self._replica.optimizer).__name__} failed "
+                f"on the optimizer thread ({type(task.error).__name__}: {task.error}). Nothing "
+                "has moved; the next call works."
+            ) from task.error
+        return is_first
+
+    def drop_preparation(self) -> None:
+        """What was prepared, or is being prepared, is not used."""
+        task, self._preparation = self._preparation, None
+        if task is not None:
+            task.wait()
+        if self.previews is not None:
+            self.previews.forget()
+
+    def covers(self, grads: Sequence[Tensor | None]) -> bool:
+        """Whether an update with ``grads`` may come late: see :meth:`Previews.covers`."""
+        return self.previews is None or self.previews.covers(grads)
+
+
+def entry_of(entries: dict[Any, Any], key: Any) -> dict[str, Any]:
+    """One parameter's saved state; {}: there is none, or not as a dict."""
+    entry = entries.get(key)
+    return entry if isinstance(entry, dict) else {}
+
+
+def without_own(entry: Any) -> Any:
+    """A parameter's saved state without what only this package puts there."""
+    if not isinstance(entry, dict):
+        return entry
+    return {key: value for key, value in entry.items() if key not in OWN_KEYS}
+
+
+def holds_masters(state_dict: dict[str, Any]) -> bool:
+    """Whether a state dict has float32 masters in it."""
+    entries = state_dict.get("state", {})
+    return any(MASTER in entry_of(entries, key) for key in entries)
+
+
+def without_previews(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state dict saved in ``delayed``, for an optimizer that is not stepped so."""
+    state = state_dict.get("state", {})
+    if not any(PREVIEW in entry_of(state, key) for key in state):
+        return state_dict
+    return {**state_dict, "state": {key: without_own(entry) for key, entry in state.items()}}

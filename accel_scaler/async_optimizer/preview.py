@@ -1,0 +1,539 @@
+"""Previews: what ``delayed`` gives the model while the exact update is one step late.
+
+Note [Previews]
+---------------
+Masters only ever see exact updates. Until one of them is published the model holds a preview of
+it: the part that is known before the gradient, made of masters and state, and the fresh gradient's
+share. With ``w`` the parameter, ``g`` its gradient (unscaled, clipped; negated by ``maximize``) and
+``wd`` a weight decay that is added to the gradient:
+
+    preview = keep * w - velocity_rate * b - momentum_rate * m / d - gradient_rate * e
+    share   = -gradient_rate * clamp(g / rms(d), -reach, reach)
+    e       = clamp(wd * w / d, -reach, reach)
+    d       = root_scale * root + eps,    rms(d) = root_scale * sqrt(mean(root**2)) + eps
+    root    = sqrt(v)
+
+The known part is exact, but for second moments ``v``, which are taken to stay as they are, bias
+corrected. The share has one step size for each tensor. ``reach`` bounds any gradient divided by the
+root of its own second moment, since it is part of that: sqrt((1 - b2^(k+1)) / (1 - b2)) for Adam.
+It matters where second moments say little of the gradient: LoRA's zero matrices, rare tokens.
+
+SGD has no second moments (``d`` is 1): preview and share are the update itself, up to rounding.
+:func:`sgd_terms` and :func:`adam_terms` are the formulas in the documentation of ``torch.optim``,
+with ``g`` set apart. A parameter without a gradient is published as it is.
+
+The known part is prepared on the optimizer thread behind the update before: in host memory, in the
+model's dtype, in the buffer that is sent up. Where masters are on a device it is written at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import compress
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..errors import UnsupportedError
+from ..scaling import LOW_PRECISION
+from .master_params import ParameterPair
+from .replica import LARGEST_PART, Part, Replica, frozen
+from .streams import SideStreams
+from .supported_optimizers import known_class
+
+logger = logging.getLogger("accel_scaler")
+
+PIECE = 1 << 20
+"""Elements that the host works on at a time, so that temporaries stay in its cache."""
+
+SAMPLE = 1 << 16
+"""At most so many elements of a tensor are compared by :class:`PreviewError`."""
+
+MAX_LIMIT = torch.finfo(torch.float32).max
+"""torch refuses a limit past it; no gradient is larger."""
+
+Group = Mapping[str, Any]
+States = Sequence[Mapping[str, Any]]
+Settings = list[dict[str, Any]]
+"""Of each parameter group, as they were when they were frozen."""
+
+
+class Share(NamedTuple):
+    """What a gradient adds to a preview: ``rate * clamp(g, -limit, limit)``."""
+
+    rate: float
+    limit: float
+
+
+@dataclass(slots=True)
+class Terms:
+    """The known terms of tensors that share settings and counts; lists have an entry for each."""
+
+    gradient_rate: float
+    """Below zero with ``maximize``."""
+    keep: float = 1.0
+    weight_decay: float = 0.0
+    velocity: list[Tensor] = field(default_factory=list)
+    velocity_rate: float = 0.0
+    momentum: list[Tensor] = field(default_factory=list)
+    momentum_rate: float = 0.0
+    seconds: list[Tensor] = field(default_factory=list)
+    """Second moments; empty: ``d`` is 1."""
+    root_scale: float = 1.0
+    eps: float = 0.0
+    reach: float = math.inf
+
+    def preview(
+        self, weights: list[Tensor], into: list[Tensor] | None, largest: int
+    ) -> list[Share]:
+        """Write previews of ``weights``, float32, into tensors of the same shapes, rounded.
+
+        Args:
+            into: None: only the shares are computed.
+            largest: elements worked on at a time; three times as many are allocated.
+
+        Returns each gradient's share. Synchronises with the device where there are second moments.
+        """
+        norms: list[Tensor] = []
+        owners: list[int] = []
+        kept = self.keep - (0.0 if self.seconds else self._decay_rate)
+        for places, pieces in self._batches(weights, into, largest):
+            w, out, velocity, momentum, seconds = map(list, zip(*pieces, strict=True))
+            roots = list(torch._foreach_sqrt(seconds)) if self.seconds else []
+            if roots:
+                norms += torch._foreach_norm(roots)
+                owners += places
+            if into is None:
+                continue
+            found = list(torch._foreach_mul(w, kept))
+            if self.velocity_rate:
+                torch._foreach_add_(found, velocity, alpha=-self.velocity_rate)
+            if roots:
+                torch._foreach_add_(roots, self.eps / self.root_scale)
+                if rate := self.momentum_rate / self.root_scale:
+                    torch._foreach_addcdiv_(found, momentum, roots, value=-rate)
+                if self._decay_rate:
+                    self._add_decay(found, w, roots)
+            torch._foreach_copy_(out, found)
+        squares = [0.0] * len(weights)
+        if norms:
+            for owner, norm in zip(owners, torch.stack(norms).tolist(), strict=True):
+                squares[owner] += norm * norm
+        return [self._share(q, w.numel()) for q, w in zip(squares, weights, strict=True)]
+
+    @property
+    def _decay_rate(self) -> float:
+        return abs(self.gradient_rate) * self.weight_decay
+
+    def _add_decay(self, found: list[Tensor], weights: list[Tensor], roots: list[Tensor]) -> None:
+        decays = list(torch._foreach_div(weights, roots))
+        limit = self.reach * self.root_scale / self.weight_decay
+        torch._foreach_clamp_min_(decays, -limit)
+        torch._foreach_clamp_max_(decays, limit)
+        torch._foreach_add_(found, decays, alpha=-self._decay_rate / self.root_scale)
+
+    def _batches(
+        self, weights: list[Tensor], into: list[Tensor] | None, largest: int
+    ) -> Iterator[tuple[list[int], list[tuple[Tensor, ...]]]]:
+        """Pieces of all tensors, up to ``largest`` elements together, and whose they are.
+
+        A piece is (weights, into, velocity, momentum, seconds); an absent one is the weights again.
+        """
+        columns = (into, self.velocity, self.momentum, self.seconds)
+        places: list[int] = []
+        pieces: list[tuple[Tensor, ...]] = []
+        have = 0
+        for place, w in enumerate(weights):
+            row = (w, *(column[place] if column else w for column in columns))
+            for piece in pieces_of(row, largest):
+                pieces.append(piece)
+                places.append(place)
+                have += piece[0].numel()
+                if have >= largest:
+                    yield places, pieces
+                    places, pieces, have = [], [], 0
+        if pieces:
+            yield places, pieces
+
+    def _share(self, square: float, size: int) -> Share:
+        """``square``: the sum of the squares of its roots."""
+        if not self.seconds:
+            return Share(-self.gradient_rate, math.inf)
+        rms = self.root_scale * math.sqrt(square) / math.sqrt(max(size, 1)) + self.eps
+        return Share(-self.gradient_rate / rms, self.reach * rms) if rms > 0.0 else Share(0.0, 0.0)
+
+
+def sgd_terms(group: Group, k: float, states: States) -> Terms:
+    """b' = mu b + (1 - dampening) g', g' = g + wd w. Update: l b', with Nesterov l (g' + mu b')."""
+    rate, mu = float(group["lr"]), float(group["momentum"])
+    gradient, velocity = rate, 0.0
+    if mu:
+        kept = 1.0 - group["dampening"]
+        gradient, velocity = rate * kept, rate * mu
+        if group["nesterov"]:
+            gradient, velocity = rate * (1.0 + mu * kept), rate * mu * mu
+    return Terms(
+        -gradient if group.get("maximize") else gradient,
+        weight_decay=float(group["weight_decay"]),
+        velocity=[state["momentum_buffer"] for state in states] if mu else [],
+        velocity_rate=velocity,
+    )
+
+
+def adam_terms(group: Group, k: float, states: States) -> Terms:
+    """m' = b1 m + (1 - b1) g, l m' / (1 - b1^(k+1)) / (sqrt(v / (1 - b2^k)) + eps).
+
+    ``v`` is the largest one so far with ``amsgrad``. Decoupled decay: w (1 - l wd); else g + wd w.
+    """
+    rate, weight_decay = float(group["lr"]), float(group["weight_decay"])
+    beta1, beta2 = map(float, group["betas"])
+    second = "max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"
+    is_decoupled = bool(group.get("decoupled_weight_decay"))
+    step = rate / (1.0 - beta1 ** (k + 1))
+    gradient = step * (1.0 - beta1)
+    correction = 1.0 - beta2**k if k > 0.0 else 1.0
+    return Terms(
+        -gradient if group.get("maximize") else gradient,
+        keep=1.0 - rate * weight_decay if is_decoupled else 1.0,
+        weight_decay=0.0 if is_decoupled else weight_decay,
+        momentum=[state["exp_avg"] for state in states],
+        momentum_rate=step * beta1,
+        seconds=[state[second] for state in states],
+        root_scale=1.0 / math.sqrt(correction),
+        eps=float(group["eps"]),
+        reach=math.sqrt((1.0 - beta2 ** (k + 1)) / (1.0 - beta2)),
+    )
+
+
+def _adamw_terms(group: Group, k: float, states: States) -> Terms:
+    """Older releases of torch do not say in the group that the decay is decoupled."""
+    return adam_terms({"decoupled_weight_decay": True, **group}, k, states)
+
+
+class Rule(NamedTuple):
+    """How one class of optimizers is previewed."""
+
+    terms: Callable[[Group, float, States], Terms]
+    """From a group's settings, the number of updates done, and the state of some of its tensors."""
+    needs: Callable[[Group], Sequence[str]]
+    """The state that a tensor has after its first update."""
+
+
+def _adam_needs(group: Group) -> tuple[str, ...]:
+    return ("exp_avg", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg",)
+
+
+RULES = {
+    "SGD": Rule(sgd_terms, lambda group: ("momentum_buffer",) if group["momentum"] else ()),
+    "Adam": Rule(adam_terms, _adam_needs),
+    "AdamW": Rule(_adamw_terms, _adam_needs),
+}
+"""By the name of torch's class."""
+
+
+def rule_of(optimizer: Optimizer) -> Rule | None:
+    """The rule by which ``optimizer`` is previewed; None: there is none."""
+    known = known_class(type(optimizer))
+    if known is None or not known.__module__.startswith("torch.optim"):
+        return None
+    return RULES.get(known.__name__)
+
+
+def refuse_compensation(wanted: str, optimizer: Optimizer) -> None:
+    """Raise ``UnsupportedError`` if a preview is wanted and the optimizer has none."""
+    if wanted == "preview" and rule_of(optimizer) is None:
+        raise UnsupportedError(
+            f"delay_compensation='preview': got a {type(optimizer).__name__}, expected torch's "
+            f"own {', '.join(RULES)}. Use 'none', which 'auto' takes here, or step_mode='overlap'."
+        )
+
+
+def make_previews(wanted: str, replica: Replica, streams: SideStreams) -> Previews | None:
+    """The previews that ``delay_compensation`` asks for; logs the choice of ``"auto"``.
+
+    Raises:
+        UnsupportedError: a preview is wanted and the optimizer has none.
+    """
+    optimizer = replica.optimizer
+    refuse_compensation(wanted, optimizer)
+    rule = None if wanted == "none" else rule_of(optimizer)
+    if wanted == "auto":
+        log = logger.warning if rule is None else logger.info
+        chosen, name = "none" if rule is None else "preview", type(optimizer).__name__
+        log("step_mode='delayed': delay_compensation='auto' takes %r for %s", chosen, name)
+    return None if rule is None else Previews(rule, replica, streams)
+
+
+@dataclass(slots=True)
+class Prepared:
+    """Previews made before a boundary, and what they were made of."""
+
+    parts: list[Part]
+    settings: Settings
+    shares: dict[int, Share] = field(default_factory=dict)
+    """By the ``id`` of a pair."""
+    sources: list[Any] = field(default_factory=list)
+    """Masters and state."""
+    versions: list[int] = field(default_factory=list)
+
+
+class Previews:
+    """Previews of one optimizer's updates. See Note [Previews]."""
+
+    def __init__(self, rule: Rule, replica: Replica, streams: SideStreams) -> None:
+        self._rule, self._replica, self._streams = rule, replica, streams
+        self._prepared: Prepared | None = None
+        self._settings: Settings | None = None
+        """Those of the previews that are prepared, or being prepared."""
+
+    # On the training thread.
+
+    @property
+    def has_settings(self) -> bool:
+        """Previews are prepared, or being prepared."""
+        return self._settings is not None
+
+    def new_settings(self) -> Settings | None:
+        """The settings to prepare with, as they are now; None: that was done with these."""
+        now: Settings = frozen(_settings_of(self._replica.optimizer))
+        if self._settings is not None and _are_equal(now, self._settings):
+            return None
+        self._settings = now
+        return now
+
+    @property
+    def _writes_at_once(self) -> bool:
+        """Masters are on a device: no memory is allocated there for previews."""
+        return not self._replica.offload and not self._streams.is_host
+
+    def follow(self) -> None:
+        """Make buffers for masters that have none."""
+        if self._writes_at_once:
+            return
+        bare = [pair for pair in self._replica.pairs if pair.is_master and pair.ahead is None]
+        for pair in bare:
+            pair.ahead = pair.staging
+        bare = [pair for pair in bare if pair.ahead is None]
+        buffers = self._streams.host_like([pair.target for pair in bare])
+        for pair, buffer in zip(bare, buffers, strict=True):
+            pair.ahead = buffer
+
+    def covers(self, grads: Sequence[Tensor | None]) -> bool:
+        """Whether every parameter with a gradient, in the order of the parts, was updated before:
+        a first update cannot be previewed."""
+        needs = list(map(self._rule.needs, self._replica.optimizer.param_groups))
+        state = self._replica.optimizer.state
+        stepped = compress(self._replica.ordered, [grad is not None for grad in grads])
+        return not any(needs) or all(
+            _has(state.get(pair.param) or {}, needs[pair.group])
+            for pair in stepped
+            if pair.is_master
+        )
+
+    def forget(self) -> None:
+        """Drop what was prepared; call it while nothing is being prepared."""
+        self._prepared = self._settings = None
+
+    # On the optimizer thread.
+
+    @torch.no_grad()
+    def prepare(self, settings: Settings) -> None:
+        """Make what the next boundary publishes, of masters and state as they are."""
+        prepared = Prepared(self._replica.parts, settings)
+        prepared.sources = self._sources()  # before: an edit meanwhile is seen
+        prepared.versions = _versions_of(prepared.sources)
+        for part in prepared.parts:
+            self._make(part, prepared)
+        self._prepared = prepared
+
+    def take(self) -> Prepared:
+        """What was prepared for this boundary; an empty one where that does not fit any more."""
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None and prepared.settings is self._settings:
+            self._settings = None  # else they are of the one after this already
+        replica = self._replica
+        settings = _settings_of(replica.copy)
+        if prepared is not None and prepared.parts is replica.parts:
+            sources = self._sources()
+            if (
+                len(sources) == len(prepared.sources)
+                and all(map(is_, sources, prepared.sources))
+                and _versions_of(sources) == prepared.versions
+                and _are_equal(settings, prepared.settings)
+            ):
+                return prepared
+        return Prepared(replica.parts, settings)
+
+    def _sources(self) -> list[Any]:
+        masters = [pair.stepped for pair in self._replica.ordered]
+        return masters + [v for e in self._replica.copy.state.values() for v in e.values()]
+
+    def publish(
+        self,
+        part: Part,
+        prepared: Prepared,
+        grads: Sequence[Tensor | None],
+        factors: Sequence[float],
+        newer: set[int],
+    ) -> None:
+        """Write to the model what the next forward sees of ``part``.
+
+        Args:
+            grads: on the model's device.
+            factors: what each is still to be multiplied by, to be unscaled and clipped.
+            newer: ``id`` of parameters whose masters are newer than the model.
+        """
+        due = [
+            pair.is_master and grad is not None
+            for pair, grad in zip(part.pairs, grads, strict=True)
+        ]
+        missing = any(id(pair) not in prepared.shares for pair in compress(part.pairs, due))
+        if missing and not self._writes_at_once:
+            self._streams.wait_for_side()  # what is to be overwritten may be on its way up
+        if missing or self._writes_at_once:
+            self._make(part, prepared, due)
+        for pair, grad, factor, is_late in zip(part.pairs, grads, factors, due, strict=True):
+            if is_late and grad is not None:
+                self._write(pair, grad, prepared.shares[id(pair)], factor)
+            elif id(pair.param) in newer:
+                pair.publish(self._streams)
+
+    def _write(self, pair: ParameterPair, grad: Tensor, share: Share, factor: float) -> None:
+        """``target = preview + share``, one multiply and add.
+
+        In float32 where gradients are narrower: rate and limit are those of a scaled gradient,
+        which float16 cannot hold (torch on a CPU rounds them to it, or refuses).
+        """
+        target, source = pair.target, pair.target if pair.ahead is None else pair.ahead
+        if pair.ahead is not None and not self._streams.is_host:
+            self._streams.up(source, target)
+            source = target
+        rate, limit = share.rate * factor, share.limit / factor if factor else math.inf
+        for out, preview, piece in pieces_of((target, source, grad), _piece_on(target.device)):
+            bounded = piece.float() if piece.dtype in LOW_PRECISION else piece
+            bounded = bounded if limit > MAX_LIMIT else bounded.clamp(-limit, limit)
+            torch.add(preview, bounded, alpha=rate, out=out)
+
+    def _make(self, part: Part, prepared: Prepared, due: Sequence[bool] | None = None) -> None:
+        """Previews of a part, where the masters' state is known; ``due``: to be written at once."""
+        state, needs = self._replica.copy.state, self._rule.needs
+        known: list[tuple[ParameterPair, Mapping[str, Any]]] = []
+        for pair in part.pairs if due is None else compress(part.pairs, due):
+            entry = state.get(pair.stepped) or {}
+            if pair.is_master and _has(entry, needs(prepared.settings[pair.group])):
+                known.append((pair, entry))
+        kinds: dict[Any, list[tuple[ParameterPair, Mapping[str, Any]]]] = {}
+        counts = _numbers([entry.get("step", 0.0) for _, entry in known])  # SGD has none
+        for count, (pair, entry) in zip(counts, known, strict=True):
+            kinds.setdefault((pair.group, count), []).append((pair, entry))
+        for (group, count), mine in kinds.items():
+            pairs, states = [pair for pair, _ in mine], [entry for _, entry in mine]
+            terms = self._rule.terms(prepared.settings[group], count, states)
+            weights = [pair.stepped.detach() for pair in pairs]
+            into = [pair.target if pair.ahead is None else pair.ahead for pair in pairs]
+            is_wanted = due is not None or not self._writes_at_once
+            largest = _piece_on(weights[0].device)
+            shares = terms.preview(weights, into if is_wanted else None, largest)
+            prepared.shares.update(zip(map(id, pairs), shares, strict=True))
+
+
+class PreviewError:
+    """How far the previews of one step are off its exact update, on samples of the tensors.
+
+    Compared in the model's dtype, so that publishing nothing is off by what the update moves.
+    """
+
+    def __init__(self) -> None:
+        self._masters: list[tuple[Tensor, torch.dtype]] = []
+        """Of the part that is updated, with the dtypes of the model's parameters."""
+        self._preview = self._before = torch.empty(0)
+        self._norms: list[Tensor] = []
+        """Two for each part: of exact - preview and of exact - before."""
+
+    @torch.no_grad()
+    def before_update(self, part: Part, grads: Sequence[Tensor | None]) -> None:
+        """A part is about to be updated with ``grads``; the model has its preview."""
+        due = [
+            pair
+            for pair, grad in zip(part.pairs, grads, strict=True)
+            if pair.is_master and grad is not None
+        ]
+        self._masters = [(_sample(pair.stepped.detach()), pair.target.dtype) for pair in due]
+        if due:
+            self._preview = torch.cat([_sample(pair.target).float() for pair in due])
+            self._before = self._rounded()
+
+    @torch.no_grad()
+    def after_update(self) -> None:
+        """The part was updated."""
+        if self._masters:
+            exact = self._rounded()
+            for other in (self._preview, self._before):
+                self._norms.append(torch.linalg.vector_norm(exact - other))
+
+    def read(self) -> tuple[float, float] | None:
+        """Norms of exact - preview and of exact - before; None: nothing was compared."""
+        if not self._norms:
+            return None
+        norms = torch.stack(self._norms).tolist()
+        return math.hypot(*norms[::2]), math.hypot(*norms[1::2])
+
+    def _rounded(self) -> Tensor:
+        return torch.cat([master.to(kind).float() for master, kind in self._masters])
+
+
+def _sample(t: Tensor) -> Tensor:
+    """Elements of ``t``, a view where its layout allows one; an odd stride meets every column."""
+    return t.reshape(-1)[:: -(-t.numel() // SAMPLE) | 1]
+
+
+def pieces_of(tensors: Sequence[Tensor], largest: int) -> Iterator[tuple[Tensor, ...]]:
+    """Tensors of one shape, cut alike: flat pieces of ``largest`` elements, where memory allows."""
+    if tensors[0].numel() <= largest or not all(map(Tensor.is_contiguous, tensors)):
+        yield tuple(tensors)
+    else:
+        yield from zip(*(torch.split(t.view(-1), largest) for t in tensors), strict=True)
+
+
+def _piece_on(device: torch.device) -> int:
+    return PIECE if device.type == "cpu" else LARGEST_PART
+
+
+def _settings_of(optimizer: Optimizer) -> Settings:
+    return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+def _versions_of(values: Iterable[Any]) -> list[int]:
+    return [v._version for v in values if isinstance(v, Tensor)]
+
+
+def _has(entry: Mapping[str, Any], names: Sequence[str]) -> bool:
+    return all(entry.get(name) is not None for name in names)
+
+
+def _numbers(values: Sequence[Any]) -> list[float]:
+    """Of numbers, or tensors of shape (); one transfer where they are on a device."""
+    if values and all(isinstance(v, Tensor) and v.device.type != "cpu" for v in values):
+        return [float(v) for v in torch.stack(list(values)).tolist()]
+    return list(map(float, values))
+
+
+def _are_equal(one: Settings, other: Settings) -> bool:
+    return len(one) == len(other) and all(
+        a.keys() == b.keys() and all(_is_equal(a[k], b[k]) for k in a)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    if isinstance(a, (list, tuple)) and type(a) is type(b):
+        return len(a) == len(b) and all(map(_is_equal, a, b))
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and torch.equal(a, b)
+    return type(a) is type(b) and not isinstance(a, Tensor) and bool(a == b)

@@ -1,0 +1,83 @@
+"""Skipped windows in a row: how many are allowed, and what is known of them."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+
+from ..errors import OverflowStreakError, listed
+from .parameter_names import MAX_NAMES
+
+logger = logging.getLogger("accel_scaler")
+
+WARNS_AT = 30
+"""Skips in a row at which a run without a limit is warned of; again at ten times as many, and so
+on. The first search for a scale takes 16 from the usual 65536 down to 1."""
+
+REMEDY = (
+    "Look at the data and the loss of these windows; find_overflow='replay' names the module in "
+    "which the overflow begins; a lower learning rate, a longer warm-up or float32 may help."
+)
+
+
+class SkipStreak:
+    """The present run of skipped windows. The count itself is part of the scaler's state.
+
+    Args:
+        limit: skipped windows in a row that are allowed; None: any number.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit = limit
+        self.names: Counter[str] = Counter()
+        """Tensors with non-finite gradients in this run, and in how many windows."""
+        self.origin = ""
+        """One sentence on where the last overflow began, from whoever looked for it."""
+        self._warns_at = 0
+        self._forget()
+
+    def wants_names(self, skips: int) -> bool:
+        """Whether a skip after ``skips`` others is warned of, or ends the run: then names are worth
+        reading every gradient once more."""
+        return skips + 1 >= self._warns_at or (self.limit is not None and skips >= self.limit)
+
+    def check(self, skips: int, get_scale: Callable[[], float]) -> None:
+        """Warn of a long run, end one that is over its limit.
+
+        Args:
+            skips: windows in a row that were skipped; 0: the run is over.
+            get_scale: returns the present loss scale.
+
+        Raises:
+            OverflowStreakError: more than ``limit``.
+        """
+        limit = self.limit
+        if skips == 0:
+            self._forget()
+        elif limit is not None and skips > limit:
+            text = f"{skips} windows in a row overflowed, max_consecutive_skips={limit} allows "
+            text += f"{limit}. {self._describe(get_scale())}"
+            self._forget()
+            raise OverflowStreakError(text)
+        elif skips >= self._warns_at:
+            self._warns_at = 10 * skips
+            end = "max_consecutive_skips is not set, so nothing ends this run"
+            if limit is not None:
+                end = f"max_consecutive_skips={limit} ends the run after {limit}"
+            about = self._describe(get_scale())
+            logger.warning("%d windows in a row overflowed; %s. %s", skips, end, about)
+
+    def _describe(self, scale: float) -> str:
+        names = [name for name, _ in self.names.most_common()]
+        tensors = listed(names[:MAX_NAMES], len(names)) or "unknown tensors"
+        origin = f"{self.origin}. " if self.origin else ""
+        return (
+            f"Non-finite gradients in: {tensors}. The scale is now {scale:g}. {origin}"
+            f"Parameters are as before the run of skips. {REMEDY}"
+        )
+
+    def _forget(self) -> None:
+        self.names.clear()
+        self.origin = ""
+        self._warns_at = WARNS_AT if self.limit is None else max(1, self.limit // 3)

@@ -1,0 +1,1038 @@
+"""The operations of the random histories, each done to the package and to plain torch.
+
+On a CPU the worker is the lazy one: it starts a part only when somebody waits for it, so a missing
+wait shows every time. Losses, scale, learning rates, gradients and telemetry are compared after
+each call; parameters, masters and optimizer state where an operation reads them. On a device
+everything is noted without a wait, and compared with the CPU's numbers at the end.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import math
+import random
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerators import on
+from histories import INF, Call, Kind, drawn
+from history_package import FAULT, Attached, Raw, lazy_worker
+from history_reference import (
+    DTYPES,
+    LAYERS,
+    LOW,
+    OPTIMIZERS,
+    PlainTorch,
+    Setup,
+    Window,
+    double_averages,
+)
+from references import DECAY
+from support import same
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import MultiplicativeLR
+
+from accel_scaler import OrderError, StepError
+from accel_scaler.async_optimizer import replica as replica_module
+
+WHICH = range(8)
+WHOLE = ("",)
+EACH = ("gain", "inner.weight", "inner.bias", "outer.weight", "outer.bias")
+APART = (("outer",), ("inner", "outer"), EACH)
+PARTS = (*APART, ("outer", "outer"), ("inner", "inner.bias"), ("", "outer"))
+"""What is clipped, by the first letters of names, one after the other."""
+EDITS: dict[str, Callable[[Tensor], object]] = {
+    "mul": lambda p: p.mul_(0.75),
+    "add": lambda p: p.add_(2.0**-12),
+    "copy": lambda p: p.copy_(torch.full_like(p, 0.3)),
+    "element": lambda p: p.view(-1)[0].fill_(0.1),
+    "data clamp": lambda p: p.data.clamp_(-0.25, 0.25),
+    "data copy": lambda p: p.data.copy_(torch.full_like(p.data, 0.3)),
+    "data zero": lambda p: p.data.zero_(),
+    "data every other": lambda p: p.data.view(-1)[::2].mul_(0.75),
+}
+LIMIT_S = 60.0
+IN_PLACE = ("by hand", "data", "foreach", "views")
+"""Ways to zero gradients past the optimizer and the model."""
+MODES = ("sync", "overlap", "delayed")
+COMPENSATIONS = ("none", "preview", "preview", "auto")
+
+
+CHOICES: dict[str, dict[str, Sequence[Any]]] = {}
+"""For each operation what its arguments may be."""
+
+
+def operation(**choices: Sequence[Any]) -> Callable[[Any], Any]:
+    """Register a method of :class:`Player`; it returns False where it means nothing."""
+
+    def register(method: Any) -> Any:
+        CHOICES[method.__name__] = choices
+        return method
+
+    return register
+
+
+class Player:
+    """Plays operations on ``ours``, the package's side, and on ``plain``, the reference."""
+
+    def __init__(self, setup: Setup, seen: Counter[str], device: str, folder: Path) -> None:
+        self.seen, self.device, self.folder = seen, device, folder
+        self.attached = setup.attached
+        self.clips: list[str] = []
+        self.saved: Any = None
+        self.count = 0
+        self.noted: list[tuple[str, Any, Any]] = []
+        self.side = None if device == "cpu" else torch.Stream(device)
+        self.averages: list[tuple[Tensor, Tensor]] = []
+        self.kept: list[Tensor] = []
+        self.plain = PlainTorch(setup)
+        self.file = folder / "run.jsonl" if setup.telemetry else None
+        make: Any = Attached if setup.attached else Raw
+        self.ours: Any = make(setup, device, self.file and str(self.file))
+        self.stop_reading: Callable[[], None] | None = None
+        self.start_over()
+
+    def call(self, name: str, arguments: dict[str, Any]) -> None:
+        if self.stop_reading is not None and name not in BESIDE_A_READER:
+            self.stop_reading()
+        if getattr(self, name)(**arguments) is not False:
+            self.seen[name] += 1
+        self.compare()
+
+    # What both sides share.
+
+    def same(self, what: str, mine: Any, other: Any) -> None:
+        """Equal now; on a device at the end, without a wait."""
+        if self.device == "cpu":
+            assert same(mine, other), f"{what}: got {mine}, expected {other}"
+        else:
+            copied = [x.detach().clone() if isinstance(x, Tensor) else x for x in (mine, other)]
+            self.noted.append((what, *copied))
+
+    def compare(self) -> None:
+        """Everything that can be read without waiting for an update."""
+        self.same("the scale", self.ours.scaler.get_scale(), self.plain.scale)
+        if self.device == "cpu":
+            tracker = self.ours.scaler.state_dict()["_growth_tracker"]
+            self.same("the growth tracker", tracker, self.plain.good)
+        for mine, other in zip(self.ours.optimizers, self.plain.optimizers, strict=True):
+            rates = [[group["lr"] for group in each.param_groups] for each in (mine, other)]
+            self.same("lr", *rates)
+        if self.attached:
+            self.compare_records()
+        for p, q in self.pairs if not self.clips and not self.setup.fold else ():
+            assert (p.grad is None) == (q.grad is None)
+            if p.grad is not None and q.grad is not None:
+                self.same("a gradient", p.grad.nan_to_num(7.0), q.grad.nan_to_num(7.0))
+
+    def compare_records(self) -> None:
+        records = list(self.ours.accelerator.scaler_history.records)
+        expected = self.plain.windows[self.first_window :]
+        self.same("the number of records", len(records), len(expected))
+        for record, window in zip(records[-1:], expected[-1:], strict=True):
+            self.seen["growth"] += window.next_scale > window.scale
+            norm = None if window.norm is None else record.grad_norm
+            found = Window(record.scale, record.next_scale, record.skipped, list(record.lr), norm)
+            assert found == window, f"a record: got {found}, expected {window}"
+
+    @property
+    def setup(self) -> Setup:
+        return self.plain.setup
+
+    @property
+    def low(self) -> bool:
+        return not set(LOW).isdisjoint(self.setup.dtypes)
+
+    @property
+    def pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        return list(zip(self.ours.net.parameters(), self.plain.net.parameters(), strict=True))
+
+    @property
+    def numbers(self) -> range:
+        return range(len(self.plain.owned))
+
+    @property
+    def is_open(self) -> bool:
+        return self.plain.opened and not self.plain.stepped
+
+    @property
+    def may_end(self) -> bool:
+        return self.is_open and any(p.grad is not None for p in self.plain.net.parameters())
+
+    @property
+    def between(self) -> bool:
+        return not self.is_open and not self.clips
+
+    def start_over(self) -> None:
+        """From here on this thread trains, other optimizer wrappers, other records."""
+        self.plain.steps = [0 for _ in self.numbers]
+        self.first_window = len(self.plain.windows)
+        self.trainers = [threading.current_thread() for _ in self.numbers]
+        self.schedule()
+
+    def schedule(self) -> None:
+        self.schedules = [
+            MultiplicativeLR(o.optimizer if self.setup.inner_schedule else o, lambda _: DECAY)
+            for o in self.ours.optimizers
+        ]
+
+    def chosen(self, part: str) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """Pairs whose names begin with ``part``, in the order of the optimizers."""
+        named = zip(self.pairs, self.plain.net.named_parameters(), strict=True)
+        found = {q: (p, q) for (p, q), (name, _) in named if name.startswith(part)}
+        return [found[q] for own in self.plain.owned for q in own if q in found]
+
+    def synchronized(self) -> None:
+        for optimizer in self.ours.optimizers:
+            optimizer.synchronize()
+        self.plain.publish_all()
+
+    def publish_delayed(self) -> None:
+        if self.setup.mode == "delayed":
+            self.synchronized()
+
+    def losses(self, used: Sequence[str]) -> tuple[Tensor, Tensor]:
+        with torch.autocast(torch.device(self.device).type, torch.float16, enabled=self.attached):
+            mine = self.ours.net.loss(self.count, used)
+        with torch.autocast("cpu", torch.float16, enabled=self.attached):
+            other = self.plain.net.loss(self.count, used)
+        self.same("the loss", mine, other)
+        return mine, other
+
+    @contextmanager
+    def stream(self, aside: bool) -> Iterator[None]:
+        """A second stream, ordered with this one as torch asks for."""
+        if not aside or self.side is None:
+            yield
+            return
+        self.publish_delayed()
+        present = torch.accelerator.current_stream(self.device)
+        self.side.wait_stream(present)
+        with on(self.side):
+            yield
+        present.wait_stream(self.side)
+
+    # A window.
+
+    @operation(
+        used=[LAYERS] * 4 + [("gain",), ("outer", "inner")],
+        bad=[False] * 5 + [True],
+        plain=(False, False, True),
+        thread=[False] * 5 + [True],
+    )
+    def backward(
+        self, used: Sequence[str], bad: bool, plain: bool = False, thread: bool = False
+    ) -> Any:
+        """``plain``: ``scaler.scale(loss).backward()``; ``thread``: on a thread of its own."""
+        if self.clips:
+            return False
+        self.count += 1
+        aside = thread and self.attached and self.device == "cpu"
+        if not (aside and any(trainer.is_alive() for trainer in self.trainers)):
+            self.plain.go_on()
+        again = self.is_open
+
+        def run() -> bool:
+            mine, other = self.losses(used)
+            if not other.requires_grad:
+                return False
+            self.ours.backward(mine * (INF if bad else 1.0), plain)
+            self.plain.backward(other * (INF if bad else 1.0))
+            return True
+
+        ran = in_thread(run) if aside else run()
+        self.seen["overflow"] += bad and ran
+        self.seen["several micro-batches"] += again and ran
+        self.seen["backward in a thread"] += aside and ran
+        return ran
+
+    @operation(limit=(0.125, 0.01))
+    def off_boundary(self, limit: float) -> Any:
+        """Accelerate accumulates: clip, step and zero_grad do nothing yet."""
+        if not self.attached or not self.is_open or self.clips:
+            return False
+        accelerator, net = self.ours.accelerator, self.plain.net
+        grads = {p: g for n in self.numbers for p, g in self.plain.unscaled(n).items()}
+        total = torch.nn.utils.get_total_norm([grads[p] for p in net.parameters() if p in grads])
+        accelerator.sync_gradients = False
+        try:
+            norm = accelerator.clip_grad_norm_(self.ours.net.parameters(), limit)
+            if all(bool(g.isfinite().all()) for g in grads.values()) and self.device == "cpu":
+                assert float(norm) == pytest.approx(float(total), rel=1e-6)
+            for optimizer in self.ours.optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        finally:
+            accelerator.sync_gradients = True
+
+    @operation(which=range(8), how=("in place", "data", "replaced", "dropped"))
+    def edit_gradient(self, which: int, how: str) -> Any:
+        p, q = self.pairs[which % len(self.pairs)]
+        if not self.is_open or self.clips or q.grad is None:
+            return False
+        for each in (p, q):
+            assert each.grad is not None
+            if how == "in place":
+                each.grad[:1] = 0.0
+            elif how == "data":
+                each.grad.data[:1] = 0.0
+            else:
+                each.grad = each.grad * 0.5 if how == "replaced" else None
+
+    @operation(how=("accelerator", "inner", "wrapped"))
+    def unscale(self, how: str) -> Any:
+        """By hand, before a clip or none."""
+        if not self.may_end or self.clips or self.setup.fold or self.low:
+            return False
+        for number in self.numbers:
+            if all(p.grad is None for p in self.plain.owned[number]):
+                continue
+            self.ours.unscale(number, how)
+            self.plain.unscale(number)
+        for p, q in self.pairs:
+            if q in self.plain.final and p.grad is not None:
+                expected = self.plain.final[q].nan_to_num(7.0)
+                self.same("an unscaled gradient", p.grad.nan_to_num(7.0), expected)
+        self.clips.append("unscaled")
+
+    @operation(limit=(0.125, 0.01, 100.0), kind=(2.0, 2.0, INF), parts=(*[WHOLE] * 6, *PARTS))
+    def clip_norm(self, limit: float, kind: float, parts: Sequence[str] = WHOLE) -> Any:
+        """What has a master is multiplied once, by a product of coefficients: with the second of
+        them each is a power of two, which rounds nothing. Folded, the first would round."""
+        if not self.may_end or self.setup.fold:
+            return False
+        again = self.clips or parts != WHOLE
+        if self.low and (self.clips or (again and self.plain.compensation != "none")):
+            return False
+        is_exact = self.low and parts not in (WHOLE, *APART)
+
+        def clip(masters: list[Tensor]) -> Any:
+            return torch.nn.utils.clip_grad_norm_(masters, limit, kind)
+
+        for part in parts:
+            mine, order = (list(each) for each in zip(*self.chosen(part), strict=True))
+            if not (part or self.clips):
+                own = self.plain.net.parameters() if self.attached else self.plain.owned[0]
+                mine, order = None, list(own)
+            if is_exact:
+                limit = self.plain.exact_limit(order, kind)
+            norm, other = (
+                self.ours.clip_norm(limit, kind, mine),
+                self.plain.clip(order, clip, limit),
+            )
+            if self.plain.refuse(order, other):
+                other = torch.tensor(INF)
+            self.same("the norm", norm, other)
+            if mine is None and kind == 2.0 and math.isfinite(other) and self.device == "cpu":
+                self.plain.norm = float(other)
+            self.clips.append("exact" if is_exact else "rounded")
+        self.plain.norm = self.plain.norm if parts == WHOLE and not again else None
+        self.seen["clipped in parts"] += parts != WHOLE
+
+    @operation(limit=(2.0**-5, 2.0**-9, 8.0))
+    def clip_value(self, limit: float) -> Any:
+        if not (self.attached and self.may_end) or self.setup.fold:
+            return False
+        if self.low and not {"exact", "rounded"}.isdisjoint(self.clips):
+            return False
+
+        def clip(masters: list[Tensor]) -> Any:
+            return torch.nn.utils.clip_grad_value_(masters, limit)
+
+        self.ours.accelerator.clip_grad_value_(self.ours.net.parameters(), limit)
+        self.plain.clip(list(self.plain.net.parameters()), clip)
+        self.clips.append("value")
+
+    @operation(to_none=(False, True), used=(LAYERS, ("outer",), ("inner", "gain")))
+    def drop(self, to_none: bool, used: Sequence[str]) -> Any:
+        """Give up gradients that were unscaled or clipped, and make them again."""
+        trained = [name for name in used for _, q in self.chosen(name) if q.requires_grad]
+        if not self.clips or not self.is_open or not trained:
+            return False
+        for number in self.numbers:
+            self.ours.inners[number].zero_grad(set_to_none=to_none)
+            self.plain.zero_grad(number, to_none)
+        self.plain.final, self.plain.norm, self.clips = {}, None, []
+        self.plain.refused.clear()
+        return self.backward(used, bad=False)
+
+    @operation(
+        zero=("none", "none", "none", "zeros", "model none", "model zeros", "nothing", *IN_PLACE),
+        fails=(None,) * 5 + (0, 1, 3),
+        read_by=("synchronize", "state_dict", "evaluation"),
+        sits_out=(None, None, 0, 1),
+    )
+    def step(self, zero: str, fails: int | None, read_by: str, sits_out: int | None = None) -> None:
+        """``sits_out``: this optimizer keeps its gradients, if another one steps.
+
+        ``fails``: the part that fails; ``read_by``: who waits for the step then.
+        """
+        skipped = False
+        stepping = [n for n in self.numbers if n != sits_out or self.clips or not self.setup.split]
+        may_fail = self.device == "cpu" and self.setup.mode != "sync" and not self.stop_reading
+        fails = fails if may_fail else None
+        if fails is not None:
+            self.synchronized()  # the fault is for this step
+        if fails is not None or (self.low and self.clips not in ([], ["rounded"])):
+            zero = "none"  # what is left is lost, or scaled and clipped
+        views = [p.grad.detach() for p, _ in self.pairs if p.grad is not None]
+        for number in stepping:
+            optimizer = self.ours.optimizers[number]
+            grads = [p.grad for p in self.plain.owned[number] if p.grad is not None]
+            is_illegal = (
+                number in self.plain.stepped
+                if self.plain.opened
+                else any(bool(g.count_nonzero()) for g in grads)
+            )
+            if grads and is_illegal:
+                continue
+            FAULT.arm(fails)
+            optimizer.step()
+            done = self.failure(number, read_by) if fails is not None else None
+            FAULT.arm(None)
+            stepped = self.plain.step(number, fails=done)
+            if grads:
+                self.trainers[number] = threading.current_thread()
+            if fails is not None:
+                self.synchronized()
+                if read_by == "state_dict" and done is None:
+                    self.plain.follow(number)
+            self.same("whether it stepped", not optimizer.step_was_skipped, stepped)
+            skipped = skipped or not stepped
+            self.seen["skipped"] += not stepped
+            self.seen["stepped"] += bool(stepped and grads)
+        self.clips = []
+        for number in set(self.numbers) - set(stepping):
+            zero = zero.removeprefix("model ") if zero not in IN_PLACE else "zeros"
+            self.seen["sat out"] += any(p.grad is not None for p in self.plain.owned[number])
+        self.zero_grad(zero, stepping, views)
+        if skipped and (self.setup.split or zero == "nothing"):
+            self.zero_grad("none", stepping)  # they are scaled still, and would be refused
+
+    def failure(self, number: int, read_by: str) -> set[Tensor] | None:
+        """Wait for a step that may fail; the parameters that it has updated all the same."""
+        optimizer = self.ours.optimizers[number]
+        try:
+            if read_by == "synchronize":
+                optimizer.synchronize()
+            elif read_by == "state_dict":
+                optimizer.state_dict()
+            else:
+                with torch.no_grad():
+                    self.ours.net.loss(0, LAYERS)
+        except StepError:
+            self.seen["failed"] += 1
+            mine = {id(p) for p in FAULT.done}
+            return {q for p, q in self.pairs if id(p) in mine}
+        return None
+
+    @operation(how=("none", "zeros", "model none", "model zeros", *IN_PLACE))
+    def zero_grad(
+        self, how: str, numbers: Sequence[int] | None = None, views: Sequence[Tensor] = ()
+    ) -> Any:
+        """``views``: the gradients, taken before the step, so that nothing waits for a write."""
+        to_none = how.endswith("none")
+        if self.clips:
+            return False
+        grads = [p.grad for p, _ in self.pairs if p.grad is not None]
+        if how.startswith("model"):
+            self.ours.net.zero_grad(set_to_none=to_none)
+        elif how in ("by hand", "views"):
+            for grad in views if how == "views" and views else grads:
+                grad.zero_()
+        elif how == "data":
+            for grad in grads:
+                grad.data.zero_()
+        elif how == "foreach" and grads:
+            torch._foreach_zero_(grads)
+        if how.startswith("model") or how in IN_PLACE:
+            self.plain.net.zero_grad(set_to_none=to_none)
+        elif how != "nothing":
+            for number in self.numbers if numbers is None else numbers:
+                self.ours.optimizers[number].zero_grad(set_to_none=to_none)
+                self.plain.zero_grad(number, to_none)
+        self.seen[f"zeroed: {how}"] += 1
+
+    def by_hand(self, limit: float | None) -> Callable[[], None]:
+        """``scaler.unscale_``, torch's clip, ``scaler.step``."""
+        optimizer, scaler = self.ours.optimizer, self.ours.scaler
+
+        def clip(params: list[Tensor]) -> Any:
+            return torch.nn.utils.clip_grad_norm_(params, limit or 0.0)
+
+        def update() -> None:
+            if limit is not None:
+                scaler.unscale_(optimizer)
+                clip([p for group in optimizer.param_groups for p in group["params"]])
+            scaler.step(optimizer)
+
+        if limit is not None:
+            self.plain.clip(self.plain.owned[0], clip)
+        return update
+
+    @operation(limit=(None, 0.125, 0.01))
+    def submit(self, limit: float | None) -> Any:
+        if self.attached or not self.may_end or self.clips:
+            return False
+        self.ours.optimizer.submit(self.by_hand(None if self.setup.fold else limit))
+        self.ours.scaler.update()
+        self.plain.step(0, submitted=True)
+        self.plain.end_window()
+
+    @operation(limit=(None, 0.125))
+    def torch_loop(self, limit: float | None) -> Any:
+        if self.attached or not self.may_end or self.clips or self.low:
+            return False
+        self.by_hand(None if self.setup.fold else limit)()
+        self.ours.scaler.update()
+        stepped = self.plain.step(0)
+        self.trainers = [threading.current_thread()]
+        self.same("whether it stepped", not self.ours.optimizer.step_was_skipped, stepped)
+        self.plain.end_window()
+        self.zero_grad("none")
+
+    @operation(number=range(6), lr=(0.03, 0.01, 0.05), inner=(False, True))
+    def change_lr(self, number: int, lr: float, inner: bool) -> None:
+        optimizer = self.ours.optimizers[number % len(self.numbers)]
+        theirs = self.plain.optimizers[number % len(self.numbers)].param_groups
+        groups = (optimizer.optimizer if inner else optimizer).param_groups
+        for each in (groups, theirs):
+            each[number % len(groups)]["lr"] = lr
+
+    @operation()
+    def scheduler_step(self) -> None:
+        """Accelerate's: it does not move after a skipped step."""
+        for number, schedule in enumerate(self.schedules):
+            schedule.step()
+            for group in self.plain.optimizers[number].param_groups:
+                group["lr"] *= DECAY
+
+    # Reads, and changes from outside.
+
+    @operation(which=range(8), aside=(False, True))
+    def read(self, which: int, aside: bool) -> None:
+        """One parameter, through an operation; in delayed that is no fence, but where an attached
+        accelerator has stepped since the last forward (``test_reads_between_steps.py``)."""
+        if self.attached:
+            self.publish_delayed()
+        with self.stream(aside):
+            p, q = self.pairs[which % len(self.pairs)]
+            self.same("what is read", p + 0, q + 0)
+
+    @operation(training=(False, True), aside=(False, True))
+    def evaluate(self, training: bool, aside: bool) -> None:
+        self.count += 1
+        self.ours.net.train(training)
+        self.plain.publish_all()
+        with self.stream(aside), torch.no_grad():
+            self.losses(LAYERS)
+        self.ours.net.train()
+
+    @operation()
+    def peek(self) -> Any:
+        """On another thread, while an update may be due."""
+        scaler = self.ours.scaler
+        if self.device != "cpu":
+            return False
+        found = in_thread(lambda: (scaler.get_scale(), scaler.state_dict()["_growth_tracker"]))
+        self.same("what another thread sees", found, (self.plain.scale, self.plain.good))
+
+    @operation()
+    def read_beside(self) -> Any:
+        """A thread reads until an operation comes that is not in ``BESIDE_A_READER``."""
+        if not self.attached or self.device != "cpu" or self.stop_reading or self.clips:
+            return False
+        self.synchronized()
+        reading = ThreadPoolExecutor(1)
+        stop = threading.Event()
+        result = reading.submit(self.read_until, stop)
+
+        def stop_reading() -> None:
+            self.stop_reading = None
+            stop.set()
+            reading.shutdown()
+            result.result()
+
+        self.stop_reading = stop_reading
+
+    def read_until(self, stop: threading.Event) -> None:
+        ours, setup = self.ours, self.setup
+        while not stop.wait(0.0005):
+            for p in ours.net.parameters():
+                assert bool(p.detach().isfinite().all())
+            assert ours.scaler.get_scale() > 0
+            ours.accelerator.scaler_history.summary()
+            try:
+                ours.net.state_dict()
+                for optimizer in ours.optimizers:
+                    optimizer.synchronize()
+            except OrderError:  # it would publish beneath a forward
+                assert setup.mode == "delayed"
+            except RuntimeError as error:  # torch's: a first step puts hooks on what it walks
+                if "mutated during iteration" not in str(error):
+                    raise
+
+    @operation()
+    def average(self) -> None:
+        """Of the weights after some steps."""
+        if self.attached:
+            self.publish_delayed()
+        with self.stream(aside=True), torch.no_grad():
+            for n, both in enumerate(self.pairs):
+                if n == len(self.averages):
+                    p, q = (torch.zeros_like(each, dtype=torch.float32) for each in both)
+                    self.averages.append((p, q))
+                for mean, each in zip(self.averages[n], both, strict=True):
+                    if mean.shape == each.shape:  # grown since
+                        mean.lerp_(each.detach().float(), 0.25)
+
+    @operation()
+    def litter(self) -> None:
+        """Take memory of the parameters' sizes."""
+        for p in self.plain.net.parameters():
+            self.kept.append(torch.full(p.shape, 3.0, dtype=p.dtype, device=self.device))
+
+    @operation()
+    def synchronize(self) -> None:
+        self.synchronized()
+        for p, q in self.pairs:
+            self.same("a parameter", p, q)
+
+    @operation(which=range(8), how=tuple(EDITS))
+    def edit(self, which: int, how: str) -> Any:
+        if how.startswith("data") and self.setup.mode == "delayed" and not self.attached:
+            return False  # see docs/limits.md
+        self.publish_delayed()
+        for p in self.pairs[which % len(self.pairs)]:
+            with torch.no_grad():
+                EDITS[how](p)
+        self.seen["written past autograd"] += how.startswith("data")
+
+    @operation()
+    def replace_state(self) -> Any:
+        """Put other tensors into the optimizers' state, as averaging optimizers does."""
+        if self.low or self.device != "cpu" or self.plain.is_tied:
+            return False
+        self.synchronized()
+        for number in self.numbers:
+            self.plain.replace_state(number)
+            for p in self.ours.net.parameters():
+                if p in self.ours.optimizers[number].state:
+                    double_averages(self.ours.optimizers[number].state[p])
+
+    @operation(which=range(8))
+    def tie(self, which: int) -> Any:
+        """Give one parameter the memory of another one of its optimizer."""
+        alike = [pair for pair in self.pairs if pair[1].shape == self.plain.net.gain.shape]
+        (p, q), *others = [pair for pair in alike if pair[1].dtype is self.plain.net.gain.dtype]
+        if self.clips or not others or self.setup.mode == "delayed" or self.device != "cpu":
+            return False
+        mine, other = others[which % len(others)]
+        mine.data, self.saved = p.data, None
+        self.plain.tie(q, other)
+        self.plain.moves[other] += 1
+        self.state_dict()  # or the tie may be undone before it is seen
+
+    @operation(which=range(8), how=("one", "apply"))
+    def move(self, which: int, how: str) -> Any:
+        if self.clips:
+            return False  # gradients are moved too, and some are scaled still
+        self.publish_delayed()
+        if how == "apply":
+            self.ours.net._apply(torch.clone)
+        else:
+            p, _ = self.pairs[which % len(self.pairs)]
+            p.data = p.data.clone()
+        for n, (_, q) in enumerate(self.pairs):
+            if how == "apply" or n == which % len(self.pairs):
+                self.plain.move(q)
+
+    @operation(part=(*LAYERS, "inner.bias", "outer.weight", ""), how=("toggle", "alone"))
+    def freeze(self, part: str, how: str = "toggle") -> Any:
+        """Freeze and unfreeze ``part``; ``alone``: freeze everything else."""
+        if self.clips:
+            return False
+        self.zero_grad("none")  # torch steps what has a gradient, frozen or not
+        inside = {q for _, q in self.chosen(part)}
+        for p, q in self.pairs:
+            trained = q in inside if how == "alone" else q.requires_grad != (q in inside)
+            self.seen["unfrozen"] += trained and not q.requires_grad
+            for each in (p, q):
+                each.requires_grad_(trained)
+
+    @operation()
+    def add_group(self) -> Any:
+        if self.clips or len(self.plain.net.extra) == 2:
+            return False
+        p = self.ours.net.grow()
+        self.ours.optimizers[-1].add_param_group({"params": [p], "lr": 0.03})
+        self.plain.add_group()
+        self.saved = None
+        self.schedule()
+
+    @operation()
+    def collect(self) -> None:
+        gc.collect(0)
+
+    # Checkpoints, other modes.
+
+    @operation()
+    def state_dict(self) -> None:
+        self.plain.publish_all()
+        ours = self.ours.net.state_dict()
+        for name, value in self.plain.net.state_dict().items():
+            self.same(f"saved {name}", ours[name], value)
+        for number in self.numbers:
+            saved = self.ours.optimizers[number].state_dict()
+            self.plain.follow(number)
+            for index, (p, entry) in enumerate(
+                zip(self.plain.owned[number], self.plain.entries(number), strict=True)
+            ):
+                mine = dict(saved["state"].get(index, {}))
+                known = self.plain.shown[number]
+                assert ("preview" in mine) == (p in known), index
+                if p in known:
+                    assert "master" in mine
+                    self.same(f"preview of {index}", mine.pop("preview"), known[p])
+                exact, rounded = self.plain.masters[p].detach(), p.detach().float()
+                self.same(f"master {index}", mine.pop("master", rounded), exact)
+                mine, entry = in_float32(mine), in_float32(entry)
+                assert mine.keys() == entry.keys(), (index, mine, entry)
+                for name, value in mine.items():
+                    self.same(f"saved {name} of {index}", value, entry[name])
+
+    @operation(by_accelerate=(False, True))
+    def save(self, by_accelerate: bool = False) -> Any:
+        if self.clips:
+            return False
+        self.synchronized()
+        for number in self.numbers:
+            self.plain.follow(number)
+        self.seen["saved inside a window"] += self.is_open
+        self.saved = copy.deepcopy(
+            (
+                self.ours.net.state_dict(),
+                [optimizer.state_dict() for optimizer in self.ours.optimizers],
+                self.ours.scaler.state_dict(),
+                self.plain,
+            )
+        )
+        self.saved_folder = None
+        if by_accelerate and self.attached and self.device == "cpu":
+            self.saved_folder = str(self.folder / "checkpoint")
+            self.ours.accelerator.save_state(self.saved_folder, safe_serialization=False)
+
+    @operation(model_first=(False, True))
+    def go_back(self, model_first: bool) -> Any:
+        """Load what was saved some time ago."""
+        if self.saved is None or not self.between:
+            return False
+        self.zero_grad("none")
+        states = self.load(model_first)
+        self.restore(states)
+
+    def load(self, model_first: bool) -> list[Any]:
+        """Into the pair that is there; returns the optimizers' states."""
+        net, states, scaler, _ = copy.deepcopy(self.saved)
+        if self.saved_folder is not None:
+            self.ours.accelerator.load_state(self.saved_folder)
+            self.seen["loaded by Accelerate"] += 1
+            return list(states)
+        if model_first:
+            self.ours.net.load_state_dict(net)
+        for optimizer, state in zip(self.ours.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+        if not model_first:
+            self.ours.net.load_state_dict(net)
+        self.ours.scaler.load_state_dict(scaler)
+        return list(states)
+
+    @torch.no_grad()
+    def restore(self, states: list[Any]) -> None:
+        before, plain = copy.deepcopy(self.saved[-1]), self.plain
+        plain.scale, plain.good, plain.bad = before.scale, before.good, before.bad
+        self.trainers = [threading.current_thread() for _ in self.numbers]
+        for number in self.numbers:
+            plain.follow(number)
+            plain.shown[number] = {}
+            counts = [e["step"] for e in states[number]["state"].values() if "step" in e]
+            if counts:  # a warm-up goes on where it was saved
+                plain.steps[number] = int(max(counts))
+            plain.optimizers[number].load_state_dict(before.optimizers[number].state_dict())
+            saved = list(zip(plain.owned[number], before.owned[number], strict=True))
+            entries = states[number]["state"]
+            had_masters = {
+                p
+                for index, (p, q) in enumerate(saved)
+                if q in before.lasting or "master" in entries.get(index, {})
+            }
+            plain.lasting |= had_masters
+            # Where there are masters, state is ours to load; elsewhere torch casts it.
+            loads_exactly = plain.everywhere or any(map(plain.had_master, plain.owned[number]))
+            for p, q in saved:
+                p.copy_(q)
+                if q in before.shown[number] and plain.has_master(p):
+                    plain.shown[number][p] = before.shown[number][q]
+                plain.masters[p].copy_(before.masters[q] if p in had_masters else q)
+                if not loads_exactly:
+                    plain.round_state(number, p)
+            plain.follow(number)
+
+    @operation()
+    def go_on_in_a_fresh_pair(self) -> Any:
+        """Save; load into another model, other optimizers, another scaler."""
+        if not self.between or self.plain.is_tied or self.setup.tied:
+            return False
+        self.save()
+        old, self.ours = self.ours, None
+        old.close()
+        self.ours = old.fresh()
+        self.plain.net.zero_grad()
+        self.start_over()
+        self.restore(self.load(model_first=True))
+
+    @operation(mode=MODES, offload=("none", "cpu"), compensation=COMPENSATIONS)
+    def reopen(
+        self, mode: str | None = None, offload: str = "none", compensation: str = "none"
+    ) -> Any:
+        """Close and open, or detach and attach, in another mode."""
+        plain = self.plain
+        if self.clips or (self.attached and self.is_open):
+            return False
+        if self.low and not any(map(plain.has_master, plain.net.parameters())):
+            return False
+        changed = self.setup
+        if mode is not None and not plain.is_tied and not self.setup.tied:
+            changed = replace(changed, mode=mode, offload=offload, compensation=compensation)
+        if self.attached:
+            self.zero_grad("none")  # or they would be of before
+        self.ours.reopen(possible(changed))
+        plain.forget_masters()
+        plain.setup = possible(changed)
+        self.seen[f"to {self.setup.mode}"] += 1
+        self.start_over()
+        if self.attached:
+            plain.end_window()  # with the scaler
+
+    @operation(steps=(1, 3), bad=(False, False, True))
+    def train_in_stock(self, steps: int, bad: bool) -> Any:
+        """Detach, train in stock Accelerate, attach again."""
+        setup, plain = self.setup, self.plain
+        simple = setup.hysteresis == 1 and setup.bounds == (None, None) and not setup.split
+        if not (setup.stock and simple) or self.low or self.is_open or self.clips:
+            return False
+        recorded = len(plain.windows)
+        self.zero_grad("none")
+        self.ours.detach()
+        plain.forget_masters()
+        plain.setup = replace(setup, mode="sync", offload="none", compensation="none")
+        self.ours.scaler = self.ours.accelerator.scaler
+        (optimizer,) = self.ours.optimizers
+        for number in range(steps):
+            self.count += 1
+            mine, other = self.losses(LAYERS)
+            if not other.requires_grad:
+                break
+            factor = INF if bad and number == 0 else 1.0
+            self.ours.backward(mine * factor, plain=False)
+            plain.backward(other * factor)
+            optimizer.step()
+            stepped = plain.step(0)
+            self.same("whether stock stepped", not optimizer.step_was_skipped, stepped)
+            optimizer.zero_grad()
+            plain.zero_grad(0, to_none=True)
+            self.same("the scale in stock", self.ours.scaler.get_scale(), plain.scale)
+        self.ours.attach()
+        plain.setup = setup
+        del plain.windows[recorded:]
+        self.start_over()
+        plain.end_window()
+
+    def finish(self) -> None:
+        if self.stop_reading is not None:
+            self.stop_reading()
+        self.clips = []
+        if self.setup.dropped and not self.attached:
+            # What an update in hand comes to is nobody's; it may only not touch what others have.
+            self.ours = self.schedules = None
+            gc.collect()
+            for _ in range(4):
+                self.litter()
+        else:
+            self.synchronize()
+            self.state_dict()
+        self.seen.update(self.plain.events)
+        self.seen["attached" if self.attached else "raw"] += 1
+        for mine, other in self.averages:
+            self.same("an average", mine, other)
+        for each in self.kept:
+            self.same("others' memory", each, torch.full(each.shape, 3.0, dtype=each.dtype))
+        for what, mine, other in self.noted:
+            found = mine.cpu() if isinstance(mine, Tensor) else mine
+            assert same(found, other), f"{what}: got {found}, expected {other}"
+
+    def check_file(self) -> None:
+        """The telemetry file has the same windows."""
+        lines = [] if self.file is None else self.file.read_text().splitlines()
+        records = [each for each in map(json.loads, lines) if each["kind"] == "window"]
+        keys = ("scale", "next_scale", "skipped", "lr")
+        found = [[each[key] for key in keys] for each in records]
+        expected = [[getattr(each, key) for key in keys] for each in self.plain.windows]
+        assert self.file is None or found == expected
+        self.seen["records in a file"] += len(found)
+
+    def close(self) -> None:
+        if self.stop_reading is not None:
+            self.stop_reading()
+        if self.ours is not None:
+            self.ours.close()
+
+
+def in_thread(fn: Callable[[], Any]) -> Any:
+    """Call it on a thread of its own, which then ends."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(fn).result(LIMIT_S)
+
+
+def in_float32(entry: dict[str, Any]) -> dict[str, Any]:
+    """State without the dtype of what was saved in less than float32."""
+    return {
+        k: v.float() if isinstance(v, Tensor) and v.is_floating_point() else v
+        for k, v in entry.items()
+        if v is not None
+    }
+
+
+CHOICES["change_thread"] = {}
+"""What comes after it runs on another thread; the one before has ended."""
+BESIDE_A_READER = {"backward", "off_boundary", "clip_norm", "clip_value", "step", "scheduler_step"}
+BOUNDARIES = ("step",) * 6 + ("submit", "submit", "torch_loop", "torch_loop")
+OTHERS = tuple(
+    name for name in CHOICES if name not in ("backward", "step", "submit", "torch_loop", "drop")
+)
+AFTERS = (*OTHERS, "state_dict", "read", "step", "freeze", "freeze")
+AFTERS = (*AFTERS, *["go_back"] * 3, *["train_in_stock"] * 4)
+BETWEEN = (*OTHERS, *["edit_gradient"] * 8, *["off_boundary"] * 4)
+CLIPS = ("clip_norm", "clip_norm", "clip_norm", "clip_value", "unscale")
+
+
+def possible(setup: Setup) -> Setup:
+    """Without settings that do not go together."""
+    if setup.mode == "sync":
+        setup = replace(setup, warmup=0)
+    if setup.mode != "delayed":
+        return replace(setup, compensation="none")
+    if setup.optimizer == "rmsprop" and setup.compensation == "preview":  # there is none
+        setup = replace(setup, compensation="auto")
+    return replace(setup, tied=False)
+
+
+def draw(r: random.Random, on_device: bool = False) -> tuple[Setup, list[Call]]:
+    """Some windows, each with an end, and operations within and after them."""
+    attached = r.random() < 0.5
+    stock = attached and r.random() < 0.25 and not on_device
+    setup = Setup(
+        mode=r.choice(MODES),
+        offload=r.choice(("none", "cpu")),
+        attached=attached,
+        optimizer=r.choice(sorted(OPTIMIZERS)),
+        dtype="float32" if stock else r.choice(sorted(DTYPES)),
+        warmup=r.choice((0, 0, 3)),
+        compensation=r.choice(COMPENSATIONS),
+        # On a device torch goes through the list of both once for each operation, which rounds
+        # differently from one after the other.
+        tied=r.random() < 0.25 and not on_device,
+        two=attached and r.random() < 0.65 and not stock,
+        parts=r.random() < 0.5,
+        width=r.choice((3, 3, 192 if on_device else 3)),
+        fold=r.random() < 0.15,
+        inner_schedule=r.random() < 0.5,
+        other_stream=on_device and r.random() < 0.3,
+        dropped=on_device and r.random() < 0.2,
+        finds=attached and r.random() < 0.5,
+        hysteresis=1 if stock else r.choice((1, 1, 2)),
+        bounds=(None, None) if stock else r.choice(((None, None), (512.0, 2048.0))),
+        stock=stock,
+        telemetry=attached and r.random() < 0.3,
+    )
+    calls: list[Call] = [drawn(r, "save", CHOICES)] if r.random() < 0.5 else []
+    for _ in range(r.randint(6, 12)):
+        for _ in range(r.choice((0, 1, 1, 1, 1, 2))):
+            calls.append(drawn(r, "backward", CHOICES))
+            if r.random() < 0.3:
+                calls.append(drawn(r, r.choice(BETWEEN), CHOICES))
+        for _ in range(r.choice((0, 0, 0, 1, 2))):
+            calls.append(drawn(r, r.choice(CLIPS), CHOICES))
+            if r.random() < 0.15:
+                calls.append(drawn(r, "drop", CHOICES))
+        calls.append(drawn(r, r.choice(BOUNDARIES), CHOICES))
+        for _ in range(r.choice((0, 1, 1, 2))):
+            calls.append(drawn(r, r.choice(AFTERS), CHOICES))
+    return possible(setup), calls
+
+
+def play(
+    setup: Setup, calls: Sequence[Call], seen: Counter[str] | None = None, device: str = "cpu"
+) -> None:
+    """Raise AssertionError where the package differs from plain torch."""
+    torch.manual_seed(0)
+    FAULT.arm(None)
+    stream: Any = nullcontext()
+    if setup.other_stream and device != "cpu":
+        stream = on(torch.Stream(device))
+    with ExitStack() as stack:
+        for each in (stream, *[lazy_worker()] * (device == "cpu")):
+            stack.enter_context(each)
+        if not setup.parts:
+            stack.enter_context(pytest.MonkeyPatch.context()).setattr(
+                replica_module, "SMALLEST_PART", 1 << 19
+            )
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        thread = Thread(device == "cpu" and any(name == "change_thread" for name, _ in calls))
+        stack.callback(thread.end)
+        seen = Counter() if seen is None else seen
+        player = thread.run(lambda: Player(setup, seen, device, folder))
+        try:
+            for name, arguments in calls:
+                if name == "change_thread" and (player.attached or player.between):
+                    thread.change()
+                elif name != "change_thread":
+                    thread.run(partial(player.call, name, arguments))
+            thread.run(player.finish)
+        finally:
+            thread.run(player.close)
+        player.check_file()
+
+
+class Thread:
+    """Where a history is played: this thread, or others, one after the other."""
+
+    def __init__(self, is_another: bool) -> None:
+        self.pool = ThreadPoolExecutor(1) if is_another else None
+
+    def run(self, fn: Callable[[], Any]) -> Any:
+        return fn() if self.pool is None else self.pool.submit(fn).result(LIMIT_S)
+
+    def change(self) -> None:
+        if self.pool is not None:
+            self.pool.shutdown()
+            self.pool = ThreadPoolExecutor(1)
+
+    def end(self) -> None:
+        if self.pool is not None:
+            self.pool.shutdown()
+
+
+KIND = Kind(draw, play)

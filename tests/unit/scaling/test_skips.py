@@ -1,0 +1,60 @@
+"""The limit on skipped windows in a row: when it warns, when it ends the run, what it names."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from accel_scaler import OverflowStreakError
+from accel_scaler.scaling.parameter_names import MAX_NAMES
+from accel_scaler.scaling.skips import WARNS_AT, SkipStreak
+
+
+def warned_at(streak: SkipStreak, counts: range, caplog: pytest.LogCaptureFixture) -> list[int]:
+    """The counts of skips at which a warning is logged."""
+    found = []
+    for skips in counts:
+        wants = streak.wants_names(skips - 1)
+        with caplog.at_level(logging.WARNING):
+            caplog.clear()
+            streak.check(skips, lambda: 1.0)
+        if caplog.records:
+            found.append(skips)
+        assert wants == bool(caplog.records), "names are looked for where they are logged"
+    return found
+
+
+def test_a_run_without_a_limit_is_warned_of_ever_more_rarely(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    streak = SkipStreak(None)
+    assert warned_at(streak, range(1, 400), caplog) == [WARNS_AT, 10 * WARNS_AT]
+    streak.check(0, lambda: 1.0)
+    assert warned_at(streak, range(1, 40), caplog) == [WARNS_AT]
+
+
+@pytest.mark.parametrize(("limit", "at"), [(1, 1), (3, 1), (9, 3)])
+def test_a_run_with_a_limit_is_warned_of_at_a_third_and_ends_after_it(
+    limit: int, at: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    streak = SkipStreak(limit)
+    assert warned_at(streak, range(1, limit), caplog) == ([at] if at < limit else [])
+    streak.check(limit, lambda: 1.0)
+    assert streak.wants_names(limit)
+    with pytest.raises(OverflowStreakError, match=f"{limit + 1} windows in a row.*unknown tensors"):
+        streak.check(limit + 1, lambda: 1.0)
+
+
+def test_the_error_has_names_scale_and_origin_and_the_next_run_starts_over() -> None:
+    streak = SkipStreak(1)
+    streak.names.update(f"layer{i}" for i in range(MAX_NAMES + 2))
+    streak.names.update(["layer3"])
+    streak.origin = "began in layer3"
+    with pytest.raises(OverflowStreakError) as caught:
+        streak.check(2, lambda: 0.125)
+    text = str(caught.value)
+    assert "2 windows in a row overflowed, max_consecutive_skips=1 allows 1. " in text
+    assert "layer3, layer0, layer1, layer2, layer4 and 2 more. " in text
+    assert "scale is now 0.125. began in layer3. " in text
+    assert (streak.names, streak.origin) == ({}, "")

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Literal
 
 from ..console import counted, number
 from ..telemetry import LARGEST
-from .run_summary import Run
-from .samples import Bin, Mean, Spread
+from .run import Run
+from .samples import Mean
 
 Scale = Literal["linear", "log", "log2"]
-MOST_SESSIONS = 30
+Numbers = list[float | None]
+MAX_SESSIONS = 30
 """Whose beginnings are drawn."""
 SMOOTHED_FROM = 40
 """Bins; a shorter line is read as it is."""
-MOST_SMOOTHING = 10.0
-"""Bins to each side, after which a weight has fallen to 1/e; fewer where there are few bins."""
-LEAST_WEIGHT = 0.01
-"""Further away than that an average does not look."""
-MANY_MARKS = 60
+MAX_SMOOTHING = 10
+"""Bins to each side of an average; fewer where there are few bins."""
+MAX_MARKS = 60
 """More would cover the line that they stand on."""
-MOST_RATES = 4
+MAX_RATES = 4
 """Parameter groups whose learning rates are drawn."""
+MAX_DRAWN = 1e60
+"""Numbers beyond leave an axis no room for its margins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Axis:
     label: str
     last: int
     """The last window."""
-    sessions: tuple[tuple[int, int], ...] = ()
+    sessions: list[tuple[int, int]]
     """Numbers of later sessions, and where they began; not all, of many."""
 
 
@@ -43,12 +44,12 @@ class Line:
     """One number over the bins; None: a bin without."""
 
     label: str
-    y: list[float | None]
+    y: Numbers
     hue: str
     """A name of ``theme.HUES``."""
-    low: list[float | None] = field(default_factory=list)
+    low: Numbers = field(default_factory=list)
     """The least of each bin where bins hold several windows, else empty."""
-    high: list[float | None] = field(default_factory=list)
+    high: Numbers = field(default_factory=list)
     holds: bool = False
     """A bin's number holds until the next bin: drawn in steps."""
     per_bin: str = ""
@@ -66,7 +67,7 @@ class Marks:
     shape: Literal["cross", "triangle", "tick"]
     bins: list[int]
     """Indices."""
-    y: list[float | None]
+    y: Numbers
     """None: at the upper edge; those of ticks at the lower."""
 
 
@@ -91,90 +92,82 @@ class Chart:
     marks: list[Marks] = field(default_factory=list)
     limits: list[Limit] = field(default_factory=list)
 
-    def in_words(self, axis: Axis) -> str:
-        """For who cannot see it: from where to where each line goes, and what is marked."""
-        told = []
-        for line in self.lines:
-            shown = [y for y in line.y if y is not None]
-            if not line.faint and shown:
-                ends = f"from {number(shown[0])} to {number(shown[-1])}"
-                told.append(f"{line.label} {ends}, between {_span(shown)}")
-        told += [f"{marks.label}, marked" for marks in self.marks]
-        told += [f"{limit.label}: a line at {number(limit.y)}" for limit in self.limits]
-        return f"{self.title}, steps 0 to {axis.last}: {'; '.join(told) or 'nothing to draw'}."
-
-
-def _span(shown: list[float]) -> str:
-    return f"{number(min(shown))} and {number(max(shown))}"
-
 
 def axis_of(run: Run) -> Axis:
     """The one axis of all charts; ``run`` has windows."""
-    later = list(enumerate(run.sessions[1:], 2))
-    shown = later[:: -(-len(later) // MOST_SESSIONS) or 1]
-    return Axis(
-        "step, counted on over all sessions" if later else "step",
-        run.last_x,
-        tuple((number_of, session.first_x) for number_of, session in shown),
-    )
+    later = [(number_of, each.first_x) for number_of, each in enumerate(run.sessions[1:], 2)]
+    label = "step, counted on over all sessions" if later else "step"
+    return Axis(label, run.last_x, later[:: -(-len(later) // MAX_SESSIONS) or 1])
 
 
 def charts(run: Run) -> list[Chart]:
     """Every chart there is data for, in the order of the page."""
-    if not run.windows:
-        return []
     found = [build(run) for build in (_loss, _scale, _norm, _rate, _time, _largest)]
     return [chart for chart in found if chart is not None]
 
 
-def _per_bin(run: Run, what: str) -> str:
-    width = run.bins.width
-    return f"{what} of {width} windows, band from the least to the most" if width > 1 else ""
-
-
-def _mean_line(run: Run, of: Callable[[Bin], Mean], what: str, hue: str) -> Line | None:
-    """Numbers of any sign: their mean, and the least and most. None: there are none."""
-    means, thinned = [of(b) for b in run.bins.done], run.bins.width > 1
-    if all(mean.middle is None for mean in means):
+def _drawable(value: float | None, is_log: bool = False) -> float | None:
+    """``value`` within what an axis can show, six digits of it; None: it has no height."""
+    if value is None or not math.isfinite(value) or (is_log and value <= 0):
         return None
-
-    def drawn(value: Callable[[Mean], float | None]) -> list[float | None]:
-        return [None if mean.middle is None else _drawable(value(mean)) for mean in means]
-
-    return Line(
-        what,
-        drawn(lambda mean: mean.middle),
-        hue,
-        drawn(lambda mean: mean.low) if thinned else [],
-        drawn(lambda mean: mean.high) if thinned else [],
-        per_bin=_per_bin(run, "mean"),
-    )
+    value = min(max(value, 1 / MAX_DRAWN if is_log else -MAX_DRAWN), MAX_DRAWN)
+    return value if value == int(value) and abs(value) < 2.0**53 else float(f"{value:.6g}")
 
 
-def _drawable(value: float | None) -> float | None:
-    """What an axis can end at."""
-    return None if value is None else min(max(value, -1e60), 1e60)
+def _line(
+    run: Run, name: str, label: str, hue: str = "line-0", is_log: bool = False, unit: float = 1.0
+) -> Line | None:
+    """The mean of each bin; of a scale the last. None: there are no numbers.
+
+    Args:
+        name: in ``SERIES``.
+        unit: factor on the numbers.
+    """
+    means, holds, width = run.bins.means(name), name == "scale", run.bins.width
+
+    def drawn(values: list[float | None]) -> Numbers:
+        return [None if v is None else _drawable(v * unit, is_log) for v in values]
+
+    y = drawn([m.last if holds else m.middle for m in means])
+    if all(value is None for value in y):
+        return None
+    low, high, per_bin = list[float | None](), list[float | None](), ""
+    if width > 1:
+        low = drawn([m.low if m.count else None for m in means])
+        high = drawn([m.high if m.count else None for m in means])
+        what = "last" if holds else "mean"
+        per_bin = f"{what} of {width} windows, band from the least to the most"
+    return Line(label, y, hue, low, high, holds, per_bin)
 
 
-def _smoothed(values: list[float | None]) -> list[float | None]:
-    """Averages with weights that fall off exponentially to both sides, so that nothing lags. At
-    the beginning, where a loss falls fastest, from no further ahead than from behind."""
+def _smoothed(values: Numbers) -> Numbers:
+    """Averages over as many bins to each side, so that nothing lags."""
     present = [value for value in values if value is not None]
-    decay = math.exp(-1 / min(MOST_SMOOTHING, len(present) / 20))
-    reach = math.ceil(math.log(LEAST_WEIGHT) / math.log(decay))
-    smooth = []
-    for at in range(len(present)):
-        near = range(max(0, at - reach), min(len(present), at + min(at, reach) + 1))
-        weights = [decay ** abs(each - at) for each in near]
-        total = sum(w * present[each] for w, each in zip(weights, near, strict=True))
-        smooth.append(total / sum(weights))
-    found = iter(smooth)
-    return [None if value is None else next(found) for value in values]
+    most = min(MAX_SMOOTHING, len(present) // 20)
+    reach = (min(most, at, len(present) - 1 - at) for at in range(len(present)))
+    smooth = (fmean(present[at - r : at + r + 1]) for at, r in enumerate(reach))
+    return [None if value is None else _drawable(next(smooth)) for value in values]
+
+
+def _skips(run: Run, height: Numbers) -> list[Marks]:
+    """Every bin with a skipped window."""
+    at = [i for i, b in enumerate(run.bins.done) if b.skips]
+    if not at:
+        return []
+    label = counted(run.skips, "skipped window")
+    if len(at) > MAX_MARKS:
+        return [Marks(label, "bad", "tick", at, [None] * len(at))]
+    return [Marks(label, "bad", "cross", at, [height[i] for i in at])]
+
+
+def _bad(means: list[Mean]) -> list[Marks]:
+    """Numbers that were inf or NaN have no height."""
+    at = [i for i, mean in enumerate(means) if mean.bad]
+    return [Marks("inf or NaN", "bad", "triangle", at, [None] * len(at))] if at else []
 
 
 def _loss(run: Run) -> Chart | None:
-    """None: no loss was recorded."""
-    line = _mean_line(run, lambda b: b.loss, "loss", "line-0")
+    line = _line(run, "loss", "loss")
     if line is None:
         return None
     lines = [line]
@@ -188,88 +181,14 @@ def _loss(run: Run) -> Chart | None:
         "loss",
         "linear",
         lines,
-        _skips(run, lambda b: _drawable(b.loss.middle)) + _bad(run, lambda b: b.loss),
+        _skips(run, line.y) + _bad(run.bins.means("loss")),
     )
-
-
-def _rate(run: Run) -> Chart | None:
-    """None: no learning rate was recorded. Groups with equal rates share a line."""
-    seen: dict[tuple[float | None, ...], list[int]] = {}
-    for group in range(MOST_RATES):
-        rates = tuple(_rate_of(b, group) for b in run.bins.done)
-        if any(rate is not None for rate in rates):
-            seen.setdefault(rates, []).append(group)
-    lines = []
-    for at, (shared, members) in enumerate(seen.items()):
-        what = "learning rate"
-        if len(seen) > 1:
-            what += f" of group {', '.join(map(str, members))}"
-        elif len(members) > 1:
-            what += f" of {len(members)} groups"
-        lines.append(Line(what, list(shared), f"line-{at}"))
-    if not lines:
-        return None
-    return Chart(
-        "lr",
-        "Learning rate",
-        "As the optimizer took it. A schedule does not move at a skipped step.",
-        "learning rate",
-        "linear",
-        lines,
-    )
-
-
-def _rate_of(each: Bin, group: int) -> float | None:
-    rate = each.lr[group] if group < len(each.lr) else None
-    return rate if rate is None or math.isfinite(rate) else None
-
-
-def _time(run: Run) -> Chart | None:
-    """None: the file has no times that say anything."""
-    whole = _mean_line(run, lambda b: b.seconds, "whole step", "ink")
-    if whole is None:
-        return None
-    update = _mean_line(run, lambda b: b.update, "optimizer's update", "optimizer")
-    waited = _mean_line(run, lambda b: b.waited, "waiting for it", "wait")
-    return Chart(
-        "time",
-        "Step time",
-        "From the end of the step before to the end of this one, by the clock of the host; how "
-        "long the optimizer's update took, and how long the training thread waited for it. In "
-        "overlap and delayed the rest of the update ran beside it.",
-        "milliseconds",
-        "linear",
-        [_in_milliseconds(line) for line in (whole, update, waited) if line is not None],
-    )
-
-
-def _in_milliseconds(line: Line) -> Line:
-    def times(values: list[float | None]) -> list[float | None]:
-        return [None if value is None else _drawable(value * 1e3) for value in values]
-
-    return replace(line, y=times(line.y), low=times(line.low), high=times(line.high))
 
 
 def _scale(run: Run) -> Chart | None:
-    """None: the run was not scaled."""
-    if not run.is_scaled:
+    line = _line(run, "scale", "scale", is_log=True)
+    if line is None or not run.is_scaled:
         return None
-    bins, thinned = run.bins.done, run.bins.width > 1
-    smallest = max(min((b.scale_low for b in bins if b.scale_low > 0), default=1.0) / 2, 2.0**-150)
-
-    def drawn(scale: float) -> float:
-        """Within float32, whatever the file claims; 0 has no place on a logarithmic axis."""
-        return min(max(scale, smallest), 2.0**128)
-
-    line = Line(
-        "scale",
-        [drawn(b.scale) for b in bins],
-        "line-0",
-        [drawn(b.scale_low) for b in bins] if thinned else [],
-        [drawn(b.scale_high) for b in bins] if thinned else [],
-        holds=True,
-        per_bin=_per_bin(run, "last"),
-    )
     return Chart(
         "scale",
         "Loss scale",
@@ -278,73 +197,69 @@ def _scale(run: Run) -> Chart | None:
         "scale (factor on the loss)",
         "log2",
         [line],
-        _skips(run, lambda b: drawn(b.scale_high)),
+        _skips(run, line.high or line.y),
     )
-
-
-def _skips(run: Run, height: Callable[[Bin], float | None]) -> list[Marks]:
-    """Every bin with a skipped window."""
-    at = [i for i, b in enumerate(run.bins.done) if b.skips]
-    if not at:
-        return []
-    label = counted(run.skips, "skipped window")
-    if len(at) > MANY_MARKS:
-        return [Marks(label, "bad", "tick", at, [None] * len(at))]
-    return [Marks(label, "bad", "cross", at, [height(run.bins.done[i]) for i in at])]
-
-
-def _readable(value: float) -> float:
-    """As it is drawn: beyond these a logarithmic axis has no room for its margins."""
-    return min(max(value, 1e-60), 1e60)
-
-
-def _spread_line(run: Run, of: Callable[[Bin], Spread], name: str) -> Line | None:
-    """Numbers above 0: their geometric mean, and the least and most. None: there are none."""
-    spreads, thinned = [of(b) for b in run.bins.done], run.bins.width > 1
-    if not any(each.count for each in spreads):
-        return None
-
-    def drawn(value: Callable[[Spread], float]) -> list[float | None]:
-        return [_readable(value(each)) if each.count else None for each in spreads]
-
-    return Line(
-        name,
-        drawn(lambda each: each.middle),
-        "line-0",
-        drawn(lambda each: each.low) if thinned else [],
-        drawn(lambda each: each.high) if thinned else [],
-        per_bin=_per_bin(run, "geometric mean"),
-    )
-
-
-def _bad(run: Run, of: Callable[[Bin], Spread | Mean]) -> list[Marks]:
-    """Numbers that were inf or NaN have no height."""
-    at = [i for i, b in enumerate(run.bins.done) if of(b).bad]
-    return [Marks("inf or NaN", "bad", "triangle", at, [None] * len(at))] if at else []
 
 
 def _norm(run: Run) -> Chart | None:
-    """None: there is no finite norm."""
-    line = _spread_line(run, lambda b: b.norm, "norm")
+    line = _line(run, "norm", "norm", is_log=True)
     if line is None:
         return None
-    limits = [b.max_norm for b in run.bins.done if b.max_norm and b.max_norm < math.inf]
+    limits = [y for b in run.bins.done if (y := _drawable(b.max_norm, is_log=True)) is not None]
     return Chart(
         "norm",
         "Gradient norm, unscaled, before clipping",
-        "The length of the whole gradient at each step, as the optimizer would see it without "
+        "The length of the whole gradient at each step, as the optimizer would have it without "
         "clipping.",
         "L2 norm",
         "log",
         [line],
-        _bad(run, lambda b: b.norm),
-        [Limit(f"clipped above {number(limit)}", _readable(limit)) for limit in limits[-1:]],
+        _bad(run.bins.means("norm")),
+        [Limit(f"clipped above {number(limit)}", limit) for limit in limits[-1:]],
+    )
+
+
+def _rate(run: Run) -> Chart | None:
+    """Groups with equal rates share a line."""
+    seen: dict[tuple[float | None, ...], list[int]] = {}
+    for group in range(MAX_RATES):
+        rates = tuple(_drawable(dict(enumerate(b.lr)).get(group)) for b in run.bins.done)
+        if any(rate is not None for rate in rates):
+            seen.setdefault(rates, []).append(group)
+    if not seen:
+        return None
+    several = len(seen) > 1
+    lines = [
+        Line(f"group {', '.join(map(str, groups))}" if several else "learning rate", [*rates], hue)
+        for hue, (rates, groups) in zip(RATE_HUES, seen.items(), strict=False)
+    ]
+    caption = "As the optimizer took it. A schedule does not move at a skipped step."
+    return Chart("lr", "Learning rate", caption, "learning rate", "linear", lines)
+
+
+RATE_HUES = [f"line-{n}" for n in range(MAX_RATES)]
+
+
+def _time(run: Run) -> Chart | None:
+    whole = _line(run, "seconds", "whole step", "ink", unit=1e3)
+    if whole is None:
+        return None
+    update = _line(run, "update", "optimizer's update", "optimizer", unit=1e3)
+    waited = _line(run, "waited", "waiting for it", "wait", unit=1e3)
+    return Chart(
+        "time",
+        "Step time",
+        "From the end of the step before to the end of this one, by the clock of the host; how "
+        "long the optimizer's update took, and how long the training thread waited for it. In "
+        "overlap and delayed the rest of the update ran beside it.",
+        "milliseconds",
+        "linear",
+        [line for line in (whole, update, waited) if line is not None],
     )
 
 
 def _largest(run: Run) -> Chart | None:
-    """None: nobody measured it."""
-    line = _spread_line(run, lambda b: b.largest, "largest gradient")
+    line = _line(run, "largest", "largest gradient", is_log=True)
     if line is None:
         return None
     return Chart(
@@ -352,7 +267,7 @@ def _largest(run: Run) -> Chart | None:
         "Headroom: the largest scaled gradient",
         "The largest element of the parameters' gradients, as the backward left them: multiplied "
         "by the scale. Each halving below float16's largest number is a doubling that the scale "
-        "has left, as far as parameters tell; what float32 adds up may lie above.",
+        "has left, as far as parameters show it; what float32 adds up may lie above.",
         "magnitude",
         "log",
         [line],

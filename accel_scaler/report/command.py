@@ -10,7 +10,7 @@ from ..console import plain, say
 from ..errors import ConfigError, refuse_retired
 from .html import html_page
 from .reader import read_run
-from .run_summary import Run
+from .run import Run
 from .text import in_words
 
 
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 def label(run: Run) -> None:
     """Name a run: its file, and the rank of several."""
-    facts = run.sessions[0].facts if run.sessions else {}
+    facts = run.sessions[0].start.facts if run.sessions else {}
     rank = f" (rank {facts.get('rank', '?')})" if facts.get("ranks", 1) > 1 else ""
     run.label = plain(Path(run.path).name + rank)
 

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import datetime, timezone
 from functools import cache
 from html import escape
 from importlib.resources import files
-from typing import Any
 
-from ..console import counted, number, plain, written
-from .charts import Axis, Chart, axis_of, charts
+from ..console import plain, written
+from ..telemetry import verdict
+from .charts import Chart, axis_of, charts
 from .findings import Level, facts, find
 from .heatmap import HeatMap, heatmap
 from .page_data import page_data
-from .run_summary import Run
+from .run import Run
 from .theme import HUES
 from .tiles import tiles
-from .verdict import verdict_on
 
-ROWS = 100
-OPEN_ROWS = 10
-"""The others have to be asked for."""
 WORDS: dict[Level, str] = {"bad": "Problem", "warn": "Look", "note": "Note", "good": "Fine"}
 FIRST = ("loss",)
 """Charts on the first screen."""
@@ -38,16 +34,15 @@ def html_page(run: Run) -> str:
     loss = [chart for chart in found if chart.name in FIRST]
     others = [chart for chart in found if chart.name not in FIRST]
     if axis is not None:
-        body += ['<div class="charts">', *(_chart(each, axis, True) for each in loss), "</div>"]
+        body += ['<div class="charts">', *(_chart(each, True) for each in loss), "</div>"]
     body += ["<h2>Findings</h2>", _findings(run)]
     if axis is not None:
         body += ["<h2>Charts</h2>", '<div class="charts">']
         alone = others[-1] if len(others) % 2 else None
-        body += [_chart(chart, axis, chart is alone) for chart in others]
+        body += [_chart(chart, chart is alone) for chart in others]
         body += [_heatmap(heat)] if heat is not None else []
         body += ["</div>", NUMBERS]
-    body += [*_offenders(run), *_firsts(run)]
-    body += ["<h2>In numbers</h2>", _table(["", run.label], facts(run))]
+    body += ["<h2>In numbers</h2>", _table(run.label, facts(run))]
     body += ["<h2>Settings and versions</h2>", _settings(run)]
     style, script = _style(), _script()
     policy = (
@@ -111,10 +106,10 @@ def _about(run: Run) -> str:
     if not run.sessions:
         return ""
     session = run.sessions[-1]
-    known = session.facts
+    known, settings = session.start.facts, session.start.settings
     parts = [str(known[key]) for key in ("device_name", "device", "precision") if key in known][:3]
-    if "step_mode" in session.settings:
-        parts.append(f"step_mode {session.settings['step_mode']}")
+    if "step_mode" in settings:
+        parts.append(f"step_mode {settings['step_mode']}")
     if known.get("ranks", 1) > 1:
         parts.append(f"rank {known.get('rank', '?')} of {known['ranks']}")
     if "unix_time" in known:
@@ -130,7 +125,7 @@ def _verdict(run: Run) -> str:
     level: Level = "bad" if any(f.level == "bad" for f in find(run)) else "good"
     level = level if run.windows else "note"
     word = f'<span class="word">{WORDS[level]}</span>'
-    return f'<p class="verdict {level}">{word}{escape(verdict_on(run))}</p>'
+    return f'<p class="verdict {level}">{word}{escape(verdict(run, is_file=True))}</p>'
 
 
 def _tiles(run: Run) -> str:
@@ -170,8 +165,8 @@ def _plot(words: str) -> str:
     )
 
 
-def _chart(chart: Chart, axis: Axis, is_wide: bool) -> str:
-    plot, wide = _plot(chart.in_words(axis)), " whole" if is_wide else ""
+def _chart(chart: Chart, is_wide: bool) -> str:
+    plot, wide = _plot(chart.title), " whole" if is_wide else ""
     points = dict.fromkeys(line.per_bin for line in chart.lines if line.per_bin)
     caption = " ".join([chart.caption, *(f"Each point: the {text}." for text in points)])
     return _figure(chart.name, chart.title, caption, plot, wide)
@@ -183,81 +178,19 @@ def _heatmap(heat: HeatMap) -> str:
         '<span class="ramp-high"></span></span><span class="key-bad"><i class="swatch"></i>inf or '
         'NaN</span><span class="key-zero"><i class="swatch"></i>exactly 0</span></div>'
     )
-    return _figure(
-        heat.name, heat.title, heat.caption, key + _plot(heat.in_words()), " whole heatmap"
-    )
+    return _figure(heat.name, heat.title, heat.caption, key + _plot(heat.title), " whole heatmap")
 
 
 # Tables.
 
 
-def _table(
-    head: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    numbers: Sequence[int] = (),
-    marked: Sequence[bool] = (),
-) -> str:
-    """A table; columns named in ``numbers`` stand at the right. All texts are escaped here."""
-
-    def cell(tag: str, column: int, text: str) -> str:
-        kind = ' class="n"' if column in numbers else ""
-        return f"<{tag}{kind}>{escape(text)}</{tag}>"
-
-    lines = ["<tr>" + "".join(cell("th", i, text) for i, text in enumerate(head)) + "</tr>"]
-    for number_of, row in enumerate(rows):
-        other = ' class="other"' if number_of < len(marked) and marked[number_of] else ""
-        lines.append(f"<tr{other}>{''.join(cell('td', i, t) for i, t in enumerate(row))}</tr>")
-    kind = ' class="roomy"' if numbers else ""
-    return f'<div class="wide"><table{kind}>{"".join(lines)}</table></div>'
-
-
-def _offenders(run: Run) -> list[str]:
-    worst = run.worst_offenders()
-    if not worst:
-        return []
-    rows = [
-        [
-            o.name,
-            f"{o.windows}",
-            f"{o.began}",
-            run.place(o.first_x),
-            run.place(o.last_x),
-            f"{o.most:,}" + (f" of {o.elements:,}" if o.elements else ""),
-        ]
-        for o in worst[:ROWS]
-    ]
-    head = ["parameter", "windows", "began there", "first", "last", "most elements"]
-    rest = len(worst) - ROWS
-    parts = ["<h2>Parameters with inf or NaN gradients</h2>"]
-    parts.append(_table(head, rows[:OPEN_ROWS], (1, 2, 3, 4, 5)))
-    if more := rows[OPEN_ROWS:]:
-        table = _table(head, more, (1, 2, 3, 4, 5))
-        parts.append(f"<details><summary>{len(more)} more</summary>{table}</details>")
-    if rest > 0:
-        parts.append(f'<p class="soft">and {counted(rest, "parameter")} more</p>')
-    return parts
-
-
-def _firsts(run: Run) -> list[str]:
-    if not run.firsts:
-        return []
-
-    def row(x: int, first: dict[str, Any]) -> list[str]:
-        module = first["module"] + (f" ({first['class']})" if first["class"] else "")
-        batch = "" if first["micro_batch"] is None else f"{first['micro_batch']}"
-        ranges = [
-            "" if pair is None else " to ".join(map(number, pair))
-            for pair in (first["input"], first["output"])
-        ]
-        return [run.place(x), first["where"], module, batch, *ranges, first["text"]]
-
-    head = ["step", "where", "module", "micro-batch", "input", "output", ""]
-    parts = ["<h2>What was non-finite first</h2>"]
-    parts.append(_table(head, [row(*first) for first in run.firsts], (3, 4, 5)))
-    if run.firsts_lost:
-        lost = counted(run.firsts_lost, "report")
-        parts.append(f'<p class="soft">{lost} from the middle of the run left out</p>')
-    return parts
+def _table(label: str, rows: Sequence[tuple[str, str]], marked: Collection[str] = ()) -> str:
+    """Names and values; the names in ``marked`` stand out. All texts are escaped here."""
+    lines = [f"<tr><th></th><th>{escape(label)}</th></tr>"]
+    for name, value in rows:
+        other = ' class="other"' if name in marked else ""
+        lines.append(f"<tr{other}><td>{escape(name)}</td><td>{escape(value)}</td></tr>")
+    return f'<div class="wide"><table>{"".join(lines)}</table></div>'
 
 
 def _settings(run: Run) -> str:
@@ -266,14 +199,12 @@ def _settings(run: Run) -> str:
     how: list[tuple[str, str]] = []
     changed: tuple[str, ...] = ()
     if run.sessions:
-        last = run.sessions[-1]
+        last = run.sessions[-1].start
         known, changed = dict(last.facts), last.changed
         if "unix_time" in known:
             where.append(("started", _when(known.pop("unix_time"))))
         where += [(key, written(value)) for key, value in known.items()]
         how = [(key, written(value)) for key, value in last.settings.items()]
-    head = ["", run.label]
-    marked = [name in changed for name, _ in how]
-    parts = [_table(head, where), _table(head, how, marked=marked)]
+    parts = [_table(run.label, where), _table(run.label, how, changed)]
     cards = "".join(f'<div class="card">{part}</div>' for part in parts)
     return f'<p class="soft">Marked: not the default.</p><div class="tables">{cards}</div>'

@@ -1,56 +1,24 @@
-"""Bounded samples of a long run: bins over all windows, norms of some, totals of the clock."""
+"""Bounded samples of a long run: bins over all windows, norms of single parameters in some."""
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections import Counter
 from dataclasses import dataclass, field
 
-from ..telemetry import Names, Record, headroom
+from ..telemetry import Record
 
 MAX_BINS = 1024
 MAX_COLUMNS = 240
 MAX_CELLS = 1 << 21
-
-
-@dataclass(slots=True)
-class Spread:
-    """Of the finite numbers above 0 among some."""
-
-    low: float = math.inf
-    high: float = 0.0
-    logs: float = 0.0
-    """The sum of their natural logarithms."""
-    count: int = 0
-    bad: int = 0
-    """Those that were inf or NaN."""
-
-    @property
-    def middle(self) -> float:
-        """Their geometric mean."""
-        return math.exp(self.logs / self.count)
-
-    def add(self, value: float | None) -> None:
-        """One more, if there is one."""
-        if value is not None and 0 < value < math.inf:
-            self.low, self.high = min(self.low, value), max(self.high, value)
-            self.logs += math.log(value)
-            self.count += 1
-        elif value is not None and value != 0:  # inf or NaN
-            self.bad += 1
-
-    def merge(self, other: Spread) -> None:
-        """Take in others."""
-        self.low, self.high = min(self.low, other.low), max(self.high, other.high)
-        self.logs += other.logs
-        self.count += other.count
-        self.bad += other.bad
+SERIES = ("loss", "scale", "norm", "largest", "seconds", "update", "waited")
+"""Numbers of each bin. ``largest``: ``Record.largest_gradient``; ``seconds``: from the end of the
+window before, not of a session's first; ``update`` and ``waited``: seconds."""
 
 
 @dataclass(slots=True)
 class Mean:
-    """Of the finite numbers among some, of any sign."""
+    """Of the finite numbers among some."""
 
     low: float = math.inf
     high: float = -math.inf
@@ -63,10 +31,10 @@ class Mean:
 
     @property
     def middle(self) -> float | None:
-        """Their arithmetic mean; None: there is none, or their sum is more than a float holds."""
+        """None: there is none, or their sum is more than a float holds."""
         return self.total / self.count if self.count and math.isfinite(self.total) else None
 
-    def add(self, value: float | None) -> None:
+    def include(self, value: float | None) -> None:
         """One more, if there is one."""
         if value is None:
             return
@@ -95,59 +63,31 @@ class Bin:
     last_x: int = 0
     windows: int = 0
     skips: int = 0
-    scale: float = 0.0
-    """Of the last of them."""
-    scale_low: float = math.inf
-    scale_high: float = 0.0
-    norm: Spread = field(default_factory=Spread)
-    largest: Spread = field(default_factory=Spread)
-    """Of ``Record.largest_gradient``."""
     max_norm: float | None = None
-    loss: Mean = field(default_factory=Mean)
+    """The last one."""
     lr: tuple[float | None, ...] = ()
-    """Of each group, in the last of them."""
-    seconds: Mean = field(default_factory=Mean)
-    """From the end of the window before to the end of each; not of a session's first."""
-    update: Mean = field(default_factory=Mean)
-    """Seconds that their updates took."""
-    waited: Mean = field(default_factory=Mean)
-    """Seconds of it that the training thread waited."""
+    """Of each group, in the last window."""
+    series: dict[str, Mean] = field(default_factory=lambda: {name: Mean() for name in SERIES})
 
-    def add(self, x: int, record: Record, seconds: float | None = None) -> None:
+    def include(self, x: int, record: Record, seconds: float | None = None) -> None:
         """One window more, ``seconds`` after the one before."""
-        self.loss.add(record.loss)
-        self.lr = record.lr
-        self.seconds.add(seconds)
-        self.update.add(record.optimizer_s)
-        self.waited.add(record.waited_s)
-        scale = record.scale
-        self.last_x, self.scale = x, scale
+        self.last_x, self.lr = x, record.lr
         self.windows += 1
         self.skips += record.skipped
-        self.scale_low = min(self.scale_low, scale)
-        self.scale_high = max(self.scale_high, scale)
-        self.norm.add(record.grad_norm)
-        self.largest.add(record.largest_gradient)
-        if record.max_norm is not None:
-            self.max_norm = record.max_norm
+        self.max_norm = self.max_norm if record.max_norm is None else record.max_norm
+        times = (None if us is None else us / 1e6 for us in (record.optimizer_us, record.waited_us))
+        found = (record.loss, record.scale, record.grad_norm, record.largest_gradient, seconds)
+        for mean, value in zip(self.series.values(), (*found, *times), strict=True):
+            mean.include(value)
 
     def merge(self, later: Bin) -> None:
         """Take in the bin that follows."""
-        self.last_x = later.last_x
+        self.last_x, self.lr = later.last_x, later.lr
         self.windows += later.windows
         self.skips += later.skips
-        self.scale = later.scale
-        self.scale_low = min(self.scale_low, later.scale_low)
-        self.scale_high = max(self.scale_high, later.scale_high)
-        self.norm.merge(later.norm)
-        self.largest.merge(later.largest)
-        self.loss.merge(later.loss)
-        self.lr = later.lr
-        self.seconds.merge(later.seconds)
-        self.update.merge(later.update)
-        self.waited.merge(later.waited)
-        if later.max_norm is not None:
-            self.max_norm = later.max_norm
+        self.max_norm = self.max_norm if later.max_norm is None else later.max_norm
+        for name, mean in self.series.items():
+            mean.merge(later.series[name])
 
 
 class Bins:
@@ -158,11 +98,11 @@ class Bins:
         self.done: list[Bin] = []
         self._before: float | None = None
 
-    def begin(self) -> None:
-        """A new session: its clock starts at 0."""
+    def begin_session(self) -> None:
+        """Its clock starts at 0."""
         self._before = None
 
-    def add(self, x: int, record: Record) -> None:
+    def include(self, x: int, record: Record) -> None:
         """One window, in order of ``x``."""
         seconds = None if self._before is None else max(record.time - self._before, 0.0)
         self._before = record.time
@@ -174,7 +114,18 @@ class Bins:
             self.width *= 2
         if not done or done[-1].windows == self.width:
             done.append(Bin(x))
-        done[-1].add(x, record, seconds)
+        done[-1].include(x, record, seconds)
+
+    def means(self, name: str) -> list[Mean]:
+        """Of each bin, by a name of ``SERIES``."""
+        return [each.series[name] for each in self.done]
+
+    def of_all(self, name: str) -> Mean:
+        """Of all windows."""
+        found = Mean()
+        for mean in self.means(name):
+            found.merge(mean)
+        return found
 
 
 class NormColumns:
@@ -184,10 +135,11 @@ class NormColumns:
         self.columns: list[tuple[int, tuple[str, ...], array[float]]] = []
         """``(x, names, float32 norms)``; the names are shared by columns."""
         self.stride = 1
+        """One of so many windows with norms is kept."""
         self._seen = 0
 
-    def add(self, x: int, names: tuple[str, ...], norms: bytes) -> None:
-        """One window with norms; of those kept, half go when there are too many."""
+    def include(self, x: int, names: tuple[str, ...], norms: tuple[float, ...]) -> None:
+        """One window with norms; half of those kept go when there are too many."""
         self._seen += 1
         if (self._seen - 1) % self.stride:
             return
@@ -196,69 +148,3 @@ class NormColumns:
         while len(self.columns) > most:
             del self.columns[1::2]
             self.stride *= 2
-
-
-class Timing:
-    """Totals of the clock in seconds."""
-
-    def __init__(self) -> None:
-        self.optimizer = self.waited = self.hidden = 0.0
-        self.updates = 0
-
-    def add(self, record: Record) -> None:
-        """One window."""
-        if record.optimizer_s is not None:
-            self.updates += 1
-            self.optimizer += record.optimizer_s
-            self.waited += record.waited_s or 0.0
-            self.hidden += record.hidden_s or 0.0
-
-
-class Range:
-    """How much of float16's range scaled gradients took, where that was measured."""
-
-    def __init__(self) -> None:
-        self.underflow: list[tuple[str, float, float]] = []
-        """Of the last measured window: name, share of zeros, share of subnormals."""
-        self.underflow_x = 0
-        self.zero_share: float | None = None
-        """Of the last measured window."""
-        self.last: tuple[float, int] | None = None
-        """The largest gradient there, unscaled, and the window's x."""
-        self.least: tuple[float, int] | None = None
-        """The least headroom, and the window's x."""
-
-    def add(self, x: int, record: Record, names: Names | None) -> None:
-        """One window."""
-        if record.underflow and names is not None:
-            self.underflow = [(names.names[i], zero, low) for i, zero, low in record.underflow]
-            self.underflow_x = x
-        if record.zero_share is not None:
-            self.zero_share = record.zero_share
-        if record.largest_gradient is None or not record.scale > 0:
-            return
-        self.last = (record.largest_gradient / record.scale, x)
-        room = headroom(record.largest_gradient)
-        if self.least is None or room < self.least[0]:
-            self.least = (room, x)
-
-    def room_at(self, scale: float) -> float | None:
-        """Doublings of this scale until the largest of the last measured window overflows."""
-        return None if self.last is None else headroom(self.last[0] * scale)
-
-
-COMPENSATIONS = ("preview", "none")
-
-
-class Late:
-    """Of the updates that came a step late: what the model was shown, and how far that was off."""
-
-    def __init__(self) -> None:
-        self.kinds: Counter[str] = Counter()
-        """Updates by what was shown of them."""
-        self.error = Mean()
-
-    def add(self, record: Record) -> None:
-        """One window."""
-        self.kinds.update(kind for kind in record.delay_compensation if kind in COMPENSATIONS)
-        self.error.add(record.preview_error)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from ..telemetry import verdict
 from .findings import facts, find
-from .run_summary import Run
-from .verdict import verdict_on
+from .run import Run
 
 
 def in_words(run: Run) -> str:
     """A heading, the verdict, key numbers, then a paragraph a finding."""
-    lines = [run.label, "=" * min(len(run.label), 80), verdict_on(run), ""]
+    lines = [run.label, "=" * min(len(run.label), 80), verdict(run, is_file=True), ""]
     width = max((len(name) for name, _ in facts(run)), default=0)
     lines += [f"{name:<{width}}  {value}" for name, value in facts(run)]
     marks = {"bad": "[!!]", "warn": "[! ]", "note": "[  ]", "good": "[ok]"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..console import number, percent
-from .run_summary import Run
+from .run import Run
 
 NONE = "\u2013"
 
@@ -21,60 +21,49 @@ class Tile:
 
 def tiles(run: Run) -> list[Tile]:
     """Always the same ones, in the same order; what the run does not have is a dash."""
-    return [_windows(run), _skipped(run), _loss(run), _scale(run), _speed(run), _hidden(run)]
-
-
-def _windows(run: Run) -> Tile:
     sessions = f"in {len(run.sessions)} sessions" if len(run.sessions) > 1 else ""
-    return Tile("windows", f"{run.windows:,}", sessions)
-
-
-def _skipped(run: Run) -> Tile:
-    kinds = [
-        (run.kinds.search, "searching"),
-        (run.kinds.growth, "after growth"),
-        (run.kinds.forward, "forward"),
-        (run.kinds.other, "other"),
-    ]
-    parts = [f"{count} {what}" for count, what in kinds if count]
+    names = {"search": "searching", "growth": "after growth", "forward": "forward"}
+    kinds = ", ".join(f"{count} {names.get(kind, kind)}" for kind, count in run.kinds.items())
     share = percent(run.skips, run.windows)
-    more = f"{share}: {', '.join(parts)}" if parts else share
-    return Tile("skipped", f"{run.skips:,}", more)
+    return [
+        Tile("windows", f"{run.windows:,}", sessions),
+        Tile("skipped", f"{run.skips:,}", f"{share}: {kinds}" if kinds else share),
+        _loss(run),
+        _scale(run),
+        _speed(run),
+        _hidden(run),
+    ]
 
 
 def _loss(run: Run) -> Tile:
     if run.last_loss is None:
         return Tile("last loss", NONE, "not recorded" if run.windows else "")
-    means = [b.loss.middle for b in run.bins.done if b.loss.middle is not None]
-    lowest = min((b.loss.low for b in run.bins.done), default=0.0)
-    more = f"{means[0]:.4g} at first, lowest {lowest:.4g}" if means else ""
+    first = next((m.middle for m in run.bins.means("loss") if m.middle is not None), None)
+    lowest = run.bins.of_all("loss").low
+    more = "" if first is None else f"{first:.4g} at first, lowest {lowest:.4g}"
     return Tile("last loss", f"{run.last_loss:.4g}", more)
 
 
 def _scale(run: Run) -> Tile:
-    if not run.windows or not run.is_scaled:
+    if run.lowest is None or not run.is_scaled:
         return Tile("scale", NONE, "no loss scaling" if run.windows else "")
-    lowest = f"lowest {number(run.lowest[0])}" if run.lowest is not None else ""
-    return Tile("scale", number(run.last_scale), lowest)
+    return Tile("scale", number(run.last_scale), f"lowest {number(run.lowest[0])}")
 
 
 def _speed(run: Run) -> Tile:
-    speed, seconds = run.windows_per_second, sum(session.seconds for session in run.sessions)
+    speed = run.windows_per_second
     if speed is None:
         return Tile("windows a second", NONE)
-    return Tile("windows a second", f"{speed:.3g}", f"{_duration(seconds)} in all")
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.3g} s"
+    seconds = sum(session.seconds for session in run.sessions)
     minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02} min"
+    text = f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02} min"
+    text = f"{seconds:.3g} s" if seconds < 120 else text
+    return Tile("windows a second", f"{speed:.3g}", f"{text} in all")
 
 
 def _hidden(run: Run) -> Tile:
-    timing, share = run.timing, run.hidden_share
-    if share is None:
+    if not run.optimizer_us:
         return Tile("optimizer hidden", NONE, "no times in the file" if run.windows else "")
-    each = f"{timing.optimizer / timing.updates * 1e3:.3g} ms"
-    return Tile("optimizer hidden", percent(share, 1), f"of {each} an update")
+    hidden = percent(run.optimizer_us - run.waited_us, run.optimizer_us)
+    each = run.optimizer_us / run.updates / 1e3
+    return Tile("optimizer hidden", hidden, f"of {each:.3g} ms an update")

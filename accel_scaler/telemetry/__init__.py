@@ -1,19 +1,28 @@
-"""What happened, one record a window: kept in memory, and in a file where one is asked for.
+"""What happened, one record a window: in memory, and in a file where one is asked for.
 
-A :class:`Recorder` is told what a window did and fills a ``Record``; records wait in a queue until
-the update that belongs to them is over, then go to the :class:`History` and the writer. It
-observes: no number of the training depends on it. Who reads the file gets records back through
-``decode``; the schema, both ways, is in one module.
+A :class:`Recorder` observes the boundary and fills a ``Record`` a window; records wait in a queue
+until the update that belongs to them is over, then go to the :class:`History` and the file. No
+number of the training depends on it. ``Diagnosis`` adds records up, live and from the file, and
+``verdict`` says in a sentence what became of the run.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from .diagnosis import MAX_FALLS, Diagnosis, Fall
-from .float16 import LARGEST, headroom
+from .diagnosis import (
+    LARGEST,
+    MANY_SKIPPED,
+    REPEATED,
+    SMALLEST_SCALE,
+    THE_LOSS,
+    Diagnosis,
+    Fall,
+    Session,
+    headroom,
+)
 from .history import History
-from .outcome import THE_LOSS, Outcome, module_list, ran_away, told, verdict
 from .record import FORMAT, BrokenLineError, CutLineError, End, Names, Record, Start, decode
+from .sentences import cause_of, module_list, ran_away, sentence, skip_counts, verdict
 from .writer import refuse_unwritable
 
 if TYPE_CHECKING:
@@ -30,7 +39,9 @@ else:
 __all__ = [
     "FORMAT",
     "LARGEST",
-    "MAX_FALLS",
+    "MANY_SKIPPED",
+    "REPEATED",
+    "SMALLEST_SCALE",
     "THE_LOSS",
     "BrokenLineError",
     "CutLineError",
@@ -39,9 +50,10 @@ __all__ = [
     "Fall",
     "History",
     "Names",
-    "Outcome",
     "Record",
+    "Session",
     "Start",
+    "cause_of",
     "decode",
     "headroom",
     "make_recorder",
@@ -49,6 +61,7 @@ __all__ = [
     "path_of",
     "ran_away",
     "refuse_unwritable",
-    "told",
+    "sentence",
+    "skip_counts",
     "verdict",
 ]

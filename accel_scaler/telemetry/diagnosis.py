@@ -3,30 +3,81 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 from ..console import number
-from .outcome import THE_LOSS, Outcome
-from .record import Record
-from .skip_kinds import SkipKinds, failed_in_forward
+from .record import End, Names, Record, Start
 
-MAX_FALLS = 8
-MAX_FIRSTS = 50
-MAX_HEALED = 256
+LARGEST = 65504.0
+"""Of float16."""
+SMALLEST_SCALE = 1.0
+"""A scale of 1 or less scales no more: an overflow there is not of its making."""
+SETTLED = 20
+"""Windows in a row without a back-off after which the scale has settled."""
+MAX_HALVINGS = 2
+"""Skips in a row that different batches explain, where the scale was fine before."""
+STUCK = 20
+"""Skips in a row at the end of a run that no longer trains. The search for a scale takes 16
+from the usual 65536 to 1."""
+FAILING = 5
+"""The same where all of them had inf or NaN in the forward, which no other scale mends."""
+MANY_SKIPPED = 0.1
+"""Of all windows, in the middle of training: the run trained in part."""
 DEEP_FALL = 6.0
-"""Halvings of the scale, growth apart, that are no longer ordinary."""
+"""Halvings of the scale, without growth between, that are not ordinary."""
 REPEATED = 3
+"""Skips of a fall, or overflows that began in one layer, that are no coincidence."""
+MAX_FIRSTS = 50
 
 LEVEL = 5
-"""Losses that say where the loss is."""
+"""Losses whose median is the level of the loss."""
 RAN_AWAY = 10.0
-"""Times what it was at first."""
+"""Times the largest of the first losses."""
 SMALL_LOSS = 0.1
-"""A loss that begins nearer to 0, as a policy gradient's, is taken to begin here."""
+"""A first loss nearer to 0, as a policy gradient's, counts as this."""
+
+WITHOUT_SCALE = ("no", "bf16", "fp8")
+"""Precisions."""
+THE_LOSS = "the loss"
+"""Where an overflow began, if in no parameter."""
+
+Kind = Literal["untrained", "stuck", "diverged", "partly", "trained"]
+"""``untrained``: no parameter can have moved. ``stuck``: it skipped every window at the end.
+``diverged``: the loss ran away, or is inf or NaN now. ``partly``: many windows were skipped in the
+middle of training."""
+
+SkipKind = Literal["forward", "search", "growth", "other"]
+
+
+def headroom(largest: float) -> float:
+    """How often ``largest``, of a scaled gradient, can be doubled before float16 overflows: 0 or
+    more; below 0 where it was computed or added up in float32. inf of 0.
+
+    >>> headroom(65504 / 8)
+    3.0
+    """
+    if largest == math.inf:
+        return -math.inf
+    return math.log2(LARGEST / largest) if largest > 0 else math.inf
+
+
+@dataclass(slots=True)
+class Span:
+    """Windows of one kind: the first, the last, and how many."""
+
+    first_x: int = -1
+    last_x: int = -1
+    count: int = 0
+
+    def count_in(self, x: int) -> None:
+        """One more."""
+        self.first_x = self.first_x if self.count else x
+        self.last_x = x
+        self.count += 1
 
 
 @dataclass(slots=True)
@@ -37,11 +88,15 @@ class Fall:
     last_x: int
     high: float
     low: float
-    skips: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
-    """Of these skips."""
+    """Skips by their kind."""
     origins: Counter[str] = field(default_factory=Counter)
-    """In how many of them the overflow began where."""
+    """Skips by where the overflow began."""
+
+    @property
+    def skips(self) -> int:
+        """All of them."""
+        return self.kinds.total()
 
     @property
     def is_search(self) -> bool:
@@ -49,245 +104,327 @@ class Fall:
         return 2 * self.kinds["search"] > self.skips
 
     @property
-    def doublings(self) -> float:
-        """log2 of the ratio; inf when the scale reached 0."""
+    def halvings(self) -> float:
+        """log2 of the ratio of the scales; inf when the scale reached 0."""
         if self.low >= self.high:
             return 0.0
         return math.log2(self.high) - math.log2(self.low) if self.low > 0 else math.inf
 
+    @property
+    def is_real(self) -> bool:
+        """Neither the search nor the price of growth, and no single skip."""
+        is_ordinary = self.skips == self.kinds["growth"] and self.halvings < DEEP_FALL
+        has_size = self.halvings >= 2 or self.skips >= REPEATED
+        return has_size and not self.is_search and not is_ordinary
 
-class LossLevels:
-    """The finite losses of a session, at its beginning and now."""
 
-    def __init__(self) -> None:
-        self._first: list[float] = []
-        self._last: deque[float] = deque(maxlen=LEVEL)
-        self._count = 0
+@dataclass(slots=True)
+class Session:
+    """One start and what followed it."""
 
-    def add(self, loss: float) -> None:
-        """Of one more window."""
-        self._first += [loss] * (len(self._first) < LEVEL)
-        self._last.append(loss)
-        self._count += 1
+    start: Start
+    first_x: int
+    windows: int = 0
+    last_step: int = -1
+    seconds: float = 0.0
+    ended: bool = False
+    error: str | None = None
 
-    def rise(self) -> tuple[float, float] | None:
-        """Medians of the first losses and of the last, where these ran away: they are above ten
-        times the largest of the first. Fewer than four losses say nothing."""
-        size = min(LEVEL, self._count // 2)
-        if size < 2:
-            return None
-        first, last = self._first[:size], list(self._last)[-size:]
-        now = median(last)
-        ran_away = now > RAN_AWAY * max(SMALL_LOSS, *map(abs, first))
-        return (median(first), now) if ran_away else None
+    def setting(self, name: str) -> float | None:
+        """One that is a number."""
+        value = self.start.settings.get(name)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return float(value)
+        return None
 
 
 class Diagnosis:
-    """Decides of what kind each skip was, and what became of the run. Bounded; holds no tensors.
+    """Adds up the records of a run. Bounded; holds no tensors.
 
-    ``x`` counts windows; of a file with several sessions, over all of them.
+    ``x`` counts windows over all sessions.
+
+    Each skip is counted in ``kinds`` by the first of these kinds that fits:
+
+    ``forward``: the loss was inf or NaN, or the overflow began in the forward. The scale multiplies
+    the loss afterwards, so that no other scale helps; such a skip says nothing about the scale.
+
+    ``search``: the scale settles. A session begins with an untried scale: the skips before its
+    first good window are of the search, and two more after it, since batches differ. The search is
+    over once the scale has grown, has not backed off for 20 windows in a row, or was 1 or less; a
+    session that goes on from a checkpoint (its growth tracker says so) has settled before. After a
+    heal, which puts the scale back, it is searched for again.
+
+    ``growth``: at a scale above one that the run grew from, at most two in a row. The scale goes as
+    high as it can, and batches differ: nothing is lost there.
+
+    ``other``: all others.
     """
 
     def __init__(self) -> None:
+        self.sessions: list[Session] = []
+        self.places: dict[str, int] = {}
+        """Of parameters in their model's order."""
         self.windows = self.skips = self.last_x = 0
-        self.kinds = SkipKinds()
-        self.longest_streak = self.longest_streak_x = 0
+        self.kinds: Counter[SkipKind] = Counter()
         self.is_scaled = False
-        """It runs with a loss scale."""
-        self._knows_scaled = False
-        self.min_scale: float | None = None
+        """It has a loss scale."""
         self.first_scale = self.last_scale = 0.0
         self.lowest: tuple[float, int] | None = None
-        """The lowest scale that a window was given or left behind, and the window's x."""
+        """The lowest scale that a window had or left behind, and the window's x."""
         self.has_moved = False
-        """A window has stepped with a learning rate that was not 0, or that nobody knows."""
-        self.firsts: list[tuple[int, dict[str, Any]]] = []
-        """``(x, Record.first)``."""
-        self.firsts_lost = 0
-        self.losses = LossLevels()
-        self.loss_windows = self.loss_first_x = self.loss_last_x = 0
-        """Those with a loss of inf or NaN, but for those that healed the reason."""
+        """A window has stepped with a learning rate that was not 0, or is not known."""
+        self.firsts: deque[tuple[int, dict[str, Any]]] = deque(maxlen=MAX_FIRSTS)
+        """``(x, Record.first)`` of the last overflows."""
+        self.origins: Counter[str] = Counter()
+        """Overflows by where they began."""
+        self.bad_losses = Span()
+        """Windows with a loss of inf or NaN, but for those that healed the reason."""
         self.bad_at_end = 0
         """Windows up to the last one that were not finite: the loss, or the norm of a step."""
-        self.stepped_bad = self.stepped_bad_x = 0
-        """Windows that stepped though their norm was not finite, and the first of them."""
+        self.stepped_bad = Span()
+        """Windows that stepped though their norm was not finite."""
         self.highest: tuple[float, int] | None = None
         """The largest finite norm, and the window's x."""
         self.healed: dict[str, int] = {}
         """Modules in float32 by ``heal``, in order, and the x of the window."""
-        self._falls: list[Fall] = []
+        self.streak = 0
+        """Skipped windows in a row, up to the last one."""
+        self.streak_origins: Counter[str] = Counter()
+        """The same of these windows."""
         self._fall: Fall | None = None
+        """The one that is going on."""
+        self._worst_fall: Fall | None = None
+        self._begin()
 
-    def begin(self, is_scaled: bool | None = None, min_scale: float | None = None) -> None:
-        """A new session: the scale is searched for again.
+    def _begin(self) -> None:
+        self._close_fall()
+        self.streak = self.bad_at_end = 0
+        self._first_losses: list[float] = []
+        self._last_losses: deque[float] = deque(maxlen=LEVEL)
+        self._losses = 0
+        self._search()
 
-        Args:
-            is_scaled: it runs with a loss scale; None: the first scale other than 1 tells.
-            min_scale: the setting.
-        """
-        self._falls, self._fall = self.falls, None
-        self.kinds.begin()
-        self.losses, self.bad_at_end = LossLevels(), 0
-        self.is_scaled |= bool(is_scaled)
-        self._knows_scaled = is_scaled is not None
-        self.min_scale = self.min_scale if min_scale is None else min_scale
+    def _search(self) -> None:
+        """The scale is searched for."""
+        self._is_settling, self._went_well = True, False
+        self._late_skips = self._steady = 0
+        """Skips of the search after a good window; windows since the last back-off."""
+        self._good_scale = math.inf
+        """The lowest scale that the run grew from."""
 
-    def add(self, x: int, record: Record, origin: str | None = None) -> None:
-        """One window.
+    def begin(self, start: Start) -> None:
+        """Start a session."""
+        last = self.sessions[-1] if self.sessions else None
+        if last is not None and last.ended and last.error is None and not last.windows:
+            # The launcher attached, then the script: nothing was trained with these settings.
+            del self.sessions[-1]
+        self.sessions.append(Session(start, self.last_x + 1 if self.windows else 0))
 
-        Args:
-            origin: where its overflow began; None: there was none, or nobody knows.
-        """
+    def end(self, end: End) -> None:
+        """End the session."""
+        session = self.sessions[-1]
+        session.seconds = max(session.seconds, end.time)
+        session.ended, session.error = True, end.error
+
+    def add(self, record: Record) -> None:
+        """Add the next window of the session."""
+        session = self.sessions[-1]
+        x = session.first_x + record.index
+        if not session.windows:
+            self._begin()
+            self.is_scaled |= session.start.facts.get("precision") not in WITHOUT_SCALE
+            if record.growth_tracker > 1:  # it goes on from a checkpoint
+                self._is_settling = False
+        session.windows += 1
+        session.last_step = record.index
+        session.seconds = max(session.seconds, record.time)
         self.windows += 1
         self.skips += record.skipped
         self.last_x = x
-        # A rate that nobody can read without waiting is None.
         self.has_moved |= not record.skipped and (not record.lr or any(r != 0 for r in record.lr))
-        if not self._knows_scaled:
-            self.is_scaled |= record.skipped or not record.scale == record.next_scale == 1
-        for name in record.healed[: MAX_HEALED - len(self.healed)]:
+        for name in record.healed:
             self.healed.setdefault(name, x)
         if record.first is not None:
-            self._keep_first(x, record.first)
+            self.firsts.append((x, record.first))
         self._add_loss(x, record)
         self._add_norm(x, record)
-        self._follow_scale(x, record, origin)
-
-    def _keep_first(self, x: int, first: dict[str, Any]) -> None:
-        """The first reports and the last ones."""
-        self.firsts.append((x, first))
-        if len(self.firsts) > MAX_FIRSTS:
-            del self.firsts[MAX_FIRSTS // 2]
-            self.firsts_lost += 1
+        self._add_scale(x, record)
 
     def _add_loss(self, x: int, record: Record) -> None:
         if record.has_bad_loss and not record.healed:
-            self.loss_first_x = self.loss_first_x if self.loss_windows else x
-            self.loss_windows += 1
-            self.loss_last_x = x
+            self.bad_losses.count_in(x)
         elif record.loss is not None and math.isfinite(record.loss):
-            self.losses.add(record.loss)
+            if len(self._first_losses) < LEVEL:
+                self._first_losses.append(record.loss)
+            self._last_losses.append(record.loss)
+            self._losses += 1
 
     def _add_norm(self, x: int, record: Record) -> None:
         norm = record.grad_norm
-        is_bad = norm is not None and not math.isfinite(norm)
-        stepped_bad = is_bad and not record.skipped
-        if norm is not None and not is_bad and (self.highest is None or norm > self.highest[0]):
+        is_bad = norm is not None and not math.isfinite(norm) and not record.skipped
+        if norm is not None and math.isfinite(norm) and norm > (self.highest or (-1.0, 0))[0]:
             self.highest = (norm, x)
-        if stepped_bad:
-            self.stepped_bad_x = self.stepped_bad_x if self.stepped_bad else x
-            self.stepped_bad += 1
-        failed = (stepped_bad or failed_in_forward(record)) and not record.healed
+        if is_bad:
+            self.stepped_bad.count_in(x)
+        failed = (is_bad or failed_in_forward(record)) and not record.healed
         self.bad_at_end = self.bad_at_end + 1 if failed else 0
 
-    def _follow_scale(self, x: int, record: Record, origin: str | None) -> None:
+    def _add_scale(self, x: int, record: Record) -> None:
         scale, after = record.scale, record.next_scale
         if self.windows == 1:
             self.first_scale = scale
         self.last_scale = after
-        low = min(scale, after)
-        if self.lowest is None or low < self.lowest[0]:
-            self.lowest = (low, x)
-        was_settling = self.kinds.is_settling
-        kind = self.kinds.add(record)
-        has_settled = was_settling and not self.kinds.is_settling
-        if has_settled and self._fall is not None and self._fall.is_search:
-            self._falls, self._fall = self.falls, None
-        if kind is not None:
+        if self.lowest is None or min(scale, after) < self.lowest[0]:
+            self.lowest = (min(scale, after), x)
+        was_settling = self._is_settling
+        if self._steady >= SETTLED:
+            self._is_settling = False
+        kind = self._kind_of(record) if record.skipped else None
+        if was_settling and not self._is_settling and self._fall and self._fall.is_search:
+            self._close_fall()
+        origin = self.origin_of(record) if record.found_inf else None
+        origins = [] if origin is None else [origin]
+        self.origins.update(origins)
+        if kind is None:
+            self.streak, self._went_well = 0, True
+            self.streak_origins.clear()
+        else:
+            self.streak_origins.update(origins)
+            self.kinds[kind] += 1
             fall = self._fall = self._fall or Fall(x, x, scale, scale)
             fall.last_x = x
-            fall.skips += 1
             fall.kinds[kind] += 1
-            fall.origins.update([origin] if origin else [])
-            streak = self.kinds.streak
-            if streak > self.longest_streak:
-                self.longest_streak, self.longest_streak_x = streak, x - streak + 1
-        if self._fall is not None and after < scale:
+            fall.origins.update(origins)
+        if self._fall is not None:
             self._fall.low = min(self._fall.low, after)
+        self._steady = 0 if after < scale and kind != "forward" else self._steady + 1
+        if after > scale and not record.skipped:
+            self._is_settling, self._good_scale = False, min(self._good_scale, scale)
+        if record.healed:  # the scale goes back to where it was, and may be too high once more
+            self.streak = 0
+            self._search()
         if after > scale or record.healed:
-            self._falls, self._fall = self.falls, None
+            self._close_fall()
 
-    @property
-    def falls(self) -> list[Fall]:
-        """The deepest of them, in order."""
-        found = [*self._falls, *filter(None, [self._fall])]
-        if len(found) > MAX_FALLS:
-            found.remove(min(found, key=lambda f: (f.doublings, f.skips)))
-        return found
+    def _kind_of(self, record: Record) -> SkipKind:
+        self.streak += 1
+        if failed_in_forward(record):
+            return "forward"
+        if self._is_settling and self._went_well:
+            self._late_skips += 1
+        if record.scale <= SMALLEST_SCALE or self._late_skips > MAX_HALVINGS:
+            self._is_settling = False
+        if self._is_settling:
+            return "search"
+        is_growth = record.scale > self._good_scale and self.streak <= MAX_HALVINGS
+        return "growth" if is_growth else "other"
+
+    def note_names(self, names: Names) -> None:
+        """The order of the parameters in their model."""
+        self.places.update(zip(names.names, names.places, strict=True))
+
+    def by_place(self, record: Record) -> list[str]:
+        """Parameters that overflowed in this window, the last of the model first: the backward
+        computes that one first."""
+        found = [record.names[i] for i, _ in record.nonfinite] if record.names else []
+        return sorted(found, key=lambda name: -self.places.get(name, record.names.index(name)))
+
+    def origin_of(self, record: Record) -> str | None:
+        """Where its overflow began; None where that is not known: what the finder saw, else the
+        loss, else the last parameter of all."""
+        first, names = record.first, self.by_place(record) or list(record.overflowed)
+        if first is None:
+            return THE_LOSS if record.loss_nonfinite else next(iter(names), None)
+        if first["where"] == "loss":
+            return THE_LOSS
+        module = first["module"]
+        inside = (n for n in names if n == module or n.startswith(module + "."))
+        return next(inside, module) or None
+
+    def _close_fall(self) -> None:
+        self._worst_fall, self._fall = self.worst_fall(), None
+
+    def worst_fall(self) -> Fall | None:
+        """The deepest fall that is neither the search nor the price of growth."""
+        falls = [f for f in (self._worst_fall, self._fall) if f is not None and f.is_real]
+        falls = falls if self.is_scaled else []
+        return max(falls, key=lambda f: (f.halvings, f.skips), default=None)
 
     def is_deep(self, fall: Fall) -> bool:
-        """It is no ordinary fall."""
-        return fall.doublings >= DEEP_FALL or (self.lowest is not None and self.lowest[0] <= 1.0)
+        """Whether it is more than an ordinary fall."""
+        return fall.halvings >= DEEP_FALL or (self.lowest or (math.inf,))[0] <= SMALLEST_SCALE
 
-    def real_falls(self) -> list[Fall]:
-        """Falls that are neither the search nor the price of growth, the deepest first."""
-        falls = [
-            f
-            for f in self.falls
-            if not f.is_search
-            and (f.skips > f.kinds["growth"] or f.doublings >= DEEP_FALL)
-            and (f.doublings >= 2 or f.skips >= REPEATED)
-        ]
-        falls.sort(key=lambda f: (-f.doublings, -f.skips))
-        return falls if self.is_scaled else []
+    # What it comes to.
 
-    def lowest_told(self, place: Callable[[int], str]) -> str:
+    def setting(self, name: str) -> float | None:
+        """A numeric setting of the last session that has it."""
+        found = (session.setting(name) for session in reversed(self.sessions))
+        return next((value for value in found if value is not None), None)
+
+    def rise(self) -> tuple[float, float] | None:
+        """Medians of the first losses of the session and of the last, where the loss ran away: the
+        last are above ten times the largest of the first. Fewer than four losses say nothing."""
+        size = min(LEVEL, self._losses // 2)
+        if size < 2:
+            return None
+        first, last = self._first_losses[:size], list(self._last_losses)[-size:]
+        now = median(last)
+        ran_away = now > RAN_AWAY * max(SMALL_LOSS, *map(abs, first))
+        return (median(first), now) if ran_away else None
+
+    def low(self) -> str:
         """``the scale reached its floor, ...`` or ``the scale fell to 1 (...)``, where an overflow
-        has brought it there; else nothing."""
+        has brought it there; else empty."""
         if self.lowest is None or not self.skips or not self.is_scaled:
             return ""
-        (low, x), floor = self.lowest, self.min_scale
+        (low, x), floor = self.lowest, self.setting("min_scale")
         if floor is not None and low <= floor:
-            return f"the scale reached its floor, min_scale = {number(floor)} ({place(x)})"
-        return f"the scale fell to {number(low)} ({place(x)})" if low <= 1 else ""
+            return f"the scale reached its floor, min_scale = {number(floor)} ({self.place(x)})"
+        if low <= SMALLEST_SCALE:
+            return f"the scale fell to {number(low)} ({self.place(x)})"
+        return ""
 
-    def low(self, place: Callable[[int], str]) -> str:
-        """Where the scale fell further than it does in an ordinary run."""
-        if low := self.lowest_told(place):
-            return low
-        worst = next(iter(self.real_falls()), None)
-        if worst is None or not self.is_deep(worst):
-            return ""
-        return f"the scale fell to {number(worst.low)} ({place(worst.last_x)})"
+    @property
+    def error(self) -> str | None:
+        """What ended the last session."""
+        return self.sessions[-1].error if self.sessions else None
 
-    def outcome(self, place: Callable[[int], str]) -> Outcome:
-        """What the verdict is made from; how it ended is left to whoever knows.
+    @property
+    def is_stuck(self) -> bool:
+        """Whether so many windows were skipped at the end, or the skips ended the run."""
+        failing = min(self.streak, self.bad_at_end) >= FAILING
+        ended = self.error is not None and self.error.startswith("OverflowStreakError")
+        return self.streak >= STUCK or failing or (self.streak > 0 and ended)
 
-        Args:
-            place: names a window, as ``step 12``.
-        """
-        if not self.windows:
-            return Outcome()
-        kinds, last_x, fall = self.kinds, self.last_x, self._fall
-        before = last_x - kinds.streak
-        return Outcome(
-            windows=self.windows,
-            skips=self.skips,
-            forward_skips=kinds.forward,
-            search_skips=kinds.search,
-            growth_skips=kinds.growth,
-            scaled=self.is_scaled,
-            scale=self.last_scale,
-            last=place(last_x),
-            streak=kinds.streak,
-            trained_until=place(before) if self.windows > kinds.streak else "",
-            has_moved=self.has_moved,
-            rise=self.losses.rise(),
-            bad_at_end=self.bad_at_end,
-            firsts=[first for x, first in self.firsts if x > before],
-            all_firsts=[first for _, first in self.firsts],
-            origins=fall.origins if kinds.streak and fall else Counter(),
-            healed=list(self.healed),
-            norms=int(self.highest is not None),
-            stepped_bad=place(self.stepped_bad_x) if self.stepped_bad else "",
-            loss_windows=self.loss_windows,
-            low=self.low(place),
-        )
+    @property
+    def kind(self) -> Kind:
+        """What became of the run, in one word."""
+        if self.skips == self.windows or not self.has_moved:
+            return "untrained"
+        if self.is_stuck:
+            return "stuck"
+        if self.rise() is not None or (self.bad_at_end and not self.streak):
+            return "diverged"
+        lost = self.kinds["other"] + self.kinds["forward"]
+        return "partly" if lost > MANY_SKIPPED * self.windows and not self.healed else "trained"
+
+    def session_of(self, x: int) -> int:
+        """Index of the session that window ``x`` belongs to."""
+        return max(0, bisect_right([s.first_x for s in self.sessions], x) - 1)
+
+    def place(self, x: int) -> str:
+        """``step 410``, or ``step 12 of session 2`` where there are several."""
+        index = self.session_of(x)
+        step = x - self.sessions[index].first_x
+        return f"step {step}" + (f" of session {index + 1}" if len(self.sessions) > 1 else "")
 
 
-def origin_of(record: Record) -> str | None:
-    """Where its overflow began, as far as a record alone knows."""
-    first = record.first
-    if first is not None:
-        return THE_LOSS if first["where"] == "loss" else first["module"] or None
-    return THE_LOSS if record.loss_nonfinite else next(iter(record.overflowed), None)
+def failed_in_forward(record: Record) -> bool:
+    """Whether inf or NaN was there before the scale multiplied the loss, as far as is known."""
+    first = record.first or {"where": ""}
+    made = first.get("output") or ()
+    return (
+        record.has_bad_loss
+        or first["where"] == "forward"
+        or (first["where"] == "loss" and not all(math.isfinite(float(each)) for each in made))
+    )

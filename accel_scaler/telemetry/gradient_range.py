@@ -1,6 +1,6 @@
 """How much of float16's range scaled gradients take: the largest, zeros and subnormals.
 
-The backward computes in float16 what it has multiplied by the scale; so this looks at each gradient
+The backward computes in float16 what it has multiplied by the scale; so each gradient is measured
 as the backward left it, whatever was done to it since: unscaled, clipped, both, or neither.
 """
 
@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..scaling import OptimizerRecord, Window, local
-from .float16 import SMALLEST_NORMAL
 
-BATCH = 1 << 18
-"""Elements that are looked at together, and what is made of them on the way stays in the cache."""
+SMALLEST_NORMAL = 2.0**-14
+"""Of float16."""
 
-DEVICE_BATCH = 1 << 22
+PIECE = 1 << 18
+"""Elements that are counted together, so that what is computed of them stays in the cache."""
+
+DEVICE_PIECE = 1 << 22
 """The same elsewhere than on a CPU, where each operation costs a launch."""
 
 COUNTED = (torch.float16, torch.float32)
@@ -29,67 +31,18 @@ COUNTED = (torch.float16, torch.float32)
 
 
 @dataclass(slots=True)
-class Measure:
-    """What was found of some gradients; the numbers may still be on their way."""
+class Measured:
+    """What was found of some gradients; the numbers may still be on their way to the host."""
 
-    window: int
-    numbers: tuple[int, ...]
-    """Of the parameters, as ``names`` has them."""
-    sizes: tuple[int, ...]
-    """Elements of each, as far as this rank holds them."""
+    numbers: list[int]
+    """Of each piece of a gradient its parameter, as ``NameTable`` numbers them."""
+    sizes: list[int]
+    """Elements of each piece."""
+    knows_largest: bool
+    """False: clips left no way to compute the largest element."""
     values: Tensor
-    """Of each, zeros, and what is smaller than float16's normal numbers, zeros included; then the
-    bits of the largest of all, a float32, NaN where that is not known. int64, shape (2n + 1)."""
-
-    def read(self) -> tuple[list[tuple[int, int]], float]:
-        """Zeros and small ones of each, and the largest. Synchronises if they are not there."""
-        *counts, bits = self.values.tolist()
-        (largest,) = struct.unpack("=f", struct.pack("=i", bits))
-        return list(zip(counts[::2], counts[1::2], strict=True)), largest
-
-
-@dataclass(slots=True)
-class RangeTotals:
-    """Of one window."""
-
-    underflow: tuple[tuple[int, float, float], ...] = ()
-    """As ``Record.underflow``."""
-    largest: float | None = None
-    zeros: int = 0
-    elements: int = 0
-
-    @property
-    def zero_share(self) -> float | None:
-        """None: nothing was counted."""
-        return self.zeros / self.elements if self.elements else None
-
-    def add(self, measure: Measure) -> None:
-        """Read the numbers of a measure. Synchronises if they are not there yet."""
-        counts, largest = measure.read()
-        shares = [
-            (number, zero / size, (small - zero) / size)
-            for number, size, (zero, small) in zip(
-                measure.numbers, measure.sizes, counts, strict=True
-            )
-        ]
-        self.underflow = tuple(sorted((*self.underflow, *shares)))
-        self.zeros += sum(zero for zero, _ in counts)
-        self.elements += sum(measure.sizes)
-        if math.isfinite(largest):
-            self.largest = max(largest, self.largest or 0.0)
-
-
-@dataclass(slots=True)
-class _Group:
-    """Gradients on one device, of one dtype, to which the same was done."""
-
-    device: torch.device
-    factor: Tensor | float
-    """What they are to be multiplied by to be as the backward left them."""
-    numbers: list[int] = field(default_factory=list)
-    held: list[Tensor] = field(default_factory=list)
-    sparse: list[Tensor] = field(default_factory=list)
-    """Only the largest of these: what they do not hold is no zero of theirs."""
+    """Of each piece its elements that are not 0, and those that float16 holds as normal numbers;
+    then the bits of the largest element of all, a float32. int64, shape (2n + 1)."""
 
 
 @torch.no_grad()
@@ -99,53 +52,72 @@ def measure(
     window: Window,
     record: OptimizerRecord,
     scale: float | None,
-) -> list[Measure]:
-    """Look at finite gradients of one optimizer: float16 ones and float32 ones.
+) -> list[Measured]:
+    """Measure finite gradients of one optimizer: float16 ones and float32 ones, dense.
 
     Of a DTensor this rank's own elements. What several micro-batches and ranks have added to each
-    other, or averaged, is seen as it is now. Does not synchronise.
+    other, or averaged, is measured as it is now. Does not synchronise.
 
     Args:
         numbers: of ``params``.
         record: the optimizer's, of this window: what is still due.
         scale: of the window; None: nothing is scaled, so float32 gradients say nothing.
     """
-    untouched = bool(record.deferred)  # nothing was done to them since the backward
-    clipped = {} if untouched else clips_of(window)
-    groups: dict[tuple[torch.device, torch.dtype, float], _Group] = {}
+    is_scaled = bool(record.deferred)  # nothing was done to them since the backward
+    clips = {} if is_scaled else _clips_of(window)
+    groups: dict[tuple[torch.device, torch.dtype, float], tuple[list[int], list[Tensor]]] = {}
     for p, number in zip(params, numbers, strict=True):
-        grad = p.grad
-        if grad is None:
+        grad = None if p.grad is None else local(p.grad)
+        coefficient = clips.get(id(p), 1.0)
+        # A coefficient of 0 has left nothing to measure.
+        if grad is None or not _is_measurable(grad, scale) or coefficient == 0:
             continue
-        held = local(grad)
-        if held.dtype not in COUNTED or held.device.type == "meta":
-            continue
-        if scale is None and held.dtype is not torch.float16:
-            continue
-        is_sparse = held.layout is torch.sparse_coo
-        values = held._values() if is_sparse else held
-        is_plain = type(values) in (Tensor, torch.nn.Parameter)
-        if not is_plain or values.layout is not torch.strided or values.numel() == 0:
-            continue
-        coefficient = clipped.get(id(p), 1.0)
-        if coefficient == 0:  # whatever it was, it is all zeros now
-            continue
-        key = (values.device, values.dtype, coefficient)
-        if key not in groups:
-            factor = 1.0 if untouched or scale is None else scale
-            factor /= coefficient
-            groups[key] = _Group(values.device, factor)
-        group = groups[key]
-        if is_sparse:
-            group.sparse.append(values)
-        else:
-            group.numbers.append(number)
-            group.held.append(values)
-    return [_measured(window, group) for group in groups.values()]
+        factor = (1.0 if is_scaled or scale is None else scale) / coefficient
+        numbers_of, pieces = groups.setdefault((grad.device, grad.dtype, factor), ([], []))
+        size = PIECE if grad.device.type == "cpu" else DEVICE_PIECE
+        new = torch.split(grad.reshape(-1), size)
+        numbers_of += [number] * len(new)
+        pieces += new
+    knows_largest = not window.clipped_values
+    return [
+        Measured(numbers_of, list(map(len, pieces)), knows_largest, _count(pieces, factor))
+        for (_, _, factor), (numbers_of, pieces) in groups.items()
+    ]
 
 
-def clips_of(window: Window) -> dict[int, float]:
-    """Under the ``id`` of each parameter, what the clips of its window multiply by."""
+def read_measured(found: Sequence[Measured]) -> dict[str, Any]:
+    """What was measured in a window, as fields of its record. Synchronises if the numbers have not
+    come to the host yet."""
+    counts: dict[int, list[int]] = {}
+    """Under each parameter's number its elements that are not 0, normal ones, and all."""
+    largest = -1.0
+    for each in found:
+        *values, bits = each.values.tolist()
+        for number, *new in zip(each.numbers, values[::2], values[1::2], each.sizes, strict=True):
+            old = counts.get(number, [0, 0, 0])
+            counts[number] = [a + b for a, b in zip(old, new, strict=True)]
+        (value,) = struct.unpack("=f", struct.pack("=i", bits))
+        if each.knows_largest and math.isfinite(value):
+            largest = max(largest, value)
+    nonzero, elements = (sum(count[i] for count in counts.values()) for i in (0, 2))
+    return {
+        "underflow": tuple(
+            (number, round((size - nonzero) / size, 6), round((nonzero - normal) / size, 6))
+            for number, (nonzero, normal, size) in sorted(counts.items())
+        ),
+        "largest_gradient": None if largest < 0 else largest,
+        "zero_share": round((elements - nonzero) / elements, 6) if elements else None,
+    }
+
+
+def _is_measurable(grad: Tensor, scale: float | None) -> bool:
+    is_plain = type(grad) in (Tensor, torch.nn.Parameter) and grad.layout is torch.strided
+    counted = (torch.float16,) if scale is None else COUNTED
+    return is_plain and grad.dtype in counted and grad.device.type != "meta" and grad.numel() > 0
+
+
+def _clips_of(window: Window) -> dict[int, float]:
+    """Under the ``id`` of each parameter, what the clips of its window multiplied it by."""
     found: dict[int, float] = {}
     for clip in window.grad_norms.clips:
         for p in clip.parameters if clip.coefficient != 1.0 else ():
@@ -153,51 +125,13 @@ def clips_of(window: Window) -> dict[int, float]:
     return found
 
 
-def _measured(window: Window, group: _Group) -> Measure:
-    limit = SMALLEST_NORMAL / group.factor
-    counts: list[Tensor] = []
-    most = [values.abs().amax() for values in group.sparse]
-    # Small ones together, so that their number does not cost; a large one piece by piece.
-    most_together = BATCH if group.device.type == "cpu" else DEVICE_BATCH
-    order = sorted(range(len(group.held)), key=lambda i: group.held[i].numel() > most_together)
-    flat = [group.held[i].reshape(-1) for i in order]
-    for batch in _batches(flat, most_together):
-        if len(batch) > 1:
-            sizes = torch.cat(batch).abs_()
-            most.append(sizes.amax())
-            # Sums up to each end: to add up every part by itself would be a kernel a gradient.
-            sums = torch.stack((sizes == 0, sizes < limit)).cumsum(1)
-            ends = list(accumulate(map(Tensor.numel, batch)))
-            until = torch.stack([sums[:, end - 1] for end in ends])
-            counts.append(until.diff(dim=0, prepend=torch.zeros_like(until[:1])))
-            continue
-        found = torch.zeros(1, 2, dtype=torch.int64, device=group.device)
-        for piece in torch.split(batch[0], most_together):
-            sizes = piece.abs()
-            most.append(sizes.amax())
-            found += torch.stack(((sizes == 0).sum(), (sizes < limit).sum()))
-        counts.append(found)
-    largest = torch.stack(most).amax().float() * group.factor
-    if window.clipped_values:
-        largest = torch.full_like(largest, math.nan)
-    bits = largest.view(torch.int32).to(torch.int64).reshape(1)
-    return Measure(
-        window.index,
-        tuple(group.numbers[i] for i in order),
-        tuple(map(Tensor.numel, flat)),
-        torch.cat([*(each.reshape(-1) for each in counts), bits]),
-    )
-
-
-def _batches(flat: Iterable[Tensor], most: int) -> Iterator[list[Tensor]]:
-    """Neighbours of at most so many elements together; a larger one alone."""
-    batch: list[Tensor] = []
-    room = most
-    for each in flat:
-        if batch and each.numel() > room:
-            yield batch
-            batch, room = [], most
-        batch.append(each)
-        room -= each.numel()
-    if batch:
-        yield batch
+def _count(grads: list[Tensor], factor: float) -> Tensor:
+    """``Measured.values`` of flat pieces of gradients."""
+    limit = SMALLEST_NORMAL / factor
+    counts, largest = [], []
+    for grad in grads:
+        sizes = grad.abs()
+        largest.append(sizes.amax())
+        counts += [torch.count_nonzero(grad), torch.count_nonzero(sizes >= limit)]
+    bits = (torch.stack(largest).amax().float() * factor).view(torch.int32)
+    return torch.stack([*counts, bits.to(torch.int64)])

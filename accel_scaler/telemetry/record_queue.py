@@ -10,15 +10,14 @@ from dataclasses import dataclass, field, replace
 
 from ..optimizer_step import StepTiming
 from ..scaling import Losses
-from .gradient_range import RangeTotals
 from .record import Names, Record
 from .writer import Journal
 
-LONGEST_WAIT_S = 0.5
-"""What a killed run may lose of its end. One by one, windows cost several times as much to write:
-the step between them leaves nothing of ours in the processor's cache."""
+MAX_WAIT_S = 0.5
+"""What a killed run may lose of its end. Windows written one by one take several times as long:
+the step between them leaves nothing of the writer in the processor's cache."""
 
-MOST_WAITING = 64
+MAX_WAITING = 64
 """Windows that are written together; and those of an update that hangs must not pile up."""
 
 
@@ -31,38 +30,28 @@ class OpenRecord:
     """Still to be read: they are on their way to the host."""
     names: Names = field(default_factory=Names)
     timings: list[StepTiming] = field(default_factory=list)
-    range: RangeTotals = field(default_factory=RangeTotals)
-    _is_closed: bool = False
 
     @property
     def is_complete(self) -> bool:
         return all(timing.finished for timing in self.timings)
 
-    def read_loss(self) -> None:
-        """Put it on record: after the window's update it is there, or soon."""
-        late, self.late_losses = self.late_losses, None
-        if late is not None:
-            self.record = replace(self.record, loss=late.total())
-
-    def close(self) -> Record:
-        """The record, now with what is known of the updates; nothing is added to it any more."""
-        if self._is_closed:
-            return self.record
+    def complete(self) -> Record:
+        """The record with what is known by now of its loss and its updates."""
+        if self.late_losses is not None:
+            self.record = replace(self.record, loss=self.late_losses.total())
+            self.late_losses = None
         timings = [t for t in self.timings if t.finished]
-        busy = sum(t.busy for t in timings)
-        waited = sum(t.busy if t.inline else sum(wait[1] for wait in t.waits) for t in timings)
-        self.record = replace(
-            self.record,
-            underflow=self.range.underflow,
-            largest_gradient=self.range.largest,
-            zero_share=self.range.zero_share,
-            optimizer_s=busy if timings else None,
-            waited_s=min(waited, busy) if timings else None,
-            delay_compensation=tuple(t.delay_compensation for t in timings if t.delay_compensation),
-            preview_error=_preview_error(timings),
-        )
-        self._is_closed = True
-        self.timings.clear()  # they may hold parameters
+        if timings:
+            busy = sum(t.busy for t in timings)
+            waited = sum(t.busy if t.inline else sum(wait[1] for wait in t.waits) for t in timings)
+            self.record = replace(
+                self.record,
+                optimizer_us=round(busy * 1e6),
+                waited_us=round(min(waited, busy) * 1e6),
+                preview_error=_preview_error(timings),
+            )
+        if self.is_complete:
+            self.timings = []  # they may hold parameters
         return self.record
 
 
@@ -79,14 +68,14 @@ class RecordQueue:
         self._waiting: deque[OpenRecord] = deque()
         self._written_s = 0.0
 
-    def add(self, window: OpenRecord) -> None:
-        """A new window is on record: the one before is over."""
+    def append(self, window: OpenRecord) -> None:
+        """Add a window; the one before is over."""
         waiting = self._waiting
         overflowed = bool(waiting) and waiting[-1].record.found_inf
         waiting.append(window)
-        late = time.perf_counter() - self._written_s >= LONGEST_WAIT_S
-        if late or overflowed or len(waiting) > MOST_WAITING:
-            while len(waiting) > 1 and (waiting[0].is_complete or len(waiting) > MOST_WAITING):
+        late = time.perf_counter() - self._written_s >= MAX_WAIT_S
+        if late or overflowed or len(waiting) > MAX_WAITING:
+            while len(waiting) > 1 and (waiting[0].is_complete or len(waiting) > MAX_WAITING):
                 self._write()
 
     def flush(self) -> None:
@@ -102,8 +91,7 @@ class RecordQueue:
     def _write(self) -> None:
         self._written_s = time.perf_counter()
         window = self._waiting.popleft()
-        window.read_loss()
-        self._journal.add(window.close(), window.names)
+        self._journal.append(window.complete(), window.names)
 
 
 def _preview_error(timings: Sequence[StepTiming]) -> float | None:

@@ -1,4 +1,4 @@
-"""What goes on record when a window closes, and when its update is known to be done."""
+"""Observes each window and records it, in memory and in a file if there is one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import platform
 import time
 import weakref
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -18,18 +18,19 @@ from ..config import ScalerConfig
 from ..optimizer_step import Observer, StepTiming
 from ..scaling import (
     GradScaler,
-    Losses,
     Window,
     count_nonfinite,
     gradients_of,
     parameters_of,
 )
 from ..version import __version__
-from .gradient_range import Measure, measure
+from .diagnosis import SMALLEST_SCALE
+from .gradient_range import Measured, measure, read_measured
 from .history import History
 from .name_table import NameTable
-from .record import Record
+from .record import Record, Start
 from .record_queue import OpenRecord, RecordQueue
+from .sentences import warning_of_low_scale
 from .writer import Journal
 
 logger = logging.getLogger("accel_scaler")
@@ -39,12 +40,12 @@ RANK = "{rank}"
 
 
 class Recorder(Observer):
-    """Collects what happens in a window and puts it on record: in memory, and in a file if any.
+    """Records each window in memory, and in a file if there is one.
 
     Args:
         scaler: whose windows these are.
         journal: the telemetry file; None: records in memory, without norms of each parameter.
-        underflow_interval: windows between two looks at how much of float16's range gradients take.
+        underflow_interval: windows between two measurements of the gradients' range.
     """
 
     def __init__(
@@ -55,169 +56,146 @@ class Recorder(Observer):
     ) -> None:
         self.scaler, self.journal = scaler, journal
         self.wants_norms = self.wants_each_norm = journal is not None
-        min_scale = scaler.rule.min_scale if scaler.is_enabled() else None
-        self.history = History(scaler.is_enabled(), min_scale)
+        scaled = scaler.is_enabled()
+        settings = {"min_scale": scaler.rule.min_scale if scaled else None}
+        self.history = History(Start(1, {"precision": "fp16" if scaled else "no"}, settings))
         self.underflow_interval = underflow_interval
         self._table = NameTable(scaler.parameter_names)
         self._queue = None if journal is None else RecordQueue(journal)
         self._open: OpenRecord | None = None
         """The window on record last, which another optimizer may join."""
-        self._losses: Losses | None = None
-        """Those that ``_loss`` is the sum of."""
-        self._loss: float | None = None
-        self._measures: list[Measure] = []
-        """Of a window, whose numbers are read in a later one."""
+        self._measured: list[Measured] = []
+        """Of window ``_measured_in``, to be read in a later one."""
         self._measured_in = -1
-        """The window that was measured last."""
-        self._measures_from = 0
-        self._told_healed: tuple[str, ...] = ()
-        self._told_low = False
+        self._next_measured = 0
+        self._has_warned = False
+        self._reported_healed: tuple[str, ...] = ()
         self._start = time.perf_counter() if journal is None else journal.start_s
         if self._queue is not None:
             self._finish = weakref.finalize(self, self._queue.close)
 
     def before_update(self, optimizer: Optimizer, window: Window) -> None:
-        """Look at what the update will take away; the check has just waited for the device."""
+        """Read what the update will take away; the check has just waited for the device."""
         window.grad_norms.fetch()
-        self._read_loss(window)
-        if self._measures and self._measures[0].window != window.index:
+        if self.wants_each_norm and not window.losses.is_there:
+            window.losses.send()  # it is read when its record is written
+        if self._measured_in != window.index:
             self._read_range()
         if self.wants_each_norm and not window.record(optimizer).found_inf:
             self._measure_range(optimizer, window)
 
-    def _read_loss(self, window: Window) -> None:
-        """Where it is there, as it is where it came with the norms. Else it is sent for, and read
-        when its record is written."""
-        losses = window.losses
-        if losses is self._losses:
+    def _measure_range(self, optimizer: Optimizer, window: Window) -> None:
+        """Once every ``underflow_interval`` windows, in one that did not overflow."""
+        index = window.index
+        if index >= self._next_measured:
+            interval = self.underflow_interval
+            self._measured_in, self._next_measured = index, (index // interval + 1) * interval
+        if index != self._measured_in:
             return
-        self._losses, self._loss = losses, None
-        if self.wants_each_norm and losses.is_there:
-            self._loss = losses.total()
-        elif self.wants_each_norm:
-            losses.send()
+        params = [p for p in parameters_of(optimizer) if p.grad is not None]
+        numbers = self._table.numbers_of(params, optimizer)
+        before = window.before
+        scale = before.scale if before is not None and self.scaler.is_enabled() else None
+        self._measured += measure(params, numbers, window, window.record(optimizer), scale)
+
+    def _read_range(self) -> None:
+        measured, self._measured = self._measured, []
+        # Of a window whose update failed there is no record.
+        if measured and self._open is not None and self._open.record.index == self._measured_in:
+            self._open.record = replace(self._open.record, **read_measured(measured))
 
     def optimizer_stepped(
         self, optimizer: Optimizer, window: Window, timing: StepTiming | None
     ) -> None:
-        """Put the window, or what one more optimizer did in it, on record."""
-        index, measured, closed_at = window.index, window.grad_norms, window.before
-        assert closed_at is not None
+        """Record the window, or what one more optimizer did in it."""
+        index, norms, losses = window.index, window.grad_norms, window.losses
+        before_close = window.before
+        assert before_close is not None
         scaled = self.scaler.is_enabled()
-        found_inf = window.found_inf if scaled else not measured.are_finite
-        max_norm, coefficient = measured.clip
-        names = [name for each in window.states.values() for name in each.names]
+        found_inf = window.found_inf if scaled else not norms.are_finite
+        max_norm, coefficient = norms.clip
+        overflowed = [name for each in window.states.values() for name in each.names]
         if self._open is not None and self._open.record.index != index:
             self._close_window()
         before = None if self._open is None else self._open.record
         record = Record(
             index=index,
-            scale=closed_at.scale,
+            scale=before_close.scale,
             next_scale=self.scaler.get_scale(),
             skipped=found_inf and scaled,
-            grad_norm=measured.total,
+            grad_norm=norms.total,
             max_norm=max_norm,
             clip_coefficient=None if found_inf else coefficient,
-            overflowed=tuple(dict.fromkeys(names)),
+            overflowed=tuple(dict.fromkeys(overflowed)),
             found_inf=found_inf,
             growth_tracker=self.scaler.read_state().growth_tracker if scaled else 0,
             lr=(before.lr if before else ()) + tuple(map(_lr, optimizer.param_groups)),
-            time=time.perf_counter() - self._start,
+            time=round(time.perf_counter() - self._start, 6),
             healed=window.healed,
-            loss=self._loss,
+            loss=losses.total() if self.wants_each_norm and losses.is_there else None,
+            first=None if window.origin is None else window.origin.as_json(),
             **self._details(optimizer, window, found_inf, before),
         )
         if self._open is None:
-            late = window.losses if self.wants_each_norm and self._loss is None else None
+            late = window.losses if self.wants_each_norm and record.loss is None else None
             self._open = OpenRecord(record, late)
             if self._queue is not None:
-                self._queue.add(self._open)
-        self._open.record, self._open.names = record, self._table.known
+                self._queue.append(self._open)
+        self._open.record, self._open.names = record, self._table.names
         if timing is not None:
             self._open.timings.append(timing)
         self.history.add(record)
-        self._warn(record)
+        if record.next_scale < SMALLEST_SCALE and not self._has_warned:
+            self._has_warned = True
+            logger.warning(warning_of_low_scale(record))
 
     def _details(
         self, optimizer: Optimizer, window: Window, found_inf: bool, before: Record | None
     ) -> dict[str, Any]:
-        """What is known of single parameters and modules, as far as somebody asked for it."""
-        details: dict[str, Any] = {}
-        if before is not None:
-            details = {"nonfinite": before.nonfinite, "loss_nonfinite": before.loss_nonfinite}
-        details["first"] = None if window.origin is None else window.origin.as_json()
+        """Fields about single parameters; empty without a file."""
         if not self.wants_each_norm:
-            return details
+            return {}
+        offenders = {} if before is None else dict(before.nonfinite)
+        bad_losses = 0 if before is None else before.loss_nonfinite
         if found_inf:
             params = [p for p in parameters_of(optimizer) if p.grad is not None]
             numbers = self._table.numbers_of(params, optimizer)
             counts = count_nonfinite(gradients_of(params))
-            offenders = dict(details.get("nonfinite", ()))
             offenders |= {n: c for n, c in zip(numbers, counts, strict=True) if c}
-            details["nonfinite"] = tuple(offenders.items())
-            details["loss_nonfinite"] = window.losses.bad()
+            bad_losses = window.losses.bad()
         found = [(m.parameters, m.ids, m.each) for m in window.grad_norms]
-        details["norms"] = self._table.place_norms(found, optimizer)
-        details["names"] = self._table.known.names
-        return details
-
-    def _warn(self, record: Record) -> None:
-        if record.next_scale < 1.0 and not self._told_low:
-            self._told_low = True
-            names = ", ".join(record.overflowed) or "no single tensor"
-            logger.warning(
-                "the loss scale fell below 1, so gradients overflow whatever it is. Last seen in: "
-                f"{names}. min_scale keeps it up, max_consecutive_skips ends such a run. "
-                "(Said once.)"
-            )
-
-    def _measure_range(self, optimizer: Optimizer, window: Window) -> None:
-        """Once every ``underflow_interval`` windows, in one that did not overflow. The numbers are
-        read in a later window, when the device is idle anyway."""
-        index = window.index
-        if index != self._measured_in:
-            if index < self._measures_from:
-                return
-            self._measured_in = index
-            self._measures_from = (index // self.underflow_interval + 1) * self.underflow_interval
-        params = [p for p in parameters_of(optimizer) if p.grad is not None]
-        numbers = self._table.numbers_of(params, optimizer)
-        closed_at = window.before
-        scale = closed_at.scale if closed_at is not None and self.scaler.is_enabled() else None
-        self._measures += measure(params, numbers, window, window.record(optimizer), scale)
-
-    def _read_range(self) -> None:
-        measures, self._measures = self._measures, []
-        window = self._open
-        for each in measures:
-            # Of a window whose update failed there is no record.
-            if window is not None and each.window == window.record.index:
-                window.range.add(each)
-                self.history.note_largest(window.range.largest, window.record.scale)
+        return {
+            "nonfinite": tuple(offenders.items()),
+            "loss_nonfinite": bad_losses,
+            "norms": self._table.norms_by_number(found, optimizer),
+            "names": self._table.names.names,
+        }
 
     def _close_window(self) -> None:
         """The window on record last is over."""
         window, self._open = self._open, None
-        if window is None:
-            return
-        window.read_loss()
-        self.history.complete(window.close() if window.is_complete else window.record)
+        if window is not None:
+            self.history.complete(window.complete())
 
     def run_ended(self, error: str) -> None:
         """Write all that is known: ``error`` ends the run."""
         self.flush(error)
 
     def flush(self, error: str | None = None) -> None:
-        """Write what is known of the last window now, and say the verdict where modules were
-        healed. ``error``: what ends the run."""
+        """Write what is known of the last window now, and log the verdict where modules were
+        healed.
+
+        Args:
+            error: what ends the run.
+        """
         self._read_range()
         self._close_window()
         self.scaler.window.grad_norms.forget()
         if self._queue is not None:
             self._queue.error = error or self._queue.error
             self._queue.flush()
-        if self.history.healed != self._told_healed:
-            self._told_healed = self.history.healed
+        if self.history.healed != self._reported_healed:
+            self._reported_healed = self.history.healed
             logger.warning(self.history.verdict())
 
     def close(self) -> None:
@@ -228,7 +206,6 @@ class Recorder(Observer):
 
 
 def _lr(group: dict[str, Any]) -> float | None:
-    """None: on a device, where to read it would wait."""
     rate = group.get("lr")
     if isinstance(rate, Tensor):
         return float(rate) if rate.device.type == "cpu" and rate.numel() == 1 else None
@@ -244,8 +221,7 @@ def path_of(config: ScalerConfig, rank: int) -> str | None:
 
 
 def make_recorder(scaler: GradScaler, config: ScalerConfig, facts: dict[str, Any]) -> Recorder:
-    """The recorder that ``config`` asks for; only rank 0 writes, unless the path has
-    ``{rank}``.
+    """The recorder for ``config``; only rank 0 writes, unless the path has ``{rank}``.
 
     Args:
         facts: for the ``start`` line; ``rank`` and ``ranks`` among them.

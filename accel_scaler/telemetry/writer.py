@@ -1,4 +1,4 @@
-"""The telemetry file, open for appending as training goes on."""
+"""The telemetry file, open for appending while training goes on."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import stat
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from ..errors import ConfigError
@@ -15,35 +16,30 @@ from .record import (
     FORMAT,
     BrokenLineError,
     CutLineError,
-    End,
     Names,
     Record,
     Start,
     decode,
-    encode_end,
-    encode_names,
-    encode_start,
+    encode_line,
     encode_window,
 )
 
 logger = logging.getLogger("accel_scaler")
 
-NEWLINE = ord("\n")
-
-LONGEST_START = 1 << 16
-"""Bytes that the first line of a telemetry file may have."""
+MAX_START = 1 << 16
+"""Bytes of the first line of a telemetry file."""
 
 
 class Journal:
     """A telemetry file that is open for appending. Never ends a training run.
 
     The file is opened and its ``start`` line written here, so that a path that cannot be written
-    is known before training. Afterwards a failing write (a full disk) is a warning, once; later
-    windows are tried again, and how many were lost stands in the ``end`` line.
+    is refused before training. Afterwards a failing write (a full disk) is a warning, once; later
+    windows are tried again, and the ``end`` line has the number of lost ones.
 
     Args:
         path: the file; directories above it are made.
-        facts: what the ``start`` line says of the run, besides the time and the format.
+        facts: the contents of the ``start`` line, besides the time and the format.
 
     Raises:
         ConfigError: the path cannot be written, is no regular file, or is a file of another kind
@@ -59,20 +55,17 @@ class Journal:
         self._pid = os.getpid()
         try:
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-            _refuse_irregular(path)
-            # A terminal has nothing to see.
-            self._is_torn = os.path.isfile(path) and _is_torn(path)
+            self._is_torn = _is_torn(path)
             self._file = io.FileIO(path, "a")
-            self._put(encode_start(time.time(), facts))
+            self._put(encode_line("start", format=FORMAT, unix_time=time.time(), **facts))
         except OSError as error:
-            raise ConfigError(_complaint(path, str(error))) from error
+            raise _refusal(path, str(error)) from error
 
-    def add(self, record: Record, names: Names) -> None:
+    def append(self, record: Record, names: Names) -> None:
         """Append one window, and before it the names of its parameters if they are new."""
         lines = [encode_window(record)]
-        known = self._names.names
-        if record.names and record.names is not known and record.names != known:
-            lines.insert(0, encode_names(names))
+        if record.names and record.names != self._names.names:
+            lines.insert(0, encode_line("names", **asdict(names)))
         self._windows += 1
         self._skips += record.skipped
         if self._try_to_put(*lines) and record.names:
@@ -80,19 +73,19 @@ class Journal:
 
     def close(self, error: str | None = None) -> None:
         """Append the ``end`` line and close the file. Idempotent."""
-        time_s = time.perf_counter() - self.start_s
-        end = End(time_s, self._windows, self._skips, error, self._lost)
-        self._try_to_put(encode_end(end))
+        end: dict[str, Any] = {"time": round(time.perf_counter() - self.start_s, 6)}
+        end |= {"windows": self._windows, "skips": self._skips, "error": error}
+        self._try_to_put(encode_line("end", **end, **({"lost": self._lost} if self._lost else {})))
         self._file.close()
 
     def _put(self, *lines: str) -> None:
-        """Append whole lines; raises ``OSError`` (then the next line begins afresh)."""
+        """Append whole lines; after an ``OSError`` the next line begins afresh."""
         if self._file.closed or self._pid != os.getpid():  # a copy in a forked process
             return
         data = memoryview("\n".join((*[""] * self._is_torn, *lines, "")).encode())
         while data:
             done = os.write(self._file.fileno(), data)
-            self._is_torn = data[done - 1] != NEWLINE
+            self._is_torn = data[done - 1] != ord("\n")
             data = data[done:]
 
     def _try_to_put(self, *lines: str) -> bool:
@@ -103,7 +96,7 @@ class Journal:
             if not self._lost:
                 logger.warning(
                     f"telemetry={self.path!r} cannot be written: {error.strerror}. Training goes "
-                    "on; later windows are tried again. (Said once.)"
+                    "on; later windows are tried again. (Logged once.)"
                 )
             self._lost += 1
             return False
@@ -111,7 +104,7 @@ class Journal:
 
 
 def refuse_unwritable(path: str) -> None:
-    """Find out whether a :class:`Journal` could be opened, and open none.
+    """Refuse what a :class:`Journal` would refuse; make nothing.
 
     Raises:
         ConfigError: as the journal would.
@@ -119,47 +112,46 @@ def refuse_unwritable(path: str) -> None:
     path = os.path.expanduser(path)
     try:
         if os.path.exists(path):
-            _refuse_irregular(path)
-            if os.path.isfile(path):
-                _is_torn(path)
-                io.FileIO(path, "a").close()
+            _is_torn(path)
+            io.FileIO(path, "a").close()
         elif not os.path.basename(path):
-            raise ConfigError(_complaint(path, "that is the name of a folder"))
+            raise _refusal(path, "that is the name of a folder")
     except OSError as error:
-        raise ConfigError(_complaint(path, error.strerror or str(error))) from None
-
-
-def _refuse_irregular(path: str) -> None:
-    """Raise ``ConfigError`` for what is there and is neither a file nor a terminal:
-    to open a pipe, and to write to it, would wait for whoever reads there."""
-    if os.path.exists(path):
-        mode = os.stat(path).st_mode
-        if stat.S_ISDIR(mode):
-            raise ConfigError(_complaint(path, "it is a folder"))
-        if not (stat.S_ISREG(mode) or stat.S_ISCHR(mode)):
-            reason = "it is no regular file; a pipe would let training wait for its reader"
-            raise ConfigError(_complaint(path, reason))
+        raise _refusal(path, error.strerror or str(error)) from None
 
 
 def _is_torn(path: str) -> bool:
+    """Whether the last line of the file has no end; False where there is no file.
+
+    Raises:
+        ConfigError: this is no file, or one of another kind or a newer format.
+    """
+    if not os.path.exists(path):
+        return False
+    mode = os.stat(path).st_mode
+    if stat.S_ISCHR(mode):  # a terminal, or the null device
+        return False
+    if not stat.S_ISREG(mode):  # writing to a pipe would wait for its reader
+        kind = "a folder" if stat.S_ISDIR(mode) else "no regular file"
+        raise _refusal(path, f"it is {kind}")
     with open(path, "rb") as file:
-        first = file.readline(LONGEST_START)
+        first = file.readline(MAX_START)
         if not first:
             return False
         if (reason := _why_not_ours(first)) is not None:
-            raise ConfigError(_complaint(path, reason))
+            raise _refusal(path, reason)
         file.seek(-1, os.SEEK_END)
         return file.read(1) != b"\n"
 
 
 def _why_not_ours(first: bytes) -> str | None:
-    """What speaks against appending to a file whose first line begins so; None: nothing."""
+    """Why nothing is appended to a file whose first line begins so; None: it may be."""
     start = None
     try:
         start = decode(first)
     except BrokenLineError as error:
         if isinstance(error, CutLineError) and first.startswith(b'{"kind"'):
-            return None  # its writer was killed at once, and perhaps another came since
+            return None  # its writer was killed at once
     if not isinstance(start, Start):
         return "it exists and is not a telemetry file, so nothing was appended"
     if start.format > FORMAT:
@@ -167,5 +159,7 @@ def _why_not_ours(first: bytes) -> str | None:
     return None
 
 
-def _complaint(path: str, reason: str) -> str:
-    return f"telemetry: got {path!r}, which cannot be appended to: {reason}. Choose another path."
+def _refusal(path: str, reason: str) -> ConfigError:
+    return ConfigError(
+        f"telemetry: got {path!r}, which cannot be appended to: {reason}. Choose another path."
+    )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 import random
-import struct
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,14 +49,9 @@ def start(**changes: Any) -> Line:
     return line | changes
 
 
-def names(of: Sequence[str] = NAMES, elements: int = 4096) -> Line:
+def names(of: Sequence[str] = NAMES) -> Line:
     """A names line, places in the order given."""
-    return {
-        "kind": "names",
-        "names": list(of),
-        "places": list(range(len(of))),
-        "elements": [elements] * len(of),
-    }
+    return {"kind": "names", "names": list(of), "places": list(range(len(of)))}
 
 
 def window(step: int, scale: float = 65536.0, skipped: bool = False, **changes: Any) -> Line:
@@ -91,10 +84,9 @@ def end(windows: int = 0, skips: int = 0, error: str | None = None) -> Line:
     }
 
 
-def norms(values: Iterable[float]) -> str:
-    """Base64 of little-endian float32."""
-    values = list(values)
-    return base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode()
+def norms(values: Iterable[float]) -> list[float | str]:
+    """As a line has them."""
+    return [value if math.isfinite(value) else str(value) for value in values]
 
 
 def write(path: Path, lines: Iterable[Line | str | bytes]) -> Path:
@@ -145,7 +137,7 @@ def story(
         if bad:
             line["nonfinite"] = [[i, 1 + i * 7] for i in range(last + 1)]
         if with_times:
-            line |= {"optimizer_us": 30_000, "waited_us": 2_000, "hidden_us": 28_000}
+            line |= {"optimizer_us": 30_000, "waited_us": 2_000}
         lines.append(line)
         scale = after
     return [*lines, end(count, skips)]

@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from support import mlp
 from telemetry_runs import INF, MODES, attached, loss_of, sgd, windows_of
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_scaler import ScalerConfig, attach, detach
 from accel_scaler.scaling import Losses
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -111,19 +109,6 @@ def test_a_window_that_is_run_again_has_its_loss_once(tmp_path: Path) -> None:
     assert recorded(path) == pytest.approx(means, rel=1e-6)
 
 
-def test_what_was_thrown_away_is_not_in_it(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    with attached(path) as accelerator:
-        plain = mlp()
-        model, optimizer = accelerator.prepare(plain, sgd(plain.parameters()))
-        accelerator.backward(loss_of(model, 0))
-        optimizer.zero_grad()
-        loss = loss_of(model, 1)
-        accelerator.backward(loss)
-        optimizer.step()
-    assert recorded(path) == [loss.item()]
-
-
 def test_two_losses_of_one_window_are_their_sum_and_by_hand_too(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     with attached(path) as accelerator:
@@ -162,23 +147,3 @@ def test_a_loss_that_is_no_single_number_is_left_out(tmp_path: Path) -> None:
         accelerator.backward(loss_of(model, 1) * math.nan)
         optimizer.step()
     assert recorded(path) == [None, "nan"]
-
-
-def test_two_accelerators_have_their_own(tmp_path: Path) -> None:
-    paths, losses = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"], []
-    with attached(paths[0]) as first:
-        second = attach(
-            Accelerator(cpu=True, mixed_precision="fp16"), ScalerConfig(telemetry=str(paths[1]))
-        )
-        prepared = []
-        for accelerator in (first, second):
-            plain = mlp()
-            prepared.append((accelerator, *accelerator.prepare(plain, sgd(plain.parameters()))))
-        for number, (accelerator, model, _) in enumerate(prepared):
-            loss = loss_of(model, number)
-            accelerator.backward(loss)
-            losses.append([loss.item()])
-        for _, _, optimizer in prepared:
-            optimizer.step()
-        detach(second)
-    assert [recorded(path) for path in paths] == losses

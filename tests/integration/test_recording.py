@@ -44,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each window is written when it is over; some would wait for the next ones."""
-    monkeypatch.setattr(record_queue, "LONGEST_WAIT_S", 0.0)
+    monkeypatch.setattr(record_queue, "MAX_WAIT_S", 0.0)
 
 
 TWO_MODES = pytest.mark.parametrize(
@@ -421,9 +421,9 @@ def test_an_async_optimizer_alone_informs_its_observer() -> None:
         records = list(recorder.history.records)
     assert [r.skipped for r in records] == [False, False, True, False]
     assert [r.scale for r in records] == [4096.0, 4096.0, 4096.0, 2048.0]
-    assert records[0].optimizer_s is not None
-    assert records[0].waited_s is not None
-    assert records[0].waited_s <= records[0].optimizer_s
+    assert records[0].optimizer_us is not None
+    assert records[0].waited_us is not None
+    assert records[0].waited_us <= records[0].optimizer_us
     assert all(r.norms is None for r in records)
 
 

@@ -10,7 +10,6 @@ from accelerate import Accelerator
 from support import mlp, reset
 from telemetry_runs import INF, loss_of, sgd
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from trainer_support import CONFIG, make, train
 
 from accel_scaler import attach, detach
 
@@ -57,17 +56,3 @@ def test_of_a_loop_they_stand_at_the_loops_own_steps(mode: str, tmp_path: Path) 
     assert found["scaler/scale"] == scales
     assert list(found["scaler/skips"].values()) == [0, 0, 0, 0, 1, 1, 1]
     assert found["scaler/grad_norm"] == norms
-
-
-def test_of_a_trainer_they_stand_beside_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
-    trainer, recorder = make(tmp_path / "out", logging_steps=3, report_to=["tensorboard"])
-    attach(trainer, CONFIG)
-    train(trainer)
-    detach(trainer)
-    found = scalars(tmp_path / "board")
-    assert list(found["train/loss"]) == [3, 6]
-    assert found["train/scaler_scale"] == {step: recorder.scales[step - 1] for step in (3, 6)}
-    assert found["train/scaler_skips"] == {3: 1, 6: 2}

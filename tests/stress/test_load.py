@@ -55,8 +55,7 @@ def short_history(monkeypatch: pytest.MonkeyPatch) -> None:
     in a period, whatever runs beside; how long they are, is tested apart."""
     monkeypatch.setattr(history_module, "KEPT_RECORDS", 64)
     monkeypatch.setattr(history_module, "KEPT_DETAILS", 16)
-    monkeypatch.setattr(history_module, "KEPT_CHANGES", 16)
-    monkeypatch.setattr(queue_module, "MOST_WAITING", PERIOD // 6)
+    monkeypatch.setattr(queue_module, "MAX_WAITING", PERIOD // 6)
 
 
 class Operations(TorchDispatchMode):

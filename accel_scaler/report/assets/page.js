@@ -248,7 +248,7 @@
       const sample = make("i", "sample");
       sample.style.borderTop = `${line.faint ? 2 : 3}px solid var(--${line.hue})`;
       if (line.faint) sample.style.opacity = "0.45";
-      chip("l" + index, line.label, sample, line.perBin || "hide or show");
+      chip("l" + index, line.label, sample, line.per_bin || "hide or show");
     });
     chart.marks.forEach((marks, index) => {
       const sample = make("i", "glyph", { cross: "✕", triangle: "▼", tick: "|" }[marks.shape]);
@@ -429,8 +429,7 @@
     const holder = figure.querySelector(".plot");
     const readout = figure.querySelector(".readout");
     const [rows, columns] = [heat.rows.length, heat.columns.length];
-    const bytes = Uint8Array.from(atob(heat.norms), (c) => c.charCodeAt(0));
-    const norms = new Float32Array(bytes.buffer);
+    const norms = Float32Array.from(heat.norms.flat(), (norm) => norm === null ? NaN : norm === -1 ? Infinity : norm);
     const image = make("canvas");
     [image.width, image.height] = [columns, rows];
     const context = image.getContext("2d");

@@ -1,4 +1,4 @@
-"""The charts as data: what the page is drawn from is what is in the file."""
+"""The charts and the heat map as data: what the page is drawn from is what is in the file."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ import pytest
 import telemetry_files as t
 
 from accel_scaler.report.charts import (
-    MANY_MARKS,
-    MOST_RATES,
-    MOST_SESSIONS,
+    MAX_MARKS,
+    MAX_RATES,
+    MAX_SESSIONS,
     SMOOTHED_FROM,
     Chart,
     axis_of,
     charts,
 )
+from accel_scaler.report.heatmap import HeatMap, heatmap, shorten
 from accel_scaler.report.page_data import page_data
 from accel_scaler.report.reader import read_run
-from accel_scaler.report.run_summary import Run
+from accel_scaler.report.run import Run
+from accel_scaler.report.samples import MAX_BINS, Bins, Mean
+from accel_scaler.telemetry import Record
 
 NAMES = ["loss", "scale", "norm", "lr", "time", "largest"]
 
@@ -42,18 +45,14 @@ def chart(name: str, run: Run) -> Chart:
 
 
 def test_there_is_a_chart_of_all_there_is_and_the_loss_comes_first(tmp_path: Path) -> None:
-    full = windows(9, loss=float, largest_gradient=lambda s: 10.0)
-    run = read(tmp_path, full)
+    run = read(tmp_path, windows(9, loss=float, largest_gradient=lambda s: 10.0))
     assert [each.name for each in charts(run)] == NAMES
     bare = read(tmp_path, [t.start(precision="no"), t.window(0, grad_norm=None, lr=[])])
     assert charts(bare) == []
     assert charts(read(tmp_path, [t.start()])) == []
-    for each in charts(run):
-        assert each.lines
-        assert each.in_words(axis_of(run)).startswith(f"{each.title}, steps 0 to 8: ")
 
 
-def test_the_loss_is_drawn_as_it_is_and_what_was_skipped_is_marked_on_it(tmp_path: Path) -> None:
+def test_the_loss_is_drawn_as_it_is_and_skips_are_marked_on_it(tmp_path: Path) -> None:
     losses: list[Any] = [3.0, -1.5, "nan", 0.0, None, 2.0, "inf"]
     lines = windows(7, loss=lambda s: losses[s], skipped=lambda s: s in (1, 4))
     loss = chart("loss", read(tmp_path, lines))
@@ -63,10 +62,9 @@ def test_the_loss_is_drawn_as_it_is_and_what_was_skipped_is_marked_on_it(tmp_pat
     skipped, bad = loss.marks
     assert (skipped.label, skipped.bins, skipped.y) == ("2 skipped windows", [1, 4], [-1.5, None])
     assert (bad.label, bad.bins, bad.y) == ("inf or NaN", [2, 6], [None, None])
-    assert "from 3 to 2, between -1.5 and 3" in loss.in_words(axis_of(read(tmp_path, lines)))
 
 
-def test_a_smoothed_loss_neither_lags_nor_leaves_what_it_smooths(tmp_path: Path) -> None:
+def test_a_smoothed_loss_does_not_lag(tmp_path: Path) -> None:
     count, rng = 300, random.Random(0)
     noise = [rng.uniform(-0.5, 0.5) for _ in range(count)]
     lines = windows(count, loss=lambda s: None if s == 7 else 10 - s / 30 + noise[s])
@@ -76,30 +74,25 @@ def test_a_smoothed_loss_neither_lags_nor_leaves_what_it_smooths(tmp_path: Path)
     inside = [y - (10 - s / 30) for s, y in enumerate(smooth.y[30:-30], 30) if y is not None]
     assert max(map(abs, inside)) < 0.25
     assert abs(sum(inside)) / len(inside) < 0.05  # a one-sided average would be 0.3 above
-    same = chart("loss", read(tmp_path, windows(60, loss=lambda s: 2.5))).lines[1]
-    assert same.y == [pytest.approx(2.5)] * 60
-    falls = chart("loss", read(tmp_path, windows(300, loss=lambda s: math.exp(-s / 5)))).lines[1]
-    assert falls.y[0] == pytest.approx(1.0)  # begins where the loss began, not where it went
+    assert (smooth.y[0], smooth.y[-1]) == (raw.y[0], raw.y[-1])
     short = windows(SMOOTHED_FROM - 1, loss=float)
     assert len(chart("loss", read(tmp_path, short)).lines) == 1
 
 
 def test_a_long_run_keeps_its_means_and_its_extremes(tmp_path: Path) -> None:
     count = 3000
-    lines = windows(count, loss=float, scale=lambda s: 2.0 ** (s % 2))
-    run = read(tmp_path, lines)
-    width = run.bins.width
-    assert width == 4
+    run = read(tmp_path, windows(count, loss=float, scale=lambda s: 2.0 ** (s % 2)))
+    assert run.bins.width == 4
     raw = chart("loss", run).lines[0]
     assert raw.per_bin == "mean of 4 windows, band from the least to the most"
-    assert raw.y == [pytest.approx(s + 1.5) for s in range(0, count, width)]
+    assert raw.y == [pytest.approx(s + 1.5) for s in range(0, count, 4)]
     assert (raw.low, raw.high) == ([*range(0, count, 4)], [*range(3, count, 4)])
     (scale,) = chart("scale", run).lines
     assert (set(scale.y), set(scale.low), set(scale.high)) == ({2.0}, {1.0}, {2.0})
 
 
 def test_many_skips_are_ticks_below_the_line_instead_of_crosses_on_it(tmp_path: Path) -> None:
-    for count, shape in ((MANY_MARKS, "cross"), (MANY_MARKS + 1, "tick")):
+    for count, shape in ((MAX_MARKS, "cross"), (MAX_MARKS + 1, "tick")):
         run = read(tmp_path, windows(2 * count, loss=float, skipped=lambda s: s % 2 == 0))
         for name in ("loss", "scale"):
             marks = chart(name, run).marks[0]
@@ -108,34 +101,29 @@ def test_many_skips_are_ticks_below_the_line_instead_of_crosses_on_it(tmp_path: 
 
 
 def test_groups_with_one_learning_rate_share_a_line(tmp_path: Path) -> None:
-    lines = windows(5, lr=lambda s: [0.1 * s, 0.1 * s, 0.5, "nan", 1.0, 2.0])
-    run = read(tmp_path, lines)
+    run = read(tmp_path, windows(5, lr=lambda s: [0.1 * s, 0.1 * s, 0.5, "nan", 1.0, 2.0]))
     found = {line.label: line.y for line in chart("lr", run).lines}
-    assert found == {
-        "learning rate of group 0, 1": [0.1 * s for s in range(5)],
-        "learning rate of group 2": [0.5] * 5,
-    }
-    alone = read(tmp_path, windows(5, lr=lambda s: [0.1] * MOST_RATES))
-    assert [x.label for x in chart("lr", alone).lines] == [f"learning rate of {MOST_RATES} groups"]
+    expected = [pytest.approx(0.1 * s) for s in range(5)]
+    assert found == {"group 0, 1": expected, "group 2": [0.5] * 5}
+    alone = read(tmp_path, windows(5, lr=lambda s: [0.1] * MAX_RATES))
+    assert [x.label for x in chart("lr", alone).lines] == ["learning rate"]
 
 
 def test_the_time_of_a_step_is_what_the_clock_says(tmp_path: Path) -> None:
     lines = t.story(6, lambda *_: False, with_times=True)
-    lines += t.story(3, lambda *_: False)  # a session whose times are not there
-    time = chart("time", read(tmp_path, lines))
-    found = {line.label: line.y for line in time.lines}
-    whole = found["whole step"]
-    assert (whole[0], whole[6]) == (None, None)  # nobody knows when a session's first one began
-    assert whole[1:6] == [pytest.approx(100.0)] * 5
-    expected = {"optimizer's update": 30.0, "waiting for it": 2.0}
-    assert {k: y for k, y in found.items() if k != "whole step"} == {
-        label: [*[pytest.approx(ms)] * 6, None, None, None] for label, ms in expected.items()
-    }
-
-
-def test_a_run_that_was_not_scaled_has_no_scale(tmp_path: Path) -> None:
-    plain = read(tmp_path, [t.start(precision="no"), t.window(0, 1.0), t.window(1, 1.0)])
-    assert "scale" not in [each.name for each in charts(plain)]
+    lines += t.story(3, lambda *_: False)  # a session without times
+    run = read(tmp_path, lines)
+    found = {line.label: line.y for line in chart("time", run).lines}
+    # Nobody knows when a session's first window began.
+    assert found["whole step"] == [
+        None,
+        *[pytest.approx(100.0)] * 5,
+        None,
+        *[pytest.approx(100)] * 2,
+    ]
+    assert found["optimizer's update"] == [*[pytest.approx(30.0)] * 6, None, None, None]
+    assert found["waiting for it"] == [*[pytest.approx(2.0)] * 6, None, None, None]
+    assert run.windows_per_second == pytest.approx(10.0)
 
 
 def test_the_scale_is_that_of_each_window_and_every_skip_is_marked(tmp_path: Path) -> None:
@@ -145,13 +133,10 @@ def test_the_scale_is_that_of_each_window_and_every_skip_is_marked(tmp_path: Pat
     (line,), (marks,) = found.lines, found.marks
     assert (line.y, line.holds) == ([w["scale"] for w in given], True)
     skipped = [w for w in given if w["skipped"]]
-    assert marks.label == f"{len(skipped)} skipped windows"
     assert (marks.bins, marks.y) == ([w["step"] for w in skipped], [w["scale"] for w in skipped])
 
 
-def test_numbers_of_gradients_have_their_limits_and_those_without_height_are_marked(
-    tmp_path: Path,
-) -> None:
+def test_numbers_of_gradients_have_their_limits(tmp_path: Path) -> None:
     norms: list[Any] = [1.0, 2.0, "inf", 0.5, "nan", 4.0]
     largest: list[Any] = [1000.0, None, 1100.0, None, None, None]
     more = {"grad_norm": norms, "largest_gradient": largest}
@@ -164,19 +149,17 @@ def test_numbers_of_gradients_have_their_limits_and_those_without_height_are_mar
     for name, (values, label, height, bad) in expected.items():
         found = chart(name, run)
         (line,), (limit,) = found.lines, found.limits
-        assert line.y == [None if y is None else pytest.approx(y) for y in values], name
+        assert line.y == values
         assert (limit.label, limit.y) == (label, height)
         assert [i for marks in found.marks for i in marks.bins] == bad
-    calm = read(tmp_path, windows(2))
-    assert "largest" not in {each.name for each in charts(calm)}
 
 
-def test_where_sessions_began_is_told_but_not_too_often(tmp_path: Path) -> None:
+def test_beginnings_of_sessions_are_marked_but_not_too_many(tmp_path: Path) -> None:
     session = windows(3)
     axis = axis_of(read(tmp_path, session * 4))
-    assert (axis.sessions, axis.last) == (((2, 3), (3, 6), (4, 9)), 11)
+    assert (axis.sessions, axis.last) == ([(2, 3), (3, 6), (4, 9)], 11)
     many = axis_of(read(tmp_path, session * 100)).sessions
-    assert len(many) <= MOST_SESSIONS
+    assert len(many) <= MAX_SESSIONS
     assert all(x == 3 * (number - 1) for number, x in many)
 
 
@@ -184,20 +167,105 @@ def test_the_page_gets_these_numbers_and_nothing_that_json_lacks(tmp_path: Path)
     lines = windows(
         40,
         loss=lambda s: 1 / 3 if s else 1e300,
-        grad_norm=lambda s: ["inf", "nan", 5e-324, 1e300][s % 4],
+        grad_norm=lambda s: ["inf", "nan", 5e-324, 1e300, 0.0][s % 5],
         scale=lambda s: 0.0 if s == 9 else 2.0**40,
         lr=lambda s: ["inf"],
     )
     run = read(tmp_path, lines)
     found = charts(run)
     data = json.loads(page_data(run, axis_of(run), found, None), parse_constant=pytest.fail)
-    assert [each["name"] for each in data["charts"]] == [each.name for each in found]
-    (loss,) = [each for each in data["charts"] if each["name"] == "loss"]
-    assert loss["lines"][0]["y"][1] == 0.333333
-    (scale,) = [each for each in data["charts"] if each["name"] == "scale"]
-    assert scale["lines"][0]["y"][0] == 2**40
+    by_name = {each["name"]: each for each in data["charts"]}
+    assert list(by_name) == [each.name for each in found]
+    assert by_name["loss"]["lines"][0]["y"][1] == 0.333333
+    assert by_name["scale"]["lines"][0]["y"][8:10] == [2**40, None]
     for each in data["charts"]:
         for line in each["lines"]:
-            shown = [y for y in line["y"] if y is not None]
-            assert all(math.isfinite(y) for y in shown)
-            assert each["scale"] == "linear" or min(shown) > 0
+            drawn = [y for y in line["y"] if y is not None]
+            assert all(abs(y) <= 1e60 for y in drawn)
+            assert each["scale"] == "linear" or min(drawn) > 0
+
+
+# Bins.
+
+
+def test_a_mean_is_of_finite_numbers_and_the_last_is_of_all() -> None:
+    mean = Mean()
+    assert (mean.middle, mean.last) == (None, None)
+    for value in (-1.0, None, 4.0, math.nan, 0.0, math.inf, None):
+        mean.include(value)
+    assert (mean.low, mean.high, mean.middle, mean.bad) == (-1.0, 4.0, 1.0, 2)
+    assert mean.last == math.inf
+    later = Mean()
+    mean.merge(later)
+    assert mean.last == math.inf
+    later.include(9.0)
+    mean.merge(later)
+    assert (mean.high, mean.middle, mean.last) == (9.0, 3.0, 9.0)
+    mean.include(1e308)
+    mean.include(1e308)
+    assert mean.middle is None
+
+
+@pytest.mark.parametrize("count", [1, 2, MAX_BINS, MAX_BINS + 1, 5000])
+def test_bins_hold_every_window_once_whatever_their_number(count: int) -> None:
+    rng = random.Random(count)
+    losses = [rng.gauss(0, 2) for _ in range(count)]
+    times = [0.5 + 0.25 * x + 0.001 * x * x for x in range(count)]
+    bins = Bins()
+    for x, loss in enumerate(losses):
+        skipped = x % 5 == 0
+        record = Record(x, 1.0, 1.0, skipped, None, loss=loss, time=times[x], max_norm=float(x))
+        bins.include(x, record)
+    assert len(bins.done) <= MAX_BINS
+    assert [b.windows for b in bins.done[:-1]] == [bins.width] * (len(bins.done) - 1)
+    assert [b.x for b in bins.done[1:]] == [b.last_x + 1 for b in bins.done[:-1]]
+    assert bins.done[-1].last_x == count - 1
+    for b in bins.done:
+        part, mean = losses[b.x : b.last_x + 1], b.series["loss"]
+        assert b.windows == mean.count == len(part)
+        assert (mean.low, mean.high, mean.last) == (min(part), max(part), part[-1])
+        assert mean.middle == pytest.approx(sum(part) / len(part))
+        assert (b.skips, b.max_norm) == (
+            sum(x % 5 == 0 for x in range(b.x, b.last_x + 1)),
+            b.last_x,
+        )
+        steps = [times[x] - times[x - 1] for x in range(b.x, b.last_x + 1) if x > 0]
+        assert b.series["seconds"].total == pytest.approx(sum(steps))
+
+
+# The heat map.
+
+
+def heat_of(tmp_path: Path, names: list[str], *columns: list[float]) -> HeatMap:
+    lines = [t.start(), t.names(names)]
+    lines += [t.window(s, norms=t.norms(values)) for s, values in enumerate(columns)]
+    heat = heatmap(read(tmp_path, lines))
+    assert heat is not None
+    return heat
+
+
+def test_cells_are_the_norms_of_the_file(tmp_path: Path) -> None:
+    heat = heat_of(tmp_path, ["a", "b"], [1.0, 0.5], [0.0, math.inf], [math.nan, 2.0])
+    assert [list(row) for row in heat.table] == [[1.0, 0.0, math.inf], [0.5, math.inf, 2.0]]
+    assert (heat.columns, heat.rows) == ([0, 1, 2], [["a"], ["b"]])
+    assert (heat.low, heat.high) == (0.5, 2.0)
+    run = read(tmp_path, [t.start(), t.window(0)])
+    data = json.loads(page_data(run, axis_of(run), [], heat))["heatmap"]
+    assert data["norms"] == [[1.0, 0.0, -1.0], [0.5, -1.0, 2.0]]
+
+
+def test_norm_columns_are_evenly_spread_and_exact(tmp_path: Path) -> None:
+    lines = [t.start(), t.names(["a", "b"])]
+    lines += [t.window(s, norms=t.norms([s, s / 2])) for s in range(1000)]
+    columns = read(tmp_path, lines).norms.columns
+    assert [x for x, _, _ in columns] == list(range(0, 1000, 8))
+    assert all(list(norms) == [x, x / 2] for x, _, norms in columns)
+
+
+def test_labels_are_short_and_without_what_all_begin_with(tmp_path: Path) -> None:
+    names = [f"model.h.{n}.attn.weight" for n in (1, 2, 11)]
+    labels = heat_of(tmp_path, names, [1.0] * 3).labels(34)
+    assert labels == ["1.attn.weight", "2.attn.weight", "11.attn.weight"]
+    assert heat_of(tmp_path, ["weight"], [1.0]).labels(34) == ["weight"]
+    assert shorten("a" * 50 + "z", 12) == "aaaa…aaaaaaz"
+    assert all(len(shorten("y" * 90, limit)) == limit for limit in range(3, 40))

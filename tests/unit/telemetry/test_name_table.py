@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import math
-import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -25,30 +23,33 @@ def chain() -> nn.Sequential:
     return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
 
 
-def floats(data: bytes | None) -> list[float]:
-    assert data is not None
-    return list(struct.unpack(f"={len(data) // 4}f", data))
+def floats(values: tuple[float, ...] | None) -> list[float]:
+    assert values is not None
+    return list(values)
 
 
-def optimizer_of(params: Sequence[Tensor]) -> torch.optim.Optimizer:
+def optimizer_of(params: Iterable[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.SGD(list(params), lr=1.0)
+
+
+def numbers(table: NameTable, params: Sequence[Tensor]) -> list[int]:
+    return table.numbers_of(params, optimizer_of(dict.fromkeys(params)))
 
 
 def test_each_parameter_gets_the_next_number_once() -> None:
     model = chain()
     table, params = table_of(model), list(model.parameters())
-    assert table.numbers_of(params[2:]) == [0, 1]
-    assert table.numbers_of(params) == [2, 3, 0, 1]
-    assert table.numbers_of([params[3], params[3]]) == [1, 1]
-    assert table.known.names == ("1.weight", "1.bias", "0.weight", "0.bias")
-    assert table.known.elements == (3, 1, 6, 3)
+    assert numbers(table, params[2:]) == [0, 1]
+    assert numbers(table, params) == [2, 3, 0, 1]
+    assert numbers(table, [params[3], params[3]]) == [1, 1]
+    assert table.names.names == ("1.weight", "1.bias", "0.weight", "0.bias")
 
 
 def test_places_are_the_models_own_order_and_what_no_model_knows_comes_last() -> None:
     one, two, own = chain(), nn.Linear(1, 1), nn.Parameter(torch.zeros(5))
     table = table_of(one, two)
-    table.numbers_of([own, *two.parameters(), *one.parameters()], optimizer_of([own]))
-    by_place = [name for _, name in sorted(zip(table.known.places, table.known.names, strict=True))]
+    numbers(table, [own, *two.parameters(), *one.parameters()])
+    by_place = [name for _, name in sorted(zip(table.names.places, table.names.names, strict=True))]
     assert by_place == [
         *(name for name, _ in one.named_parameters()),
         *("weight", "bias", "parameter 0 of group 0, shape (5,)"),
@@ -59,22 +60,11 @@ def test_more_parameters_later_move_no_number() -> None:
     model = chain()
     table, params = table_of(model), list(model.parameters())
     optimizer, norms = optimizer_of(params), torch.tensor([1.0, 2.0, 3.0])
-    assert floats(table.place_norms([(params[:3], None, norms)], optimizer)) == [1.0, 2.0, 3.0]
-    table.numbers_of(params)
-    again = floats(table.place_norms([(params[:3], None, norms)], optimizer))
+    assert floats(table.norms_by_number([(params[:3], None, norms)], optimizer)) == [1.0, 2.0, 3.0]
+    numbers(table, params)
+    again = floats(table.norms_by_number([(params[:3], None, norms)], optimizer))
     assert again[:3] == [1.0, 2.0, 3.0]
     assert math.isnan(again[3])
-
-
-def test_a_model_that_is_gone_leaves_no_name() -> None:
-    first, second = chain(), nn.Linear(4, 1)
-    table = table_of(first, second)
-    table.numbers_of(list(first.parameters()))
-    del first
-    gc.collect()
-    assert table.numbers_of(list(second.parameters())) == [0, 1]
-    assert table.known.names == ("weight", "bias")
-    assert table.known.elements == (4, 1)
 
 
 def test_a_parameter_at_the_address_of_one_that_is_gone_is_another() -> None:
@@ -83,8 +73,8 @@ def test_a_parameter_at_the_address_of_one_that_is_gone_is_another() -> None:
     for size in range(1, 200):
         p = nn.Parameter(torch.zeros(size))
         keep.append(id(p))
-        (number,) = table.numbers_of([p])
-        assert table.known.names[number] == f"a parameter of shape ({size},)"
+        (number,) = numbers(table, [p])
+        assert table.names.names[number] == f"parameter 0 of group 0, shape ({size},)"
         del p
     assert len(set(keep)) < len(keep)  # else this has shown nothing
 
@@ -92,11 +82,11 @@ def test_a_parameter_at_the_address_of_one_that_is_gone_is_another() -> None:
 def test_a_model_that_is_known_later_renames_its_parameters() -> None:
     model, names = chain(), ParameterNames()
     table = NameTable(names)
-    table.numbers_of(list(model.parameters()))
-    assert table.known.names[0] == "a parameter of shape (3, 2)"
+    numbers(table, list(model.parameters()))
+    assert table.names.names[0] == "parameter 0 of group 0, shape (3, 2)"
     names.add_module(model)
-    table.numbers_of(list(model.parameters()))
-    assert table.known.names == ("0.weight", "0.bias", "1.weight", "1.bias")
+    numbers(table, list(model.parameters()))
+    assert table.names.names == ("0.weight", "0.bias", "1.weight", "1.bias")
 
 
 def test_norms_stand_at_their_numbers_and_nan_where_there_is_none() -> None:
@@ -104,28 +94,20 @@ def test_norms_stand_at_their_numbers_and_nan_where_there_is_none() -> None:
     table, params = table_of(model), list(model.parameters())
     optimizer = optimizer_of(params)
     all_of = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    assert floats(table.place_norms([(params, None, all_of)], optimizer)) == [1.0, 2.0, 3.0, 4.0]
-    some = floats(table.place_norms([(params[1:3], None, torch.tensor([5.0, 6.0]))], optimizer))
+    assert floats(table.norms_by_number([(params, None, all_of)], optimizer)) == [
+        1.0,
+        2.0,
+        3.0,
+        4.0,
+    ]
+    some = floats(table.norms_by_number([(params[1:3], None, torch.tensor([5.0, 6.0]))], optimizer))
     assert some[1:3] == [5.0, 6.0]
     assert math.isnan(some[0])
     assert math.isnan(some[3])
     one, other = torch.tensor([7.0]), torch.tensor([8.0])
     two = [(params[:1], None, one), (params[3:], None, other)]
-    found = floats(table.place_norms(two, optimizer))
+    found = floats(table.norms_by_number(two, optimizer))
     assert (found[0], found[3]) == (7.0, 8.0)
     assert math.isnan(found[1])
-    backwards = floats(table.place_norms([(params[::-1], None, all_of)], optimizer))
+    backwards = floats(table.norms_by_number([(params[::-1], None, all_of)], optimizer))
     assert backwards == [4.0, 3.0, 2.0, 1.0]
-
-
-def test_without_norms_there_is_nothing_to_place() -> None:
-    p = nn.Parameter(torch.zeros(1))
-    assert table_of().place_norms([], optimizer_of([p])) is None
-    assert table_of().place_norms([([p], None, None)], optimizer_of([p])) is None
-
-
-def test_norms_of_a_strided_tensor_are_its_values() -> None:
-    params = [nn.Parameter(torch.zeros(1)) for _ in range(3)]
-    strided = torch.arange(6.0)[::2]
-    found = table_of().place_norms([(params, list(map(id, params)), strided)], optimizer_of(params))
-    assert floats(found) == [0, 2, 4]

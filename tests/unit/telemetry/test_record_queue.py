@@ -11,7 +11,6 @@ import pytest
 
 from accel_scaler.optimizer_step import StepTiming
 from accel_scaler.telemetry import record_queue
-from accel_scaler.telemetry.gradient_range import RangeTotals
 from accel_scaler.telemetry.record import Names, Record
 from accel_scaler.telemetry.record_queue import OpenRecord, RecordQueue
 
@@ -25,7 +24,7 @@ class Journal:
         self.records: list[Record] = []
         self.closed: list[str | None] = []
 
-    def add(self, record: Record, names: Names) -> None:
+    def append(self, record: Record, names: Names) -> None:
         self.records.append(record)
 
     def close(self, error: str | None = None) -> None:
@@ -47,15 +46,15 @@ def window(index: int, *timings: Any, found_inf: bool = False, **values: Any) ->
 
 @pytest.fixture
 def never_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record_queue, "LONGEST_WAIT_S", 1e9)
+    monkeypatch.setattr(record_queue, "MAX_WAIT_S", 1e9)
 
 
 def test_the_last_window_waits_for_who_may_join_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record_queue, "LONGEST_WAIT_S", 0.0)
+    monkeypatch.setattr(record_queue, "MAX_WAIT_S", 0.0)
     journal: Any = Journal()
     queue, seen = RecordQueue(journal), []
     for index in range(3):
-        queue.add(window(index))
+        queue.append(window(index))
         seen.append(list(journal.steps))
     queue.flush()
     assert [*seen, journal.steps] == [[], [0], [0, 1], [0, 1, 2]]
@@ -68,11 +67,11 @@ def test_the_last_window_waits_for_who_may_join_it(monkeypatch: pytest.MonkeyPat
 def test_windows_are_written_together_and_overflows_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(record_queue, "MOST_WAITING", 3)
+    monkeypatch.setattr(record_queue, "MAX_WAITING", 3)
     journal: Any = Journal()
     queue, counts = RecordQueue(journal), []
     for index in range(9):
-        queue.add(window(index, found_inf=index == 4))
+        queue.append(window(index, found_inf=index == 4))
         counts.append(len(journal.steps))
     assert counts == [0, 0, 0, 3, 3, 5, 5, 5, 8]
 
@@ -83,52 +82,41 @@ def test_an_update_that_runs_is_waited_for_in_order_but_not_forever(
 ) -> None:
     journal: Any = Journal()
     queue, slow = RecordQueue(journal), timing(finished=False)
-    queue.add(window(0, slow))
-    queue.add(window(1, found_inf=True))
-    queue.add(window(2))
+    queue.append(window(0, slow))
+    queue.append(window(1, found_inf=True))
+    queue.append(window(2))
     assert journal.steps == []
     slow.finished = True
-    queue.add(window(3, timing(finished=False), found_inf=True))
-    monkeypatch.setattr(record_queue, "LONGEST_WAIT_S", 0.0)
-    queue.add(window(4))
+    queue.append(window(3, timing(finished=False), found_inf=True))
+    monkeypatch.setattr(record_queue, "MAX_WAIT_S", 0.0)
+    queue.append(window(4))
     assert journal.steps == [0, 1, 2]
-    monkeypatch.setattr(record_queue, "MOST_WAITING", 2)
-    queue.add(window(5))
+    monkeypatch.setattr(record_queue, "MAX_WAITING", 2)
+    queue.append(window(5))
     assert journal.steps == [0, 1, 2, 3, 4]
-    assert journal.records[-2].optimizer_s is None
+    assert journal.records[-2].optimizer_us is None
 
 
 def test_what_is_known_only_after_the_step_joins_the_record() -> None:
     waits = [(8.0, 0.5, "w"), (8.75, 0.25, "b")]
     beside = timing(inline=False, waits=waits)
     open_record = window(0, timing(start=6.0, busy=1.0), beside, timing(finished=False))
-    open_record.range = RangeTotals(((0, 0.5, 0.0),), 3.0, zeros=1, elements=4)
     assert not open_record.is_complete
-    record = open_record.close()
-    assert record.underflow == ((0, 0.5, 0.0),)
-    assert (record.largest_gradient, record.zero_share) == (3.0, 0.25)
-    assert (record.optimizer_s, record.waited_s) == (3.0, 1.75)
-    assert record.hidden_s == 1.25
+    record = open_record.complete()
+    assert (record.optimizer_us, record.waited_us) == (3_000_000, 1_750_000)
 
 
-def test_nobody_waits_longer_than_the_update_took() -> None:
-    beside = timing(inline=False, busy=1.0, waits=[(0.0, 5.0, "w")])
-    record = window(0, beside).close()
-    assert (record.waited_s, record.hidden_s) == (1.0, 0.0)
-
-
-def test_what_was_shown_of_several_updates_is_one_number() -> None:
+def test_the_errors_of_several_previews_are_one_number() -> None:
     late = timing(delay_compensation="preview", shown_error=(3.0, 6.0))
     bare = timing(delay_compensation="none")
     other = timing(delay_compensation="preview", shown_error=(4.0, 8.0))
     running = timing(finished=False, delay_compensation="preview", shown_error=(9.0, 1.0))
-    record = window(0, late, timing(), bare, other, running).close()
-    assert record.delay_compensation == ("preview", "none", "preview")
+    record = window(0, late, timing(), bare, other, running).complete()
     assert record.preview_error == 0.5
     errors = [(0.0, 0.0), (1.0, 0.0), (math.nan, 1.0), (math.inf, math.inf)]
-    found = [window(0, timing(shown_error=e)).close().preview_error for e in errors]
+    found = [window(0, timing(shown_error=e)).complete().preview_error for e in errors]
     assert list(map(str, found)) == ["None", "None", "nan", "nan"]
-    assert window(0, bare).close().preview_error is None
+    assert window(0, bare).complete().preview_error is None
 
 
 def test_a_closed_record_keeps_nothing_alive() -> None:
@@ -137,8 +125,7 @@ def test_a_closed_record_keeps_nothing_alive() -> None:
     parameter = Parameter()
     gone = weakref.ref(parameter)
     open_record = window(0, timing(inline=False, waits=[(0.0, 1.0, parameter)]))
-    open_record.close()
+    open_record.complete()
     del parameter
     gc.collect()
     assert gone() is None
-    assert open_record.close() is open_record.record

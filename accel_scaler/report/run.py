@@ -1,0 +1,91 @@
+"""What a report knows of a run: its diagnosis, totals and samples. All of it bounded."""
+
+from __future__ import annotations
+
+import math
+
+from ..telemetry import Diagnosis, Record, Start, headroom
+from .samples import Bins, Mean, NormColumns
+
+
+class Run(Diagnosis):
+    """Everything a report says about one file."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = self.label = path
+        self.bins = Bins()
+        self.norms = NormColumns()
+        self.overflows = 0
+        self.limited = self.clipped = 0
+        """Windows with a threshold for the norm; those above it."""
+        self.updates = self.optimizer_us = self.waited_us = 0
+        self.preview_error = Mean()
+        self.underflow: list[tuple[str, float, float]] = []
+        """Of the last measured window: name, share of zeros, share of subnormals."""
+        self.underflow_x = 0
+        self.zero_share: float | None = None
+        """Of the last measured window."""
+        self.largest: tuple[float, int] | None = None
+        """The largest gradient there, unscaled, and the window's x."""
+        self.least_room: tuple[float, int] | None = None
+        """The least headroom, and the window's x."""
+        self.lines = self.broken = 0
+        self.broken_first: tuple[int, str] | None = None
+
+    def begin(self, start: Start) -> None:
+        """Start a session."""
+        super().begin(start)
+        self.bins.begin_session()
+
+    def add(self, record: Record) -> None:
+        """Add the next window of the session."""
+        super().add(record)
+        x = self.last_x
+        self.overflows += record.found_inf
+        self.bins.include(x, record)
+        self._add_norms(x, record)
+        self._add_range(x, record)
+        if record.optimizer_us is not None:
+            self.updates += 1
+            self.optimizer_us += record.optimizer_us
+            self.waited_us += min(record.waited_us or 0, record.optimizer_us)
+        self.preview_error.include(record.preview_error)
+
+    def _add_norms(self, x: int, record: Record) -> None:
+        norm, limit = record.grad_norm, record.max_norm
+        if norm is not None and norm < math.inf and limit is not None and limit < math.inf:
+            self.limited += 1
+            self.clipped += norm > limit
+        if record.names and record.norms is not None:
+            self.norms.include(x, record.names, record.norms)
+
+    def _add_range(self, x: int, record: Record) -> None:
+        if record.underflow and record.names:
+            self.underflow = [(record.names[i], zero, low) for i, zero, low in record.underflow]
+            self.underflow_x = x
+        if record.zero_share is not None:
+            self.zero_share = record.zero_share
+        if record.largest_gradient is not None and record.scale > 0:
+            self.largest = (record.largest_gradient / record.scale, x)
+            room = headroom(record.largest_gradient)
+            self.least_room = min(self.least_room or (room, x), (room, x), key=lambda r: r[0])
+
+    def room(self) -> float | None:
+        """Doublings of the last scale until the largest gradient that was measured last overflows;
+        None: nothing was measured."""
+        return None if self.largest is None else headroom(self.largest[0] * self.last_scale)
+
+    @property
+    def last_loss(self) -> float | None:
+        """Of the last window that has one; inf and NaN too."""
+        return self.bins.of_all("loss").last
+
+    @property
+    def windows_per_second(self) -> float | None:
+        """Of the last session, its first window apart; None: it has no second one."""
+        seconds = Mean()
+        for each in self.bins.done:
+            if each.last_x >= self.sessions[-1].first_x:
+                seconds.merge(each.series["seconds"])
+        return seconds.count / seconds.total if seconds.total > 0 else None

@@ -101,6 +101,8 @@ class OverflowExplainer(Observer):
         """The window that overflowed last."""
         self._stepped: Window | None = None
         """The window in which an optimizer has stepped last; others may join it."""
+        self._was_updated = False
+        """Another optimizer has stepped in the window that overflowed."""
         self._warnings = 0
         self._logged: set[str] = set()
 
@@ -161,6 +163,7 @@ class OverflowExplainer(Observer):
         self._in_a_row = max(in_a_row for in_a_row, _ in answers)
         if self.finder is None and any(watches for _, watches in answers):
             self._start_watching("another rank could not run it again" if self.recording else "")
+        self._was_updated = self._stepped is window
         origin = self._explain(params)
         if origin is not None:
             self._publish(window, origin)
@@ -224,7 +227,10 @@ class OverflowExplainer(Observer):
         self, recording: WindowRecording, factor: float | None = None
     ) -> tuple[Origin | None, str]:
         """On every rank or on none. Returns where it overflowed, or why it could not be run."""
-        why = next(filter(None, self._gather(recording.obstacle())), "")
+        obstacle = recording.obstacle()
+        if self._was_updated:
+            obstacle = "another optimizer has updated parameters in it already"
+        why = next(filter(None, self._gather(obstacle)), "")
         if why:
             return None, why
         stops = not (self._is_together and self._is_sharded)

@@ -145,7 +145,7 @@ class DelayedUpdates:
     @property
     def is_prepared(self) -> bool:
         """Previews are prepared, or being prepared."""
-        return self.previews is not None and self.previews.has_settings
+        return self.previews is not None and self.previews.is_prepared
 
     def finish_preparation(self) -> bool:
         """Wait until nothing is prepared: that reads masters and state. Whether there was any.

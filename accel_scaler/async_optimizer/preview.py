@@ -39,6 +39,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten
 
 from ..errors import UnsupportedError
 from ..scaling import LOW_PRECISION
@@ -272,15 +273,14 @@ def make_previews(wanted: str, replica: Replica, streams: SideStreams) -> Previe
 
 @dataclass(slots=True)
 class Prepared:
-    """Previews made before a boundary, and what they were made of."""
+    """Previews made before a boundary, and what they were made of: masters and state."""
 
     parts: list[Part]
     settings: Settings
+    sources: list[Any] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
     shares: dict[int, Share] = field(default_factory=dict)
     """By the ``id`` of a pair."""
-    sources: list[Any] = field(default_factory=list)
-    """Masters and state."""
-    versions: list[int] = field(default_factory=list)
 
 
 class Previews:
@@ -295,7 +295,7 @@ class Previews:
     # On the training thread.
 
     @property
-    def has_settings(self) -> bool:
+    def is_prepared(self) -> bool:
         """Previews are prepared, or being prepared."""
         return self._settings is not None
 
@@ -345,9 +345,9 @@ class Previews:
     @torch.no_grad()
     def prepare(self, settings: Settings) -> None:
         """Make what the next boundary publishes, of masters and state as they are."""
-        prepared = Prepared(self._replica.parts, settings)
-        prepared.sources = self._sources()  # before: an edit meanwhile is seen
-        prepared.versions = _versions_of(prepared.sources)
+        sources = self._sources()
+        versions = _versions_of(sources)  # before: an edit meanwhile is seen
+        prepared = Prepared(self._replica.parts, settings, sources, versions)
         for part in prepared.parts:
             self._make(part, prepared)
         self._prepared = prepared
@@ -444,10 +444,8 @@ class Previews:
 
 
 class PreviewError:
-    """How far the previews of one step are off its exact update, on samples of the tensors.
-
-    Compared in the model's dtype, so that publishing nothing is off by what the update moves.
-    """
+    """How far the previews of one step are off its exact update, on samples of the tensors, in the
+    model's dtype."""
 
     def __init__(self) -> None:
         self._masters: list[tuple[Tensor, torch.dtype]] = []
@@ -525,15 +523,11 @@ def _numbers(values: Sequence[Any]) -> list[float]:
 
 
 def _are_equal(one: Settings, other: Settings) -> bool:
-    return len(one) == len(other) and all(
-        a.keys() == b.keys() and all(_is_equal(a[k], b[k]) for k in a)
-        for a, b in zip(one, other, strict=True)
-    )
+    (leaves, structure), (others, other_structure) = tree_flatten(one), tree_flatten(other)
+    return structure == other_structure and all(map(_is_equal, leaves, others))
 
 
 def _is_equal(a: Any, b: Any) -> bool:
-    if isinstance(a, (list, tuple)) and type(a) is type(b):
-        return len(a) == len(b) and all(map(_is_equal, a, b))
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.shape == b.shape and torch.equal(a, b)
-    return type(a) is type(b) and not isinstance(a, Tensor) and bool(a == b)
+        return torch.equal(a, b)
+    return type(a) is type(b) and bool(a == b)

@@ -9,7 +9,7 @@ the training thread.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, pairwise
 from operator import attrgetter, is_
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..errors import UnsupportedError
 from ..optimizer_step import ATTRIBUTE, AdamGroup, is_plain
@@ -127,8 +128,6 @@ class Replica:
         """Some pairs keep masters from a state dict."""
         self._buffers: list[Any] = []
         """Where gradients are copied to, in the order of the parts, if all of them are small."""
-        self._removed: list[ParameterPair] = []
-        """Of parameters in no group, which the optimizer's state still has."""
         self._spot_check = SpotCheck((), set())
         self._shares_memory = False
         """Some parameters have memory in common, so there is one part."""
@@ -186,24 +185,14 @@ class Replica:
         refuse_unshardable(self.optimizer)
         if not self.inline:
             refuse_spread(self.optimizer, self.streams.device)
-        known = [*self.pairs, *self._removed]
         pairs = make_pairs(
             self.optimizer,
             self.streams,
             offload=self.offload,
             masters=self.masters,
-            known=known,
+            known=self.pairs,
             saved=self._saved,
         )
-        removed = set(map(id, self._removed))
-        for pair in (pair for pair in pairs if id(pair) in removed):
-            pair.refresh()  # what was written to it meanwhile
-        now, state = set(map(id, params)), self.optimizer.state
-        self._removed = [
-            pair
-            for pair in known
-            if pair.is_master and id(pair.param) not in now and pair.param in state
-        ]
         self.pairs, self._known, self._saved = pairs, params, set()
         self._layout = self._layout_of(params)
         self._shares_memory = bool(overlapping([pair.target for pair in pairs]))
@@ -372,11 +361,11 @@ class Replica:
         if not streams.copies_beside:
             return
         for group in self.copy.param_groups:
-            streams.keep(tensors_in(value for key, value in group.items() if key != "params"))
+            streams.keep(_tensors_in([v for key, v in group.items() if key != "params"]))
         values = self._state_values()
         home, recorded = self._recorded
         if home != streams.home or not _are_same(values, recorded):
-            streams.keep(tensors_in(values), at_home=True)
+            streams.keep(_tensors_in(values), at_home=True)
             self._recorded = streams.home, values
 
     def expect_masters(self, params: Iterable[Tensor]) -> None:
@@ -445,7 +434,10 @@ class Replica:
         ``buffered``: :meth:`fill_buffers` has taken them.
         """
         plans = self._plans_of(part)
-        if plans is None or not (buffered or _all_taken(plans, part, grads)):
+        if plans is None or not (
+            buffered
+            or all(plan.takes([grads[i] for i in part.groups[n]]) for n, plan in plans.items())
+        ):
             part.epoch = -1  # its first step makes the state that a plan needs
             self._step_in_python(part, grads, grad_scale)
             return
@@ -547,29 +539,18 @@ def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
     return len(one) == len(other) and all(map(is_, one, other))
 
 
-def _all_taken(plans: dict[int, AdamGroup], part: Part, grads: list[Any]) -> bool:
-    return all(
-        plan.takes([grads[place] for place in part.groups[number]])
-        for number, plan in plans.items()
-    )
-
-
 def frozen(value: Any) -> Any:
-    """A copy of a hyperparameter, or of a list, tuple or dict of some."""
-    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-        return value.detach().clone()
-    if type(value) in (list, tuple):
-        return type(value)(map(frozen, value))
-    return {key: frozen(item) for key, item in value.items()} if type(value) is dict else value
+    """A copy of hyperparameters, in whatever containers."""
+
+    def copy_of(leaf: Any) -> Any:
+        is_copied = isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)
+        return leaf.detach().clone() if is_copied else leaf
+
+    return tree_map(copy_of, value)
 
 
-def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Those among ``values``, and in lists and tuples among them."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from tensors_in(value)
+def _tensors_in(values: list[Any]) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def is_empty(entry: Any) -> bool:

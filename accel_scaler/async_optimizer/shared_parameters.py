@@ -91,7 +91,7 @@ def refuse_sharing(wanted: Sequence[Wanted], beside_others: bool = True) -> None
 
 
 def refuse_successor(optimizer: Optimizer, call: str) -> None:
-    """Raise ``OrderError`` in a call of an optimizer whose parameters another one owns by now."""
+    """Raise ``OrderError`` where another optimizer owns the parameters by now."""
     if has_successor(optimizer):
         raise OrderError(
             f"{call}(): a {_successors[optimizer]} that was prepared after this "

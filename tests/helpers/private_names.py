@@ -172,6 +172,7 @@ PRIVATE: dict[str, dict[str | Callable[[], Any], tuple[str, ...]]] = {
             "_addmm_activation",
             "_scaled_dot_product_flash_attention_for_cpu",
         ),
+        "torch.ops.aten.add_.Tensor": ("_schema",),
         "torch.utils": ("_pytree",),
         "torch.autograd.profiler": ("_is_profiler_enabled",),
         "torch.amp.grad_scaler": ("_refresh_per_optimizer_state",),
@@ -187,7 +188,6 @@ PRIVATE: dict[str, dict[str | Callable[[], Any], tuple[str, ...]]] = {
         replica: ("_is_replica",),
         flattened: ("_fsdp_flattened",),
         compiled_module: ("_orig_mod",),
-        recurrent: ("_flat_weights", "_flat_weights_names"),
         compiled: ("_torchdynamo_orig_callable",),
     },
     "accelerate": {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import math
 import re
 import sys
@@ -14,11 +15,8 @@ from typing import Any
 import pytest
 from places import ROOT
 
-from accel_scaler.integrations import cpu_float16
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-HAS_KERNELS = cpu_float16.has_float16_kernels
 FOLDER = ROOT / "benchmarks"
 NUMBER = r" +-?[\d.]+"
 TINY = {"layers": 1, "width": 16, "heads": 2, "vocab": 32, "length": 8, "batch": 2}
@@ -45,6 +43,15 @@ ROWS: dict[str, tuple[list[str], str, int]] = {
 """Arguments, what a row of the table looks like, and how many there are."""
 
 
+@pytest.fixture(autouse=True)
+def level_of_the_log() -> Iterator[None]:
+    """Benchmarks silence warnings in the process that they are."""
+    logger = logging.getLogger("accel_scaler")
+    before = logger.level
+    yield
+    logger.setLevel(before)
+
+
 @pytest.fixture
 def benchmark() -> Iterator[Callable[[str], ModuleType]]:
     known = set(sys.modules)
@@ -63,7 +70,6 @@ def test_the_table_has_its_rows(
 ) -> None:
     if name == "convergence":
         pytest.importorskip("datasets")
-    monkeypatch.setattr(cpu_float16, "has_float16_kernels", HAS_KERNELS)  # torch's may be slow
     arguments, row, count = ROWS[name]
     module = benchmark(name)
     if hasattr(module, "CASES"):
@@ -97,6 +103,7 @@ def test_one_different_bit_of_overlap_fails_the_benchmark_of_convergence(
     assert ("FAULT: overlap differs from sync" in capsys.readouterr().out) == bool(status)
 
 
+@pytest.mark.usefixtures("torchs_own_products")
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_every_variant_of_the_gpu_benchmark_trains_as_stock_does(
     benchmark: Any, accumulation: int

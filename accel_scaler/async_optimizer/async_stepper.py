@@ -393,8 +393,9 @@ class AsyncStepper(Stepper):
             result = hook(self.optimizer, *arguments)
             if when == "pre" and result is not None and result != arguments:
                 raise UnsupportedError(
-                    f"a step pre-hook of {type(self.optimizer).__name__} returned {result!r}, "
-                    "expected None: step() is called without arguments here."
+                    f"a step pre-hook of {type(self.optimizer).__name__} returned other arguments, "
+                    "expected None: step() is called without arguments here. Change the gradients "
+                    "in the hook instead."
                 )
 
     # The hand-over.
@@ -681,6 +682,14 @@ class AsyncStepper(Stepper):
                 "are updated",
                 type(self.optimizer).__name__,
             )
+            if self.delayed is not None and self.sees_forwards:
+                logger.warning(
+                    "step_mode='delayed': a compiled function reads parameters of %s, and its "
+                    "calls are not watched: in an evaluation it reads values of one step before. "
+                    "Give AsyncOptimizer, or prepare, the compiled model, or call synchronize() "
+                    "first.",
+                    type(self.optimizer).__name__,
+                )
         if self._is_learning and learn:
             self._is_learning = False
             self.replica.reorder(hold.seen)

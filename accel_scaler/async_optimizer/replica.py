@@ -128,6 +128,8 @@ class Replica:
         """Some pairs keep masters from a state dict."""
         self._buffers: list[Any] = []
         """Where gradients are copied to, in the order of the parts, if all of them are small."""
+        self._removed: list[ParameterPair] = []
+        """Of parameters in no group, which the optimizer's state still has."""
         self._spot_check = SpotCheck((), set())
         self._shares_memory = False
         """Some parameters have memory in common, so there is one part."""
@@ -185,14 +187,24 @@ class Replica:
         refuse_unshardable(self.optimizer)
         if not self.inline:
             refuse_spread(self.optimizer, self.streams.device)
+        known = [*self.pairs, *self._removed]
         pairs = make_pairs(
             self.optimizer,
             self.streams,
             offload=self.offload,
             masters=self.masters,
-            known=self.pairs,
+            known=known,
             saved=self._saved,
         )
+        removed = set(map(id, self._removed))
+        for pair in (pair for pair in pairs if id(pair) in removed):
+            pair.refresh()  # what was written to it meanwhile
+        now, state = set(map(id, params)), self.optimizer.state
+        self._removed = [
+            pair
+            for pair in known
+            if pair.is_master and id(pair.param) not in now and pair.param in state
+        ]
         self.pairs, self._known, self._saved = pairs, params, set()
         self._layout = self._layout_of(params)
         self._shares_memory = bool(overlapping([pair.target for pair in pairs]))

@@ -72,7 +72,9 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def _preparing(self, objects: Sequence[Any]) -> Iterator[None]:
-        """Refuse what cannot be prepared before the block, take over optimizers at its end."""
+        """Refuse what cannot be prepared before the block, take over optimizers at its end. After
+        an error nothing stays registered: another ``prepare`` would register it twice, and an LR
+        scheduler asks the first of two wrappers whether a step was skipped."""
         attachment = self._attachment
         if attachment is None or attachment.is_preparing:  # one of the objects of an outer block
             yield
@@ -82,12 +84,20 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         for each in objects:
             if isinstance(each, torch.nn.Module):
                 attachment.chosen.refuse_uncastable(each)
+        registered = (self._models, self._optimizers, self._schedulers, self._dataloaders)
+        known = {id(each) for kind in registered for each in kind}
+        given = known.union(map(id, objects))
         attachment.is_preparing = True
         try:
             yield
+            attachment.take_over(optimizers)
+        except BaseException:
+            attachment.release([each for each in self._optimizers if id(each) not in given])
+            for kind in registered:
+                kind[:] = [each for each in kind if id(each) in known]
+            raise
         finally:
             attachment.is_preparing = False
-        attachment.take_over(optimizers)
 
     def prepare_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         """As Accelerate's; registers the parameters' names for errors and telemetry.

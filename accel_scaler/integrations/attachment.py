@@ -229,6 +229,12 @@ class Attachment:
         masters = MasterRule.of(self.config)
         take_over([(inner, self.config.step_mode, masters) for inner in inner_of(optimizers)])
 
+    def release(self, optimizers: Collection[Any]) -> None:
+        """Their preparation failed: they are Accelerate's again."""
+        for optimizer in self.optimizers.intersection(optimizers):
+            self.scaler.release(optimizer.stepped_optimizer)
+            optimizer.leave(self)
+
     def give_up(self, optimizer: Optimizer) -> None:
         """Another optimizer owns its parameters: it is neither stepped nor saved any more."""
         self.scaler.release(optimizer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -495,7 +496,7 @@ class GradScaler(torch.amp.GradScaler):
         return Rule(
             self._growth_factor,
             self._backoff_factor,
-            self._growth_interval,
+            operator.index(self._growth_interval),  # a TypeError for no int, as in torch
             self._min_scale,
             self._max_scale,
             self._hysteresis,

@@ -463,3 +463,15 @@ def test_state_of_a_parameter_that_is_frozen_while_it_is_loaded_is_not_rounded(
     for index, entry in saved[0].items():
         for key, value in entry.items():
             assert torch.equal(value, saved[1][index][key]), key
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+def test_a_compiled_model_that_is_not_the_given_one_is_logged(
+    is_given: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its forward runs no hooks, so its evaluations are not seen."""
+    model = model_of()
+    compiled: Any = torch.compile(model, backend="eager")
+    with delayed(compiled if is_given else model) as optimizer:
+        train(compiled, optimizer, range(5))
+    assert caplog.text.count("calls are not watched") == (not is_given)

@@ -142,6 +142,27 @@ def test_a_complex_parameter_is_refused_before_training(mode: Any, late: bool) -
     detach(accelerator)
 
 
+@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
+def test_a_refused_prepare_can_be_repeated(mode: Any) -> None:
+    """Registered twice, the schedule would ask the wrapper that does not step about skips."""
+    accelerator, model = attach(cpu(), ScalerConfig(step_mode=mode, init_scale=8.0)), mlp()
+    inner = SGD(model.parameters(), lr=0.1)
+    memory = torch.ones(4, 4)
+    views = [nn.Parameter(memory[:, :2]), nn.Parameter(memory[:, 1:3])]
+    refused = [*views, nn.Parameter(torch.ones(2) + 0j)][: 2 if mode == "delayed" else 3]
+    with pytest.raises(UnsupportedError):
+        accelerator.prepare(model, inner, SGD(refused, lr=0.1))
+    schedule = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5)
+    model, optimizer, schedule = accelerator.prepare(model, inner, schedule)
+    for factor in (INF, 1.0):
+        accelerator.backward(model(torch.ones(2, 8)).mean() * factor)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    assert inner.param_groups[0]["lr"] == 0.05
+    detach(accelerator)
+
+
 def _last_micro_batch(accelerator: Any, model: Any) -> None:
     accelerator.backward(model(torch.ones(4, 8)).float().square().mean())
 

@@ -173,6 +173,18 @@ def test_fp16_gradients_are_refused(kind: type[Stock]) -> None:
     assert torch.equal(p.grad, torch.full((2, 3), 2.0, dtype=torch.float16))
 
 
+@KINDS
+@pytest.mark.parametrize("interval", ["1", 1.5, None])
+def test_an_interval_that_is_no_int_is_refused_by_update(kind: type[Stock], interval: Any) -> None:
+    """It would never be reached, and the scale would never grow."""
+    (p, optimizer), scaler = one(), kind("cpu")
+    scaler.set_growth_interval(interval)
+    scaler.scale(p.sum()).backward()
+    scaler.step(optimizer)
+    with pytest.raises(TypeError):
+        scaler.update()
+
+
 @pytest.mark.parametrize(
     "bad", [0.0, -1.0, INF, NAN, "8", True, [8.0], 1e39, 1e-50, 0, torch.ones(2)]
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -135,48 +134,6 @@ def test_ranks_that_step_alone_do_not_wait_for_each_other(tmp_path: Path) -> Non
         assert {r.skipped for r in records} == {dist.get_rank() == 1}
         found = [r.first["module"] for r in records if r.first]
         assert found == (["sick"] if dist.get_rank() == 1 else [])
-        finish(accelerator)
-
-    on_two_ranks(body, tmp_path)
-
-
-def test_ranks_with_other_settings_do_not_wait_for_each_other(tmp_path: Path) -> None:
-    """Telemetry, and with it the replay, on the first rank alone; nobody heals."""
-
-    def body() -> None:
-        is_first = dist.get_rank() == 0
-        accelerator = attached(find_overflow="replay" if is_first else "off", heal=is_first)
-        plain = Net()
-        model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.01))
-        for number in range(3):
-            accelerator.backward(model(batch(number, quiet=False)))
-            optimizer.step()
-            optimizer.zero_grad()
-        records = accelerator.scaler_history.records
-        assert all(r.skipped and not r.healed for r in records)
-        assert [r.first is not None for r in records] == [is_first, False, False]
-        finish(accelerator)
-
-    on_two_ranks(body, tmp_path)
-
-
-def test_a_run_that_one_rank_has_begun_alone_goes_on_together(tmp_path: Path) -> None:
-    def body() -> None:
-        accelerator = attached(heal=True)
-        plain = Net()
-        plain.before.requires_grad_(False).bias.zero_()
-        trained = [p for p in plain.parameters() if p.requires_grad]
-        model, optimizer = accelerator.prepare(plain, torch.optim.SGD(trained, lr=0.01))
-        for number in range(5):
-            alone = number < 2
-            with model.no_sync() if alone else nullcontext():
-                quiet = alone and dist.get_rank() == 0
-                accelerator.backward(model(batch(number, quiet)))
-            optimizer.step()
-            optimizer.zero_grad()
-        records = list(accelerator.scaler_history.records)
-        assert [r.healed for r in records] == [(), (), ("sick",), (), ()]
-        assert [r.skipped for r in records[2:]] == [True, False, False]
         finish(accelerator)
 
     on_two_ranks(body, tmp_path)

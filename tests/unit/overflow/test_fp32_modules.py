@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from accel_scaler import UnsupportedError
 from accel_scaler.overflow.fp32_modules import Fp32Module
@@ -123,33 +122,6 @@ def assert_equal(one: list[Tensor], other: list[Tensor]) -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize(("half", "amp"), [(False, True), (True, False), (True, True)])
-def test_as_written_by_hand(half: bool, amp: bool) -> None:
-    def run(kind: type[Net], *names: str) -> list[Tensor]:
-        model = made(kind).half() if half else made(kind)
-        enable(model, *names)
-        return trained(model, amp=amp)
-
-    expected = run(ByHand)
-    assert_equal(run(Net, "h.1.mlp"), expected)
-    assert not torch.equal(run(Net)[-1], expected[-1]), "float16 would have passed"
-
-
-@pytest.mark.parametrize("half", [False, True])
-def test_nothing_is_left(half: bool) -> None:
-    model = made().half() if half else made()
-    before = {name: dict(vars(each)) for name, each in model.named_modules()}
-    expected = trained(copy.deepcopy(model))
-    on = enable(model, "h.1.mlp", "h.1", "h.1.mlp.wo")
-    model(torch.ones(2, WIDTH).to(model.head.weight.dtype))
-    for each in on:
-        each.disable()
-        each.disable()
-        assert not each.is_enabled
-    assert {name: dict(vars(each)) for name, each in model.named_modules()} == before
-    assert_equal(trained(model), expected)
-
-
 @pytest.mark.parametrize("when", ["before", "in the midst"])
 @pytest.mark.parametrize("half", [False, True])
 def test_compiled(when: str, half: bool) -> None:
@@ -167,33 +139,6 @@ def test_compiled(when: str, half: bool) -> None:
     if when != "before":
         enable(model, "h.1.mlp")
     assert_equal(trained(model, amp=not half, call=run), expected)
-
-
-class CheckpointsWithin(Mlp):
-    reentrant = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = checkpoint(self.wi, x, use_reentrant=self.reentrant)
-        out: Tensor = checkpoint(self.wo, torch.relu(x), use_reentrant=self.reentrant)
-        return out
-
-
-@pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_within_it(reentrant: bool, half: bool) -> None:
-    """In the backward the layer runs alone, outside of the module that is in float32."""
-    model = made()
-    model.h[1].mlp.__class__ = CheckpointsWithin
-    model.h[1].mlp.reentrant = reentrant
-    model = model.half() if half else model
-    on = enable(model, "h.1.mlp")
-    call = lambda x: model(x.requires_grad_())  # noqa: E731
-    by_hand = made(ByHand)
-    expected = trained(by_hand.half() if half else by_hand, amp=not half)
-    assert_equal(trained(model, amp=not half, call=call), expected)
-    for each in on:
-        each.disable()
-    assert not any("forward" in vars(each) for each in model.modules())
 
 
 def test_a_copy_and_a_pickle_are_plain() -> None:
@@ -220,21 +165,6 @@ def test_a_copy_and_a_pickle_are_plain() -> None:
                 assert not torch.equal(other(data), plain(data)), "its own parameters"
             enable(other, "h.1.mlp")
             other(data)
-
-
-def test_hooks_state_dict_and_class_are_as_before() -> None:
-    model = made()
-    mlp, seen = model.h[1].mlp, []
-    mlp.register_forward_pre_hook(lambda m, args: seen.append(args[0].dtype))
-    mlp.register_forward_hook(lambda m, args, out: seen.append(args[0].dtype))
-    keys = list(model.state_dict())
-    enable(model, "h.1.mlp")
-    with torch.autocast("cpu", torch.float16):
-        model(torch.ones(2, WIDTH))
-    assert seen == [torch.float16] * 2
-    assert type(mlp) is Mlp
-    assert list(model.state_dict()) == keys
-    assert str(model) == str(made())
 
 
 def test_the_cache_of_autocast_is_kept() -> None:
@@ -277,40 +207,6 @@ def test_buffers_written_in_the_call_are_kept_in_their_dtype() -> None:
     assert torch.equal(norm.running_mean, wide.running_mean.half())
     assert torch.equal(norm.running_var, wide.running_var.half())
     assert norm.num_batches_tracked == 1
-
-
-class Counting(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.mean = 0.5 * self.mean + 0.5 * x.detach().mean(0)
-        return x - self.mean
-
-
-def test_a_buffer_that_is_replaced_in_the_call() -> None:
-    module = Counting().half()
-    enable(module, "")
-    module(torch.ones(3, 2).half())
-    assert module.mean.dtype is torch.float16
-    assert module.mean.tolist() == [0.5, 0.5]
-
-
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_layers_of_a_half_model(kind: Any) -> None:
-    torch.manual_seed(0)
-    layer = kind(WIDTH, WIDTH).half()
-    wide = copy.deepcopy(layer).float()
-    enable(layer, "")
-    x = torch.randn(3, 2, WIDTH).half()
-    out, _ = layer(x)
-    expected, _ = wide(x.float())
-    assert torch.equal(out, expected.half())
-    out.float().sum().backward()
-    expected.half().float().sum().backward()
-    for p, q in zip(layer.parameters(), wide.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad.half())
 
 
 class Raising(nn.Module):

@@ -84,16 +84,6 @@ def test_as_written_by_hand_in_every_step_mode(mode: str, half: bool) -> None:
     assert not torch.equal(plain[-1], by_hand[-1]), "float16 would have passed"
 
 
-def test_put_on_by_prepare_and_taken_off_by_detach() -> None:
-    accelerator, model = attach(cpu(), config()), made()
-    prepared = accelerator.prepare(model)
-    assert forwards(model) == ["", "wo"]
-    assert prepared(torch.ones(1, WIDTH)).dtype is torch.float32
-    accelerator.prepare(prepared)
-    detach(accelerator)
-    assert "wo" not in forwards(model)
-
-
 def test_attached_after_prepare() -> None:
     accelerator, model = cpu(), made()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -139,13 +129,6 @@ def test_what_cannot_be_cast_is_refused_before_anything_is_prepared() -> None:
         attach(stock, config())
     assert forwards(model) == before
     assert not hasattr(stock, "_attachment")
-
-
-def test_data_parallel_is_refused() -> None:
-    accelerator = attach(cpu(), config())
-    with pytest.raises(UnsupportedError, match="DataParallel"):
-        accelerator.prepare(nn.DataParallel(made()))
-    detach(accelerator)
 
 
 def test_without_fp16_it_is_said_to_do_nothing() -> None:

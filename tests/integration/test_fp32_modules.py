@@ -137,18 +137,3 @@ def test_gradient_checkpointing_changes_no_number(glob: str, half: bool) -> None
     kept = found(None)
     for reentrant in (True, False):
         assert_equal(found(reentrant), kept)
-
-
-@pytest.mark.parametrize("half", [False, True])
-def test_a_compiled_backbone_that_returns_a_model_output(half: bool) -> None:
-    torch._dynamo.reset()
-
-    def found(backend: str | None) -> list[Tensor]:
-        torch.manual_seed(0)
-        model = enable(llama().half() if half else llama(), "model")
-        if backend is not None:
-            model = torch.compile(model, backend=backend)
-        return gradients(model, None, half)
-
-    assert_equal(found("eager"), found(None))
-    torch._dynamo.reset()

@@ -26,12 +26,9 @@ from telemetry_runs import (
 from torch import Tensor, nn
 
 from accel_scaler import (
-    AsyncOptimizer,
-    GradScaler,
     OverflowStreakError,
 )
 from accel_scaler.telemetry import record_queue
-from accel_scaler.telemetry.recorder import Recorder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -181,26 +178,6 @@ def test_where_it_began_is_in_the_record_the_log_and_the_error(
     assert found[-1]["first"]["text"] in text
 
 
-def test_the_second_optimizers_overflow_is_found_too(tmp_path: Path) -> None:
-    """Two optimizers in one window; the first one's gradients are fine."""
-    path, fine, hot = tmp_path / "run.jsonl", mlp(), Hot()
-    with attached(path, find_overflow="always") as accelerator:
-        fine_model, fine_optimizer = prepared(accelerator, fine)
-        hot_model, hot_optimizer = prepared(accelerator, hot)
-        for number, factor in enumerate((1.0, 1e7, 1.0, 1e7)):
-            hot.turn(factor)
-            accelerator.backward(loss_of(fine_model, number))
-            accelerator.backward(loss_of(hot_model, number))
-            for optimizer in (fine_optimizer, hot_optimizer):
-                optimizer.step()
-                optimizer.zero_grad()
-    found = windows_of(path)
-    assert [line["skipped"] for line in found] == [False, True, False, True]
-    assert ["first" in line for line in found] == [False, True, False, True]
-    assert found[1]["first"]["micro_batch"] == 1
-    assert {line["first"]["module"] for line in found if "first" in line} == {"1"}
-
-
 # What was healed.
 
 
@@ -308,24 +285,3 @@ def test_norms_without_scaling_are_those_of_the_gradients(
 
 
 # Numbers for others.
-
-
-def test_an_async_optimizer_alone_informs_its_observer() -> None:
-    plain = mlp()
-    scaler = GradScaler("cpu", init_scale=2.0**12)
-    recorder = Recorder(scaler)
-    with AsyncOptimizer(
-        sgd(plain.parameters()), plain, scaler=scaler, observer=recorder
-    ) as optimizer:
-        for number, factor in enumerate((1.0, 1.0, INF, 1.0)):
-            scaler.scale(loss_of(plain, number) * factor).backward()
-            optimizer.clip_grad_norm_(0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-        records = list(recorder.history.records)
-    assert [r.skipped for r in records] == [False, False, True, False]
-    assert [r.scale for r in records] == [4096.0, 4096.0, 4096.0, 2048.0]
-    assert records[0].optimizer_us is not None
-    assert records[0].waited_us is not None
-    assert records[0].waited_us <= records[0].optimizer_us
-    assert all(r.norms is None for r in records)

@@ -188,14 +188,11 @@ class Trace:
 
     def assert_lively(self, steps: int) -> None:
         """The reference has trained, skipped where it should, and grown its scale."""
-        assert len(self.skipped) == steps
-        assert {n for n, skipped in enumerate(self.skipped) if skipped} >= {
-            n for n in OVERFLOWS if n < steps
-        }
-        assert sum(self.skipped) < steps // 4
+        skips = {n for n, skipped in enumerate(self.skipped) if skipped}
+        assert skips >= {n for n in OVERFLOWS if n < steps}
+        assert len(skips) < steps // 4
         assert any(b > a for a, b in zip(self.scales, self.scales[1:], strict=False))
         assert len(set(self.losses)) > steps // 2
-        assert all(abs(loss) < INF for loss in self.losses)
 
 
 @contextmanager

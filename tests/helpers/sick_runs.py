@@ -25,7 +25,7 @@ __all__ = ["HEALTHY", "NO_MODULE", "SICK", "SickRun", "close", "few", "share", "
 
 @dataclass
 class SickRun:
-    """What became of one run."""
+    """The results of one run."""
 
     before: float
     after: float

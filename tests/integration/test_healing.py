@@ -1,4 +1,4 @@
-"""What overflows at any scale runs in float32 from then on, and is as if it always had."""
+"""``heal``: a module that overflows at any scale runs in float32, as if it always had."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def train(
 
 @MODES
 @pytest.mark.parametrize("half", [False, True])
-def test_from_then_on_it_is_as_if_it_had_always_been_in_float32(
+def test_a_healed_run_equals_one_with_the_module_in_float32(
     mode: dict[str, Any], half: bool
 ) -> None:
     """One skip, the scale as before it, then bit for bit the run with the line in its config."""

@@ -1,4 +1,4 @@
-"""What goes on record and what is said: warnings, errors, where it began, underflow, the end."""
+"""What telemetry records and logs: skips, offenders, origins of overflows, underflow, norms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One record of a window: whoever unscales, clips or drops, the step goes by what was found.
+"""One record of a window: the step uses what any entry point has unscaled, clipped or found.
 
 Each run has plain torch, or stock Accelerate, beside it. SGD shows a wrong scale at once.
 """
@@ -357,7 +357,9 @@ def folding(mode: str) -> Any:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("then", ["step", "clip"])
 @pytest.mark.parametrize("look", [*READS, *CHANGES])
-def test_whoever_looks_at_folded_gradients_finds_torchs(mode: str, look: str, then: str) -> None:
+def test_reads_and_changes_of_folded_gradients_are_as_in_torch(
+    mode: str, look: str, then: str
+) -> None:
     """They stay scaled for the kernel while nobody looks, and can be changed as they are there."""
     act = {**READS, **CHANGES}[look]
     reference, accelerator, mine = Plain(), folding(mode), mlp()

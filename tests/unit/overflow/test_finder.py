@@ -377,7 +377,7 @@ def test_nothing_is_read_before_find_and_then_at_once(monkeypatch: pytest.Monkey
     assert lists[0] > 1000
 
 
-def test_watching_twice_is_watching_once_and_close_removes_everything() -> None:
+def test_a_second_watch_adds_nothing_and_close_removes_all_hooks() -> None:
     def hooks(net: nn.Module) -> int:
         own = sum(
             len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._forward_hooks_always_called)

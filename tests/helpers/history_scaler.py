@@ -80,9 +80,6 @@ class Side:
             loss.backward()
         return [loss.item() for loss in scaled]
 
-    def scale_what_is_no_tensor(self) -> None:
-        self.scaler.scale(3)
-
     def assign(self, which: int, value: float) -> None:
         for p in self.optimizers[which].param_groups[0]["params"]:
             p.grad = torch.full_like(p, value * min(self.scaler.get_scale(), 1e30))
@@ -119,9 +116,6 @@ class Side:
     def set_scale(self, value: float, tensor: bool) -> None:
         self.scaler.update(torch.tensor(value) if tensor else value)
 
-    def set_scale_to_a_bad_tensor(self, bad: dict[str, Any]) -> None:
-        self.scaler.update(torch.ones(**bad))
-
     def set_factors(self, growth: float, backoff: float, interval: int) -> None:
         self.scaler.set_growth_factor(growth)
         self.scaler.set_backoff_factor(backoff)
@@ -147,7 +141,6 @@ CHOICES: Choices = {
         "shape": ("tensor", "tensor", "list", "tuple", "nested", "iterable", "first only"),
         "factor": (1.0, 0.1, -3.0),
     },
-    "scale_what_is_no_tensor": {},
     "assign": {"which": WHICH, "value": (1.0, 1e-3, 0.7)},
     "overflow": {"param": (0, 1, 2), "value": (INF, -INF, NAN)},
     "zero_grad": {"which": WHICH, "to_none": (False, True)},
@@ -157,7 +150,6 @@ CHOICES: Choices = {
     "update": {},
     "iteration": {"factor": (1.0, 0.1)},
     "set_scale": {"value": (1.0, 4096.0, 0.3, 1e-20), "tensor": (False, True)},
-    "set_scale_to_a_bad_tensor": {"bad": ({"size": (2,)}, {"size": (1,), "requires_grad": True})},
     "set_factors": {"growth": (2.0, 4.0, 1.0), "backoff": (0.5, 0.3, 1.0), "interval": (1, 2, 3)},
     "exchange": {},
     "replace": {"how": ("resume", "pickle", "deepcopy")},

@@ -1,18 +1,16 @@
-"""Runs of the recipes' sick models: in fp32, in fp16, in fp16 with modules kept in fp32 by hand."""
+"""Runs of the recipes' sick models, in fp32 and in fp16."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 from dataclasses import dataclass, replace
-from functools import wraps
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from recipe_support import RECIPES
 from support import reset
-from torch import Tensor, nn
+from torch import nn
 
 from accel_scaler import ScalerConfig, attach
 
@@ -27,7 +25,7 @@ __all__ = ["HEALTHY", "NO_MODULE", "SICK", "SickRun", "close", "few", "share", "
 
 @dataclass
 class SickRun:
-    """What became of one run."""
+    """The results of one run."""
 
     before: float
     after: float
@@ -37,11 +35,10 @@ class SickRun:
     """The scaler's history."""
     model: nn.Module
     """With the weights of the end, in fp32."""
-    accelerator: Any
 
 
-def train(sick: Any, precision: str = "fp16", *, by_hand: Any = (), **settings: Any) -> SickRun:
-    """Train a sick model from its start; ``by_hand``: names of the modules kept in fp32."""
+def train(sick: Any, precision: str = "fp16", **settings: Any) -> SickRun:
+    """Train a sick model from its start."""
     reset()
     accelerator: Any = Accelerator(
         cpu=True, mixed_precision=precision, gradient_accumulation_steps=sick.accumulate
@@ -49,8 +46,6 @@ def train(sick: Any, precision: str = "fp16", *, by_hand: Any = (), **settings: 
     if precision == "fp16":
         attach(accelerator, ScalerConfig(init_scale=sick.init_scale, **settings))
     model = sick.make()
-    for name in by_hand:
-        keep_in_fp32(model.get_submodule(name))
     start = held_out_loss(sick, sick.make())
     optimizer = sick.optimizer(model.parameters(), lr=sick.lr)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -70,7 +65,7 @@ def train(sick: Any, precision: str = "fp16", *, by_hand: Any = (), **settings: 
     judge.load_state_dict(accelerator.get_state_dict(model))
     history = accelerator.scaler_history if precision == "fp16" else None
     after = held_out_loss(sick, judge)
-    return SickRun(start, after, history.skips if history else 0, history, judge, accelerator)
+    return SickRun(start, after, history.skips if history else 0, history, judge)
 
 
 def held_out_loss(sick: Any, model: nn.Module) -> float:
@@ -95,18 +90,3 @@ def share(sick: Any, names: Any) -> float:
     model = sick.make()
     held = {p for name in names for p in model.get_submodule(name).parameters()}
     return sum(p.numel() for p in held) / sum(p.numel() for p in model.parameters())
-
-
-def keep_in_fp32(module: nn.Module) -> None:
-    """The cure by hand."""
-    forward = module.forward
-
-    def wide(value: Any) -> Any:
-        return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
-
-    @wraps(forward)
-    def in_fp32(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast("cpu", enabled=False):
-            return forward(*map(wide, args), **{key: wide(v) for key, v in kwargs.items()})
-
-    module.forward = in_fp32  # type: ignore[method-assign]

@@ -68,12 +68,6 @@ def weights(module: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in module.parameters()]).clone()
 
 
-def set_gradients(module: nn.Module, value: float, scale: float) -> None:
-    """Give every parameter a gradient of ``value``, as a backward of the scaled loss would."""
-    for p in module.parameters():
-        p.grad = torch.full_like(p, value * scale)
-
-
 class Linear(nn.Module):
     """``loss = sum(w * gradient)``: the gradient of ``w`` is what the caller says, exactly."""
 

@@ -74,12 +74,6 @@ class Recorder(TrainerCallback):
         self.trainer: Any = None
         self.skipped: list[bool] = []
         self.scales: list[float] = []
-        self.begun: list[tuple[type, int, float]] = []
-
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        accelerator = self.trainer.accelerator
-        if accelerator.scaler is not None:
-            self.begun.append((type(accelerator), id(accelerator), accelerator.scaler.get_scale()))
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         accelerator = self.trainer.accelerator

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from trainer_support import (
 )
 from transformers import Trainer, TrainerCallback
 
-from accel_scaler import OrderError, ScalerConfig, attach, detach
+from accel_scaler import ScalerConfig, attach, detach
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -272,46 +271,3 @@ def test_masters_in_a_trainer_equal_the_plain_loop(
 
 
 # --- float16 weights, and the scale ---------------------------------------------------------------
-
-
-AGAIN: dict[str, Callable[[Path, Any], Any]] = {
-    "another Trainer": lambda path, trainer: make(path, (), model=trainer.model, max_steps=3)[0],
-    "another optimizer": lambda path, trainer: setattr(trainer, "optimizer", None) or trainer,
-}
-
-
-@pytest.mark.parametrize(
-    ("mode", "dtype", "how"),
-    [
-        *((mode, torch.float16, "another Trainer") for mode in MODES),
-        ("sync", torch.bfloat16, "another Trainer"),
-        ("overlap", torch.float16, "another optimizer"),
-    ],
-)
-def test_a_notebook_trains_a_model_again(
-    tmp_path: Path, mode: str, dtype: torch.dtype, how: str
-) -> None:
-    """As a fresh process with the weights that the first run has left."""
-
-    with nullcontext() if mode == "sync" else lazy():
-        first, _ = make(tmp_path / "first", (), model=gpt2().to(dtype), max_steps=3)
-        train(attach(first, config(mode)))
-        left, old = deepcopy(first.model.state_dict()), first.optimizer
-        before, scale = weights(first.model), first.accelerator.scaler.state_dict()
-        second = train(attach(AGAIN[how](tmp_path / "second", first), config(mode)))
-        with pytest.raises(OrderError, match="AdamW that was prepared after this AdamW"):
-            old.step()
-        model = gpt2().to(dtype)
-        model.load_state_dict(left)
-        fresh, _ = make(tmp_path / "fresh", (), model=model, max_steps=3)
-        attach(fresh, config(mode))
-        if second is first:  # whose scaler goes on
-            fresh.accelerator.scaler.load_state_dict(scale)
-        train(fresh)
-        assert torch.equal(weights(fresh.model), weights(second.model))
-        assert not torch.equal(weights(fresh.model), before)
-        kept = second.optimizer
-        train(second)  # once more, with the optimizer that it has
-        assert second.optimizer is kept
-        for trainer in {first, second, fresh}:
-            detach(trainer)

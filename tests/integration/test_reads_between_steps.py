@@ -179,9 +179,6 @@ def test_the_next_forward_sees_a_write(begin: Callable[..., Run], mode: str) -> 
             assert forward == pytest.approx(float(loss_with(run, [b * 2.0 for b in before])), 1e-3)
 
 
-SKIPPED = 3
-
-
 def loss_with(run: Run, values: list[Tensor]) -> Tensor:
     """The same forward of a model that has these."""
     other = mlp()

@@ -1,4 +1,4 @@
-"""What goes on record and what is said: warnings, errors, where it began, underflow, the end."""
+"""What telemetry records and logs: skips, offenders, origins of overflows, underflow, norms."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.tracking import GeneralTracker
-from async_support import assert_same, lazy
+from async_support import assert_same
 from support import Linear, mlp, weights
 from telemetry_runs import (
     INF,
     Beside,
     attached,
-    batch,
     kinds_of,
     lines_of,
     loss_of,
@@ -28,15 +26,9 @@ from telemetry_runs import (
 from torch import Tensor, nn
 
 from accel_scaler import (
-    AsyncOptimizer,
-    GradScaler,
     OverflowStreakError,
-    ScalerConfig,
-    attach,
-    detach,
 )
 from accel_scaler.telemetry import record_queue
-from accel_scaler.telemetry.recorder import Recorder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -186,46 +178,7 @@ def test_where_it_began_is_in_the_record_the_log_and_the_error(
     assert found[-1]["first"]["text"] in text
 
 
-def test_the_second_optimizers_overflow_is_found_too(tmp_path: Path) -> None:
-    """Two optimizers in one window; the first one's gradients are fine."""
-    path, fine, hot = tmp_path / "run.jsonl", mlp(), Hot()
-    with attached(path, find_overflow="always") as accelerator:
-        fine_model, fine_optimizer = prepared(accelerator, fine)
-        hot_model, hot_optimizer = prepared(accelerator, hot)
-        for number, factor in enumerate((1.0, 1e7, 1.0, 1e7)):
-            hot.turn(factor)
-            accelerator.backward(loss_of(fine_model, number))
-            accelerator.backward(loss_of(hot_model, number))
-            for optimizer in (fine_optimizer, hot_optimizer):
-                optimizer.step()
-                optimizer.zero_grad()
-    found = windows_of(path)
-    assert [line["skipped"] for line in found] == [False, True, False, True]
-    assert ["first" in line for line in found] == [False, True, False, True]
-    assert found[1]["first"]["micro_batch"] == 1
-    assert {line["first"]["module"] for line in found if "first" in line} == {"1"}
-
-
 # What was healed.
-
-
-def test_healed_modules_stand_in_the_window_that_is_closed(tmp_path: Path) -> None:
-    """The second of two optimizers takes nothing away."""
-    path, body, head = tmp_path / "run.jsonl", mlp(), nn.Linear(1, 1)
-    with attached(path) as accelerator:
-        models = accelerator.prepare(body, head)
-        pairs = [accelerator.prepare(torch.optim.SGD(m.parameters(), lr=0.1)) for m in models]
-        for number in range(3):
-            accelerator.backward(models[1](models[0](batch(number)[0])).sum())
-            if number == 1:
-                accelerator.scaler.window.healed = ("a", "b.c")
-            for optimizer in pairs:
-                optimizer.step()
-                optimizer.zero_grad()
-        history = accelerator.scaler_history
-        assert [r.healed for r in history.records] == [(), ("a", "b.c"), ()]
-        assert (history.boundaries, history.healed) == (3, ("a", "b.c"))
-    assert [line.get("healed") for line in windows_of(path)] == [None, ["a", "b.c"], None]
 
 
 # Underflow of float16 gradients.
@@ -331,109 +284,4 @@ def test_norms_without_scaling_are_those_of_the_gradients(
     assert found[3]["nonfinite"]
 
 
-def test_an_fp32_run_may_step_with_a_closure(tmp_path: Path) -> None:
-    """As it could before: nothing is scaled, so a second backward does no harm."""
-    with attached(tmp_path / "run.jsonl", "no") as accelerator:
-        plain = mlp()
-        inner = torch.optim.LBFGS(plain.parameters(), lr=0.1, max_iter=3)
-        model, optimizer = accelerator.prepare(plain, inner)
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(model, 0)
-            accelerator.backward(loss)
-            return loss
-
-        before = loss_of(model, 0).item()
-        optimizer.step(closure)
-        assert loss_of(model, 0).item() < before
-
-
 # Numbers for others.
-
-
-class Notebook(GeneralTracker):  # type: ignore[misc]
-    """A user's own tracker."""
-
-    name = "notebook"
-    requires_logging_directory = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.logged: list[tuple[dict[str, Any], int | None]] = []
-
-    @property
-    def tracker(self) -> Any:
-        return None
-
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        pass
-
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        self.logged.append((values, step))
-
-
-def test_trackers_get_the_scalers_values_with_what_the_user_logs() -> None:
-    notebook = Notebook()
-    reset()
-    accelerator: Any = Accelerator(cpu=True, mixed_precision="fp16", log_with=notebook)
-    attach(accelerator, ScalerConfig(init_scale=2.0**12))
-    accelerator.init_trackers("run")
-    accelerator.log({"loss": 1.0}, step=0)
-    model, optimizer = prepared(accelerator, mlp())
-    for number, factor in enumerate((1.0, INF)):
-        accelerator.backward(loss_of(model, number) * factor)
-        norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        accelerator.log({"loss": 2.0, **({"scaler/skips": 99} if number else {})}, step=number + 1)
-        if not number:
-            first = float(norm)
-    detach(accelerator)
-    accelerator.log({"loss": 3.0}, step=3)
-    (a, _), (b, _), (c, when), (d, _) = notebook.logged
-    assert a == {"loss": 1.0}
-    coefficient = pytest.approx(0.5 / (first + 1e-6), rel=1e-6)
-    assert b == {
-        "loss": 2.0,
-        "scaler/scale": 4096.0,
-        "scaler/skips": 0,
-        "scaler/grad_norm": first,
-        "scaler/clip_coefficient": coefficient,
-    }
-    # The user's own value wins; numbers that are not finite or not known are left out.
-    assert (c, when) == ({"loss": 2.0, "scaler/scale": 2048.0, "scaler/skips": 99}, 2)
-    assert d == {"loss": 3.0}
-
-
-def test_an_async_optimizer_alone_informs_its_observer() -> None:
-    plain = mlp()
-    scaler = GradScaler("cpu", init_scale=2.0**12)
-    recorder = Recorder(scaler)
-    with AsyncOptimizer(
-        sgd(plain.parameters()), plain, scaler=scaler, observer=recorder
-    ) as optimizer:
-        for number, factor in enumerate((1.0, 1.0, INF, 1.0)):
-            scaler.scale(loss_of(plain, number) * factor).backward()
-            optimizer.clip_grad_norm_(0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-        records = list(recorder.history.records)
-    assert [r.skipped for r in records] == [False, False, True, False]
-    assert [r.scale for r in records] == [4096.0, 4096.0, 4096.0, 2048.0]
-    assert records[0].optimizer_us is not None
-    assert records[0].waited_us is not None
-    assert records[0].waited_us <= records[0].optimizer_us
-    assert all(r.norms is None for r in records)
-
-
-def test_a_prepared_async_optimizers_update_is_not_taken_for_an_inline_one(tmp_path: Path) -> None:
-    path, plain = tmp_path / "run.jsonl", mlp()
-    with attached(path) as accelerator, lazy():
-        optimizer = AsyncOptimizer(sgd(plain.parameters()), plain)
-        model, prepared_one = accelerator.prepare(plain, optimizer)
-        for number in range(3):
-            step(accelerator, model, prepared_one, number)
-        optimizer.close()
-    for line in windows_of(path):
-        assert line["optimizer_us"] >= line["waited_us"] >= 0

@@ -48,11 +48,14 @@ def test_of_a_loop_they_stand_at_the_loops_own_steps(mode: str, tmp_path: Path) 
         if window != 4:
             norms[100 * window] = pytest.approx(norm)
         accelerator.log({"loss": 1.0}, step=100 * window)
+    own = 100 * WINDOWS  # with a value that the user logs under the same name
+    accelerator.log({"loss": 1.0, "scaler/scale": 3.0}, step=own)
+    scales[own], norms[own] = 3.0, pytest.approx(norm)
     accelerator.end_training()
     detach(accelerator)
 
     found = scalars(tmp_path / "run")
     assert list(found["loss"]) == list(scales)
     assert found["scaler/scale"] == scales
-    assert list(found["scaler/skips"].values()) == [0, 0, 0, 0, 1, 1, 1]
+    assert list(found["scaler/skips"].values()) == [0, 0, 0, 0, 1, 1, 1, 1]
     assert found["scaler/grad_norm"] == norms

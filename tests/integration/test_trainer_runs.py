@@ -1,26 +1,19 @@
-"""A Trainer with one more line: real runs, bit for bit those of torch's scaler done right.
-
-Run as a script, this file is the new process that resumes from a checkpoint.
-"""
+"""A Trainer with one more line: real runs, bit for bit those of torch's scaler done right."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from support import use_torchs_products, weights
+from support import weights
 from trainer_support import (
     CONFIG,
     SKIPPED,
     Recorder,
     as_stock,
-    gpt2,
     logs,
     make,
     rates,
@@ -29,7 +22,7 @@ from trainer_support import (
 from transformers import TrainingArguments
 from versions import release
 
-from accel_scaler import GradScaler, ScalerConfig, attach
+from accel_scaler import GradScaler, attach
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -102,73 +95,3 @@ def test_training_twice_attached_equals_training_twice_stock(tmp_path: Path) -> 
     assert_same(ours, theirs)
     assert sum(theirs[1].skipped) == 2
     assert len(theirs[1].skipped) == 8
-
-
-def finish(trainer: Any, recorder: Recorder, file: Path) -> dict[str, Any]:
-    """What is left at the end of a run, also saved to ``file``."""
-    optimizer = trainer.optimizer.state_dict()["state"]
-    result = {
-        "weights": weights(trainer.model),
-        "moments": torch.cat([s["exp_avg_sq"].flatten() for s in optimizer.values()]),
-        "scaler": trainer.accelerator.scaler.state_dict(),
-        "skipped": recorder.skipped,
-        "scales": recorder.scales,
-        "rates": rates(trainer),
-        "losses": [entry["loss"] for entry in logs(trainer) if "loss" in entry],
-    }
-    torch.save(result, file)
-    return result
-
-
-# A step in each half; the last one before the checkpoint and the first one after it.
-RESUME_STEPS = 20
-RESUME_OVERFLOWS = (12, 37, 41, 65)
-RESUME_CONFIG = ScalerConfig(init_scale=1024.0, growth_interval=3, hysteresis=2)
-
-
-def resume(path: Path, checkpoint: str, first: int) -> None:
-    """In a new process: steps 10 to 20 from the checkpoint."""
-    trainer, recorder = make(path, model=gpt2(RESUME_OVERFLOWS, first), max_steps=RESUME_STEPS)
-    train(attach(trainer, RESUME_CONFIG), resume_from_checkpoint=checkpoint)
-    finish(trainer, recorder, path / "resumed.pt")
-
-
-@pytest.mark.process
-def test_resuming_in_a_new_process_equals_going_on(tmp_path: Path) -> None:
-    """20 steps == 10 steps, save, a new process, 10 steps: bit for bit, with skips in each."""
-    trainer, recorder = make(
-        tmp_path / "whole",
-        RESUME_OVERFLOWS,
-        max_steps=RESUME_STEPS,
-        save_strategy="steps",
-        save_steps=10,
-    )
-    train(attach(trainer, RESUME_CONFIG))
-    (tmp_path / "half").mkdir()
-    whole = finish(trainer, recorder, tmp_path / "whole.pt")
-    assert [i for i, skipped in enumerate(whole["skipped"]) if skipped] == [3, 9, 10, 16]
-    # Two skips in a row, one on either side of the checkpoint, are what backs the scale off.
-    assert whole["scales"][9] == 2 * whole["scales"][10]
-    done = subprocess.run(
-        [sys.executable, __file__, str(tmp_path / "half"), str(tmp_path / "whole/checkpoint-10")],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
-    half = torch.load(tmp_path / "half" / "resumed.pt")
-    assert torch.equal(half["weights"], whole["weights"])
-    assert torch.equal(half["moments"], whole["moments"])
-    assert half["scaler"] == whole["scaler"]
-    assert half["skipped"] == whole["skipped"][10:]
-    assert half["scales"] == whole["scales"][10:]
-    assert half["rates"] == whole["rates"]
-    assert half["losses"] == whole["losses"]
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    use_torchs_products()
-    resume(Path(sys.argv[1]), sys.argv[2], first=40)

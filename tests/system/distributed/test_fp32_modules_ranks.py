@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from versions import before_torch
 
@@ -100,9 +102,13 @@ def sharded(model: Net, layout: str, reshard: bool) -> Net:
     return model
 
 
+def local(tensor: Tensor) -> Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
 def trained(model: Any, mode: str | None = None) -> list[Tensor]:
     """``mode``: of the optimizer thread; None: torch steps."""
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1 / 256, momentum=0.9)
     if mode is not None:
         optimizer = AsyncOptimizer(optimizer, model, mode=mode)
     seen = []
@@ -110,14 +116,12 @@ def trained(model: Any, mode: str | None = None) -> list[Tensor]:
         torch.manual_seed(10 * step + dist.get_rank())
         out = model(torch.randn(4, WIDTH))
         (out.float().square().mean() * 256).backward()
-        seen += [out.detach().clone(), *(p.grad.to_local().clone() for p in model.parameters())]
-        for p in model.parameters():
-            p.grad /= 256
+        seen.append(local(out))
         optimizer.step()
         optimizer.zero_grad()
     if mode is not None:
         optimizer.close()
-    return [*seen, *(p.to_local().detach().clone() for p in model.parameters())]
+    return [*seen, *map(local, model.parameters())]
 
 
 def equal(one: list[Tensor], other: list[Tensor]) -> bool:
@@ -128,70 +132,41 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
 @before_torch(2, 7, "torch 2.6: fully_shard wants the streams of a device")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_fsdp2_with_float16_parameters(layout: str, tmp_path: Path) -> None:
+    """Also with the optimizer thread, which updates when somebody waits for it."""
+
     def body() -> None:
         for reshard, checkpoints in ((True, False), (True, True), (False, True)):
             by_hand = trained(sharded(Net(True, checkpoints), layout, reshard))
             plain = trained(sharded(Net(False, checkpoints), layout, reshard))
             assert not equal(plain, by_hand), "float16 would have passed"
-            for before in (True, False):
+            for before, mode in ((True, None), (False, None), (True, "overlap")):
                 model = Net(False, checkpoints)
                 fp32 = Fp32Module(model.h[1], "h.1")
                 if before:
                     fp32.enable()
                 model = sharded(model, layout, reshard)
                 fp32.enable()
-                assert equal(trained(model), by_hand), (reshard, checkpoints, before)
+                with lazy() if mode else nullcontext():
+                    assert equal(trained(model, mode), by_hand), (reshard, checkpoints, before)
                 fp32.disable()
                 assert not any("forward" in vars(each) for each in model.modules())
 
     on_two_ranks(body, tmp_path)
 
 
-@before_torch(2, 7, "torch 2.6: fully_shard wants the streams of a device")
-@pytest.mark.parametrize("layout", ["the root alone", "both"])
-def test_fsdp2_and_the_optimizer_thread(layout: str, tmp_path: Path) -> None:
-    """Updated when somebody waits for it: a wait that is missing shows."""
-
-    def body() -> None:
-        def run(mode: str | None) -> list[Tensor]:
-            model = sharded(Net(False), layout, True)
-            fp32 = Fp32Module(model.h[1], "h.1")
-            fp32.enable()
-            found = trained(model, mode)
-            fp32.disable()
-            return found
-
-        torch_steps = run(None)
-        with lazy():
-            assert equal(run("overlap"), torch_steps)
-
-    on_two_ranks(body, tmp_path)
-
-
-@pytest.mark.parametrize("original", [True, False])
-def test_fsdp1_with_float16_parameters(original: bool, tmp_path: Path) -> None:
+def test_fsdp1_with_float16_parameters(tmp_path: Path) -> None:
     """Its flat parameters leave views among the attributes."""
 
     def body() -> None:
         def run(by_hand: bool, on: bool = False) -> list[Tensor]:
             model = FullyShardedDataParallel(
                 Net(by_hand),
-                use_orig_params=original,
                 device_id=torch.device("cpu"),
                 mixed_precision=MixedPrecision(torch.float16, torch.float32),
             )
             if on:
                 Fp32Module(modules_by_name(model)["h.1"], "h.1").enable()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            seen = []
-            for step in range(3):
-                torch.manual_seed(10 * step + dist.get_rank())
-                out = model(torch.randn(4, WIDTH))
-                out.float().square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                seen.append(out.detach().clone())
-            return seen
+            return trained(model)
 
         by_hand = run(True)
         assert equal(run(False, on=True), by_hand)
@@ -226,9 +201,9 @@ def test_ddp_through_accelerate(half: bool, tmp_path: Path) -> None:
         return [*seen, *(p.detach().clone() for p in model.parameters())]
 
     def body() -> None:
-        for values in ({}, {"step_mode": "overlap"}, {"step_mode": "delayed"}):
-            by_hand, plain = run(True, **values), run(False, **values)
-            assert equal(run(False, "h.1", **values), by_hand)
-            assert not equal(plain, by_hand), "float16 would have passed"
+        by_hand = run(True)
+        assert not equal(run(False), by_hand), "float16 would have passed"
+        for mode in ("sync", "overlap"):
+            assert equal(run(False, "h.1", step_mode=mode), by_hand)
 
     on_two_ranks(body, tmp_path)

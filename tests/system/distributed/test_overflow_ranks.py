@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +53,14 @@ def finish(accelerator: Any) -> None:
     detach(accelerator)
 
 
+def prepared(accelerator: Any) -> tuple[Any, Any, Net]:
+    """The first layer is frozen, so what is quiet stays quiet."""
+    plain = Net()
+    plain.before.requires_grad_(False).bias.zero_()
+    trained = [p for p in plain.parameters() if p.requires_grad]
+    return *accelerator.prepare(plain, torch.optim.SGD(trained, lr=0.01)), plain
+
+
 @pytest.mark.parametrize(
     ("loud", "mode"),
     [
@@ -65,14 +72,7 @@ def finish(accelerator: Any) -> None:
 def test_ddp(loud: tuple[int, ...], mode: dict[str, Any], tmp_path: Path) -> None:
     def body() -> None:
         accelerator = attached(heal=True, **mode)
-        plain = Net()
-        for p in (plain.before.weight, plain.before.bias):
-            p.requires_grad_(False)  # else what is quiet would not stay so
-            p.data.zero_()
-        plain.before.weight.data[:8] = torch.eye(8)
-        plain.before.weight.data[8:] = torch.eye(8)
-        optimizer: Any = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.1)
-        model, optimizer = accelerator.prepare(plain, optimizer)
+        model, optimizer, plain = prepared(accelerator)
         assert isinstance(model, nn.parallel.DistributedDataParallel)
         for number in range(4):
             accelerator.backward(model(batch(number, dist.get_rank() not in loud)))
@@ -81,7 +81,6 @@ def test_ddp(loud: tuple[int, ...], mode: dict[str, Any], tmp_path: Path) -> Non
         records = accelerator.scaler_history.records
         assert [r.skipped for r in records] == [True, False, False, False]
         assert [r.healed for r in records] == [("sick",), (), (), ()]
-        assert accelerator._attachment.chosen.patterns == ("sick",)
         first: Any = records[0].first
         assert first["module"] == "sick"
         assert (f"(rank {loud[0]})" in first["text"]) == (dist.get_rank() not in loud)
@@ -99,10 +98,7 @@ def test_ddp_watches_the_next_window(loud: tuple[int, ...], tmp_path: Path) -> N
 
     def body() -> None:
         accelerator = attached(max_consecutive_skips=9)
-        plain = Net()
-        plain.before.requires_grad_(False).bias.zero_()
-        trained = [p for p in plain.parameters() if p.requires_grad]
-        model, optimizer = accelerator.prepare(plain, torch.optim.SGD(trained, lr=0.01))
+        model, optimizer, _ = prepared(accelerator)
         for number in range(4):
             accelerator.backward(model(batch(number, dist.get_rank() not in loud)))
             optimizer.step()
@@ -111,7 +107,6 @@ def test_ddp_watches_the_next_window(loud: tuple[int, ...], tmp_path: Path) -> N
         assert [r.first and r.first["module"] for r in records] == [None, "sick", None, None]
         first: Any = records[1].first
         assert (f"(rank {loud[0]})" in first["text"]) == (dist.get_rank() not in loud)
-        assert accelerator._attachment.explainer.finder is None
         finish(accelerator)
 
     on_two_ranks(body, tmp_path)
@@ -122,10 +117,7 @@ def test_ranks_that_step_alone_do_not_wait_for_each_other(tmp_path: Path) -> Non
 
     def body() -> None:
         accelerator = attached(find_overflow="replay")
-        plain = Net()
-        plain.before.requires_grad_(False).bias.zero_()
-        trained = [p for p in plain.parameters() if p.requires_grad]
-        model, optimizer = accelerator.prepare(plain, torch.optim.SGD(trained, lr=0.01))
+        model, optimizer, _ = prepared(accelerator)
         with model.no_sync():
             for number in range(3):
                 accelerator.backward(model(batch(number, quiet=dist.get_rank() == 0)))
@@ -135,48 +127,6 @@ def test_ranks_that_step_alone_do_not_wait_for_each_other(tmp_path: Path) -> Non
         assert {r.skipped for r in records} == {dist.get_rank() == 1}
         found = [r.first["module"] for r in records if r.first]
         assert found == (["sick"] if dist.get_rank() == 1 else [])
-        finish(accelerator)
-
-    on_two_ranks(body, tmp_path)
-
-
-def test_ranks_with_other_settings_do_not_wait_for_each_other(tmp_path: Path) -> None:
-    """Telemetry, and with it the replay, on the first rank alone; nobody heals."""
-
-    def body() -> None:
-        is_first = dist.get_rank() == 0
-        accelerator = attached(find_overflow="replay" if is_first else "off", heal=is_first)
-        plain = Net()
-        model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.01))
-        for number in range(3):
-            accelerator.backward(model(batch(number, quiet=False)))
-            optimizer.step()
-            optimizer.zero_grad()
-        records = accelerator.scaler_history.records
-        assert all(r.skipped and not r.healed for r in records)
-        assert [r.first is not None for r in records] == [is_first, False, False]
-        finish(accelerator)
-
-    on_two_ranks(body, tmp_path)
-
-
-def test_a_run_that_one_rank_has_begun_alone_goes_on_together(tmp_path: Path) -> None:
-    def body() -> None:
-        accelerator = attached(heal=True)
-        plain = Net()
-        plain.before.requires_grad_(False).bias.zero_()
-        trained = [p for p in plain.parameters() if p.requires_grad]
-        model, optimizer = accelerator.prepare(plain, torch.optim.SGD(trained, lr=0.01))
-        for number in range(5):
-            alone = number < 2
-            with model.no_sync() if alone else nullcontext():
-                quiet = alone and dist.get_rank() == 0
-                accelerator.backward(model(batch(number, quiet)))
-            optimizer.step()
-            optimizer.zero_grad()
-        records = list(accelerator.scaler_history.records)
-        assert [r.healed for r in records] == [(), (), ("sick",), (), ()]
-        assert [r.skipped for r in records[2:]] == [True, False, False]
         finish(accelerator)
 
     on_two_ranks(body, tmp_path)

@@ -24,21 +24,11 @@ def test_a_sick_model_learns_in_fp32_not_in_fp16_and_with_its_cure_as_in_fp32(na
     ill = train(few(sick, 50), min_scale=1.0)
     assert ill.skips > 0.9 * 50
     assert not close(ill, well)
-    cured = train(sick, by_hand=sick.cure)
+    cured = train(sick, fp32_modules=sick.cure)
     assert close(cured, well)
     assert cured.skips <= 5
     assert sick.cure
     assert share(sick, sick.cure) <= 0.05
-
-
-@pytest.mark.parametrize("mode", ["sync", "overlap"])
-@pytest.mark.parametrize("name", SICK)
-def test_the_cure_as_a_setting_is_the_cure_by_hand_bit_for_bit(name: str, mode: str) -> None:
-    sick = few(SICK[name], 6)
-    by_hand = train(sick, by_hand=sick.cure)
-    kept = train(sick, fp32_modules=sick.cure, step_mode=mode)
-    assert same(kept.model.state_dict(), by_hand.model.state_dict())
-    assert kept.skips == by_hand.skips <= 2
 
 
 @pytest.mark.parametrize("name", SICK)

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 from boundary_support import SCALE, models, one, ours, tracker
-from support import LR, Linear, set_gradients
+from support import LR
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer, SparseAdam
+from torch.optim import SGD, Optimizer, SparseAdam
 
 from accel_scaler import (
-    OrderError,
     ScalerConfig,
 )
 
@@ -45,87 +44,7 @@ def test_one_update_a_window(bad: int | None, clip: bool) -> None:
     assert a.scaler_history.skips == int(bad is not None)
 
 
-def test_an_optimizer_without_gradients_is_left_out() -> None:
-    """It neither steps nor stops the others; torch raises here."""
-    a = ours()
-    ms, optimizers = models(a, 2, weight_decay=0.5)
-    a.backward(ms[0](1.0))
-    for optimizer in optimizers:
-        a.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], 1e6)
-        optimizer.step()
-    assert [m.moved for m in ms] == [1.5, 0.0]
-    assert [o.step_was_skipped for o in optimizers] == [False, False]
-    assert tracker(a) == 1
-
-
 # What is refused
-
-
-@pytest.mark.parametrize(
-    ("call", "fold"), [("step", False), ("step", True), ("clip", False), ("unscale", True)]
-)
-def test_a_backward_after_the_clip(call: str, fold: bool) -> None:
-    """Scaled gradients on top of unscaled ones: refused, nothing moves, and training goes on."""
-    a = ours(ScalerConfig(init_scale=SCALE, fold_unscale=fold))
-    model, optimizer = one(a, fused=True)
-    a.backward(model(1.0))
-    a.clip_grad_norm_(model.parameters(), 1e6)
-    a.backward(model(1.0))
-    with pytest.raises(OrderError, match="added scaled gradients to the unscaled"):
-        {
-            "step": optimizer.step,
-            "clip": lambda: a.clip_grad_norm_(model.parameters(), 1.0),
-            "unscale": a.unscale_gradients,
-        }[call]()
-    assert (model.moved, a.scaler.get_scale(), tracker(a)) == (0.0, SCALE, 0)
-    optimizer.zero_grad()
-    for _ in range(2):
-        a.backward(model(1.0))
-        a.clip_grad_norm_(model.parameters(), 1e6)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert (model.moved, tracker(a)) == (2.0, 2)
-
-
-@pytest.mark.parametrize("call", ["step", "clip", "value", "unscale"])
-def test_loss_backward_without_the_accelerator(call: str) -> None:
-    a = ours()
-    model, optimizer = one(a)
-    model(1.0).backward()
-    with pytest.raises(OrderError, match=r"accelerator\.backward\(loss\)"):
-        {
-            "step": optimizer.step,
-            "clip": lambda: a.clip_grad_norm_(model.parameters(), 1.0),
-            "value": lambda: a.clip_grad_value_(model.parameters(), 1.0),
-            "unscale": a.unscale_gradients,
-        }[call]()
-    assert model.moved == 0.0
-
-
-def test_a_step_on_zeros_makes_state_and_moves_no_scale() -> None:
-    """``torch.distributed.checkpoint`` does this before it loads an optimizer's state."""
-    a = ours()
-    model = Linear()
-    model, optimizer = a.prepare(model, AdamW(model.parameters(), lr=0.0))
-    set_gradients(model, 0.0, 1.0)
-    optimizer.step()
-    assert float(optimizer.state[model.w]["step"]) == 1
-    assert (a.scaler.get_scale(), tracker(a), a.scaler_history.boundaries) == (SCALE, 0, 0)
-
-
-@pytest.mark.parametrize("call", ["step", "clip"])
-def test_again_in_one_window(call: str) -> None:
-    a = ours()
-    model, optimizer = one(a)
-    a.backward(model(1.0))
-    optimizer.step()
-    with pytest.raises(OrderError, match="has already stepped"):
-        optimizer.step() if call == "step" else a.clip_grad_norm_(model.parameters(), 1.0)
-    assert (model.moved, tracker(a)) == (1.0, 1)
-    optimizer.zero_grad()
-    a.backward(model(1.0))
-    optimizer.step()
-    assert model.moved == 2.0
 
 
 def test_a_scale_too_small_to_divide_by_skips_finite_gradients() -> None:

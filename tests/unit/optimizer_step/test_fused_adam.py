@@ -262,21 +262,3 @@ def test_a_missing_gradient_leaves_its_parameter_alone() -> None:
     assert float(twins.ours.state[twins.params[0][0]]["step"]) == 3
     twins.steps = 3
     twins.step(2)
-
-
-@pytest.mark.parametrize("through", [copy.deepcopy, lambda optimizer: optimizer])
-def test_torch_goes_on_after_the_plan(through: Any) -> None:
-    """``state['step']`` are views of one buffer; ``optimizer.step()`` counts on in them."""
-    twins = Twins(adamw)
-    twins.step(3)
-    ours = through(twins.ours)
-    params = [p for group in ours.param_groups for p in group["params"]]
-    for step in (4, 5):
-        give_gradients(params, step)
-        give_gradients(twins.params[1], step)
-        ours.step()
-        twins.torchs.step()
-    assert_equal(ours, twins.torchs)
-    assert {float(ours.state[p]["step"]) for p in params} == {5.0}
-    if ours is not twins.ours:
-        assert {float(s["step"]) for s in twins.ours.state.values()} == {3.0}

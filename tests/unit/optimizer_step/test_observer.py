@@ -1,4 +1,4 @@
-"""What a boundary tells, in which order; and that no number depends on who listens."""
+"""The events of a boundary, in which order; and that no number depends on who listens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accel_scaler.optimizer_step import Boundary, Observer
 from accel_scaler.telemetry.recorder import Recorder
 
 
-class Told(Observer):
+class EventLog(Observer):
     wants_norms = wants_each_norm = True
 
     def __init__(self) -> None:
@@ -51,10 +51,10 @@ def train(observer: Observer | None, factors: tuple[float, ...], skips: int | No
     return [p.detach().clone() for p in model.parameters()], scaler.state_dict()
 
 
-def test_what_is_told_and_when() -> None:
-    told = Told()
-    train(told, (3.0, float("inf"), 4.0))
-    assert told.events == [
+def test_events_and_their_order() -> None:
+    log = EventLog()
+    train(log, (3.0, float("inf"), 4.0))
+    assert log.events == [
         ("backward", 3.0),
         ("before", 0, False, True),
         ("stepped", 0, 3.0, [True], True),
@@ -69,15 +69,15 @@ def test_what_is_told_and_when() -> None:
 
 def test_no_number_depends_on_who_listens() -> None:
     factors = (0.3, float("inf"), 4.0, 0.7)
-    listeners = None, Told(), Recorder(GradScaler("cpu"))
+    listeners = None, EventLog(), Recorder(GradScaler("cpu"))
     results = [train(each, factors) for each in listeners]
     for weights, state in results[1:]:
         assert all(map(torch.equal, weights, results[0][0]))
         assert state == results[0][1]
 
 
-def test_the_end_of_a_run_is_told_before_it_is_raised() -> None:
-    told = Told()
+def test_the_end_of_a_run_is_an_event_before_it_is_raised() -> None:
+    log = EventLog()
     with pytest.raises(OverflowStreakError):
-        train(told, (float("inf"),) * 2, skips=1)
-    assert told.events[-1] == ("ended", "OverflowStreakError")
+        train(log, (float("inf"),) * 2, skips=1)
+    assert log.events[-1] == ("ended", "OverflowStreakError")

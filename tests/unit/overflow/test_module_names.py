@@ -63,14 +63,6 @@ def test_names_are_those_without_wrappers() -> None:
     assert match(compiled, ["h.1.wo"]) == ["h.1.wo"]
 
 
-def test_a_shared_module_has_its_first_name() -> None:
-    model = Net()
-    model.h[2] = model.h[0]
-    model.h[0].parent = model
-    assert match(model, ["h.*.wi"]) == ["h.0.wi", "h.1.wi"]
-    assert match(model, ["h.2"]) == []
-
-
 def test_what_matches_nothing_is_refused_with_the_nearest_names() -> None:
     refuse_unmatched([nn.Linear(1, 1), Net()], ["*.wo", "emb"])
     refuse_unmatched([], [])

@@ -53,13 +53,6 @@ def module_of(recording: WindowRecording) -> str:
     return origin.module
 
 
-def test_the_module_in_which_it_began_is_found_as_often_as_one_likes() -> None:
-    net = Net()
-    recording = recorded(net)
-    window(recording, net, torch.ones(2, 4))
-    assert [module_of(recording), module_of(recording)] == ["layers.1", "layers.1"]
-
-
 def test_a_compiled_model_is_run_without_the_compiler() -> None:
     net = Net()
     compiled: Any = torch.compile(net, backend="eager")

@@ -57,13 +57,6 @@ def test_clips_after_a_clip_multiply() -> None:
     assert wide.clip == (5.0, pytest.approx(0.5, rel=1e-5))
 
 
-def test_of_several_clips_the_hardest_is_told() -> None:
-    a, b = parameters(2)
-    found = measured(GradNorm([a], 1.0, None, 5.0), GradNorm([b], 8.0, None, 4.0))
-    assert found.clip == (4.0, pytest.approx(0.5, rel=1e-5))
-    assert measured(GradNorm([a], 1.0)).clip == (None, None)
-
-
 def test_what_was_given_up_is_forgotten_by_its_parameters() -> None:
     a, b = parameters(2)
     found = measured(GradNorm([a], 3.0), GradNorm([b], 4.0))
@@ -71,18 +64,6 @@ def test_what_was_given_up_is_forgotten_by_its_parameters() -> None:
     assert found.total == 3.0
     found.forget()
     assert found.total is None
-
-
-def test_tensors_are_fetched_once() -> None:
-    a, b = parameters(2)
-    each, total = torch.tensor([3.0, 4.0]), torch.tensor(5.0)
-    found = measured(GradNorm([a, b], total, each))
-    found.fetch()
-    found.fetch()
-    (one,) = found
-    assert (one.total, one.each.tolist()) == (5.0, [3.0, 4.0])  # type: ignore[union-attr]
-    assert found.are_finite
-    assert not measured(GradNorm([a], torch.tensor(math.nan))).are_finite
 
 
 def test_which_of_several_count() -> None:

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from accel_scaler import ConfigError, GradScaler
-from accel_scaler.scaling.update_rule import ScaleState
 
 INF = float("inf")
 
@@ -178,14 +177,6 @@ def test_an_integration_adds_an_entry_and_reads_it_when_loaded() -> None:
     assert second.names == fresh.state_dict()["names"] == ["a"]
     for plain in (GradScaler("cpu"), torch.amp.GradScaler("cpu")):
         plain.load_state_dict(state)
-
-
-def test_state_written_before_the_first_scale_is_where_it_starts() -> None:
-    scaler, optimizer = fixture(init_scale=8.0, growth_interval=3)
-    scaler.write_state(ScaleState(2.0, 2))
-    assert scaler.get_scale() == 2.0
-    window(scaler, optimizer)
-    assert scaler.read_state() == ScaleState(4.0, 0)
 
 
 def test_the_lazy_initialisation_that_accelerate_calls() -> None:

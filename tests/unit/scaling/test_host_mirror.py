@@ -13,7 +13,7 @@ from accel_scaler.scaling.host_mirror import HostMirror
 from accel_scaler.scaling.update_rule import ScaleState
 
 
-def test_it_follows_whoever_writes_or_replaces_the_tensors() -> None:
+def test_it_follows_tensors_that_are_written_or_replaced() -> None:
     mirror, scale, tracker = HostMirror(), torch.tensor(8.0), torch.tensor(1, dtype=torch.int32)
     assert mirror.read(scale, tracker) == (8.0, 1)
     scale.fill_(4.0)  # as torch's own helpers do
@@ -34,7 +34,7 @@ def test_what_was_written_is_not_read_from_the_device(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_an_interrupted_write_is_finished_by_whoever_reads_next(
+def test_an_interrupted_write_is_finished_by_the_next_read(
     which: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scaler = GradScaler("cpu", init_scale=8.0)
@@ -58,7 +58,7 @@ def test_an_interrupted_write_is_finished_by_whoever_reads_next(
     assert int(scaler._growth_tracker) == 9  # type: ignore[arg-type]
 
 
-def test_a_reader_keeps_no_scale_that_is_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_concurrent_reader_caches_no_old_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has read the old scale when the boundary writes the new one: that one stands.
 
     What it then kept beside the new version was the scale of the next window.

@@ -81,20 +81,6 @@ def test_two_windows_at_once_are_each_unscaled_by_their_own_scale() -> None:
     assert scaler.get_scale() == 2.0
 
 
-@pytest.mark.parametrize("unscale_first", [False, True])
-def test_a_bound_window_has_its_verdict_before_the_job_runs(unscale_first: bool) -> None:
-    p, optimizer = one()
-    scaler = GradScaler("cpu", init_scale=1024.0)
-    backward(scaler, p, float("nan"))
-    if unscale_first:
-        scaler.unscale_(optimizer)
-    job = scaler.bind(lambda: (scaler.get_overflow_flag(), scaler.step(optimizer)), optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 512.0
-    assert elsewhere(job) == (True, None)
-    assert filled(p, 0.0)
-
-
 def test_update_and_backoff_belong_to_the_training_thread() -> None:
     p, optimizer = one()
     scaler = GradScaler("cpu", init_scale=1024.0)
@@ -179,39 +165,3 @@ def test_what_bind_needs() -> None:
     scaler.update()
     with pytest.raises(OrderError, match="no window is open"):
         scaler.bind(lambda: None, optimizer)
-
-
-def test_an_exception_in_a_job_reaches_its_caller_and_ends_the_wait() -> None:
-    p, optimizer = one()
-    scaler = GradScaler("cpu", init_scale=1024.0)
-    backward(scaler, p)
-
-    def job() -> None:
-        raise ZeroDivisionError("mine")
-
-    bound = scaler.bind(job, optimizer)
-    scaler.update(4.0)
-    with pytest.raises(ZeroDivisionError, match="mine"):
-        bound()
-    assert scaler.get_growth_factor(up_to_date=True) == 2.0
-    assert scaler.get_scale() == 4.0, "this thread is back in the open window"
-    assert scaler._windows.bound is None
-
-
-def test_two_optimizers_in_one_job_share_one_verdict() -> None:
-    p, optimizer = one()
-    q, second = one()
-    scaler = GradScaler("cpu", init_scale=1024.0)
-    scaler.scale((p * float("inf")).sum() + q.sum()).backward()
-    job = scaler.bind(
-        lambda: (scaler.unscale_(second), scaler.step(optimizer), scaler.step(second)),
-        optimizer,
-        second,
-    )
-    scaler.update()
-    assert scaler.get_scale() == 512.0, "one window, one back-off"
-    elsewhere(job)
-    assert filled(p, 0.0)
-    assert filled(q, -1.0), "torch skips optimizer by optimizer"
-    with pytest.raises(RuntimeError, match="called after step"):
-        job()

@@ -25,7 +25,7 @@ from ..errors import ConfigError, OrderError, StepError, shown
 from ..optimizer_step import Boundary
 from ..overflow import Fp32Modules, Healer, OverflowExplainer, warn_past_float16
 from ..scaling import gather_objects, is_sharded
-from ..telemetry import make_recorder, path_of, refuse_unwritable
+from ..telemetry import make_recorder
 from .autocast import add_autocast, remove_autocast, remove_emulation
 from .cpu_float16 import emulate_float16, needs_norms
 from .optimizer import ScaledOptimizer, adopt, inner_of, refuse_unsuitable
@@ -78,8 +78,6 @@ class Attachment:
         is_fsdp = accelerator.distributed_type == DistributedType.FSDP
         self.scaler.sharded = config.sharded or is_fsdp
         facts = _facts_of(accelerator)
-        if (path := path_of(config, facts["rank"])) is not None:
-            refuse_unwritable(path)  # before its folder is made
         self.rank: int = facts["rank"]
         self.recorder = make_recorder(self.scaler, config, facts)
         self.explainer: OverflowExplainer | None = None

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal
 
-from ..console import number
 from .record import End, Names, Record, Start
 
 LARGEST = 65504.0
@@ -372,17 +371,11 @@ class Diagnosis:
         ran_away = now > RAN_AWAY * max(SMALL_LOSS, *map(abs, first))
         return (median(first), now) if ran_away else None
 
-    def low(self) -> str:
-        """``the scale reached its floor, ...`` or ``the scale fell to 1 (...)``, where an overflow
-        has brought it there; else empty."""
-        if self.lowest is None or not self.skips or not self.is_scaled:
-            return ""
-        (low, x), floor = self.lowest, self.setting("min_scale")
-        if floor is not None and low <= floor:
-            return f"the scale reached its floor, min_scale = {number(floor)} ({self.place(x)})"
-        if low <= SMALLEST_SCALE:
-            return f"the scale fell to {number(low)} ({self.place(x)})"
-        return ""
+    @property
+    def is_held(self) -> bool:
+        """Whether the scale stands at ``max_scale``."""
+        ceiling = self.setting("max_scale")
+        return ceiling is not None and self.last_scale >= ceiling
 
     @property
     def error(self) -> str | None:

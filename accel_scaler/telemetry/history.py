@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from ..console import number
 from .diagnosis import Diagnosis, headroom
+from .findings import verdict
 from .record import Record, Start
-from .sentences import verdict
 
 KEPT_RECORDS = 4096
 KEPT_DETAILS = 16

@@ -29,9 +29,7 @@ from .gradient_range import Measured, measure, read_measured
 from .history import History
 from .name_table import NameTable
 from .record import Record, Start
-from .record_queue import OpenRecord, RecordQueue
-from .sentences import warning_of_low_scale
-from .writer import Journal
+from .writer import Journal, OpenRecord
 
 logger = logging.getLogger("accel_scaler")
 
@@ -61,7 +59,6 @@ class Recorder(Observer):
         self.history = History(Start(1, {"precision": "fp16" if scaled else "no"}, settings))
         self.underflow_interval = underflow_interval
         self._table = NameTable(scaler.parameter_names)
-        self._queue = None if journal is None else RecordQueue(journal)
         self._open: OpenRecord | None = None
         """The window on record last, which another optimizer may join."""
         self._measured: list[Measured] = []
@@ -71,8 +68,8 @@ class Recorder(Observer):
         self._has_warned = False
         self._reported_healed: tuple[str, ...] = ()
         self._start = time.perf_counter() if journal is None else journal.start_s
-        if self._queue is not None:
-            self._finish = weakref.finalize(self, self._queue.close)
+        if journal is not None:
+            self._finish = weakref.finalize(self, journal.close)
 
     def before_update(self, optimizer: Optimizer, window: Window) -> None:
         """Read what the update will take away; the check has just waited for the device."""
@@ -139,15 +136,20 @@ class Recorder(Observer):
         if self._open is None:
             late = window.losses if self.wants_each_norm and record.loss is None else None
             self._open = OpenRecord(record, late)
-            if self._queue is not None:
-                self._queue.append(self._open)
+            if self.journal is not None:
+                self.journal.append(self._open)
         self._open.record, self._open.names = record, self._table.names
         if timing is not None:
             self._open.timings.append(timing)
         self.history.add(record)
         if record.next_scale < SMALLEST_SCALE and not self._has_warned:
             self._has_warned = True
-            logger.warning(warning_of_low_scale(record))
+            names = ", ".join(record.overflowed) or "no single tensor"
+            logger.warning(
+                "the loss scale fell below 1, so gradients overflow whatever it is. Last seen in: "
+                f"{names}. min_scale keeps it up, max_consecutive_skips ends such a run. "
+                "(Logged once.)"
+            )
 
     def _details(
         self, optimizer: Optimizer, window: Window, found_inf: bool, before: Record | None
@@ -191,9 +193,9 @@ class Recorder(Observer):
         self._read_range()
         self._close_window()
         self.scaler.window.grad_norms.forget()
-        if self._queue is not None:
-            self._queue.error = error or self._queue.error
-            self._queue.flush()
+        if self.journal is not None:
+            self.journal.error = error or self.journal.error
+            self.journal.flush()
         if self.history.healed != self._reported_healed:
             self._reported_healed = self.history.healed
             logger.warning(self.history.verdict())
@@ -201,7 +203,7 @@ class Recorder(Observer):
     def close(self) -> None:
         """Write the rest and close the file."""
         self.flush()
-        if self._queue is not None:
+        if self.journal is not None:
             self._finish()
 
 

@@ -35,7 +35,7 @@ from accel_scaler import (
     attach,
     detach,
 )
-from accel_scaler.telemetry import record_queue
+from accel_scaler.telemetry import writer
 from accel_scaler.telemetry.recorder import Recorder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each window is written when it is over; some would wait for the next ones."""
-    monkeypatch.setattr(record_queue, "MAX_WAIT_S", 0.0)
+    monkeypatch.setattr(writer, "MAX_WAIT_S", 0.0)
 
 
 TWO_MODES = pytest.mark.parametrize(

@@ -70,15 +70,10 @@ def underflow(run: Run) -> Finding | None:
 
 
 def _against_underflow(run: Run, room: float | None) -> str:
-    if not run.is_scaled or room is None:
+    if room is None:
         return ""
-    first = "keep what overflows first in float32, since it holds the scale down for all."
-    if room < MUCH_ROOM:
-        return f"There is little room for a larger scale: {first}"
-    if run.kinds["growth"] or run.kinds["other"]:
-        text = f"Gradients of activations are what overflows at a larger scale: {first}"
-        hint = "" if run.firsts else " Run again with find_overflow='replay' to see where."
-        return f"{text}{hint}"
+    if room < MUCH_ROOM or run.kinds["growth"] or run.kinds["other"]:
+        return "Keep what overflows first in float32: it holds the scale down for all others."
     if run.is_held:
         return "Raise max_scale."
     if run.kinds["search"]:  # from init_scale it had to come down

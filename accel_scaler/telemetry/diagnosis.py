@@ -72,8 +72,8 @@ class Span:
     last_x: int = -1
     count: int = 0
 
-    def count_in(self, x: int) -> None:
-        """One more."""
+    def include(self, x: int) -> None:
+        """Count window ``x``, which follows the last one."""
         self.first_x = self.first_x if self.count else x
         self.last_x = x
         self.count += 1
@@ -129,13 +129,6 @@ class Session:
     ended: bool = False
     error: str | None = None
 
-    def setting(self, name: str) -> float | None:
-        """One that is a number."""
-        value = self.start.settings.get(name)
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return float(value)
-        return None
-
 
 class Diagnosis:
     """Adds up the records of a run. Bounded; holds no tensors.
@@ -189,9 +182,9 @@ class Diagnosis:
         self.streak = 0
         """Skipped windows in a row, up to the last one."""
         self.streak_origins: Counter[str] = Counter()
-        """The same of these windows."""
+        """``origins`` of these windows."""
         self._fall: Fall | None = None
-        """The one that is going on."""
+        """The present one."""
         self._worst_fall: Fall | None = None
         self._begin()
 
@@ -251,7 +244,7 @@ class Diagnosis:
 
     def _add_loss(self, x: int, record: Record) -> None:
         if record.has_bad_loss and not record.healed:
-            self.bad_losses.count_in(x)
+            self.bad_losses.include(x)
         elif record.loss is not None and math.isfinite(record.loss):
             if len(self._first_losses) < LEVEL:
                 self._first_losses.append(record.loss)
@@ -264,7 +257,7 @@ class Diagnosis:
         if norm is not None and math.isfinite(norm) and norm > (self.highest or (-1.0, 0))[0]:
             self.highest = (norm, x)
         if is_bad:
-            self.stepped_bad.count_in(x)
+            self.stepped_bad.include(x)
         failed = (is_bad or failed_in_forward(record)) and not record.healed
         self.bad_at_end = self.bad_at_end + 1 if failed else 0
 
@@ -322,16 +315,12 @@ class Diagnosis:
         """The order of the parameters in their model."""
         self.places.update(zip(names.names, names.places, strict=True))
 
-    def by_place(self, record: Record) -> list[str]:
-        """Parameters that overflowed in this window, the last of the model first: the backward
-        computes that one first."""
-        found = [record.names[i] for i, _ in record.nonfinite] if record.names else []
-        return sorted(found, key=lambda name: -self.places.get(name, record.names.index(name)))
-
     def origin_of(self, record: Record) -> str | None:
-        """Where its overflow began; None where that is not known: what the finder saw, else the
-        loss, else the last parameter of all."""
-        first, names = record.first, self.by_place(record) or list(record.overflowed)
+        """Where its overflow began, if that is known: what the finder saw, else the loss, else the
+        last parameter of the model, whose gradient the backward computes first."""
+        found = [record.names[i] for i, _ in record.nonfinite] if record.names else []
+        found.sort(key=lambda name: -self.places.get(name, record.names.index(name)))
+        first, names = record.first, found or list(record.overflowed)
         if first is None:
             return THE_LOSS if record.loss_nonfinite else next(iter(names), None)
         if first["where"] == "loss":
@@ -357,8 +346,11 @@ class Diagnosis:
 
     def setting(self, name: str) -> float | None:
         """A numeric setting of the last session that has it."""
-        found = (session.setting(name) for session in reversed(self.sessions))
-        return next((value for value in found if value is not None), None)
+        for session in reversed(self.sessions):
+            value = session.start.settings.get(name)
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                return float(value)
+        return None
 
     def rise(self) -> tuple[float, float] | None:
         """Medians of the first losses of the session and of the last, where the loss ran away: the
@@ -384,7 +376,7 @@ class Diagnosis:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether so many windows were skipped at the end, or the skips ended the run."""
+        """Whether too many windows were skipped at the end, or the skips ended the run."""
         failing = min(self.streak, self.bad_at_end) >= FAILING
         ended = self.error is not None and self.error.startswith("OverflowStreakError")
         return self.streak >= STUCK or failing or (self.streak > 0 and ended)
@@ -401,13 +393,9 @@ class Diagnosis:
         lost = self.kinds["other"] + self.kinds["forward"]
         return "partly" if lost > MANY_SKIPPED * self.windows and not self.healed else "trained"
 
-    def session_of(self, x: int) -> int:
-        """Index of the session that window ``x`` belongs to."""
-        return max(0, bisect_right([s.first_x for s in self.sessions], x) - 1)
-
     def place(self, x: int) -> str:
         """``step 410``, or ``step 12 of session 2`` where there are several."""
-        index = self.session_of(x)
+        index = max(0, bisect_right([s.first_x for s in self.sessions], x) - 1)
         step = x - self.sessions[index].first_x
         return f"step {step}" + (f" of session {index + 1}" if len(self.sessions) > 1 else "")
 

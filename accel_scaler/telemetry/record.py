@@ -43,8 +43,8 @@ class Record:
     grad_norm: float | None
     """Total gradient norm, unscaled, before clipping; None where no norm was taken."""
     overflowed: tuple[str, ...] = ()
-    """Names of tensors seen with non-finite gradients (the search stops at the first few). Not in
-    the file, which has ``nonfinite``."""
+    """Names of the first few tensors with non-finite gradients. Not in the file, which has
+    ``nonfinite``."""
     found_inf: bool = False
     """Some gradient was not finite, on this rank or, where they must agree, another."""
     growth_tracker: int = 0
@@ -54,22 +54,17 @@ class Record:
     clip_coefficient: float | None = None
     """What clipping multiplied the gradients by, at most 1; None where there was no clipping."""
     lr: tuple[float | None, ...] = ()
-    """Learning rate of every group of the optimizers that ended in this window, in order; None:
-    it is on a device, where reading it would wait."""
+    """Learning rate of each group of the window's optimizers; None: it is on a device."""
     time: Amount = 0.0
     """When the window ended: seconds since the start of the recording."""
     loss: float | None = None
-    """The loss whose gradient was taken: the sum of the losses of the window, each divided by
-    ``gradient_accumulation_steps`` if Accelerate does that. So it is the mean over micro-batches in
-    a loop, also where the end of the data cut the window short, and what a Trainer logs for one
-    step; of several losses in one window (a GAN's) the sum. Before scaling, on this rank alone.
-    None where one is no single real number. Only with ``telemetry``; on a device, where no
-    norm was read in the check, once the next window is on record."""
+    """The unscaled loss on this rank: the mean over micro-batches, as a Trainer logs it; of several
+    losses in one window the sum. None where a loss is no single real number. Only with
+    ``telemetry``; on a device, where no norm was read, known with the next window."""
     loss_nonfinite: int = 0
     """How many of its losses were inf or NaN; counted after an overflow only."""
     names: tuple[str, ...] = ()
-    """Parameter names, in the order of ``norms``; ``nonfinite`` and ``underflow`` give indices into
-    it. The file has them in a line of their own."""
+    """Parameter names, in the order of ``norms``. The file has them in a line of their own."""
     norms: tuple[float, ...] | None = None
     """Unscaled norm of each parameter's gradient, before clipping; NaN for a parameter without.
     Only with ``telemetry``; kept for the last windows. Six digits in the file."""
@@ -77,15 +72,12 @@ class Record:
     """``(index in names, non-finite elements)`` of every parameter that overflowed. Only with
     ``telemetry``; kept for the last windows."""
     underflow: tuple[tuple[int, float, float], ...] = ()
-    """``(index in names, share of zeros, share of subnormals)`` of each scaled gradient, as float16
-    numbers: of float16 gradients, and of the float32 ones of fp16 training. Only with
-    ``telemetry``, once every ``underflow_interval`` windows; kept for the last windows."""
+    """``(index in names, share of zeros, share of subnormals)`` of each scaled gradient as float16
+    numbers. Only with ``telemetry``, every ``underflow_interval`` windows; of the last ones."""
     largest_gradient: Amount | None = None
-    """The largest magnitude of an element of the gradients in ``underflow``, scaled, before
-    clipping; float16 ends at 65504. Of parameters alone: gradients of activations may be
-    larger. On this rank, after micro-batches were added up and ranks averaged; above 65504 where
-    float32 added them up. None where it was not measured, and where clips left no way to compute
-    it (of single elements; of parameters that overlap)."""
+    """The largest magnitude among these elements, scaled, before clipping; float16 ends at 65504.
+    On this rank, after micro-batches were added up and ranks averaged, so it may be above. None
+    where it was not measured, or cannot be computed after a clip of single elements."""
     zero_share: Amount | None = None
     """The share of zeros among all these elements."""
     first: dict[str, Any] | None = None
@@ -97,9 +89,8 @@ class Record:
     waited_us: int | None = None
     """Microseconds that the training thread waited for it."""
     preview_error: float | None = None
-    """Of updates that came a step late: the norm of their previews' error divided by the norm of
-    the updates, on this rank. None where there was no preview, or nothing moved. Only with
-    ``telemetry``."""
+    """Norm of the previews' error divided by the norm of the late updates, on this rank. None where
+    there was no preview or nothing moved. Only with ``telemetry``."""
 
     @property
     def has_bad_loss(self) -> bool:

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from accel_scaler.console import number, percent, written
-from accel_scaler.report.findings import broken_lines, clipping, find, underflow, waiting
+from accel_scaler.report.findings import clipping, find, underflow, waiting
 from accel_scaler.report.key_numbers import key_numbers
 from accel_scaler.report.reader import read_run
 from accel_scaler.report.run import Run
@@ -220,14 +220,6 @@ def test_how_it_ended(tmp_path: Path) -> None:
     assert well.title.endswith("5 sessions before it ended early, too.")
     assert find(read(tmp_path, []))[0].title == "No window closed."
     assert "no window closed" in in_words(read(tmp_path, [t.start()]))
-
-
-def test_broken_lines_are_counted(tmp_path: Path) -> None:
-    lines = t.story(40, lambda *_: False)
-    finding = broken_lines(read(tmp_path, [*lines, '{"kind":']))
-    assert finding is not None
-    assert finding.title.startswith("1 of 44 lines could not be read")
-    assert "(the first is line 44:" in finding.title
 
 
 @pytest.mark.parametrize(("waited", "level"), [(36_000, "warn"), (12_000, "good")])

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import telemetry_runs as runs
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -405,30 +403,3 @@ def test_whatever_the_records_the_history_and_the_file_find_the_same(
     assert sum(counts(found)) == found.skips == sum(record.skipped for record in records)
     has_bad = any(finding.level == "bad" for finding in find(run))
     assert has_bad or found.kind != "diverged"
-
-
-@pytest.mark.parametrize("name", ["every second NaN", "learning rate 0", "the loss runs away"])
-def test_of_a_run(name: str, tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    with runs.attached(path, step_mode="overlap") as accelerator:
-        torch.manual_seed(0)
-        model = torch.nn.Linear(8, 1)
-        rate = 0.0 if name == "learning rate 0" else 0.01
-        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=rate))
-        for step in range(40):
-            factor = NAN if name == "every second NaN" and step % 2 == 0 else 1.0
-            factor *= 1.3**step if name == "the loss runs away" else 1.0
-            accelerator.backward(runs.loss_of(model, step) * factor)
-            accelerator.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-            optimizer.zero_grad()
-        found = accelerator.scaler_history.diagnosis()
-    kind, skips = {
-        "every second NaN": ("partly", 20),
-        "learning rate 0": ("untrained", 0),
-        "the loss runs away": ("diverged", 0),
-    }[name]
-    assert (found.kind, found.kinds["forward"]) == (kind, skips)
-    file = read_run(path)
-    assert (file.kind, *counts(file)) == (found.kind, *counts(found))
-    assert file.rise() == found.rise()

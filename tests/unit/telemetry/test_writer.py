@@ -75,15 +75,6 @@ def test_names_are_written_again_only_when_they_change(tmp_path: Path) -> None:
     assert lines[4] == expected
 
 
-def test_a_second_run_is_appended_behind_the_first(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "er" / "run.jsonl"  # folders are made
-    for number in range(2):
-        journal = Journal(str(path), FACTS)
-        put(journal, record(number, names=("a",)))
-        journal.close()
-    assert kinds_of(path) == ["start", "names", "window", "end"] * 2
-
-
 @pytest.mark.parametrize("kept", [0, 9, 200])
 def test_a_file_that_was_cut_off_anywhere_can_be_resumed_again_and_again(
     tmp_path: Path, kept: int

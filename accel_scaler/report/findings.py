@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from ..console import counted, number, percent
-from ..telemetry import LARGEST, Finding, by_level, ending, findings
+from ..telemetry import LARGEST, Finding, by_level, diagnose, ending
 from .key_numbers import doublings
 from .run import Run
 
@@ -23,7 +23,7 @@ MUCH_ROOM = 4.0
 def find(run: Run) -> list[Finding]:
     """Every finding of a run, bad ones first."""
     own = (clipping(run), underflow(run), waiting(run), broken_lines(run))
-    return by_level([ending(run), *findings(run), *own])
+    return by_level([ending(run), *diagnose(run), *own])
 
 
 def clipping(run: Run) -> Finding | None:

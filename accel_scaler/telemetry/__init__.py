@@ -2,7 +2,7 @@
 
 A :class:`Recorder` observes the boundary and fills a ``Record`` a window; records wait until the
 update that belongs to them is over, then go to the :class:`History` and the file. No number of the
-training depends on it. ``Diagnosis`` adds records up, live and from the file; ``findings`` and
+training depends on it. ``Diagnosis`` adds records up, live and from the file; ``diagnose`` and
 ``verdict`` say what it comes to.
 """
 
@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from .diagnosis import LARGEST, Diagnosis, headroom
-from .findings import Finding, Level, by_level, ending, findings, verdict
+from .findings import Finding, Level, by_level, diagnose, ending, verdict
 from .history import History
 from .record import FORMAT, BrokenLineError, CutLineError, End, Names, Record, Start, decode
 
@@ -42,8 +42,8 @@ __all__ = [
     "Start",
     "by_level",
     "decode",
+    "diagnose",
     "ending",
-    "findings",
     "headroom",
     "make_recorder",
     "path_of",

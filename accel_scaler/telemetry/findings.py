@@ -34,7 +34,7 @@ class Finding:
     """Where to look and what to do; may be empty."""
 
 
-def findings(run: Diagnosis) -> list[Finding]:
+def diagnose(run: Diagnosis) -> list[Finding]:
     """Everything found in a run, bad findings first."""
     rules = (streak, healed, loss, parameters, overflow, skips)
     return by_level(rule(run) for rule in rules)
@@ -51,7 +51,7 @@ def verdict(run: Diagnosis, is_file: bool = False) -> str:
     Args:
         is_file: the run is over or was killed, so how it ended is part of the verdict.
     """
-    problem = next((f for f in findings(run) if f.level == "bad"), None)
+    problem = next((f for f in diagnose(run) if f.level == "bad"), None)
     last_good = run.place(run.last_x - run.streak) if run.windows > run.streak else "its start"
     head = {
         "untrained": "Nothing was trained",

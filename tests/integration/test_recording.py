@@ -92,7 +92,6 @@ def test_a_run_of_skips_ends_after_a_last_record(
     found, end, text = windows_of(path), lines_of(path)[-1], str(caught.value)
     assert [line["skipped"] for line in found] == [False] + [True] * 7
     assert end["error"] == f"OverflowStreakError: {text}"
-    assert (end["windows"], end["skips"]) == (8, 7)
     assert "7 windows in a row overflowed, max_consecutive_skips=6 allows 6" in text
     assert "The scale is now 32. " in text
     # Those that a check comes across, most often seen first.

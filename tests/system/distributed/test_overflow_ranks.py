@@ -81,7 +81,7 @@ def test_ddp(loud: tuple[int, ...], mode: dict[str, Any], tmp_path: Path) -> Non
         records = accelerator.scaler_history.records
         assert [r.skipped for r in records] == [True, False, False, False]
         assert [r.healed for r in records] == [("sick",), (), (), ()]
-        assert accelerator._attachment.chosen.patterns == ("sick",)
+        assert accelerator._attachment.fp32_modules.patterns == ("sick",)
         first: Any = records[0].first
         assert first["module"] == "sick"
         assert (f"(rank {loud[0]})" in first["text"]) == (dist.get_rank() not in loud)

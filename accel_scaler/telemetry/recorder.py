@@ -60,9 +60,9 @@ class Recorder(Observer):
         self.underflow_interval = underflow_interval
         self._table = NameTable(scaler.parameter_names)
         self._open: OpenRecord | None = None
-        """The window on record last, which another optimizer may join."""
+        """The record of the last window, which another optimizer may join."""
         self._measured: list[Measured] = []
-        """Of window ``_measured_in``, to be read in a later one."""
+        """Measurements of window ``_measured_in``, to be read in a later one."""
         self._measured_in = -1
         self._next_measured = 0
         self._has_warned = False
@@ -72,7 +72,7 @@ class Recorder(Observer):
             self._finish = weakref.finalize(self, journal.close)
 
     def before_update(self, optimizer: Optimizer, window: Window) -> None:
-        """Read what the update will take away; the check has just waited for the device."""
+        """Read what the update overwrites; the check has just waited for the device."""
         window.grad_norms.fetch()
         if self.wants_each_norm and not window.losses.is_there:
             window.losses.send()  # it is read when its record is written
@@ -97,7 +97,7 @@ class Recorder(Observer):
 
     def _read_range(self) -> None:
         measured, self._measured = self._measured, []
-        # Of a window whose update failed there is no record.
+        # A window whose update failed has no record.
         if measured and self._open is not None and self._open.record.index == self._measured_in:
             self._open.record = replace(self._open.record, **read_measured(measured))
 
@@ -174,27 +174,23 @@ class Recorder(Observer):
         }
 
     def _close_window(self) -> None:
-        """The window on record last is over."""
+        """Complete the record of the last window."""
         window, self._open = self._open, None
         if window is not None:
             self.history.complete(window.complete())
 
     def run_ended(self, error: str) -> None:
         """Write all that is known: ``error`` ends the run."""
-        self.flush(error)
+        if self.journal is not None:
+            self.journal.error = error
+        self.flush()
 
-    def flush(self, error: str | None = None) -> None:
-        """Write what is known of the last window now, and log the verdict where modules were
-        healed.
-
-        Args:
-            error: what ends the run.
-        """
+    def flush(self) -> None:
+        """Write what is known of the last window, and log the verdict if modules were healed."""
         self._read_range()
         self._close_window()
         self.scaler.window.grad_norms.forget()
         if self.journal is not None:
-            self.journal.error = error or self.journal.error
             self.journal.flush()
         if self.history.healed != self._reported_healed:
             self._reported_healed = self.history.healed

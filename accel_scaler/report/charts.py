@@ -14,18 +14,18 @@ from .samples import Mean
 Scale = Literal["linear", "log", "log2"]
 Numbers = list[float | None]
 MAX_SESSIONS = 30
-"""Whose beginnings are drawn."""
+"""Sessions whose beginnings are drawn."""
 MAX_MARKS = 60
-"""More would cover the line that they stand on."""
+"""More crosses would cover their line; then they are ticks at its lower edge."""
 MAX_RATES = 4
 """Parameter groups whose learning rates are drawn."""
 MAX_DRAWN = 1e60
-"""Numbers beyond leave an axis no room for its margins."""
+"""Larger numbers leave an axis no room for its margins."""
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """What all charts of a report have along the bottom: windows, counted over all sessions."""
+    """The x axis of all charts: windows, counted over all sessions."""
 
     label: str
     last: int
@@ -36,7 +36,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One number over the bins; None: a bin without."""
+    """One number for each bin; None where a bin has none."""
 
     label: str
     y: Numbers
@@ -66,7 +66,7 @@ class Marks:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A height that means something."""
+    """A horizontal line with a label."""
 
     label: str
     y: float

@@ -14,10 +14,10 @@ LITTLE_HIDDEN = 0.5
 MANY_ZERO = 0.5
 MANY_SUBNORMAL = 0.1
 FEW_SUBNORMAL = 0.01
-"""Of what is not zero. Zeros with fewer beside them are no underflow, which takes the smallest
-first: rows of an embedding that are not in the batch, units that are off."""
+"""Share of subnormals among the elements that are not zero. Zeros with fewer subnormals beside them
+are no underflow: embedding rows that are not in the batch, inactive units."""
 MUCH_ROOM = 4.0
-"""Doublings of the scale."""
+"""Doublings of the scale that are left, from which on a larger scale is advised."""
 
 
 def find(run: Run) -> list[Finding]:

@@ -12,37 +12,37 @@ from typing import Any, Literal
 from .record import End, Names, Record, Start
 
 LARGEST = 65504.0
-"""Of float16."""
+"""The largest float16 number."""
 SMALLEST_SCALE = 1.0
-"""A scale of 1 or less scales no more: an overflow there is not of its making."""
+"""At a scale of 1 or less an overflow is not caused by scaling."""
 SETTLED = 20
 """Windows in a row without a back-off after which the scale has settled."""
 MAX_HALVINGS = 2
-"""Skips in a row that different batches explain, where the scale was fine before."""
+"""Skips in a row that differences between batches explain."""
 STUCK = 20
 """Skips in a row at the end of a run that no longer trains. The search for a scale takes 16
 from the usual 65536 to 1."""
 FAILING = 5
-"""The same where all of them had inf or NaN in the forward, which no other scale mends."""
+"""The same for windows with inf or NaN in the forward, which no scale repairs."""
 MANY_SKIPPED = 0.1
-"""Of all windows, in the middle of training: the run trained in part."""
+"""A run trained in part if more than this share of its windows was skipped in the middle."""
 DEEP_FALL = 6.0
-"""Halvings of the scale, without growth between, that are not ordinary."""
+"""Halvings of the scale without growth between them: more than an ordinary fall."""
 REPEATED = 3
-"""Skips of a fall, or overflows that began in one layer, that are no coincidence."""
+"""Skips of a fall, or overflows of one layer, from which on they are reported."""
 MAX_FIRSTS = 50
 
 LEVEL = 5
-"""Losses whose median is the level of the loss."""
+"""Number of losses whose median is the level of the loss."""
 RAN_AWAY = 10.0
-"""Times the largest of the first losses."""
+"""Factor on the largest of the first losses, above which the loss ran away."""
 SMALL_LOSS = 0.1
-"""A first loss nearer to 0, as a policy gradient's, counts as this."""
+"""Least magnitude of a first loss: those of policy gradients are near 0."""
 
 WITHOUT_SCALE = ("no", "bf16", "fp8")
-"""Precisions."""
+"""Precisions whose loss is not scaled."""
 THE_LOSS = "the loss"
-"""Where an overflow began, if in no parameter."""
+"""The origin of an overflow that began in the loss."""
 
 Kind = Literal["untrained", "stuck", "diverged", "partly", "trained"]
 """``untrained``: no parameter can have moved. ``stuck``: it skipped every window at the end.
@@ -53,8 +53,9 @@ SkipKind = Literal["forward", "search", "growth", "other"]
 
 
 def headroom(largest: float) -> float:
-    """How often ``largest``, of a scaled gradient, can be doubled before float16 overflows: 0 or
-    more; below 0 where it was computed or added up in float32. inf of 0.
+    """How often ``largest``, the largest scaled gradient, can be doubled before float16 overflows.
+
+    Negative where it was computed or added up in float32; inf for 0.
 
     >>> headroom(65504 / 8)
     3.0
@@ -94,12 +95,12 @@ class Fall:
 
     @property
     def skips(self) -> int:
-        """All of them."""
+        """The number of skipped windows."""
         return self.kinds.total()
 
     @property
     def is_search(self) -> bool:
-        """The scale settled, at the beginning of a session."""
+        """Whether the scale was only settling, at the beginning of a session."""
         return 2 * self.kinds["search"] > self.skips
 
     @property
@@ -111,7 +112,7 @@ class Fall:
 
     @property
     def is_real(self) -> bool:
-        """Neither the search nor the price of growth, and no single skip."""
+        """Whether it is neither a search nor a single skip nor the price of growth."""
         is_ordinary = self.skips == self.kinds["growth"] and self.halvings < DEEP_FALL
         has_size = self.halvings >= 2 or self.skips >= REPEATED
         return has_size and not self.is_search and not is_ordinary
@@ -119,7 +120,7 @@ class Fall:
 
 @dataclass(slots=True)
 class Session:
-    """One start and what followed it."""
+    """A ``start`` line and the windows that follow it."""
 
     start: Start
     first_x: int
@@ -155,11 +156,11 @@ class Diagnosis:
     def __init__(self) -> None:
         self.sessions: list[Session] = []
         self.places: dict[str, int] = {}
-        """Of parameters in their model's order."""
+        """The position of each parameter in its model."""
         self.windows = self.skips = self.last_x = 0
         self.kinds: Counter[SkipKind] = Counter()
         self.is_scaled = False
-        """It has a loss scale."""
+        """The run has a loss scale."""
         self.first_scale = self.last_scale = 0.0
         self.lowest: tuple[float, int] | None = None
         """The lowest scale that a window had or left behind, and the window's x."""
@@ -170,7 +171,7 @@ class Diagnosis:
         self.origins: Counter[str] = Counter()
         """Overflows by where they began."""
         self.bad_losses = Span()
-        """Windows with a loss of inf or NaN, but for those that healed the reason."""
+        """Windows with a loss of inf or NaN, except those that healed the cause."""
         self.bad_at_end = 0
         """Windows up to the last one that were not finite: the loss, or the norm of a step."""
         self.stepped_bad = Span()
@@ -178,7 +179,7 @@ class Diagnosis:
         self.highest: tuple[float, int] | None = None
         """The largest finite norm, and the window's x."""
         self.healed: dict[str, int] = {}
-        """Modules in float32 by ``heal``, in order, and the x of the window."""
+        """Modules that ``heal`` put in float32, in order, and the x of the window."""
         self.streak = 0
         """Skipped windows in a row, up to the last one."""
         self.streak_origins: Counter[str] = Counter()
@@ -197,7 +198,7 @@ class Diagnosis:
         self._search()
 
     def _search(self) -> None:
-        """The scale is searched for."""
+        """Begin a search for the scale."""
         self._is_settling, self._went_well = True, False
         self._late_skips = self._steady = 0
         """Skips of the search after a good window; windows since the last back-off."""

@@ -18,9 +18,9 @@ from .diagnosis import MANY_SKIPPED, REPEATED, SMALLEST_SCALE, THE_LOSS, Diagnos
 Level = Literal["bad", "warn", "note", "good"]
 LEVELS: tuple[Level, ...] = ("bad", "warn", "note", "good")
 LONG_SEARCH = 8
-"""Skips."""
+"""Skips of a search that a smaller init_scale would save."""
 MAX_ERROR = 200
-"""Characters of an error."""
+"""Characters of an error that are quoted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def ending(run: Diagnosis) -> Finding | None:
 
 
 def _how_it_ended(run: Diagnosis, session: Session) -> str:
-    """Empty: as it should."""
+    """How a session ended; empty if it ended as it should."""
     at = "before its first window closed"
     if session.last_step >= 0:
         at = f"after {run.place(session.first_x + session.last_step)}"
@@ -318,7 +318,7 @@ def _fall_text(run: Diagnosis, fall: Fall) -> str:
 
 
 def skips(run: Diagnosis) -> Finding:
-    """How many windows were skipped, and when; of every run."""
+    """How many windows were skipped, and when; every run has this finding."""
     if not run.windows:
         return Finding("note", "No window closed.")
     counts = f"{run.windows:,} window{'s' * (run.windows != 1)}"

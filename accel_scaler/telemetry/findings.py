@@ -51,7 +51,8 @@ def verdict(run: Diagnosis, is_file: bool = False) -> str:
     Args:
         is_file: the run is over or was killed, so how it ended is part of the verdict.
     """
-    problem = next((f for f in diagnose(run) if f.level == "bad"), None)
+    counts, others = skips(run), [f for f in diagnose(run) if f != skips(run)]
+    problem = next((f for f in others if f.level == "bad" or run.kind == "partly"), None)
     last_good = run.place(run.last_x - run.streak) if run.windows > run.streak else "its start"
     head = {
         "untrained": "Nothing was trained",
@@ -60,8 +61,7 @@ def verdict(run: Diagnosis, is_file: bool = False) -> str:
         "partly": "Trained in part",
         "trained": "Trained" if problem is None else "Trained with a problem",
     }[run.kind]
-    counts = skips(run).title
-    sentences = [f"{head}: {counts[:1].lower()}{counts[1:]}"]
+    sentences = [f"{head}: {counts.title[:1].lower()}{counts.title[1:]}"]
     for finding in (problem, healed(run)):
         if finding is not None:
             sentences.append(f"{finding.title} {finding.text}".rstrip())

@@ -344,6 +344,9 @@ def test_what_else_the_verdict_says() -> None:
     assert "The scale fell to 1024 after step 45" in verdict(diagnosed(fell))
     floor = verdict(diagnosed(replace(fell, min_scale=1024.0)))
     assert "The scale reached its floor, min_scale = 1024 (step 45)" in floor
+    partly = Course(overflows=lambda i, _: i >= 40 and i % 5 == 0, loss=unknown, overflowed=("w",))
+    assert verdict(diagnosed(partly)).startswith("Trained in part: 100 windows, 12 skipped")
+    assert "w overflowed 12 times" in verdict(diagnosed(partly))
 
 
 def test_healed_modules_are_the_line_for_the_config() -> None:

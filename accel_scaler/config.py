@@ -85,12 +85,6 @@ def optional(kind: Kind) -> Kind:
     )
 
 
-def one_of(*choices: str) -> Kind:
-    """One of a few texts."""
-    allowed = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
-    return Kind(allowed, lambda value: value in choices)
-
-
 def _switch(text: str) -> bool | str:
     words = {"true": True, "1": True, "yes": True, "on": True}
     words |= {"false": False, "0": False, "no": False, "off": False}
@@ -119,6 +113,12 @@ GLOBS = Kind(
 def setting(default: Any, kind: Kind) -> Any:
     """A field of the config."""
     return field(default=default, metadata={"kind": kind})
+
+
+def choice(*choices: str) -> Any:
+    """A field that takes one of a few texts, by default the first."""
+    allowed = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
+    return setting(choices[0], Kind(allowed, lambda value: value in choices))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,22 +185,16 @@ class ScalerConfig:
     max_scale: float | None = setting(None, optional(SCALE))
     hysteresis: int = setting(1, COUNT)
     sharded: bool = setting(False, SWITCH)
-    step_mode: Literal["sync", "overlap", "delayed"] = setting(
-        "sync", one_of("sync", "overlap", "delayed")
-    )
+    step_mode: Literal["sync", "overlap", "delayed"] = choice("sync", "overlap", "delayed")
     delay_warmup_steps: int = setting(0, COUNT_OR_0)
-    delay_compensation: Literal["auto", "preview", "none"] = setting(
-        "auto", one_of("auto", "preview", "none")
-    )
-    offload: Literal["none", "cpu"] = setting("none", one_of("none", "cpu"))
-    master_weights: Literal["auto", "fp32", "none"] = setting(
-        "auto", one_of("auto", "fp32", "none")
-    )
+    delay_compensation: Literal["auto", "preview", "none"] = choice("auto", "preview", "none")
+    offload: Literal["none", "cpu"] = choice("none", "cpu")
+    master_weights: Literal["auto", "fp32", "none"] = choice("auto", "fp32", "none")
     optimizer_threads: int | Literal["auto"] = setting("auto", THREADS)
     fold_unscale: bool = setting(False, SWITCH)
     max_consecutive_skips: int | None = setting(None, optional(COUNT))
-    find_overflow: Literal["auto", "replay", "always", "off"] = setting(
-        "auto", one_of("auto", "replay", "always", "off")
+    find_overflow: Literal["auto", "replay", "always", "off"] = choice(
+        "auto", "replay", "always", "off"
     )
     heal: bool = setting(False, SWITCH)
     fp32_modules: tuple[str, ...] = setting((), GLOBS)

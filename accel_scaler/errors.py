@@ -6,7 +6,6 @@ import reprlib
 from collections.abc import Sequence
 
 __all__ = [
-    "BROKEN",
     "AccelScalerError",
     "ConfigError",
     "OrderError",
@@ -17,10 +16,6 @@ __all__ = [
     "refuse_retired",
     "shown",
 ]
-
-
-BROKEN = "parameters are inf or NaN themselves"
-"""Part of a message, which telemetry looks for."""
 
 
 class AccelScalerError(Exception):

@@ -150,5 +150,5 @@ class DocstringsExtension(griffe.Extension):
     def on_attribute_instance(self, *, attr: griffe.Attribute, **kwargs: Any) -> None:
         """Of a field of the table in ``config.py`` its default is shown, not the whole row."""
         row = attr.value
-        if isinstance(row, griffe.ExprCall) and str(row.function) == "setting":
+        if isinstance(row, griffe.ExprCall) and str(row.function) in ("setting", "choice"):
             attr.value = row.arguments[0]

@@ -67,7 +67,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
             result = super().prepare(*args, **kwargs)
             if self._attachment is not None:
                 for model in self._models:  # FSDP2's models do not pass prepare_model
-                    self._attachment.chosen.enable(model)
+                    self._attachment.fp32_modules.enable(model)
         return result
 
     @contextmanager
@@ -83,7 +83,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         refuse_unsuitable(optimizers, attachment.config, are_placed=False)
         for each in objects:
             if isinstance(each, torch.nn.Module):
-                attachment.chosen.refuse_uncastable(each)
+                attachment.fp32_modules.refuse_uncastable(each)
         registered = (self._models, self._optimizers, self._schedulers, self._dataloaders)
         known = {id(each) for kind in registered for each in kind}
         given = known.union(map(id, objects))
@@ -108,7 +108,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         """
         attachment = self._attachment
         if attachment is not None:
-            attachment.chosen.refuse_uncastable(model)
+            attachment.fp32_modules.refuse_uncastable(model)
         prepared = super().prepare_model(model, *args, **kwargs)
         if attachment is not None:
             if attachment.scales and self.native_amp:
@@ -116,9 +116,9 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
                 add_autocast(self, [prepared])
             if attachment.emulates_float16:
                 add_emulation(self, prepared)
-            attachment.chosen.enable(prepared)  # before a compiler traces its first forward
+            attachment.fp32_modules.enable(prepared)  # before a compiler traces its first forward
             attachment.watch(prepared, self.unwrap_model(prepared))
-            attachment.agree(prepared)
+            attachment.compare_settings(prepared)
         return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
@@ -144,7 +144,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         if attachment is None:
             super().backward(loss, **kwargs)
             return
-        attachment.check_chosen()
+        attachment.refuse_unmatched_globs()
         attachment.follow_parameters()  # before anything reads the gradients
         accumulation = self.gradient_accumulation_steps
         attachment.boundary.before_backward(loss, accumulation)

@@ -105,7 +105,7 @@ def detach(target: T) -> T:
         return cast(T, trainer.detach_trainer(target))
     attached = attachment_of(target)
     if attached is not None:
-        attached.take_off(target)
+        attached.remove(target)
     return target
 
 

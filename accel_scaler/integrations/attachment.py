@@ -25,7 +25,7 @@ from ..errors import ConfigError, OrderError, StepError, shown
 from ..optimizer_step import Boundary
 from ..overflow import Fp32Modules, Healer, OverflowExplainer, warn_past_float16
 from ..scaling import gather_objects, is_sharded
-from ..telemetry import make_recorder, path_of, refuse_unwritable
+from ..telemetry import make_recorder
 from .autocast import add_autocast, remove_autocast, remove_emulation
 from .cpu_float16 import emulate_float16, needs_norms
 from .optimizer import ScaledOptimizer, adopt, inner_of, refuse_unsuitable
@@ -68,26 +68,24 @@ class Attachment:
         self.device: torch.device = accelerator.device
         self.scales: bool = accelerator.mixed_precision == "fp16"
         """False: only telemetry is recorded."""
-        self.chosen = Fp32Modules(config.fp32_modules if self.scales else ())
+        self.fp32_modules = Fp32Modules(config.fp32_modules if self.scales else ())
         """The modules that run in float32 once their model is prepared."""
         for model in self.models:
-            self.chosen.refuse_uncastable(model)
+            self.fp32_modules.refuse_uncastable(model)
         self.stock_class: type | None = None
         """The class before ``attach``."""
         self.scaler = make_scaler(accelerator, settings, self.stock_scaler)
         is_fsdp = accelerator.distributed_type == DistributedType.FSDP
         self.scaler.sharded = config.sharded or is_fsdp
         facts = _facts_of(accelerator)
-        if (path := path_of(config, facts["rank"])) is not None:
-            refuse_unwritable(path)  # before its folder is made
         self.rank: int = facts["rank"]
         self.recorder = make_recorder(self.scaler, config, facts)
         self.explainer: OverflowExplainer | None = None
         how = config.finds_overflow
         if how != "off":
-            healer = Healer(self.chosen) if config.heal and self.scales else None
+            healer = Healer(self.fp32_modules) if config.heal and self.scales else None
             self.explainer = OverflowExplainer(self.scaler, how, healer, self.float16)
-        self.scaler.extra["fp32_modules"] = self.chosen.added
+        self.scaler.extra["fp32_modules"] = self.fp32_modules.added
         self.scaler.call_when_loaded(self.keep_fp32)
         self.boundary = Boundary(self.scaler, self.device, self.explainer, self.recorder)
         self.worker = Worker(config.optimizer_threads)
@@ -115,29 +113,28 @@ class Attachment:
         return emulate_float16(self._norms) if self.emulates_float16 else nullcontext()
 
     def watch(self, prepared: Module, inner: Module) -> None:
-        """Register a model's parameter names, and explain its overflows.
+        """Register a model's parameter names, and watch it for overflows.
 
         Args:
             prepared: what the training loop calls.
             inner: the model in it, whose names are used.
         """
         if self.scales:
-            warn_past_float16(inner, self.chosen.modules)
+            warn_past_float16(inner, self.fp32_modules.modules)
             self._norms = self._norms or needs_norms(inner)
         self.scaler.parameter_names.add_module(inner)
         if self.explainer is not None:
             self.explainer.watch(prepared, inner)
 
-    def agree(self, prepared: Module) -> None:
+    def compare_settings(self, prepared: Module) -> None:
         """Let the ranks of a model explain its overflows together if all have the same settings.
 
-        A collective where ``prepared`` is DDP or sharded, whose preparation is one, too.
+        A collective where ``prepared`` is DDP or sharded.
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
-        if not isinstance(prepared, DistributedDataParallel) and not is_sharded(
-            prepared.parameters()
-        ):
+        is_ddp = isinstance(prepared, DistributedDataParallel)
+        if not is_ddp and not is_sharded(prepared.parameters()):
             return
         wish = (self.config.finds_overflow, self.config.heal)
         is_same = len(set(gather_objects(wish, self.device))) == 1
@@ -145,7 +142,7 @@ class Attachment:
             self.explainer.is_everywhere = is_same
 
     def keep_fp32(self, state_dict: dict[str, Any]) -> None:
-        """Run those modules in float32 that the run that saved the scaler had healed.
+        """Run the modules in float32 that the saved run had healed.
 
         Raises:
             ConfigError: the state's ``fp32_modules`` are no list of names.
@@ -158,9 +155,9 @@ class Attachment:
                 "names."
             )
         if names and self.scales:
-            self.chosen.add(names, self.models)
+            self.fp32_modules.add(names, self.models)
 
-    def put_on(self, accelerator: Any) -> None:
+    def install(self, accelerator: Any) -> None:
         """Install autocast, scaler, names and optimizers; all is undone if one of them fails.
 
         Raises:
@@ -175,7 +172,7 @@ class Attachment:
             if self.scales:
                 accelerator.scaler = self.scaler
             for model in self.models:
-                self.chosen.enable(model)
+                self.fp32_modules.enable(model)
                 self.watch(model, accelerator.unwrap_model(model))
             for optimizer in accelerator._optimizers:
                 adopt(optimizer, self)
@@ -184,7 +181,7 @@ class Attachment:
             self._undo(accelerator)
             raise
 
-    def take_off(self, accelerator: Any) -> None:
+    def remove(self, accelerator: Any) -> None:
         """Undo what was done to the accelerator, and to what it has prepared.
 
         Raises:
@@ -195,14 +192,14 @@ class Attachment:
         self._undo(accelerator)
 
     def _undo(self, accelerator: Any) -> None:
-        """:meth:`take_off`, without handing the scale back."""
+        """:meth:`remove`, without handing the scale back."""
         failed: StepError | None = None
         for optimizer in list(self.optimizers):
             try:
                 optimizer.leave(self)
             except StepError as error:
                 failed = error
-        self.chosen.disable()
+        self.fp32_modules.disable()
         for model in self.models:
             if self._added_autocast:
                 remove_autocast(accelerator, model)
@@ -235,7 +232,7 @@ class Attachment:
             self.scaler.release(optimizer.stepped_optimizer)
             optimizer.leave(self)
 
-    def give_up(self, optimizer: Optimizer) -> None:
+    def forget(self, optimizer: Optimizer) -> None:
         """Another optimizer owns its parameters: it is neither stepped nor saved any more."""
         self.scaler.release(optimizer)
         accelerator = self._accelerator()
@@ -260,14 +257,14 @@ class Attachment:
                 # A later attach() would take it for a scaler without state.
                 stock._lazy_init_scale_growth_tracker(self.device)
 
-    def check_chosen(self) -> None:
+    def refuse_unmatched_globs(self) -> None:
         """Before a backward, when all models are prepared.
 
         Raises:
             ConfigError: a glob in ``fp32_modules`` that matches no module.
         """
-        if self.chosen.patterns:
-            self.chosen.refuse_unmatched(self.models)
+        if self.fp32_modules.patterns:
+            self.fp32_modules.refuse_unmatched(self.models)
 
     def follow_parameters(self) -> None:
         """Before a backward: parameters may be trained that were frozen before."""
@@ -332,7 +329,7 @@ def begin(
             config, step_mode="sync", offload="none", master_weights="auto", enabled=False
         )
     attachment = Attachment(accelerator, requested_config, config, named)
-    attachment.put_on(accelerator)
+    attachment.install(accelerator)
     return attachment
 
 

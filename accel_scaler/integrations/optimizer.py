@@ -82,7 +82,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         attachment, hooks = self._attachment, self._hooks
         self._hooks = None
         if attachment is not None:
-            attachment.give_up(self.stepped_optimizer)
+            attachment.forget(self.stepped_optimizer)
         if hooks is not None:
             hooks.release()
 

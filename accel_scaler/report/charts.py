@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
-from statistics import fmean
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ..console import counted, number
@@ -15,22 +14,18 @@ from .samples import Mean
 Scale = Literal["linear", "log", "log2"]
 Numbers = list[float | None]
 MAX_SESSIONS = 30
-"""Whose beginnings are drawn."""
-SMOOTHED_FROM = 40
-"""Bins; a shorter line is read as it is."""
-MAX_SMOOTHING = 10
-"""Bins to each side of an average; fewer where there are few bins."""
+"""Sessions whose beginnings are drawn."""
 MAX_MARKS = 60
-"""More would cover the line that they stand on."""
+"""More crosses would cover their line; then they are ticks at its lower edge."""
 MAX_RATES = 4
 """Parameter groups whose learning rates are drawn."""
 MAX_DRAWN = 1e60
-"""Numbers beyond leave an axis no room for its margins."""
+"""Larger numbers leave an axis no room for its margins."""
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """What all charts of a report have along the bottom: windows, counted over all sessions."""
+    """The x axis of all charts: windows, counted over all sessions."""
 
     label: str
     last: int
@@ -41,7 +36,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One number over the bins; None: a bin without."""
+    """One number for each bin; None where a bin has none."""
 
     label: str
     y: Numbers
@@ -54,8 +49,6 @@ class Line:
     """A bin's number holds until the next bin: drawn in steps."""
     per_bin: str = ""
     """What a bin's number is where bins hold several windows."""
-    faint: bool = False
-    """Another line smooths this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +66,7 @@ class Marks:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A height that means something."""
+    """A horizontal line with a label."""
 
     label: str
     y: float
@@ -140,15 +133,6 @@ def _line(
     return Line(label, y, hue, low, high, holds, per_bin)
 
 
-def _smoothed(values: Numbers) -> Numbers:
-    """Averages over as many bins to each side, so that nothing lags."""
-    present = [value for value in values if value is not None]
-    most = min(MAX_SMOOTHING, len(present) // 20)
-    reach = (min(most, at, len(present) - 1 - at) for at in range(len(present)))
-    smooth = (fmean(present[at - r : at + r + 1]) for at, r in enumerate(reach))
-    return [None if value is None else _drawable(next(smooth)) for value in values]
-
-
 def _skips(run: Run, height: Numbers) -> list[Marks]:
     """Every bin with a skipped window."""
     at = [i for i, b in enumerate(run.bins.done) if b.skips]
@@ -170,9 +154,6 @@ def _loss(run: Run) -> Chart | None:
     line = _line(run, "loss", "loss")
     if line is None:
         return None
-    lines = [line]
-    if sum(y is not None for y in line.y) >= SMOOTHED_FROM:
-        lines = [replace(line, faint=True), Line("smoothed", _smoothed(line.y), line.hue)]
     return Chart(
         "loss",
         "Loss",
@@ -180,7 +161,7 @@ def _loss(run: Run) -> Chart | None:
         "micro-batches, on this rank). Where a step was skipped its batch trained nothing.",
         "loss",
         "linear",
-        lines,
+        [line],
         _skips(run, line.y) + _bad(run.bins.means("loss")),
     )
 

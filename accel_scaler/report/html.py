@@ -11,14 +11,14 @@ from html import escape
 from importlib.resources import files
 
 from ..console import plain, written
-from ..telemetry import verdict
+from ..telemetry import Level, verdict
 from .charts import Chart, axis_of, charts
-from .findings import Level, facts, find
+from .findings import find
 from .heatmap import HeatMap, heatmap
+from .key_numbers import TILES, key_numbers
 from .page_data import page_data
 from .run import Run
 from .theme import HUES
-from .tiles import tiles
 
 WORDS: dict[Level, str] = {"bad": "Problem", "warn": "Look", "note": "Note", "good": "Fine"}
 FIRST = ("loss",)
@@ -42,7 +42,8 @@ def html_page(run: Run) -> str:
         body += [_chart(chart, chart is alone) for chart in others]
         body += [_heatmap(heat)] if heat is not None else []
         body += ["</div>", NUMBERS]
-    body += ["<h2>In numbers</h2>", _table(run.label, facts(run))]
+    rows = [(each.name, f"{each.value} {each.more}".rstrip()) for each in key_numbers(run)]
+    body += ["<h2>In numbers</h2>", _table(run.label, rows)]
     body += ["<h2>Settings and versions</h2>", _settings(run)]
     style, script = _style(), _script()
     policy = (
@@ -132,7 +133,7 @@ def _tiles(run: Run) -> str:
     parts = (
         f'<div class="tile"><dt>{escape(tile.name)}</dt><dd><span class="value">'
         f'{escape(tile.value)}</span><span class="sub">{escape(tile.more)}</span></dd></div>'
-        for tile in tiles(run)
+        for tile in key_numbers(run)[:TILES]
     )
     return f'<dl class="tiles">{"".join(parts)}</dl>'
 
@@ -140,10 +141,10 @@ def _tiles(run: Run) -> str:
 def _findings(run: Run) -> str:
     rows = []
     for finding in find(run):
-        more = "".join(f"<p>{escape(t)}</p>" for t in (finding.look, finding.do) if t)
+        more = f"<p>{escape(finding.text)}</p>" if finding.text else ""
         rows.append(
             f'<li class="{finding.level}"><p class="what"><span class="word">'
-            f"{WORDS[finding.level]}</span>{escape(finding.what)}</p>{more}</li>"
+            f"{WORDS[finding.level]}</span>{escape(finding.title)}</p>{more}</li>"
         )
     return f'<ul class="findings">{"".join(rows)}</ul>'
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from ..console import percent
 from ..telemetry import Diagnosis, Record, Start, headroom
 from .samples import Bins, Mean, NormColumns
 
@@ -16,7 +17,6 @@ class Run(Diagnosis):
         self.path = self.label = path
         self.bins = Bins()
         self.norms = NormColumns()
-        self.overflows = 0
         self.limited = self.clipped = 0
         """Windows with a threshold for the norm; those above it."""
         self.updates = self.optimizer_us = self.waited_us = 0
@@ -42,7 +42,6 @@ class Run(Diagnosis):
         """Add the next window of the session."""
         super().add(record)
         x = self.last_x
-        self.overflows += record.found_inf
         self.bins.include(x, record)
         self._add_norms(x, record)
         self._add_range(x, record)
@@ -75,6 +74,11 @@ class Run(Diagnosis):
         """Doublings of the last scale until the largest gradient that was measured last overflows;
         None: nothing was measured."""
         return None if self.largest is None else headroom(self.largest[0] * self.last_scale)
+
+    @property
+    def hidden(self) -> str:
+        """The share of the updates' time that the training thread did not wait for."""
+        return percent(self.optimizer_us - self.waited_us, self.optimizer_us)
 
     @property
     def last_loss(self) -> float | None:

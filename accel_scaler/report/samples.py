@@ -18,7 +18,7 @@ window before, not of a session's first; ``update`` and ``waited``: seconds."""
 
 @dataclass(slots=True)
 class Mean:
-    """Of the finite numbers among some."""
+    """Mean, range and count of the finite numbers of a series."""
 
     low: float = math.inf
     high: float = -math.inf
@@ -35,7 +35,7 @@ class Mean:
         return self.total / self.count if self.count and math.isfinite(self.total) else None
 
     def include(self, value: float | None) -> None:
-        """One more, if there is one."""
+        """Add a number; None is ignored."""
         if value is None:
             return
         self.last = value
@@ -47,7 +47,7 @@ class Mean:
         self.count += 1
 
     def merge(self, later: Mean) -> None:
-        """Take in those that follow."""
+        """Add the numbers of a later part."""
         self.low, self.high = min(self.low, later.low), max(self.high, later.high)
         self.total += later.total
         self.count += later.count
@@ -70,7 +70,7 @@ class Bin:
     series: dict[str, Mean] = field(default_factory=lambda: {name: Mean() for name in SERIES})
 
     def include(self, x: int, record: Record, seconds: float | None = None) -> None:
-        """One window more, ``seconds`` after the one before."""
+        """Add a window, which ended ``seconds`` after the one before."""
         self.last_x, self.lr = x, record.lr
         self.windows += 1
         self.skips += record.skipped
@@ -81,7 +81,7 @@ class Bin:
             mean.include(value)
 
     def merge(self, later: Bin) -> None:
-        """Take in the bin that follows."""
+        """Add the next bin."""
         self.last_x, self.lr = later.last_x, later.lr
         self.windows += later.windows
         self.skips += later.skips
@@ -99,11 +99,11 @@ class Bins:
         self._before: float | None = None
 
     def begin_session(self) -> None:
-        """Its clock starts at 0."""
+        """The clock of a new session starts at 0."""
         self._before = None
 
     def include(self, x: int, record: Record) -> None:
-        """One window, in order of ``x``."""
+        """Add a window; windows come in order of ``x``."""
         seconds = None if self._before is None else max(record.time - self._before, 0.0)
         self._before = record.time
         done = self.done
@@ -117,11 +117,11 @@ class Bins:
         done[-1].include(x, record, seconds)
 
     def means(self, name: str) -> list[Mean]:
-        """Of each bin, by a name of ``SERIES``."""
+        """The mean of each bin; ``name`` is one of ``SERIES``."""
         return [each.series[name] for each in self.done]
 
     def of_all(self, name: str) -> Mean:
-        """Of all windows."""
+        """The mean over all windows."""
         found = Mean()
         for mean in self.means(name):
             found.merge(mean)
@@ -139,7 +139,7 @@ class NormColumns:
         self._seen = 0
 
     def include(self, x: int, names: tuple[str, ...], norms: tuple[float, ...]) -> None:
-        """One window with norms; half of those kept go when there are too many."""
+        """Add a window with norms; every second column is dropped when there are too many."""
         self._seen += 1
         if (self._seen - 1) % self.stride:
             return

@@ -9,41 +9,40 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal
 
-from ..console import number
 from .record import End, Names, Record, Start
 
 LARGEST = 65504.0
-"""Of float16."""
+"""The largest float16 number."""
 SMALLEST_SCALE = 1.0
-"""A scale of 1 or less scales no more: an overflow there is not of its making."""
+"""At a scale of 1 or less an overflow is not caused by scaling."""
 SETTLED = 20
 """Windows in a row without a back-off after which the scale has settled."""
 MAX_HALVINGS = 2
-"""Skips in a row that different batches explain, where the scale was fine before."""
+"""Skips in a row that differences between batches explain."""
 STUCK = 20
 """Skips in a row at the end of a run that no longer trains. The search for a scale takes 16
 from the usual 65536 to 1."""
 FAILING = 5
-"""The same where all of them had inf or NaN in the forward, which no other scale mends."""
+"""The same for windows with inf or NaN in the forward, which no scale repairs."""
 MANY_SKIPPED = 0.1
-"""Of all windows, in the middle of training: the run trained in part."""
+"""A run trained in part if more than this share of its windows was skipped in the middle."""
 DEEP_FALL = 6.0
-"""Halvings of the scale, without growth between, that are not ordinary."""
+"""Halvings of the scale without growth between them: more than an ordinary fall."""
 REPEATED = 3
-"""Skips of a fall, or overflows that began in one layer, that are no coincidence."""
+"""Skips of a fall, or overflows of one layer, from which on they are reported."""
 MAX_FIRSTS = 50
 
 LEVEL = 5
-"""Losses whose median is the level of the loss."""
+"""Number of losses whose median is the level of the loss."""
 RAN_AWAY = 10.0
-"""Times the largest of the first losses."""
+"""Factor on the largest of the first losses, above which the loss ran away."""
 SMALL_LOSS = 0.1
-"""A first loss nearer to 0, as a policy gradient's, counts as this."""
+"""Least magnitude of a first loss: those of policy gradients are near 0."""
 
 WITHOUT_SCALE = ("no", "bf16", "fp8")
-"""Precisions."""
+"""Precisions whose loss is not scaled."""
 THE_LOSS = "the loss"
-"""Where an overflow began, if in no parameter."""
+"""The origin of an overflow that began in the loss."""
 
 Kind = Literal["untrained", "stuck", "diverged", "partly", "trained"]
 """``untrained``: no parameter can have moved. ``stuck``: it skipped every window at the end.
@@ -54,8 +53,9 @@ SkipKind = Literal["forward", "search", "growth", "other"]
 
 
 def headroom(largest: float) -> float:
-    """How often ``largest``, of a scaled gradient, can be doubled before float16 overflows: 0 or
-    more; below 0 where it was computed or added up in float32. inf of 0.
+    """How often ``largest``, the largest scaled gradient, can be doubled before float16 overflows.
+
+    Negative where it was computed or added up in float32; inf for 0.
 
     >>> headroom(65504 / 8)
     3.0
@@ -73,8 +73,8 @@ class Span:
     last_x: int = -1
     count: int = 0
 
-    def count_in(self, x: int) -> None:
-        """One more."""
+    def include(self, x: int) -> None:
+        """Count window ``x``, which follows the last one."""
         self.first_x = self.first_x if self.count else x
         self.last_x = x
         self.count += 1
@@ -95,12 +95,12 @@ class Fall:
 
     @property
     def skips(self) -> int:
-        """All of them."""
+        """The number of skipped windows."""
         return self.kinds.total()
 
     @property
     def is_search(self) -> bool:
-        """The scale settled, at the beginning of a session."""
+        """Whether the scale was only settling, at the beginning of a session."""
         return 2 * self.kinds["search"] > self.skips
 
     @property
@@ -112,7 +112,7 @@ class Fall:
 
     @property
     def is_real(self) -> bool:
-        """Neither the search nor the price of growth, and no single skip."""
+        """Whether it is neither a search nor a single skip nor the price of growth."""
         is_ordinary = self.skips == self.kinds["growth"] and self.halvings < DEEP_FALL
         has_size = self.halvings >= 2 or self.skips >= REPEATED
         return has_size and not self.is_search and not is_ordinary
@@ -120,7 +120,7 @@ class Fall:
 
 @dataclass(slots=True)
 class Session:
-    """One start and what followed it."""
+    """A ``start`` line and the windows that follow it."""
 
     start: Start
     first_x: int
@@ -129,13 +129,6 @@ class Session:
     seconds: float = 0.0
     ended: bool = False
     error: str | None = None
-
-    def setting(self, name: str) -> float | None:
-        """One that is a number."""
-        value = self.start.settings.get(name)
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return float(value)
-        return None
 
 
 class Diagnosis:
@@ -163,11 +156,11 @@ class Diagnosis:
     def __init__(self) -> None:
         self.sessions: list[Session] = []
         self.places: dict[str, int] = {}
-        """Of parameters in their model's order."""
+        """The position of each parameter in its model."""
         self.windows = self.skips = self.last_x = 0
         self.kinds: Counter[SkipKind] = Counter()
         self.is_scaled = False
-        """It has a loss scale."""
+        """The run has a loss scale."""
         self.first_scale = self.last_scale = 0.0
         self.lowest: tuple[float, int] | None = None
         """The lowest scale that a window had or left behind, and the window's x."""
@@ -178,7 +171,7 @@ class Diagnosis:
         self.origins: Counter[str] = Counter()
         """Overflows by where they began."""
         self.bad_losses = Span()
-        """Windows with a loss of inf or NaN, but for those that healed the reason."""
+        """Windows with a loss of inf or NaN, except those that healed the cause."""
         self.bad_at_end = 0
         """Windows up to the last one that were not finite: the loss, or the norm of a step."""
         self.stepped_bad = Span()
@@ -186,13 +179,13 @@ class Diagnosis:
         self.highest: tuple[float, int] | None = None
         """The largest finite norm, and the window's x."""
         self.healed: dict[str, int] = {}
-        """Modules in float32 by ``heal``, in order, and the x of the window."""
+        """Modules that ``heal`` put in float32, in order, and the x of the window."""
         self.streak = 0
         """Skipped windows in a row, up to the last one."""
         self.streak_origins: Counter[str] = Counter()
-        """The same of these windows."""
+        """``origins`` of these windows."""
         self._fall: Fall | None = None
-        """The one that is going on."""
+        """The present one."""
         self._worst_fall: Fall | None = None
         self._begin()
 
@@ -205,7 +198,7 @@ class Diagnosis:
         self._search()
 
     def _search(self) -> None:
-        """The scale is searched for."""
+        """Begin a search for the scale."""
         self._is_settling, self._went_well = True, False
         self._late_skips = self._steady = 0
         """Skips of the search after a good window; windows since the last back-off."""
@@ -252,7 +245,7 @@ class Diagnosis:
 
     def _add_loss(self, x: int, record: Record) -> None:
         if record.has_bad_loss and not record.healed:
-            self.bad_losses.count_in(x)
+            self.bad_losses.include(x)
         elif record.loss is not None and math.isfinite(record.loss):
             if len(self._first_losses) < LEVEL:
                 self._first_losses.append(record.loss)
@@ -265,7 +258,7 @@ class Diagnosis:
         if norm is not None and math.isfinite(norm) and norm > (self.highest or (-1.0, 0))[0]:
             self.highest = (norm, x)
         if is_bad:
-            self.stepped_bad.count_in(x)
+            self.stepped_bad.include(x)
         failed = (is_bad or failed_in_forward(record)) and not record.healed
         self.bad_at_end = self.bad_at_end + 1 if failed else 0
 
@@ -323,16 +316,12 @@ class Diagnosis:
         """The order of the parameters in their model."""
         self.places.update(zip(names.names, names.places, strict=True))
 
-    def by_place(self, record: Record) -> list[str]:
-        """Parameters that overflowed in this window, the last of the model first: the backward
-        computes that one first."""
-        found = [record.names[i] for i, _ in record.nonfinite] if record.names else []
-        return sorted(found, key=lambda name: -self.places.get(name, record.names.index(name)))
-
     def origin_of(self, record: Record) -> str | None:
-        """Where its overflow began; None where that is not known: what the finder saw, else the
-        loss, else the last parameter of all."""
-        first, names = record.first, self.by_place(record) or list(record.overflowed)
+        """Where its overflow began, if that is known: what the finder saw, else the loss, else the
+        last parameter of the model, whose gradient the backward computes first."""
+        found = [record.names[i] for i, _ in record.nonfinite] if record.names else []
+        found.sort(key=lambda name: -self.places.get(name, record.names.index(name)))
+        first, names = record.first, found or list(record.overflowed)
         if first is None:
             return THE_LOSS if record.loss_nonfinite else next(iter(names), None)
         if first["where"] == "loss":
@@ -358,8 +347,11 @@ class Diagnosis:
 
     def setting(self, name: str) -> float | None:
         """A numeric setting of the last session that has it."""
-        found = (session.setting(name) for session in reversed(self.sessions))
-        return next((value for value in found if value is not None), None)
+        for session in reversed(self.sessions):
+            value = session.start.settings.get(name)
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                return float(value)
+        return None
 
     def rise(self) -> tuple[float, float] | None:
         """Medians of the first losses of the session and of the last, where the loss ran away: the
@@ -372,17 +364,11 @@ class Diagnosis:
         ran_away = now > RAN_AWAY * max(SMALL_LOSS, *map(abs, first))
         return (median(first), now) if ran_away else None
 
-    def low(self) -> str:
-        """``the scale reached its floor, ...`` or ``the scale fell to 1 (...)``, where an overflow
-        has brought it there; else empty."""
-        if self.lowest is None or not self.skips or not self.is_scaled:
-            return ""
-        (low, x), floor = self.lowest, self.setting("min_scale")
-        if floor is not None and low <= floor:
-            return f"the scale reached its floor, min_scale = {number(floor)} ({self.place(x)})"
-        if low <= SMALLEST_SCALE:
-            return f"the scale fell to {number(low)} ({self.place(x)})"
-        return ""
+    @property
+    def is_held(self) -> bool:
+        """Whether the scale stands at ``max_scale``."""
+        ceiling = self.setting("max_scale")
+        return ceiling is not None and self.last_scale >= ceiling
 
     @property
     def error(self) -> str | None:
@@ -391,7 +377,7 @@ class Diagnosis:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether so many windows were skipped at the end, or the skips ended the run."""
+        """Whether too many windows were skipped at the end, or the skips ended the run."""
         failing = min(self.streak, self.bad_at_end) >= FAILING
         ended = self.error is not None and self.error.startswith("OverflowStreakError")
         return self.streak >= STUCK or failing or (self.streak > 0 and ended)
@@ -408,13 +394,9 @@ class Diagnosis:
         lost = self.kinds["other"] + self.kinds["forward"]
         return "partly" if lost > MANY_SKIPPED * self.windows and not self.healed else "trained"
 
-    def session_of(self, x: int) -> int:
-        """Index of the session that window ``x`` belongs to."""
-        return max(0, bisect_right([s.first_x for s in self.sessions], x) - 1)
-
     def place(self, x: int) -> str:
         """``step 410``, or ``step 12 of session 2`` where there are several."""
-        index = self.session_of(x)
+        index = max(0, bisect_right([s.first_x for s in self.sessions], x) - 1)
         step = x - self.sessions[index].first_x
         return f"step {step}" + (f" of session {index + 1}" if len(self.sessions) > 1 else "")
 

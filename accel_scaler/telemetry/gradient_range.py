@@ -35,14 +35,14 @@ class Measured:
     """What was found of some gradients; the numbers may still be on their way to the host."""
 
     numbers: list[int]
-    """Of each piece of a gradient its parameter, as ``NameTable`` numbers them."""
+    """The parameter of each piece of a gradient, as ``NameTable`` numbers them."""
     sizes: list[int]
     """Elements of each piece."""
     knows_largest: bool
     """False: clips left no way to compute the largest element."""
     values: Tensor
-    """Of each piece its elements that are not 0, and those that float16 holds as normal numbers;
-    then the bits of the largest element of all, a float32. int64, shape (2n + 1)."""
+    """For each piece the number of elements that are not 0, and of those that are normal float16
+    numbers; then the bits of the largest element, a float32. int64, shape (2n + 1)."""
 
 
 @torch.no_grad()
@@ -53,15 +53,15 @@ def measure(
     record: OptimizerRecord,
     scale: float | None,
 ) -> list[Measured]:
-    """Measure finite gradients of one optimizer: float16 ones and float32 ones, dense.
+    """Measure the finite, dense float16 and float32 gradients of one optimizer.
 
-    Of a DTensor this rank's own elements. What several micro-batches and ranks have added to each
-    other, or averaged, is measured as it is now. Does not synchronise.
+    Gradients are measured after micro-batches were added up and ranks averaged; of a DTensor only
+    this rank's elements. Does not synchronise with the device.
 
     Args:
         numbers: of ``params``.
-        record: the optimizer's, of this window: what is still due.
-        scale: of the window; None: nothing is scaled, so float32 gradients say nothing.
+        record: the optimizer's record in this window, with what is still due.
+        scale: the window's scale; None: nothing is scaled, and float32 gradients are left out.
     """
     is_scaled = bool(record.deferred)  # nothing was done to them since the backward
     clips = {} if is_scaled else _clips_of(window)
@@ -86,10 +86,10 @@ def measure(
 
 
 def read_measured(found: Sequence[Measured]) -> dict[str, Any]:
-    """What was measured in a window, as fields of its record. Synchronises if the numbers have not
-    come to the host yet."""
+    """The measurements of a window as fields of its record. Synchronises with the device if the
+    numbers have not arrived on the host yet."""
     counts: dict[int, list[int]] = {}
-    """Under each parameter's number its elements that are not 0, normal ones, and all."""
+    """By number of the parameter: elements that are not 0, normal ones, and all."""
     largest = -1.0
     for each in found:
         *values, bits = each.values.tolist()

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from ..console import number
 from .diagnosis import Diagnosis, headroom
+from .findings import verdict
 from .record import Record, Start
-from .sentences import verdict
 
 KEPT_RECORDS = 4096
 KEPT_DETAILS = 16
@@ -39,9 +39,9 @@ class History:
 
     @property
     def headroom(self) -> float | None:
-        """How often the present scale can be doubled before the largest gradient of the last
-        window that was measured overflows; a negative number says that float32 has added it up.
-        None: nothing was measured. Only with ``telemetry``."""
+        """How often the present scale can be doubled before the largest measured gradient overflows
+        float16; negative if float32 has added it up beyond. None without ``telemetry``, and until
+        the first measurement."""
         if self.largest_unscaled is None or not self.records:
             return None
         return headroom(self.largest_unscaled * self.records[-1].next_scale)
@@ -84,12 +84,11 @@ class History:
         return found
 
     def verdict(self) -> str:
-        """One or two sentences: whether the run trained up to now, what stopped it, what to do."""
+        """A few sentences: whether the run trained up to now, what stopped it, what to do."""
         return verdict(self.diagnosis())
 
     def summary(self) -> str:
-        """A few lines of text: the verdict, windows, skips, the scale, the largest norm, what
-        overflowed last."""
+        """A few lines of text: verdict, skips, scale, largest norm, the last overflow."""
         if not self.records:
             return "scaler: no window has closed yet"
         run = self.diagnosis()

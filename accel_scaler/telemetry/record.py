@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from datetime import datetime, timezone
-from typing import Any
+from types import NoneType
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from ..console import plain
+
+Amount = Annotated[float, "finite, 0 or more"]
 
 FORMAT = 1
 """Version of the file format."""
@@ -31,17 +34,17 @@ class Record:
 
     index: int
     """Number of the window, from 0."""
-    scale: float
+    scale: Amount
     """The scale that produced its gradients."""
-    next_scale: float
+    next_scale: Amount
     """The scale of the window after it."""
     skipped: bool
-    """An optimizer of this window was not stepped, because its gradients overflowed."""
+    """The window overflowed, so at least one optimizer was not stepped."""
     grad_norm: float | None
     """Total gradient norm, unscaled, before clipping; None where no norm was taken."""
     overflowed: tuple[str, ...] = ()
-    """Names of tensors seen with non-finite gradients (the search stops at the first few). Not in
-    the file, which has ``nonfinite``."""
+    """Names of the first few tensors with non-finite gradients. Not in the file, which has
+    ``nonfinite``."""
     found_inf: bool = False
     """Some gradient was not finite, on this rank or, where they must agree, another."""
     growth_tracker: int = 0
@@ -51,22 +54,17 @@ class Record:
     clip_coefficient: float | None = None
     """What clipping multiplied the gradients by, at most 1; None where there was no clipping."""
     lr: tuple[float | None, ...] = ()
-    """Learning rate of every group of the optimizers that ended in this window, in order; None:
-    it is on a device, where reading it would wait."""
-    time: float = 0.0
+    """Learning rate of each group of the window's optimizers; None: it is on a device."""
+    time: Amount = 0.0
     """When the window ended: seconds since the start of the recording."""
     loss: float | None = None
-    """The loss whose gradient was taken: the sum of the losses of the window, each divided by
-    ``gradient_accumulation_steps`` if Accelerate does that. So it is the mean over micro-batches in
-    a loop, also where the end of the data cut the window short, and what a Trainer logs for one
-    step; of several losses in one window (a GAN's) the sum. Before scaling, on this rank alone.
-    None where one is no single real number. Only with ``telemetry``; on a device, where no
-    norm was read in the check, once the next window is on record."""
+    """The unscaled loss on this rank: the mean over micro-batches, as a Trainer logs it; of several
+    losses in one window the sum. None where a loss is no single real number. Only with
+    ``telemetry``; on a device, where no norm was read, known with the next window."""
     loss_nonfinite: int = 0
     """How many of its losses were inf or NaN; counted after an overflow only."""
     names: tuple[str, ...] = ()
-    """Parameter names, in the order of ``norms``; ``nonfinite`` and ``underflow`` give indices into
-    it. The file has them in a line of their own."""
+    """Parameter names, in the order of ``norms``. The file has them in a line of their own."""
     norms: tuple[float, ...] | None = None
     """Unscaled norm of each parameter's gradient, before clipping; NaN for a parameter without.
     Only with ``telemetry``; kept for the last windows. Six digits in the file."""
@@ -74,16 +72,13 @@ class Record:
     """``(index in names, non-finite elements)`` of every parameter that overflowed. Only with
     ``telemetry``; kept for the last windows."""
     underflow: tuple[tuple[int, float, float], ...] = ()
-    """``(index in names, share of zeros, share of subnormals)`` of each scaled gradient, as float16
-    numbers: of float16 gradients, and of the float32 ones of fp16 training. Only with
-    ``telemetry``, once every ``underflow_interval`` windows; kept for the last windows."""
-    largest_gradient: float | None = None
-    """The largest magnitude of an element of the gradients in ``underflow``, scaled, before
-    clipping; float16 ends at 65504. Of parameters alone: gradients of activations may be
-    larger. On this rank, after micro-batches were added up and ranks averaged; above 65504 where
-    float32 added them up. None where it was not measured, and where clips left no way to compute
-    it (of single elements; of parameters that overlap)."""
-    zero_share: float | None = None
+    """``(index in names, share of zeros, share of subnormals)`` of each scaled gradient as float16
+    numbers. Only with ``telemetry``, every ``underflow_interval`` windows; of the last ones."""
+    largest_gradient: Amount | None = None
+    """The largest magnitude among these elements, scaled, before clipping; float16 ends at 65504.
+    On this rank, after micro-batches were added up and ranks averaged, so it may be above. None
+    where it was not measured, or cannot be computed after a clip of single elements."""
+    zero_share: Amount | None = None
     """The share of zeros among all these elements."""
     first: dict[str, Any] | None = None
     """Where the overflow began. Only with ``find_overflow``."""
@@ -94,9 +89,8 @@ class Record:
     waited_us: int | None = None
     """Microseconds that the training thread waited for it."""
     preview_error: float | None = None
-    """Of updates that came a step late: the norm of their previews' error divided by the norm of
-    the updates, on this rank. None where there was no preview, or nothing moved. Only with
-    ``telemetry``."""
+    """Norm of the previews' error divided by the norm of the late updates, on this rank. None where
+    there was no preview or nothing moved. Only with ``telemetry``."""
 
     @property
     def has_bad_loss(self) -> bool:
@@ -131,7 +125,7 @@ class Names:
 class End:
     """The last line of a session."""
 
-    time: float = 0.0
+    time: Amount = 0.0
     error: str | None = None
     """What ended the run early."""
 
@@ -148,20 +142,18 @@ class CutLineError(BrokenLineError):
 
 _to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
-REQUIRED = ("growth_tracker", "found_inf", "max_norm", "clip_coefficient", "lr", "time")
-"""Keys of every window line, besides the fields without a default."""
-
-UNWRITTEN = ("overflowed", "names", "norms")
+ALWAYS = ("growth_tracker", "found_inf", "max_norm", "clip_coefficient", "lr", "time")
+"""Keys of every window line, besides the fields without a default; others are left out where they
+have their default."""
 DEFAULTS = {
-    each.name: MISSING if each.name in REQUIRED else each.default
+    each.name: MISSING if each.name in ALWAYS else each.default
     for each in fields(Record)
-    if each.name not in UNWRITTEN
+    if each.name not in ("overflowed", "names", "norms")
 }
-"""Of the fields in a line; a field that has its default is left out."""
 
 
 def _finite(value: Any) -> Any:
-    """``value``, with texts for the numbers that JSON has not."""
+    """``value``, with texts for the numbers that JSON does not have."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, tuple):
@@ -171,28 +163,25 @@ def _finite(value: Any) -> Any:
 
 def encode_window(record: Record) -> str:
     """The line of a window."""
-    line: dict[str, Any] = {"kind": "window"}
+    line: dict[str, Any] = {}
     for name, default in DEFAULTS.items():
         value = getattr(record, name)
         if default is MISSING or value != default:
             line["step" if name == "index" else name] = _finite(value)
-    text = _to_json(line)
-    return text if record.norms is None else f'{text[:-1]},"norms":[{_six_digits(record.norms)}]}}'
-
-
-def _six_digits(values: tuple[float, ...]) -> str:
-    """A list of numbers as JSON has it; json's own encoder takes four times as long."""
-    if math.isfinite(sum(values)):
-        return ",".join(["%.6g"] * len(values)) % values
-    return ",".join(f"{v:.6g}" if math.isfinite(v) else f'"{v}"' for v in values)
+    text = encode_line("window", **line)
+    if record.norms is None:
+        return text
+    # json's own encoder takes four times as long for thousands of numbers.
+    norms = ",".join(f"{v:.6g}" if math.isfinite(v) else f'"{v}"' for v in record.norms)
+    return f'{text[:-1]},"norms":[{norms}]}}'
 
 
 def encode_line(kind: str, **values: Any) -> str:
-    """Any other line: ``start``, ``names`` or ``end``."""
+    """Any line: its kind, then these values."""
     return _to_json({"kind": kind, **values})
 
 
-# Reading: a ``ValueError``, ``TypeError`` or the like says that the line is broken.
+# Reading: a ``ValueError``, ``TypeError`` or the like means that the line is broken.
 
 
 def _text(value: object) -> str:
@@ -201,86 +190,53 @@ def _text(value: object) -> str:
     return text if text.isprintable() else plain(text).replace("\n", "\ufffd")
 
 
-def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value <= 2**53:
-        raise ValueError("expected an integer from 0")
-    return value
-
-
-def _amount(value: Any) -> float:
-    if not 0.0 <= (amount := float(value)) < math.inf:
-        raise ValueError(f"expected a number >= 0, got {amount}")
-    return amount
-
-
-def _setting(value: Any) -> Any:
-    """A plain value as it is, the text of anything else."""
-    is_number = isinstance(value, (int, float)) and not abs(value) > 2**53
-    return value if value is None or is_number else _text(value)
-
-
-def _tuple_of(*reads: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """A list with a value for each of ``reads``."""
-    return lambda values: tuple(r(value) for r, value in zip(reads, values, strict=True))
-
-
-def _list_of(read: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
-    def read_list(values: Any) -> tuple[Any, ...]:
-        if not isinstance(values, list):
+def _converted(value: Any, kind: Any) -> Any:
+    """``value``, from JSON, as the type of a field."""
+    parts = get_args(kind)
+    if NoneType in parts:
+        return None if value is None else _converted(value, parts[0])
+    if get_origin(kind) is tuple:
+        if not isinstance(value, list):
             raise ValueError("expected a list")
-        return tuple(map(read, values))
+        kinds = [parts[0]] * len(value) if parts[-1] is Ellipsis else parts
+        return tuple(_converted(v, k) for v, k in zip(value, kinds, strict=True))
+    if kind is int and not (type(value) is int and 0 <= value <= 2**53):
+        raise ValueError("expected an integer from 0")
+    if kind is Amount and not 0.0 <= float(value) < math.inf:
+        raise ValueError(f"expected a number >= 0, got {value}")
+    return _text(value) if kind is str else float(value) if kind is Amount else kind(value)
 
-    return read_list
+
+def _read(line: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a line by their types; keys that are not in ``kinds`` are not known."""
+    return {key: _converted(line[key], kind) for key, kind in kinds.items() if key in line}
 
 
-def _maybe(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """``read``, or None for null."""
-    return lambda value: None if value is None else read(value)
+WINDOW: dict[str, Any] = get_type_hints(Record, include_extras=True)
+WINDOW["step"] = WINDOW.pop("index")
+del WINDOW["names"], WINDOW["overflowed"], WINDOW["first"]
+FIRST = dict.fromkeys(("where", "module", "class", "text"), str)
+FIRST_NUMBERS: dict[str, Any] = {"micro_batch": int | None}
+FIRST_NUMBERS |= dict.fromkeys(("input", "output"), tuple[float, float] | None)
+FACTS: dict[str, Any] = {
+    **dict.fromkeys(("package", "device", "device_name", "precision"), str),
+    **dict.fromkeys(("python", "torch", "accelerate", "transformers"), str),
+    **{"rank": int, "ranks": int, "unix_time": float},
+}
 
 
-def _first(value: Any) -> dict[str, Any]:
+def _read_first(found: Mapping[str, Any]) -> dict[str, Any]:
     """As the overflow finder wrote it, with every key."""
-    found: dict[str, Any] = {
-        key: _text(value.get(key) or "") for key in ("where", "module", "class", "text")
-    }
-    found["micro_batch"] = _maybe(_count)(value.get("micro_batch"))
-    pair = _maybe(_tuple_of(float, float))
-    return found | {key: pair(value.get(key)) for key in ("input", "output")}
+    texts = {key: _text(found.get(key) or "") for key in FIRST}
+    return texts | dict.fromkeys(FIRST_NUMBERS) | _read(found, FIRST_NUMBERS)
 
 
-def _norms(value: Any) -> tuple[float, ...] | None:
-    """None for the base64 text of an earlier version."""
-    return None if isinstance(value, str) else tuple(map(float, value))
-
-
-READ: dict[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("step", "growth_tracker", "loss_nonfinite"), _count),
-    **dict.fromkeys(("time", "scale", "next_scale"), _amount),
-    **dict.fromkeys(("found_inf", "skipped"), bool),
-    **dict.fromkeys(
-        ("grad_norm", "max_norm", "clip_coefficient", "loss", "preview_error"), _maybe(float)
-    ),
-    **dict.fromkeys(("largest_gradient", "zero_share"), _maybe(_amount)),
-    **dict.fromkeys(("optimizer_us", "waited_us"), _maybe(_count)),
-    "healed": _list_of(_text),
-    "lr": _list_of(_maybe(float)),
-    "nonfinite": _list_of(_tuple_of(_count, _count)),
-    "underflow": _list_of(_tuple_of(_count, float, float)),
-    "norms": _norms,
-    "first": _maybe(_first),
-}
-"""The keys of a window line, but ``kind``."""
-
-FACTS: dict[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("package", "device", "device_name", "precision"), _text),
-    **dict.fromkeys(("python", "torch", "accelerate", "transformers"), _text),
-    **dict.fromkeys(("rank", "ranks"), _count),
-    "unix_time": lambda moment: datetime.fromtimestamp(moment, timezone.utc).timestamp(),
-}
-
-
-def _decode_window(line: dict[str, Any], names: Names | None) -> Record:
-    values = {key: read(line[key]) for key, read in READ.items() if key in line}
+def _read_window(line: dict[str, Any], names: Names | None) -> Record:
+    if isinstance(line.get("norms"), str):  # base64, as earlier versions wrote them
+        del line["norms"]
+    values = _read(line, WINDOW)
+    if line.get("first") is not None:
+        values["first"] = _read_first(line["first"])
     record = Record(index=values.pop("step"), names=names.names if names else (), **values)
     count = len(record.names)
     if names is None:
@@ -293,60 +249,60 @@ def _decode_window(line: dict[str, Any], names: Names | None) -> Record:
     return record
 
 
-def _decode_start(line: dict[str, Any], names: Names | None) -> Start:
-    version = _count(line["format"])
+def _read_start(line: dict[str, Any]) -> Start:
+    version = _converted(line["format"], int)
     if version > FORMAT:
         return Start(version)  # its other keys are not known
-    facts = {key: read(line[key]) for key, read in FACTS.items() if line.get(key) is not None}
+    facts = _read({key: value for key, value in line.items() if value is not None}, FACTS)
+    datetime.fromtimestamp(facts.get("unix_time", 0.0), timezone.utc)  # else it is no time
     settings = {_text(key): _setting(each) for key, each in line.get("settings", {}).items()}
-    return Start(version, facts, settings, _list_of(_text)(line.get("changed", [])))
+    return Start(version, facts, settings, _converted(line.get("changed", []), tuple[str, ...]))
 
 
-def _decode_names(line: dict[str, Any], names: Names | None) -> Names:
-    found = Names(
-        _list_of(_text)(line["names"]),
-        _list_of(_count)(line["places"]),
-    )
-    if len(found.names) != len(found.places):
-        raise ValueError(f"{len(found.names)} names and {len(found.places)} places")
-    return found
+def _setting(value: Any) -> Any:
+    """A plain value as it is, the text of anything else."""
+    is_number = isinstance(value, (int, float)) and not abs(value) > 2**53
+    return value if value is None or is_number else _text(value)
 
 
-def _decode_end(line: dict[str, Any], names: Names | None) -> End:
-    return End(_amount(line.get("time", 0.0)), _maybe(_text)(line.get("error")))
-
-
-KINDS: dict[str, Callable[[dict[str, Any], Names | None], Any]] = {
-    "start": _decode_start,
-    "names": _decode_names,
-    "window": _decode_window,
-    "end": _decode_end,
-}
+def _read_kind(line: dict[str, Any], names: Names | None) -> Start | Names | Record | End | None:
+    match line["kind"]:
+        case "window":
+            return _read_window(line, names)
+        case "start":
+            return _read_start(line)
+        case "names":
+            found = Names(**_read(line, get_type_hints(Names)))
+            if len(found.names) != len(found.places):
+                raise ValueError(f"{len(found.names)} names and {len(found.places)} places")
+            return found
+        case "end":
+            return End(**_read(line, get_type_hints(End, include_extras=True)))
+    return None
 
 
 def decode(line: bytes, names: Names | None = None) -> Start | Names | Record | End | None:
     """One line of a file; None: of a kind that this version does not know.
 
     Args:
-        names: of the last names line, which windows refer to; None: that line was lost, so that
-            nobody knows the parameters of ``norms``, ``nonfinite`` and ``underflow``.
+        names: the last names line, which windows refer to; None: that line was lost, so that
+            the parameters of ``norms``, ``nonfinite`` and ``underflow`` are not known.
 
     Raises:
         CutLineError: the line is not JSON.
-        BrokenLineError: the line is not as the format says.
+        BrokenLineError: the line does not follow the format.
     """
     try:
         value = json.loads(line.decode())
     except RecursionError:
         raise CutLineError("JSON nested too deeply") from None
-    except ValueError as error:  # of bytes that are no text, too
+    except ValueError as error:  # also of bytes that are no text
         raise CutLineError(f"text that is not JSON ({_text(str(error)[:80])})") from None
     if not isinstance(value, dict) or not isinstance(value.get("kind"), str):
         raise BrokenLineError(f"a {type(value).__name__} without kind")
-    if (read := KINDS.get(value["kind"])) is None:
-        return None
     try:
-        found: Start | Names | Record | End = read(value, names)
+        return _read_kind(value, names)
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-        raise BrokenLineError(f"a {value['kind']} line: {_text(str(error)[:120])}") from None
-    return found
+        raise BrokenLineError(
+            f"a {_text(value['kind'][:20])} line: {_text(str(error)[:120])}"
+        ) from None

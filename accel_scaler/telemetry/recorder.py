@@ -29,9 +29,7 @@ from .gradient_range import Measured, measure, read_measured
 from .history import History
 from .name_table import NameTable
 from .record import Record, Start
-from .record_queue import OpenRecord, RecordQueue
-from .sentences import warning_of_low_scale
-from .writer import Journal
+from .writer import Journal, OpenRecord
 
 logger = logging.getLogger("accel_scaler")
 
@@ -61,21 +59,20 @@ class Recorder(Observer):
         self.history = History(Start(1, {"precision": "fp16" if scaled else "no"}, settings))
         self.underflow_interval = underflow_interval
         self._table = NameTable(scaler.parameter_names)
-        self._queue = None if journal is None else RecordQueue(journal)
         self._open: OpenRecord | None = None
-        """The window on record last, which another optimizer may join."""
+        """The record of the last window, which another optimizer may join."""
         self._measured: list[Measured] = []
-        """Of window ``_measured_in``, to be read in a later one."""
+        """Measurements of window ``_measured_in``, to be read in a later one."""
         self._measured_in = -1
         self._next_measured = 0
         self._has_warned = False
         self._reported_healed: tuple[str, ...] = ()
         self._start = time.perf_counter() if journal is None else journal.start_s
-        if self._queue is not None:
-            self._finish = weakref.finalize(self, self._queue.close)
+        if journal is not None:
+            self._finish = weakref.finalize(self, journal.close)
 
     def before_update(self, optimizer: Optimizer, window: Window) -> None:
-        """Read what the update will take away; the check has just waited for the device."""
+        """Read what the update overwrites; the check has just waited for the device."""
         window.grad_norms.fetch()
         if self.wants_each_norm and not window.losses.is_there:
             window.losses.send()  # it is read when its record is written
@@ -100,7 +97,7 @@ class Recorder(Observer):
 
     def _read_range(self) -> None:
         measured, self._measured = self._measured, []
-        # Of a window whose update failed there is no record.
+        # A window whose update failed has no record.
         if measured and self._open is not None and self._open.record.index == self._measured_in:
             self._open.record = replace(self._open.record, **read_measured(measured))
 
@@ -139,15 +136,20 @@ class Recorder(Observer):
         if self._open is None:
             late = window.losses if self.wants_each_norm and record.loss is None else None
             self._open = OpenRecord(record, late)
-            if self._queue is not None:
-                self._queue.append(self._open)
+            if self.journal is not None:
+                self.journal.append(self._open)
         self._open.record, self._open.names = record, self._table.names
         if timing is not None:
             self._open.timings.append(timing)
         self.history.add(record)
         if record.next_scale < SMALLEST_SCALE and not self._has_warned:
             self._has_warned = True
-            logger.warning(warning_of_low_scale(record))
+            names = ", ".join(record.overflowed) or "no single tensor"
+            logger.warning(
+                "the loss scale fell below 1, so gradients overflow whatever it is. Last seen in: "
+                f"{names}. min_scale keeps it up, max_consecutive_skips ends such a run. "
+                "(Logged once.)"
+            )
 
     def _details(
         self, optimizer: Optimizer, window: Window, found_inf: bool, before: Record | None
@@ -172,28 +174,24 @@ class Recorder(Observer):
         }
 
     def _close_window(self) -> None:
-        """The window on record last is over."""
+        """Complete the record of the last window."""
         window, self._open = self._open, None
         if window is not None:
             self.history.complete(window.complete())
 
     def run_ended(self, error: str) -> None:
         """Write all that is known: ``error`` ends the run."""
-        self.flush(error)
+        if self.journal is not None:
+            self.journal.error = error
+        self.flush()
 
-    def flush(self, error: str | None = None) -> None:
-        """Write what is known of the last window now, and log the verdict where modules were
-        healed.
-
-        Args:
-            error: what ends the run.
-        """
+    def flush(self) -> None:
+        """Write what is known of the last window, and log the verdict if modules were healed."""
         self._read_range()
         self._close_window()
         self.scaler.window.grad_norms.forget()
-        if self._queue is not None:
-            self._queue.error = error or self._queue.error
-            self._queue.flush()
+        if self.journal is not None:
+            self.journal.flush()
         if self.history.healed != self._reported_healed:
             self._reported_healed = self.history.healed
             logger.warning(self.history.verdict())
@@ -201,7 +199,7 @@ class Recorder(Observer):
     def close(self) -> None:
         """Write the rest and close the file."""
         self.flush()
-        if self._queue is not None:
+        if self.journal is not None:
             self._finish()
 
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import os
 import stat
 import time
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ..errors import ConfigError
+from ..optimizer_step import StepTiming
+from ..scaling import Losses
 from .record import (
     FORMAT,
     BrokenLineError,
@@ -29,30 +33,84 @@ logger = logging.getLogger("accel_scaler")
 MAX_START = 1 << 16
 """Bytes of the first line of a telemetry file."""
 
+MAX_WAIT_S = 0.5
+"""What a killed run may lose of its end. Windows written one by one take several times as long:
+the step between them leaves nothing of the writer in the processor's cache."""
+
+MAX_WAITING = 64
+"""Windows that are written together; and those of an update that hangs must not pile up."""
+
+
+@dataclass(slots=True)
+class OpenRecord:
+    """The record of a window that another optimizer may join and whose updates may still run."""
+
+    record: Record
+    late_losses: Losses | None = None
+    """Losses on their way to the host, still to be read."""
+    names: Names = field(default_factory=Names)
+    timings: list[StepTiming] = field(default_factory=list)
+
+    @property
+    def is_complete(self) -> bool:
+        return all(timing.finished for timing in self.timings)
+
+    def complete(self) -> Record:
+        """The record with what is known by now of its loss and its updates."""
+        if self.late_losses is not None:
+            self.record = replace(self.record, loss=self.late_losses.total())
+            self.late_losses = None
+        timings = [t for t in self.timings if t.finished]
+        if timings:
+            busy = sum(t.busy for t in timings)
+            waited = sum(t.busy if t.inline else sum(wait[1] for wait in t.waits) for t in timings)
+            self.record = replace(
+                self.record,
+                optimizer_us=round(busy * 1e6),
+                waited_us=round(min(waited, busy) * 1e6),
+                preview_error=_preview_error(timings),
+            )
+        if self.is_complete:
+            self.timings = []  # they may hold parameters
+        return self.record
+
+
+def _preview_error(timings: Sequence[StepTiming]) -> float | None:
+    found = [t.shown_error for t in timings if t.shown_error is not None]
+    if not found:
+        return None
+    off, moved = (math.hypot(*norms) for norms in zip(*found, strict=True))
+    return off / moved if moved else None
+
 
 class Journal:
     """A telemetry file that is open for appending. Never ends a training run.
 
     The file is opened and its ``start`` line written here, so that a path that cannot be written
     is refused before training. Afterwards a failing write (a full disk) is a warning, once; later
-    windows are tried again, and the ``end`` line has the number of lost ones.
+    windows are tried again. Windows are written in order, the last one when the next is appended:
+    some together, overflows at once.
 
     Args:
         path: the file; directories above it are made.
         facts: the contents of the ``start`` line, besides the time and the format.
 
     Raises:
-        ConfigError: the path cannot be written, is no regular file, or is a file of another kind
-            or a newer format.
+        ConfigError: as :func:`refuse_unwritable`, or a directory or the file cannot be written.
     """
 
     def __init__(self, path: str, facts: Mapping[str, Any]) -> None:
         self.path = path = os.path.expanduser(path)
         self.start_s = time.perf_counter()
         """``perf_counter`` at the start line: the zero of all times in the file."""
+        self.error: str | None = None
+        """What ended the run."""
         self._names = Names()
-        self._windows = self._skips = self._lost = 0
+        self._waiting: deque[OpenRecord] = deque()
+        self._written_s = 0.0
+        self._has_warned = False
         self._pid = os.getpid()
+        refuse_unwritable(path)
         try:
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
             self._is_torn = _is_torn(path)
@@ -61,22 +119,38 @@ class Journal:
         except OSError as error:
             raise _refusal(path, str(error)) from error
 
-    def append(self, record: Record, names: Names) -> None:
-        """Append one window, and before it the names of its parameters if they are new."""
+    def append(self, window: OpenRecord) -> None:
+        """Append a window; no other optimizer joins the one before it any more."""
+        waiting = self._waiting
+        overflowed = bool(waiting) and waiting[-1].record.found_inf
+        waiting.append(window)
+        late = time.perf_counter() - self._written_s >= MAX_WAIT_S
+        if late or overflowed or len(waiting) > MAX_WAITING:
+            while len(waiting) > 1 and (waiting[0].is_complete or len(waiting) > MAX_WAITING):
+                self._write()
+
+    def flush(self) -> None:
+        """Write all windows, with what is known of them now."""
+        while self._waiting:
+            self._write()
+
+    def close(self) -> None:
+        """Write the rest and the ``end`` line, and close the file. Idempotent."""
+        self.flush()
+        seconds = round(time.perf_counter() - self.start_s, 6)
+        self._try_to_put(encode_line("end", time=seconds, error=self.error))
+        self._file.close()
+
+    def _write(self) -> None:
+        """Write the first window, and before it the names of its parameters if they are new."""
+        self._written_s = time.perf_counter()
+        window = self._waiting.popleft()
+        record = window.complete()
         lines = [encode_window(record)]
         if record.names and record.names != self._names.names:
-            lines.insert(0, encode_line("names", **asdict(names)))
-        self._windows += 1
-        self._skips += record.skipped
+            lines.insert(0, encode_line("names", **asdict(window.names)))
         if self._try_to_put(*lines) and record.names:
-            self._names = names
-
-    def close(self, error: str | None = None) -> None:
-        """Append the ``end`` line and close the file. Idempotent."""
-        end: dict[str, Any] = {"time": round(time.perf_counter() - self.start_s, 6)}
-        end |= {"windows": self._windows, "skips": self._skips, "error": error}
-        self._try_to_put(encode_line("end", **end, **({"lost": self._lost} if self._lost else {})))
-        self._file.close()
+            self._names = window.names
 
     def _put(self, *lines: str) -> None:
         """Append whole lines; after an ``OSError`` the next line begins afresh."""
@@ -93,70 +167,65 @@ class Journal:
         try:
             self._put(*lines)
         except OSError as error:
-            if not self._lost:
+            if not self._has_warned:
                 logger.warning(
                     f"telemetry={self.path!r} cannot be written: {error.strerror}. Training goes "
                     "on; later windows are tried again. (Logged once.)"
                 )
-            self._lost += 1
+            self._has_warned = True
             return False
         return True
 
 
 def refuse_unwritable(path: str) -> None:
-    """Refuse what a :class:`Journal` would refuse; make nothing.
+    """Refuse a path that telemetry cannot be appended to; creates nothing.
 
     Raises:
-        ConfigError: as the journal would.
+        ConfigError: the path cannot be written, is no regular file, or is a file of another kind
+            or a newer format.
     """
     path = os.path.expanduser(path)
     try:
-        if os.path.exists(path):
-            _is_torn(path)
-            io.FileIO(path, "a").close()
-        elif not os.path.basename(path):
-            raise _refusal(path, "that is the name of a folder")
+        if not os.path.exists(path):
+            if not os.path.basename(path):
+                raise _refusal(path, "that is the name of a folder")
+            return
+        mode = os.stat(path).st_mode
+        if stat.S_ISDIR(mode):
+            raise _refusal(path, "it is a folder")
+        if not stat.S_ISREG(mode) and not stat.S_ISCHR(mode):
+            # Writing to a pipe would wait for its reader; a terminal or the null device does not.
+            raise _refusal(path, "it is no regular file")
+        io.FileIO(path, "a").close()
+        if stat.S_ISREG(mode):
+            with open(path, "rb") as file:
+                _refuse_other_content(path, file.readline(MAX_START))
     except OSError as error:
         raise _refusal(path, error.strerror or str(error)) from None
 
 
-def _is_torn(path: str) -> bool:
-    """Whether the last line of the file has no end; False where there is no file.
-
-    Raises:
-        ConfigError: this is no file, or one of another kind or a newer format.
-    """
-    if not os.path.exists(path):
-        return False
-    mode = os.stat(path).st_mode
-    if stat.S_ISCHR(mode):  # a terminal, or the null device
-        return False
-    if not stat.S_ISREG(mode):  # writing to a pipe would wait for its reader
-        kind = "a folder" if stat.S_ISDIR(mode) else "no regular file"
-        raise _refusal(path, f"it is {kind}")
-    with open(path, "rb") as file:
-        first = file.readline(MAX_START)
-        if not first:
-            return False
-        if (reason := _why_not_ours(first)) is not None:
-            raise _refusal(path, reason)
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) != b"\n"
-
-
-def _why_not_ours(first: bytes) -> str | None:
-    """Why nothing is appended to a file whose first line begins so; None: it may be."""
+def _refuse_other_content(path: str, first: bytes) -> None:
+    """Raise ``ConfigError`` if a file that begins with this line holds no telemetry."""
     start = None
     try:
         start = decode(first)
     except BrokenLineError as error:
-        if isinstance(error, CutLineError) and first.startswith(b'{"kind"'):
-            return None  # its writer was killed at once
+        is_cut = isinstance(error, CutLineError) and first.startswith(b'{"kind"')
+        if is_cut or not first:  # its writer was killed at once
+            return
     if not isinstance(start, Start):
-        return "it exists and is not a telemetry file, so nothing was appended"
+        raise _refusal(path, "it exists and is not a telemetry file, so nothing was appended")
     if start.format > FORMAT:
-        return f"it exists, in format {start.format!r}; this version writes {FORMAT}"
-    return None
+        raise _refusal(path, f"it is of format {start.format}; this version writes {FORMAT}")
+
+
+def _is_torn(path: str) -> bool:
+    """Whether the last line of the file has no end; False where there is no regular file."""
+    if not os.path.isfile(path) or not os.path.getsize(path):
+        return False
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
 
 
 def _refusal(path: str, reason: str) -> ConfigError:

@@ -81,11 +81,6 @@ def named_tuple() -> Any:
     return namedtuple("Pair", "a b")(1, 2)
 
 
-def recurrent() -> Any:
-    """A recurrent layer."""
-    return nn.LSTM(1, 1)
-
-
 def launch_parser() -> Any:
     """The parser of `accelerate launch`."""
     from accelerate.commands.launch import launch_command_parser

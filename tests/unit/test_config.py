@@ -237,12 +237,6 @@ def test_what_is_retired_is_refused_in_one_line_with_its_replacement(
         assert "\n" not in line
 
 
-def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCEL_SCALER_HYSTERESIS", "4")
-    assert ScalerConfig.from_env().hysteresis == 4
-    assert ScalerConfig.from_env({}).hysteresis == 1
-
-
 def test_a_later_source_takes_precedence_also_with_a_default() -> None:
     names = ("hysteresis", "growth_interval", "max_consecutive_skips")
     environ = {ENV_PREFIX + name.upper(): "5" for name in names[:2]} | {"OTHER": "x"}

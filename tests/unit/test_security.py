@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import os
-import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -124,41 +122,3 @@ def test_a_saved_state_loads_without_pickled_code(mode: dict[str, str], tmp_path
             loads_safely(torch.load(tmp_path / name, weights_only=True), tmp_path / "again.pt")
         run.accelerator.load_state(str(tmp_path))
         run.train(1)
-
-
-class Bomb:
-    """Makes a folder where it is unpickled."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.folder),)
-
-
-@pytest.mark.parametrize("raw", [False, True], ids=["torch.save", "pickle"])
-@pytest.mark.parametrize(
-    "name",
-    ["optimizer.bin", "scaler.pt", "scheduler.bin", "pytorch_model.bin", "random_states_0.pkl"],
-)
-def test_a_hostile_checkpoint_does_not_run(name: str, raw: bool, tmp_path: Path) -> None:
-    folder, went_off = tmp_path / "saved", tmp_path / "boom"
-    with Run({"step_mode": "overlap"}) as run:
-        run.train()
-        run.accelerator.save_state(str(folder), safe_serialization=False)
-        if raw:
-            (folder / name).write_bytes(pickle.dumps({"scale": Bomb(went_off)}, 2))
-        else:
-            torch.save({"scale": Bomb(went_off)}, folder / name)
-        if name.endswith(".pkl"):  # Accelerate goes on without its random numbers
-            run.accelerator.load_state(str(folder))
-        else:
-            with pytest.raises(pickle.UnpicklingError, match="weights_only"):
-                run.accelerator.load_state(str(folder))
-        assert not went_off.exists()
-        run.train(1)
-    if raw:
-        pickle.loads((folder / name).read_bytes())
-    else:
-        torch.load(folder / name, weights_only=False)
-    assert went_off.exists(), "a bomb that never goes off proves nothing"

@@ -246,8 +246,7 @@
     };
     chart.lines.forEach((line, index) => {
       const sample = make("i", "sample");
-      sample.style.borderTop = `${line.faint ? 2 : 3}px solid var(--${line.hue})`;
-      if (line.faint) sample.style.opacity = "0.45";
+      sample.style.borderTop = `3px solid var(--${line.hue})`;
       chip("l" + index, line.label, sample, line.per_bin || "hide or show");
     });
     chart.marks.forEach((marks, index) => {
@@ -361,8 +360,8 @@
           bands.push({ series: [at, at + 1], fill: () => hue(line.hue) + "38" });
         }
         series.push({
-          ...common, hover: true, alpha: line.faint ? 0.35 : 1,
-          stroke: () => hue(line.hue), width: line.faint ? 1 : 1.75,
+          ...common, hover: true,
+          stroke: () => hue(line.hue), width: 1.75,
           points: { show: few, size: 6, fill: () => hue(line.hue) },
         });
         columns.push(spread(line.y, line.holds));

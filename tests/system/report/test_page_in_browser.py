@@ -14,9 +14,9 @@ import pytest
 import telemetry_files as t
 
 from accel_scaler import cli
+from accel_scaler.report.key_numbers import TILES, key_numbers
 from accel_scaler.report.reader import read_run
 from accel_scaler.report.theme import HUES
-from accel_scaler.report.tiles import tiles
 
 pytest.importorskip("playwright.sync_api")
 from page_picture import BROWSER, MISSING, chromium
@@ -161,7 +161,7 @@ def test_the_cursor_shows_the_numbers_of_one_window_in_all_charts(see: Any, tmp_
 def test_the_first_screen_says_what_the_summary_says(see: Any, tmp_path: Path) -> None:
     seen = see(rich())
     run = read_run(tmp_path / "run.jsonl")
-    expected = [[tile.name, tile.value, tile.more] for tile in tiles(run)]
+    expected = [[tile.name, tile.value, tile.more] for tile in key_numbers(run)[:TILES]]
     found = seen("""[...document.querySelectorAll(".tile")].map(tile =>
         [...tile.querySelectorAll("dt, .value, .sub")].map(part => part.textContent))""")
     assert found == expected

@@ -127,18 +127,6 @@ def test_a_subclass_keeps_its_own_methods_and_gets_its_class_back(tmp_path: Path
     assert type(detach(trainer)) is Own
 
 
-def test_without_fp16_it_warns_and_changes_nothing(tmp_path: Path) -> None:
-    trainer = make(tmp_path, fp16=False)
-    names = set(vars(trainer)), set(vars(trainer.accelerator))
-    with pytest.warns(UserWarning, match="needs no gradient scaling"):
-        attach(trainer)
-    assert type(trainer) is Trainer
-    assert type(trainer.accelerator) is Accelerator
-    assert trainer.accelerator.scaler is None
-    assert (set(vars(trainer)), set(vars(trainer.accelerator))) == names
-    assert type(detach(trainer)) is Trainer
-
-
 NO_TRANSFORMERS = """
 import sys
 sys.modules["transformers"] = None  # as if it were not installed

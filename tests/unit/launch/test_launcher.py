@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import json
 import os
 import signal
 import subprocess
@@ -260,16 +259,6 @@ def test_the_section_is_taken_out_and_the_settings_are_printed(
     assert started.config_file is not None
     assert not started.config_file.parent.exists()
     assert (f"step_mode='overlap' ({name})" in capsys.readouterr().err) is not quiet
-
-
-def test_json_stays_json(started: Started) -> None:
-    rest = {"distributed_type": "NO", "mixed_precision": "fp16"}
-    Path("c.json").write_text(json.dumps({**rest, "accel_scaler": {"min_scale": 2}}))
-    assert main(["--config_file", "c.json", "train.py"]) == 0
-    assert started.config == rest
-    assert started.config_file is not None
-    assert started.config_file.name == "c.json"
-    assert started.settings == {"ACCEL_SCALER_MIN_SCALE": "2"}
 
 
 def test_accelerates_default_file_may_have_a_section(started: Started) -> None:

@@ -15,7 +15,6 @@ from accel_scaler.report.charts import (
     MAX_MARKS,
     MAX_RATES,
     MAX_SESSIONS,
-    SMOOTHED_FROM,
     Chart,
     axis_of,
     charts,
@@ -62,21 +61,6 @@ def test_the_loss_is_drawn_as_it_is_and_skips_are_marked_on_it(tmp_path: Path) -
     skipped, bad = loss.marks
     assert (skipped.label, skipped.bins, skipped.y) == ("2 skipped windows", [1, 4], [-1.5, None])
     assert (bad.label, bad.bins, bad.y) == ("inf or NaN", [2, 6], [None, None])
-
-
-def test_a_smoothed_loss_does_not_lag(tmp_path: Path) -> None:
-    count, rng = 300, random.Random(0)
-    noise = [rng.uniform(-0.5, 0.5) for _ in range(count)]
-    lines = windows(count, loss=lambda s: None if s == 7 else 10 - s / 30 + noise[s])
-    raw, smooth = chart("loss", read(tmp_path, lines)).lines
-    assert (raw.faint, smooth.faint) == (True, False)
-    assert raw.y[7] is None is smooth.y[7]
-    inside = [y - (10 - s / 30) for s, y in enumerate(smooth.y[30:-30], 30) if y is not None]
-    assert max(map(abs, inside)) < 0.25
-    assert abs(sum(inside)) / len(inside) < 0.05  # a one-sided average would be 0.3 above
-    assert (smooth.y[0], smooth.y[-1]) == (raw.y[0], raw.y[-1])
-    short = windows(SMOOTHED_FROM - 1, loss=float)
-    assert len(chart("loss", read(tmp_path, short)).lines) == 1
 
 
 def test_a_long_run_keeps_its_means_and_its_extremes(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def test_an_empty_file_makes_a_report_that_says_so(
     assert call(path, "-o", out) == call(path, "--text") == 0
     assert capsys.readouterr().err == "empty.jsonl: no windows in this file.\n" * 2
     page = Page(out.read_text("utf-8"))
-    assert "The file holds no windows." in page.text
+    assert "No window closed." in page.text
     assert page.drawn == []
 
 

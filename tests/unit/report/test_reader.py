@@ -26,7 +26,7 @@ def test_totals_equal_those_of_the_windows(tmp_path: Path) -> None:
     run = read(tmp_path, lines)
     norms = [w["grad_norm"] for w in windows if w["grad_norm"] != "inf"]
     assert run.windows == len(windows) == 300
-    assert run.skips == run.overflows == sum(w["skipped"] for w in windows) == 6
+    assert run.skips == sum(w["skipped"] for w in windows) == 6
     assert (run.first_scale, run.last_scale) == (65536.0, windows[-1]["next_scale"])
     step = next(w["step"] for w in windows if w["grad_norm"] == max(norms))
     assert run.highest == (max(norms), step)
@@ -215,17 +215,3 @@ def test_a_line_of_a_hundred_megabytes_is_never_held_whole(tmp_path: Path) -> No
     assert run.windows == 2
     assert run.broken >= 1
     assert peak < 6 * MAX_LINE
-
-
-def test_memory_does_not_grow_with_the_number_of_windows(tmp_path: Path) -> None:
-    """From 2,500 to 7,500 windows: the aggregates are full at the first and stay so."""
-    peaks = []
-    for count in (2_500, 7_500):
-        extra = {"norms": t.norms([1.0]), "nonfinite": [[0, 1]], "next_scale": 65536.0}
-        lines = [json.dumps(t.window(s, skipped=s % 50 == 0, **extra)) for s in range(count)]
-        path = t.write(tmp_path / "run.jsonl", [t.start(), t.names(["a"]), *lines])
-        del lines
-        peak, run = peak_of(path)
-        peaks.append(peak)
-        assert run.windows == count
-    assert peaks[1] < 1.15 * peaks[0] + 100_000

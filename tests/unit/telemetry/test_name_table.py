@@ -56,17 +56,6 @@ def test_places_are_the_models_own_order_and_what_no_model_knows_comes_last() ->
     ]
 
 
-def test_more_parameters_later_move_no_number() -> None:
-    model = chain()
-    table, params = table_of(model), list(model.parameters())
-    optimizer, norms = optimizer_of(params), torch.tensor([1.0, 2.0, 3.0])
-    assert floats(table.norms_by_number([(params[:3], None, norms)], optimizer)) == [1.0, 2.0, 3.0]
-    numbers(table, params)
-    again = floats(table.norms_by_number([(params[:3], None, norms)], optimizer))
-    assert again[:3] == [1.0, 2.0, 3.0]
-    assert math.isnan(again[3])
-
-
 def test_a_parameter_at_the_address_of_one_that_is_gone_is_another() -> None:
     """Python gives a freed ``id`` away again; a table by id alone would keep the old name."""
     keep, table = [], table_of()

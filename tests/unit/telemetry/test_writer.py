@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import gc
 import logging
+import math
 import os
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,10 @@ import pytest
 from telemetry_runs import kinds_of, lines_of, parse, windows_of
 
 from accel_scaler import ConfigError
+from accel_scaler.optimizer_step import StepTiming
+from accel_scaler.telemetry import writer
 from accel_scaler.telemetry.record import FORMAT, Names, Record
-from accel_scaler.telemetry.writer import Journal
+from accel_scaler.telemetry.writer import Journal, OpenRecord
 
 FACTS = {"package": "0", "rank": 0, "ranks": 1, "device": "cpu", "precision": "fp16"}
 
@@ -29,7 +34,9 @@ def record(index: int = 0, **rest: Any) -> Record:
 def put(journal: Journal, *records: Record) -> None:
     for each in records:
         count = len(each.names)
-        journal.append(each, Names(each.names, tuple(range(count))))
+        names = Names(each.names, tuple(range(count)))
+        journal.append(OpenRecord(each, names=names))
+    journal.flush()
 
 
 def test_the_first_line_says_what_runs_and_the_last_one_sums_up(tmp_path: Path) -> None:
@@ -42,12 +49,13 @@ def test_the_first_line_says_what_runs_and_the_last_one_sums_up(tmp_path: Path) 
     assert line["settings"] == {"min_scale": None}
     put(journal, record(0), record(1, skipped=True), record(2, skipped=True))
     error = "OverflowStreakError: it did not end"
-    journal.close(error)
+    journal.error = error
+    journal.close()
     journal.close()
     assert kinds_of(path) == ["start", "window", "window", "window", "end"]
     line = lines_of(path)[-1]
     assert line.pop("time") >= 0
-    assert line == {"kind": "end", "windows": 3, "skips": 2, "error": error}
+    assert line == {"kind": "end", "error": error}
     put(journal, record(3))  # after the end: dropped
     assert kinds_of(path)[-1] == "end"
 
@@ -65,15 +73,6 @@ def test_names_are_written_again_only_when_they_change(tmp_path: Path) -> None:
     ]
     expected = {"kind": "names", "names": ["a", "b"], "places": [0, 1]}
     assert lines[4] == expected
-
-
-def test_a_second_run_is_appended_behind_the_first(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "er" / "run.jsonl"  # folders are made
-    for number in range(2):
-        journal = Journal(str(path), FACTS)
-        put(journal, record(number, names=("a",)))
-        journal.close()
-    assert kinds_of(path) == ["start", "names", "window", "end"] * 2
 
 
 @pytest.mark.parametrize("kept", [0, 9, 200])
@@ -193,16 +192,97 @@ def test_a_disk_that_fills_is_one_warning_and_later_windows_are_written(
     # The names were lost with the first window that had them.
     assert [line["kind"] for line in whole] == ["start", "window", "names", "window", "end"]
     assert [line["step"] for line in whole if line["kind"] == "window"] == [0, 3]
-    assert (whole[-1]["windows"], whole[-1]["skips"], whole[-1]["lost"]) == (5, 1, 3)
+
+
+def timing(finished: bool = True, **values: Any) -> Any:
+    return StepTiming(**({"start": 7.0, "busy": 2.0, "inline": True} | values), finished=finished)
+
+
+def window(index: int, *timings: Any, found_inf: bool = False, **values: Any) -> OpenRecord:
+    record = Record(index, 8.0, 8.0, found_inf, None, found_inf=found_inf)
+    return OpenRecord(record, timings=list(timings), **values)
+
+
+def steps(path: Path) -> list[int]:
+    return [line["step"] for line in windows_of(path)]
+
+
+def test_windows_are_written_together_and_overflows_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.jsonl"
+    monkeypatch.setattr(writer, "MAX_WAITING", 3)
+    monkeypatch.setattr(writer, "MAX_WAIT_S", 1e9)
+    journal, counts = Journal(str(path), FACTS), []
+    for index in range(9):
+        journal.append(window(index, found_inf=index == 4))
+        counts.append(len(steps(path)))
+    assert counts == [0, 0, 0, 3, 3, 5, 5, 5, 8]
+
+
+def test_an_update_that_runs_is_waited_for_in_order_but_not_forever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.jsonl"
+    monkeypatch.setattr(writer, "MAX_WAIT_S", 1e9)
+    queue, slow = Journal(str(path), FACTS), timing(finished=False)
+    queue.append(window(0, slow))
+    queue.append(window(1, found_inf=True))
+    queue.append(window(2))
+    assert steps(path) == []
+    slow.finished = True
+    queue.append(window(3, timing(finished=False), found_inf=True))
+    monkeypatch.setattr(writer, "MAX_WAIT_S", 0.0)
+    queue.append(window(4))
+    assert steps(path) == [0, 1, 2]
+    monkeypatch.setattr(writer, "MAX_WAITING", 2)
+    queue.append(window(5))
+    assert steps(path) == [0, 1, 2, 3, 4]
+    assert "optimizer_us" not in windows_of(path)[-2]
+
+
+def test_what_is_known_only_after_the_step_joins_the_record() -> None:
+    waits = [(8.0, 0.5, "w"), (8.75, 0.25, "b")]
+    beside = timing(inline=False, waits=waits)
+    open_record = window(0, timing(start=6.0, busy=1.0), beside, timing(finished=False))
+    assert not open_record.is_complete
+    record = open_record.complete()
+    assert (record.optimizer_us, record.waited_us) == (3_000_000, 1_750_000)
+
+
+def test_the_errors_of_several_previews_are_one_number() -> None:
+    late = timing(delay_compensation="preview", shown_error=(3.0, 6.0))
+    bare = timing(delay_compensation="none")
+    other = timing(delay_compensation="preview", shown_error=(4.0, 8.0))
+    running = timing(finished=False, delay_compensation="preview", shown_error=(9.0, 1.0))
+    record = window(0, late, timing(), bare, other, running).complete()
+    assert record.preview_error == 0.5
+    errors = [(0.0, 0.0), (1.0, 0.0), (math.nan, 1.0), (math.inf, math.inf)]
+    found = [window(0, timing(shown_error=e)).complete().preview_error for e in errors]
+    assert list(map(str, found)) == ["None", "None", "nan", "nan"]
+    assert window(0, bare).complete().preview_error is None
+
+
+def test_a_closed_record_keeps_nothing_alive() -> None:
+    class Parameter: ...
+
+    parameter = Parameter()
+    gone = weakref.ref(parameter)
+    open_record = window(0, timing(inline=False, waits=[(0.0, 1.0, parameter)]))
+    open_record.complete()
+    del parameter
+    gc.collect()
+    assert gone() is None
 
 
 CHILD = """
 import os, sys
-from accel_scaler.telemetry.record import Names, Record
-from accel_scaler.telemetry.writer import Journal
+from accel_scaler.telemetry.record import Record
+from accel_scaler.telemetry.writer import Journal, OpenRecord
 journal = Journal(sys.argv[1], {})
 def put(index):
-    journal.append(Record(index, 8.0, 8.0, False, None), Names())
+    journal.append(OpenRecord(Record(index, 8.0, 8.0, False, None)))
+    journal.flush()
 put(0)
 """
 

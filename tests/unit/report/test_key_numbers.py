@@ -1,4 +1,4 @@
-"""The tiles on the first screen say what the file says."""
+"""The key numbers are those of the file."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 import telemetry_files as t
 
+from accel_scaler.report.key_numbers import NONE, TILES, key_numbers
 from accel_scaler.report.reader import read_run
-from accel_scaler.report.tiles import NONE, tiles
 
 
-def told(tmp_path: Path, lines: list[Any]) -> dict[str, tuple[str, str]]:
+def tiles(tmp_path: Path, lines: list[Any]) -> dict[str, tuple[str, str]]:
     run = read_run(t.write(tmp_path / "run.jsonl", lines))
-    return {tile.name: (tile.value, tile.more) for tile in tiles(run)}
+    return {tile.name: (tile.value, tile.more) for tile in key_numbers(run)[:TILES]}
 
 
 def test_each_has_its_number(tmp_path: Path) -> None:
@@ -21,23 +21,23 @@ def test_each_has_its_number(tmp_path: Path) -> None:
     for line in lines:
         if line["kind"] == "window":
             line["loss"] = 5.0 - line["step"] / 1000
-    assert told(tmp_path, lines) == {
+    assert tiles(tmp_path, lines) == {
         "windows": ("1,200", ""),
         "skipped": ("3", "0.2 %: 1 searching, 2 after growth"),
         "last loss": ("3.801", "4.999 at first, lowest 3.801"),
-        "scale": ("32768", "lowest 32768"),
+        "scale": ("32768", "65536 at first, lowest 32768 (step 0)"),
         "windows a second": ("10", "2 min in all"),
         "optimizer hidden": ("93.3 %", "of 30 ms an update"),
     }
 
 
 def test_what_a_run_lacks_is_a_dash_and_says_why(tmp_path: Path) -> None:
-    bare = told(tmp_path, [t.start(precision="bf16"), t.window(0, 1.0)])
+    bare = tiles(tmp_path, [t.start(precision="bf16"), t.window(0, 1.0)])
     assert bare["last loss"] == (NONE, "not recorded")
     assert bare["scale"] == (NONE, "no loss scaling")
     assert bare["windows a second"] == (NONE, "")
     assert bare["optimizer hidden"] == (NONE, "no times in the file")
-    empty = told(tmp_path, [t.start()])
+    empty = tiles(tmp_path, [t.start()])
     assert list(empty) == list(bare)
     assert empty["windows"] == ("0", "")
     assert empty["skipped"] == ("0", "0 %")
@@ -46,6 +46,6 @@ def test_what_a_run_lacks_is_a_dash_and_says_why(tmp_path: Path) -> None:
 def test_sessions_are_added_up_and_a_loss_that_is_no_number_is_shown(tmp_path: Path) -> None:
     lines = [*t.story(30, lambda *_: False), *t.story(20, lambda *_: False)]
     lines[-2]["loss"] = "nan"
-    found = told(tmp_path, lines)
+    found = tiles(tmp_path, lines)
     assert found["windows"] == ("50", "in 2 sessions")
     assert found["last loss"] == ("nan", "")

@@ -1,0 +1,94 @@
+"""The key numbers of a run: the first six are the tiles of the page."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..console import number, percent
+from .run import Run
+
+NONE = "\u2013"
+TILES = 6
+
+
+@dataclass(frozen=True, slots=True)
+class KeyNumber:
+    """A name, a value, and a few words on it, which may be empty."""
+
+    name: str
+    value: str
+    more: str = ""
+
+
+def key_numbers(run: Run) -> list[KeyNumber]:
+    """The tiles, with a dash for what the run does not have; then what it has besides."""
+    sessions = f"in {len(run.sessions)} sessions" if len(run.sessions) > 1 else ""
+    names = {"search": "searching", "growth": "after growth", "forward": "forward"}
+    kinds = ", ".join(f"{count} {names.get(kind, kind)}" for kind, count in run.kinds.items())
+    share = percent(run.skips, run.windows)
+    found = [
+        KeyNumber("windows", f"{run.windows:,}", sessions),
+        KeyNumber("skipped", f"{run.skips:,}", f"{share}: {kinds}" if kinds else share),
+        _loss(run),
+        _scale(run),
+        _speed(run),
+        _hidden(run),
+    ]
+    if run.highest is not None:
+        norm, x = run.highest
+        found.append(KeyNumber("largest finite norm", number(norm), run.place(x)))
+    if run.limited:
+        found.append(KeyNumber("clipped", percent(run.clipped, run.limited)))
+    room = run.room()
+    if room is not None and run.largest is not None and run.least_room is not None:
+        least, x = run.least_room
+        more = f"measured at {run.place(run.largest[1])}; least {doublings(least)} ({run.place(x)})"
+        found.append(KeyNumber("headroom", doublings(room), more))
+    if run.zero_share is not None:
+        found.append(KeyNumber("zero gradients", percent(run.zero_share, 1)))
+    if run.preview_error.middle is not None:
+        found.append(
+            KeyNumber("preview off by", f"{run.preview_error.middle:.2g}", "of the update")
+        )
+    return found
+
+
+def doublings(room: float) -> str:
+    """``2.5 doublings``, none where float32 has added up more than float16 holds."""
+    return f"{max(room, 0.0):.1f} doublings" if room < math.inf else "no gradient is above 0"
+
+
+def _loss(run: Run) -> KeyNumber:
+    if run.last_loss is None:
+        return KeyNumber("last loss", NONE, "not recorded" if run.windows else "")
+    first = next((m.middle for m in run.bins.means("loss") if m.middle is not None), None)
+    lowest = run.bins.of_all("loss").low
+    more = "" if first is None else f"{first:.4g} at first, lowest {lowest:.4g}"
+    return KeyNumber("last loss", f"{run.last_loss:.4g}", more)
+
+
+def _scale(run: Run) -> KeyNumber:
+    if run.lowest is None or not run.is_scaled:
+        return KeyNumber("scale", NONE, "no loss scaling" if run.windows else "")
+    low, x = run.lowest
+    more = f"{number(run.first_scale)} at first, lowest {number(low)} ({run.place(x)})"
+    return KeyNumber("scale", number(run.last_scale), more)
+
+
+def _speed(run: Run) -> KeyNumber:
+    speed = run.windows_per_second
+    if speed is None:
+        return KeyNumber("windows a second", NONE)
+    seconds = sum(session.seconds for session in run.sessions)
+    minutes = round(seconds / 60)
+    text = f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02} min"
+    text = f"{seconds:.3g} s" if seconds < 120 else text
+    return KeyNumber("windows a second", f"{speed:.3g}", f"{text} in all")
+
+
+def _hidden(run: Run) -> KeyNumber:
+    if not run.optimizer_us:
+        return KeyNumber("optimizer hidden", NONE, "no times in the file" if run.windows else "")
+    each = run.optimizer_us / run.updates / 1e3
+    return KeyNumber("optimizer hidden", run.hidden, f"of {each:.3g} ms an update")

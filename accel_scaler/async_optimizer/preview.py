@@ -39,12 +39,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten
 
 from ..errors import UnsupportedError
 from ..scaling import LOW_PRECISION
 from .master_params import ParameterPair
 from .replica import LARGEST_PART, Part, Replica, frozen
-from .streams import SideStreams
 from .supported_optimizers import known_class
 
 logger = logging.getLogger("accel_scaler")
@@ -92,11 +92,8 @@ class Terms:
     def preview(
         self, weights: list[Tensor], into: list[Tensor] | None, largest: int
     ) -> list[Share]:
-        """Write previews of ``weights``, float32, into tensors of the same shapes, rounded.
-
-        Args:
-            into: None: only the shares are computed.
-            largest: elements worked on at a time; three times as many are allocated.
+        """Write previews of ``weights``, float32, rounded, ``into`` tensors of the same shapes
+        (None: nowhere), ``largest`` elements at a time, three times as many allocated.
 
         Returns each gradient's share. Synchronises with the device where there are second moments.
         """
@@ -254,7 +251,7 @@ def refuse_compensation(wanted: str, optimizer: Optimizer) -> None:
         )
 
 
-def make_previews(wanted: str, replica: Replica, streams: SideStreams) -> Previews | None:
+def make_previews(wanted: str, replica: Replica) -> Previews | None:
     """The previews that ``delay_compensation`` asks for; logs the choice of ``"auto"``.
 
     Raises:
@@ -267,27 +264,26 @@ def make_previews(wanted: str, replica: Replica, streams: SideStreams) -> Previe
         log = logger.warning if rule is None else logger.info
         chosen, name = "none" if rule is None else "preview", type(optimizer).__name__
         log("step_mode='delayed': delay_compensation='auto' takes %r for %s", chosen, name)
-    return None if rule is None else Previews(rule, replica, streams)
+    return None if rule is None else Previews(rule, replica)
 
 
 @dataclass(slots=True)
 class Prepared:
-    """Previews made before a boundary, and what they were made of."""
+    """Previews made before a boundary, and what they were made of: masters and state."""
 
     parts: list[Part]
     settings: Settings
+    sources: list[Any] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
     shares: dict[int, Share] = field(default_factory=dict)
     """By the ``id`` of a pair."""
-    sources: list[Any] = field(default_factory=list)
-    """Masters and state."""
-    versions: list[int] = field(default_factory=list)
 
 
 class Previews:
     """Previews of one optimizer's updates. See Note [Previews]."""
 
-    def __init__(self, rule: Rule, replica: Replica, streams: SideStreams) -> None:
-        self._rule, self._replica, self._streams = rule, replica, streams
+    def __init__(self, rule: Rule, replica: Replica) -> None:
+        self._rule, self._replica, self._streams = rule, replica, replica.streams
         self._prepared: Prepared | None = None
         self._settings: Settings | None = None
         """Those of the previews that are prepared, or being prepared."""
@@ -295,7 +291,7 @@ class Previews:
     # On the training thread.
 
     @property
-    def has_settings(self) -> bool:
+    def is_prepared(self) -> bool:
         """Previews are prepared, or being prepared."""
         return self._settings is not None
 
@@ -345,9 +341,9 @@ class Previews:
     @torch.no_grad()
     def prepare(self, settings: Settings) -> None:
         """Make what the next boundary publishes, of masters and state as they are."""
-        prepared = Prepared(self._replica.parts, settings)
-        prepared.sources = self._sources()  # before: an edit meanwhile is seen
-        prepared.versions = _versions_of(prepared.sources)
+        sources = self._sources()
+        versions = _versions_of(sources)  # before: an edit meanwhile is seen
+        prepared = Prepared(self._replica.parts, settings, sources, versions)
         for part in prepared.parts:
             self._make(part, prepared)
         self._prepared = prepared
@@ -444,10 +440,8 @@ class Previews:
 
 
 class PreviewError:
-    """How far the previews of one step are off its exact update, on samples of the tensors.
-
-    Compared in the model's dtype, so that publishing nothing is off by what the update moves.
-    """
+    """How far the previews of one step are off its exact update, on samples of the tensors, in the
+    model's dtype."""
 
     def __init__(self) -> None:
         self._masters: list[tuple[Tensor, torch.dtype]] = []
@@ -477,12 +471,11 @@ class PreviewError:
             for other in (self._preview, self._before):
                 self._norms.append(torch.linalg.vector_norm(exact - other))
 
-    def read(self) -> tuple[float, float] | None:
-        """Norms of exact - preview and of exact - before; None: nothing was compared."""
-        if not self._norms:
-            return None
-        norms = torch.stack(self._norms).tolist()
-        return math.hypot(*norms[::2]), math.hypot(*norms[1::2])
+    def read(self) -> float | None:
+        """Norm of exact - preview over that of exact - before; None: nothing has moved."""
+        norms = torch.stack(self._norms).tolist() if self._norms else []
+        moved = math.hypot(*norms[1::2])
+        return math.hypot(*norms[::2]) / moved if moved else None
 
     def _rounded(self) -> Tensor:
         return torch.cat([master.to(kind).float() for master, kind in self._masters])
@@ -525,15 +518,11 @@ def _numbers(values: Sequence[Any]) -> list[float]:
 
 
 def _are_equal(one: Settings, other: Settings) -> bool:
-    return len(one) == len(other) and all(
-        a.keys() == b.keys() and all(_is_equal(a[k], b[k]) for k in a)
-        for a, b in zip(one, other, strict=True)
-    )
+    (leaves, structure), (others, other_structure) = tree_flatten(one), tree_flatten(other)
+    return structure == other_structure and all(map(_is_equal, leaves, others))
 
 
 def _is_equal(a: Any, b: Any) -> bool:
-    if isinstance(a, (list, tuple)) and type(a) is type(b):
-        return len(a) == len(b) and all(map(_is_equal, a, b))
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.shape == b.shape and torch.equal(a, b)
-    return type(a) is type(b) and not isinstance(a, Tensor) and bool(a == b)
+        return torch.equal(a, b)
+    return type(a) is type(b) and bool(a == b)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -95,8 +94,4 @@ class RecordQueue:
 
 
 def _preview_error(timings: Sequence[StepTiming]) -> float | None:
-    found = [t.shown_error for t in timings if t.shown_error is not None]
-    if not found:
-        return None
-    off, moved = (math.hypot(*norms) for norms in zip(*found, strict=True))
-    return off / moved if moved else None
+    return max((t.preview_error for t in timings if t.preview_error is not None), default=None)

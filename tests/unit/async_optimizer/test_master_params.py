@@ -121,9 +121,6 @@ def test_unscaling_float16_gradients_in_place_is_refused_with_the_remedy() -> No
     detach(accelerator)
 
 
-# Masters follow what is written to the model's parameters, whenever that happens.
-
-
 # Which parameters have masters.
 
 FULL = torch.float32

@@ -131,9 +131,6 @@ def test_a_gradient_travels_once_a_step(
         assert w.item() == 0.75
 
 
-# Threads (F12).
-
-
 # master_params.py, replica.py, streams.py alone.
 
 

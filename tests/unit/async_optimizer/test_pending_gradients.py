@@ -26,6 +26,7 @@ from accel_scaler.async_optimizer.pending_parameter import (
     wait_for_gradients,
 )
 from accel_scaler.async_optimizer.replica import Replica
+from accel_scaler.optimizer_step.stepper import async_stepper_of
 from unit.async_optimizer.test_pending_parameter import AFTER, BEFORE, USES, plain
 from unit.async_optimizer.test_reads_unseen import READS
 
@@ -238,9 +239,10 @@ def test_a_gradient_that_is_kept_keeps_no_optimizer(mode: str) -> None:
     backward(model, scaler)
     grad = model[0].bias.grad
     optimizer.step()
-    gone = weakref.ref(optimizer._stepper)
-    optimizer._worker.stop()
-    del optimizer
+    stepper: Any = async_stepper_of(optimizer)
+    stepper.worker.stop()
+    gone = weakref.ref(stepper)
+    del optimizer, stepper
     gc.collect()
     assert gone() is None
     assert type(grad) is PendingGradient

@@ -512,9 +512,6 @@ def test_masters_made_inside_inference_mode_train(mode: str, offload: str) -> No
     assert same(*results)
 
 
-# Whole models.
-
-
 # Replicas
 
 

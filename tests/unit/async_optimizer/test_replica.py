@@ -198,7 +198,7 @@ def test_submit_refuses_an_optimizer_that_is_not_torchs() -> None:
         optimizer.step()
 
 
-# (11) step replaced.
+# step replaced.
 
 
 @pytest.mark.parametrize("cls", [torch.optim.SGD, Own])
@@ -243,13 +243,7 @@ def test_a_scheduler_and_a_bound_method_do_not_replace_the_step() -> None:
     assert_equal(ours(scheduled, advance), plain(scheduled, advance))
 
 
-# (13) Tensors and lists in groups.
-
-
-# (15) State tensors replaced by the user.
-
-
-# (18) Two optimizers share parameters.
+# Two optimizers share parameters.
 
 
 @pytest.mark.parametrize("offload", ["none", "cpu"])
@@ -283,7 +277,7 @@ def test_two_optimizers_that_share_parameters_both_step(scaled: bool, offload: s
     assert_same(got, reference)
 
 
-# (23) Autocast.
+# Autocast.
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs a newer torch")
@@ -311,10 +305,7 @@ def test_autocast_is_that_of_the_thread_that_steps(dtype: torch.dtype) -> None:
     assert not torch.is_autocast_enabled("cpu")
 
 
-# (33) The end of a copy.
-
-
-# (34), (35) Overridden parameters(), hooks.
+# Overridden parameters(), hooks.
 
 
 def test_step_hooks_are_called_as_torch_calls_them() -> None:
@@ -428,6 +419,3 @@ def test_gradients_through_buffers_train_bit_for_bit_as_others(
     with monkeypatch.context() as patch:
         other = train_small(False, patch, missing, clip, fold)
     assert_same(buffered, other)
-
-
-# (41) Memory.

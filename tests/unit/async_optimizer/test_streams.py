@@ -172,9 +172,8 @@ def _steps(
         ours.clip_grad_norm_(0.5)
         ours.step()
         ours.zero_grad()
-        inflight, limit = ours._stepper._inflight, time.monotonic() + 10
-        task = None if inflight is None else inflight.task
-        while step % 2 and task is not None and not task.finished and time.monotonic() < limit:
+        timing, limit = ours.timing, time.monotonic() + 10
+        while step % 2 and timing and not timing.finished and time.monotonic() < limit:
             time.sleep(0.001)  # the thread that enqueues is far ahead of the forward
         _litter(model)
 

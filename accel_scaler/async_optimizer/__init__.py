@@ -9,7 +9,7 @@ and never communicates; the folder knows no Accelerate, no Trainer and no teleme
 from .delayed import holds_masters, without_previews
 from .grad_handoff import hold_scaled
 from .hooks import SyncHooks
-from .master_rule import MasterRule
+from .master_params import MasterRule
 from .optimizer import AsyncOptimizer, step_beside
 from .preview import refuse_compensation
 from .shared_parameters import (

@@ -35,27 +35,26 @@ from ..scaling import (
 )
 from .delayed import MASTER, DelayedUpdates, entry_of, without_own
 from .grad_handoff import (
-    can_hold_gradients,
     forbid_sparse,
     guard_backward,
     is_shared,
     keep_sent,
     on_host,
     read_in_place,
+    readable_in_place,
     send_down,
     unguard,
     unscale_in_place,
 )
-from .inflight_step import MIN_WAIT_S, InflightStep, PreviewInput, Update, wait_for_gradient
-from .master_rule import MasterRule
+from .inflight_step import MIN_WAIT_S, InflightStep, Update, WaitAt, gradient_wait
+from .master_params import MasterRule
 from .pending_parameter import (
     GradientHold,
     hold_gradients,
     is_held,
-    settle_gradients,
-    settle_pending,
+    wait_for_gradients,
+    wait_for_parameters,
 )
-from .phases import Phase, WaitAt
 from .preview import Previews
 from .replica import Replica, is_empty
 from .shared_memory import place_of
@@ -101,9 +100,9 @@ class AsyncStepper(Stepper):
                 "accelerator already; close() or detach() that one first."
             )
         masters, mode, offload = MasterRule.of(config), config.step_mode, config.offload == "cpu"
+        self.optimizer, self.mode, self.worker = optimizer, mode, worker
         self.parameter_names = parameter_names or ParameterNames()
         refuse_overlap(optimizer, mode, masters, self.parameter_names)
-        self.optimizer, self.mode, self.offload, self.worker = optimizer, mode, offload, worker
         self.is_beside = mode != "sync"
         """An update runs beside what comes after ``step()``."""
         self.streams = SideStreams(device)
@@ -117,11 +116,7 @@ class AsyncStepper(Stepper):
         self.delayed: DelayedUpdates | None = None
         if mode == "delayed":
             self.delayed = DelayedUpdates(
-                self.replica,
-                self.streams,
-                worker,
-                config.delay_compensation,
-                config.delay_warmup_steps,
+                self.replica, worker, config.delay_compensation, config.delay_warmup_steps
             )
         if self.is_beside and not self.replica.splittable:
             logger.warning(
@@ -136,9 +131,7 @@ class AsyncStepper(Stepper):
         self.was_skipped = False
         """The last boundary was one without an update."""
         self.hooks: Any = None
-        """Makes others wait who look at the optimizer or its models."""
         self.timing: StepTiming | None = None
-        """When the last update handed over ran, and who waited for it."""
         self.wait_at = WaitAt.USE
         self.shared: frozenset[int] = frozenset()
         """``id`` of parameters that another optimizer steps too: it needs their gradients."""
@@ -160,21 +153,8 @@ class AsyncStepper(Stepper):
     # Where it stands, and whose calls these are.
 
     @property
-    def phase(self) -> Phase:
-        """See :class:`Phase`."""
-        if self._lost is not None:
-            return Phase.LOST
-        if async_stepper_of(self.optimizer) is not self:
-            return Phase.CLOSED
-        if self._inflight is not None:
-            return Phase.RUNNING
-        if self.has_newer:
-            return Phase.COMPUTED
-        return Phase.FENCED if self.has_kept else Phase.IDLE
-
-    @property
     def has_newer(self) -> bool:
-        """Masters are newer than the model, or will be once the step in flight is done."""
+        """Masters are newer than the model, now or once the step in flight is done."""
         return self.delayed is not None and bool(self.delayed.newer)
 
     @property
@@ -183,7 +163,7 @@ class AsyncStepper(Stepper):
         return self.delayed is not None and bool(self.delayed.kept)
 
     @property
-    def is_settled(self) -> bool:
+    def is_published(self) -> bool:
         """The model has the newest values."""
         return self._inflight is None and not self.has_newer
 
@@ -206,20 +186,16 @@ class AsyncStepper(Stepper):
             self.refresh()
         return self.replica.has_rounded or self.replica.rounds_now()
 
-    @property
-    def defers_unscale(self) -> bool:
-        """One product, here or on the optimizer thread, unscales and clips."""
-        return True
+    defers_unscale = True
 
     @property
     def unscales(self) -> bool:
-        """In ``overlap`` and ``delayed``: beside what comes after."""
         return self.is_beside
 
-    def settle_gradients(self) -> None:
+    def wait_for_gradients(self) -> None:
         """Wait until no step reads ``.grad``. Any thread."""
         if self.is_beside:
-            settle_gradients(self.replica.params)
+            wait_for_gradients(self.replica.params)
 
     # Following what was changed from outside.
 
@@ -227,7 +203,7 @@ class AsyncStepper(Stepper):
         """Follow changes from outside: groups, parameters, their values."""
         if self._lost is not None:
             raise StepError(self._lost)
-        settle_pending(parameters_of(self.optimizer))  # of another optimizer's step
+        wait_for_parameters(parameters_of(self.optimizer))  # of another optimizer's step
         is_current = self.replica.is_current()
         if not is_current:  # others may step what has come
             find_shared()
@@ -246,7 +222,13 @@ class AsyncStepper(Stepper):
         replica = self.replica
         refuse_sharing([(self.optimizer, self.mode, replica.masters)])
         refuse_overlap(self.optimizer, self.mode, replica.masters, self.parameter_names)
-        moved = self._publish_unmoved() if self.has_newer else []
+        moved: list[Tensor] = []
+        if self.delayed is not None and self.has_newer:
+            places = {id(p): place_of(local(p.detach())) for p in self.delayed.newer}
+            pairs = [pair for pair in replica.pairs if id(pair.param) in places]
+            moved = [p.param for p in pairs if places[id(p.param)] != place_of(p.target)]
+            self.delayed.publish()
+            self._note_versions()
         before = replica.pairs
         replica.follow()
         unguard(before, kept=replica.pairs)
@@ -261,21 +243,9 @@ class AsyncStepper(Stepper):
                 "optimizer.synchronize() before changing parameters."
             )
 
-    def _publish_unmoved(self) -> list[Tensor]:
-        """Publish masters where parameters still are; returns those that have moved."""
-        newer = set(map(id, self.delayed.newer if self.delayed else ()))
-        moved = [
-            pair.param
-            for pair in self.replica.pairs
-            if id(pair.param) in newer
-            and place_of(local(pair.param.detach())) != place_of(pair.target)
-        ]
-        self._publish_masters()
-        return moved
-
-    def _note_versions(self, known: dict[int, int]) -> None:
+    def _note_versions(self, known: dict[int, int] | None = None) -> None:
         params = self.replica.params if self.replica.has_masters else ()
-        self._versions = {id(p): known.get(id(p), p._version) for p in params}
+        self._versions = {id(p): (known or {}).get(id(p), p._version) for p in params}
 
     def _follow_edits(self) -> None:
         known = self._versions
@@ -285,14 +255,14 @@ class AsyncStepper(Stepper):
             if pair.param._version != known.get(id(pair.param))
         ]
         if edited and self.has_newer:
-            self._note_versions({})
+            self._note_versions()
             raise OrderError(
                 f"{self._names([pair.param for pair in edited])} changed in place while a newer "
                 "value was waiting to be published (step_mode='delayed'), which stays; the change "
                 "is lost. Call optimizer.synchronize() before changing parameters."
             )
         if self.delayed is not None:
-            self.delayed.forget_kept(pair for pair in edited if not pair.holds_master)
+            self.delayed.forget_kept([p.param for p in edited if not p.holds_master])
         for pair in edited:
             pair.refresh()
 
@@ -300,14 +270,13 @@ class AsyncStepper(Stepper):
         """Bring edits through ``.data`` to the masters, as a step does: they are about to be read.
         Does nothing while they are newer than the model."""
         with self.lock, torch.inference_mode(False), self.streams.as_at_home():
-            if self.is_settled and self.replica.has_masters:
-                edited = self.replica.take_edits()
-                if edited:
-                    self._log_edits(edited)
-                    if self.delayed is not None:
-                        ids = set(map(id, edited))
-                        mine = [pair for pair in self.replica.pairs if id(pair.param) in ids]
-                        self.delayed.forget_kept(mine)
+            if not (self.is_published and self.replica.has_masters):
+                return
+            edited = self.replica.take_edits()
+            if edited:
+                self._log_edits(edited)
+            if self.delayed is not None:
+                self.delayed.forget_kept(edited)
 
     def _log_edits(self, params: list[Tensor]) -> None:
         if self._logged_edits:
@@ -369,20 +338,20 @@ class AsyncStepper(Stepper):
             self._synchronize(keeps=False)
 
     def _finish_for_boundary(self) -> None:
-        if self.phase is Phase.CLOSED:
+        if async_stepper_of(self.optimizer) is not self:
             raise OrderError(
                 f"a step of {type(self.optimizer).__name__} came after its stepper was closed. "
                 "Make another AsyncOptimizer, or prepare the optimizer again."
             )
         self.lift_fence()  # no forward that is seen came between
-        self.finish("optimizer.step")
+        self.finish()
         self._finish_others()
         self.refresh()
-        self.settle_gradients()
+        self.wait_for_gradients()
 
     def _finish_others(self) -> None:
         for other in others_of(self):
-            other.finish("optimizer.step")
+            other.finish()
 
     def _run_hooks(self, when: str) -> None:
         """The optimizer's own and the global step hooks, on the training thread, as torch does."""
@@ -416,11 +385,10 @@ class AsyncStepper(Stepper):
         step = InflightStep(
             self,
             replica,
-            self.streams,
             update,
             publishes_first=self.has_newer or previews is not None,
             is_stale=is_stale,
-            measures=self.measures_shown,
+            measures=self.measures_preview,
             number=self.steps + 1,
         )
         if replica.is_sharded:  # FSDP2 took them on a stream of its own
@@ -432,7 +400,7 @@ class AsyncStepper(Stepper):
             for p, grad in zip(replica.params, found, strict=True)
             if fn is not None or grad is not None
         ]
-        reads_device = update.preview is not None and bool(update.preview.sent)
+        reads_device = update.on_device is not None
         try:
             self._inflight = step
             if fn is not None:
@@ -441,18 +409,16 @@ class AsyncStepper(Stepper):
                         p.grad = None
             self._hold_gradients(step, held, 1 if reads_device else step.lead + 1)
             written = stepped if previews is not None or not is_stale else []
-            torch.autograd.graph.increment_version(
-                [*(before[0] if step.publishes_first else ()), *written]
-            )
+            torch.autograd.graph.increment_version([*(before[0] if step.lead else ()), *written])
             if delayed is not None:
                 delayed.newer, delayed.kept = stepped if is_stale else [], []
-            self._note_versions({})
+            self._note_versions()
             self.timing = step.timing
             self.steps += 1
             self.optimizer.__dict__["_opt_called"] = True  # what an LR scheduler's wrapper sets
             self._launch(step, inline)
             if reads_device and sum(grad is not None for grad in held) < len(stepped):
-                self.await_part(step, step.lead, "optimizer.step")  # others write to it unseen
+                self._await_part(step, step.lead)  # others write to it unseen
         except BaseException as error:  # Ctrl-C, or no thread to be had
             if step.task.abandon(error):
                 self._lose(step)
@@ -494,7 +460,7 @@ class AsyncStepper(Stepper):
     ) -> tuple[Update, Sequence[Tensor | None]]:
         """What the update gets, and the gradients that it reads where they are."""
         replica, streams = self.replica, self.streams
-        if deferred.divide is not None and (fn is not None or self.offload):
+        if deferred.divide is not None and (fn is not None or replica.offload):
             # No kernel is given what stands in ``.grad``, which torch leaves unscaled.
             deferred = DeferredUnscale(multiply=1.0 / deferred.divide)
         grads = [None if grad is None else local(grad) for grad in found]
@@ -503,13 +469,12 @@ class AsyncStepper(Stepper):
         on_device: list[Tensor | None] | None = None
         if fn is not None:
             grads = self._own(grads)
-        if self.offload:
+        if replica.offload:
             unscale_in_place(replica.ordered, grads, deferred)
             deferred, there = on_host(deferred), grads
             grads, sent = send_down(replica.ordered, there, streams)
             if previews is not None and not streams.is_host:
-                holds = can_hold_gradients(there)
-                held = [grad if yes else None for grad, yes in zip(there, holds, strict=True)]
+                held = readable_in_place(there)
                 on_device = [None if grad is None else grad.data for grad in there]
             elif self.is_beside and streams.copies_beside and previews is None:
                 keep_sent(there, sent, streams)
@@ -517,30 +482,20 @@ class AsyncStepper(Stepper):
             grads, held = read_in_place(replica.ordered, grads, deferred)
             if self._guards_backward:
                 guard_backward(replica.ordered)
-        preview = None
-        if previews is not None and self.delayed is not None:
-            preview = PreviewInput(
-                previews,
-                grads if on_device is None else on_device,
-                deferred,
-                are_unscaled=self.offload,
-                sent=() if on_device is None else sent,
-                newer=set(map(id, self.delayed.newer)),
-            )
-        # While the model has previews, edits cannot be told from them.
+        # While the model has previews, edits are not distinguished from them.
         looks = replica.has_masters and not self.has_newer
-        return (
-            Update(
-                grads,
-                deferred,
-                sent,
-                ready=streams.record(home=True),
-                preview=preview,
-                fn=fn,
-                on_edits=self._log_edits if looks else None,
-            ),
-            held,
+        update = Update(
+            grads,
+            deferred,
+            sent,
+            streams.record(home=True),
+            previews,
+            on_device,
+            set(map(id, self.delayed.newer)) if self.delayed is not None else set(),
+            fn=fn,
+            on_edits=self._log_edits if looks else None,
         )
+        return update, held
 
     def _own(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Those that a function is given, for good: what others write to, or need, is copied."""
@@ -556,7 +511,7 @@ class AsyncStepper(Stepper):
         ref, order = weakref.ref(self), step.order
         for number, part in enumerate(self.replica.parts if held else (), first):
             mine = [grad for grad in held[part.start : part.end] if grad is not None]
-            wait = wait_for_gradient(ref, step, number)
+            wait = gradient_wait(ref, step, number)
             hold_gradients(mine, GradientHold(wait, order, number))
 
     def _launch(self, step: InflightStep, inline: bool) -> None:
@@ -579,33 +534,32 @@ class AsyncStepper(Stepper):
         is_awaited_later = step.hold is not None or self.wait_at is WaitAt.FORWARD
         if not self.is_beside or (is_seen and not is_awaited_later):
             if self.has_newer:
-                self.await_part(step, step.lead, "optimizer.step")
+                self._await_part(step, step.lead)
             else:
-                self.finish("optimizer.step")
+                self.finish()
 
     # Waiting.
 
-    def await_part(self, step: InflightStep, part: int, where: str | None = None) -> int:
+    def await_part(self, step: InflightStep, part: int) -> int:
         """Wait for a part of ``step``; this thread's stream too. Any thread.
 
         Returns how many parts need not be waited for any more, at least ``part``.
         """
-        if self.streams.copies_beside:
-            refuse_capture(where or "a parameter whose update is due")
-        if not step.wait(part):
-            self._finish(step, "forward")
-        step.follow(part)
-        if where != "optimizer.step" and self.delayed is not None and not self.delayed.is_prepared:
-            self._prepare()  # else settings may still move
+        self._await_part(step, part)
+        if self.delayed is not None and not self.delayed.is_prepared:
+            self._prepare()
         # Later parts may be enqueued, but this stream does not wait for them.
         return part if self.streams.copies_beside else step.task.done
 
-    def wait(self, where: str) -> bool:
-        """Wait until the step in flight, if any, is over; False: it failed. Any thread.
+    def _await_part(self, step: InflightStep, part: int) -> None:
+        if self.streams.copies_beside:
+            refuse_capture("a parameter whose update is due")
+        if not step.wait(part):
+            self._finish(step)
+        step.follow(part)
 
-        Raises:
-            StepError: it will never be over.
-        """
+    def wait(self) -> bool:
+        """Wait until the step in flight, if any, is over; False: it failed. Any thread."""
         step = self._inflight
         return step is None or self._wait(step)
 
@@ -619,7 +573,7 @@ class AsyncStepper(Stepper):
                     self._lose(step)
             raise
 
-    def finish(self, where: str = "synchronize", everywhere: bool = False) -> None:
+    def finish(self, everywhere: bool = False) -> None:
         """Wait for the step in flight, if any. In ``delayed`` the model is as it was.
 
         ``everywhere``: for the device as well, and so on whatever stream it is looked at.
@@ -630,12 +584,12 @@ class AsyncStepper(Stepper):
         """
         step = self._inflight
         if step is not None:
-            self._finish(step, where, everywhere)
+            self._finish(step, everywhere)
         self._finish_preparation()
 
-    def _finish(self, step: InflightStep, where: str, everywhere: bool = False) -> None:
+    def _finish(self, step: InflightStep, everywhere: bool = False) -> None:
         if self.streams.copies_beside:
-            refuse_capture(where)
+            refuse_capture("a step in flight")
         ok = self._wait(step)
         if everywhere:
             self.streams.follow_last(on_host=True)
@@ -667,7 +621,8 @@ class AsyncStepper(Stepper):
             with torch.inference_mode(False):
                 self.delayed.drop_preparation()
                 self.streams.wait_for_all()
-                self._publish_masters()
+                self.delayed.publish()
+                self._note_versions()
 
     def _release(self, step: InflightStep, learn: bool = True) -> None:
         hold, step.hold = step.hold, None
@@ -716,7 +671,7 @@ class AsyncStepper(Stepper):
                 last = number
         if last:
             last += 0 if step.is_stale else step.lead
-            self.await_part(step, min(last, step.task.parts), "forward")
+            self.await_part(step, min(last, step.task.parts))
 
     def finish_model(self) -> None:
         """Wait until the whole model is what the next forward sees."""
@@ -724,18 +679,17 @@ class AsyncStepper(Stepper):
         if step is None:
             self.streams.follow_last()  # who waited for it may have been on another stream
         elif not step.is_stale:
-            self.finish("forward")
-        elif step.publishes_first:
-            self.await_part(step, step.lead, "forward")
+            self.finish()
+        elif step.lead:
+            self.await_part(step, step.lead)
             if step.hold is not None:
                 step.hold.release()
 
     # Fences, and the training forward after them.
 
     def synchronize(self) -> None:
-        """Finish the step in flight and publish it: model and state are the newest then.
-
-        Blocks until the device has done the update, so that it is seen on every stream.
+        """Finish the step in flight and publish it: model and state are the newest then, on every
+        stream. Synchronises with the device.
 
         Raises:
             StepError: see :meth:`finish`.
@@ -752,12 +706,11 @@ class AsyncStepper(Stepper):
 
     @contextmanager
     def still(self) -> Iterator[None]:
-        """:meth:`synchronize`, and no step of another thread begins until the end: it would add to
-        dictionaries that are being read."""
+        """:meth:`synchronize`; no step of another thread adds to the state until the end."""
         while True:
             self.synchronize()
             with self.lock:
-                if self.is_settled:
+                if self.is_published:
                     yield
                     return
 
@@ -780,16 +733,12 @@ class AsyncStepper(Stepper):
                 self._follow_edits()
                 if keeps and self.sees_forwards:
                     delayed.keep_previews()
-                self._publish_masters()
-
-    def _publish_masters(self) -> None:
-        if self.delayed is not None:
-            self.delayed.publish()
-        self._note_versions({})
+                delayed.publish()
+                self._note_versions()
 
     def synchronize_memory(self, tensors: Iterable[Tensor]) -> None:
         """:meth:`synchronize`, where any of ``tensors`` shares a parameter's memory."""
-        if self.is_settled:
+        if self.is_published:
             return
         held = [local(t) for t in tensors]
         asked = {t.untyped_storage().data_ptr() for t in held if t.layout is torch.strided}
@@ -821,21 +770,21 @@ class AsyncStepper(Stepper):
             return  # a graph reads what is there when it is replayed, and nothing may wait here
         if self.has_kept and not self.hooks.is_called_by_watched():
             with self.lock:  # another thread's forward begins after it, too
-                if self.has_kept and self.is_trained_here:
-                    self._give_back_previews()
+                if self.delayed is not None and self.has_kept and self.is_trained_here:
+                    self._give_back_previews(self.delayed)
         self._prepare()
 
-    def _give_back_previews(self) -> None:
+    def _give_back_previews(self, delayed: DelayedUpdates) -> None:
         self.finish(everywhere=True)
         self.refresh()
         with self.lock, torch.inference_mode(False), torch.no_grad(), self.streams.as_at_home():
             self.streams.wait_for_all()
-            if self.has_newer:
-                self._publish_masters()  # this was interrupted before
+            if self.has_newer:  # this was interrupted before
+                delayed.publish()
+                self._note_versions()
             self.follow_unseen_edits()  # of parameters without a preview
-            if self.delayed is not None:
-                self.delayed.give_back()
-            self._note_versions({})
+            delayed.give_back()
+            self._note_versions()
 
     def _prepare(self) -> None:
         """Prepare the previews of the next boundary; does nothing on other threads."""
@@ -845,10 +794,9 @@ class AsyncStepper(Stepper):
                 self.delayed.prepare(self.steps)
 
     def _finish_preparation(self) -> None:
-        if self.delayed is None:
-            return
         start = time.perf_counter()
-        if self.delayed.finish_preparation() and self.timing and self.is_trained_here:
+        finished = self.delayed is not None and self.delayed.finish_preparation()
+        if finished and self.timing and self.is_trained_here:
             length = time.perf_counter() - start
             if length > MIN_WAIT_S:
                 self.timing.waits.append((start, length))
@@ -898,7 +846,7 @@ class AsyncStepper(Stepper):
         self.claim()
         try:
             self._synchronize(keeps=False)
-            self.settle_gradients()
+            self.wait_for_gradients()
         finally:
             if self._inflight is not None:
                 self._release(self._inflight)
@@ -912,10 +860,15 @@ class AsyncStepper(Stepper):
 
     def give_way(self) -> None:
         """Another optimizer owns the parameters from now on: close this one."""
-        if self.hooks is None:  # interrupted while it was made
+        hooks = self.hooks
+        if hooks is None:  # interrupted while it was made
             self.close()
+            return
+        owner = None if hooks.owner is None else hooks.owner()
+        if owner is None:
+            hooks.release()
         else:
-            self.hooks.give_way()
+            owner()
 
     def release(self) -> None:
         """Once it is closed: keep no master and no copy of a parameter."""

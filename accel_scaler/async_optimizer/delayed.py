@@ -17,7 +17,6 @@ from ..errors import StepError
 from .master_params import ParameterPair, shard_of
 from .preview import make_previews
 from .replica import Replica
-from .streams import SideStreams
 from .worker import Task, Worker
 
 MASTER, PREVIEW = OWN_KEYS = ("master", "preview")
@@ -36,14 +35,13 @@ class DelayedUpdates:
     def __init__(
         self,
         replica: Replica,
-        streams: SideStreams,
         worker: Worker,
         compensation: str,
         warmup_steps: int,
     ) -> None:
-        self._replica, self._streams, self._worker = replica, streams, worker
+        self._replica, self._streams, self._worker = replica, replica.streams, worker
         self._warmup_steps = warmup_steps
-        self.previews = make_previews(compensation, replica, streams)
+        self.previews = make_previews(compensation, replica)
         self.newer: list[Tensor] = []
         """Parameters whose masters are newer than the model."""
         self.kept: list[tuple[ParameterPair, Tensor]] = []
@@ -61,10 +59,10 @@ class DelayedUpdates:
             self.previews.follow()
         self.kept = [each for each in self.kept if each[0].is_trained]
 
-    def forget_kept(self, edited: Iterable[ParameterPair]) -> None:
+    def forget_kept(self, edited: Iterable[Tensor]) -> None:
         """These parameters were edited: what they had before is not given back."""
         ids = set(map(id, edited))
-        self.kept = [each for each in self.kept if id(each[0]) not in ids]
+        self.kept = [each for each in self.kept if id(each[0].param) not in ids]
 
     def keep_previews(self) -> None:
         """Copy the previews that are about to be overwritten; does nothing where that was done."""

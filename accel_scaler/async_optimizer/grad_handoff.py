@@ -19,21 +19,23 @@ from .pending_parameter import (
     GradientHold,
     hold_gradients,
     release_gradients,
-    settle_gradients,
+    wait_for_gradients,
 )
 from .streams import PartEvents, SideStreams
 
 _count_of: Callable[[int], int] = torch._C._storage_Use_Count
 
 
-def can_hold_gradients(grads: Sequence[Tensor | None]) -> list[bool]:
-    """Which of them another thread may read where they are, since each later use can be seen.
+def readable_in_place(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Those that another thread may read where they are, since each later use can be seen.
 
-    Not shards, sparse ones and those whose memory others write to unseen: DDP's buckets, a buffer
-    of the user's.
+    None for shards, sparse ones and those whose memory others write to unseen: DDP's buckets, a
+    buffer of the user's.
     """
     return [
-        type(grad) is Tensor and grad.layout is torch.strided and not is_shared(grad)
+        grad
+        if type(grad) is Tensor and grad.layout is torch.strided and not is_shared(grad)
+        else None
         for grad in grads
     ]
 
@@ -58,13 +60,12 @@ def read_in_place(
 
     The rest is copied, and unscaled in ``.grad`` here as in the copy there.
     """
-    held: list[Tensor | None] = []
-    copied: list[Tensor | None] = []
-    taken: list[Tensor | None] = []
-    for grad, shares in zip(grads, can_hold_gradients(grads), strict=True):
-        held.append(grad if shares else None)
-        copied.append(None if shares else grad)
-        taken.append(grad if grad is None else grad.data if shares else grad.clone())
+    held = readable_in_place(grads)
+    copied = [grad if own is None else None for grad, own in zip(grads, held, strict=True)]
+    taken = [
+        grad if grad is None else grad.clone() if own is None else own.data
+        for grad, own in zip(grads, held, strict=True)
+    ]
     unscale_in_place(pairs, copied, deferred)
     if deferred.multiply is not None:  # on that thread, which autograd does not see
         torch.autograd.graph.increment_version([g for _, g in _unscaled_in_place(pairs, held)])
@@ -108,14 +109,14 @@ def send_down(
 
 def keep_sent(grads: Sequence[Tensor | None], events: Sequence[Any], streams: SideStreams) -> None:
     """Writes to ``grads`` wait until their copies have arrived."""
-    for grad, event, can_hold in zip(grads, events, can_hold_gradients(grads), strict=True):
-        if grad is None or event is None:
+    for grad, event in zip(readable_in_place(grads), events, strict=True):
+        if event is None:
             continue
-        if can_hold:
+        if grad is None:
+            streams.follow(event)
+        else:
             hold = GradientHold(partial(streams.follow, event), PartEvents(streams, [event]))
             hold_gradients([grad], hold)
-        else:
-            streams.follow(event)
 
 
 def on_host(deferred: DeferredUnscale) -> DeferredUnscale:
@@ -134,7 +135,7 @@ def hold_scaled(gradients: Sequence[Tensor], unscale: Unscale) -> Callable[[], N
 
     Returns what ends that; it waits while ``unscale`` runs. None: not all uses can be seen.
     """
-    if not all(can_hold_gradients(gradients)):
+    if any(grad is None for grad in readable_in_place(gradients)):
         return None
     memory = [grad.detach() for grad in gradients]
     lock, due = threading.Lock(), [unscale]
@@ -180,7 +181,7 @@ def guard_backward(pairs: Iterable[ParameterPair]) -> None:
 def _before_adding(ref: weakref.ref[Tensor], _: Tensor) -> None:
     p = ref()
     if p is not None:
-        settle_gradients([p])
+        wait_for_gradients([p])
 
 
 def unguard(pairs: Iterable[ParameterPair], kept: Iterable[ParameterPair] = ()) -> None:

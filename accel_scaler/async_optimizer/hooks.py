@@ -21,9 +21,9 @@ from ..models import inert, is_fsdp2, is_in_backward, is_replaying
 from ..scaling import parameters_of
 from .async_stepper import AsyncStepper
 from .delayed import MASTER, PREVIEW, without_own, without_previews
+from .inflight_step import WaitAt
 from .master_params import ParameterPair
 from .pending_parameter import outside_transforms
-from .phases import WaitAt
 from .replica import is_empty
 from .shared_memory import overlapping
 
@@ -92,7 +92,7 @@ class SyncHooks:
         """Finish the stepper's step, remove every hook, leave the optimizer as torch has it.
 
         Raises:
-            StepError: the step in hand failed; everything is removed all the same.
+            StepError: the step in flight failed; everything is removed all the same.
         """
         stepper = self._stepper()
         try:
@@ -102,20 +102,8 @@ class SyncHooks:
         finally:
             self._remove()
 
-    def give_way(self) -> None:
-        """See :meth:`AsyncStepper.give_way`."""
-        owner = None if self.owner is None else self.owner()
-        if owner is None:
-            self.release()
-        else:
-            owner()
-
     def release(self) -> None:
-        """:meth:`close`, but the optimizer's state stays where it is: nothing steps it any more.
-
-        Raises:
-            StepError: the step in hand failed; everything is removed all the same.
-        """
+        """:meth:`close`, but the optimizer's state stays where it is: nothing steps it any more."""
         stepper = self._stepper()
         try:
             if stepper is not None:

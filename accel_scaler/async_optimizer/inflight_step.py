@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from enum import IntEnum
 from functools import partial
 from typing import Any
 
@@ -20,8 +21,20 @@ from .grad_handoff import goes_to_master
 from .pending_parameter import ParameterHold, can_hold_parameters
 from .preview import PreviewError, Previews
 from .replica import Part, Replica
-from .streams import PartEvents, SideStreams
+from .streams import PartEvents
 from .worker import Task
+
+
+class WaitAt(IntEnum):
+    """Where an update is awaited; a higher value only replaces a lower one."""
+
+    USE = 0
+    """Where a parameter is used."""
+    FORWARD = 1
+    """Before a forward that uses parameters unseen: compiled, sharded, ``DataParallel``."""
+    STEP = 2
+    """In ``step()``: something reads parameters that no hook comes before."""
+
 
 MIN_WAIT_S = 1e-5
 """A shorter wait is not recorded: the part was done."""
@@ -31,41 +44,22 @@ MAX_WAITS = 128
 
 
 @dataclass(slots=True)
-class PreviewInput:
-    """What the previews of one step are made of. Lists are in the order of the parts."""
-
-    previews: Previews
-    grads: list[Tensor | None]
-    """On the model's device."""
-    deferred: DeferredUnscale
-    are_unscaled: bool
-    """All but the float16 and bfloat16 gradients of masters."""
-    sent: Sequence[Any]
-    """For each gradient the event of its copy to host memory, or None."""
-    newer: set[int]
-    """``id`` of parameters whose masters are newer than the model."""
-
-    def factors(self, replica: Replica) -> list[float]:
-        """What each gradient is still to be multiplied by. Synchronises with the device."""
-        due = torch.stack(self.deferred.factors(replica.params)).tolist()
-        return [
-            1.0 if self.are_unscaled and not (g is not None and goes_to_master(p, g)) else factor
-            for p, g, factor in zip(replica.ordered, self.grads, due, strict=True)
-        ]
-
-
-@dataclass(slots=True)
 class Update:
     """What the optimizer thread gets of one step; dropped once its work is done."""
 
     grads: list[Tensor | None]
     """In the order of the parts, final but for what is ``deferred``."""
     deferred: DeferredUnscale
-    sent: list[Any] = field(default_factory=list)
+    sent: list[Any]
     """For each gradient the event of its arrival in host memory, or None."""
-    ready: Any = None
+    ready: Any
     """The event after which all of that may be read."""
-    preview: PreviewInput | None = None
+    previews: Previews | None = None
+    """Publish these first."""
+    on_device: list[Tensor | None] | None = None
+    """The gradients that ``previews`` read on the model's device; None: ``grads``."""
+    newer: set[int] = field(default_factory=set)
+    """``id`` of parameters whose masters are newer than the model."""
     fn: Callable[[], object] | None = None
     """Given to ``submit()``: steps instead."""
     on_edits: Callable[[list[Tensor]], None] | None = None
@@ -75,13 +69,11 @@ class Update:
 class InflightStep:
     """Made by :class:`.async_stepper.AsyncStepper` for each update; dies with it.
 
-    It has a part for each part of the replica. Before them come as many that only publish, if
-    masters are newer than the model or a preview is due. A function given to ``submit()`` is one
-    part.
+    It has a part for each part of the replica (one, for a function given to ``submit()``). With
+    ``publishes_first`` as many come before them that only publish: newer masters, or previews.
 
     Args:
         owner: kept alive until the work is done.
-        publishes_first: see above.
         is_stale: the update is published at the next boundary.
         measures: compare the preview with the update, into ``timing``.
         number: of the update, in errors.
@@ -91,7 +83,6 @@ class InflightStep:
         self,
         owner: object,
         replica: Replica,
-        streams: SideStreams,
         update: Update,
         *,
         publishes_first: bool,
@@ -99,8 +90,8 @@ class InflightStep:
         measures: bool,
         number: int,
     ) -> None:
-        self.replica, self.streams, self.number = replica, streams, number
-        self.publishes_first, self.is_stale = publishes_first, is_stale
+        self.replica, self.streams, self.number = replica, replica.streams, number
+        self.is_stale = is_stale
         self.is_submitted = update.fn is not None
         parts = len(replica.parts)
         self.lead = parts if publishes_first else 0
@@ -113,7 +104,7 @@ class InflightStep:
         work = partial(self._work, owner, update)
         self.task = Task(work, self.lead + (1 if self.is_submitted else parts))
         if is_stale:
-            self.timing.delay_compensation = "none" if update.preview is None else "preview"
+            self.timing.delay_compensation = "none" if update.previews is None else "preview"
 
     @property
     def timing(self) -> StepTiming:
@@ -128,7 +119,7 @@ class InflightStep:
     @property
     def is_seen_by_next_forward(self) -> bool:
         """It writes to the model, before or after it computes."""
-        return self.publishes_first or not self.is_stale
+        return self.lead > 0 or not self.is_stale
 
     def hold_parameters(
         self,
@@ -136,14 +127,12 @@ class InflightStep:
         one_by_one: bool,
         fence: Callable[[bool], bool] | None = None,
     ) -> None:
-        """Make each use of a parameter wait for its part, where uses can be seen.
-
-        ``fence``: see :class:`.pending_parameter.ParameterHold`.
-        """
+        """Make each use of a parameter wait for its part, where uses can be seen. Arguments as of
+        :class:`.pending_parameter.ParameterHold`."""
         replica = self.replica
         if not can_hold_parameters(replica.params):
             return
-        ends, part_of = replica.ends, replica.part_of
+        ends, part_of = [part.end for part in replica.parts], replica.part_of
         if self.is_submitted and not self.is_stale:
             ends, part_of = [len(replica.params)], dict.fromkeys(part_of, 1)
         if self.lead and not self.is_stale:  # the forward needs what is computed
@@ -162,11 +151,7 @@ class InflightStep:
                 self.hold = None
 
     def wait(self, parts: int | None = None) -> bool:
-        """Block until ``parts`` (default: all) are done; False: it failed first. Any thread.
-
-        Raises:
-            StepError: it will never be done.
-        """
+        """Block until ``parts`` (default: all) are done; False: it failed first. Any thread."""
         task, start = self.task, time.perf_counter()
         is_due = not (task.finished or (parts is not None and task.done >= parts))
         ok = task.wait(parts)
@@ -214,10 +199,9 @@ class InflightStep:
                     update.on_edits(edited)
                 replica.forget_loaded()
                 error: PreviewError | None = None
-                if update.preview is not None:
-                    error = self._publish_previews(update.preview)
-                    update.preview = None
-                elif self.publishes_first:
+                if update.previews is not None:
+                    error = self._publish_previews(update, update.previews)
+                elif self.lead:
                     for part in replica.parts:
                         self._publish(part)
                         self._advance()
@@ -237,29 +221,39 @@ class InflightStep:
         """On the side stream; all memory that is used there stays until it is done."""
         with self.streams.beside(update.ready):
             self.streams.keep([*update.grads, *update.deferred.tensors])
-            if update.preview is not None and update.preview.grads is not update.grads:
-                self.streams.keep(update.preview.grads)
+            self.streams.keep(update.on_device or ())
             self.replica.keep()
             try:
                 yield
             finally:
                 self.replica.keep()
 
-    def _publish_previews(self, source: PreviewInput) -> PreviewError | None:
+    def _publish_previews(self, update: Update, previews: Previews) -> PreviewError | None:
         """What the next forward sees, part by part, before the update itself."""
-        previews, replica = source.previews, self.replica
-        prepared, factors = previews.take(), source.factors(self.replica)
+        replica, on_device = self.replica, update.on_device
+        grads = update.grads if on_device is None else on_device
+        prepared, factors = previews.take(), self._factors(update, grads)
         for part in replica.parts:
             mine = slice(part.start, part.end)
-            previews.publish(part, prepared, source.grads[mine], factors[mine], source.newer)
-            for event in source.sent[mine]:  # who writes to a gradient waits for this part alone
-                self.streams.wait(event)
-            if source.sent:  # the update has copies, and takes long: the device's memory is free
-                source.grads[mine] = [None] * len(part.pairs)
+            previews.publish(part, prepared, grads[mine], factors[mine], update.newer)
+            if on_device is not None:
+                for event in update.sent[mine]:  # writes to a gradient wait for this part alone
+                    self.streams.wait(event)
+                on_device[mine] = [None] * len(part.pairs)  # the update takes long, with copies
             self._advance()
         # With state on the host the model is on a device, where it may be written to meanwhile.
         is_near = self.streams.is_host or not replica.offload
         return PreviewError() if self._measures and is_near else None
+
+    def _factors(self, update: Update, grads: Sequence[Tensor | None]) -> list[float]:
+        """What each gradient is still to be multiplied by. Synchronises with the device."""
+        replica = self.replica
+        due = torch.stack(update.deferred.factors(replica.params)).tolist()
+        # What was sent to host memory was unscaled before, but for the gradients of masters.
+        return [
+            1.0 if replica.offload and not (g is not None and goes_to_master(p, g)) else factor
+            for p, g, factor in zip(replica.ordered, grads, due, strict=True)
+        ]
 
     def _step(self, update: Update, error: PreviewError | None) -> None:
         replica, grads, deferred = self.replica, update.grads, update.deferred
@@ -285,7 +279,7 @@ class InflightStep:
             if error is not None:
                 error.after_update()
         if error is not None:
-            self.timing.shown_error = error.read()
+            self.timing.preview_error = error.read()
 
     def _run(self, update: Update, fn: Callable[[], object]) -> None:
         replica = self.replica
@@ -331,16 +325,14 @@ class InflightStep:
         return final
 
 
-def wait_for_gradient(
-    stepper: weakref.ref[Any], step: InflightStep, part: int
-) -> Callable[[], object]:
+def gradient_wait(stepper: weakref.ref[Any], step: InflightStep, part: int) -> Callable[[], object]:
     """What a gradient that ``step`` reads waits with; it keeps neither the stepper nor the step."""
     ref, task, events, streams = weakref.ref(step), step.task, step.events, step.streams
 
     def wait() -> None:
         owner, step = stepper(), ref()
         if owner is not None and step is not None:
-            owner.await_part(step, part, "gradient")
+            owner.await_part(step, part)
             return
         if not task.wait(part):
             raise StepError(

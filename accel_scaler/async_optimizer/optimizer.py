@@ -59,7 +59,7 @@ class AsyncOptimizer(Optimizer):
         master_weights: as in ``ScalerConfig``; where no ``scaler`` scales, ``"auto"`` steps
             bfloat16 parameters in place, as torch does.
         delay_warmup_steps: as in ``ScalerConfig``, as all that follow.
-        delay_compensation: what ``delayed`` shows of an update until it is published.
+        delay_compensation: what ``delayed`` gives the model of an update until it is published.
         optimizer_threads: threads of the step's CPU kernels.
         fold_unscale: let the fused kernel unscale and clip.
         sharded: ranks hold different gradients in a way that the parameters do not show.
@@ -286,7 +286,7 @@ class AsyncOptimizer(Optimizer):
 
     @untraced
     def synchronize(self) -> None:
-        """Wait for the step in hand and publish it: parameters and state are the newest then.
+        """Wait for the step in flight and publish it: parameters and state are the newest then.
 
         Synchronises with the device, so that every stream sees them; in ``delayed`` with all its
         streams, where a newer value is published.
@@ -327,27 +327,12 @@ class AsyncOptimizer(Optimizer):
             return getattr(self.optimizer, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def train(self) -> None:
-        """For optimizers that have two sets of weights (schedule-free); synchronized first."""
-        self._switch("train")
-
-    def eval(self) -> None:
-        """See :meth:`train`."""
-        self._switch("eval")
-
-    @untraced
-    def _switch(self, name: str) -> None:
-        method = getattr(self.optimizer, name, None)
-        if callable(method):
-            self.synchronize()
-            method()
-
     @untraced
     def close(self) -> None:
         """Finish, publish, stop the thread, remove every hook. The optimizer is as before.
 
         Raises:
-            StepError: the step in hand failed; closed all the same.
+            StepError: the step in flight failed; closed all the same.
         """
         if self._closed:
             return

@@ -18,7 +18,7 @@ after it.
 ``.grad`` stays the same object, of class :class:`PendingGradient` until its part of the step is
 done. Dropping it does not wait. Reading it, zeroing it in place or adding to it waits as for a
 parameter. autograd adds to it without asking, so what starts a backward waits: see
-:meth:`accel_scaler.optimizer_step.stepper.Stepper.settle_gradients`.
+:meth:`accel_scaler.optimizer_step.stepper.Stepper.wait_for_gradients`.
 
 A pending tensor keeps what it waits for in an attribute (``HOLD_KEY``). A parameter refers to its
 hold weakly: a model must not keep an optimizer that nobody uses any more. What is left then is the
@@ -83,19 +83,19 @@ def _passive() -> frozenset[Any]:
     return frozenset(found)
 
 
-_PASSIVE = _passive()
+PASSIVE = _passive()
 _UNRECORDED = frozenset((cast(Any, Tensor.data).__get__, Tensor.detach))
 """What autograd never saves for a backward."""
 
 
-class _Settled(nn.Parameter):
+class _PlainParameter(nn.Parameter):
     """What a pending parameter returns as its ``__class__``. Called, it makes a parameter."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         return nn.Parameter(*args, **kwargs)
 
 
-class _SettledGradient(Tensor):
+class _PlainGradient(Tensor):
     """The same of a pending gradient. Called, it makes a tensor."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -112,20 +112,20 @@ class _PendingMeta(type(nn.Parameter)):  # type: ignore[misc]
         return [c for c in order if c not in (Tensor, nn.Parameter)] if cls.is_made else order
 
 
-def _body_of(classes: Sequence[type], settled: type) -> dict[str, Any]:
+def _body_of(classes: Sequence[type], plain: type) -> dict[str, Any]:
     """All attributes of ``classes``, for a class that has them not among its bases."""
 
     def class_of(self: Any) -> Any:
-        _settle(self)
+        _wait_for(self)
         # Not the real class: that is what the question began with, and the answer would be no.
-        return settled
+        return plain
 
     def set_class(self: Any, cls: Any) -> None:
-        _settle(self)
+        _wait_for(self)
         _CLASS.__set__(self, cls)
 
     def dict_of(self: Any) -> Any:
-        _settle(self)
+        _wait_for(self)
         return self.__dict__
 
     found: dict[str, Any] = {}
@@ -144,27 +144,27 @@ def _body_of(classes: Sequence[type], settled: type) -> dict[str, Any]:
 def _torch_function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     """Wait for the operands that are pending, then run ``func``."""
     kwargs = kwargs or {}
-    if func in _PASSIVE:
+    if func in PASSIVE:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     if func is Tensor.detach and type(args[0]) is PendingParameter and _is_made_parameter(args[0]):
-        _settle(args[0])
+        _wait_for(args[0])
         return Tensor._make_subclass(nn.Parameter, args[0].detach())
-    settled = list(_pending_in((args, kwargs)))
+    pending = list(_pending_in((args, kwargs)))
     is_recorded = torch.is_grad_enabled() and func not in _UNRECORDED
     try:
-        for t in settled:
-            _settle(t, everywhere=False, is_recorded=is_recorded)
+        for t in pending:
+            _wait_for(t, everywhere=False, is_recorded=is_recorded)
         return func(*args, **kwargs)
     finally:
-        _take_back(settled)
+        _take_back(pending)
 
 
 def _waiting(name: str) -> Any:
     """A method that does not ask ``__torch_function__``, or that copies the class as well."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _settle(self)
+        _wait_for(self)
         return getattr(self, name)(*args, **kwargs)
 
     return method
@@ -173,13 +173,13 @@ def _waiting(name: str) -> Any:
 class PendingParameter(nn.Parameter, metaclass=_PendingMeta):
     """An ``nn.Parameter`` whose update may still be running on the optimizer thread."""
 
-    locals().update(_body_of([Tensor, nn.Parameter], _Settled))
+    locals().update(_body_of([Tensor, nn.Parameter], _PlainParameter))
 
 
 class PendingGradient(Tensor, metaclass=_PendingMeta):
     """A gradient that the optimizer thread may still be reading; otherwise the same."""
 
-    locals().update(_body_of([Tensor], _SettledGradient))
+    locals().update(_body_of([Tensor], _PlainGradient))
 
 
 _PENDING_OF: dict[Any, Any] = {nn.Parameter: PendingParameter, Tensor: PendingGradient}
@@ -211,7 +211,7 @@ def _pending_in(value: Any) -> Iterator[Any]:
             yield from _pending_in(item)
 
 
-def _settle(t: Any, everywhere: bool = True, is_recorded: bool = False) -> None:
+def _wait_for(t: Any, everywhere: bool = True, is_recorded: bool = False) -> None:
     """Wait for the update of ``t``, or for the step that reads it. Any thread.
 
     Args:
@@ -220,7 +220,7 @@ def _settle(t: Any, everywhere: bool = True, is_recorded: bool = False) -> None:
         is_recorded: a backward may need what is read.
     """
     if type(t) is PendingGradient:
-        _settle_gradient(t, everywhere)
+        _wait_for_gradient(t, everywhere)
     asked: _Mark | None = None
     while type(t) is PendingParameter:
         with _lock:
@@ -231,7 +231,7 @@ def _settle(t: Any, everywhere: bool = True, is_recorded: bool = False) -> None:
         asked = mark
         hold = mark.hold()
         if hold is not None:
-            hold.settle(t, everywhere, is_recorded)
+            hold.wait_for(t, everywhere, is_recorded)
         elif mark.follow(everywhere):
             _release([t], mark, nn.Parameter)
 
@@ -268,11 +268,11 @@ def outside_transforms() -> AbstractContextManager[Any]:
     return temporarily_clear_interpreter_stack()
 
 
-def settle_pending(params: Sequence[Tensor]) -> None:
+def wait_for_parameters(params: Sequence[Tensor]) -> None:
     """Wait for those of ``params`` that are pending, for whatever stream uses them."""
     if PendingParameter in set(map(type, params)):
         for p in params:
-            _settle(p)
+            _wait_for(p)
 
 
 def can_hold_parameters(params: Iterable[Tensor]) -> bool:
@@ -333,22 +333,22 @@ class ParameterHold:
         self.seen: list[Tensor] = []
         """Parameters in the order in which the thread that trains first used them."""
         self._mark = _Mark(self, order)
-        settle_pending(params)
+        wait_for_parameters(params)
         try:
             _hold(params, self._mark, PendingParameter)
         except BaseException:  # Ctrl-C, with some of them held
             self.release()
             raise
 
-    def settle(self, p: Tensor, everywhere: bool = True, is_recorded: bool = False) -> None:
+    def wait_for(self, p: Tensor, everywhere: bool = True, is_recorded: bool = False) -> None:
         """Wait for ``p``, and restore the class of every parameter that is ready.
 
-        Arguments as of ``_settle``.
+        Arguments as of ``_wait_for``.
         """
         with outside_transforms():
-            self._settle(p, everywhere, is_recorded)
+            self._wait_for(p, everywhere, is_recorded)
 
-    def _settle(self, p: Tensor, everywhere: bool, is_recorded: bool) -> None:
+    def _wait_for(self, p: Tensor, everywhere: bool, is_recorded: bool) -> None:
         fence, part = self.fence, self.part_of[id(p)]
         if is_in_compiled_call():
             # It was compiled for plain parameters: each that is pending costs a compile, and from
@@ -419,7 +419,7 @@ def is_held(grad: Any) -> bool:
 
 
 @untraced
-def settle_gradients(params: Iterable[Tensor]) -> None:
+def wait_for_gradients(params: Iterable[Tensor]) -> None:
     """Wait until no step reads ``.grad`` of ``params``; the present stream may write to it then.
 
     Raises:
@@ -428,14 +428,14 @@ def settle_gradients(params: Iterable[Tensor]) -> None:
     grads: list[Any] = list(map(_grad_of, params))
     if PendingGradient in set(map(type, grads)):
         for grad in filter(is_held, grads):
-            _settle_gradient(grad, everywhere=None)
+            _wait_for_gradient(grad, everywhere=None)
 
 
-def _settle_gradient(grad: Any, everywhere: bool | None) -> None:
-    """See :func:`_settle`. None: for the present stream, which is to write to it."""
+def _wait_for_gradient(grad: Any, everywhere: bool | None) -> None:
+    """See :func:`_wait_for`. None: for the present stream, which is to write to it."""
     hold = getattr(grad, HOLD_KEY, None)
     is_over = True
-    if hold is not None:  # else another thread has just settled it
+    if hold is not None:  # else another thread has just waited for it
         hold.wait()
         if hold.order is not None and everywhere is not None:
             is_over = hold.order.is_past(hold.part, wait=everywhere)

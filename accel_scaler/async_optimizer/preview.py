@@ -45,7 +45,6 @@ from ..errors import UnsupportedError
 from ..scaling import LOW_PRECISION
 from .master_params import ParameterPair
 from .replica import LARGEST_PART, Part, Replica, frozen
-from .streams import SideStreams
 from .supported_optimizers import known_class
 
 logger = logging.getLogger("accel_scaler")
@@ -93,11 +92,8 @@ class Terms:
     def preview(
         self, weights: list[Tensor], into: list[Tensor] | None, largest: int
     ) -> list[Share]:
-        """Write previews of ``weights``, float32, into tensors of the same shapes, rounded.
-
-        Args:
-            into: None: only the shares are computed.
-            largest: elements worked on at a time; three times as many are allocated.
+        """Write previews of ``weights``, float32, rounded, ``into`` tensors of the same shapes
+        (None: nowhere), ``largest`` elements at a time, three times as many allocated.
 
         Returns each gradient's share. Synchronises with the device where there are second moments.
         """
@@ -255,7 +251,7 @@ def refuse_compensation(wanted: str, optimizer: Optimizer) -> None:
         )
 
 
-def make_previews(wanted: str, replica: Replica, streams: SideStreams) -> Previews | None:
+def make_previews(wanted: str, replica: Replica) -> Previews | None:
     """The previews that ``delay_compensation`` asks for; logs the choice of ``"auto"``.
 
     Raises:
@@ -268,7 +264,7 @@ def make_previews(wanted: str, replica: Replica, streams: SideStreams) -> Previe
         log = logger.warning if rule is None else logger.info
         chosen, name = "none" if rule is None else "preview", type(optimizer).__name__
         log("step_mode='delayed': delay_compensation='auto' takes %r for %s", chosen, name)
-    return None if rule is None else Previews(rule, replica, streams)
+    return None if rule is None else Previews(rule, replica)
 
 
 @dataclass(slots=True)
@@ -286,8 +282,8 @@ class Prepared:
 class Previews:
     """Previews of one optimizer's updates. See Note [Previews]."""
 
-    def __init__(self, rule: Rule, replica: Replica, streams: SideStreams) -> None:
-        self._rule, self._replica, self._streams = rule, replica, streams
+    def __init__(self, rule: Rule, replica: Replica) -> None:
+        self._rule, self._replica, self._streams = rule, replica, replica.streams
         self._prepared: Prepared | None = None
         self._settings: Settings | None = None
         """Those of the previews that are prepared, or being prepared."""
@@ -475,12 +471,11 @@ class PreviewError:
             for other in (self._preview, self._before):
                 self._norms.append(torch.linalg.vector_norm(exact - other))
 
-    def read(self) -> tuple[float, float] | None:
-        """Norms of exact - preview and of exact - before; None: nothing was compared."""
-        if not self._norms:
-            return None
-        norms = torch.stack(self._norms).tolist()
-        return math.hypot(*norms[::2]), math.hypot(*norms[1::2])
+    def read(self) -> float | None:
+        """Norm of exact - preview over that of exact - before; None: nothing has moved."""
+        norms = torch.stack(self._norms).tolist() if self._norms else []
+        moved = math.hypot(*norms[1::2])
+        return math.hypot(*norms[::2]) / moved if moved else None
 
     def _rounded(self) -> Tensor:
         return torch.cat([master.to(kind).float() for master, kind in self._masters])

@@ -31,8 +31,7 @@ from ..scaling import (
     nothing_found,
     parameters_of,
 )
-from .master_params import ParameterPair, is_stepped, make_pairs, shard_of
-from .master_rule import MasterRule
+from .master_params import MasterRule, ParameterPair, is_stepped, make_pairs, shard_of
 from .shared_memory import overlapping
 from .spot_check import SpotCheck
 from .streams import SideStreams
@@ -43,7 +42,6 @@ from .supported_optimizers import (
     raw_step,
     refuse_replaced,
     refuse_spread,
-    refuse_unshardable,
     refuse_unsteppable,
 )
 from .thread_context import ThreadContext
@@ -67,9 +65,7 @@ class Part:
         self.groups = dict(sorted(found.items()))
         """The places of each parameter group's pairs, in the optimizer's order of groups."""
         self.plans: dict[int, AdamGroup] | None = None
-        """For each group the arguments of torch's fused Adam kernel, where it is called directly.
-        As of ``epoch``."""
-        self.epoch = -1
+        """For each group the arguments of the fused Adam kernel, where it is called directly."""
 
 
 class Replica:
@@ -92,15 +88,13 @@ class Replica:
     ) -> None:
         self.optimizer, self.streams = optimizer, streams
         self.offload, self.masters = offload, masters
-        refuse_unsteppable(self.optimizer, self.masters)
-        refuse_unshardable(optimizer)
+        refuse_unsteppable(optimizer, masters)
         self.splittable = is_splittable(optimizer)
         """It is stepped part by part, as one of torch's."""
         self.inline = inline or not self.splittable
         """Steps run on the training thread."""
         self.thread_context = ThreadContext(streams.device)
         """Of the thread that handed the last step over."""
-        self.raw_step = raw_step(type(optimizer))
         self._edited: set[int] = set()
         """``id`` of parameters that were edited where no version counts."""
         self._saved: set[int] = set()
@@ -111,13 +105,10 @@ class Replica:
         """Keep no master, no copy and no parameter, as before the first :meth:`follow`."""
         self.pairs: list[ParameterPair] = []
         """In the optimizer's order."""
-        self.ordered: list[ParameterPair] = []
-        """In the order of the parts."""
-        self.params: list[Tensor] = []
-        """The model's parameters, in the order of the parts."""
         self.parts: list[Part] = []
-        self.ends: list[int] = []
-        """For each part, how many parameters are stepped once it is done."""
+        self.ordered: list[ParameterPair] = []
+        self.params: list[Tensor] = []
+        """Pairs and the model's parameters in the order of the parts."""
         self.part_of: dict[int, int] = {}
         """``id(parameter)`` -> how many parts must be done for it."""
         self.has_rounded = False
@@ -127,7 +118,7 @@ class Replica:
         self._has_loaded = False
         """Some pairs keep masters from a state dict."""
         self._buffers: list[Any] = []
-        """Where gradients are copied to, in the order of the parts, if all of them are small."""
+        """See Note [Small tensors]; empty: not all of them are small."""
         self._removed: list[ParameterPair] = []
         """Of parameters in no group, which the optimizer's state still has."""
         self._spot_check = SpotCheck((), set())
@@ -140,13 +131,10 @@ class Replica:
         self._entries: list[Any] = []
         """The optimizer's state as it was last shared, and its entries."""
         self._has_all_state = False
-        """Each parameter had an entry then."""
         self._values: list[Any] = []
-        """What the parameters' entries held when they were last moved to where they are stepped."""
+        """Of the entries, when they were last moved to where they are stepped."""
         self._recorded: tuple[Any, list[Any]] = None, []
-        """The training stream and the values when their memory was last recorded on streams."""
-        self._epoch = 0
-        """Grows when state entries are replaced: plans are made anew."""
+        """The training stream and these values, when they were last recorded on streams."""
 
     def is_current(self) -> bool:
         """Whether there is nothing for :meth:`follow` to do."""
@@ -184,7 +172,6 @@ class Replica:
             return False
         params = parameters_of(self.optimizer)
         refuse_unsteppable(self.optimizer, self.masters)
-        refuse_unshardable(self.optimizer)
         if not self.inline:
             refuse_spread(self.optimizer, self.streams.device)
         known = [*self.pairs, *self._removed]
@@ -196,14 +183,13 @@ class Replica:
             known=known,
             saved=self._saved,
         )
-        removed = set(map(id, self._removed))
+        removed, now = set(map(id, self._removed)), set(map(id, params))
         for pair in (pair for pair in pairs if id(pair) in removed):
             pair.refresh()  # what was written to it meanwhile
-        now, state = set(map(id, params)), self.optimizer.state
         self._removed = [
             pair
             for pair in known
-            if pair.is_master and id(pair.param) not in now and pair.param in state
+            if pair.is_master and id(pair.param) not in now and pair.param in self.optimizer.state
         ]
         self.pairs, self._known, self._saved = pairs, params, set()
         self._layout = self._layout_of(params)
@@ -236,11 +222,8 @@ class Replica:
         self.copy = copy
 
     def _split(self, ordered: list[ParameterPair]) -> None:
-        """Cut the pairs into parts, in this order.
-
-        A use waits for one part, and what shares memory with a parameter must not be in another:
-        there is one part then, in the optimizer's order, as torch steps them.
-        """
+        """Cut the pairs into parts, in this order. Parameters that share memory are in one part,
+        in the optimizer's order: a use waits for one part."""
         is_whole = self._shares_memory or not self.splittable
         self.ordered = ordered = self.pairs if is_whole else ordered
         sizes = [pair.stepped.numel() for pair in ordered]
@@ -253,7 +236,6 @@ class Replica:
                 have = 0
         self.parts = [Part(ordered[a:b], a) for a, b in pairwise(cuts)]
         self.params = [pair.param for pair in ordered]
-        self.ends = [part.end for part in self.parts]
         self._buffers = self._make_buffers()
         self.part_of = {
             id(pair.param): number
@@ -305,9 +287,6 @@ class Replica:
     def prepare(self, grads: Sequence[Tensor | None], submitted: bool = False) -> None:
         """Get ready for a step with ``grads``, as the optimizer is now.
 
-        Args:
-            submitted: a function given to ``submit()`` steps, on the optimizer thread.
-
         Raises:
             UnsupportedError: it cannot be stepped so; nothing was changed.
         """
@@ -334,7 +313,7 @@ class Replica:
                 own.update({k: frozen(v) for k, v in group.items() if k != "params"})
 
     def _share_state(self, grads: Sequence[Tensor | None]) -> None:
-        """Share the optimizer's state entries, also those that somebody has put there since."""
+        """Share the optimizer's state entries, also those added since."""
         state = self.optimizer.state
         is_shared = state is self._state and _are_same(list(state.values()), self._entries)
         if not is_shared or not self._has_all_state:
@@ -349,17 +328,21 @@ class Replica:
             self.copy.state.update({pair.stepped: state[pair.param] for pair in known})
             self._state, self._entries, self._values = state, list(state.values()), []
             self._has_all_state = len(known) == len(self.pairs)
-            self._epoch += 1
+            self._forget_plans()
         if self.has_masters or self.is_sharded:
             values = self._state_values()
             if not _are_same(values, self._values):
                 for pair in self.pairs:
-                    settle_entry(pair, self.copy.state.get(pair.stepped, {}))
+                    move_entry(pair, self.copy.state.get(pair.stepped, {}))
                 self._values = self._state_values()
         groups = self.optimizer.param_groups
-        plans = [part.plans for part in self.parts if part.plans and part.epoch == self._epoch]
+        plans = [part.plans for part in self.parts if part.plans]
         if not all(plan.still_fits(groups[n]) for each in plans for n, plan in each.items()):
-            self._epoch += 1
+            self._forget_plans()
+
+    def _forget_plans(self) -> None:
+        for part in self.parts:
+            part.plans = None
 
     def _state_values(self) -> list[Any]:
         """What the parameters' entries hold."""
@@ -404,7 +387,7 @@ class Replica:
             entry = self.copy.state.get(pair.stepped)
             if entry is not None and not is_empty(entry):
                 if isinstance(entry, dict):
-                    settle_entry(pair, entry)
+                    move_entry(pair, entry)
                 state[pair.param] = entry
             if pair.is_master:
                 master = masters.get(index)
@@ -441,16 +424,14 @@ class Replica:
         grad_scale: Tensor | None,
         buffered: bool = False,
     ) -> None:
-        """On the worker: update a part with gradients that are final but for ``grad_scale``.
-
-        ``buffered``: :meth:`fill_buffers` has taken them.
-        """
+        """On the worker: update a part with gradients that are final but for ``grad_scale``;
+        ``buffered``: :meth:`fill_buffers` has taken them."""
         plans = self._plans_of(part)
         if plans is None or not (
             buffered
             or all(plan.takes([grads[i] for i in part.groups[n]]) for n, plan in plans.items())
         ):
-            part.epoch = -1  # its first step makes the state that a plan needs
+            part.plans = None  # the step may make or replace state
             self._step_in_python(part, grads, grad_scale)
             return
         final = self._buffers[part.start : part.end] if buffered else grads
@@ -462,10 +443,7 @@ class Replica:
             torch._foreach_copy_(grads, final)
 
     def _plans_of(self, part: Part) -> dict[int, AdamGroup] | None:
-        if part.epoch == self._epoch:
-            return part.plans
-        part.epoch, part.plans = self._epoch, None
-        if self._can_plan(part):
+        if part.plans is None and self._can_plan(part):
             part.plans = {
                 number: AdamGroup(
                     self.copy,
@@ -523,20 +501,16 @@ class Replica:
     def call_step(
         self, params: Sequence[Tensor], grad_scale: Tensor | None, stepped: Any = None
     ) -> Any:
-        """The class's step on ``stepped``, by default the copy.
-
-        Args:
-            params: have the gradients.
-        """
+        """The class's step on ``stepped`` (default: the copy), where ``params`` have gradients."""
         stepped = self.copy if stepped is None else stepped
         with self.thread_context.around_step(), self._on_masters_device():
             if not getattr(stepped, "_step_supports_amp_scaling", False):
-                return self.raw_step(stepped)
+                return raw_step(type(self.optimizer))(stepped)
             if params and params[0].device.type == "cpu":
                 match_layout(params, stepped.state)
             stepped.grad_scale, stepped.found_inf = grad_scale, nothing_found(stepped)
             try:
-                return self.raw_step(stepped)
+                return raw_step(type(self.optimizer))(stepped)
             finally:
                 del stepped.grad_scale, stepped.found_inf
 
@@ -547,7 +521,6 @@ class Replica:
 
 
 def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Whether both have the same objects."""
     return len(one) == len(other) and all(map(is_, one, other))
 
 
@@ -570,7 +543,7 @@ def is_empty(entry: Any) -> bool:
     return isinstance(entry, dict) and not entry
 
 
-def settle_entry(pair: ParameterPair, entry: dict[str, Any]) -> None:
+def move_entry(pair: ParameterPair, entry: dict[str, Any]) -> None:
     """Bring one parameter's state to where it is stepped: shards, the master's device, float32."""
     for key, value in entry.items():
         if not isinstance(value, Tensor):

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 
 from ..errors import OrderError, StepError, UnsupportedError
 from ..scaling import parameters_of
-from .master_rule import MasterRule
-from .phases import WaitAt
+from .inflight_step import WaitAt
+from .master_params import MasterRule
 from .shared_memory import overlapping
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def refuse_sharing(wanted: Sequence[Wanted], beside_others: bool = True) -> None
     """
     message = _sharing(wanted, beside_others)
     if message is not None and beside_others:
-        gc.collect()  # an optimizer that nobody refers to steps nothing
+        gc.collect()  # an optimizer without references steps nothing
         message = _sharing(wanted, beside_others)
     if message is not None:
         raise UnsupportedError(message)

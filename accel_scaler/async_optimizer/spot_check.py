@@ -1,4 +1,4 @@
-"""Edits of parameters that no version counter shows, found by comparing samples of their values.
+"""Edits of parameters that no version counts, found by comparing samples.
 
 A master is stepped in place of its parameter and then published over it, so an edit of the
 parameter has to reach the master first. ``p.clamp_()`` counts a version, ``p.data.clamp_()`` does

@@ -16,10 +16,10 @@ Model's parameters
     waits on the host, and publishes when no stream has anything left to do. Recorded on side.
 Masters on the device
     Side writes and reads them; the training thread refreshes them from the model in home's order
-    (``as_at_home``), with no step in hand. Recorded on side.
+    (``as_at_home``), with no step in flight. Recorded on side.
 Gradients
     Backward's streams write them, home then multiplies, side reads and unscales them. After
-    ``ready``. Whoever uses one meanwhile waits as for a parameter. The task has them until it has
+    ``ready``. A use meanwhile waits as for a parameter. The task has them until it has
     enqueued its work; recorded on side, and on down if they are sent. Where others have their
     memory too, home copies them. FSDP2's come from a stream of its own: recorded on home.
 Optimizer state, loaded or made by a step; step counts
@@ -35,7 +35,7 @@ Gradients on the host, pinned
     Down writes them after home; the optimizer thread waits for each copy's event, then reads. Sent
     once the step before is done.
 Masters and state on the host
-    The optimizer thread alone, while a step is in hand. The copy up reads masters on side: the
+    The optimizer thread alone, while a step is in flight. The copy up reads masters on side: the
     thread waits for the last event before it writes them again.
 Staging, pinned
     The optimizer thread writes it, side's copy up reads it; waited for likewise. A pair has it;

@@ -13,17 +13,14 @@ from torch.optim import Optimizer
 
 from ..errors import UnsupportedError
 from ..scaling import LOW_PRECISION, ParameterNames, parameters_of
-from .master_params import is_stepped
-from .master_rule import MasterRule
+from .master_params import MasterRule, is_stepped
 from .shared_memory import are_one_view, overlapping
 
 _BY_PARAMETER = (
     *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam"),
     *("RAdam", "RMSprop", "Rprop", "SGD", "SparseAdam"),
 )
-"""torch's optimizers whose step treats each parameter alone."""
-
-_OTHERS_BY_PARAMETER = {"transformers.optimization.Adafactor"}
+"""torch's optimizers whose step treats each parameter alone. transformers' Adafactor does, too."""
 
 _BY_MATRIX = {"Adafactor", "Muon"}
 """Of these, the ones that a shard is not enough for."""
@@ -63,9 +60,10 @@ def known_class(cls: type[Optimizer]) -> type[Optimizer] | None:
     for known in cls.__mro__:
         # Adafactor and Muon say that they are of torch.optim itself.
         of_torch = f"{known.__module__}.".startswith("torch.optim.")
+        of_transformers = known.__module__ == "transformers.optimization"
         if not (
             (of_torch and known.__name__ in _BY_PARAMETER)
-            or f"{known.__module__}.{known.__qualname__}" in _OTHERS_BY_PARAMETER
+            or (of_transformers and known.__name__ == "Adafactor")
         ):
             continue
         between = cls.__mro__[: cls.__mro__.index(known)]
@@ -146,27 +144,23 @@ def refuse_unsteppable(optimizer: Optimizer, masters: MasterRule) -> None:
         )
     if masters.every or through:
         _refuse_masters(optimizer, through)
+    _refuse_shards(optimizer)
 
 
 def _refuse_masters(optimizer: Optimizer, params: Sequence[Tensor]) -> None:
-    name = type(optimizer).__name__
-    way_out = f"with float32 masters ({WHY}). {WAY_OUT}"
     others = {p.dtype for p in params} - LOW_PRECISION - {torch.float32}
     if others:
-        raise UnsupportedError(
-            f"{name} has parameters of {', '.join(map(str, others))}, expected float32, float16 "
-            f"or bfloat16 {way_out}"
-        )
-    if len(set(map(id, params))) < len(params):
-        raise UnsupportedError(
-            f"{name} has a parameter twice in one group, and would step two masters of it; "
-            f"expected each once {way_out}"
-        )
-    if not is_splittable(optimizer):
-        raise UnsupportedError(
-            f"{name} is not one of torch's optimizers, whose steps treat each parameter alone, and "
-            f"is not stepped {way_out}"
-        )
+        got = f"has parameters of {', '.join(map(str, others))}, expected float32 or less"
+    elif len(set(map(id, params))) < len(params):
+        got = "has a parameter twice in one group, expected each once"
+    elif not is_splittable(optimizer):
+        got = "is not one of torch's optimizers, whose steps treat each parameter alone"
+    else:
+        return
+    raise UnsupportedError(
+        f"{type(optimizer).__name__} {got}, and is not stepped with float32 masters ({WHY}). "
+        f"{WAY_OUT}"
+    )
 
 
 def refuse_overlap(
@@ -213,8 +207,8 @@ def is_on(place: torch.device, device: torch.device) -> bool:
     return place.type == device.type and (None in (place.index, device.index) or place == device)
 
 
-def refuse_unshardable(optimizer: Optimizer) -> None:
-    """Raise ``UnsupportedError`` where a step on this rank's shards alone is not the same."""
+def _refuse_shards(optimizer: Optimizer) -> None:
+    """Raise where a step on this rank's shards alone is not the same."""
     by_matrix = not _BY_MATRIX.isdisjoint(cls.__name__ for cls in type(optimizer).__mro__)
     if is_splittable(optimizer) and not by_matrix:
         return

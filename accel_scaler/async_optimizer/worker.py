@@ -27,7 +27,7 @@ SWITCH_INTERVAL_S = 1e-4
 Python makes the optimizer thread wait that long after each kernel."""
 
 EXIT_LIMIT_S = 60.0
-"""Longest wait for the task in hand when the interpreter exits."""
+"""Longest wait for the task that runs when the interpreter exits."""
 
 
 def default_threads() -> int:
@@ -190,7 +190,7 @@ _running: dict[threading.Thread, queue.SimpleQueue[Task | None]] = {}
 class Worker:
     """One lasting thread that runs tasks in the order in which they were submitted.
 
-    It starts with the first task, is a daemon, and ends after the task in hand. :meth:`stop` and
+    It starts with the first task, is a daemon, and ends after the task that runs. :meth:`stop` and
     the interpreter's exit wait for that. Where the worker is only dropped, nothing waits: the
     garbage collector runs on any thread, under whatever locks that one holds.
 

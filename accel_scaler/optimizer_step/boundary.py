@@ -96,7 +96,7 @@ class Boundary:
         self._refuse_complex(stepped(optimizer))
         stepper = stepper_of(optimizer)
         stepper.fold_unscale, stepper.hold_scaled = fold_unscale, hold_scaled
-        stepper.measures_shown = self.check.wants_each_norm
+        stepper.measures_preview = self.check.wants_each_norm
         self.scaler.manage(stepped(optimizer), stepper)
 
     def _refuse_complex(self, optimizer: Optimizer) -> None:
@@ -121,7 +121,7 @@ class Boundary:
             window = self.scaler.open_window()
             window.losses.note([loss.detach() / accumulation])
             for optimizer in self.scaler.managed:
-                stepper_of(optimizer).settle_gradients()
+                stepper_of(optimizer).wait_for_gradients()
         for observer in self.observers:
             observer.before_backward(loss)
 
@@ -197,7 +197,7 @@ class Boundary:
             self.check.unscale(optimizer, record)
         elif record.deferred and len(scaler.managed) > 1:
             self._note_unscaled(optimizer, stepper)
-        stepper.wait("optimizer.step")
+        stepper.wait()
         self._close(optimizer, scaler.window, record, stepper)
         try:
             scaler.check_skips()

@@ -34,8 +34,8 @@ class StepTiming:
     """``(start, length)`` of each wait."""
     delay_compensation: str | None = None
     """Of a late update: ``"preview"`` or ``"none"``; None: it was not late."""
-    shown_error: tuple[float, float] | None = None
-    """Of a late update, where it was measured: norms of the preview's error and of the update."""
+    preview_error: float | None = None
+    """Of a late update, where it was measured: norm of the preview's error / of the update."""
 
 
 Unscale = Callable[[Sequence[Tensor]], object]
@@ -56,8 +56,8 @@ class Stepper(ABC):
     """Unscaling and clipping may be left to the kernel."""
     hold_scaled: HoldScaled | None = None
     """Unscales gradients that are left to the kernel before their first use."""
-    measures_shown = False
-    """Measure ``StepTiming.shown_error``."""
+    measures_preview = False
+    """Measure ``StepTiming.preview_error``."""
 
     @property
     def keeps_scaled(self) -> bool:
@@ -92,9 +92,9 @@ class Stepper(ABC):
     def skip(self) -> None:  # noqa: B027
         """A boundary without an update: its gradients overflowed."""
 
-    def wait(self, where: str) -> bool:
+    def wait(self) -> bool:
         """Wait until the update in flight, if any, is over; False: it failed, as the next step
-        says. ``where``: the call that waits."""
+        says."""
         return True
 
     def synchronize(self) -> None:  # noqa: B027
@@ -107,7 +107,7 @@ class Stepper(ABC):
     def synchronize_memory(self, tensors: Iterable[Tensor]) -> None:  # noqa: B027
         """:meth:`synchronize`, where any of ``tensors`` shares a parameter's memory."""
 
-    def settle_gradients(self) -> None:  # noqa: B027
+    def wait_for_gradients(self) -> None:  # noqa: B027
         """Wait until no step reads ``.grad``: a backward is about to add to it."""
 
 

@@ -55,7 +55,7 @@ class GradientReader(Protocol):
     def unscales(self) -> bool:
         """Its step reads and writes ``.grad`` on another thread."""
 
-    def settle_gradients(self) -> None:
+    def wait_for_gradients(self) -> None:
         """Wait until no step reads ``.grad``."""
 
 
@@ -184,26 +184,26 @@ class GradScaler(torch.amp.GradScaler):
             window.losses.note(_tensors(outputs))
         scaled = super().scale(outputs)
         if opens:
-            self._settle_before_backward(scaled)
+            self._wait_before_backward(scaled)
             if not self._known:
                 self._leaves += map(weakref.ref, leaves_of(_tensors(scaled)))
         return scaled
 
-    def _settle_before_backward(self, scaled: Any) -> None:
+    def _wait_before_backward(self, scaled: Any) -> None:
         """A backward adds to gradients that a step may still be reading: it waits for that step."""
         if not any(stepper.unscales for stepper in self._steppers()):
             return
         if not isinstance(scaled, (Tensor, list, tuple)):  # to be scaled one by one, later
-            self._settle_gradients()
+            self._wait_for_gradients()
         for tensor in _tensors(scaled):
             if tensor.requires_grad:
-                tensor.register_hook(self._settle_gradients)  # type: ignore[no-untyped-call]
+                tensor.register_hook(self._wait_for_gradients)  # type: ignore[no-untyped-call]
 
     @untraced
-    def _settle_gradients(self, _: Tensor | None = None) -> None:
+    def _wait_for_gradients(self, _: Tensor | None = None) -> None:
         for stepper in self._steppers():
             if stepper.unscales:
-                stepper.settle_gradients()
+                stepper.wait_for_gradients()
 
     def _steppers(self) -> list[GradientReader]:
         return [stepper for ref in self._managed.values() if (stepper := ref()) is not None]
@@ -728,7 +728,7 @@ class GradScaler(torch.amp.GradScaler):
         if now != before:
             for optimizer in scaled:
                 if (stepper := self._managed[optimizer]()) is not None:
-                    stepper.settle_gradients()
+                    stepper.wait_for_gradients()
             # Those that others have stepped are zero, or their optimizer would be marked.
             params = {id(p): p for optimizer in scaled for p in parameters_of(optimizer)}
             multiply_in_place(gradients_of(params.values()), now * reciprocal(before))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-import math
 import os
 import stat
 import time
@@ -76,11 +75,8 @@ class OpenRecord:
 
 
 def _preview_error(timings: Sequence[StepTiming]) -> float | None:
-    found = [t.shown_error for t in timings if t.shown_error is not None]
-    if not found:
-        return None
-    off, moved = (math.hypot(*norms) for norms in zip(*found, strict=True))
-    return off / moved if moved else None
+    """The largest of the optimizers'."""
+    return max((t.preview_error for t in timings if t.preview_error is not None), default=None)
 
 
 class Journal:

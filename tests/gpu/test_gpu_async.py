@@ -182,7 +182,7 @@ def wait_for_update(inner: torch.optim.Optimizer) -> None:
     """``synchronize()`` would publish it as well."""
     stepper = async_stepper_of(inner)
     assert stepper is not None
-    assert stepper.wait("the test")
+    assert stepper.wait()
 
 
 def peak_of(dtype: torch.dtype, **settings: Any) -> int:

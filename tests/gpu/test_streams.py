@@ -608,8 +608,9 @@ def another_takes_over(t: Training) -> None:
         t.optimizer.zero_grad()
 
 
-@each_offload
-def test_the_measured_error_of_a_preview_is_in_order(offload: str, tmp_path: Path) -> None:
+def test_the_measured_error_of_a_preview_is_in_order(tmp_path: Path) -> None:
+    """Without offload: beside a device the error is not measured with masters on the host."""
+
     def measured(t: Training) -> None:
         t.optimizer.close()
         path = tmp_path / f"{t.in_order}.jsonl"
@@ -622,7 +623,7 @@ def test_the_measured_error_of_a_preview_is_in_order(offload: str, tmp_path: Pat
         assert errors.count(None) == 2  # the first step, and the one that overflowed
         t.seen.append(torch.tensor([error or 0.0 for error in errors]))
 
-    assert_in_order(measured, offload=offload, dtype=HALF, **MODES["preview"])
+    assert_in_order(measured, offload="none", dtype=HALF, **MODES["preview"])
 
 
 @pytest.mark.races_allowed

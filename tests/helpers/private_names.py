@@ -189,6 +189,8 @@ PRIVATE: dict[str, dict[str | Callable[[], Any], tuple[str, ...]]] = {
         accelerator: (
             "_optimizers",
             "_models",
+            "_schedulers",
+            "_dataloaders",
         ),
         prepared: ("_original_forward",),
         "accelerate.state.AcceleratorState": ("_reset_state",),

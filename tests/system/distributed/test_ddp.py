@@ -136,7 +136,7 @@ def test_ranks_agree_after_each_step_and_an_overflow_leaves_the_newest(
                 optimizer.zero_grad()
                 assert optimizer.step_was_skipped is (window == OVERFLOW)
                 stepper: Any = async_stepper_of(inner)
-                assert stepper.wait("the test")
+                assert stepper.wait()
                 found.append(weights(model.parameters()))
                 pairs = stepper.replica.pairs
                 exact.append(weights(pair.stepped for pair in pairs))

@@ -215,7 +215,7 @@ def resume_delayed(kind: str, settings: Any, cut: int, full: bool) -> dict[str, 
             training.scaler.load_state_dict(scale)
         training.step(window)
     stepper: Any = async_stepper_of(training.inner)
-    assert stepper.wait("the test")
+    assert stepper.wait()
     found["shown"] = weights(training.model.parameters())
     found["exact"] = weights(pair.stepped for pair in stepper.replica.pairs)
     training.optimizer.synchronize()

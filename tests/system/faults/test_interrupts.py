@@ -214,7 +214,7 @@ def test_an_interrupt_while_the_training_thread_waits_for_the_other_is_handled_a
     run = Run(mode).train(WINDOW)
     stepper = async_stepper_of(run.optimizer.optimizer)
     assert stepper is not None
-    stepper.wait("the test")  # synchronize() would publish, and change what delayed computes
+    stepper.wait()  # synchronize() would publish, and change what delayed computes
     gate, late = threading.Event(), []
     step_part, wait = Replica.step_part, Task.wait
 

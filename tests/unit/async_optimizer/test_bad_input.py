@@ -49,14 +49,6 @@ class Sam(torch.optim.Optimizer):
         self.base_optimizer.step()
 
 
-class Lookahead(torch.optim.Optimizer):
-    """Shows what another optimizer has, and does not call torch's ``__init__``."""
-
-    def __init__(self, params: Any) -> None:
-        base = torch.optim.SGD(params, lr=LR)
-        self.param_groups, self.state, self.defaults = base.param_groups, base.state, base.defaults
-
-
 WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no optimizer": (lambda: AsyncOptimizer(None), ConfigError, "got a NoneType"),  # type: ignore[arg-type]
     "parameters": (

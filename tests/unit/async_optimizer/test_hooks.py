@@ -13,24 +13,17 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from async_support import assert_same, lazy, values
+from async_support import assert_same, values
 from torch import Tensor, nn
 
 from accel_scaler import (
     AsyncOptimizer,
-    ScalerConfig,
-    StepError,
     UnsupportedError,
-    attach,
-    detach,
 )
-from accel_scaler.async_optimizer.replica import Replica
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -133,52 +126,6 @@ def test_every_fence_sees_the_newest_parameters(late: None, mode: str, offload: 
         optimizer.close()
 
 
-def attached(mode: str, offload: str = "none", **kwargs: Any) -> tuple[Any, Any, Any]:
-    accelerator = attach(
-        Accelerator(cpu=True, mixed_precision="fp16", **kwargs),
-        ScalerConfig(step_mode=mode, offload=offload, init_scale=8.0),
-    )
-    model = network()
-    model, optimizer = accelerator.prepare(model, sgd(model.parameters()))
-    return accelerator, model, optimizer
-
-
-def train_attached(accelerator: Any, model: Any, optimizer: Any, steps: range) -> None:
-    for step in steps:
-        accelerator.backward(loss_of(model, step))
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def sync_run(steps: int) -> tuple[list[Tensor], Any]:
-    accelerator, model, optimizer = attached("sync")
-    train_attached(accelerator, model, optimizer, range(steps))
-    result = values(model), copy.deepcopy(optimizer.state_dict())
-    detach(accelerator)
-    return result
-
-
-@pytest.mark.parametrize("offload", ["none", "cpu"])
-def test_save_state_and_load_state_in_mid_step_go_on_as_the_synchronous_run(
-    tmp_path: Path, offload: str
-) -> None:
-    expected, expected_state = sync_run(2)
-    final, final_state = sync_run(4)
-    with lazy():
-        accelerator, model, optimizer = attached("overlap", offload)
-        train_attached(accelerator, model, optimizer, range(2))
-        accelerator.save_state(str(tmp_path))
-        assert_same(values(model), expected)
-        assert_same(optimizer.state_dict(), expected_state)
-        train_attached(accelerator, model, optimizer, range(5, 8))
-        accelerator.load_state(str(tmp_path))
-        assert_same(values(model), expected)
-        train_attached(accelerator, model, optimizer, range(2, 4))
-        assert_same(optimizer.state_dict(), final_state)
-        assert_same(values(model), final)
-        detach(accelerator)
-
-
 @pytest.mark.parametrize("how", [copy.deepcopy, copy.copy, pickle.dumps])
 def test_an_async_optimizer_is_not_copied_and_its_state_goes_on_elsewhere(
     late: None, how: Callable[[Any], Any]
@@ -269,20 +216,3 @@ def test_an_exception_in_the_loop_leaves_finished_parameters_and_is_not_replaced
     with pytest.raises(ZeroDivisionError):
         break_off(AsyncOptimizer(sgd(model.parameters()), model), model, range(2))
     assert_same(values(model), values(reference(2)[0]))
-
-
-def test_an_exception_in_the_loop_and_one_in_the_step_are_both_told(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fail(*_: Any) -> None:
-        raise RuntimeError("always")
-
-    monkeypatch.setattr(Replica, "step_part", fail)
-    model = network()
-    with pytest.raises(StepError) as caught:
-        break_off(AsyncOptimizer(sgd(model.parameters()), model), model, range(1))
-    assert isinstance(caught.value.__cause__, RuntimeError)
-    context: BaseException | None = caught.value
-    while context is not None and not isinstance(context, ZeroDivisionError):
-        context = context.__context__
-    assert context is not None

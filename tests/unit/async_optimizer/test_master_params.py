@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -11,41 +10,34 @@ from accelerate import Accelerator
 from references import (
     GROWTH_INTERVAL,
     INIT_SCALE,
-    NEVER_STALE,
     OPTIMIZERS,
     assert_same_run,
     loss_of,
     network,
-    run_ours,
     run_reference,
     same,
     saved_of,
 )
-from torch import Tensor, nn
+from torch import nn
 
 from accel_scaler import (
     AsyncOptimizer,
+    ConfigError,
     GradScaler,
     ScalerConfig,
     UnsupportedError,
     attach,
     detach,
 )
+from accel_scaler.async_optimizer.master_params import MasterRule
 
 pytestmark = pytest.mark.usefixtures("one_thread", "one_part_each")
 
 HALF, BRAIN = torch.float16, torch.bfloat16
-WAYS = list(itertools.product(("sync", "overlap", "delayed"), ("none", "cpu")))
-TWO_WAYS = [("sync", "none"), ("delayed", "cpu")]
 
 
 def half() -> nn.Module:
     return network(HALF)
-
-
-def late(mode: str) -> int:
-    """How many updates of the reference are not."""
-    return 0 if mode == "delayed" else NEVER_STALE
 
 
 def test_our_scaler_on_a_plain_optimizer_names_the_remedy() -> None:
@@ -54,21 +46,6 @@ def test_our_scaler_on_a_plain_optimizer_names_the_remedy() -> None:
     scaler.scale(loss_of(model, 0)).backward()
     with pytest.raises(UnsupportedError, match="AsyncOptimizer"):
         scaler.step(torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-@pytest.mark.parametrize(("mode", "offload"), WAYS)
-@pytest.mark.parametrize("kind", ["sgd", "fused adamw"])
-def test_float16_parameters_train_as_the_reference(kind: str, mode: str, offload: str) -> None:
-    ours = run_ours(kind, mode, offload, make=half)
-    assert_same_run(ours, run_reference(kind, late(mode), make=half))
-
-
-def test_the_master_holds_what_the_parameter_cannot() -> None:
-    ours = run_ours("sgd", "sync", make=half)
-    for p, master in zip(ours["params"], ours["masters"], strict=True):
-        assert master.dtype is torch.float32
-        assert torch.equal(master.half(), p)
-        assert not torch.equal(master, p.float())
 
 
 def test_clipping_some_parameters_leaves_the_others() -> None:
@@ -144,106 +121,69 @@ def test_unscaling_float16_gradients_in_place_is_refused_with_the_remedy() -> No
     detach(accelerator)
 
 
-def of_two(w: Tensor, b: Tensor, step: int) -> Tensor:
-    return ((w + 0.125 * step) * b.float()).square().sum()
+# Which parameters have masters.
+
+FULL = torch.float32
 
 
-UNFROZEN = range(3, 8)
-"""Steps at which the float16 parameter is trained."""
+def brain() -> nn.Module:
+    return network(BRAIN)
 
 
-def unfrozen_by_hand(steps: int) -> list[list[Tensor]]:
-    """Float32 beside float16 that is trained for a while, in a plain loop with a master."""
-    w, b = nn.Parameter(torch.linspace(0.5, 1.0, 4)), nn.Parameter(torch.ones(4, dtype=HALF))
-    master = nn.Parameter(b.detach().float())
-    optimizer, seen = torch.optim.SGD([w, master], lr=1e-3, momentum=0.9), []
-    for step in range(steps):
-        b.requires_grad_(step in UNFROZEN)
-        (of_two(w, b, step) * INIT_SCALE).backward()
-        assert w.grad is not None
-        w.grad /= INIT_SCALE
-        master.grad = None if b.grad is None else b.grad.float() / INIT_SCALE
-        optimizer.step()
-        b.data.copy_(master.data)
-        w.grad = b.grad = None
-        seen.append([w.detach().clone(), b.detach().clone()])
-    return seen
+def rule(**settings: Any) -> list[torch.dtype]:
+    taken = MasterRule.of(ScalerConfig(**settings))
+    return [d for d in (HALF, BRAIN, FULL) if taken.takes(torch.empty(1, dtype=d))]
 
 
-@pytest.mark.parametrize(("late", "clips"), [(False, True), (True, False)])
-@pytest.mark.parametrize(("mode", "offload"), TWO_WAYS)
-def test_a_float16_parameter_unfrozen_later_trains_as_the_reference(
-    mode: str, offload: str, late: bool, clips: bool
-) -> None:
-    accelerator = attached(mode, offload, delay_warmup_steps=100, max_scale=INIT_SCALE)
-    w, b = nn.Parameter(torch.linspace(0.5, 1.0, 4)), nn.Parameter(torch.ones(4, dtype=HALF))
-    b.requires_grad_(False)
-    optimizer = accelerator.prepare(torch.optim.SGD([w] if late else [w, b], lr=1e-3, momentum=0.9))
-    seen = []
-    for step in range(10):
-        if late and step == UNFROZEN.start:
-            optimizer.optimizer.add_param_group({"params": [b]})
-        b.requires_grad_(step in UNFROZEN)
-        accelerator.backward(of_two(w, b, step))
-        if clips:
-            accelerator.clip_grad_norm_([w, b], 1e6)
-        optimizer.step()
-        optimizer.zero_grad()
-        assert not optimizer.step_was_skipped
-        optimizer.synchronize()
-        seen.append([w.detach().clone(), b.detach().clone()])
-    detach(accelerator)
-    for ours, plain in zip(seen, unfrozen_by_hand(10), strict=True):
-        assert all(map(torch.equal, ours, plain))
-    assert not torch.equal(seen[-1][1], torch.ones(4, dtype=HALF))
+def test_the_rule() -> None:
+    assert rule() == rule(step_mode="overlap") == rule(master_weights="fp32") == [HALF, BRAIN]
+    assert rule(enabled=False) == [HALF]
+    assert rule(enabled=False, master_weights="fp32") == [HALF, BRAIN]
+    assert rule(master_weights="none") == []
+    for all_of_them in ({"step_mode": "delayed"}, {"offload": "cpu"}):
+        assert rule(**all_of_them) == rule(**all_of_them, enabled=False) == [HALF, BRAIN, FULL]
 
 
-# Masters follow what is written to the model's parameters, whenever that happens.
-
-EDITED = [
-    ("overlap", "cpu", 0),
-    ("delayed", "none", 3),
-    ("delayed", "cpu", 0),
-    ("sync", "cpu", 0),
-]
+@pytest.mark.parametrize("way", [{"mode": "delayed"}, {"offload": "cpu"}])
+def test_none_contradicts_what_needs_masters(way: dict[str, str]) -> None:
+    model = brain()
+    with pytest.raises(ConfigError, match="master_weights='none' updates parameters in place"):
+        AsyncOptimizer(torch.optim.SGD(model.parameters()), model, master_weights="none", **way)
 
 
-def two_layers() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_float16_in_place_is_refused_before_anything_is_changed(mode: str) -> None:
+    model = network(HALF)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = set(vars(optimizer))
+    with pytest.raises(UnsupportedError, match="float16 parameters"):
+        AsyncOptimizer(optimizer, model, mode=mode, master_weights="none")
+    assert set(vars(optimizer)) == before
 
 
-def write(model: nn.Module, value: float) -> None:
-    with torch.no_grad():
-        for p in model.parameters():
-            p.fill_(value)
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_a_checkpoint_goes_between_masters_and_in_place(mode: str) -> None:
+    """In place, masters in it are nobody's: what comes of them is the parameter's rounding."""
+    scaler = GradScaler("cpu", init_scale=INIT_SCALE)
 
+    def train(wish: str, model: nn.Module, saved: Any) -> Any:
+        inner = OPTIMIZERS["adamw"](model.parameters())
+        with AsyncOptimizer(inner, model, scaler=scaler, mode=mode, master_weights=wish) as ours:
+            if saved is not None:
+                ours.load_state_dict(saved)
+            for step in range(3):
+                scaler.scale(loss_of(model, step)).backward()
+                ours.step()
+                ours.zero_grad()
+            return ours.state_dict()
 
-def step_by_one(model: nn.Module, optimizer: AsyncOptimizer) -> None:
-    """With gradients of 1: SGD takes the learning rate off each element."""
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def elements(model: nn.Module) -> list[float]:
-    all_of_them: Tensor = torch.cat([p.detach().flatten() for p in model.parameters()])
-    return sorted(set(all_of_them.tolist()))
-
-
-@pytest.mark.parametrize(("mode", "offload", "warmup"), EDITED)
-def test_an_edit_after_any_step_is_what_is_stepped_next(
-    mode: str, offload: str, warmup: int
-) -> None:
-    """During the warm-up of ``delayed`` too."""
-    model = two_layers()
-    inner = torch.optim.SGD(model.parameters(), lr=0.25)
-    with AsyncOptimizer(
-        inner, model, mode=mode, offload=offload, delay_warmup_steps=warmup
-    ) as optimizer:
-        for number in range(5):
-            optimizer.synchronize()
-            write(model, 10.0 * number)
-            step_by_one(model, optimizer)
-        optimizer.synchronize()
-        assert elements(model) == [39.75]
+    model = brain()
+    first = train("fp32", model, None)
+    assert all(entry["exp_avg"].dtype is FULL for entry in first["state"].values())
+    second = train("none", model, first)
+    assert all(entry["exp_avg"].dtype is BRAIN for entry in second["state"].values())
+    third = train("fp32", model, second)
+    for entry, p in zip(third["state"].values(), model.parameters(), strict=True):
+        assert float(entry["step"]) == 9.0
+        assert entry["exp_avg"].dtype is entry["master"].dtype is FULL
+        assert torch.equal(entry["master"].to(BRAIN), p.detach())

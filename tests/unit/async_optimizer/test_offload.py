@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from references import OPTIMIZERS, loss_of, network, same
+from support import mlp
 from torch import Tensor, nn
 
 from accel_scaler import (
@@ -16,8 +17,7 @@ from accel_scaler import (
     ScalerConfig,
 )
 from accel_scaler.async_optimizer import replica as replica_module
-from accel_scaler.async_optimizer.master_params import make_pairs
-from accel_scaler.async_optimizer.master_rule import MasterRule
+from accel_scaler.async_optimizer.master_params import MasterRule
 from accel_scaler.async_optimizer.replica import Replica
 from accel_scaler.async_optimizer.streams import SideStreams
 
@@ -80,95 +80,6 @@ def test_state_dicts_interchange_with_torch_both_ways(mode: str, offload: str) -
         assert same(params_of(model), params_of(expected)), kind
 
 
-def save_half(steps: int, kind: str = "sgd", **settings: Any) -> tuple[Any, Any]:
-    model = network(HALF)
-    with AsyncOptimizer(OPTIMIZERS[kind](model.parameters()), model, **settings) as optimizer:
-        train(model, optimizer, 0, steps)
-        return copy.deepcopy((optimizer.state_dict(), model.state_dict()))
-
-
-@pytest.mark.parametrize("first", ["model", "optimizer"])
-@pytest.mark.parametrize(
-    ("mode", "offload"), [("sync", "none"), ("delayed", "none"), ("overlap", "cpu")]
-)
-def test_float16_resumes_bit_for_bit_whichever_is_loaded_first(
-    mode: str, offload: str, first: str
-) -> None:
-    settings: dict[str, Any] = {"mode": mode, "offload": offload}
-    model = network(HALF)
-    with AsyncOptimizer(OPTIMIZERS["adamw"](model.parameters()), model, **settings) as optimizer:
-        train(model, optimizer, 0, 4)
-        saved = copy.deepcopy((optimizer.state_dict(), model.state_dict()))
-        train(model, optimizer, 4, 8)
-        expected = copy.deepcopy((optimizer.state_dict(), model.state_dict()))
-    model = network(HALF)
-    with AsyncOptimizer(OPTIMIZERS["adamw"](model.parameters()), model, **settings) as optimizer:
-        if first == "model":
-            model.load_state_dict(saved[1])
-        optimizer.load_state_dict(saved[0])
-        if first == "optimizer":
-            model.load_state_dict(saved[1])
-        train(model, optimizer, 4, 8)
-        assert same(optimizer.state_dict(), expected[0])
-        assert same(model.state_dict(), expected[1])
-
-
-def test_torch_loads_our_float16_state() -> None:
-    """It knows no masters, casts all to float16, and steps on."""
-    saved, weights = save_half(3)
-    model = network(HALF)
-    plain = OPTIMIZERS["sgd"](model.parameters())
-    plain.load_state_dict(saved)
-    model.load_state_dict(weights)
-    for i, p in enumerate(model.parameters()):
-        assert torch.equal(plain.state[p]["master"], p)
-        assert torch.equal(
-            plain.state[p]["momentum_buffer"], saved["state"][i]["momentum_buffer"].half()
-        )
-    train(model, plain, 3, 4)
-
-
-def test_we_load_torch_s_float16_state() -> None:
-    """State becomes float32, masters start from the parameters."""
-    model = network(HALF)
-    plain = OPTIMIZERS["sgd"](model.parameters())
-    train(model, plain, 0, 3)
-    saved = copy.deepcopy(plain.state_dict())
-    with AsyncOptimizer(OPTIMIZERS["sgd"](model.parameters()), model, offload="cpu") as optimizer:
-        optimizer.load_state_dict(saved)
-        masters = [p.detach().float() for p in model.parameters()]
-        reference = OPTIMIZERS["sgd"](masters)
-        reference.load_state_dict(saved)
-        loss_of(model, 3).backward()
-        for p, master in zip(model.parameters(), masters, strict=True):
-            assert p.grad is not None
-            master.grad = p.grad.float()
-        reference.step()
-        optimizer.step()
-        state = optimizer.state_dict()["state"]
-        assert same([state[i]["master"] for i in range(4)], masters)
-        mine = [state[i]["momentum_buffer"] for i in range(4)]
-        assert same(mine, [reference.state[m]["momentum_buffer"] for m in masters])
-
-
-@pytest.mark.parametrize("offload", ["none", "cpu"])
-def test_a_master_that_does_not_round_to_its_parameter_is_ignored(offload: str) -> None:
-    """Element by element: the weights were edited, or come from another checkpoint."""
-    saved, weights = save_half(3, offload=offload)
-    masters = [saved["state"][i]["master"].clone() for i in range(4)]
-    weights["0.weight"][0] = 7.0
-    model = network(HALF)
-    model.load_state_dict(weights)
-    with AsyncOptimizer(OPTIMIZERS["sgd"](model.parameters()), model, offload=offload) as optimizer:
-        optimizer.load_state_dict(saved)
-        train(model, optimizer, 3, 3)
-        optimizer.param_groups[0]["lr"] = 0.0
-        train(model, optimizer, 3, 4)  # a step of 0: state_dict then has the masters
-        found = [optimizer.state_dict()["state"][i]["master"] for i in range(4)]
-    masters[0][0] = 7.0
-    assert same(found, masters)
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 def test_close_gives_the_state_back_in_the_parameters_dtype(dtype: torch.dtype, mode: str) -> None:
@@ -220,9 +131,6 @@ def test_a_gradient_travels_once_a_step(
         assert w.item() == 0.75
 
 
-# Threads (F12).
-
-
 # master_params.py, replica.py, streams.py alone.
 
 
@@ -247,25 +155,6 @@ def test_host_like_keeps_shapes_and_strides_in_one_buffer_a_dtype() -> None:
             assert torch.equal(host, source.to(host.dtype))  # none overwrites another
         full = [h for h in hosts if h.dtype is torch.float32 and h.numel()]
         assert len({h.untyped_storage().data_ptr() for h in full}) == 1
-
-
-def test_pairs_are_kept_with_their_masters_until_a_parameter_moves() -> None:
-    w, v = nn.Parameter(torch.ones(2).half()), nn.Parameter(torch.ones(2).half())
-    optimizer = torch.optim.SGD([w, v])
-    streams, rule = SideStreams(CPU), MasterRule.of(ScalerConfig())
-
-    def pairs(known: Any) -> Any:
-        return make_pairs(optimizer, streams, offload=False, masters=rule, known=known)
-
-    first = pairs([])
-    for pair in first:
-        pair.stepped.data.add_(2.0**-14)  # rounds to the parameter
-    assert all(a is b for a, b in zip(pairs(first), first, strict=True))
-    w.data = torch.tensor([1.0, 5.0]).half()
-    second = pairs(first)
-    assert second[0] is not first[0]
-    assert second[1] is first[1]
-    assert second[0].stepped.tolist() == [1.0 + 2.0**-14, 5.0]  # kept by both
 
 
 def make_replica(optimizer: torch.optim.Optimizer) -> Replica:
@@ -296,3 +185,28 @@ def test_parts_cover_each_parameter_once_in_order(monkeypatch: pytest.MonkeyPatc
     )
     assert not replica.follow()  # nothing changed: the order stays
     assert [pair.param.numel() for pair in replica.ordered] == [2, 4, 4, 1, 9]
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_state_that_names_no_device_lies_beside_the_masters(offload: str) -> None:
+    """torch makes Adamax's count of steps on the default device; with offload that is the host."""
+    model = mlp()
+    with torch.device("meta"):
+        inner = torch.optim.Adamax(model.parameters(), lr=0.01, foreach=False)
+        optimizer = AsyncOptimizer(inner, model, mode="overlap", offload=offload)
+        model(torch.ones(2, 8, device="cpu")).sum().backward()
+        optimizer.step()
+        if offload == "cpu":
+            optimizer.close()
+            assert {entry["step"].device.type for entry in inner.state.values()} == {"cpu"}
+        else:  # as in torch
+            with pytest.raises(Exception, match="meta"):
+                optimizer.close()
+
+
+def test_the_norm_of_no_gradients_is_a_number() -> None:
+    model = nn.Linear(2, 2)
+    scaler = GradScaler("cpu")
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.device("meta"), AsyncOptimizer(inner, model, scaler=scaler) as optimizer:
+        assert float(optimizer.clip_grad_norm_(1.0)) == 0.0

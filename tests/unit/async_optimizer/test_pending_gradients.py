@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from async_support import Gate, lazy
 from torch import Tensor, nn
 
@@ -22,9 +23,10 @@ from accel_scaler.async_optimizer.pending_parameter import (
     GradientHold,
     PendingGradient,
     hold_gradients,
-    settle_gradients,
+    wait_for_gradients,
 )
 from accel_scaler.async_optimizer.replica import Replica
+from accel_scaler.optimizer_step.stepper import async_stepper_of
 from unit.async_optimizer.test_pending_parameter import AFTER, BEFORE, USES, plain
 from unit.async_optimizer.test_reads_unseen import READS
 
@@ -86,16 +88,6 @@ def test_every_use_waits_once_and_sees_the_gradient_after_the_step() -> None:
     assert {name: problem for name, problem in problems.items() if problem} == {}
 
 
-@pytest.mark.parametrize("needs_grad", [False, True])
-def test_a_parameter_made_of_one(needs_grad: bool) -> None:
-    lent = Lent()
-    made = nn.Parameter(lent.grad, needs_grad)
-    assert isinstance(made, nn.Parameter)
-    assert isinstance(made, Tensor)
-    assert (made.tolist(), made.requires_grad) == ([[AFTER] * 3] * 2, needs_grad)
-    assert lent.waits == 1
-
-
 def test_what_reads_no_element_does_not_wait() -> None:
     lent = Lent()
     p = nn.Parameter(torch.ones(2, 3))
@@ -106,7 +98,7 @@ def test_what_reads_no_element_does_not_wait() -> None:
     assert lent.grad._version == 0
     assert lent.grad is not None
     assert (lent.waits, copied.waits) == (0, 0)
-    settle_gradients([p])
+    wait_for_gradients([p])
 
 
 # The step.
@@ -247,9 +239,10 @@ def test_a_gradient_that_is_kept_keeps_no_optimizer(mode: str) -> None:
     backward(model, scaler)
     grad = model[0].bias.grad
     optimizer.step()
-    gone = weakref.ref(optimizer._stepper)
-    optimizer._worker.stop()
-    del optimizer
+    stepper: Any = async_stepper_of(optimizer)
+    stepper.worker.stop()
+    gone = weakref.ref(stepper)
+    del optimizer, stepper
     gc.collect()
     assert gone() is None
     assert type(grad) is PendingGradient
@@ -257,23 +250,6 @@ def test_a_gradient_that_is_kept_keeps_no_optimizer(mode: str) -> None:
     loss_of(reference).backward()
     assert torch.equal(grad, reference[0].bias.grad)  # type: ignore[arg-type]
     assert type(grad) is Tensor
-
-
-@pytest.mark.parametrize("mode", ["overlap", "delayed"])
-def test_a_dropped_gradient_is_kept_by_nobody_once_its_part_is_done(mode: str) -> None:
-    model, optimizer, scaler = stepped(mode, True)
-    with optimizer:
-        for _ in range(2):
-            backward(model, scaler)
-            memory = [weakref.ref(p.grad.untyped_storage()) for p in model.parameters()]
-            grads = [weakref.ref(p.grad) for p in model.parameters()]
-            optimizer.step()
-            optimizer.zero_grad()
-            task = optimizer._stepper._inflight.task
-            assert task is not None
-            assert task.wait()
-            optimizer._worker.stop()  # what the thread itself still holds
-            assert [ref() for ref in [*grads, *memory]] == [None] * 8
 
 
 def test_a_hook_tells_of_a_backward_only_where_no_scaler_does_and_goes_with_the_optimizer() -> None:
@@ -297,3 +273,19 @@ def test_two_parameters_with_one_gradient_do_not_wait_for_themselves() -> None:
         optimizer.step()
         optimizer.synchronize()
         assert (a.tolist(), b.tolist()) == ([0.5, 0.5], [0.5, 0.5])
+
+
+def test_views_of_a_bucket_are_copied_for_the_next_backward_writes_to_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As DDP's, where there are ranks."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
+    bucket = torch.arange(5.0)
+    with lazy(), AsyncOptimizer(torch.optim.SGD(params, lr=0.5)) as optimizer:
+        params[0].grad, params[1].grad = bucket[:3], bucket[3:]
+        optimizer.step()
+        bucket.fill_(100.0)
+        optimizer.synchronize()
+    assert torch.equal(torch.cat([p.detach() for p in params]), 1 - 0.5 * torch.arange(5.0))

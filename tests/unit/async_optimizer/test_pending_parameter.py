@@ -172,19 +172,6 @@ def test_every_use_waits_once_and_sees_the_value_after_the_update() -> None:
     assert {name: problem for name, problem in problems.items() if problem} == {}
 
 
-def test_whatever_hands_out_its_memory_waits() -> None:
-    uses: list[Callable[[Any], Any]] = [
-        lambda p: p.data_ptr(),
-        lambda p: p.share_memory_(),
-        lambda p: p.is_set_to(p),
-        lambda p: p.__array__ and p.untyped_storage().data_ptr(),
-    ]
-    for use in uses:
-        source = Source()
-        use(source.params[0].requires_grad_(False))
-        assert source.waited == [1]
-
-
 def assigned_grad(p: Tensor) -> None:
     p.grad = torch.zeros(2, 3)
     assert p.grad is not None
@@ -315,10 +302,3 @@ def test_a_released_or_dropped_hold_leaves_plain_parameters_and_keeps_none() -> 
     del source, released, dropped, p
     gc.collect()
     assert [ref() for ref in refs] == [None, None]
-
-
-def test_a_parameter_that_is_there_twice_is_released_once() -> None:
-    p = nn.Parameter(torch.ones(2))
-    hold = ParameterHold([p, p], [2], {id(p): 1}, lambda parts: parts)
-    hold.release()
-    assert type(p) is nn.Parameter

@@ -206,41 +206,6 @@ def test_a_slow_reader_of_an_earlier_step_leaves_the_later_one_its_parameters() 
     assert [type(p) for p in params] == [nn.Parameter] * 2
 
 
-def test_holds_that_come_and_go_disturb_nobody_who_settles() -> None:
-    """The registry changes while others walk it."""
-    stop, errors = threading.Event(), list[BaseException]()
-
-    def come_and_go() -> None:
-        mine = [nn.Parameter(torch.ones(1)) for _ in range(4)]
-        while not stop.is_set():
-            try:
-                hold = ParameterHold(
-                    mine, [4], dict.fromkeys(map(id, mine), 1), lambda parts: parts
-                )
-                mine[2].sum()
-                hold.release()
-            except BaseException as error:
-                errors.append(error)
-                return
-
-    threads = [threading.Thread(target=come_and_go) for _ in range(4)]
-    with switching_often():
-        for thread in threads:
-            thread.start()
-        try:
-            for _ in range(2000):
-                p = nn.Parameter(torch.ones(1))
-                kept = ParameterHold([p], [1], {id(p): 1}, lambda parts: parts)
-                p.sum()
-                assert type(p) is nn.Parameter
-                del kept
-        finally:
-            stop.set()
-            for thread in threads:
-                thread.join(LIMIT_S)
-    assert errors == []
-
-
 def fail(*_: Any) -> None:
     raise RuntimeError("no")
 
@@ -262,25 +227,6 @@ def test_a_failure_that_a_reader_meets_is_told_to_the_thread_that_trains_too(
         monkeypatch.undo()
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
-        optimizer.synchronize()
-
-
-def test_a_thread_that_trained_and_is_gone_leaves_its_failure_to_who_asks_next(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = network()
-    monkeypatch.setattr(Replica, "step_part", fail)
-    with AsyncOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model) as optimizer:
-
-        def step() -> None:
-            model(torch.ones(1, 4)).sum().backward()
-            optimizer.step()
-
-        thread = threading.Thread(target=step)
-        thread.start()
-        thread.join(LIMIT_S)
-        with pytest.raises(StepError, match="no"):
-            optimizer.synchronize()
         optimizer.synchronize()
 
 

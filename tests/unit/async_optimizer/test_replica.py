@@ -6,14 +6,12 @@ there can be (``lazy``): what is not frozen when a step is handed over is surely
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from async_support import assert_same, lazy, sleepy
 from torch import Tensor, nn
 
@@ -22,8 +20,6 @@ from accel_scaler import (
     GradScaler,
     UnsupportedError,
 )
-from accel_scaler.async_optimizer import inflight_step
-from accel_scaler.async_optimizer.phases import WaitAt
 from accel_scaler.async_optimizer.replica import Replica
 from accel_scaler.async_optimizer.supported_optimizers import is_splittable, known_class
 from accel_scaler.optimizer_step.stepper import async_stepper_of
@@ -202,7 +198,7 @@ def test_submit_refuses_an_optimizer_that_is_not_torchs() -> None:
         optimizer.step()
 
 
-# (11) step replaced.
+# step replaced.
 
 
 @pytest.mark.parametrize("cls", [torch.optim.SGD, Own])
@@ -247,66 +243,7 @@ def test_a_scheduler_and_a_bound_method_do_not_replace_the_step() -> None:
     assert_equal(ours(scheduled, advance), plain(scheduled, advance))
 
 
-# (13) Tensors and lists in groups.
-
-
-def known(params: Any) -> Any:
-    optimizer = torch.optim.AdamW(params, lr=torch.tensor(LR))
-    optimizer.param_groups[0]["betas"] = [0.9, 0.99]
-    return optimizer
-
-
-def known_moves(step: int, optimizer: Any, model: nn.Module) -> None:
-    optimizer.param_groups[0]["lr"].mul_(0.5)
-    optimizer.param_groups[0]["betas"][0] *= 0.75
-
-
-def test_a_group_changed_in_place_is_the_next_steps() -> None:
-    assert_equal(ours(known, after=known_moves), plain(known, after=known_moves))
-    assert_equal(ours(known, before=known_moves), plain(known, before=known_moves))
-
-
-# (15) State tensors replaced by the user.
-
-
-def adam(params: Any, **kwargs: Any) -> Any:
-    return torch.optim.AdamW(params, lr=LR, **kwargs)
-
-
-def exchange(step: int, optimizer: Any, model: nn.Module) -> None:
-    if step in (1, 3):
-        if (stepper := async_stepper_of(optimizer)) is not None:
-            stepper.synchronize()
-        p = list(model.parameters())[step]
-        optimizer.state[p]["exp_avg"] = torch.full_like(p, 0.25)
-    if step == 2:
-        if (stepper := async_stepper_of(optimizer)) is not None:
-            stepper.synchronize()
-        for p in model.parameters():
-            optimizer.state[p] = {k: v.clone() for k, v in optimizer.state[p].items()}
-            optimizer.state[p]["exp_avg_sq"] *= 4.0
-
-
-@pytest.mark.parametrize("kind", [{"fused": True}, {"foreach": True}], ids=str)
-@pytest.mark.parametrize("kwargs", [{}, {"mode": "sync"}, {"offload": "cpu"}], ids=str)
-def test_state_tensors_that_were_replaced_are_stepped_and_saved(kind: Any, kwargs: Any) -> None:
-    make = functools.partial(adam, **kind)
-    assert_equal(ours(make, exchange, **kwargs), plain(make, exchange))
-
-
-@pytest.mark.parametrize(
-    "change", [{"fused": False, "foreach": True}, {"weight_decay": 0.5}], ids=str
-)
-def test_a_fused_adam_follows_its_settings(change: dict[str, Any]) -> None:
-    def switch(step: int, optimizer: Any, model: nn.Module) -> None:
-        if step == 2:
-            optimizer.param_groups[0].update(change)
-
-    make = functools.partial(adam, fused=True)
-    assert_equal(ours(make, switch), plain(make, switch))
-
-
-# (18) Two optimizers share parameters.
+# Two optimizers share parameters.
 
 
 @pytest.mark.parametrize("offload", ["none", "cpu"])
@@ -340,33 +277,7 @@ def test_two_optimizers_that_share_parameters_both_step(scaled: bool, offload: s
     assert_same(got, reference)
 
 
-@pytest.mark.parametrize("comes_later", [False, True])
-def test_an_optimizer_waits_for_one_that_shares_what_nobody_sees_used(
-    comes_later: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No class tells of the step before: the model waits at its root, the gradients are copied."""
-    monkeypatch.setattr(inflight_step, "can_hold_parameters", lambda params: False)
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
-    p, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    bucket = torch.ones(3)
-    with (
-        lazy(),
-        AsyncOptimizer(torch.optim.SGD([p], lr=0.5)) as first,
-        AsyncOptimizer(torch.optim.SGD([other if comes_later else p], lr=0.25)) as second,
-    ):
-        if comes_later:
-            second.add_param_group({"params": [p]})
-        for optimizer in (first, second):
-            optimizer._stepper.wait_at = WaitAt.FORWARD
-            p.grad = bucket[:2]
-            optimizer.step()
-        assert torch.equal(p.detach(), torch.full((2,), 0.5))
-        second.synchronize()
-        assert torch.equal(p.detach(), torch.full((2,), 0.25))
-
-
-# (23) Autocast.
+# Autocast.
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs a newer torch")
@@ -394,10 +305,7 @@ def test_autocast_is_that_of_the_thread_that_steps(dtype: torch.dtype) -> None:
     assert not torch.is_autocast_enabled("cpu")
 
 
-# (33) The end of a copy.
-
-
-# (34), (35) Overridden parameters(), hooks.
+# Overridden parameters(), hooks.
 
 
 def test_step_hooks_are_called_as_torch_calls_them() -> None:
@@ -511,25 +419,3 @@ def test_gradients_through_buffers_train_bit_for_bit_as_others(
     with monkeypatch.context() as patch:
         other = train_small(False, patch, missing, clip, fold)
     assert_same(buffered, other)
-
-
-def test_a_gradient_of_another_size_does_not_go_through_buffers() -> None:
-    params = small_parameters()
-    inner = torch.optim.AdamW(params, lr=0.01, fused=True)
-    with AsyncOptimizer(inner) as optimizer:
-        for _ in range(2):
-            for p in params:
-                p.grad = torch.ones_like(p)
-            optimizer.step()
-        optimizer.synchronize()
-        grads: list[Any] = [torch.ones_like(p) for p in params]
-        steps = [float(inner.state[p]["step"]) for p in params]
-        replica = optimizer._stepper.replica
-        assert replica.fill_buffers([*grads[:-1], grads[-1][:1]], None) is False
-        assert replica.fill_buffers([*grads[:-1], None], None) is False
-        assert [float(inner.state[p]["step"]) for p in params] == steps
-        assert replica.fill_buffers(grads, None) is True
-        assert [float(inner.state[p]["step"]) for p in params] == [n + 1 for n in steps]
-
-
-# (41) Memory.

@@ -189,27 +189,6 @@ def test_the_old_masters_are_freed_and_the_newest_values_are_there(how: str, mod
         assert torch.equal(weights(notebook.model), newest)
 
 
-def test_accelerate_forgets_the_one_that_was_replaced(tmp_path: Any) -> None:
-    """Nothing of it is saved, clipped, unscaled or attached again; detached it is Accelerate's."""
-    with cell("prepare", HALF) as notebook:
-        old, new = notebook.run(), notebook.run()
-        (accelerator,) = notebook.accelerators
-        listed = accelerator._optimizers
-        assert listed == [new]
-        notebook.backward(loss_of(notebook.called, 0))
-        accelerator.clip_grad_norm_(notebook.model.parameters(), 0.01)
-        new.step()
-        new.zero_grad()
-        accelerator.save_state(str(tmp_path))
-        assert sorted(path.name for path in tmp_path.glob("optimizer*")) == ["optimizer.bin"]
-        accelerator.load_state(str(tmp_path))
-        notebook.train(new, range(3))
-        assert accelerator._optimizers is listed
-        detach(accelerator)
-        assert type(old) is type(new) is type(Accelerator(cpu=True).prepare(optimizer_of(mlp())))
-        attach(accelerator, init_scale=SCALE)
-
-
 @again
 def test_an_old_optimizer_that_is_prepared_again_takes_over_with_its_state(how: str) -> None:
     """As a Trainer does that is trained again, after another one over the same model."""
@@ -259,31 +238,6 @@ def test_two_in_one_call_are_refused_and_nothing_is_changed(kind: str) -> None:
     with pytest.raises(UnsupportedError, match="shares"):
         attach(stock, step_mode=mode)
     assert vars(stock) == before
-
-
-def test_parameters_that_come_to_need_masters_later_are_refused() -> None:
-    """Both were meant to be stepped when they were prepared."""
-    with cell("prepare", HALF) as notebook:
-        first, *rest = notebook.model.parameters()
-        first.requires_grad_(False)
-        (accelerator,) = [attach(Accelerator(cpu=True, mixed_precision="fp16"), init_scale=SCALE)]
-        notebook.accelerators, notebook.scaler = [accelerator], accelerator.scaler
-        one, other = accelerator.prepare(SGD([first], lr=0.1), SGD([first, *rest], lr=0.1))
-        first.requires_grad_(True)
-        with pytest.raises(UnsupportedError, match="shares 1 parameters"):
-            accelerator.backward(loss_of(notebook.model, 0))
-        assert async_stepper_of(one) is None
-        other.zero_grad()
-    with cell("by hand", HALF) as notebook:
-        one = notebook.run()
-        extra = nn.Parameter(torch.ones(2, dtype=HALF))
-        with AsyncOptimizer(SGD([extra], lr=0.1), scaler=notebook.scaler) as two:
-            two.add_param_group({"params": list(notebook.model.parameters())})
-            notebook.backward(loss_of(notebook.model, 0) + extra.sum())
-            with pytest.raises(UnsupportedError, match="shares 4 parameters"):
-                two.step()
-            two.zero_grad()
-            two.param_groups.pop()
 
 
 @again

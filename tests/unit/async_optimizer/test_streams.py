@@ -25,7 +25,6 @@ from accel_scaler.async_optimizer.replica import Replica
 from accel_scaler.async_optimizer.streams import SideStreams, packs
 from accel_scaler.async_optimizer.worker import Task, Worker
 from accel_scaler.errors import StepError
-from accel_scaler.optimizer_step.stepper import async_stepper_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -173,9 +172,8 @@ def _steps(
         ours.clip_grad_norm_(0.5)
         ours.step()
         ours.zero_grad()
-        inflight, limit = ours._stepper._inflight, time.monotonic() + 10
-        task = None if inflight is None else inflight.task
-        while step % 2 and task is not None and not task.finished and time.monotonic() < limit:
+        timing, limit = ours.timing, time.monotonic() + 10
+        while step % 2 and timing and not timing.finished and time.monotonic() < limit:
             time.sleep(0.001)  # the thread that enqueues is far ahead of the forward
         _litter(model)
 
@@ -265,35 +263,6 @@ def test_after_a_failure_the_forward_waits_for_what_had_begun(
     optimizer.close()
 
 
-def test_a_part_that_was_waited_for_tells_nothing_of_the_next(paper: Any) -> None:
-    """All is enqueued by then, but the host has seen the device do the first part alone."""
-    device = paper(False)
-    model = mlp()
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    with AsyncOptimizer(inner, model) as optimizer, device.watch():
-        for _ in range(3):  # the first shows the order of use
-            model(torch.ones(2, 8)).sum().backward()
-            optimizer.step()
-            inflight = optimizer._stepper._inflight
-            assert inflight is not None
-            inflight.task.wait()
-        assert isinstance(next(model.parameters()), Tensor)
-        for p in model.parameters():
-            p.detach().clone()
-
-
-def test_memory_of_sparse_gradients_is_kept_too(paper: Any) -> None:
-    device = paper(False)
-    model = nn.Linear(2, 2)
-    with AsyncOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model) as optimizer:
-        streams = optimizer._stepper.streams
-        device.recorded.clear()
-        sparse = torch.eye(3).to_sparse()
-        elsewhere = torch.ones(3, device="meta")
-        streams.keep([None, sparse, elsewhere, torch.ones(2)])
-    assert [name for *_, name in device.recorded] == ["side 1"] * 3
-
-
 def test_a_backend_without_streams_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(_: object) -> Any:
         raise RuntimeError("Backend doesn't support create a new Stream.")
@@ -322,18 +291,6 @@ def test_one_queue_keeps_the_order_by_itself(monkeypatch: pytest.MonkeyPatch) ->
     (held,) = streams.host_like([torch.ones(3)])
     assert streams.down(torch.ones(3), held) is None
     assert held.tolist() == [1.0, 1.0, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("mode", "offload"), [("overlap", "none"), ("delayed", "none"), ("sync", "cpu")]
-)
-def test_parameters_on_several_devices_are_refused(mode: str, offload: str) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(UnsupportedError, match=r"parameters are on cpu, meta; expected"):
-        AsyncOptimizer(inner, model, mode=mode, offload=offload)
-    assert not vars(inner).keys() & {"_opt_called"}
-    assert async_stepper_of(inner) is None
 
 
 def test_a_parameter_on_another_device_is_refused_when_it_comes() -> None:

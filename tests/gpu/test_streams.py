@@ -253,7 +253,8 @@ def submitted(t: Training) -> None:
 
     def job() -> None:
         t.scaler.unscale_(t.optimizer)
-        nn.utils.clip_grad_norm_(t.params, 0.1)
+        stepped = [p for group in t.optimizer.param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(stepped, 0.1)
         t.scaler.step(t.optimizer)
 
     for step in range(STEPS):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import operator
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from accelerators import DEVICE, KIND, adamw, assert_same, fused_adamw, one_rank, sgd
+from accelerators import DEVICE, KIND, adamw, assert_same, fused_adamw, module, one_rank, sgd
 from device_training import MODES, STEPS, Training, run
+from support import weights
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -115,6 +119,50 @@ def test_a_step_within_a_capture_is_refused(mode: str) -> None:
     t.finish()
 
 
+@contextmanager
+def capturing() -> Iterator[None]:
+    """As within a graph's capture, but that nothing is captured."""
+    answers: dict[str, Any] = dict.fromkeys(
+        ("is_initialized", "is_current_stream_capturing"), lambda: True
+    )
+    with mock.patch.multiple(module(), create=True, **answers):
+        yield
+
+
+@pytest.mark.usefixtures("side_streams")
+def test_what_needs_an_update_is_refused_while_a_graph_is_captured() -> None:
+    t = Training(False, scaled=False, **MODES["overlap"])
+    t.backward(0)
+    before, grads = weights(t.model), [p.grad for p in t.params]
+    with capturing():
+        for call in (t.optimizer.step, lambda: t.optimizer.submit(t.optimizer.step)):
+            with pytest.raises(UnsupportedError, match="a graph is being captured"):
+                call()
+    assert torch.equal(weights(t.model), before)
+    assert all(map(operator.is_, grads, (p.grad for p in t.params)))
+    t.optimizer.step()
+    with capturing(), pytest.raises(UnsupportedError, match="before the capture"):
+        t.forward()
+    t.optimizer.synchronize()
+    assert not torch.equal(weights(t.model), before)
+    t.finish()
+
+
+@pytest.mark.usefixtures("side_streams")
+def test_a_graph_captured_behind_a_fence_has_the_newest() -> None:
+    """The next training forward that runs is given the preview again."""
+    t = Training(False, scaled=False, **MODES["preview"])
+    t.train(0, 1, 2)
+    t.optimizer.synchronize()
+    exact = weights(t.model)
+    with capturing():
+        t.forward()
+    assert torch.equal(weights(t.model), exact)
+    t.forward()
+    assert not torch.equal(weights(t.model), exact)
+    t.finish()
+
+
 @pytest.mark.usefixtures("side_streams")
 def test_streams_need_nothing_but_torchs_own_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backend's module may have no Stream and no Event."""
@@ -122,11 +170,10 @@ def test_streams_need_nothing_but_torchs_own_classes(monkeypatch: pytest.MonkeyP
     def refused(*_: Any, **__: Any) -> Any:
         raise AssertionError("asked of the backend's module")
 
-    module = torch.get_device_module(KIND)
     names = ["Stream", "current_stream", "stream", "set_stream", "device", "current_device"]
     # The Event of CUDA's own module lets the host sleep while it waits.
     for name in names + ["Event"] * (KIND != "cuda"):
-        monkeypatch.setattr(module, name, refused, raising=False)
+        monkeypatch.setattr(module(), name, refused, raising=False)
     streams = devices.streams_of(torch.device(DEVICE))
     assert streams is not None
     side, home = streams.new(), streams.current()

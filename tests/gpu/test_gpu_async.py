@@ -29,7 +29,7 @@ from accel_scaler import AsyncOptimizer, GradScaler
 from accel_scaler.async_optimizer.replica import Replica
 from accel_scaler.optimizer_step.stepper import async_stepper_of
 
-STEPS, ACCUMULATION, OVERFLOW = 12, 2, 7
+STEPS, ACCUMULATION, OVERFLOW, CLIP = 12, 2, 7, 0.5
 SETTINGS: dict[str, Any] = {"init_scale": 1024.0, "growth_interval": 5}
 
 each_offload = pytest.mark.parametrize("offload", ["none", "cpu"])
@@ -46,46 +46,49 @@ def loss_of(model: Any, step: int, micro: int) -> Tensor:
     return loss * float("inf") if step == OVERFLOW else loss
 
 
-Result = tuple[list[Tensor], list[bool], list[float]]
+Result = tuple[list[Tensor], list[list[float]]]
 
 
 def trained(make: Any, dtype: torch.dtype = torch.float32, **settings: Any) -> Result:
-    """Weights and state, skips, learning rates; without ``settings`` torch's."""
+    """Weights and state; norms, scales, learning rates and skips. Without ``settings`` torch's."""
     model = mlp(64).to(DEVICE, dtype)
     optimizer: Any = make(model.parameters())
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + 0.1 * n))
     scaler: Any = (GradScaler if settings else torch.amp.GradScaler)(KIND, **SETTINGS)
     if settings:
         optimizer = AsyncOptimizer(optimizer, model, scaler=scaler, **settings)
-    skipped, rates = [], []
+    numbers: list[list[float]] = []
     for step in range(STEPS):
         for micro in range(ACCUMULATION):
             scaler.scale(loss_of(model, step, micro)).backward()
+        before = scaler.get_scale()
         if settings:
-            optimizer.clip_grad_norm_(0.5)
+            norm = optimizer.clip_grad_norm_(CLIP)
             optimizer.step()
-            skipped.append(optimizer.step_was_skipped)
+            skipped = optimizer.step_was_skipped
         else:
             scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            before = scaler.get_scale()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
             scaler.step(optimizer)
             scaler.update()
-            skipped.append(scaler.get_scale() < before)
-        if not skipped[-1]:
+            skipped = scaler.get_scale() < before
+        if not skipped:
             schedule.step()
-        rates.append(schedule.get_last_lr()[0])
+        found = 0.0 if skipped else float(norm)  # torch's may be NaN then, ours is inf
+        numbers.append([found, scaler.get_scale(), *schedule.get_last_lr(), skipped])
         optimizer.zero_grad()
     entries = optimizer.state_dict()["state"].values()
     state = [v.cpu() for entry in entries for _, v in sorted(entry.items()) if torch.is_tensor(v)]
     if settings:
         optimizer.close()
-    return [weights(model).cpu(), *state], skipped, rates
+    return [weights(model).cpu(), *state], numbers
 
 
 def assert_equal(mine: Result, expected: Result) -> None:
-    assert mine[1:] == expected[1:]
-    assert mine[1] == [step == OVERFLOW for step in range(STEPS)]
+    assert mine[1] == expected[1]
+    norms, _, _, skipped = zip(*mine[1], strict=True)
+    assert max(norms) > CLIP  # it clipped
+    assert list(skipped) == [step == OVERFLOW for step in range(STEPS)]
     assert len(mine[0]) == len(expected[0])
     assert all(map(torch.equal, mine[0], expected[0]))
 

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
-from plugin_support import OPTION, THEIRS, python
+from launching import run
+from places import HELPERS, ROOT
 
+THEIRS = ROOT / "tests/system/plugin/theirs"
+OPTION = "--with-accel-scaler"
 SAMPLES = [str(THEIRS / "sample_torch.py"), str(THEIRS / "sample_accelerate.py")]
 FILES = {
     "early/conftest.py": "from torch.amp import GradScaler\nEARLY = GradScaler('cpu')\n",
@@ -80,6 +85,14 @@ for name, arguments in json.loads(sys.argv[1]).items():
     pytest.main(arguments)
     assert touched() == before, name
 """
+
+
+def python(command: list[str], folder: Path) -> str:
+    """Run it in a folder, with plugin and samples; what it printed, once it ended well."""
+    path = os.pathsep.join(map(str, [ROOT, ROOT / "tests/plugin", HELPERS, THEIRS]))
+    code, out, err = run([sys.executable, *command], folder, PYTHONPATH=path)
+    assert code == 0, out + err
+    return out
 
 
 class Ended:

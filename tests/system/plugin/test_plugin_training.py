@@ -25,7 +25,7 @@ import accel_scaler
 
 pytest.importorskip("datasets")
 peft, trl = pytest.importorskip("peft"), pytest.importorskip("trl")
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "torchs_own_products")
 BAD = (2, 7)
 """Backwards whose gradients overflow."""
 RUN: dict[str, Any] = {

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from launching import run
 from places import ROOT
 
-LIMIT_S = 120
 README = (ROOT / "README.md").read_text("utf-8")
 FENCED = re.findall(r"^```(\w+)\n(.*?)^```", README, re.M | re.S)
 
@@ -21,9 +20,6 @@ def test_the_script_prints_what_stands_below_it(tmp_path: Path) -> None:
     (printed,) = [text for kind, text in FENCED if kind == "text"]
     assert printed.count(", skipped") == 1, "the output shows one skip"
     (tmp_path / "pasted.py").write_text(script, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "pasted.py"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == printed
+    code, out, err = run([sys.executable, "pasted.py"], tmp_path)
+    assert code == 0, err
+    assert out == printed

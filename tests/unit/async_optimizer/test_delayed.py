@@ -6,13 +6,21 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from async_support import lazy
 from references import (
+    NEVER_STALE,
+    OPTIMIZERS,
+    assert_same_run,
+    batch,
+    loss_of,
     network,
+    run_ours,
+    run_reference,
 )
 from support import same
 from torch import Tensor, nn
@@ -21,6 +29,93 @@ from accel_scaler import AsyncOptimizer, GradScaler
 from accel_scaler.async_optimizer.replica import Replica
 
 pytestmark = pytest.mark.usefixtures("one_thread", "one_part_each")
+
+Fence = Callable[[nn.Module, Any], object]
+
+
+WINDOWS: Any = {"steps": 20, "overflows": (0, 7, 8, 13)}
+
+
+each_compensation = pytest.mark.parametrize("compensation", ["none", "preview"])
+
+
+@each_compensation
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("clip", [{}, {"max_norm": 0.5}], ids=["unclipped", "clipped"])
+def test_delayed_is_the_one_step_delay(
+    kind: str, clip: dict[str, Any], offload: str, dtype: torch.dtype, compensation: str
+) -> None:
+    make = partial(network, dtype)
+    settings: Any = {**WINDOWS, "make": make, "compensation": compensation}
+    ours = run_ours(kind, offload=offload, clip=clip or None, **settings)
+    assert_same_run(ours, run_reference(kind, 0, **clip, **settings))
+
+
+def first_loss(step: int) -> str:
+    """With the parameters that nothing has updated yet."""
+    return str(float(loss_of(network(), step).detach()))
+
+
+def test_what_it_is_compared_with_is_stale() -> None:
+    stale = run_reference("sgd", 0, **WINDOWS)
+    prompt = run_reference("sgd", NEVER_STALE, **WINDOWS)
+    # Boundary 0 is a skip; the update of boundary 1 shows in loss 2, or one step later.
+    assert stale["losses"][1] == first_loss(1) == prompt["losses"][1]
+    assert stale["losses"][2] == first_loss(2) != prompt["losses"][2]
+
+
+@pytest.mark.parametrize("prompt", [1, 5, WINDOWS["steps"]])
+def test_warm_up_steps_are_not_stale(prompt: int) -> None:
+    """Updates count, skips do not."""
+    ours = run_ours("sgd", delay_warmup_steps=prompt, **WINDOWS)
+    assert_same_run(ours, run_reference("sgd", prompt, **WINDOWS))
+
+
+@pytest.mark.parametrize("fold", [False, True])
+def test_folding_without_clipping_changes_no_bit(fold: bool) -> None:
+    ours = run_ours("fused adamw", fold_unscale=fold, **WINDOWS)
+    assert_same_run(ours, run_reference("fused adamw", 0, **WINDOWS))
+
+
+def evaluate(model: nn.Module, _: Any) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(batch(99, next(model.parameters()).dtype)[0])
+    model.train()
+
+
+FENCES: dict[str, Fence] = {
+    "synchronize": lambda _, optimizer: optimizer.synchronize(),
+    "model.state_dict": lambda model, _: model.state_dict(),
+    "an evaluation": evaluate,
+    "its own state loaded": lambda _, optimizer: optimizer.load_state_dict(optimizer.state_dict()),
+}
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize("name", FENCES)
+def test_a_fence_shows_the_masters_and_training_goes_on_as_without_it(
+    name: str, kind: str, dtype: torch.dtype, offload: str
+) -> None:
+    """Also after the first step, a skip (7), and two in a row (10, 11)."""
+    make = partial(network, dtype)
+    settings: Any = {**WINDOWS, "make": make, "compensation": "preview"}
+    seen: list[list[Tensor]] = []
+
+    def fence(model: nn.Module, optimizer: Any) -> None:
+        FENCES[name](model, optimizer)
+        seen.append([p.detach().clone() for p in model.parameters()])
+
+    at = (1, 3, 7, 10, 11)
+    ours = run_ours(kind, offload=offload, fences=dict.fromkeys(at, fence), **settings)
+    assert_same_run(ours, run_reference(kind, 0, **settings))
+    for step, values in zip(at, seen, strict=True):
+        exact = run_reference(kind, 0, **{**settings, "steps": step + 1})
+        assert same(values, [m.to(dtype) for m in exact["masters"]])
 
 
 class Gated(nn.Module):
@@ -36,6 +131,43 @@ class Gated(nn.Module):
         for number in which:
             x = x + self.layers[number](x).tanh()
         return x.square().mean()
+
+
+def test_what_was_saved_of_another_model_is_not_shown() -> None:
+    """State of one run, parameters of another: the parameters are the user's word."""
+    saved: Any = None
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = nn.Linear(8, 1)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        with AsyncOptimizer(inner, model, mode="delayed") as optimizer:
+            if saved is not None:
+                optimizer.load_state_dict(saved)
+                before = [p.detach().clone() for p in model.parameters()]
+            for step in range(0 if saved else 3):
+                loss_of(model, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if saved is not None:
+                loss_of(model, 3)
+                assert same([p.detach() for p in model.parameters()], before)
+            else:
+                saved = copy.deepcopy(optimizer.state_dict())
+                assert "preview" in saved["state"][0]
+
+
+def test_without_a_model_a_fence_is_followed_by_what_it_has_published() -> None:
+    """Nobody knows when the forward begins."""
+    p = nn.Parameter(torch.ones(3))
+    with AsyncOptimizer(torch.optim.SGD([p], lr=0.1, momentum=0.9), mode="delayed") as optimizer:
+        for _ in range(3):
+            p.grad = torch.ones(3)
+            optimizer.step()
+        optimizer.synchronize()
+        exact = p.detach().clone()
+        saved = optimizer.state_dict()
+        assert same((p * 1.0).detach(), exact)
+        assert "preview" not in saved["state"][0]
 
 
 # Found wrong by random histories, interrupts and other threads.
@@ -76,6 +208,14 @@ def test_a_float16_model_has_the_share_of_a_gradient_under_a_large_scale() -> No
     for now, old, grad in zip(previews, before, grads, strict=True):
         assert torch.equal(now, (old.float() - 1e-2 * grad).half())
     assert not same(previews, before)
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_a_limit_past_float16_limits_nothing(offload: str) -> None:
+    make = partial(network, torch.float16)
+    settings = {"make": make, "compensation": "preview", "scale": 2.0**17, "overflows": ()}
+    ours = run_ours("adamw", offload=offload, **settings)
+    assert_same_run(ours, run_reference("adamw", 0, **settings))
 
 
 def test_a_first_update_behind_a_late_one_is_awaited() -> None:

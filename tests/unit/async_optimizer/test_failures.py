@@ -257,6 +257,25 @@ def test_in_sync_an_exit_on_the_training_thread_stays_an_exit(kind: type[BaseExc
     assert equal(values(model), plain(0, None))
 
 
+def test_a_function_given_to_submit_that_fails_is_told_without_false_claims() -> None:
+    model = Four()
+    with AsyncOptimizer(sgd(model), model) as optimizer:
+        before, grads = values(model), gradients(model)
+
+        def steps_then_fails() -> None:
+            optimizer.step()
+            raise ValueError("too late")
+
+        optimizer.submit(steps_then_fails)
+        with pytest.raises(StepError, match="submit") as caught:
+            model()
+        assert "As before" not in str(caught.value)
+        assert type(caught.value.__cause__) is ValueError
+        assert equal(values(model), [w - LR * g for w, g in zip(before, grads, strict=True)])
+        gradients(model)
+        optimizer.step()
+
+
 @pytest.mark.parametrize("name", ["synchronize", "close", "state_dict", "submit", "a parameter"])
 def test_a_submitted_function_that_would_wait_for_itself_is_told_so(name: str) -> None:
     model = Four()
@@ -325,3 +344,32 @@ def test_a_hand_over_that_fails_is_told_and_the_next_one_works(
         optimizer.step()
         optimizer.synchronize()
         assert equal(values(model), [w - LR * g for w, g in zip(before, grads, strict=True)])
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    gate, step = threading.Event(), Replica.step_part
+
+    def gated(self: Replica, *args: Any) -> None:
+        assert gate.wait(LIMIT_S)
+        step(self, *args)
+
+    monkeypatch.setattr(Replica, "step_part", gated)
+    yield gate
+    gate.set()
+
+
+def test_a_step_that_never_ends_is_given_up_with_a_reason(
+    gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Four()
+    optimizer = AsyncOptimizer(sgd(model), model)
+    gradients(model)
+    optimizer.step()
+    wait = Task.wait
+    monkeypatch.setattr(Task, "wait", lambda task, parts=None: wait(task, parts, 0.05))
+    with pytest.raises(StepError, match="stuck"):
+        model()
+    gate.set()
+    monkeypatch.setattr(Task, "wait", wait)
+    optimizer.close()

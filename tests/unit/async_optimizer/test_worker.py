@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
+import queue
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import psutil
 import pytest
 import torch
 
-from accel_scaler import StepError
+from accel_scaler import OrderError, StepError
 from accel_scaler.async_optimizer import worker as worker_module
 from accel_scaler.async_optimizer.worker import Task, Worker, default_threads
 
@@ -89,6 +92,18 @@ def test_tasks_run_in_the_order_of_submission(worker: Worker) -> None:
     assert order == list(range(30))
 
 
+def test_all_tasks_run_on_one_lasting_thread_that_is_not_the_callers(worker: Worker) -> None:
+    seen: list[tuple[int, bool]] = []
+    for _ in range(5):
+        task = Task(lambda _: seen.append((threading.get_ident(), worker.is_current())), 1)
+        worker.submit(task)
+        assert task.wait(limit_s=LIMIT_S)
+    assert len(set(seen)) == 1
+    assert seen[0] != (threading.get_ident(), True)
+    assert seen[0][1]
+    assert not worker.is_current()
+
+
 def test_a_wait_for_some_parts_ends_while_the_others_still_run(worker: Worker) -> None:
     gates = [threading.Event() for _ in range(3)]
 
@@ -144,6 +159,46 @@ def test_a_wait_has_an_end_and_says_how_far_the_step_is(worker: Worker) -> None:
     with pytest.raises(StepError, match=r"waited 0\.05 s .* 1 of 4 parts"):
         task.wait(2, 0.05)
     release.set()
+
+
+def dying(tasks: queue.SimpleQueue[Any], threads: int, ready: threading.Event, *_: Any) -> None:
+    """A thread that ends with a task in hand."""
+    ready.set()
+    tasks.get()
+
+
+def test_after_a_dead_thread_a_new_one_runs_new_tasks_and_never_the_lost_ones(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(worker_module, "_loop", dying)
+        lost = [Task(lambda _: ran.append("lost"), 1) for _ in range(3)]
+        worker.submit(lost[0])
+        dead = worker._thread
+        assert dead is not None
+        for task in lost[1:]:
+            worker._queue.put(task)
+            task._thread = dead
+        dead.join(LIMIT_S)
+    task = Task(lambda _: ran.append("new"), 1)
+    worker.submit(task)
+    assert task.wait(limit_s=LIMIT_S)
+    for other in lost:
+        with pytest.raises(StepError, match="thread is gone"):
+            other.wait(limit_s=LIMIT_S)
+    assert ran == ["new"]
+
+
+def test_a_task_that_waits_for_itself_is_told_so(worker: Worker) -> None:
+    def run(task: Task) -> None:
+        task.wait(limit_s=LIMIT_S)
+
+    task = Task(run, 1)
+    worker.submit(task)
+    assert not task.wait(limit_s=LIMIT_S)
+    assert isinstance(task.error, OrderError)
+    assert "waits for itself" in str(task.error)
 
 
 def test_an_abandoned_task_never_runs_and_nobody_waits_for_it(worker: Worker) -> None:
@@ -204,6 +259,21 @@ def test_stop_finishes_what_was_submitted_and_a_later_task_starts_another_thread
     assert ran == [0, 1, 2, 3]
     worker.stop(LIMIT_S)
     worker.stop(LIMIT_S)
+
+
+def test_stop_gives_up_on_a_stuck_task_and_says_so(
+    worker: Worker, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = threading.Event()
+    worker.submit(Task(waiting_for(gate), 0))
+    thread = worker._thread
+    with caplog.at_level(logging.ERROR, "accel_scaler"):
+        worker.stop(0.05)
+    assert "did not finish its step within 0.05 s" in caplog.text
+    gate.set()
+    assert thread is not None
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
 
 
 def test_a_worker_that_is_dropped_ends_its_thread() -> None:

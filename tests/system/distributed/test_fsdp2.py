@@ -299,10 +299,8 @@ def test_an_optimizer_that_a_shard_is_not_enough_for_is_refused(tmp_path: Path) 
             model = shard(net())
             inner = make(list(model.parameters()))
             for mode in ("overlap", "delayed", "overlap"):
-                with pytest.raises(UnsupportedError, match="this rank's shard") as said:
+                with pytest.raises(UnsupportedError, match=f"^{name.split()[-1]} "):
                     AsyncOptimizer(inner, model, mode=mode)
-                its = name.split()[-1]
-                assert str(said.value).startswith(its)
 
     on_two_ranks(body, tmp_path)
 

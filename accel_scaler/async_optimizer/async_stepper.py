@@ -480,7 +480,7 @@ class AsyncStepper(Stepper):
                 keep_sent(there, sent, streams)
         elif fn is None and self.is_beside and not replica.inline:
             grads, held = read_in_place(replica.ordered, grads, deferred)
-        if self._guards_backward and (held or any(sent)):
+        if self._guards_backward and self.is_beside and (held or any(sent)):
             guard_backward(replica.ordered)
         # While the model has previews, edits are not distinguished from them.
         looks = replica.has_masters and not self.has_newer

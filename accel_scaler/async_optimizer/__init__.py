@@ -6,7 +6,7 @@ used. A read from outside the training step meets a hook that waits. The worker 
 and never communicates; the folder knows no Accelerate, no Trainer and no telemetry.
 """
 
-from .delayed import holds_masters, without_previews
+from .delayed import holds_masters
 from .grad_handoff import hold_scaled
 from .hooks import SyncHooks
 from .master_params import MasterRule
@@ -38,5 +38,4 @@ __all__ = [
     "refuse_unsteppable",
     "step_beside",
     "take_over",
-    "without_previews",
 ]

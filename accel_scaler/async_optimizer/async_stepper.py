@@ -33,7 +33,7 @@ from ..scaling import (
     parameters_of,
     reduce_partial_gradients,
 )
-from .delayed import MASTER, DelayedUpdates, entry_of, without_own
+from .delayed import MASTER, DelayedUpdates, entry_of, without_master
 from .grad_handoff import (
     forbid_sparse,
     guard_backward,
@@ -821,25 +821,22 @@ class AsyncStepper(Stepper):
     def load(self, state_dict: dict[str, Any]) -> None:
         """After the optimizer has loaded ``state_dict``: where masters are, their state too.
 
-        An entry ``master`` holds where it rounds to the model's present parameter; a preview where
-        the model has the master then.
+        An entry ``master`` holds where it rounds to the model's present parameter.
         """
         replica, entries = self.replica, state_dict["state"]
-        saved: list[Any] | None = None
         with torch.inference_mode(False), self.streams.as_at_home():
             if replica.masters.every or self.keeps_scaled:
                 if not replica.is_current():
                     self.refresh()
-                rest = {k: without_own(entry) for k, entry in entries.items()}
+                rest = {k: without_master(entry) for k, entry in entries.items()}
                 masters = {k: entry_of(entries, k).get(MASTER) for k in entries}
-                saved = replica.load_state({**state_dict, "state": rest}, masters)
+                replica.load_state({**state_dict, "state": rest}, masters)
         counts = [float(e["step"]) for e in entries.values() if isinstance(e, dict) and "step" in e]
         if counts:  # a warm-up goes on where it was
             self.steps = int(max(counts))
+        if self.delayed is not None:  # previews of what was before
+            self.delayed.kept = []
         self.refresh()
-        if saved is not None and self.delayed is not None:  # the model may be loaded after this
-            own = [entry_of(entries, k) if self.sees_forwards else {} for k in saved]
-            self.delayed.load(own)
 
     def close(self) -> None:
         """Synchronise, give the optimizer back, remove what was put on parameters."""

@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from ..errors import StepError
-from .master_params import ParameterPair, shard_of
+from .master_params import ParameterPair
 from .preview import make_previews
 from .replica import Replica
 from .worker import Task, Worker
 
-MASTER, PREVIEW = OWN_KEYS = ("master", "preview")
-"""Keys in a parameter's saved state: its float32 master, and the preview that the next training
-forward gets back (``delayed``)."""
+MASTER = "master"
+"""The key of a parameter's float32 master in its saved state."""
 
 
 class DelayedUpdates:
@@ -101,19 +100,6 @@ class DelayedUpdates:
         torch.autograd.graph.increment_version(self.newer)
         self.kept = []
 
-    def export(self) -> dict[int, Tensor]:
-        """The kept previews, by the ``id`` of their pairs, where the state is."""
-        return {id(pair): value.to(pair.stepped.device) for pair, value in self.kept}
-
-    def load(self, entries: Iterable[dict[str, Any]]) -> None:
-        """Keep the previews in saved state, one entry for each parameter."""
-        self.kept = []
-        for pair, entry in zip(self._replica.pairs, entries, strict=True):
-            preview = entry.get(PREVIEW)
-            if self.previews is not None and preview is not None and pair.is_master:
-                mine = shard_of(preview, pair.param)
-                self.kept.append((pair, mine.to("cpu", pair.target.dtype, copy=True)))
-
     # Previews are prepared behind the update before.
 
     def prepare(self, steps: int) -> None:
@@ -187,22 +173,14 @@ def entry_of(entries: dict[Any, Any], key: Any) -> dict[str, Any]:
     return entry if isinstance(entry, dict) else {}
 
 
-def without_own(entry: Any) -> Any:
-    """A parameter's saved state without what only this package puts there."""
+def without_master(entry: Any) -> Any:
+    """A parameter's saved state without its master."""
     if not isinstance(entry, dict):
         return entry
-    return {key: value for key, value in entry.items() if key not in OWN_KEYS}
+    return {key: value for key, value in entry.items() if key != MASTER}
 
 
 def holds_masters(state_dict: dict[str, Any]) -> bool:
     """Whether a state dict has float32 masters in it."""
     entries = state_dict.get("state", {})
     return any(MASTER in entry_of(entries, key) for key in entries)
-
-
-def without_previews(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A state dict saved in ``delayed``, for an optimizer that is not stepped so."""
-    state = state_dict.get("state", {})
-    if not any(PREVIEW in entry_of(state, key) for key in state):
-        return state_dict
-    return {**state_dict, "state": {key: without_own(entry) for key, entry in state.items()}}

@@ -20,7 +20,7 @@ from ..errors import UnsupportedError
 from ..models import inert, is_fsdp2, is_in_backward, is_replaying
 from ..scaling import parameters_of
 from .async_stepper import AsyncStepper
-from .delayed import MASTER, PREVIEW, without_own, without_previews
+from .delayed import MASTER, without_master
 from .inflight_step import WaitAt
 from .master_params import ParameterPair
 from .pending_parameter import outside_transforms
@@ -131,7 +131,7 @@ class SyncHooks:
         state: dict[Any, Any] = {}
         for index, entry in saved["state"].items():
             if isinstance(entry, dict):
-                entry = without_own(entry)
+                entry = without_master(entry)
             if not is_empty(entry) or not isinstance(index, int):
                 state[index] = entry
         self._remove()
@@ -162,7 +162,6 @@ class SyncHooks:
         if stepper is None:
             return state_dict
         pairs = {id(pair.param): pair for pair in stepper.replica.pairs}
-        previews = {} if stepper.delayed is None else stepper.delayed.export()
         packed = zip(state_dict["param_groups"], optimizer.param_groups, strict=True)
         state: dict[Any, Any] = dict(state_dict["state"])
         for saved, group in packed:
@@ -171,14 +170,10 @@ class SyncHooks:
                 if pair is None:
                     continue
                 if isinstance(entry, dict):  # a plain optimizer may have loaded what is ours
-                    own = without_own(entry)
+                    own = without_master(entry)
                     entry = {key: _export(pair, value) for key, value in own.items()}
-                preview = previews.get(id(pair))
-                has_stepped = bool(stepper.steps) or pair.loaded is not None
-                if preview is not None or (pair.is_rounded and has_stepped):
+                if pair.is_rounded and (stepper.steps or pair.loaded is not None):
                     entry = {**(entry or {}), MASTER: _export(pair, pair.stepped.data)}
-                    if preview is not None:
-                        entry[PREVIEW] = _export(pair, preview)
                 if entry is None or is_empty(entry):
                     state.pop(index, None)  # made for sharing, never filled
                 else:
@@ -205,7 +200,7 @@ class SyncHooks:
         # torch casts to the parameter's dtype and device, which is not where state lives here.
         if stepper.replica.masters.every or stepper.keeps_scaled:
             return {**state_dict, "state": {}}
-        return without_previews(state_dict)
+        return state_dict
 
     def _after_loading(self, optimizer: Optimizer) -> None:
         stepper, loaded, self._loading = self._stepper(), self._loading, None

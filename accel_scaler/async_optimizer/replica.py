@@ -370,11 +370,8 @@ class Replica:
         if any(id(pair.param) in self._saved and not pair.is_master for pair in self.pairs):
             self._layout = None
 
-    def load_state(self, state_dict: dict[str, Any], masters: dict[int, Any]) -> list[Any]:
-        """Load state onto the stepped parameters and share it; the optimizer has the groups.
-
-        Returns for each pair the key of its entry.
-        """
+    def load_state(self, state_dict: dict[str, Any], masters: dict[int, Any]) -> None:
+        """Load state onto the stepped parameters and share it; the optimizer has the groups."""
         own = self.copy.param_groups
         self.copy.param_groups = [dict(group) for group in own]
         Optimizer.load_state_dict(self.copy, state_dict)
@@ -395,7 +392,6 @@ class Replica:
                 pair.refresh(pair.target if master is None else None)
                 self._has_loaded = True
         self._state = None
-        return saved
 
     def take_edits(self) -> list[Tensor]:
         """Before a step, while the model has what was published: bring to the masters what was

@@ -25,7 +25,6 @@ from ..async_optimizer import (
     refuse_successor,
     refuse_unsteppable,
     step_beside,
-    without_previews,
 )
 from ..config import ScalerConfig
 from ..errors import UnsupportedError
@@ -155,7 +154,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         """As Accelerate's; masters in it are loaded where parameters need them now."""
         self.follow_parameters(frozen_too=holds_masters(state_dict))
         if async_stepper_of(self.stepped_optimizer) is None:
-            super().load_state_dict(without_previews(state_dict))
+            super().load_state_dict(state_dict)
         elif self._hooks is not None:
             self._hooks.load(state_dict)
         else:

@@ -709,11 +709,6 @@ class Player:
                 zip(self.plain.owned[number], self.plain.entries(number), strict=True)
             ):
                 mine = dict(saved["state"].get(index, {}))
-                known = self.plain.shown[number]
-                assert ("preview" in mine) == (p in known), index
-                if p in known:
-                    assert "master" in mine
-                    self.same(f"preview of {index}", mine.pop("preview"), known[p])
                 exact, rounded = self.plain.masters[p].detach(), p.detach().float()
                 self.same(f"master {index}", mine.pop("master", rounded), exact)
                 mine, entry = in_float32(mine), in_float32(entry)
@@ -791,8 +786,6 @@ class Player:
             loads_exactly = plain.everywhere or any(map(plain.had_master, plain.owned[number]))
             for p, q in saved:
                 p.copy_(q)
-                if q in before.shown[number] and plain.has_master(p):
-                    plain.shown[number][p] = before.shown[number][q]
                 plain.masters[p].copy_(before.masters[q] if p in had_masters else q)
                 if not loads_exactly:
                     plain.round_state(number, p)

@@ -102,7 +102,7 @@ class AsyncStepper(Stepper):
         masters, mode, offload = MasterRule.of(config), config.step_mode, config.offload == "cpu"
         self.optimizer, self.mode, self.worker = optimizer, mode, worker
         self.parameter_names = parameter_names or ParameterNames()
-        refuse_overlap(optimizer, mode, masters, self.parameter_names)
+        refuse_overlap(optimizer, masters, self.parameter_names)
         self.is_beside = mode != "sync"
         """An update runs beside what comes after ``step()``."""
         self.streams = SideStreams(device)
@@ -221,7 +221,7 @@ class AsyncStepper(Stepper):
     def _follow_parameters(self) -> None:
         replica = self.replica
         refuse_sharing([(self.optimizer, self.mode, replica.masters)])
-        refuse_overlap(self.optimizer, self.mode, replica.masters, self.parameter_names)
+        refuse_overlap(self.optimizer, replica.masters, self.parameter_names)
         moved: list[Tensor] = []
         if self.delayed is not None and self.has_newer:
             places = {id(p): place_of(local(p.detach())) for p in self.delayed.newer}

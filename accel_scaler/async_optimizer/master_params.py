@@ -71,17 +71,6 @@ class ParameterPair:
     def give_master(self, memory: Tensor) -> None:
         """Step ``memory`` (float32) from now on, starting from the parameter's values."""
         memory.copy_(self.target)
-        self._step_master(memory)
-
-    def share_master(self, owner: ParameterPair, streams: SideStreams) -> None:
-        """Step the master of ``owner``, whose parameter is in the same memory: each gradient is
-        applied to it, one after the other, as torch applies them to that memory."""
-        self._step_master(owner.stepped.data)
-        self.loaded, self.staging = owner.loaded, owner.staging
-        if owner.host_grad is not None:
-            (self.host_grad,) = streams.host_like([self.target])
-
-    def _step_master(self, memory: Tensor) -> None:
         self.is_master = True
         self.stepped = nn.Parameter(memory, requires_grad=True)
         kind = getattr(self.param, "grad_dtype", self.param.dtype)
@@ -133,7 +122,7 @@ def make_pairs(
     """A pair for each parameter, in the optimizer's order.
 
     A ``known`` pair is kept with its master while its parameter is where it was, also while that is
-    frozen. Parameters that are the same view of one memory have one master.
+    frozen.
 
     Args:
         saved: ``id`` of parameters whose masters are about to be loaded, frozen ones too.
@@ -158,15 +147,7 @@ def make_pairs(
             elif wanted:
                 fresh.append(pair)
             pairs.append(pair)
-    # One master for each memory, whose first parameter has it.
-    first: dict[object, ParameterPair] = {}
-    for pair in [*(pair for pair in pairs if pair.is_master), *fresh]:
-        first.setdefault(place_of(pair.target), pair)
-    _give_masters([p for p in fresh if first[place_of(p.target)] is p], streams, offload, old)
-    for pair in pairs:
-        owner = first.get(place_of(pair.target), pair)
-        if pair is not owner and not pair.is_master:
-            pair.share_master(owner, streams)
+    _give_masters(fresh, streams, offload, old)
     # A model may go with its optimizer while the device still has an update of it to do.
     new = [pair for pair in pairs if old.get(id(pair.param)) is not pair]
     streams.keep(t for pair in new for t in (pair.target, pair.stepped.data))

@@ -44,12 +44,6 @@ def overlapping(params: Sequence[Tensor]) -> list[list[int]]:
         return _overlapping(list(map(held_by, params)))
 
 
-def are_one_view(params: Sequence[Tensor]) -> bool:
-    """Whether all of them are the same view of one memory."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return len({place_of(held_by(p)) for p in params}) == 1
-
-
 def _overlapping(tensors: Sequence[Tensor]) -> list[list[int]]:
     found = [(str(t.device), span, i) for i, t in enumerate(tensors) if (span := span_of(t))]
     groups: list[list[int]] = []

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ..errors import UnsupportedError
 from ..scaling import LOW_PRECISION, ParameterNames, parameters_of
 from .master_params import MasterRule, is_stepped
-from .shared_memory import are_one_view, overlapping
+from .shared_memory import overlapping
 
 _BY_PARAMETER = (
     *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam"),
@@ -163,28 +163,17 @@ def _refuse_masters(optimizer: Optimizer, params: Sequence[Tensor]) -> None:
     )
 
 
-def refuse_overlap(
-    optimizer: Optimizer, mode: str, masters: MasterRule, names: ParameterNames
-) -> None:
-    """Raise ``UnsupportedError`` where parameters share memory and have several masters, or, in
-    ``delayed``, several previews."""
-    params = list({id(p): p for p in parameters_of(optimizer) if is_stepped(p)}.values())
-    if not any(map(masters.takes, params)):
-        return
+def refuse_overlap(optimizer: Optimizer, masters: MasterRule, names: ParameterNames) -> None:
+    """Raise ``UnsupportedError`` where parameters that have masters share memory."""
+    taken = (p for p in parameters_of(optimizer) if is_stepped(p) and masters.takes(p))
+    params = list({id(p): p for p in taken}.values())
     for group in overlapping(params):
-        is_one_view = are_one_view([params[i] for i in group])
-        if is_one_view and mode != "delayed":
-            continue
         both = " and ".join(names.of((params[i] for i in group[:2]), optimizer))
-        why = (
-            "step_mode='delayed' would write the preview of one over that of the other"
-            if is_one_view
-            else f"are different views of it, each with a float32 master of its own ({WHY})"
-        )
         raise UnsupportedError(
-            f"{type(optimizer).__name__}: {both} share memory, and {why}. Use one Parameter for "
-            "both (decoder.weight = encoder.weight; torch.nn.functional.linear(x, weight.t()) for "
-            f"a transposed one). {WAY_OUT}"
+            f"{type(optimizer).__name__}: {both} share memory, and each would have a float32 "
+            f"master of its own ({WHY}). Use one Parameter for both (decoder.weight = "
+            "encoder.weight; torch.nn.functional.linear(x, weight.t()) for a transposed one). "
+            f"{WAY_OUT}"
         )
 
 

@@ -371,12 +371,10 @@ def slow_sgd(params: Any) -> Any:
 
 
 @in_modes(ALL, dtypes=(HALF,), makes=(slow_sgd,), scaled=False, model=Shared)
-def masters_of_shared_memory(t: Training) -> None:
-    """Two weights in one memory; another is frozen in turns, and one is written past autograd."""
+def masters_that_are_edited(t: Training) -> None:
+    """One weight is frozen in turns, another is written past autograd."""
     first, last = t.model.layers[0].weight, t.model.layers[2].weight
     late = t.settings["mode"] == "delayed"
-    if not late:
-        t.model.other.weight.data = first.data
     for step in range(STEPS):
         last.requires_grad_(step % 2 == 0)
         if step == 3 and not late:

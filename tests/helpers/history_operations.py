@@ -645,8 +645,8 @@ class Player:
         """Give one parameter the memory of another one of its optimizer."""
         alike = [pair for pair in self.pairs if pair[1].shape == self.plain.net.gain.shape]
         (p, q), *others = [pair for pair in alike if pair[1].dtype is self.plain.net.gain.dtype]
-        if self.clips or not others or self.setup.mode == "delayed" or self.device != "cpu":
-            return False
+        if self.clips or not others or self.plain.has_master(q) or self.device != "cpu":
+            return False  # those that share memory have no masters
         mine, other = others[which % len(others)]
         mine.data, self.saved = p.data, None
         self.plain.tie(q, other)
@@ -933,11 +933,13 @@ def possible(setup: Setup) -> Setup:
     """Without settings that do not go together."""
     if setup.mode == "sync":
         setup = replace(setup, warmup=0)
+    if setup.mode == "delayed" or setup.offload == "cpu" or setup.dtype != "float32":
+        setup = replace(setup, tied=False)  # those that share memory have no masters
     if setup.mode != "delayed":
         return replace(setup, compensation="none")
     if setup.optimizer == "rmsprop" and setup.compensation == "preview":  # there is none
         setup = replace(setup, compensation="auto")
-    return replace(setup, tied=False)
+    return setup
 
 
 def draw(r: random.Random, on_device: bool = False) -> tuple[Setup, list[Call]]:

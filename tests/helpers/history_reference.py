@@ -50,7 +50,7 @@ class Setup(Short):
     warmup: int = 0
     compensation: str = "none"
     tied: bool = False
-    """``gain`` and the bias of ``inner`` have one memory from the start, if they have one dtype."""
+    """``gain`` and the bias of ``inner`` have one memory from the start."""
     two: bool = False
     """Attached: two optimizers, one of them for ``outer``."""
     parts: bool = False
@@ -102,7 +102,7 @@ class Net(nn.Module):
             self.outer = nn.Linear(width, 2).to(dtypes[2])
         self.extra = nn.ParameterList()
         self.to(device)
-        if setup.tied and dtypes[0] is dtypes[1]:
+        if setup.tied:
             self.inner.bias.data = self.gain.data
 
     def grow(self) -> nn.Parameter:

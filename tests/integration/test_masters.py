@@ -89,10 +89,11 @@ def transpose(model: Squares) -> None:
     ("dtype", "way", "change", "match"),
     [
         *((HALF, way, transpose, r"weights\.1 and weights\.0 share memory") for way in WAYS),
-        (FULL, {"step_mode": "delayed"}, tie, "preview of one over"),
+        *((HALF, way, tie, r"weights\.3 and weights\.0 share memory") for way in WAYS),
+        (FULL, {"step_mode": "delayed"}, tie, r"weights\.3 and weights\.0 share memory"),
     ],
 )
-def test_views_that_one_master_cannot_stand_for_are_refused(
+def test_parameters_that_share_memory_have_no_masters(
     dtype: torch.dtype, way: dict[str, Any], change: Any, match: str
 ) -> None:
     accelerator = attach(cpu(), init_scale=8.0, **way)

@@ -19,7 +19,7 @@ from .shared_parameters import (
     refuse_successor,
     take_over,
 )
-from .supported_optimizers import refuse_spread, refuse_unsteppable
+from .supported_optimizers import is_splittable, refuse_spread, refuse_unsteppable
 from .worker import Worker
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "has_successor",
     "hold_scaled",
     "holds_masters",
+    "is_splittable",
     "refuse_compensation",
     "refuse_sharing",
     "refuse_spread",

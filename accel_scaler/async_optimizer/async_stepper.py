@@ -118,12 +118,6 @@ class AsyncStepper(Stepper):
             self.delayed = DelayedUpdates(
                 self.replica, worker, config.delay_compensation, config.delay_warmup_steps
             )
-        if self.is_beside and not self.replica.splittable:
-            logger.warning(
-                "%s is stepped on the training thread, not beside forward and backward: it is not "
-                "one of torch's, whose steps treat each parameter alone",
-                type(optimizer).__name__,
-            )
         self.lock = threading.RLock()
         """Reentrant: a signal handler may look while its thread has it."""
         self.steps = 0
@@ -234,7 +228,7 @@ class AsyncStepper(Stepper):
         unguard(before, kept=replica.pairs)
         if self.delayed is not None:
             self.delayed.follow()
-        self._is_learning = self.is_beside and replica.splittable
+        self._is_learning = self.is_beside
         self._note_versions(self._versions)
         if moved:
             raise OrderError(
@@ -378,7 +372,7 @@ class AsyncStepper(Stepper):
         replica, delayed = self.replica, self.delayed
         if replica.has_masters:
             forbid_sparse(replica.ordered, found, self._names)
-        replica.prepare(found, submitted=fn is not None)
+        replica.prepare(found)
         is_stale, previews = self._choose_delay(found, fn)
         inline = fn is None and replica.inline
         update, held = self._take_gradients(found, deferred, fn, previews)

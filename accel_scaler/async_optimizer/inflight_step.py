@@ -174,13 +174,12 @@ class InflightStep:
         updated = max(self.task.done - self.lead, 0)
         if self.is_submitted:
             name, moved = "the function given to submit()", "What it had stepped stays stepped."
-        elif not self.replica.splittable and not updated:
-            moved = f"It is stepped whole: what it had updated by then of {names(params)} stays."
         else:
-            end = self.replica.parts[updated - 1].end if updated else 0
+            part = self.replica.parts[min(updated, len(self.replica.parts) - 1)]
             moved = (
-                f"Updated: {names(params[:end])}. As before the step: {names(params[end:])}; "
-                "optimizer state may have moved for the next of these."
+                f"Updated: {names(params[: part.start])}. Of {names(params[part.start : part.end])}"
+                " some may have moved, or their optimizer state. As before the step: "
+                f"{names(params[part.end :])}."
             )
         return StepError(
             f"step {self.number} of {name} failed on the {thread} thread ({why}). {moved} The "

@@ -48,9 +48,8 @@ class AsyncOptimizer(Optimizer):
     manager.
 
     Args:
-        optimizer: any torch optimizer whose ``step`` needs no closure. One that torch does not
-            ship steps itself, on the training thread, and a warning says so; with float32 masters
-            it is refused.
+        optimizer: one of torch's own (or transformers' Adafactor), whose ``step`` treats each
+            parameter alone and needs no closure.
         model: the module that holds its parameters. Needed where a forward cannot be watched
             parameter by parameter (compiled, FSDP2), and for evaluation in ``delayed``.
         scaler: scales the loss; its windows end with :meth:`step`.
@@ -269,7 +268,6 @@ class AsyncOptimizer(Optimizer):
         Raises:
             StepError: the step before failed. An error in ``fn`` is raised by the next call.
             OrderError: closed, called from inside ``fn``, or no window is open.
-            UnsupportedError: the optimizer is not one of torch's.
         """
         self._check_open("submit")
         if not callable(fn):

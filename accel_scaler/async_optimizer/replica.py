@@ -1,9 +1,7 @@
 """What the optimizer thread steps: a copy of the optimizer with parameters of its own.
 
 The user's optimizer stays what schedulers, checkpoints and log lines look at. The copy has the same
-class and shares the state entries; its hyperparameters are copied when a step is handed over. Only
-torch's optimizers, whose steps treat each parameter alone, are copied. Another one steps itself, on
-the training thread.
+class and shares the state entries; its hyperparameters are copied when a step is handed over.
 """
 
 from __future__ import annotations
@@ -89,9 +87,7 @@ class Replica:
         self.optimizer, self.streams = optimizer, streams
         self.offload, self.masters = offload, masters
         refuse_unsteppable(optimizer, masters)
-        self.splittable = is_splittable(optimizer)
-        """It is stepped part by part, as one of torch's."""
-        self.inline = inline or not self.splittable
+        self.inline = inline
         """Steps run on the training thread."""
         self.thread_context = ThreadContext(streams.device)
         """Of the thread that handed the last step over."""
@@ -207,8 +203,7 @@ class Replica:
         self._split(sorted(self.ordered, key=lambda pair: rank.get(id(pair.param), last)))
 
     def _make_copy(self) -> None:
-        # Of an optimizer that steps itself it only holds the groups.
-        cls: Any = known_class(type(self.optimizer)) if self.splittable else Optimizer
+        cls: Any = known_class(type(self.optimizer))
         copy: Any = object.__new__(cls)
         hidden = ("step", "param_groups", "state", ATTRIBUTE)
         copy.__dict__.update({k: v for k, v in vars(self.optimizer).items() if k not in hidden})
@@ -224,14 +219,13 @@ class Replica:
     def _split(self, ordered: list[ParameterPair]) -> None:
         """Cut the pairs into parts, in this order. Parameters that share memory are in one part,
         in the optimizer's order: a use waits for one part."""
-        is_whole = self._shares_memory or not self.splittable
-        self.ordered = ordered = self.pairs if is_whole else ordered
+        self.ordered = ordered = self.pairs if self._shares_memory else ordered
         sizes = [pair.stepped.numel() for pair in ordered]
         size = min(max(sum(sizes) // PARTS, SMALLEST_PART), LARGEST_PART)
         cuts, have = [0], 0
         for end, length in enumerate(sizes, 1):
             have += length
-            if end == len(ordered) or (have >= size and not is_whole):
+            if end == len(ordered) or (have >= size and not self._shares_memory):
                 cuts.append(end)
                 have = 0
         self.parts = [Part(ordered[a:b], a) for a, b in pairwise(cuts)]
@@ -284,7 +278,7 @@ class Replica:
         plans = chain.from_iterable(part.plans.values() for part in parts if part.plans)
         torch._foreach_add_([plan.counts for plan in plans], steps)
 
-    def prepare(self, grads: Sequence[Tensor | None], submitted: bool = False) -> None:
+    def prepare(self, grads: Sequence[Tensor | None]) -> None:
         """Get ready for a step with ``grads``, as the optimizer is now.
 
         Raises:
@@ -292,25 +286,18 @@ class Replica:
         """
         refuse_replaced(self.optimizer)
         name = type(self.optimizer).__name__
-        if self.splittable and not is_splittable(self.optimizer):
+        if not is_splittable(self.optimizer):
             raise UnsupportedError(
                 f"{name}: a method that its step uses was replaced on this instance while a copy "
                 "of it was stepped. Replace it before, or in a subclass."
             )
-        if submitted and not self.splittable:
-            raise UnsupportedError(
-                f"submit(): {name} cannot be stepped on the optimizer thread, as torch's own "
-                "optimizers can. Call optimizer.step() instead, which steps it on this one."
-            )
         self.thread_context = ThreadContext(self.streams.device)
-        if self.splittable:
-            self._share_state(grads)
-            # A scheduler moves the hyperparameters a line later.
-            groups = zip(self.optimizer.param_groups, self.copy.param_groups, strict=True)
-            for group, own in groups:
-                for key in own.keys() - group.keys():
-                    del own[key]
-                own.update({k: frozen(v) for k, v in group.items() if k != "params"})
+        self._share_state(grads)
+        # A scheduler moves the hyperparameters a line later.
+        for group, own in zip(self.optimizer.param_groups, self.copy.param_groups, strict=True):
+            for key in own.keys() - group.keys():
+                del own[key]
+            own.update({k: frozen(v) for k, v in group.items() if k != "params"})
 
     def _share_state(self, grads: Sequence[Tensor | None]) -> None:
         """Share the optimizer's state entries, also those added since."""
@@ -466,13 +453,8 @@ class Replica:
     def _step_in_python(
         self, part: Part, grads: list[Tensor | None], grad_scale: Tensor | None
     ) -> None:
-        """The optimizer's own step on the part. Restores the parameters if that fails half-way."""
-        if not self.splittable:  # all of it in one step; what it has done stays, as in torch
-            self.call_step([pair.param for pair in part.pairs], grad_scale, self.optimizer)
-            return
+        """The optimizer's own step on the part."""
         params = [pair.stepped for pair in part.pairs]
-        stepped = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
-        before = [p.detach().clone() for p in stepped]
         whole = self.copy.param_groups
         self.copy.param_groups = [
             {**whole[number], "params": [params[place] for place in places]}
@@ -481,34 +463,28 @@ class Replica:
         try:
             for p, grad in zip(params, grads, strict=True):
                 p.grad = grad
-            self.call_step(params, grad_scale, self.copy)
+            self.call_step(params, grad_scale)
             for p, grad in zip(params if grad_scale is not None else (), grads, strict=False):
                 if grad is not None and p.grad is not None and p.grad is not grad:
                     grad.copy_(p.grad)  # the kernel has unscaled a copy in another layout
-        except BaseException:
-            for p, old in zip(stepped, before, strict=True):
-                p.detach().copy_(old)
-            raise
         finally:
             self.copy.param_groups = whole
             for p in params:
                 p.grad = None
 
-    def call_step(
-        self, params: Sequence[Tensor], grad_scale: Tensor | None, stepped: Any = None
-    ) -> Any:
-        """The class's step on ``stepped`` (default: the copy), where ``params`` have gradients."""
-        stepped = self.copy if stepped is None else stepped
+    def call_step(self, params: Sequence[Tensor], grad_scale: Tensor | None) -> Any:
+        """The class's step on the copy, where ``params`` have gradients."""
+        copy, step = self.copy, raw_step(type(self.optimizer))
         with self.thread_context.around_step(), self._on_masters_device():
-            if not getattr(stepped, "_step_supports_amp_scaling", False):
-                return raw_step(type(self.optimizer))(stepped)
+            if not getattr(copy, "_step_supports_amp_scaling", False):
+                return step(copy)
             if params and params[0].device.type == "cpu":
-                match_layout(params, stepped.state)
-            stepped.grad_scale, stepped.found_inf = grad_scale, nothing_found(stepped)
+                match_layout(params, copy.state)
+            copy.grad_scale, copy.found_inf = grad_scale, nothing_found(copy)
             try:
-                return raw_step(type(self.optimizer))(stepped)
+                return step(copy)
             finally:
-                del stepped.grad_scale, stepped.found_inf
+                del copy.grad_scale, copy.found_inf
 
     def _on_masters_device(self) -> AbstractContextManager[Any]:
         """Tensors that the step makes without naming a device lie where the masters are."""

@@ -1,4 +1,4 @@
-"""Which optimizers another thread can step, part by part or at all."""
+"""Which optimizers can be stepped part by part, on another thread or through masters."""
 
 from __future__ import annotations
 
@@ -29,6 +29,10 @@ WHY = "offload, step_mode 'delayed', float16 or bfloat16 parameters"
 WAY_OUT = (
     "Use step_mode='sync' or 'overlap' without offload, with float32 parameters, or with bfloat16 "
     "ones and master_weights='none'."
+)
+ALONE = (
+    "Leave it to attach(), which steps it inside optimizer.step() in step_mode 'sync' and "
+    "'overlap', with float32 parameters, or with bfloat16 ones and master_weights='none'."
 )
 
 _READ_BY_STEPS = {
@@ -122,6 +126,11 @@ def refuse_unsteppable(optimizer: Optimizer, masters: MasterRule) -> None:
             "cannot run beside them. Use step_mode='sync' without offload."
         )
     refuse_replaced(optimizer)
+    if not is_splittable(optimizer):
+        raise UnsupportedError(
+            f"{name} is not one of torch's optimizers, whose steps treat each parameter alone: it "
+            f"is not stepped in parts, on another thread or with float32 masters ({WHY}). {ALONE}"
+        )
     if any(getattr(p, "_fsdp_flattened", False) for p in parameters_of(optimizer)):
         raise UnsupportedError(
             f"{name} steps parameters of FSDP1 (FullyShardedDataParallel), expected FSDP2, whose "
@@ -153,8 +162,6 @@ def _refuse_masters(optimizer: Optimizer, params: Sequence[Tensor]) -> None:
         got = f"has parameters of {', '.join(map(str, others))}, expected float32 or less"
     elif len(set(map(id, params))) < len(params):
         got = "has a parameter twice in one group, expected each once"
-    elif not is_splittable(optimizer):
-        got = "is not one of torch's optimizers, whose steps treat each parameter alone"
     else:
         return
     raise UnsupportedError(
@@ -198,8 +205,7 @@ def is_on(place: torch.device, device: torch.device) -> bool:
 
 def _refuse_shards(optimizer: Optimizer) -> None:
     """Raise where a step on this rank's shards alone is not the same."""
-    by_matrix = not _BY_MATRIX.isdisjoint(cls.__name__ for cls in type(optimizer).__mro__)
-    if is_splittable(optimizer) and not by_matrix:
+    if _BY_MATRIX.isdisjoint(cls.__name__ for cls in type(optimizer).__mro__):
         return
     if any(hasattr(p, "to_local") for p in parameters_of(optimizer)):
         raise UnsupportedError(

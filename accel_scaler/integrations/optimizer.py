@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterable
 from functools import wraps
@@ -19,6 +20,7 @@ from ..async_optimizer import (
     has_successor,
     hold_scaled,
     holds_masters,
+    is_splittable,
     refuse_compensation,
     refuse_sharing,
     refuse_spread,
@@ -34,6 +36,8 @@ from ..untraced import untraced
 
 if TYPE_CHECKING:
     from .attachment import Attachment
+
+logger = logging.getLogger("accel_scaler")
 
 
 class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
@@ -211,6 +215,12 @@ def adopt(optimizer: Any, attachment: Attachment, frozen_too: bool = False) -> N
             models=lambda: [] if (known := ref()) is None else known.models,
             fences_reads=True,
         )
+    elif config.step_mode == "overlap" and not is_splittable(inner):
+        logger.warning(
+            "%s is stepped inside optimizer.step(), not beside forward and backward: it is not one "
+            "of torch's, whose steps treat each parameter alone",
+            type(inner).__name__,
+        )
     _change_class(optimizer, ScaledOptimizer)
     optimizer.join(attachment, hooks)
 
@@ -218,12 +228,13 @@ def adopt(optimizer: Any, attachment: Attachment, frozen_too: bool = False) -> N
 def _needs_async_stepper(inner: Optimizer, config: ScalerConfig, frozen_too: bool = False) -> bool:
     if async_stepper_of(inner) is not None:
         return False
-    if config.step_mode != "sync" or config.offload != "none":
+    masters = MasterRule.of(config)
+    if masters.every or (config.step_mode == "overlap" and is_splittable(inner)):
         return True
     # Called at every backward, so without a Python loop. float16 without a master is refused.
     params: Iterable[torch.Tensor] = parameters_of(inner)
     stepped_ones = params if frozen_too else filter(attrgetter("requires_grad"), params)
-    low = MasterRule.of(config).dtypes | {torch.float16}
+    low = masters.dtypes | {torch.float16}
     return not low.isdisjoint(map(attrgetter("dtype"), stepped_ones))
 
 

@@ -38,7 +38,7 @@ class Fused(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("mode", ["sync", "overlap"])
-def test_it_receives_what_torch_sets(mode: Any) -> None:
+def test_it_receives_what_torch_sets(mode: Any, caplog: pytest.LogCaptureFixture) -> None:
     def run(accelerator: Any) -> tuple[list[Any], list[Tensor]]:
         torch.manual_seed(1)
         net = mlp()
@@ -60,3 +60,4 @@ def test_it_receives_what_torch_sets(mode: Any) -> None:
     ours, got = run(accelerator)
     assert ours == stock
     assert all(map(torch.equal, got, expected))
+    assert ("Fused is stepped inside optimizer.step()" in caplog.text) == (mode == "overlap")

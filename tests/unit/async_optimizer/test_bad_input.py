@@ -110,7 +110,8 @@ def test_whatever_ends_the_making_leaves_nothing_behind(
     model, scaler = nn.Linear(4, 1), GradScaler("cpu", init_scale=4.0)
     inner = sgd(model.parameters())
     before = {key: len(value) for key, value in vars(inner).items() if "hooks" in key}
-    holder = inner if hasattr(inner, where) else model if hasattr(model, where) else scaler
+    holders = (torch.optim.Optimizer, model, scaler)
+    holder: Any = next(each for each in holders if hasattr(each, where))
 
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt

@@ -256,7 +256,7 @@ class AsyncStepper(Stepper):
                 "is lost. Call optimizer.synchronize() before changing parameters."
             )
         if self.delayed is not None:
-            self.delayed.forget_kept([p.param for p in edited if not p.holds_master])
+            self.delayed.forget_kept([p.param for p in edited if p.is_edited])
         for pair in edited:
             pair.refresh()
 
@@ -264,7 +264,8 @@ class AsyncStepper(Stepper):
         """Bring edits through ``.data`` to the masters, as a step does: they are about to be read.
         Does nothing while they are newer than the model."""
         with self.lock, torch.inference_mode(False), self.streams.as_at_home():
-            if not (self.is_published and self.replica.has_masters):
+            is_known = self.replica.has_masters and not self.replica.has_loaded
+            if not (self.is_published and is_known):
                 return
             edited = self.replica.take_edits()
             if edited:
@@ -825,6 +826,7 @@ class AsyncStepper(Stepper):
                 rest = {k: without_master(entry) for k, entry in entries.items()}
                 masters = {k: entry_of(entries, k).get(MASTER) for k in entries}
                 replica.load_state({**state_dict, "state": rest}, masters)
+                self._note_versions()
         counts = [float(e["step"]) for e in entries.values() if isinstance(e, dict) and "step" in e]
         if counts:  # a warm-up goes on where it was
             self.steps = int(max(counts))

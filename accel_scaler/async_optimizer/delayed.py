@@ -88,7 +88,7 @@ class DelayedUpdates:
         present = set(map(id, self._replica.pairs))
         kept: list[tuple[ParameterPair, Tensor]] = []
         for pair, value in self.kept:
-            if id(pair) in present and pair.holds_master:
+            if id(pair) in present and not pair.is_edited:
                 kept.append((pair, value))
             elif id(pair) in present:
                 pair.refresh()  # edited through ``.data``, which no version counts

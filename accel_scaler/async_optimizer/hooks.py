@@ -172,7 +172,7 @@ class SyncHooks:
                 if isinstance(entry, dict):  # a plain optimizer may have loaded what is ours
                     own = without_master(entry)
                     entry = {key: _export(pair, value) for key, value in own.items()}
-                if pair.is_rounded and (stepper.steps or pair.loaded is not None):
+                if pair.is_rounded and (stepper.steps or stepper.replica.has_loaded):
                     entry = {**(entry or {}), MASTER: _export(pair, pair.stepped.data)}
                 if entry is None or is_empty(entry):
                     state.pop(index, None)  # made for sharing, never filled

@@ -196,10 +196,8 @@ class InflightStep:
             try:
                 if update.on_edits is not None and (edited := replica.take_edits()):
                     update.on_edits(edited)
-                replica.forget_loaded()
-                error: PreviewError | None = None
                 if update.previews is not None:
-                    error = self._publish_previews(update, update.previews)
+                    self._publish_previews(update, update.previews)
                 elif self.lead:
                     for part in replica.parts:
                         self._publish(part)
@@ -208,7 +206,7 @@ class InflightStep:
                     # Masters are overwritten from here on; what was sent up has to be there.
                     streams.wait_on_host(self.events[-1] if self.events else update.ready)
                 if update.fn is None:
-                    self._step(update, error)
+                    self._step(update)
                 else:
                     self._run(update, update.fn)
             finally:
@@ -227,7 +225,7 @@ class InflightStep:
             finally:
                 self.replica.keep()
 
-    def _publish_previews(self, update: Update, previews: Previews) -> PreviewError | None:
+    def _publish_previews(self, update: Update, previews: Previews) -> None:
         """What the next forward sees, part by part, before the update itself."""
         replica, on_device = self.replica, update.on_device
         grads = update.grads if on_device is None else on_device
@@ -240,9 +238,6 @@ class InflightStep:
                     self.streams.wait(event)
                 on_device[mine] = [None] * len(part.pairs)  # the update takes long, with copies
             self._advance()
-        # With state on the host the model is on a device, where it may be written to meanwhile.
-        is_near = self.streams.is_host or not replica.offload
-        return PreviewError() if self._measures and is_near else None
 
     def _factors(self, update: Update, grads: Sequence[Tensor | None]) -> list[float]:
         """What each gradient is still to be multiplied by. Synchronises with the device."""
@@ -254,8 +249,14 @@ class InflightStep:
             for p, g, factor in zip(replica.ordered, grads, due, strict=True)
         ]
 
-    def _step(self, update: Update, error: PreviewError | None) -> None:
+    def _step(self, update: Update) -> None:
         replica, grads, deferred = self.replica, update.grads, update.deferred
+        # With state on the host the model is on a device, where it may be written to meanwhile.
+        is_near = self.streams.is_host or not replica.offload
+        error: PreviewError | None = None
+        if self._measures and update.previews is not None and is_near:
+            stepped = zip(replica.ordered, grads, strict=True)
+            error = PreviewError([p for p, g in stepped if p.is_master and g is not None])
         buffered = not deferred.clips and replica.fill_buffers(grads, deferred.multiply)
         if buffered:
             self.task.spent.append(grads)
@@ -264,8 +265,6 @@ class InflightStep:
             final = grads[mine] if buffered else self._bring(part, update)
             if not buffered:
                 grads[mine] = [None] * len(final)
-            if error is not None:
-                error.before_update(part, final)
             try:
                 replica.step_part(part, final, deferred.divide, buffered)
             except BaseException:
@@ -275,8 +274,6 @@ class InflightStep:
             if not self.is_stale:
                 self._publish(part)
             self._advance()
-            if error is not None:
-                error.after_update()
         if error is not None:
             self.timing.preview_error = error.read()
 

@@ -65,8 +65,6 @@ class ParameterPair:
         """Host memory for the preview of the next update (``delayed``), in the model's dtype."""
         self.guard: Any = None
         """The handle of the hook that waits before a backward adds to the gradient."""
-        self.loaded: Tensor | None = None
-        """A master from a state dict, until the next step: the model may be loaded after it."""
 
     def give_master(self, memory: Tensor) -> None:
         """Step ``memory`` (float32) from now on, starting from the parameter's values."""
@@ -83,26 +81,18 @@ class ParameterPair:
         return self.is_master and self.target.dtype in LOW_PRECISION
 
     @property
-    def holds_master(self) -> bool:
-        """Whether the parameter is, bit for bit, what the master (or the one it was saved with)
-        rounds to. Reads all of both; synchronises with the device."""
-        return have_same_bits(self.stepped if self.loaded is None else self.loaded, self.target)
-
-    @property
     def is_edited(self) -> bool:
-        """Whether the parameter is not what its master rounds to. Synchronises with the device."""
+        """Whether the parameter is not, bit for bit, what its master rounds to. Reads all of both;
+        synchronises with the device."""
         return self.is_master and not have_same_bits(self.stepped, self.target)
 
     @torch.no_grad()
-    def refresh(self, master: Tensor | None = None) -> None:
+    def refresh(self) -> None:
         """Take over what was written to the parameter: a master stays where it rounds to it."""
-        master = self.loaded if master is None else master
-        kept = self.stepped if master is None else master.to(self.stepped.device, torch.float32)
-        now = self.target.to(self.stepped.device)
-        if self.is_rounded and kept.shape == now.shape:
-            self.stepped.copy_(torch.where(kept.to(now.dtype) == now, kept, now.float()))
-        else:
-            self.stepped.copy_(now)
+        now, master = self.target.to(self.stepped.device), self.stepped
+        if self.is_rounded:
+            now = torch.where(master.to(now.dtype) == now, master, now.float())
+        master.copy_(now)
 
     def publish(self, streams: SideStreams) -> None:
         """Write the master to the model, rounded to its dtype. Call without autograd."""
@@ -203,6 +193,6 @@ def _give_masters(
             pair.host_grad, pair.staging = grad, staging.get(pair)
     for pair in pairs:
         before = old.get(id(pair.param))
-        if before is not None and before.is_master:
-            pair.loaded = before.loaded
-            pair.refresh(before.stepped.data if pair.loaded is None else pair.loaded)
+        if before is not None and before.is_master and before.stepped.shape == pair.stepped.shape:
+            pair.stepped.copy_(before.stepped)
+            pair.refresh()

@@ -441,44 +441,35 @@ class Previews:
 
 class PreviewError:
     """How far the previews of one step are off its exact update, on samples of the tensors, in the
-    model's dtype."""
+    model's dtype.
 
-    def __init__(self) -> None:
-        self._masters: list[tuple[Tensor, torch.dtype]] = []
-        """Of the part that is updated, with the dtypes of the model's parameters."""
-        self._preview = self._before = torch.empty(0)
-        self._norms: list[Tensor] = []
-        """Two for each part: of exact - preview and of exact - before."""
+    Args:
+        pairs: about to be updated; the model has their previews.
+    """
 
     @torch.no_grad()
-    def before_update(self, part: Part, grads: Sequence[Tensor | None]) -> None:
-        """A part is about to be updated with ``grads``; the model has its preview."""
-        due = [
-            pair
-            for pair, grad in zip(part.pairs, grads, strict=True)
-            if pair.is_master and grad is not None
-        ]
-        self._masters = [(_sample(pair.stepped.detach()), pair.target.dtype) for pair in due]
-        if due:
-            self._preview = torch.cat([_sample(pair.target).float() for pair in due])
-            self._before = self._rounded()
+    def __init__(self, pairs: Sequence[ParameterPair]) -> None:
+        self._pairs = pairs
+        self._previews = [_sample(pair.target).to(torch.float32, copy=True) for pair in pairs]
+        self._before = self._rounded()
 
     @torch.no_grad()
-    def after_update(self) -> None:
-        """The part was updated."""
-        if self._masters:
-            exact = self._rounded()
-            for other in (self._preview, self._before):
-                self._norms.append(torch.linalg.vector_norm(exact - other))
-
     def read(self) -> float | None:
-        """Norm of exact - preview over that of exact - before; None: nothing has moved."""
-        norms = torch.stack(self._norms).tolist() if self._norms else []
-        moved = math.hypot(*norms[1::2])
-        return math.hypot(*norms[::2]) / moved if moved else None
+        """Once they are updated: the norm of exact - preview over that of exact - before; None:
+        nothing has moved."""
+        exact, norms = self._rounded(), []
+        for other in (self._previews, self._before):
+            each = torch._foreach_norm(torch._foreach_sub(exact, other)) if exact else []
+            norms.append(math.hypot(*(float(norm) for norm in each)))
+        return norms[0] / norms[1] if norms[1] else None
 
-    def _rounded(self) -> Tensor:
-        return torch.cat([master.to(kind).float() for master, kind in self._masters])
+    def _rounded(self) -> list[Tensor]:
+        """What the masters round to."""
+        samples = [_sample(pair.stepped.detach()) for pair in self._pairs]
+        return [
+            sample.to(pair.target.dtype, copy=True).float()
+            for pair, sample in zip(self._pairs, samples, strict=True)
+        ]
 
 
 def _sample(t: Tensor) -> Tensor:

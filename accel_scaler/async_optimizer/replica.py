@@ -111,8 +111,8 @@ class Replica:
         """The model holds some parameters in less than their masters' precision."""
         self.has_masters = self.is_sharded = False
         self.copy: Any = None
-        self._has_loaded = False
-        """Some pairs keep masters from a state dict."""
+        self.has_loaded = False
+        """Masters were loaded, and the model perhaps not yet: until the next step."""
         self._buffers: list[Any] = []
         """See Note [Small tensors]; empty: not all of them are small."""
         self._removed: list[ParameterPair] = []
@@ -375,10 +375,9 @@ class Replica:
                 state[pair.param] = entry
             if pair.is_master:
                 master = masters.get(index)
-                pair.loaded = None if master is None else shard_of(master, pair.param)
-                pair.refresh(pair.target if master is None else None)
-                self._has_loaded = True
-        self._state = None
+                loaded = pair.target if master is None else shard_of(master, pair.param)
+                pair.stepped.data.copy_(loaded)
+        self._state, self.has_loaded = None, True
 
     def take_edits(self) -> list[Tensor]:
         """Before a step, while the model has what was published: bring to the masters what was
@@ -387,18 +386,12 @@ class Replica:
         Reads samples of all masters and parameters. Synchronises with the device.
         """
         edited = self._spot_check.find()
-        if self._has_loaded:  # a model is loaded after its masters, perhaps through ``.data``
-            loaded = [pair for pair in self.pairs if pair.loaded is not None]
-            edited += [pair for pair in loaded if pair not in edited and pair.is_edited]
+        if self.has_loaded:  # the model, too, by now, perhaps through ``.data``
+            edited = [pair for pair in self.pairs if pair.is_edited]
+            self.has_loaded = False
         for pair in edited:
             pair.refresh()
         return [pair.param for pair in edited]
-
-    def forget_loaded(self) -> None:
-        """A step begins: the model has been loaded by now, if it ever is."""
-        for pair in self.pairs if self._has_loaded else ():
-            pair.loaded = None
-        self._has_loaded = False
 
     def step_part(
         self,

@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum, auto
 from itertools import chain
 from typing import Any
 
@@ -64,6 +65,22 @@ from .supported_optimizers import refuse_overlap
 from .worker import Worker
 
 logger = logging.getLogger("accel_scaler")
+
+
+class Stage(Enum):
+    """Where a stepper stands between two steps."""
+
+    IDLE = auto()
+    """Model, masters and state are the newest."""
+    RUNNING = auto()
+    """A step is in flight."""
+    COMPUTED = auto()
+    """The step is done, and masters are newer than the model (``delayed``)."""
+    PUBLISHING = auto()
+    """Values are written to the model outside of a step. An interrupt leaves this stage, and the
+    next fence publishes again."""
+    CLOSED = auto()
+    """The optimizer is torch's again."""
 
 
 class AsyncStepper(Stepper):
@@ -131,7 +148,9 @@ class AsyncStepper(Stepper):
         """``id`` of parameters that another optimizer steps too: it needs their gradients."""
         self.sees_forwards = False
         """A model is watched, so it is known when a training forward begins."""
+        self.stage = Stage.IDLE
         self._inflight: InflightStep | None = None
+        """Of stage ``RUNNING``."""
         self._guards_backward, self._fences_reads = guards_backward, fences_reads
         self._is_learning = False
         """The next step records the order in which the forward uses parameters."""
@@ -159,7 +178,7 @@ class AsyncStepper(Stepper):
     @property
     def is_published(self) -> bool:
         """The model has the newest values."""
-        return self._inflight is None and not self.has_newer
+        return self.stage in (Stage.IDLE, Stage.CLOSED)
 
     def claim(self) -> None:
         """This thread trains from here on: failures are raised in it."""
@@ -206,7 +225,7 @@ class AsyncStepper(Stepper):
         self._finish_preparation()
         # Masters made in an evaluation are stepped outside of it.
         with self.lock, torch.inference_mode(False), self.streams.as_at_home():
-            if self._inflight is not None:
+            if self.stage is Stage.RUNNING:
                 return  # of the thread that trains, which has refreshed for itself
             self._follow_edits()
             if not is_current:
@@ -221,8 +240,7 @@ class AsyncStepper(Stepper):
             places = {id(p): place_of(local(p.detach())) for p in self.delayed.newer}
             pairs = [pair for pair in replica.pairs if id(pair.param) in places]
             moved = [p.param for p in pairs if places[id(p.param)] != place_of(p.target)]
-            self.delayed.publish()
-            self._note_versions()
+            self._publish(self.delayed)
         before = replica.pairs
         replica.follow()
         unguard(before, kept=replica.pairs)
@@ -292,8 +310,7 @@ class AsyncStepper(Stepper):
         Blocks until the step before is finished; does not synchronise with the device. Where it
         raises, nothing was taken.
         """
-        if self.streams.copies_beside:
-            refuse_capture("optimizer.step()")
+        self._refuse_capture("optimizer.step()")
         self.claim()
         self.was_skipped = False
         self._run_hooks("pre")
@@ -314,8 +331,7 @@ class AsyncStepper(Stepper):
 
         ``prepare`` returns it, once the step before is finished. What is ``deferred`` comes first.
         """
-        if self.streams.copies_beside:
-            refuse_capture("submit()")
+        self._refuse_capture("submit()")
         self.claim()
         self._finish_for_boundary()
         find_shared()  # another may have come to need what is taken here
@@ -332,8 +348,12 @@ class AsyncStepper(Stepper):
             self.delayed.kept = []
             self._synchronize(keeps=False)
 
+    def _refuse_capture(self, call: str) -> None:
+        if self.streams.copies_beside:
+            refuse_capture(call)
+
     def _finish_for_boundary(self) -> None:
-        if async_stepper_of(self.optimizer) is not self:
+        if self.stage is Stage.CLOSED:
             raise OrderError(
                 f"a step of {type(self.optimizer).__name__} came after its stepper was closed. "
                 "Make another AsyncOptimizer, or prepare the optimizer again."
@@ -397,7 +417,7 @@ class AsyncStepper(Stepper):
         ]
         reads_device = update.on_device is not None
         try:
-            self._inflight = step
+            self.stage, self._inflight = Stage.RUNNING, step
             if fn is not None:
                 for p in replica.params:
                     if id(p) not in self.shared:
@@ -416,9 +436,9 @@ class AsyncStepper(Stepper):
                 self._await_part(step, step.lead)  # others write to it unseen
         except BaseException as error:  # Ctrl-C, or no thread to be had
             if step.task.abandon(error):
-                self._lose(step)
                 if delayed is not None:
                     delayed.newer, delayed.kept = before
+                self._lose(step)
                 logger.error(
                     "%s: its update was not handed over (%s): no parameter has moved, its "
                     "gradients are lost. Training goes on with new ones.",
@@ -547,8 +567,7 @@ class AsyncStepper(Stepper):
         return part if self.streams.copies_beside else step.task.done
 
     def _await_part(self, step: InflightStep, part: int) -> None:
-        if self.streams.copies_beside:
-            refuse_capture("a parameter whose update is due")
+        self._refuse_capture("a parameter whose update is due")
         if not step.wait(part):
             self._finish(step)
         step.follow(part)
@@ -583,8 +602,7 @@ class AsyncStepper(Stepper):
         self._finish_preparation()
 
     def _finish(self, step: InflightStep, everywhere: bool = False) -> None:
-        if self.streams.copies_beside:
-            refuse_capture("a step in flight")
+        self._refuse_capture("a step in flight")
         ok = self._wait(step)
         if everywhere:
             self.streams.follow_last(on_host=True)
@@ -600,7 +618,7 @@ class AsyncStepper(Stepper):
                     # new threads.
                     torch.set_num_threads(torch.get_num_threads())
                 if ok or self.is_trained_here:
-                    self._inflight = None
+                    self._settle()
                     if not ok:
                         self._recover()
         if not ok:
@@ -616,8 +634,18 @@ class AsyncStepper(Stepper):
             with torch.inference_mode(False):
                 self.delayed.drop_preparation()
                 self.streams.wait_for_all()
-                self.delayed.publish()
-                self._note_versions()
+                self._publish(self.delayed)
+
+    def _settle(self) -> None:
+        """No step is in flight any more."""
+        self._inflight = None
+        self.stage = Stage.COMPUTED if self.has_newer else Stage.IDLE
+
+    def _publish(self, delayed: DelayedUpdates) -> None:
+        self.stage = Stage.PUBLISHING
+        delayed.publish()
+        self._note_versions()
+        self.stage = Stage.IDLE
 
     def _release(self, step: InflightStep, learn: bool = True) -> None:
         hold, step.hold = step.hold, None
@@ -646,7 +674,7 @@ class AsyncStepper(Stepper):
 
     def _lose(self, step: InflightStep) -> None:
         """``step`` is given up. Under the lock."""
-        self._inflight = None
+        self._settle()
         self._release(step, learn=False)
         self._drop_lost_gradients()
 
@@ -718,7 +746,7 @@ class AsyncStepper(Stepper):
                     f"{self._trainer.name}. Call optimizer.synchronize() there before reading "
                     "here, or use step_mode='overlap'."
                 )
-            if self._inflight is not None:
+            if self.stage is Stage.RUNNING:
                 return
             if delayed.previews is not None:
                 delayed.previews.forget()  # the caller may edit what it reads
@@ -728,8 +756,7 @@ class AsyncStepper(Stepper):
                 self._follow_edits()
                 if keeps and self.sees_forwards:
                     delayed.keep_previews()
-                delayed.publish()
-                self._note_versions()
+                self._publish(delayed)
 
     def synchronize_memory(self, tensors: Iterable[Tensor]) -> None:
         """:meth:`synchronize`, where any of ``tensors`` shares a parameter's memory."""
@@ -774,12 +801,13 @@ class AsyncStepper(Stepper):
         self.refresh()
         with self.lock, torch.inference_mode(False), torch.no_grad(), self.streams.as_at_home():
             self.streams.wait_for_all()
-            if self.has_newer:  # this was interrupted before
-                delayed.publish()
-                self._note_versions()
+            if self.stage is Stage.PUBLISHING:  # this was interrupted before
+                self._publish(delayed)
             self.follow_unseen_edits()  # of parameters without a preview
+            self.stage = Stage.PUBLISHING
             delayed.give_back()
             self._note_versions()
+            self._settle()
 
     def _prepare(self) -> None:
         """Prepare the previews of the next boundary; does nothing on other threads."""
@@ -849,7 +877,7 @@ class AsyncStepper(Stepper):
             state = self.optimizer.state
             for p in [p for p, entry in state.items() if isinstance(p, Tensor) and is_empty(entry)]:
                 del state[p]
-            self._inflight = None
+            self.stage, self._inflight = Stage.CLOSED, None
 
     def give_way(self) -> None:
         """Another optimizer owns the parameters from now on: close this one."""

@@ -23,6 +23,12 @@ from .hooks import SyncHooks
 from .shared_parameters import refuse_successor, take_over
 from .worker import Worker
 
+SETTINGS = (
+    *("master_weights", "delay_warmup_steps", "delay_compensation"),
+    *("optimizer_threads", "fold_unscale", "sharded"),
+)
+"""Of a step, beside its mode and offload."""
+
 
 class AsyncOptimizer(Optimizer):
     """Steps a torch optimizer on a thread of its own.
@@ -55,15 +61,11 @@ class AsyncOptimizer(Optimizer):
         scaler: scales the loss; its windows end with :meth:`step`.
         mode: ``"overlap"``, ``"delayed"`` or ``"sync"``: ``step_mode`` of ``ScalerConfig``.
         offload: ``"cpu"`` for state and float32 masters in host memory, else ``"none"``.
-        master_weights: as in ``ScalerConfig``; where no ``scaler`` scales, ``"auto"`` steps
-            bfloat16 parameters in place, as torch does.
-        delay_warmup_steps: as in ``ScalerConfig``, as all that follow.
-        delay_compensation: what ``delayed`` gives the model of an update until it is published.
-        optimizer_threads: threads of the step's CPU kernels.
-        fold_unscale: let the fused kernel unscale and clip.
-        sharded: ranks hold different gradients in a way that the parameters do not show.
         observer: receives the events of each window, as a ``telemetry.recorder.Recorder`` of
             ``scaler`` does. Ignored where the scaler has a boundary already.
+        settings: fields of ``ScalerConfig``: ``master_weights`` (where no ``scaler`` scales,
+            ``"auto"`` steps bfloat16 parameters in place, as torch does), ``delay_warmup_steps``,
+            ``delay_compensation``, ``optimizer_threads``, ``fold_unscale`` and ``sharded``.
 
     Raises:
         ConfigError: a wrong argument, or a model without any of the optimizer's parameters.
@@ -79,34 +81,24 @@ class AsyncOptimizer(Optimizer):
         scaler: GradScaler | None = None,
         mode: str = "overlap",
         offload: str = "none",
-        master_weights: str = "auto",
-        delay_warmup_steps: int = 0,
-        delay_compensation: str = "auto",
-        optimizer_threads: int | str = "auto",
-        fold_unscale: bool = False,
-        sharded: bool = False,
         observer: Observer | None = None,
+        **settings: Any,
     ) -> None:
         config = ScalerConfig.from_mapping(
-            {
-                "step_mode": mode,
-                "offload": offload,
-                "master_weights": master_weights,
-                "delay_warmup_steps": delay_warmup_steps,
-                "delay_compensation": delay_compensation,
-                "optimizer_threads": optimizer_threads,
-                "fold_unscale": fold_unscale,
-                "sharded": sharded,
-            },
-            "AsyncOptimizer",
+            {"step_mode": mode, "offload": offload, **settings}, "AsyncOptimizer"
         )
+        if foreign := settings.keys() - SETTINGS:
+            raise ConfigError(
+                f"AsyncOptimizer: got {', '.join(sorted(foreign))}, expected of the settings only "
+                f"{', '.join(SETTINGS)}. The scale's are arguments of GradScaler."
+            )
         _check_arguments(optimizer, model, scaler)
         # Optimizer.__init__ would make groups of its own; these are the wrapped one's.
         self.optimizer, self.model, self.scaler = optimizer, model, scaler
         self._config, self._observer = config, observer
         self._closed = False
         self._open()
-        if scaler is not None and sharded:
+        if scaler is not None and config.sharded:
             scaler.sharded = True
 
     def _open(self) -> None:

@@ -135,7 +135,7 @@ class Row:
 
 def measure(bench: Bench, repeats: int) -> tuple[dict[str, float], dict[str, Row]]:
     """Medians of the phases of a step that is only waited for, and a row for each kind of work."""
-    for _ in range(4):  # the first steps make state and learn the order
+    for _ in range(4):  # the first steps make state
         bench.boundary(None)
     busy = 1.5 * statistics.median(bench.boundary(None)["T"] for _ in range(5))
     work: dict[str, Work] = {

@@ -1,7 +1,7 @@
 """The step of one optimizer, handed to the optimizer thread: when it runs, who waits, how it fails.
 
 ``sync``: on the training thread (or awaited, with state in host memory). ``overlap``: part by part
-in forward order, each parameter awaited where it is used. ``delayed``: masters are updated, and
+in the model's order, each parameter awaited where it is used. ``delayed``: masters are updated, and
 published one step late (:mod:`.delayed`).
 """
 
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 
@@ -152,8 +153,6 @@ class AsyncStepper(Stepper):
         self._inflight: InflightStep | None = None
         """Of stage ``RUNNING``."""
         self._guards_backward, self._fences_reads = guards_backward, fences_reads
-        self._is_learning = False
-        """The next step records the order in which the forward uses parameters."""
         self._versions: dict[int, int] = {}
         """With masters: by ``id``, each parameter's when it last was what its master rounds to."""
         self._logged_edits = False
@@ -246,7 +245,6 @@ class AsyncStepper(Stepper):
         unguard(before, kept=replica.pairs)
         if self.delayed is not None:
             self.delayed.follow()
-        self._is_learning = self.is_beside
         self._note_versions(self._versions)
         if moved:
             raise OrderError(
@@ -277,6 +275,12 @@ class AsyncStepper(Stepper):
             self.delayed.forget_kept([p.param for p in edited if p.is_edited])
         for pair in edited:
             pair.refresh()
+
+    def order_by(self, model: Module) -> None:
+        """Update in the order in which ``model`` defines its parameters, about a forward's."""
+        self.finish()
+        with self.lock:
+            self.replica.order_by(Module.parameters(model))
 
     def follow_unseen_edits(self) -> None:
         """Bring edits through ``.data`` to the masters, as a step does: they are about to be read.
@@ -544,7 +548,7 @@ class AsyncStepper(Stepper):
             # Also where the forward waits: a compiled function may call it, and dynamo traces our
             # hooks to nothing.
             fence = self._publish_for_reader if is_fenced else None
-            step.hold_parameters(self.await_part, self._is_learning, fence)
+            step.hold_parameters(self.await_part, fence)
         self.worker.submit(task)
         is_awaited_later = step.hold is not None or self.wait_at is WaitAt.FORWARD
         if not self.is_beside or (is_seen and not is_awaited_later):
@@ -612,7 +616,7 @@ class AsyncStepper(Stepper):
             if self._inflight is step:
                 step.follow()
                 failure = None if ok else step.failure(name, self._names)
-                self._release(step, learn=ok)
+                self._release(step)
                 if self.is_trained_here:
                     # Kernels that ran on one thread have made the worker's number the default of
                     # new threads.
@@ -647,7 +651,7 @@ class AsyncStepper(Stepper):
         self._note_versions()
         self.stage = Stage.IDLE
 
-    def _release(self, step: InflightStep, learn: bool = True) -> None:
+    def _release(self, step: InflightStep) -> None:
         hold, step.hold = step.hold, None
         if hold is None:
             return
@@ -668,14 +672,11 @@ class AsyncStepper(Stepper):
                     "first.",
                     type(self.optimizer).__name__,
                 )
-        if self._is_learning and learn:
-            self._is_learning = False
-            self.replica.reorder(hold.seen)
 
     def _lose(self, step: InflightStep) -> None:
         """``step`` is given up. Under the lock."""
         self._settle()
-        self._release(step, learn=False)
+        self._release(step)
         self._drop_lost_gradients()
 
     def _drop_lost_gradients(self) -> None:

@@ -235,6 +235,7 @@ class SyncHooks:
             self._watch(model, stepper, mine)
             self._wait_for_others(model, stepper, mine)
             stepper.parameter_names.add_module(model)
+            stepper.order_by(model)
             self._models.add(model)
             stepper.sees_forwards = True
         self._watch_compiled(stepper)

@@ -124,7 +124,6 @@ class InflightStep:
     def hold_parameters(
         self,
         wait: Callable[[InflightStep, int], int],
-        one_by_one: bool,
         fence: Callable[[bool], bool] | None = None,
     ) -> None:
         """Make each use of a parameter wait for its part, where uses can be seen. Arguments as of
@@ -139,7 +138,7 @@ class InflightStep:
             ends = [0] * self.lead + ends
             part_of = {key: self.lead + part for key, part in part_of.items()}
         self.hold = ParameterHold(
-            replica.params, ends, part_of, partial(wait, self), one_by_one, self.order, fence
+            replica.params, ends, part_of, partial(wait, self), self.order, fence
         )
 
     def lift_fence(self, keep: bool) -> None:

@@ -305,7 +305,6 @@ class ParameterHold:
         part_of: ``id(parameter)`` -> parts that must be done for it.
         wait: called with a number of parts, on the thread that uses a parameter; returns how many
             are done (at least that many), or raises ``StepError``.
-        one_by_one: keep the others pending even if they are ready, to see the order of use.
         order: the parts on the device, where ``wait`` orders the present stream only. None: what
             was waited for is done.
         fence: called first, on the thread that uses a parameter, until it is set to None, with
@@ -319,19 +318,15 @@ class ParameterHold:
         ends: Sequence[int],
         part_of: dict[int, int],
         wait: Callable[[int], int],
-        one_by_one: bool = False,
         order: PartEvents | None = None,
         fence: Callable[[bool], bool] | None = None,
     ) -> None:
         self.params, self.ends, self.part_of, self._wait = params, ends, part_of, wait
-        self._one_by_one, self._order, self.fence = one_by_one, order, fence
+        self._order, self.fence = order, fence
         self._released = 0
         """How many of ``params``, from the first on."""
-        self._thread = threading.get_ident()
         self.was_traced = False
         """A compiled function has met one of the parameters while it was pending."""
-        self.seen: list[Tensor] = []
-        """Parameters in the order in which the thread that trains first used them."""
         self._mark = _Mark(self, order)
         wait_for_parameters(params)
         try:
@@ -357,8 +352,6 @@ class ParameterHold:
             part = len(self.ends)
         if fence is not None and fence(is_recorded):
             return
-        if threading.get_ident() == self._thread:
-            self.seen.append(p)
         try:
             done = self._wait(part)
         except StepError:
@@ -370,10 +363,7 @@ class ParameterHold:
             return
         if self._order is not None and not self._order.is_past(part, wait=everywhere):
             return
-        if self._one_by_one and not self.was_traced:
-            _release([p], self._mark, nn.Parameter)
-        else:
-            self.release(done)
+        self.release(done)
 
     def release(self, parts: int | None = None) -> None:
         """Restore the class of the parameters of the first ``parts`` (default: all)."""

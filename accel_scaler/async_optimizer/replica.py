@@ -93,6 +93,8 @@ class Replica:
         """Of the thread that handed the last step over."""
         self._edited: set[int] = set()
         """``id`` of parameters that were edited where no version counts."""
+        self._ranks: dict[int, int] = {}
+        """The order of the parts, by the ``id`` of parameters."""
         self._saved: set[int] = set()
         """``id`` of parameters whose masters are about to be loaded."""
         self.let_go()
@@ -191,16 +193,17 @@ class Replica:
         self._layout = self._layout_of(params)
         self._shares_memory = bool(overlapping([pair.target for pair in pairs]))
         self._make_copy()
-        self._split(pairs)
+        self._split()
         self._spot_check = SpotCheck(pairs, self._edited)
         self._state = None
         return True
 
-    def reorder(self, first_used: Sequence[Tensor]) -> None:
-        """Update in this order from now on; parameters that are not named come last."""
-        rank = {id(p): place for place, p in reversed(list(enumerate(first_used)))}
-        last = len(first_used)
-        self._split(sorted(self.ordered, key=lambda pair: rank.get(id(pair.param), last)))
+    def order_by(self, params: Iterable[Tensor]) -> None:
+        """Update in this order from now on, behind those named before; others come last."""
+        for p in params:
+            self._ranks.setdefault(id(p), len(self._ranks))
+        if self.pairs:
+            self._split()
 
     def _make_copy(self) -> None:
         cls: Any = known_class(type(self.optimizer))
@@ -216,10 +219,12 @@ class Replica:
             copy.param_groups[pair.group]["params"].append(pair.stepped)
         self.copy = copy
 
-    def _split(self, ordered: list[ParameterPair]) -> None:
-        """Cut the pairs into parts, in this order. Parameters that share memory are in one part,
-        in the optimizer's order: a use waits for one part."""
-        self.ordered = ordered = self.pairs if self._shares_memory else ordered
+    def _split(self) -> None:
+        """Cut the pairs into parts, in the model's order. Parameters that share memory are in one
+        part, in the optimizer's order: a use waits for one part."""
+        ranks, last = self._ranks, len(self._ranks)
+        in_order = sorted(self.pairs, key=lambda pair: ranks.get(id(pair.param), last))
+        self.ordered = ordered = self.pairs if self._shares_memory else in_order
         sizes = [pair.stepped.numel() for pair in ordered]
         size = min(max(sum(sizes) // PARTS, SMALLEST_PART), LARGEST_PART)
         cuts, have = [0], 0

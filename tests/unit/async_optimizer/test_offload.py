@@ -178,7 +178,7 @@ def test_parts_cover_each_parameter_once_in_order(monkeypatch: pytest.MonkeyPatc
     ]
     assert [(part.start, part.end) for part in replica.parts] == [(0, 2), (2, 4), (4, 5)]
     assert [part.groups for part in replica.parts] == [{0: [0, 1]}, {0: [0], 1: [1]}, {1: [0]}]
-    replica.reorder([params[4], params[0], params[4]])
+    replica.order_by([params[4], params[0]])
     assert [pair.param.numel() for pair in replica.ordered] == [2, 4, 4, 1, 9]
     assert all(
         a is b for a, b in zip(replica.params, [params[i] for i in (4, 0, 1, 2, 3)], strict=True)

@@ -26,7 +26,7 @@ BEFORE, AFTER = 1.0, 3.0
 class Source:
     """Parameters, one part each, whose update happens when somebody waits for it."""
 
-    def __init__(self, count: int = 1, one_by_one: bool = False, dtype: Any = None) -> None:
+    def __init__(self, count: int = 1, dtype: Any = None) -> None:
         self.params = [nn.Parameter(torch.full((2, 3), BEFORE, dtype=dtype)) for _ in range(count)]
         self.waited: list[int] = []
         self.memory = [p.detach() for p in self.params]
@@ -35,7 +35,6 @@ class Source:
             list(range(1, count + 1)),
             {id(p): place for place, p in enumerate(self.params, 1)},
             self.wait,
-            one_by_one,
         )
 
     def wait(self, parts: int) -> int:
@@ -230,16 +229,6 @@ def test_one_use_waits_only_for_the_parts_it_needs_and_frees_those_that_are_done
     assert source.waited == [2], "a parameter that is ready costs nothing"
     torch.cat([source.params[3], source.params[2]])
     assert source.waited == [2, 4]
-    assert source.pending == [False] * 4
-
-
-def test_the_first_time_each_use_is_seen_in_order_though_all_are_ready() -> None:
-    source = Source(4, one_by_one=True)
-    for place in (2, 0, 2, 3):
-        source.params[place] + 1
-    assert list(map(id, source.hold.seen)) == [id(source.params[i]) for i in (2, 0, 3)]
-    assert source.pending == [False, True, False, False]
-    source.hold.release()
     assert source.pending == [False] * 4
 
 

@@ -170,11 +170,6 @@ class AsyncStepper(Stepper):
         return self.delayed is not None and bool(self.delayed.newer)
 
     @property
-    def has_kept(self) -> bool:
-        """A fence keeps previews for the next training forward."""
-        return self.delayed is not None and bool(self.delayed.kept)
-
-    @property
     def is_published(self) -> bool:
         """The model has the newest values."""
         return self.stage in (Stage.IDLE, Stage.CLOSED)
@@ -271,8 +266,6 @@ class AsyncStepper(Stepper):
                 "value was waiting to be published (step_mode='delayed'), which stays; the change "
                 "is lost. Call optimizer.synchronize() before changing parameters."
             )
-        if self.delayed is not None:
-            self.delayed.forget_kept([p.param for p in edited if p.is_edited])
         for pair in edited:
             pair.refresh()
 
@@ -292,8 +285,6 @@ class AsyncStepper(Stepper):
             edited = self.replica.take_edits()
             if edited:
                 self._log_edits(edited)
-            if self.delayed is not None:
-                self.delayed.forget_kept(edited)
 
     def _log_edits(self, params: list[Tensor]) -> None:
         if self._logged_edits:
@@ -349,8 +340,7 @@ class AsyncStepper(Stepper):
         self.claim()
         self.was_skipped = True
         if self.delayed is not None:
-            self.delayed.kept = []
-            self._synchronize(keeps=False)
+            self.synchronize()
 
     def _refuse_capture(self, call: str) -> None:
         if self.streams.copies_beside:
@@ -412,7 +402,7 @@ class AsyncStepper(Stepper):
         )
         if replica.is_sharded:  # FSDP2 took them on a stream of its own
             self.streams.keep([local(grad) for grad in found if grad is not None], at_home=True)
-        before = ([], []) if delayed is None else (delayed.newer, delayed.kept)
+        before = [] if delayed is None else delayed.newer
         # Not what stays as it is: another branch's backward may still need it.
         stepped = [
             p
@@ -428,9 +418,9 @@ class AsyncStepper(Stepper):
                         p.grad = None
             self._hold_gradients(step, held, 1 if reads_device else step.lead + 1)
             written = stepped if previews is not None or not is_stale else []
-            torch.autograd.graph.increment_version([*(before[0] if step.lead else ()), *written])
+            torch.autograd.graph.increment_version([*(before if step.lead else ()), *written])
             if delayed is not None:
-                delayed.newer, delayed.kept = stepped if is_stale else [], []
+                delayed.newer = stepped if is_stale else []
             self._note_versions()
             self.timing = step.timing
             self.steps += 1
@@ -441,7 +431,7 @@ class AsyncStepper(Stepper):
         except BaseException as error:  # Ctrl-C, or no thread to be had
             if step.task.abandon(error):
                 if delayed is not None:
-                    delayed.newer, delayed.kept = before
+                    delayed.newer = before
                 self._lose(step)
                 logger.error(
                     "%s: its update was not handed over (%s): no parameter has moved, its "
@@ -718,14 +708,10 @@ class AsyncStepper(Stepper):
             StepError: see :meth:`finish`.
             OrderError: in ``delayed`` another thread trains; its model would change.
         """
-        self._synchronize(keeps=True)
-
-    def _synchronize(self, keeps: bool) -> None:
-        """``keeps``: the next training forward is to see what the model has now."""
         self.finish(everywhere=True)
         self.streams.follow_last(on_host=True)  # what was finished on one stream alone
         if self.delayed is not None:
-            self._publish_newest(self.delayed, keeps)
+            self._publish_newest(self.delayed)
 
     @contextmanager
     def still(self) -> Iterator[None]:
@@ -737,7 +723,7 @@ class AsyncStepper(Stepper):
                     yield
                     return
 
-    def _publish_newest(self, delayed: DelayedUpdates, keeps: bool) -> None:
+    def _publish_newest(self, delayed: DelayedUpdates) -> None:
         with self.lock, torch.inference_mode(False):
             if self.has_newer and not self.is_trained_here:  # the other may just have gone on
                 raise OrderError(
@@ -754,8 +740,6 @@ class AsyncStepper(Stepper):
                 # Readers on other streams are in order before the next step, which this is not.
                 self.streams.wait_for_all()
                 self._follow_edits()
-                if keeps and self.sees_forwards:
-                    delayed.keep_previews()
                 self._publish(delayed)
 
     def synchronize_memory(self, tensors: Iterable[Tensor]) -> None:
@@ -768,15 +752,14 @@ class AsyncStepper(Stepper):
         if not asked.isdisjoint(mine):
             self.synchronize()
 
-    def _publish_for_reader(self, is_recorded: bool) -> bool:
+    def _publish_for_reader(self) -> bool:
         """A parameter is used between a step and the next training forward: publish the newest.
 
         Returns False on another thread than the one that trains: it sees what a forward would.
         """
         if not self.is_trained_here:
             return False
-        # What a backward needs the next forward must not overwrite: it sees the newest, too.
-        self._synchronize(keeps=not is_recorded)
+        self.synchronize()
         return True
 
     def lift_fence(self) -> None:
@@ -786,28 +769,11 @@ class AsyncStepper(Stepper):
             step.lift_fence(keep=self.wait_at is not WaitAt.FORWARD)
 
     def begin_forward(self) -> None:
-        """A training forward begins: it sees what it would have seen without the fences before."""
+        """A training forward begins."""
         self.lift_fence()
         if self.streams.copies_beside and is_capturing():
             return  # a graph reads what is there when it is replayed, and nothing may wait here
-        if self.has_kept and not self.hooks.is_called_by_watched():
-            with self.lock:  # another thread's forward begins after it, too
-                if self.delayed is not None and self.has_kept and self.is_trained_here:
-                    self._give_back_previews(self.delayed)
         self._prepare()
-
-    def _give_back_previews(self, delayed: DelayedUpdates) -> None:
-        self.finish(everywhere=True)
-        self.refresh()
-        with self.lock, torch.inference_mode(False), torch.no_grad(), self.streams.as_at_home():
-            self.streams.wait_for_all()
-            if self.stage is Stage.PUBLISHING:  # this was interrupted before
-                self._publish(delayed)
-            self.follow_unseen_edits()  # of parameters without a preview
-            self.stage = Stage.PUBLISHING
-            delayed.give_back()
-            self._note_versions()
-            self._settle()
 
     def _prepare(self) -> None:
         """Prepare the previews of the next boundary; does nothing on other threads."""
@@ -858,15 +824,13 @@ class AsyncStepper(Stepper):
         counts = [float(e["step"]) for e in entries.values() if isinstance(e, dict) and "step" in e]
         if counts:  # a warm-up goes on where it was
             self.steps = int(max(counts))
-        if self.delayed is not None:  # previews of what was before
-            self.delayed.kept = []
         self.refresh()
 
     def close(self) -> None:
         """Synchronise, give the optimizer back, remove what was put on parameters."""
         self.claim()
         try:
-            self._synchronize(keeps=False)
+            self.synchronize()
             self.wait_for_gradients()
         finally:
             if self._inflight is not None:

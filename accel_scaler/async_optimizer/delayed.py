@@ -1,20 +1,18 @@
 """What ``delayed`` adds to a stepper: values that the masters have and the model has not yet.
 
 Masters are updated exactly. Until the next boundary the model has the values before or a preview
-(:mod:`.preview`). A fence (an evaluation, a state dict) publishes the masters and keeps the
-previews that it overwrites: the next training forward gets them back. So looking changes nothing.
+(:mod:`.preview`). A fence (an evaluation, a state dict) publishes the masters, which the next
+training forward then reads, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import StepError
-from .master_params import ParameterPair
 from .preview import make_previews
 from .replica import Replica
 from .worker import Task, Worker
@@ -43,8 +41,6 @@ class DelayedUpdates:
         self.previews = make_previews(compensation, replica)
         self.newer: list[Tensor] = []
         """Parameters whose masters are newer than the model."""
-        self.kept: list[tuple[ParameterPair, Tensor]] = []
-        """Previews that a fence has overwritten, in host memory."""
         self._preparation: Task | None = None
         """Previews being prepared for the next boundary."""
 
@@ -56,23 +52,6 @@ class DelayedUpdates:
         """The replica has followed the optimizer: frozen parameters have no preview."""
         if self.previews is not None:
             self.previews.follow()
-        self.kept = [each for each in self.kept if each[0].is_trained]
-
-    def forget_kept(self, edited: Iterable[Tensor]) -> None:
-        """These parameters were edited: what they had before is not given back."""
-        ids = set(map(id, edited))
-        self.kept = [each for each in self.kept if id(each[0].param) not in ids]
-
-    def keep_previews(self) -> None:
-        """Copy the previews that are about to be overwritten; does nothing where that was done."""
-        if self.previews is None or self.kept:
-            return
-        newer = set(map(id, self.newer))
-        self.kept = [
-            (pair, pair.target.to("cpu", copy=True))
-            for pair in self._replica.pairs
-            if id(pair.param) in newer and pair.is_master and pair.is_trained
-        ]
 
     def publish(self) -> None:
         """Write the masters to the model, and wait until the device has."""
@@ -82,23 +61,6 @@ class DelayedUpdates:
         self._streams.wait_on_host(self._streams.record())
         torch.autograd.graph.increment_version(self.newer)
         self.newer = []
-
-    def give_back(self) -> None:
-        """Write the kept previews to the model, but for parameters edited since."""
-        present = set(map(id, self._replica.pairs))
-        kept: list[tuple[ParameterPair, Tensor]] = []
-        for pair, value in self.kept:
-            if id(pair) in present and not pair.is_edited:
-                kept.append((pair, value))
-            elif id(pair) in present:
-                pair.refresh()  # edited through ``.data``, which no version counts
-        # Before the first of them is written: an interrupt here may be followed by a save.
-        self.kept, self.newer = kept, [pair.param for pair, _ in kept]
-        for pair, value in kept:
-            pair.target.copy_(value)
-        self._streams.wait_on_host(self._streams.record())  # for whatever stream reads it
-        torch.autograd.graph.increment_version(self.newer)
-        self.kept = []
 
     # Previews are prepared behind the update before.
 

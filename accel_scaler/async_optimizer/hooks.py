@@ -381,20 +381,14 @@ def _before_forward(stepper: AsyncStepper, module: Module) -> None:
 
 def _before_inner_forward(stepper: AsyncStepper, module: Module) -> None:
     """Of any module, in ``delayed``: it may be evaluated alone."""
-    if not (stepper.has_newer or stepper.has_kept) or is_replaying() or is_in_backward():
+    if not stepper.has_newer or is_replaying() or is_in_backward():
         return
     if getattr(module, "_is_replica", False):
         return  # DataParallel's, on a thread of its own: the hook of its original has run
-    is_evaluated = _is_evaluated(module)
-    if not is_evaluated:
+    if not _is_evaluated(module):
         stepper.lift_fence()
-    # A frozen layer in the midst of a training forward is no evaluation, nor the reverse.
-    if is_evaluated != stepper.has_newer or stepper.hooks.is_called_by_watched():
-        return
-    if is_evaluated:
+    elif not stepper.hooks.is_called_by_watched():  # a frozen layer of a training forward
         stepper.synchronize()
-    else:
-        stepper.begin_forward()
 
 
 def _before_compiled_call(stepper: AsyncStepper, module: Module) -> None:
@@ -405,8 +399,6 @@ def _before_compiled_call(stepper: AsyncStepper, module: Module) -> None:
 
 def _before_gather(stepper: AsyncStepper, module: Any) -> None:
     """Before FSDP2 gathers a group's parameters: wait for their updates."""
-    if stepper.has_kept and not (_is_evaluated(module) or is_in_backward()):
-        stepper.begin_forward()
     # FSDP2 does not say in public what it gathers, and what ahead of time.
     state = module._get_fsdp_state()
     together = getattr(state, "_modules", None)  # fully_shard([a, b]) gathers both at a

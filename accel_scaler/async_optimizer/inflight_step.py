@@ -123,7 +123,7 @@ class InflightStep:
     def hold_parameters(
         self,
         wait: Callable[[InflightStep, int], int],
-        fence: Callable[[bool], bool] | None = None,
+        fence: Callable[[], bool] | None = None,
     ) -> None:
         """Make each use of a parameter wait for its part, where uses can be seen. Arguments as of
         :class:`.pending_parameter.ParameterHold`."""

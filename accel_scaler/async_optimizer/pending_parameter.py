@@ -38,7 +38,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import repeat
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -84,8 +84,6 @@ def _passive() -> frozenset[Any]:
 
 
 PASSIVE = _passive()
-_UNRECORDED = frozenset((cast(Any, Tensor.data).__get__, Tensor.detach))
-"""What autograd never saves for a backward."""
 
 
 class _PlainParameter(nn.Parameter):
@@ -151,10 +149,9 @@ def _torch_function(cls: type, func: Any, types: Any, args: Any = (), kwargs: An
         _wait_for(args[0])
         return Tensor._make_subclass(nn.Parameter, args[0].detach())
     pending = list(_pending_in((args, kwargs)))
-    is_recorded = torch.is_grad_enabled() and func not in _UNRECORDED
     try:
         for t in pending:
-            _wait_for(t, everywhere=False, is_recorded=is_recorded)
+            _wait_for(t, everywhere=False)
         return func(*args, **kwargs)
     finally:
         _take_back(pending)
@@ -211,13 +208,12 @@ def _pending_in(value: Any) -> Iterator[Any]:
             yield from _pending_in(item)
 
 
-def _wait_for(t: Any, everywhere: bool = True, is_recorded: bool = False) -> None:
+def _wait_for(t: Any, everywhere: bool = True) -> None:
     """Wait for the update of ``t``, or for the step that reads it. Any thread.
 
     Args:
         everywhere: for whatever stream uses it then. Else for the present one alone, and
             :func:`_take_back` follows.
-        is_recorded: a backward may need what is read.
     """
     if type(t) is PendingGradient:
         _wait_for_gradient(t, everywhere)
@@ -231,7 +227,7 @@ def _wait_for(t: Any, everywhere: bool = True, is_recorded: bool = False) -> Non
         asked = mark
         hold = mark.hold()
         if hold is not None:
-            hold.wait_for(t, everywhere, is_recorded)
+            hold.wait_for(t, everywhere)
         elif mark.follow(everywhere):
             _release([t], mark, nn.Parameter)
 
@@ -307,9 +303,9 @@ class ParameterHold:
             are done (at least that many), or raises ``StepError``.
         order: the parts on the device, where ``wait`` orders the present stream only. None: what
             was waited for is done.
-        fence: called first, on the thread that uses a parameter, until it is set to None, with
-            whether a backward may need what is read. Returns whether all is done by now. Else the
-            use waits for its part, and the parameter stays pending.
+        fence: called first, on the thread that uses a parameter, until it is set to None. Returns
+            whether all is done by now. Else the use waits for its part, and the parameter stays
+            pending.
     """
 
     def __init__(
@@ -319,7 +315,7 @@ class ParameterHold:
         part_of: dict[int, int],
         wait: Callable[[int], int],
         order: PartEvents | None = None,
-        fence: Callable[[bool], bool] | None = None,
+        fence: Callable[[], bool] | None = None,
     ) -> None:
         self.params, self.ends, self.part_of, self._wait = params, ends, part_of, wait
         self._order, self.fence = order, fence
@@ -335,22 +331,22 @@ class ParameterHold:
             self.release()
             raise
 
-    def wait_for(self, p: Tensor, everywhere: bool = True, is_recorded: bool = False) -> None:
+    def wait_for(self, p: Tensor, everywhere: bool = True) -> None:
         """Wait for ``p``, and restore the class of every parameter that is ready.
 
         Arguments as of ``_wait_for``.
         """
         with outside_transforms():
-            self._wait_for(p, everywhere, is_recorded)
+            self._wait_for(p, everywhere)
 
-    def _wait_for(self, p: Tensor, everywhere: bool, is_recorded: bool) -> None:
+    def _wait_for(self, p: Tensor, everywhere: bool) -> None:
         fence, part = self.fence, self.part_of[id(p)]
         if is_in_compiled_call():
             # It was compiled for plain parameters: each that is pending costs a compile, and from
             # some number on dynamo runs the function uncompiled. So one is to be the last.
             self.was_traced = everywhere = True
             part = len(self.ends)
-        if fence is not None and fence(is_recorded):
+        if fence is not None and fence():
             return
         try:
             done = self._wait(part)

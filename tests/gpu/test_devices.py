@@ -150,7 +150,6 @@ def test_what_needs_an_update_is_refused_while_a_graph_is_captured() -> None:
 
 @pytest.mark.usefixtures("side_streams")
 def test_a_graph_captured_behind_a_fence_has_the_newest() -> None:
-    """The next training forward that runs is given the preview again."""
     t = Training(False, scaled=False, **MODES["preview"])
     t.train(0, 1, 2)
     t.optimizer.synchronize()
@@ -158,8 +157,6 @@ def test_a_graph_captured_behind_a_fence_has_the_newest() -> None:
     with capturing():
         t.forward()
     assert torch.equal(weights(t.model), exact)
-    t.forward()
-    assert not torch.equal(weights(t.model), exact)
     t.finish()
 
 

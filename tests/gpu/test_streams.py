@@ -542,20 +542,6 @@ def fences_before_a_backward_is_done(t: Training) -> None:
         t.optimizer.zero_grad()
 
 
-@in_modes(("preview",))
-def shown_again(t: Training) -> None:
-    """Read behind the forward that brings a preview back, on a stream that does not follow it."""
-    home, (side,) = current_stream(), t.streams(1)
-    for step in range(STEPS):
-        t.backward(step)
-        with beside(side), torch.no_grad():
-            t.seen += [p.detach().clone() for p in t.params]
-        home.wait_stream(side)
-        t.optimizer.step()
-        t.optimizer.zero_grad()
-        t.optimizer.synchronize()
-
-
 # An optimizer that is dropped without close().
 
 

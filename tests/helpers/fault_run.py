@@ -132,8 +132,7 @@ class Run:
                 value.clone()
                 for index in sorted(saved["state"])
                 for key, value in sorted(saved["state"][index].items())
-                # What the model is to be shown is of the next step, and shows in its weights.
-                if isinstance(value, Tensor) and key not in ("master", "preview")
+                if isinstance(value, Tensor) and key != "master"
             ],
             "rates": [group["lr"] for group in saved["param_groups"]],
             "schedule": self.schedule.state_dict()["last_epoch"],

@@ -240,8 +240,6 @@ class Player:
             return False
         self.count += 1
         aside = thread and self.attached and self.device == "cpu"
-        if not (aside and any(trainer.is_alive() for trainer in self.trainers)):
-            self.plain.go_on()
         again = self.is_open
 
         def run() -> bool:
@@ -769,7 +767,6 @@ class Player:
         self.trainers = [threading.current_thread() for _ in self.numbers]
         for number in self.numbers:
             plain.follow(number)
-            plain.shown[number] = {}
             counts = [e["step"] for e in states[number]["state"].values() if "step" in e]
             if counts:  # a warm-up goes on where it was saved
                 plain.steps[number] = int(max(counts))

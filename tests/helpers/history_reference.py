@@ -184,8 +184,6 @@ class PlainTorch:
         self.steps = [0 for _ in groups]
         self.newer: list[dict[Tensor, None]] = [{} for _ in groups]
         """For each optimizer: parameters whose masters are not published yet."""
-        self.shown: list[dict[Tensor, Tensor]] = [{} for _ in groups]
-        """For each optimizer: what a fence took from the model; the next forward gets it again."""
         self.events: Counter[str] = Counter()
         self.moves = dict.fromkeys(self.masters, 0)
         self.places: dict[Tensor, tuple[bool, int]] = {}
@@ -261,11 +259,8 @@ class PlainTorch:
             self.events["brought to a new scale"] += 1
 
     @torch.no_grad()
-    def publish(self, number: int, *, again: bool = True) -> None:
-        """``again``: the next training forward sees what was shown before."""
+    def publish(self, number: int) -> None:
         newer, self.newer[number] = self.newer[number], {}
-        if newer and again and self.compensation != "none":
-            self.shown[number] = {p: p.detach().clone() for p in newer if self.places[p][0]}
         for p in newer:
             p.copy_(self.masters[p])
 
@@ -273,29 +268,14 @@ class PlainTorch:
         for number in range(len(self.owned)):
             self.publish(number)
 
-    @torch.no_grad()
-    def go_on(self) -> None:
-        """A training forward begins."""
-        for number, shown in enumerate(self.shown):
-            if shown:
-                self.refresh(number)
-                self.events["shown again"] += 1
-            for p, value in shown.items():
-                p.copy_(value)
-                self.newer[number][p] = None
-            self.shown[number] = {}
-
     def follow(self, number: int) -> None:
         self.publish(number)
         self.refresh(number)
 
     @torch.no_grad()
     def refresh(self, number: int) -> None:
-        """Bring masters to parameters that were edited; one that rounds to its parameter stays.
-
-        What was shown is forgotten where a parameter was changed, moved or frozen.
-        """
-        newer, shown = self.newer[number], self.shown[number]
+        """Bring masters to parameters that were edited; one that rounds to its parameter stays."""
+        newer = self.newer[number]
         lasting = {p.data_ptr() for p in self.owned[number] if p.requires_grad or p in self.lasting}
         # A master is its memory's.
         self.lasting.update(p for p in self.masters if p.data_ptr() in lasting)
@@ -309,8 +289,6 @@ class PlainTorch:
                 del newer[p]
             self.places[p], now = place, p.detach()
             kept = master.to(now.dtype) == now
-            if not (is_same and bool(kept.all())):
-                shown.pop(p, None)
             kept &= p.requires_grad or p in self.lasting
             master.copy_(torch.where(kept, master, now.float()))
 
@@ -380,8 +358,7 @@ class PlainTorch:
             self.record(number)
             self.stepped.add(number)
         if not finite and not submitted:
-            self.publish(number, again=False)
-            self.shown[number] = {}
+            self.publish(number)
             return False
         self.refresh(number)
         is_late = self.setup.mode == "delayed" and self.steps[number] >= self.setup.warmup
@@ -394,8 +371,7 @@ class PlainTorch:
         if is_late and kind != "none":
             self.events[f"shown: {kind}"] += 1
             self.show(number, grads)
-        self.publish(number, again=False)
-        self.shown[number] = {}
+        self.publish(number)
         self.steps[number] += 1
         for p, g in grads.items():
             if submitted or fails is not None:  # a function's, or lost
@@ -409,7 +385,7 @@ class PlainTorch:
             self.optimizers[number].zero_grad()
         self.newer[number] = dict.fromkeys(self.owned[number] if submitted else grads)
         if not is_late or (fails is not None and self.compensation != "none"):
-            self.publish(number, again=False)
+            self.publish(number)
         return finite
 
     def next_scale(self, scale: float, good: int, bad: int) -> tuple[float, int, int]:
@@ -497,8 +473,7 @@ class PlainTorch:
     def forget_masters(self) -> None:
         """``close`` or ``detach``: masters are gone, state has the parameters' dtype."""
         for number in range(len(self.owned)):
-            self.publish(number, again=False)
-            self.shown[number] = {}
+            self.publish(number)
         for number in range(len(self.owned)):
             if not (self.everywhere or any(map(self.had_master, self.owned[number]))):
                 continue

@@ -303,8 +303,6 @@ def saved_of(model: nn.Module, saved: dict[str, Any]) -> dict[str, Any]:
     params = [p.detach().clone() for p in model.parameters()]
     state = [dict(saved["state"].get(i, {})) for i in range(len(params))]
     masters = [entry.pop("master", p) for entry, p in zip(state, params, strict=True)]
-    for entry in state:  # of the steps to come
-        entry.pop("preview", None)
     return {"params": params, "masters": masters, "state": state}
 
 

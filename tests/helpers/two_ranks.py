@@ -293,11 +293,9 @@ def reference(
         updates += not skipped
         shown = masters if skipped or not stale else shown
         copy(shown, loop.params)
-        if window == look:  # an evaluation sees the newest
+        if window == look:  # an evaluation sees the newest, and so does what comes after it
             copy(masters, loop.params)
             loop.evaluate()
-            if delay_compensation != "none":  # else what comes after it does, too
-                copy(shown, loop.params)
         if not skipped:
             schedule.step()
         optimizer.zero_grad()

@@ -34,7 +34,7 @@ TRAINING = (
     *(name for name in CHOICES if name not in ("torch_loop", "change_thread")),
     *("overflow", "several micro-batches", "stepped", "skipped", "failed", "growth"),
     *(f"zeroed: {how}" for how in ("none", "zeros", "model none", "model zeros", *IN_PLACE)),
-    *("shown: preview", "shown again", "not late: a first update", "records in a file"),
+    *("shown: preview", "not late: a first update", "records in a file"),
     *("unfrozen", "clipped in parts", "written past autograd", "sat out", "brought to a new scale"),
     *("backward in a thread", "to sync", "to overlap", "to delayed", "loaded by Accelerate"),
     *("saved inside a window", "attached", "raw"),

@@ -268,6 +268,8 @@ class AsyncStepper(Stepper):
             )
         for pair in edited:
             pair.refresh()
+        if edited and self.delayed is not None and self.delayed.previews is not None:
+            self.delayed.previews.forget()
 
     def order_by(self, model: Module) -> None:
         """Update in the order in which ``model`` defines its parameters, about a forward's."""

@@ -194,6 +194,8 @@ class InflightStep:
             try:
                 if update.on_edits is not None and (edited := replica.take_edits()):
                     update.on_edits(edited)
+                    if update.previews is not None:
+                        update.previews.forget()
                 if update.previews is not None:
                     self._publish_previews(update, update.previews)
                 elif self.lead:
@@ -254,7 +256,8 @@ class InflightStep:
         error: PreviewError | None = None
         if self._measures and update.previews is not None and is_near:
             stepped = zip(replica.ordered, grads, strict=True)
-            error = PreviewError([p for p, g in stepped if p.is_master and g is not None])
+            pairs = [p for p, g in stepped if p.is_master and g is not None]
+            error = PreviewError(pairs) if pairs else None
         buffered = not deferred.clips and replica.fill_buffers(grads, deferred.multiply)
         if buffered:
             self.task.spent.append(grads)

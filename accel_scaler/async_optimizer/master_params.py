@@ -84,7 +84,12 @@ class ParameterPair:
     def is_edited(self) -> bool:
         """Whether the parameter is not, bit for bit, what its master rounds to. Reads all of both;
         synchronises with the device."""
-        return self.is_master and not have_same_bits(self.stepped, self.target)
+        if not self.is_master:
+            return False
+        rounded = self.stepped.detach().to(self.target.dtype)
+        # As integers: NaN is equal to itself, and torch compares float16 five times as slowly.
+        bits = torch.int16 if self.target.element_size() == 2 else torch.int32
+        return not torch.equal(rounded.view(bits), self.target.to(rounded.device).view(bits))
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -155,16 +160,6 @@ def shard_of(value: Tensor, param: Tensor) -> Tensor:
     mesh = like.device_mesh
     whole = DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return local(whole.redistribute(placements=like.placements))
-
-
-def have_same_bits(master: Tensor, value: Tensor) -> bool:
-    """Whether ``value`` is, bit for bit, what ``master`` rounds to. Synchronises."""
-    if master.shape != value.shape:
-        return False
-    rounded = master.detach().to(value.dtype)
-    # As integers: NaN is equal to itself, and torch compares float16 five times as slowly.
-    bits = torch.int16 if value.element_size() == 2 else torch.int32
-    return torch.equal(rounded.view(bits), value.to(rounded.device).view(bits))
 
 
 def is_stepped(p: Tensor) -> bool:

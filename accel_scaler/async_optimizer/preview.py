@@ -30,10 +30,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -269,12 +268,10 @@ def make_previews(wanted: str, replica: Replica) -> Previews | None:
 
 @dataclass(slots=True)
 class Prepared:
-    """Previews made before a boundary, and what they were made of: masters and state."""
+    """Previews made before a boundary."""
 
     parts: list[Part]
     settings: Settings
-    sources: list[Any] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
     shares: dict[int, Share] = field(default_factory=dict)
     """By the ``id`` of a pair."""
 
@@ -333,7 +330,8 @@ class Previews:
         )
 
     def forget(self) -> None:
-        """Drop what was prepared; call it while nothing is being prepared."""
+        """Drop what was prepared, since masters or state may be edited; call it while nothing is
+        being prepared."""
         self._prepared = self._settings = None
 
     # On the optimizer thread.
@@ -341,9 +339,7 @@ class Previews:
     @torch.no_grad()
     def prepare(self, settings: Settings) -> None:
         """Make what the next boundary publishes, of masters and state as they are."""
-        sources = self._sources()
-        versions = _versions_of(sources)  # before: an edit meanwhile is seen
-        prepared = Prepared(self._replica.parts, settings, sources, versions)
+        prepared = Prepared(self._replica.parts, settings)
         for part in prepared.parts:
             self._make(part, prepared)
         self._prepared = prepared
@@ -353,22 +349,11 @@ class Previews:
         prepared, self._prepared = self._prepared, None
         if prepared is not None and prepared.settings is self._settings:
             self._settings = None  # else they are of the one after this already
-        replica = self._replica
-        settings = _settings_of(replica.copy)
-        if prepared is not None and prepared.parts is replica.parts:
-            sources = self._sources()
-            if (
-                len(sources) == len(prepared.sources)
-                and all(map(is_, sources, prepared.sources))
-                and _versions_of(sources) == prepared.versions
-                and _are_equal(settings, prepared.settings)
-            ):
-                return prepared
-        return Prepared(replica.parts, settings)
-
-    def _sources(self) -> list[Any]:
-        masters = [pair.stepped for pair in self._replica.ordered]
-        return masters + [v for e in self._replica.copy.state.values() for v in e.values()]
+        parts, settings = self._replica.parts, _settings_of(self._replica.copy)
+        fits = prepared is not None and prepared.parts is parts
+        if prepared is not None and fits and _are_equal(settings, prepared.settings):
+            return prepared
+        return Prepared(parts, settings)
 
     def publish(
         self,
@@ -459,8 +444,8 @@ class PreviewError:
         nothing has moved."""
         exact, norms = self._rounded(), []
         for other in (self._previews, self._before):
-            each = torch._foreach_norm(torch._foreach_sub(exact, other)) if exact else []
-            norms.append(math.hypot(*(float(norm) for norm in each)))
+            each = torch._foreach_norm(torch._foreach_sub(exact, other))
+            norms.append(math.hypot(*torch.stack(list(each)).tolist()))
         return norms[0] / norms[1] if norms[1] else None
 
     def _rounded(self) -> list[Tensor]:
@@ -491,10 +476,6 @@ def _piece_on(device: torch.device) -> int:
 
 def _settings_of(optimizer: Optimizer) -> Settings:
     return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-
-
-def _versions_of(values: Iterable[Any]) -> list[int]:
-    return [v._version for v in values if isinstance(v, Tensor)]
 
 
 def _has(entry: Mapping[str, Any], names: Sequence[str]) -> bool:

@@ -323,28 +323,12 @@ def state_exchanged(t: Training) -> None:
         t.litter()
 
 
-class Averaging(torch.optim.Optimizer):
-    """Not torch's: replaces its state, and keeps tensors in containers and in its groups."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": torch.tensor(0.1, device=params[0].device)})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    past = self.state[p].get("past", [torch.zeros_like(p)])
-                    self.state[p]["past"] = [0.5 * past[0] + p.grad]
-                    p.sub_(group["lr"] * self.state[p]["past"][0])
-
-
 def capturable(params: Any) -> Any:
     rate = torch.tensor(0.01, device=params[0].device)
     return torch.optim.AdamW(params, lr=rate, capturable=True)
 
 
-@in_modes(("sync", "overlap"), offloads=("none",), makes=(Averaging, capturable))
+@in_modes(("sync", "overlap"), offloads=("none",), makes=(capturable,))
 def rate_on_the_device(t: Training) -> None:
     (group,) = t.inner.param_groups
     for step in range(STEPS):

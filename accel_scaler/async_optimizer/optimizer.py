@@ -95,39 +95,26 @@ class AsyncOptimizer(Optimizer):
         _check_arguments(optimizer, model, scaler)
         # Optimizer.__init__ would make groups of its own; these are the wrapped one's.
         self.optimizer, self.model, self.scaler = optimizer, model, scaler
-        self._config, self._observer = config, observer
-        self._closed = False
-        self._open()
-        if scaler is not None and config.sharded:
-            scaler.sharded = True
-
-    def _open(self) -> None:
-        scaled = self.scaler is not None and self.scaler.is_enabled()
-        config = replace(self._config, enabled=scaled)
+        scaled = scaler is not None and scaler.is_enabled()
+        config = replace(config, enabled=scaled)
+        self._config, self._closed = config, False
         self._worker = Worker(config.optimizer_threads)
-        device = parameters_of(self.optimizer)[0].device
-        parameter_names = self.scaler.parameter_names if self.scaler else None
+        device = parameters_of(optimizer)[0].device
+        names = None if scaler is None else scaler.parameter_names
         self._hooks = step_beside(
-            self.optimizer,
-            config,
-            self._worker,
-            device,
-            parameter_names,
-            guards_backward=not scaled,
-            holder=self,
+            optimizer, config, self._worker, device, names, guards_backward=not scaled, holder=self
         )
         self._stepper = self._hooks.stepper
         self._hooks.owner = weakref.WeakMethod(self._give_way)
         self._boundary: Boundary | None = None
         try:
-            take_over([(self.optimizer, config.step_mode, self._stepper.replica.masters)])
+            take_over([(optimizer, config.step_mode, self._stepper.replica.masters)])
             self._stepper.refresh()
             self._hooks.watch(self._models())
-            if self.scaler is not None:  # one for all its optimizers, an accelerator's too
-                self._boundary = boundary_of(self.scaler) or Boundary(
-                    self.scaler, device, self._observer
-                )
+            if scaler is not None:  # one for all its optimizers, an accelerator's too
+                self._boundary = boundary_of(scaler) or Boundary(scaler, device, observer)
                 self._boundary.add(self, config.fold_unscale, hold_scaled)
+                scaler.sharded = scaler.sharded or config.sharded
         except BaseException:
             self.close()
             raise

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..errors import UnsupportedError
 from ..optimizer_step import ATTRIBUTE, AdamGroup, is_plain
 from ..scaling import (
     SMALL,
@@ -35,7 +34,6 @@ from .spot_check import SpotCheck
 from .streams import SideStreams
 from .supported_optimizers import (
     attributes_of_every_optimizer,
-    is_splittable,
     known_class,
     raw_step,
     refuse_replaced,
@@ -290,12 +288,6 @@ class Replica:
             UnsupportedError: it cannot be stepped so; nothing was changed.
         """
         refuse_replaced(self.optimizer)
-        name = type(self.optimizer).__name__
-        if not is_splittable(self.optimizer):
-            raise UnsupportedError(
-                f"{name}: a method that its step uses was replaced on this instance while a copy "
-                "of it was stepped. Replace it before, or in a subclass."
-            )
         self.thread_context = ThreadContext(self.streams.device)
         self._share_state(grads)
         # A scheduler moves the hyperparameters a line later.

@@ -36,9 +36,7 @@ from .shared_memory import overlapping
 from .spot_check import SpotCheck
 from .streams import SideStreams
 from .supported_optimizers import (
-    attributes_of_every_optimizer,
     is_splittable,
-    known_class,
     raw_step,
     refuse_replaced,
     refuse_spread,
@@ -208,12 +206,12 @@ class Replica:
 
     def _make_copy(self) -> None:
         # Of an optimizer that steps itself it only holds the groups.
-        cls: Any = known_class(type(self.optimizer)) if self.splittable else Optimizer
+        cls: Any = type(self.optimizer) if self.splittable else Optimizer
         copy: Any = object.__new__(cls)
         hidden = ("step", "param_groups", "state", ATTRIBUTE)
         copy.__dict__.update({k: v for k, v in vars(self.optimizer).items() if k not in hidden})
         for key in list(vars(copy)):
-            if key.endswith("_hooks") and key in attributes_of_every_optimizer():
+            if key.startswith("_optimizer_") and key.endswith("_hooks"):
                 copy.__dict__[key] = type(vars(copy)[key])()
         copy.state = defaultdict(dict)
         copy.param_groups = [{"params": []} for _ in self.optimizer.param_groups]

@@ -25,7 +25,7 @@ from .inflight_step import WaitAt
 from .master_params import ParameterPair
 from .pending_parameter import outside_transforms
 from .replica import is_empty
-from .shared_memory import overlapping
+from .shared_memory import are_tied
 
 logger = logging.getLogger("accel_scaler")
 
@@ -273,20 +273,16 @@ class SyncHooks:
         a use of these would not be."""
         if not stepper.is_beside or stepper.wait_at is WaitAt.STEP:
             return
-        own = [pair.target for pair in stepper.replica.pairs]
-        tensors = [*Module.named_parameters(model), *Module.named_buffers(model)]
-        others = [(name, t) for name, t in tensors if id(t) not in mine]
-        for group in overlapping([*own, *(t for _, t in others)]):
-            if group[0] < len(own) <= group[-1]:
-                stepper.wait_at = WaitAt.STEP
-                logger.warning(
-                    "%s of %s shares memory with a parameter of %s and is none of its parameters: "
-                    "step() waits for each update. Use one Parameter for both.",
-                    others[group[-1] - len(own)][0],
-                    type(model).__name__,
-                    type(stepper.optimizer).__name__,
-                )
-                return
+        tensors = (*Module.parameters(model), *Module.buffers(model))
+        others = [t for t in tensors if id(t) not in mine]
+        if are_tied([pair.target for pair in stepper.replica.pairs], others):
+            stepper.wait_at = WaitAt.STEP
+            logger.warning(
+                "%s has tensors in the memory of parameters of %s: step() waits for each update. "
+                "Use one Parameter for both.",
+                type(model).__name__,
+                type(stepper.optimizer).__name__,
+            )
 
     def _hook(self, module: Any, stepper: AsyncStepper) -> None:
         if next(Module.parameters(module, recurse=False), None) is not None:

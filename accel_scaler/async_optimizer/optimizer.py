@@ -20,7 +20,7 @@ from ..untraced import untraced
 from .async_stepper import AsyncStepper
 from .grad_handoff import hold_scaled
 from .hooks import SyncHooks
-from .shared_parameters import refuse_successor, take_over
+from .shared_parameters import take_over
 from .worker import Worker
 
 
@@ -360,7 +360,6 @@ class AsyncOptimizer(Optimizer):
     def _check_open(self, call: str) -> None:
         if self._inside:  # the last step may still run, and call step()
             return
-        refuse_successor(self.optimizer, call)
         if self._closed:
             raise OrderError(
                 f"{call}(): this AsyncOptimizer is closed. Use the wrapped "

@@ -185,17 +185,6 @@ class SyncHooks:
                     state[index] = entry
         return {**state_dict, "state": state}
 
-    def load(self, state_dict: dict[str, Any]) -> None:
-        """The optimizer's ``load_state_dict``; one of its own may run none of torch's hooks."""
-        optimizer, rest = self.stepper.optimizer, state_dict
-        runs_hooks = type(optimizer).load_state_dict is Optimizer.load_state_dict
-        if not runs_hooks:
-            rest = self._before_loading(optimizer, state_dict)
-        optimizer.load_state_dict(rest)
-        if not runs_hooks:
-            self._loading = state_dict
-            self._after_loading(optimizer)
-
     def _before_loading(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         stepper = self._stepper()
         if stepper is None:
@@ -327,7 +316,7 @@ class SyncHooks:
                 if own is None or any(own is wrapper for _, _, wrapper in self._compiled):
                     continue
                 stepper.wait_at = max(stepper.wait_at, WaitAt.FORWARD)
-                wrapper = _WaitFirst(stepper, own, module)
+                wrapper = _waiting_first(stepper, own, module)
                 module._compiled_call_impl = wrapper
                 self._compiled.append((weakref.ref(module), own, wrapper))
 
@@ -417,18 +406,17 @@ def _before_gather(stepper: AsyncStepper, module: Any) -> None:
     stepper.streams.wait_for_followed()  # it gathers on streams of its own
 
 
-class _WaitFirst:
+def _waiting_first(stepper: AsyncStepper, call: Any, module: Module) -> Callable[..., Any]:
     """A compiled call that waits for the optimizer thread before it starts."""
+    hook, ref = _Hook(stepper, _before_compiled_call), weakref.ref(module)
 
-    def __init__(self, stepper: AsyncStepper, call: Any, module: Module) -> None:
-        self._hook = _Hook(stepper, _before_compiled_call)
-        self._call, self._module = call, weakref.ref(module)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module()
+    def waiting(*args: Any, **kwargs: Any) -> Any:
+        module = ref()
         if module is not None:
-            self._hook(module)
-        return self._call(*args, **kwargs)
+            hook(module)
+        return call(*args, **kwargs)
+
+    return waiting
 
 
 def _is_evaluated(module: Module) -> bool:

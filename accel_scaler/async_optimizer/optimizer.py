@@ -310,10 +310,7 @@ class AsyncOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what this class or the wrapped one's ``state_dict`` gave."""
         self._forbid_inside("load_state_dict")
-        if self._closed:
-            self.optimizer.load_state_dict(state_dict)
-        else:
-            self._hooks.load(state_dict)
+        self.optimizer.load_state_dict(state_dict)
 
     @untraced
     def add_param_group(self, param_group: dict[str, Any]) -> None:

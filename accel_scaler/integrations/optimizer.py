@@ -154,11 +154,8 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         """As Accelerate's; masters in it are loaded where parameters need them now."""
         self.follow_parameters(frozen_too=holds_masters(state_dict))
         if async_stepper_of(self.stepped_optimizer) is None:
-            super().load_state_dict(without_previews(state_dict))
-        elif self._hooks is not None:
-            self._hooks.load(state_dict)
-        else:
-            super().load_state_dict(state_dict)
+            state_dict = without_previews(state_dict)
+        super().load_state_dict(state_dict)
 
     @untraced
     def step(self, closure: Any = None) -> None:

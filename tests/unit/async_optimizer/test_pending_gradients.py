@@ -40,7 +40,7 @@ LIMIT_S = 20.0
 LR, SCALE = 0.5, 64.0
 
 OF_PARAMETERS = {
-    *("nn.Parameter", "nn.Parameter, frozen", "isinstance", "its own __class__"),
+    *("nn.Parameter", "isinstance", "its own __class__"),
     "stack_module_state",
 }
 """They make or ask for a parameter."""

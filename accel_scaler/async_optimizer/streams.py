@@ -27,10 +27,6 @@ Optimizer state, loaded or made by a step; step counts
     pool, as it came: recorded on both, before a step and after it.
 Hyperparameters that are tensors, factors that unscale and clip
     Home writes copies of them at the hand-over, side reads them after ``ready``. Recorded on side.
-What a step needs for itself
-    Side alone, of side's pool.
-A step on the training thread (``sync`` without offload)
-    Home alone, as torch does it.
 Gradients on the host, pinned
     Down writes them after home; the optimizer thread waits for each copy's event, then reads. Sent
     once the step before is done.

@@ -29,6 +29,7 @@ class Source:
     def __init__(self, count: int = 1, one_by_one: bool = False, dtype: Any = None) -> None:
         self.params = [nn.Parameter(torch.full((2, 3), BEFORE, dtype=dtype)) for _ in range(count)]
         self.waited: list[int] = []
+        self.errors: list[BaseException] = []
         self.memory = [p.detach() for p in self.params]
         self.hold = ParameterHold(
             self.params,
@@ -39,6 +40,8 @@ class Source:
         )
 
     def wait(self, parts: int) -> int:
+        if self.errors:
+            raise self.errors.pop()
         self.waited.append(parts)
         for memory in self.memory[:parts]:
             memory.fill_(AFTER)
@@ -245,11 +248,7 @@ def test_the_first_time_each_use_is_seen_in_order_though_all_are_ready() -> None
 
 def test_a_failed_wait_is_raised_at_the_use_and_gives_every_class_back() -> None:
     source = Source(3)
-
-    def fail(parts: int) -> int:
-        raise StepError("lost")
-
-    source.hold._wait = fail
+    source.errors.append(StepError("lost"))
     with pytest.raises(StepError, match="lost"):
         source.params[0] + 1
     assert source.pending == [False] * 3
@@ -258,14 +257,7 @@ def test_a_failed_wait_is_raised_at_the_use_and_gives_every_class_back() -> None
 
 def test_a_wait_that_is_interrupted_leaves_the_parameters_pending() -> None:
     source = Source(2)
-    wait, interrupts = source.hold._wait, [KeyboardInterrupt()]
-
-    def interrupted(parts: int) -> int:
-        if interrupts:
-            raise interrupts.pop()
-        return wait(parts)
-
-    source.hold._wait = interrupted
+    source.errors.append(KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         source.params[1] + 1
     assert source.pending == [True, True]

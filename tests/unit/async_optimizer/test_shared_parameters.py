@@ -58,9 +58,8 @@ def loss_of(model: nn.Module, step: int) -> Tensor:
     return loss
 
 
-def plain(dtype: torch.dtype, *runs: range, window: int = 1) -> Tensor:
-    """Each run has an optimizer and masters of its own, and steps after so many backwards; returns
-    the model."""
+def plain(dtype: torch.dtype, *runs: range) -> Tensor:
+    """Each run has an optimizer and masters of its own; returns the model."""
     model = mlp().to(dtype)
     params = list(model.parameters())
     for run in runs:
@@ -68,8 +67,6 @@ def plain(dtype: torch.dtype, *runs: range, window: int = 1) -> Tensor:
         optimizer = SGD(masters, lr=0.1, momentum=0.9)
         for step in run:
             (loss_of(model, step) * SCALE).backward()
-            if (step + 1) % window:
-                continue
             for p, master in zip(params, masters, strict=True):
                 assert p.grad is not None
                 master.grad, p.grad = p.grad.float() / SCALE, None

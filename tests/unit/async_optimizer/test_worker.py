@@ -65,13 +65,13 @@ def in_child(run: Callable[[], object]) -> int:
     return 77
 
 
-def test_tasks_run_in_the_order_of_submission(worker: Worker) -> None:
-    order: list[int] = []
+def test_tasks_run_in_the_order_of_submission_on_one_thread_of_its_own(worker: Worker) -> None:
+    seen: list[tuple[int, int, bool]] = []
 
     def task(number: int) -> Task:
         def run(task: Task) -> None:
             time.sleep(0.001 * (7 - number % 7))
-            order.append(number)
+            seen.append((number, threading.get_ident(), worker.is_current()))
 
         return Task(run, 1)
 
@@ -79,18 +79,8 @@ def test_tasks_run_in_the_order_of_submission(worker: Worker) -> None:
     for each in tasks:
         worker.submit(each)
     assert tasks[-1].wait(limit_s=LIMIT_S)
-    assert order == list(range(30))
-
-
-def test_all_tasks_run_on_one_lasting_thread_that_is_not_the_callers(worker: Worker) -> None:
-    seen: list[tuple[int, bool]] = []
-    for _ in range(5):
-        task = Task(lambda _: seen.append((threading.get_ident(), worker.is_current())), 1)
-        worker.submit(task)
-        assert task.wait(limit_s=LIMIT_S)
-    assert len(set(seen)) == 1
-    assert seen[0] != (threading.get_ident(), True)
-    assert seen[0][1]
+    assert worker.thread is not None
+    assert seen == [(number, worker.thread.ident, True) for number in range(30)]
     assert not worker.is_current()
 
 

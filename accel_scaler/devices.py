@@ -43,20 +43,18 @@ def streams_of(device: torch.device) -> Streams | None:
     """
     if device.type == "cpu":
         return None
+    why = ""
     try:
-        has_one_queue = torch.Stream(device) == torch.Stream(device)
+        if torch.Stream(device) == torch.Stream(device):
+            return None
+        present = torch.accelerator.current_accelerator()
+        if present is None or present.type != device.type:
+            why = f"torch.accelerator is {present}, not this device"
     except (RuntimeError, ValueError) as error:
-        raise _unordered(device, f"torch.Stream: {error}") from error
-    if has_one_queue:
-        return None
-    present = torch.accelerator.current_accelerator()
-    if present is None or present.type != device.type:
-        raise _unordered(device, f"torch.accelerator is {present}, not this device")
-    return Streams(device)
-
-
-def _unordered(device: torch.device, why: str) -> UnsupportedError:
-    return UnsupportedError(
+        why = f"torch.Stream: {error}"
+    if not why:
+        return Streams(device)
+    raise UnsupportedError(
         f"the optimizer's parameters are on {device}, where its steps cannot be put in order with "
         f"forward and backward ({why}). Use step_mode='sync' without offload, float32 parameters, "
         "and no AsyncOptimizer."

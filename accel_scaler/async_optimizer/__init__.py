@@ -13,10 +13,9 @@ from .master_params import MasterRule
 from .optimizer import AsyncOptimizer, step_beside
 from .preview import refuse_compensation
 from .shared_parameters import (
-    forget_successor,
-    has_successor,
+    refuse_replaced_owner,
     refuse_sharing,
-    refuse_successor,
+    replaced,
     take_over,
 )
 from .supported_optimizers import is_splittable, refuse_spread, refuse_unsteppable
@@ -27,16 +26,15 @@ __all__ = [
     "MasterRule",
     "SyncHooks",
     "Worker",
-    "forget_successor",
-    "has_successor",
     "hold_scaled",
     "holds_masters",
     "is_splittable",
     "refuse_compensation",
+    "refuse_replaced_owner",
     "refuse_sharing",
     "refuse_spread",
-    "refuse_successor",
     "refuse_unsteppable",
+    "replaced",
     "step_beside",
     "take_over",
 ]

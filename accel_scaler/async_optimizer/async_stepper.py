@@ -60,7 +60,7 @@ from .pending_parameter import (
 from .preview import Previews
 from .replica import Replica, is_empty
 from .shared_memory import place_of
-from .shared_parameters import enter, find_shared, find_tied, leave, others_of, refuse_sharing
+from .shared_parameters import enter, find_shared, leave, others_of, refuse_sharing
 from .streams import SideStreams
 from .supported_optimizers import refuse_overlap
 from .worker import Worker
@@ -214,7 +214,6 @@ class AsyncStepper(Stepper):
         is_current = self.replica.is_current()
         if not is_current:  # others may step what has come
             find_shared()
-            find_tied(self)
             self._finish_others()
         self._finish_preparation()
         # Masters made in an evaluation are stepped outside of it.

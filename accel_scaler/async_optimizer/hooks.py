@@ -25,7 +25,7 @@ from .inflight_step import WaitAt
 from .master_params import ParameterPair
 from .pending_parameter import outside_transforms
 from .replica import is_empty
-from .shared_memory import overlapping
+from .shared_memory import are_tied
 
 logger = logging.getLogger("accel_scaler")
 
@@ -180,17 +180,6 @@ class SyncHooks:
                     state[index] = entry
         return {**state_dict, "state": state}
 
-    def load(self, state_dict: dict[str, Any]) -> None:
-        """The optimizer's ``load_state_dict``; one of its own may run none of torch's hooks."""
-        optimizer, rest = self.stepper.optimizer, state_dict
-        runs_hooks = type(optimizer).load_state_dict is Optimizer.load_state_dict
-        if not runs_hooks:
-            rest = self._before_loading(optimizer, state_dict)
-        optimizer.load_state_dict(rest)
-        if not runs_hooks:
-            self._loading = state_dict
-            self._after_loading(optimizer)
-
     def _before_loading(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         stepper = self._stepper()
         if stepper is None:
@@ -269,20 +258,16 @@ class SyncHooks:
         a use of these would not be."""
         if not stepper.is_beside or stepper.wait_at is WaitAt.STEP:
             return
-        own = [pair.target for pair in stepper.replica.pairs]
-        tensors = [*Module.named_parameters(model), *Module.named_buffers(model)]
-        others = [(name, t) for name, t in tensors if id(t) not in mine]
-        for group in overlapping([*own, *(t for _, t in others)]):
-            if group[0] < len(own) <= group[-1]:
-                stepper.wait_at = WaitAt.STEP
-                logger.warning(
-                    "%s of %s shares memory with a parameter of %s and is none of its parameters: "
-                    "step() waits for each update. Use one Parameter for both.",
-                    others[group[-1] - len(own)][0],
-                    type(model).__name__,
-                    type(stepper.optimizer).__name__,
-                )
-                return
+        tensors = (*Module.parameters(model), *Module.buffers(model))
+        others = [t for t in tensors if id(t) not in mine]
+        if are_tied([pair.target for pair in stepper.replica.pairs], others):
+            stepper.wait_at = WaitAt.STEP
+            logger.warning(
+                "%s has tensors in the memory of parameters of %s: step() waits for each update. "
+                "Use one Parameter for both.",
+                type(model).__name__,
+                type(stepper.optimizer).__name__,
+            )
 
     def _hook(self, module: Any, stepper: AsyncStepper) -> None:
         if next(Module.parameters(module, recurse=False), None) is not None:
@@ -327,7 +312,7 @@ class SyncHooks:
                 if own is None or any(own is wrapper for _, _, wrapper in self._compiled):
                     continue
                 stepper.wait_at = max(stepper.wait_at, WaitAt.FORWARD)
-                wrapper = _WaitFirst(stepper, own, module)
+                wrapper = _waiting_first(stepper, own, module)
                 module._compiled_call_impl = wrapper
                 self._compiled.append((weakref.ref(module), own, wrapper))
 
@@ -409,18 +394,17 @@ def _before_gather(stepper: AsyncStepper, module: Any) -> None:
     stepper.streams.wait_for_followed()  # it gathers on streams of its own
 
 
-class _WaitFirst:
+def _waiting_first(stepper: AsyncStepper, call: Any, module: Module) -> Callable[..., Any]:
     """A compiled call that waits for the optimizer thread before it starts."""
+    hook, ref = _Hook(stepper, _before_compiled_call), weakref.ref(module)
 
-    def __init__(self, stepper: AsyncStepper, call: Any, module: Module) -> None:
-        self._hook = _Hook(stepper, _before_compiled_call)
-        self._call, self._module = call, weakref.ref(module)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module()
+    def waiting(*args: Any, **kwargs: Any) -> Any:
+        module = ref()
         if module is not None:
-            self._hook(module)
-        return self._call(*args, **kwargs)
+            hook(module)
+        return call(*args, **kwargs)
+
+    return waiting
 
 
 def _is_evaluated(module: Module) -> bool:

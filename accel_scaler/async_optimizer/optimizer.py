@@ -20,7 +20,7 @@ from ..untraced import untraced
 from .async_stepper import AsyncStepper
 from .grad_handoff import hold_scaled
 from .hooks import SyncHooks
-from .shared_parameters import refuse_successor, take_over
+from .shared_parameters import take_over
 from .worker import Worker
 
 SETTINGS = (
@@ -287,10 +287,7 @@ class AsyncOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what this class or the wrapped one's ``state_dict`` gave."""
         self._forbid_inside("load_state_dict")
-        if self._closed:
-            self.optimizer.load_state_dict(state_dict)
-        else:
-            self._hooks.load(state_dict)
+        self.optimizer.load_state_dict(state_dict)
 
     @untraced
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -337,7 +334,6 @@ class AsyncOptimizer(Optimizer):
     def _check_open(self, call: str) -> None:
         if self._inside:  # the last step may still run, and call step()
             return
-        refuse_successor(self.optimizer, call)
         if self._closed:
             raise OrderError(
                 f"{call}(): this AsyncOptimizer is closed. Use the wrapped "

@@ -30,7 +30,6 @@ guards the attribute and every change of a class; nobody waits under it.
 
 from __future__ import annotations
 
-import inspect
 import threading
 import weakref
 from collections import deque
@@ -145,9 +144,6 @@ def _torch_function(cls: type, func: Any, types: Any, args: Any = (), kwargs: An
     if func in PASSIVE:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    if func is Tensor.detach and type(args[0]) is PendingParameter and _is_made_parameter(args[0]):
-        _wait_for(args[0])
-        return Tensor._make_subclass(nn.Parameter, args[0].detach())
     pending = list(_pending_in((args, kwargs)))
     try:
         for t in pending:
@@ -183,18 +179,6 @@ _PENDING_OF: dict[Any, Any] = {nn.Parameter: PendingParameter, Tensor: PendingGr
 for _class in _PENDING_OF.values():
     _class.is_made = True
     _class.__bases__ = _class.__bases__  # computes the order of bases anew
-
-
-def _is_made_parameter(p: Tensor) -> bool:
-    """Whether the caller is ``nn.Parameter(p)``, which compares the classes of ``p`` and of
-    ``p.detach()``."""
-    frame = inspect.currentframe()
-    for _ in range(2):
-        frame = frame and frame.f_back
-    return frame is not None and frame.f_code is _NEW and frame.f_locals.get("data") is p
-
-
-_NEW = nn.Parameter.__new__.__code__
 
 
 def _pending_in(value: Any) -> Iterator[Any]:

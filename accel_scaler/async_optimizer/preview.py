@@ -44,7 +44,7 @@ from ..errors import UnsupportedError
 from ..scaling import LOW_PRECISION
 from .master_params import ParameterPair
 from .replica import LARGEST_PART, Part, Replica, frozen
-from .supported_optimizers import known_class
+from .supported_optimizers import is_known
 
 logger = logging.getLogger("accel_scaler")
 
@@ -235,10 +235,7 @@ RULES = {
 
 def rule_of(optimizer: Optimizer) -> Rule | None:
     """The rule by which ``optimizer`` is previewed; None: there is none."""
-    known = known_class(type(optimizer))
-    if known is None or not known.__module__.startswith("torch.optim"):
-        return None
-    return RULES.get(known.__name__)
+    return RULES.get(type(optimizer).__name__) if is_known(type(optimizer)) else None
 
 
 def refuse_compensation(wanted: str, optimizer: Optimizer) -> None:

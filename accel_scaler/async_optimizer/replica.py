@@ -33,8 +33,6 @@ from .shared_memory import overlapping
 from .spot_check import SpotCheck
 from .streams import SideStreams
 from .supported_optimizers import (
-    attributes_of_every_optimizer,
-    known_class,
     raw_step,
     refuse_replaced,
     refuse_spread,
@@ -204,12 +202,12 @@ class Replica:
             self._split()
 
     def _make_copy(self) -> None:
-        cls: Any = known_class(type(self.optimizer))
+        cls: Any = type(self.optimizer)
         copy: Any = object.__new__(cls)
         hidden = ("step", "param_groups", "state", ATTRIBUTE)
         copy.__dict__.update({k: v for k, v in vars(self.optimizer).items() if k not in hidden})
         for key in list(vars(copy)):
-            if key.endswith("_hooks") and key in attributes_of_every_optimizer():
+            if key.startswith("_optimizer_") and key.endswith("_hooks"):
                 copy.__dict__[key] = type(vars(copy)[key])()
         copy.state = defaultdict(dict)
         copy.param_groups = [{"params": []} for _ in self.optimizer.param_groups]

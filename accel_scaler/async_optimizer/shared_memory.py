@@ -56,3 +56,9 @@ def _overlapping(tensors: Sequence[Tensor]) -> list[list[int]]:
                 groups.append([i])
             end = max(end, after)
     return sorted(sorted(group) for group in groups if len(group) > 1)
+
+
+def are_tied(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether memory of the first overlaps memory of the others."""
+    groups = overlapping([*some, *others])
+    return any(group[0] < len(some) <= group[-1] for group in groups)

@@ -27,10 +27,6 @@ Optimizer state, loaded or made by a step; step counts
     pool, as it came: recorded on both, before a step and after it.
 Hyperparameters that are tensors, factors that unscale and clip
     Home writes copies of them at the hand-over, side reads them after ``ready``. Recorded on side.
-What a step needs for itself
-    Side alone, of side's pool.
-A step on the training thread (``sync`` without offload)
-    Home alone, as torch does it.
 Gradients on the host, pinned
     Down writes them after home; the optimizer thread waits for each copy's event, then reads. Sent
     once the step before is done.
@@ -100,9 +96,7 @@ class SideStreams:
 
     def record_at_home(self) -> Any:
         """A point in the training stream."""
-        if self._backend is None:
-            return None
-        return self._record(self._backend.current() if self.home is None else self.home)
+        return self.record() if self.home is None else self._record(self.home)
 
     def wait_for_side(self) -> None:
         """Block this thread until the device has done all work on the side stream."""
@@ -172,16 +166,13 @@ class SideStreams:
 
     @contextmanager
     def as_at_home(self) -> Iterator[None]:
-        """Order what this thread enqueues as if it was on the training stream."""
+        """Order what this thread enqueues after what the training stream has. The other way round
+        nothing is ordered: who writes here for that stream waits on the host, as a comparison does.
+        """
         here = None if self._backend is None else self._backend.current()
-        if here is None or self.home in (None, here):
-            yield
-            return
-        here.wait_stream(self.home)
-        try:
-            yield
-        finally:
-            self.home.wait_stream(here)
+        if here is not None and self.home not in (None, here):
+            here.wait_stream(self.home)
+        yield
 
     def keep(self, tensors: Iterable[Tensor | None], at_home: bool = False) -> None:
         """Record tensors on the side stream: their memory is not reused before it is done with

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import UnsupportedError
@@ -35,20 +33,6 @@ ALONE = (
     "'overlap', with float32 parameters, or with bfloat16 ones and master_weights='none'."
 )
 
-_READ_BY_STEPS = {
-    *("__getattr__", "__getattribute__", "__setattr__", "__delattr__"),
-    *("grad_scale", "found_inf", "_step_supports_amp_scaling"),
-}
-
-
-@cache
-def attributes_of_every_optimizer() -> frozenset[str]:
-    """What torch itself puts on an instance. Not at import: the first optimizer loads dynamo."""
-    return frozenset(vars(torch.optim.SGD([torch.zeros(1, device="cpu")]))) | {
-        "step",
-        "param_groups",
-    }
-
 
 def raw_step(cls: type[Optimizer]) -> Callable[..., Any]:
     """The class's step without torch's wrapper that runs hooks, which are the main thread's."""
@@ -59,35 +43,17 @@ def raw_step(cls: type[Optimizer]) -> Callable[..., Any]:
     return result
 
 
-def known_class(cls: type[Optimizer]) -> type[Optimizer] | None:
-    """The class, known to step each parameter alone, of which ``cls`` replaces nothing."""
-    for known in cls.__mro__:
-        # Adafactor and Muon say that they are of torch.optim itself.
-        of_torch = f"{known.__module__}.".startswith("torch.optim.")
-        of_transformers = known.__module__ == "transformers.optimization"
-        if not (
-            (of_torch and known.__name__ in _BY_PARAMETER)
-            or (of_transformers and known.__name__ == "Adafactor")
-        ):
-            continue
-        between = cls.__mro__[: cls.__mro__.index(known)]
-        # torch puts its wrapper of ``step`` on the class of the first instance.
-        own = {name for each in between for name in vars(each)} - {"step"}
-        replaced = own & (_READ_BY_STEPS | attributes_of_every_optimizer()) or any(
-            hasattr(known, name) and not name.startswith("__") for name in own
-        )
-        return None if replaced or raw_step(cls) is not raw_step(known) else known
-    return None
+def is_known(cls: type[Optimizer]) -> bool:
+    """Whether the class, no subclass of it, is one whose step treats each parameter alone."""
+    of_torch = cls is getattr(torch.optim, cls.__name__, None) and cls.__name__ in _BY_PARAMETER
+    return of_torch or (cls.__module__, cls.__name__) == ("transformers.optimization", "Adafactor")
 
 
 def is_splittable(optimizer: Optimizer) -> bool:
     """Whether stepping some parameters, then the others, is the same as stepping all."""
-    known = known_class(type(optimizer))
-    if known is None:
-        return False
-    # A method on the instance counts as replaced; refuse_replaced looks at ``step``.
-    own = vars(optimizer).keys() - attributes_of_every_optimizer()
-    return not any(hasattr(known, name) for name in own)
+    # A method on the instance is another step; refuse_replaced looks at ``step`` itself.
+    replaced = [name for name in vars(optimizer) if hasattr(type(optimizer), name)]
+    return is_known(type(optimizer)) and replaced in ([], ["step"])
 
 
 def refuse_replaced(optimizer: Optimizer) -> None:
@@ -131,13 +97,20 @@ def refuse_unsteppable(optimizer: Optimizer, masters: MasterRule) -> None:
             f"{name} is not one of torch's optimizers, whose steps treat each parameter alone: it "
             f"is not stepped in parts, on another thread or with float32 masters ({WHY}). {ALONE}"
         )
-    if any(getattr(p, "_fsdp_flattened", False) for p in parameters_of(optimizer)):
+    params = parameters_of(optimizer)
+    if any(getattr(p, "_fsdp_flattened", False) for p in params):
         raise UnsupportedError(
             f"{name} steps parameters of FSDP1 (FullyShardedDataParallel), expected FSDP2, whose "
             "gathers can be waited for: fully_shard, or fsdp_version: 2 in an Accelerate config. "
             "Else use step_mode='sync' without offload, without AsyncOptimizer."
         )
-    trained = [p for p in parameters_of(optimizer) if p.requires_grad]
+    if name in _BY_MATRIX and any(hasattr(p, "to_local") for p in params):
+        raise UnsupportedError(
+            f"{name} may need more of a parameter than this rank's shard, and collectives stay on "
+            "the training thread. Use an elementwise optimizer such as AdamW, or step_mode='sync' "
+            "without offload, without AsyncOptimizer."
+        )
+    trained = [p for p in params if p.requires_grad]
     through = [p for p in trained if masters.takes(p)]
     if any(p.dtype is torch.float16 and not masters.takes(p) for p in trained):
         raise UnsupportedError(
@@ -152,22 +125,16 @@ def refuse_unsteppable(optimizer: Optimizer, masters: MasterRule) -> None:
             "(and give fully_shard an mp_policy), or in bfloat16 with master_weights='none'."
         )
     if masters.every or through:
-        _refuse_masters(optimizer, through)
-    _refuse_shards(optimizer)
-
-
-def _refuse_masters(optimizer: Optimizer, params: Sequence[Tensor]) -> None:
-    others = {p.dtype for p in params} - LOW_PRECISION - {torch.float32}
-    if others:
-        got = f"has parameters of {', '.join(map(str, others))}, expected float32 or less"
-    elif len(set(map(id, params))) < len(params):
-        got = "has a parameter twice in one group, expected each once"
-    else:
-        return
-    raise UnsupportedError(
-        f"{type(optimizer).__name__} {got}, and is not stepped with float32 masters ({WHY}). "
-        f"{WAY_OUT}"
-    )
+        others = {p.dtype for p in through} - LOW_PRECISION - {torch.float32}
+        if others:
+            got = f"has parameters of {', '.join(map(str, others))}, expected float32 or less"
+        elif len(set(map(id, through))) < len(through):
+            got = "has a parameter twice in one group, expected each once"
+        else:
+            return
+        raise UnsupportedError(
+            f"{name} {got}, and is not stepped with float32 masters ({WHY}). {WAY_OUT}"
+        )
 
 
 def refuse_overlap(optimizer: Optimizer, masters: MasterRule, names: ParameterNames) -> None:
@@ -201,15 +168,3 @@ def refuse_spread(optimizer: Optimizer, device: torch.device | None = None) -> N
 def is_on(place: torch.device, device: torch.device) -> bool:
     """Whether they are the same; one may leave the number out."""
     return place.type == device.type and (None in (place.index, device.index) or place == device)
-
-
-def _refuse_shards(optimizer: Optimizer) -> None:
-    """Raise where a step on this rank's shards alone is not the same."""
-    if _BY_MATRIX.isdisjoint(cls.__name__ for cls in type(optimizer).__mro__):
-        return
-    if any(hasattr(p, "to_local") for p in parameters_of(optimizer)):
-        raise UnsupportedError(
-            f"{type(optimizer).__name__} may need more of a parameter than this rank's shard, and "
-            "collectives stay on the training thread. Use an elementwise optimizer such as AdamW, "
-            "or step_mode='sync' without offload, without AsyncOptimizer."
-        )

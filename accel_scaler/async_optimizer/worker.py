@@ -57,8 +57,8 @@ class Task:
         and beside a thread that runs Python it takes long to get back."""
         self.is_known = False
         """A caller has learned that it failed."""
-        self._thread: threading.Thread | None = None
-        self._pid = os.getpid()
+        self.thread: threading.Thread | None = None
+        """The one that it was submitted to."""
         self._changed = threading.Condition()
 
     def advance(self) -> None:
@@ -131,57 +131,46 @@ class Task:
 
     def _check_alive(self) -> None:
         """Raise if waiting for this task has no end."""
-        if self.finished or self._thread is None:
+        thread = self.thread
+        if self.finished or thread is None:
             return
-        if self._pid != os.getpid():
-            raise StepError(
-                f"this is process {os.getpid()}, forked from {self._pid} while the optimizer ran "
-                "there; the thread that would finish the step exists only there. Call "
-                "optimizer.synchronize() before forking."
-            )
         # ``current_thread`` would make a thread of autograd's one of Python's for good.
-        if self._thread.ident == threading.get_ident():
+        if thread.ident == threading.get_ident():
             raise OrderError(
                 "a step waits for itself: code on the optimizer thread used a parameter of the "
                 "model, or called synchronize(), state_dict() or the like. Inside submit(fn) use "
                 "optimizer.param_groups, which are what is stepped there."
             )
-        if not self._thread.is_alive() and not self.finished:
+        if not thread.is_alive() and not self.finished:
             raise StepError(
-                "the optimizer thread is gone, its step was not finished. Load the last checkpoint."
+                "the optimizer thread is gone, its step was not finished. Load the last "
+                "checkpoint; in a process that was forked beside a step, call "
+                "optimizer.synchronize() before forking."
             )
 
 
-class _SwitchInterval:
-    """The interpreter's, short while any task is due."""
+_due: set[Task] = set()
+"""Tasks that are due, in the whole process."""
 
-    def __init__(self) -> None:
-        self._lock, self._pid = threading.Lock(), os.getpid()
-        self._due: set[Task] = set()
-        self._before = 0.0
-
-    def shorten(self, task: Task) -> None:
-        """``task`` is submitted: its thread would wait for the lock even to start it."""
-        if self._pid != os.getpid():  # a fork may have copied the lock locked, and tasks with it
-            if self._due:
-                sys.setswitchinterval(self._before)
-            self.__init__()  # type: ignore[misc]
-        with self._lock:
-            if not self._due:
-                self._before = sys.getswitchinterval()
-                sys.setswitchinterval(min(self._before, SWITCH_INTERVAL_S))
-            self._due.add(task)
-
-    def restore(self, task: Task) -> None:
-        """``task`` is done."""
-        with self._lock:
-            if task in self._due:
-                self._due.remove(task)
-                if not self._due:
-                    sys.setswitchinterval(self._before)
+_interval = [0.0]
+"""The interpreter's switch interval before the first of them; 0: it is as it was."""
 
 
-_switch_interval = _SwitchInterval()
+def _shorten_interval(task: Task) -> None:
+    """``task`` is submitted: its thread would wait for the interpreter's lock even to start it."""
+    _due.add(task)
+    if (now := sys.getswitchinterval()) > SWITCH_INTERVAL_S:
+        _interval[0] = now
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+
+
+def _restore_interval(task: Task) -> None:
+    """``task`` is done. No lock: another thread may be one instruction further."""
+    _due.discard(task)
+    if not _due and (before := _interval[0]):
+        _interval[0] = 0.0
+        sys.setswitchinterval(before)
+
 
 _running: dict[threading.Thread, queue.SimpleQueue[Task | None]] = {}
 """Threads that the interpreter's exit waits for."""
@@ -201,8 +190,7 @@ class Worker:
     def __init__(self, threads: int | str = "auto") -> None:
         self.threads = default_threads() if threads == "auto" else int(threads)
         self._queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._pid = os.getpid()
+        self.thread: threading.Thread | None = None
         self._finalizer: weakref.finalize[..., Worker] | None = None
 
     def submit(self, task: Task) -> None:
@@ -211,39 +199,38 @@ class Worker:
         Where the thread is gone, or exists only in the process that this one was forked from,
         another is started. Tasks submitted before stay undone, and waiting for them raises.
         """
-        if self._thread is None or not self._thread.is_alive() or self._pid != os.getpid():
+        if self.thread is None or not self.thread.is_alive():
             self._start()
-        task._thread, task._pid = self._thread, self._pid
+        task.thread = self.thread
         try:
-            _switch_interval.shorten(task)
+            _shorten_interval(task)
             self._queue.put(task)
         except BaseException:  # Ctrl-C
-            _switch_interval.restore(task)
+            _restore_interval(task)
             raise
 
     def is_current(self) -> bool:
         """Whether the caller is this worker's thread."""
-        return self._thread is not None and self._thread.ident == threading.get_ident()
+        return self.thread is not None and self.thread.ident == threading.get_ident()
 
     def stop(self, limit_s: float = WAIT_LIMIT_S) -> None:
         """Finish what was submitted and end the thread; a later task starts another."""
-        thread, self._thread = self._thread, None
-        if thread is None or self._finalizer is None or self._pid != os.getpid():
-            return
-        self._finalizer.detach()
-        _join(thread, self._queue, limit_s)
+        thread, self.thread = self.thread, None
+        if thread is not None and self._finalizer is not None:
+            self._finalizer.detach()
+            _join(thread, self._queue, limit_s)
 
     def _start(self) -> None:
         ready = threading.Event()
         own = torch.get_num_threads()
-        self._pid, self._queue = os.getpid(), queue.SimpleQueue()
-        self._thread = threading.Thread(
+        self._queue = queue.SimpleQueue()
+        self.thread = threading.Thread(
             target=_loop,
             args=(self._queue, self.threads, ready),
             name="accel_scaler optimizer",
             daemon=True,
         )
-        self._thread.start()
+        self.thread.start()
         ready.wait(WAIT_LIMIT_S)
         # What a thread sets becomes the default of threads born later; take that back.
         torch.set_num_threads(own)
@@ -251,7 +238,7 @@ class Worker:
         self._finalizer.atexit = False
         atexit.unregister(_join_all)  # so that it comes before what was registered by now
         atexit.register(_join_all)
-        _running[self._thread] = self._queue
+        _running[self.thread] = self._queue
 
 
 def _loop(tasks: queue.SimpleQueue[Task | None], threads: int, ready: threading.Event) -> None:
@@ -260,9 +247,11 @@ def _loop(tasks: queue.SimpleQueue[Task | None], threads: int, ready: threading.
     ready.set()
     failed: list[Task] = []
     while (task := tasks.get()) is not None:
-        task.execute()
-        task.spent.clear()
-        _switch_interval.restore(task)
+        try:
+            task.execute()
+            task.spent.clear()
+        finally:
+            _restore_interval(task)
         if task.error is not None:
             failed = [*(other for other in failed if not other.is_known), task]
         del task  # its gradients
@@ -274,12 +263,11 @@ def _loop(tasks: queue.SimpleQueue[Task | None], threads: int, ready: threading.
 
 def _join_all() -> None:
     for thread, tasks in list(_running.items()):
-        if thread.is_alive():  # not one of the process that this was forked from
-            _join(thread, tasks, EXIT_LIMIT_S)
+        _join(thread, tasks, EXIT_LIMIT_S)
 
 
 def _join(thread: threading.Thread, tasks: queue.SimpleQueue[Task | None], limit_s: float) -> None:
-    if thread is threading.current_thread():
+    if thread is threading.current_thread() or not thread.is_alive():  # as after a fork
         return
     tasks.put(None)
     thread.join(limit_s)

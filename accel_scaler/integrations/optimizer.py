@@ -16,16 +16,15 @@ from torch.optim import Optimizer
 from ..async_optimizer import (
     MasterRule,
     SyncHooks,
-    forget_successor,
-    has_successor,
     hold_scaled,
     holds_masters,
     is_splittable,
     refuse_compensation,
+    refuse_replaced_owner,
     refuse_sharing,
     refuse_spread,
-    refuse_successor,
     refuse_unsteppable,
+    replaced,
     step_beside,
 )
 from ..config import ScalerConfig
@@ -53,7 +52,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     def join(self, attachment: Attachment, hooks: SyncHooks | None) -> None:
         """Step through the attachment's boundary from now on; ``hooks``: on another thread."""
         self._attachment, self._hooks = attachment, hooks or self._hooks
-        forget_successor(self.stepped_optimizer)
+        replaced.discard(self.stepped_optimizer)
         if hooks is not None:
             hooks.owner = weakref.WeakMethod(self._give_way)
         self.scaler = attachment.scaler if attachment.scales else None
@@ -139,7 +138,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             frozen_too: also if a frozen one does, whose master is about to be loaded.
         """
         attachment, inner = self._attachment, self.stepped_optimizer
-        if attachment is None or has_successor(inner):
+        if attachment is None or inner in replaced:
             return
         config = attachment.config
         if _needs_async_stepper(inner, config, frozen_too):
@@ -157,12 +156,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As Accelerate's; masters in it are loaded where parameters need them now."""
         self.follow_parameters(frozen_too=holds_masters(state_dict))
-        if async_stepper_of(self.stepped_optimizer) is None:
-            super().load_state_dict(state_dict)
-        elif self._hooks is not None:
-            self._hooks.load(state_dict)
-        else:
-            super().load_state_dict(state_dict)
+        super().load_state_dict(state_dict)
 
     @untraced
     def step(self, closure: Any = None) -> None:
@@ -171,7 +165,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         Raises:
             OrderError: another optimizer has taken over its parameters.
         """
-        refuse_successor(self.stepped_optimizer, "step")
+        refuse_replaced_owner(self.stepped_optimizer)
         as_stock = closure is not None and self.scaler is None  # nothing scaled, not recorded
         attachment = self._attachment
         if attachment is None or not self.gradient_state.sync_gradients or as_stock:

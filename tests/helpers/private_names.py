@@ -116,7 +116,6 @@ PRIVATE: dict[str, dict[str | Callable[[], Any], tuple[str, ...]]] = {
             "_indices",
             "_values",
             "_backward_hooks",
-            "_make_subclass",
         ),
         "torch.UntypedStorage": ("_cdata",),
         "torch": (

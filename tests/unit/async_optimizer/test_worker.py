@@ -5,13 +5,11 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import queue
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import psutil
 import pytest
@@ -25,9 +23,8 @@ LIMIT_S = 20.0
 
 
 @pytest.fixture
-def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
+def worker() -> Iterator[Worker]:
     before = sys.getswitchinterval()
-    monkeypatch.setattr(worker_module, "_switch_interval", worker_module._SwitchInterval())
     worker = Worker(1)
     yield worker
     worker.stop(LIMIT_S)
@@ -43,13 +40,6 @@ def waiting_for(event: threading.Event) -> Callable[[Task], None]:
         assert event.wait(LIMIT_S)
 
     return run
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < end, "it never came true"
-        time.sleep(0.005)
 
 
 def in_child(run: Callable[[], object]) -> int:
@@ -75,13 +65,13 @@ def in_child(run: Callable[[], object]) -> int:
     return 77
 
 
-def test_tasks_run_in_the_order_of_submission(worker: Worker) -> None:
-    order: list[int] = []
+def test_tasks_run_in_the_order_of_submission_on_one_thread_of_its_own(worker: Worker) -> None:
+    seen: list[tuple[int, int, bool]] = []
 
     def task(number: int) -> Task:
         def run(task: Task) -> None:
             time.sleep(0.001 * (7 - number % 7))
-            order.append(number)
+            seen.append((number, threading.get_ident(), worker.is_current()))
 
         return Task(run, 1)
 
@@ -89,18 +79,8 @@ def test_tasks_run_in_the_order_of_submission(worker: Worker) -> None:
     for each in tasks:
         worker.submit(each)
     assert tasks[-1].wait(limit_s=LIMIT_S)
-    assert order == list(range(30))
-
-
-def test_all_tasks_run_on_one_lasting_thread_that_is_not_the_callers(worker: Worker) -> None:
-    seen: list[tuple[int, bool]] = []
-    for _ in range(5):
-        task = Task(lambda _: seen.append((threading.get_ident(), worker.is_current())), 1)
-        worker.submit(task)
-        assert task.wait(limit_s=LIMIT_S)
-    assert len(set(seen)) == 1
-    assert seen[0] != (threading.get_ident(), True)
-    assert seen[0][1]
+    assert worker.thread is not None
+    assert seen == [(number, worker.thread.ident, True) for number in range(30)]
     assert not worker.is_current()
 
 
@@ -161,32 +141,21 @@ def test_a_wait_has_an_end_and_says_how_far_the_step_is(worker: Worker) -> None:
     release.set()
 
 
-def dying(tasks: queue.SimpleQueue[Any], threads: int, ready: threading.Event, *_: Any) -> None:
-    """A thread that ends with a task in hand."""
-    ready.set()
-    tasks.get()
-
-
-def test_after_a_dead_thread_a_new_one_runs_new_tasks_and_never_the_lost_ones(
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_after_a_dead_thread_a_new_one_runs_new_tasks_and_never_the_lost_one(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[str] = []
+    lost, task = (Task(lambda _, name=name: ran.append(name), 1) for name in ("lost", "new"))  # type: ignore[misc]
     with monkeypatch.context() as patch:
-        patch.setattr(worker_module, "_loop", dying)
-        lost = [Task(lambda _: ran.append("lost"), 1) for _ in range(3)]
-        worker.submit(lost[0])
-        dead = worker._thread
-        assert dead is not None
-        for task in lost[1:]:
-            worker._queue.put(task)
-            task._thread = dead
-        dead.join(LIMIT_S)
-    task = Task(lambda _: ran.append("new"), 1)
+        patch.setattr(Task, "execute", lambda _: sys.exit())
+        worker.submit(lost)
+        assert worker.thread is not None
+        worker.thread.join(LIMIT_S)
     worker.submit(task)
     assert task.wait(limit_s=LIMIT_S)
-    for other in lost:
-        with pytest.raises(StepError, match="thread is gone"):
-            other.wait(limit_s=LIMIT_S)
+    with pytest.raises(StepError, match="thread is gone"):
+        lost.wait(limit_s=LIMIT_S)
     assert ran == ["new"]
 
 
@@ -219,8 +188,8 @@ def test_an_abandoned_task_never_runs_and_nobody_waits_for_it(worker: Worker) ->
 
 
 @pytest.mark.process
-def test_a_forked_child_that_catches_the_lock_held_does_not_hang(worker: Worker) -> None:
-    gate, done = threading.Event(), Task(nothing, 0)
+def test_a_child_forked_beside_a_task_does_not_hang_and_can_train(worker: Worker) -> None:
+    gate, done, after = threading.Event(), Task(nothing, 0), Task(nothing, 0)
     worker.submit(done)
     assert done.wait(limit_s=LIMIT_S)
     task = Task(waiting_for(gate), 1)
@@ -228,17 +197,15 @@ def test_a_forked_child_that_catches_the_lock_held_does_not_hang(worker: Worker)
 
     def child() -> None:
         assert done.wait(limit_s=LIMIT_S)
-        with pytest.raises(StepError, match="forked"):
+        with pytest.raises(StepError, match="before forking"):
             task.wait(limit_s=LIMIT_S)
+        worker.submit(after)
+        assert after.wait(limit_s=LIMIT_S)
+        worker.stop(LIMIT_S)
 
-    locks = (task._changed, done._changed, worker_module._switch_interval._lock)
-    for lock in locks:
-        lock.acquire()
     try:
         assert in_child(child) == 0
     finally:
-        for lock in locks:
-            lock.release()
         gate.set()
 
 
@@ -248,7 +215,7 @@ def test_stop_finishes_what_was_submitted_and_a_later_task_starts_another_thread
     ran: list[int] = []
     for number in range(3):
         worker.submit(Task(lambda _, n=number: (time.sleep(0.01), ran.append(n)), 0))  # type: ignore[misc]
-    first = worker._thread
+    first = worker.thread
     worker.stop(LIMIT_S)
     assert ran == [0, 1, 2]
     assert first is not None
@@ -266,7 +233,7 @@ def test_stop_gives_up_on_a_stuck_task_and_says_so(
 ) -> None:
     gate = threading.Event()
     worker.submit(Task(waiting_for(gate), 0))
-    thread = worker._thread
+    thread = worker.thread
     with caplog.at_level(logging.ERROR, "accel_scaler"):
         worker.stop(0.05)
     assert "did not finish its step within 0.05 s" in caplog.text
@@ -281,7 +248,7 @@ def test_a_worker_that_is_dropped_ends_its_thread() -> None:
     task = Task(nothing, 0)
     worker.submit(task)
     assert task.wait(limit_s=LIMIT_S)
-    thread, ref = worker._thread, weakref.ref(worker)
+    thread, ref = worker.thread, weakref.ref(worker)
     assert thread is not None
     del worker
     gc.collect()
@@ -307,30 +274,23 @@ def test_an_error_that_nobody_asked_for_is_logged_when_the_thread_ends(
 def test_the_switch_interval_is_short_while_a_task_runs_and_then_as_it_was(
     worker: Worker,
 ) -> None:
-    before = sys.getswitchinterval()
-    try:
-        sys.setswitchinterval(0.004)
-        own = sys.getswitchinterval()
-        other = Worker(1)
-        gates = [threading.Event(), threading.Event()]
-        tasks = [Task(waiting_for(gate), 0) for gate in gates]
-        for each, task in zip((worker, other), tasks, strict=True):
-            each.submit(task)
-        until(lambda: len(worker_module._switch_interval._due) == 2)
-        assert sys.getswitchinterval() == pytest.approx(worker_module.SWITCH_INTERVAL_S)
-        gates[0].set()
-        tasks[0].wait(limit_s=LIMIT_S)
-        until(lambda: len(worker_module._switch_interval._due) == 1)
-        assert sys.getswitchinterval() == pytest.approx(worker_module.SWITCH_INTERVAL_S)
-        gates[1].set()
-        until(lambda: sys.getswitchinterval() == own)
-        failed = Task(failing, 0)
-        worker.submit(failed)
-        failed.wait(limit_s=LIMIT_S)
-        until(lambda: sys.getswitchinterval() == own)
-        other.stop(LIMIT_S)
-    finally:
-        sys.setswitchinterval(before)
+    sys.setswitchinterval(0.004)
+    own, short = sys.getswitchinterval(), pytest.approx(worker_module.SWITCH_INTERVAL_S)
+    other = Worker(1)
+    gates = [threading.Event(), threading.Event()]
+    tasks = [Task(waiting_for(gate), 0) for gate in gates]
+    for each, task in zip((worker, other), tasks, strict=True):
+        each.submit(task)
+    assert sys.getswitchinterval() == short
+    gates[0].set()
+    worker.stop(LIMIT_S)
+    assert sys.getswitchinterval() == short
+    gates[1].set()
+    other.stop(LIMIT_S)
+    assert sys.getswitchinterval() == own
+    worker.submit(Task(failing, 0))
+    worker.stop(LIMIT_S)
+    assert sys.getswitchinterval() == own
 
 
 def test_the_thread_has_its_own_number_of_threads_and_nobody_else_gets_it() -> None:

@@ -7,7 +7,6 @@ and never communicates; the folder knows no Accelerate, no Trainer and no teleme
 """
 
 from .delayed import holds_masters, without_previews
-from .grad_handoff import hold_scaled
 from .hooks import SyncHooks
 from .master_params import MasterRule
 from .optimizer import AsyncOptimizer, step_beside
@@ -29,7 +28,6 @@ __all__ = [
     "Worker",
     "forget_successor",
     "has_successor",
-    "hold_scaled",
     "holds_masters",
     "refuse_compensation",
     "refuse_sharing",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -12,13 +11,11 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError
-from ..optimizer_step import Unscale
 from ..scaling import LOW_PRECISION, DeferredUnscale
 from .master_params import ParameterPair
 from .pending_parameter import (
     GradientHold,
     hold_gradients,
-    release_gradients,
     wait_for_gradients,
 )
 from .streams import PartEvents, SideStreams
@@ -127,32 +124,6 @@ def on_host(deferred: DeferredUnscale) -> DeferredUnscale:
         each = torch.stack(list(clips.values())).cpu().unbind()
         clips = dict(zip(clips, each, strict=True))
     return DeferredUnscale(multiply, divide, clips)
-
-
-def hold_scaled(gradients: Sequence[Tensor], unscale: Unscale) -> Callable[[], None] | None:
-    """Call ``unscale`` before the first use of any of ``gradients``, on the thread that uses it,
-    with their memory: they themselves wait until it has returned.
-
-    Returns what ends that; it waits while ``unscale`` runs. None: not all uses can be seen.
-    """
-    if any(grad is None for grad in readable_in_place(gradients)):
-        return None
-    memory = [grad.detach() for grad in gradients]
-    lock, due = threading.Lock(), [unscale]
-
-    def use() -> None:
-        with lock:
-            if due:
-                due.pop()(memory)
-
-    def end() -> None:
-        with lock:
-            due.clear()
-        release_gradients(gradients, hold)
-
-    hold = GradientHold(use)
-    hold_gradients(gradients, hold)
-    return end
 
 
 def forbid_sparse(

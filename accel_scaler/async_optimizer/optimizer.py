@@ -18,7 +18,6 @@ from ..optimizer_step import Boundary, Observer, StepTiming, async_stepper_of, b
 from ..scaling import GradScaler, ParameterNames, parameters_of, whole
 from ..untraced import untraced
 from .async_stepper import AsyncStepper
-from .grad_handoff import hold_scaled
 from .hooks import SyncHooks
 from .shared_parameters import refuse_successor, take_over
 from .worker import Worker
@@ -136,7 +135,7 @@ class AsyncOptimizer(Optimizer):
                 self._boundary = boundary_of(self.scaler) or Boundary(
                     self.scaler, device, self._observer
                 )
-                self._boundary.add(self, config.fold_unscale, hold_scaled)
+                self._boundary.add(self, config.fold_unscale)
         except BaseException:
             self.close()
             raise
@@ -236,8 +235,8 @@ class AsyncOptimizer(Optimizer):
             parameters: default: all of this optimizer's.
 
         Returns the norm before clipping, unscaled, float32, shape (); inf after an overflow.
-        ``.grad`` is then what torch leaves there; what is float16, or bfloat16 with a master, stays
-        scaled until the step. Synchronises.
+        ``.grad`` is then what torch leaves there; what is float16, or bfloat16 with a master (with
+        ``fold_unscale`` on a CPU all), stays scaled until the step. Synchronises.
         """
         self._check_open("clip_grad_norm_")
         self._forbid_inside("clip_grad_norm_")

@@ -17,7 +17,6 @@ from ..async_optimizer import (
     SyncHooks,
     forget_successor,
     has_successor,
-    hold_scaled,
     holds_masters,
     refuse_compensation,
     refuse_sharing,
@@ -55,7 +54,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             hooks.owner = weakref.WeakMethod(self._give_way)
         self.scaler = attachment.scaler if attachment.scales else None
         attachment.optimizers.add(self)
-        attachment.boundary.add(self, attachment.config.fold_unscale, hold_scaled)
+        attachment.boundary.add(self, attachment.config.fold_unscale)
 
     def leave(self, attachment: Attachment) -> None:
         """Become Accelerate's again, unless another accelerator has taken it over.

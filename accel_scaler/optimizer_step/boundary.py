@@ -37,7 +37,7 @@ from ..scaling import (
 from .clipping import Clipping
 from .observer import Observer
 from .overflow_check import OverflowCheck
-from .stepper import HoldScaled, Stepper, stepper_of
+from .stepper import Stepper, stepper_of
 
 logger = logging.getLogger("accel_scaler")
 
@@ -78,16 +78,11 @@ class Boundary:
         one, or the warning was logged."""
         _boundaries[scaler] = weakref.ref(self)
 
-    def add(
-        self,
-        optimizer: Optimizer,
-        fold_unscale: bool = False,
-        hold_scaled: HoldScaled | None = None,
-    ) -> None:
+    def add(self, optimizer: Optimizer, fold_unscale: bool = False) -> None:
         """Let this boundary step an optimizer.
 
         Args:
-            fold_unscale: its kernel may unscale; and clip, where ``hold_scaled`` is given.
+            fold_unscale: its kernel may unscale, and on a CPU clip.
 
         Raises:
             UnsupportedError: gradients are scaled, and a parameter that is trained is complex;
@@ -95,7 +90,7 @@ class Boundary:
         """
         self._refuse_complex(stepped(optimizer))
         stepper = stepper_of(optimizer)
-        stepper.fold_unscale, stepper.hold_scaled = fold_unscale, hold_scaled
+        stepper.fold_unscale = fold_unscale
         stepper.measures_preview = self.check.wants_each_norm
         self.scaler.manage(stepped(optimizer), stepper)
 
@@ -154,7 +149,7 @@ class Boundary:
         optimizer = stepped(optimizer)
         record = self.scaler.record_of(optimizer)
         self.check.forbid_edits(optimizer, record)
-        record.forget_returned()
+        record.returned = None
         try:
             yield record.deferred
         except BaseException:  # it is still to be done
@@ -246,7 +241,7 @@ class Boundary:
         found_inf, timing = record.found_inf, None
         self.scaler.close_window(found_inf)
         record.stage = OptState.STEPPED
-        record.forget_returned()
+        record.returned = None
         for observer in self.observers:
             observer.before_update(optimizer, window)
         if found_inf:

@@ -57,9 +57,9 @@ class Clipping:
         """Unscale what owns ``parameters``, clip their total norm to ``max_norm``.
 
         ``.grad`` is then what ``torch.nn.utils.clip_grad_norm_`` leaves after ``unscale_``, bit
-        for bit (with ``fold_unscale``: at its first use, but for a rounding). Where it is float16,
-        or bfloat16 with a master, it stays scaled until the update. After an overflow gradients
-        stay as they were.
+        for bit. Where it is float16, or bfloat16 with a master, and with ``fold_unscale`` on a CPU,
+        it stays scaled and unclipped until the update: read-only. After an overflow gradients stay
+        as they were.
 
         Returns the total norm before clipping, unscaled, float32, shape (); inf after an
         overflow. Synchronises with the device once for each optimizer, or once for all where
@@ -261,8 +261,6 @@ def _clip_scaled_values(
     record: OptimizerRecord, parameters: Sequence[Tensor], bound: float
 ) -> None:
     """Clip each element of gradients that stay scaled to ``bound`` times their scale."""
-    if record.returned is not None:
-        record.returned.end(parameters)  # no edit of the caller's
     factors = torch.stack(record.deferred.factors(parameters)).tolist()
     for p, factor in zip(parameters, factors, strict=True):
         grad = p.grad

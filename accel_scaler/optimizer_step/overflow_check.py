@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from math import isinf
 
@@ -112,7 +111,6 @@ class OverflowCheck:
     ) -> None:
         """Raise ``OrderError`` where gradients of ``some`` parameters (None: all) were changed
         since the caller got them back scaled."""
-        record.stop_holding()
         if record.returned is not None and record.returned.is_changed(some):
             raise OrderError(
                 f"the gradients of {type(optimizer).__name__} were changed after they were "
@@ -251,9 +249,7 @@ class OverflowCheck:
         mine, managed = stepper.optimizer, self.scaler.managed
         if not stepper.divides:
             return False
-        if returned and (
-            stepper.hold_scaled is None or parameters_of(mine)[0].device.type != "cpu"
-        ):
+        if returned and parameters_of(mine)[0].device.type != "cpu":
             return False
         if len(managed) <= 1:
             return True
@@ -276,7 +272,7 @@ class OverflowCheck:
                 "(register_step_pre_hook); or load the model in float32, or in bfloat16 with "
                 "master_weights='none'."
             )
-        record.forget_returned()
+        record.returned = None
         params = parameters_of(optimizer)
         record.deferred.apply([(p, p.grad) for p in params if p.grad is not None])
         self._note_unscaled(params, record)
@@ -297,29 +293,7 @@ class OverflowCheck:
         """
         if record.returned is not None:
             record.returned.renew(written)
-        elif record.deferred and stepper_of(optimizer).keeps_scaled:
-            record.returned = Snapshot(parameters_of(optimizer), with_contents=True)
         elif record.deferred:
-            self._hold(optimizer, record)
+            record.returned = Snapshot(parameters_of(optimizer))
         if record.unscaled_before is not None:
             record.unscaled_before.renew(written)
-
-    def _hold(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
-        """Unscale gradients that are left to the kernel before their first use, as by
-        :meth:`unscale`; at once, where not every use can be seen."""
-        hold, params = stepper_of(optimizer).hold_scaled, parameters_of(optimizer)
-        # The gradients keep the function below alive, so it refers weakly to what keeps them.
-        me, owner, its = weakref.ref(self), weakref.ref(optimizer), weakref.ref(record)
-        due = record.deferred
-
-        def unscale(memory: Sequence[Tensor]) -> None:
-            due.apply([(each, each) for each in memory])
-            check, stepped, found = me(), owner(), its()
-            if check is not None and stepped is not None and found is not None:
-                found.returned = None
-                check._note_unscaled(parameters_of(stepped), found)
-
-        record.returned = Snapshot(params)
-        record.end_hold = None if hold is None else hold(gradients_of(params), unscale)
-        if record.end_hold is None:
-            self.unscale(optimizer, record)

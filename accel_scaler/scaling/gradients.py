@@ -298,44 +298,6 @@ def multiply_in_place(grads: Iterable[Tensor], factor: float) -> None:
         torch.autograd.graph.increment_version([grad])
 
 
-@torch.no_grad()
-def kept(grads: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of ``grads``, for :func:`differ`.
-
-    On a CPU torch copies on the first write (which every kernel there respects); elsewhere at once.
-    """
-    if is_uniform(grads, LOW_PRECISION | {torch.float32}) and grads[0].device.type == "cpu":
-        try:
-            return list(map(torch._lazy_clone, grads))
-        except RuntimeError:  # memory that torch does not own: numpy's, another process's
-            pass
-    return [grad.detach().clone() for grad in grads]
-
-
-@torch.no_grad()
-def differ(grads: Sequence[Tensor], before: Sequence[Tensor]) -> bool:
-    """Whether any gradient differs from its copy ``before``, by :func:`kept`; NaN equals NaN.
-
-    Reads those that were copied. Synchronises with the device for these.
-    """
-    # A gradient that still shares the memory of its copy was not written to.
-    copied = [pair for pair in zip(grads, before, strict=True) if not _is_shared(pair[0])]
-    unlike = [
-        ~torch.isclose(_values(grad), _values(was), rtol=0.0, atol=0.0, equal_nan=True).all()
-        for grad, was in copied
-    ]
-    return bool(unlike) and bool(torch.stack(unlike).any())
-
-
-def make_own(grads: Iterable[Tensor]) -> None:
-    """End copy on write, once the copies are dropped: a stream may have to record the memory."""
-    for grad in filter(_is_shared, grads):
-        grad.data_ptr()
-
-
-_is_shared = torch._C._is_cow_tensor  # type: ignore[attr-defined]
-
-
 def clip_coefficient(total_norm: Tensor, max_norm: float) -> Tensor:
     """The factor of ``torch.nn.utils.clip_grad_norm_``: ``min(1, max_norm / (norm + 1e-6))``."""
     return torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,11 +16,8 @@ from torch.optim import Optimizer
 from ..errors import OrderError
 from .grad_norms import GradNorms
 from .gradients import (
-    differ,
     gradients_of,
-    kept,
     local,
-    make_own,
     nonzero,
     parameters_of,
     reciprocal,
@@ -44,31 +41,20 @@ def stepped(optimizer: Any) -> Any:
 
 
 class Snapshot:
-    """Which gradients there were, and their versions, to see what has changed since.
+    """Which gradients these parameters had, and their versions, to see what has changed since.
 
-    Args:
-        parameters: whose gradients these are.
-        with_contents: compare value by value, too, which shows an edit without a new version
-            (``.grad.data``). Call :meth:`end` before writing to them. On a CPU nothing is copied
-            until it is written to; elsewhere all is.
+    An edit through ``.grad.data`` has no new version, so it is not seen.
     """
 
-    __slots__ = ("_contents", "_entries", "_with_contents")
-
-    def __init__(self, parameters: Iterable[Tensor] = (), with_contents: bool = False) -> None:
-        self._with_contents = with_contents
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._entries: dict[int, tuple[Tensor, Tensor | None, int]] = {}
-        self._contents: dict[int, Tensor] = {}
         self.renew(parameters)
 
     def renew(self, parameters: Iterable[Tensor]) -> None:
         """Take the gradients of these as they are now; what is known of others stays."""
-        new = {id(p): (p, g := p.grad, 0 if g is None else g._version) for p in parameters}
-        if new and self._with_contents:
-            self.end([p for p, _, _ in new.values()])
-            grads = {key: grad for key, (_, grad, _) in new.items() if grad is not None}
-            self._contents.update(zip(grads, kept(list(grads.values())), strict=True))
-        self._entries.update(new)
+        self._entries.update(
+            (id(p), (p, g := p.grad, 0 if g is None else g._version)) for p in parameters
+        )
 
     @property
     def is_zero(self) -> bool:
@@ -77,29 +63,13 @@ class Snapshot:
 
     def is_changed(self, some: Iterable[Tensor] | None = None) -> bool:
         """Whether any gradient of ``some`` (None: all) is another tensor, or was written to, since.
-        One that was dropped is not changed.
-
-        Synchronises with a device other than the CPU where there are contents.
-        """
+        One that was dropped is not changed."""
         known = self._entries
         keys = known if some is None else [key for p in some if (key := id(p)) in known]
-        pairs: list[tuple[Tensor, Tensor]] = []
-        for key in keys:
-            p, grad, version = known[key]
-            if p.grad is not None and (p.grad is not grad or p.grad._version != version):
-                return True
-            if p.grad is not None and key in self._contents:
-                pairs.append((p.grad, self._contents[key]))
-        return bool(pairs) and differ(*zip(*pairs, strict=True))
-
-    def end(self, some: Iterable[Tensor] | None = None) -> None:
-        """Compare contents of the gradients of ``some`` (None: all) no more: they may be written
-        to."""
-        known = self._contents
-        keys = list(known) if some is None else [key for p in some if (key := id(p)) in known]
-        for key in keys:
-            known.pop(key, None)
-        make_own(grad for key in keys if (grad := self._entries[key][1]) is not None)
+        return any(
+            p.grad is not None and (p.grad is not grad or p.grad._version != version)
+            for p, grad, version in map(known.__getitem__, keys)
+        )
 
 
 class StillScaled:
@@ -209,8 +179,6 @@ class OptimizerRecord(dict[str, Any]):
         """What is left to the update: the gradients are still scaled, or not clipped."""
         self.returned: Snapshot | None = None
         """Gradients as they were when the caller got them back with something deferred."""
-        self.end_hold: Callable[[], None] | None = None
-        """Lets ``returned`` be read as they are, without unscaling them first."""
         self.unscaled_before: Snapshot | None = None
         """Gradients that were unscaled when another loss was scaled."""
         self.overflowed: Sequence[Tensor] = ()
@@ -238,8 +206,7 @@ class OptimizerRecord(dict[str, Any]):
 
     def let_go(self) -> None:
         """Drop every parameter and gradient."""
-        self.forget_returned()
-        self.unscaled_before = None
+        self.returned = self.unscaled_before = None
         self.overflowed = ()
 
     def forbid_mixture(self, name: str, some: Iterable[Tensor] | None = None) -> None:
@@ -257,19 +224,6 @@ class OptimizerRecord(dict[str, Any]):
             )
         if self.unscaled_before is not None and self.unscaled_before.is_changed(some):
             raise_mixed(name)
-
-    def stop_holding(self) -> None:
-        """Read the gradients that were returned as they are from here on."""
-        end, self.end_hold = self.end_hold, None
-        if end is not None:
-            end()
-
-    def forget_returned(self) -> None:
-        """The gradients that were returned are about to be written to."""
-        self.stop_holding()
-        if self.returned is not None:
-            self.returned.end()
-        self.returned = None
 
     @property
     def found_inf(self) -> bool:

@@ -25,7 +25,6 @@ from ..scaling import (
     GradScaler,
     Losses,
     OptimizerRecord,
-    StillScaled,
     Window,
     complex_refused,
     first_nonfinite,
@@ -246,8 +245,6 @@ class Boundary:
             observer.before_update(optimizer, window)
         if found_inf:
             stepper.skip()
-            left = [p for p in parameters_of(optimizer) if id(p) not in window.unscaled]
-            record.still_scaled = StillScaled(left, self.scaler.window_scale)
         else:
             deferred, record.deferred = record.deferred, DeferredUnscale()
             last = stepper.timing

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,11 +15,8 @@ from torch.optim import Optimizer
 from ..errors import OrderError
 from .grad_norms import GradNorms
 from .gradients import (
-    gradients_of,
-    local,
     nonzero,
     parameters_of,
-    reciprocal,
 )
 from .losses import Losses
 from .origin import Origin
@@ -70,31 +66,6 @@ class Snapshot:
             p.grad is not None and (p.grad is not grad or p.grad._version != version)
             for p, grad, version in map(known.__getitem__, keys)
         )
-
-
-class StillScaled:
-    """Gradients of an overflow, which stay as they were found. Keeps none alive, and no parameter:
-    torch swaps none that has a weak reference.
-
-    Args:
-        parameters: whose ``.grad`` they are.
-        scale: the window's.
-    """
-
-    def __init__(self, parameters: Iterable[Tensor], scale: float) -> None:
-        self._scale = scale
-        grads = gradients_of(parameters)
-        self._entries = [(weakref.ref(grad), grad._version) for grad in grads]
-
-    @torch.no_grad()
-    def unscale(self) -> None:
-        """Unscale those that were not dropped or changed since, as torch does at once: another
-        backward is about to add to them. Does not synchronise."""
-        found = ((ref(), version) for ref, version in self._entries)
-        left = [grad for grad, version in found if grad is not None and grad._version == version]
-        if left:
-            inverse = reciprocal(self._scale)
-            torch._foreach_mul_([local(grad) for grad in left], inverse)
 
 
 @dataclass(slots=True)
@@ -173,8 +144,6 @@ class OptimizerRecord(dict[str, Any]):
         """Ranks may hold different gradients of it; None: not known yet."""
         self.carried_over = ""
         """Why its gradients from before the window must not be added to; "": they may."""
-        self.still_scaled: StillScaled | None = None
-        """After an overflow: gradients that were not unscaled."""
         self.deferred = DeferredUnscale()
         """What is left to the update: the gradients are still scaled, or not clipped."""
         self.returned: Snapshot | None = None
@@ -323,10 +292,10 @@ class Window:
         stepped: list[Optimizer] = []
         for optimizer in optimizers:
             record = self.known(optimizer)
-            has_stepped = record is not None and record.stage is OptState.STEPPED
+            has_stepped = (
+                record is not None and record.stage is OptState.STEPPED and not record.found_inf
+            )
             (stepped if has_stepped else left).append(optimizer)
-            if record is not None and record.still_scaled is not None:
-                record.still_scaled.unscale()
         # What was stepped is unscaled for every other optimizer, too.
         others = {id(p) for optimizer in stepped if left for p in parameters_of(optimizer)}
         others |= self.unscaled | self.unowned.keys()

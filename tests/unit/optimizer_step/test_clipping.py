@@ -53,6 +53,10 @@ def test_an_overflow_within_a_common_norm_skips_both(bad: int) -> None:
     assert [m.moved for m in ms] == [0.0, 0.0]
     assert [o.step_was_skipped for o in optimizers] == [True, True]
     assert a.scaler.get_scale() == SCALE / 2
+    optimizers[bad].zero_grad()
+    a.backward(ms[1 - bad](1.0))
+    optimizers[1 - bad].step()
+    assert ms[1 - bad].moved == 2.0, "what was not zeroed is brought to the new scale"
 
 
 @pytest.mark.parametrize("first", ["stray", "all", "owned"])

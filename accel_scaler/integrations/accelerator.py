@@ -146,11 +146,9 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
             return
         attachment.refuse_unmatched_globs()
         attachment.follow_parameters()  # before anything reads the gradients
-        accumulation = self.gradient_accumulation_steps
-        attachment.boundary.before_backward(loss, accumulation)
+        attachment.boundary.before_backward(loss, self.gradient_accumulation_steps)
         with self._emulation():
             super().backward(loss, **kwargs)
-        attachment.boundary.after_backward(self.step, accumulation)
 
     @contextmanager
     def autocast(self, *args: Any, **kwargs: Any) -> Iterator[None]:

@@ -119,10 +119,6 @@ class Boundary:
         for observer in self.observers:
             observer.before_backward(loss)
 
-    def after_backward(self, step: int, accumulation: int) -> None:
-        """Call after each backward with the number of its micro-batch, as Accelerate counts."""
-        self.scaler.window.losses.note_step(step, accumulation)
-
     def unscale(self, optimizers: Iterable[Optimizer]) -> bool:
         """Unscale and check each optimizer that has gradients, once a window.
 

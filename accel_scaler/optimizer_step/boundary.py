@@ -18,7 +18,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from ..devices import refuse_capture
-from ..errors import OrderError, OverflowStreakError, UnsupportedError
+from ..errors import OrderError, OverflowStreakError
 from ..scaling import (
     LOW_PRECISION,
     DeferredUnscale,
@@ -26,7 +26,6 @@ from ..scaling import (
     Losses,
     OptimizerRecord,
     Window,
-    complex_refused,
     first_nonfinite,
     gradients_of,
     nonzero,
@@ -82,22 +81,11 @@ class Boundary:
 
         Args:
             fold_unscale: its kernel may unscale, and on a CPU clip.
-
-        Raises:
-            UnsupportedError: gradients are scaled, and a parameter that is trained is complex;
-                nothing was changed.
         """
-        self._refuse_complex(stepped(optimizer))
         stepper = stepper_of(optimizer)
         stepper.fold_unscale = fold_unscale
         stepper.measures_preview = self.check.wants_each_norm
         self.scaler.manage(stepped(optimizer), stepper)
-
-    def _refuse_complex(self, optimizer: Optimizer) -> None:
-        for p in parameters_of(optimizer) if self.scaler.is_enabled() else ():
-            if p.requires_grad and p.is_complex():
-                (name,) = self.scaler.parameter_names.of([p], optimizer)
-                raise UnsupportedError(complex_refused(f"{type(optimizer).__name__}: {name}", p))
 
     def before_backward(self, loss: Tensor, accumulation: int = 1) -> None:
         """Call before each backward. Where nothing is scaled, this opens a window.

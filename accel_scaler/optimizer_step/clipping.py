@@ -17,14 +17,11 @@ from ..scaling import (
     DeferredUnscale,
     GradNorm,
     OptimizerRecord,
-    agree_on_overflow,
     clip_coefficient,
     gradients_of,
     is_uniform,
     local,
-    nonfinite,
     parameters_of,
-    raise_mixed,
     whole,
 )
 from .overflow_check import OverflowCheck
@@ -34,7 +31,7 @@ logger = logging.getLogger("accel_scaler")
 
 
 class Clipping:
-    """Clips gradients of the optimizers that ``check`` knows, and of parameters that none owns."""
+    """Clips gradients of the optimizers that ``check`` knows."""
 
     def __init__(self, check: OverflowCheck) -> None:
         self._check, self.scaler, self.device = check, check.scaler, check.device
@@ -73,32 +70,28 @@ class Clipping:
         if not self.scaler.is_enabled():
             return self._clip_unscaled(parameters, max_norm, norm_type)
         check = self._check
-        owned, unowned = check.split(parameters)
+        owned = check.owners(parameters)
         owners = [owner for owner, _ in owned]
         records = [check.record(owner, mine) for owner, mine in owned]
         if norm_type == 2.0 and self._are_whole(owners, parameters):
             norm = self._clip_in_one_pass(owners, records, parameters, max_norm)
             if norm is not None:
                 return norm
-        unowned_bad = self._unscale_unowned(unowned)
-        if any(map(check.is_sharded, owners)):
-            unowned_bad = agree_on_overflow(unowned_bad, self.device, True)
         for owner, record in zip(owners, records, strict=True):
             check.decide(owner, record)
             # At once: the next owner may have some of the same gradients.
             if record.deferred and not (record.found_inf or stepper_of(owner).keeps_scaled):
                 check.unscale(owner, record)
-        if any(record.found_inf for record in records) or unowned_bad:
+        if any(record.found_inf for record in records):
             for record in records:
                 record.verdict = True
             return torch.full((), float("inf"), dtype=torch.float32, device=self.device)
         if any(record.deferred for record in records):
-            total = self._clip_scaled(parameters, owned, records, unowned, max_norm, norm_type)
+            total = self._clip_scaled(parameters, owned, records, max_norm, norm_type)
         else:
             total = self._clip_unscaled(parameters, max_norm, norm_type)
         for (owner, mine), record in zip(owned, records, strict=True):
             check.give_back(owner, record, () if record.deferred else mine)
-        self._give_back_unowned(unowned)
         return total
 
     def clip_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
@@ -109,10 +102,9 @@ class Clipping:
                 torch.nn.utils.clip_grad_value_(parameters, clip_value)
             return
         check = self._check
-        owned, unowned = check.split([p for p in parameters if p.grad is not None])
+        owned = check.owners([p for p in parameters if p.grad is not None])
         records = [check.record(owner, mine) for owner, mine in owned]
-        self._unscale_unowned(unowned)
-        unscaled = list(unowned)
+        unscaled: list[Tensor] = []
         for (owner, mine), record in zip(owned, records, strict=True):
             check.decide(owner, record)
             if record.found_inf:  # as they were found; the others are clipped and step
@@ -127,7 +119,6 @@ class Clipping:
             torch.nn.utils.clip_grad_value_(unscaled, clip_value)
         for (owner, mine), record in zip(owned, records, strict=True):
             check.give_back(owner, record, mine)
-        self._give_back_unowned(unowned)
 
     def note_norm(
         self, parameters: Sequence[Tensor], norm: Any, max_norm: float, norm_type: float
@@ -159,7 +150,6 @@ class Clipping:
         parameters: Sequence[Tensor],
         owned: Sequence[tuple[Optimizer, list[Tensor]]],
         records: Sequence[OptimizerRecord],
-        unowned: Sequence[Tensor],
         max_norm: float,
         norm_type: float,
     ) -> Tensor:
@@ -171,7 +161,6 @@ class Clipping:
             chosen = [p for p in mine if p.grad is not None and id(p) not in taken]
             taken.update(map(id, chosen))  # a shared one is clipped once
             parts.append((record.deferred or None, chosen))
-        parts.append((None, list(unowned)))
         found = {
             id(p): norm
             for deferred, mine in parts
@@ -236,25 +225,6 @@ class Clipping:
                 window.unscaled.update(map(id, params))
             check.give_back(owner, record)
         return norms.total
-
-    def _unscale_unowned(self, unowned: Sequence[Tensor]) -> bool:
-        """Unscale, once a window, gradients that no optimizer owns. True: not all are finite."""
-        window = self.scaler.window
-        for p in unowned if window.opened_by is not None else ():
-            known = window.unowned.get(id(p))
-            if known is not None and known[1] is not None and known[1].is_changed():
-                raise_mixed("a parameter that no optimizer here owns")
-            if known is None and p.grad is not None and id(p) not in window.unscaled:
-                p.grad.div_(self.scaler.window_scale)
-                window.unowned[id(p)] = p, None
-        return any(nonfinite(grad) for grad in gradients_of(unowned))
-
-    def _give_back_unowned(self, unowned: Sequence[Tensor]) -> None:
-        """See :meth:`.OverflowCheck.give_back`."""
-        for p in unowned:
-            known = self.scaler.window.unowned.get(id(p))
-            if known is not None and known[1] is not None:
-                known[1].renew([p])
 
 
 def _clip_scaled_values(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from math import isinf
 
@@ -10,15 +11,15 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from ..errors import OrderError, UnsupportedError
+from ..errors import OrderError, UnsupportedError, listed
 from ..scaling import (
     LOW_PRECISION,
+    MAX_NAMES,
     DeferredUnscale,
     GradNorm,
     GradScaler,
     NormCheck,
     OptimizerRecord,
-    Owners,
     Snapshot,
     agree_on_overflow,
     check_norms,
@@ -55,14 +56,36 @@ class OverflowCheck:
         """Some observer reads the norm of each gradient."""
         return any(observer.wants_each_norm for observer in self.observers)
 
-    def split(
-        self, parameters: Sequence[Tensor]
-    ) -> tuple[list[tuple[Optimizer, list[Tensor]]], list[Tensor]]:
-        """Each optimizer that has some of ``parameters``, with these, in order; and the rest."""
+    def owners(self, parameters: Sequence[Tensor]) -> list[tuple[Optimizer, list[Tensor]]]:
+        """Each optimizer that has some of ``parameters``, with these, in order.
+
+        Looked up once a window: a loop that clips tensor by tensor asks thousands of times.
+
+        Raises:
+            UnsupportedError: no optimizer has one of them, and gradients are scaled.
+        """
         window, managed = self.scaler.window, self.scaler.managed
-        if window.owners is None or not window.owners.is_of(managed):
-            window.owners = Owners(managed)
-        return window.owners.split(parameters)
+        sizes = [(id(each), *(len(g["params"]) for g in each.param_groups)) for each in managed]
+        if window.owners is None or window.owners[0] != sizes:
+            window.owners = sizes, {}
+            for index, optimizer in enumerate(managed):
+                for key in dict.fromkeys(map(id, parameters_of(optimizer))):
+                    window.owners[1].setdefault(key, []).append(index)
+        places, found, strays = window.owners[1], defaultdict(list), []
+        for p in parameters:
+            indices = places.get(id(p), ())
+            for index in indices:
+                found[index].append(p)
+            if not indices:
+                strays.append(p)
+        if strays and window.opened_by is not None:
+            names = listed(self.scaler.parameter_names.of(strays[:MAX_NAMES]), len(strays))
+            raise UnsupportedError(
+                f"clip: {names}: no optimizer here has these parameters, so nothing unscales their "
+                "gradients. Freeze them (requires_grad_(False)), clip the optimizers' parameters "
+                "alone, or prepare their optimizer before the backward."
+            )
+        return [(managed[index], found[index]) for index in sorted(found)]
 
     def is_sharded(self, optimizer: Optimizer) -> bool:
         """Whether ranks may hold different gradients of it."""
@@ -215,7 +238,7 @@ class OverflowCheck:
         return check_norms(grads, inv_scale, keep_each=self.wants_each_norm)
 
     def unscaled_elsewhere(self, optimizers: Sequence[Optimizer]) -> list[Tensor]:
-        """Their parameters whose gradients were unscaled for another optimizer, or for none."""
+        """Their parameters whose gradients were unscaled for another optimizer."""
         mine = (p for optimizer in optimizers for p in parameters_of(optimizer))
         return self.scaler.window.unscaled_among(mine)
 

@@ -22,7 +22,6 @@ from .gradients import (
     NormCheck,
     check_norms,
     clip_coefficient,
-    complex_refused,
     count_nonfinite,
     first_nonfinite,
     gradients_of,
@@ -31,7 +30,6 @@ from .gradients import (
     laid_out_otherwise,
     local,
     match_layout,
-    nonfinite,
     nonzero,
     parameters_of,
     reciprocal,
@@ -39,7 +37,6 @@ from .gradients import (
 )
 from .losses import Losses
 from .origin import Origin, Pair
-from .owners import Owners
 from .parameter_names import MAX_NAMES, ParameterNames
 from .thread_windows import WAIT_LIMIT_S
 from .window import (
@@ -47,7 +44,6 @@ from .window import (
     OptimizerRecord,
     Snapshot,
     Window,
-    raise_mixed,
     stepped,
 )
 
@@ -63,7 +59,6 @@ __all__ = [
     "NormCheck",
     "OptimizerRecord",
     "Origin",
-    "Owners",
     "Pair",
     "ParameterNames",
     "Snapshot",
@@ -72,7 +67,6 @@ __all__ = [
     "call_fused",
     "check_norms",
     "clip_coefficient",
-    "complex_refused",
     "count_nonfinite",
     "first_nonfinite",
     "gather_objects",
@@ -83,11 +77,9 @@ __all__ = [
     "laid_out_otherwise",
     "local",
     "match_layout",
-    "nonfinite",
     "nonzero",
     "nothing_found",
     "parameters_of",
-    "raise_mixed",
     "reciprocal",
     "reduce_partial_gradients",
     "run_on_one_thread",

@@ -14,9 +14,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..errors import UnsupportedError
-from .collectives import reduce_flag
-
 _dtype_of, _layout_of = attrgetter("dtype"), attrgetter("layout")
 
 LARGE = 1 << 16
@@ -227,15 +224,6 @@ def first_nonfinite(optimizer: Optimizer) -> list[Tensor]:
     return list(islice((p for p in by_size if has_nonfinite_gradient(p)), MAX_NAMED))
 
 
-def complex_refused(which: str, param: Tensor) -> str:
-    """The error text where gradients are scaled and ``which``, of ``param``, is complex."""
-    return (
-        f"{which} is {param.dtype}, and gradients are scaled: torch's GradScaler unscales no "
-        "complex ones. Train without scaling (mixed_precision='no' or 'bf16'), or keep the "
-        "parameter as a real one and view it in the forward (torch.view_as_complex)."
-    )
-
-
 @torch.no_grad()
 def unscale_in_place(
     parameters: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor
@@ -247,18 +235,13 @@ def unscale_in_place(
 
     Returns a flag for each device: above 0 where some element was not finite. Does not
     synchronise. The gradients get new versions, which torch's kernel does not give them. bfloat16,
-    which that kernel does not take on every device, goes without it.
-
-    Raises:
-        UnsupportedError: a complex gradient; nothing was changed.
+    which that kernel does not take on every device, goes without it, but for DTensors.
     """
     groups: dict[tuple[torch.device, torch.dtype, Any], list[Tensor]] = {}
     for p in parameters:
         grad = p.grad
         if grad is None:
             continue
-        if grad.is_complex():
-            raise UnsupportedError(complex_refused(f"a gradient of shape {tuple(p.shape)}", p))
         if grad.is_sparse:
             if grad.dtype is torch.float16:
                 # Several entries of one row may overflow only in their sum.
@@ -270,20 +253,14 @@ def unscale_in_place(
     for (device, dtype, mesh), grads in groups.items():
         flag = flags.setdefault(device, found_inf.to(device, copy=True, non_blocking=True))
         inv = inv_scale.to(device, non_blocking=True)
-        if dtype is torch.bfloat16:
+        if dtype is not torch.bfloat16 or mesh is not None:
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, inv)
+            torch.autograd.graph.increment_version(grads)
+        elif held := [grad for grad in grads if grad.numel()]:
             # Within autocast to float16 bfloat16 cannot be stacked.
-            held = [part for part in map(local, grads) if part.numel()]
-            norms = torch._foreach_norm(held, math.inf) if held else []
-            finite = [torch.isfinite(norm.float()) for norm in norms]
-            if finite:
-                flag.copy_(torch.maximum(flag, (~torch.stack(finite).all()).float()))
-                torch._foreach_mul_(held, inv)
-            if mesh is not None:  # as torch does for the other kernel
-                reduce_flag(flag, mesh)
-                torch.autograd.graph.increment_version(grads)
-            continue
-        torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, inv)
-        torch.autograd.graph.increment_version(grads)
+            norms = [norm.float() for norm in torch._foreach_norm(held, math.inf)]
+            flag.copy_(torch.maximum(flag, (~torch.stack(norms).isfinite().all()).float()))
+            torch._foreach_mul_(held, inv)
     return flags
 
 

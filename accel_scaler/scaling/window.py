@@ -20,7 +20,6 @@ from .gradients import (
 )
 from .losses import Losses
 from .origin import Origin
-from .owners import Owners
 from .update_rule import ScaleState
 
 HOST = torch.device("cpu")
@@ -192,7 +191,12 @@ class OptimizerRecord(dict[str, Any]):
                 "them to go on."
             )
         if self.unscaled_before is not None and self.unscaled_before.is_changed(some):
-            raise_mixed(name)
+            raise OrderError(
+                "a backward added scaled gradients to the unscaled ones of "
+                f"{name}: they were unscaled or clipped before the last micro-batch. Accumulate "
+                "under `with accelerator.accumulate(model):`, or clip only after the last "
+                "backward; then zero the gradients and go on."
+            )
 
     @property
     def found_inf(self) -> bool:
@@ -200,16 +204,6 @@ class OptimizerRecord(dict[str, Any]):
         if self.verdict is not None:
             return self.verdict
         return any(bool(flag) for flag in self["found_inf_per_device"].values())
-
-
-def raise_mixed(whose: str) -> None:
-    """Raise ``OrderError``: scaled gradients were added to unscaled ones."""
-    raise OrderError(
-        f"a backward added scaled gradients to the unscaled ones of {whose}: they were unscaled "
-        "or clipped before the last micro-batch. Accumulate under `with "
-        "accelerator.accumulate(model):`, or clip only after the last backward; then zero the "
-        "gradients and go on."
-    )
 
 
 class Window:
@@ -227,12 +221,10 @@ class Window:
         """The window's own scale once it may outlive the scaler's current one."""
         self.states: defaultdict[int, OptimizerRecord] = defaultdict(OptimizerRecord)
         """Under the ``id`` of each optimizer, and of each wrapper of it that was used."""
-        self.unowned: dict[int, tuple[Tensor, Snapshot | None]] = {}
-        """Parameters without an optimizer, under their ``id``, whose gradients were unscaled; and
-        these as they were when another loss was scaled after that."""
         self.unscaled: set[int] = set()
         """``id`` of parameters whose gradients were unscaled in place."""
-        self.owners: Owners | None = None
+        self.owners: tuple[object, dict[int, list[int]]] | None = None
+        """See :meth:`.OverflowCheck.owners`."""
         self.losses = Losses()
         self.grad_norms = GradNorms()
         self.clipped_values = False
@@ -263,19 +255,14 @@ class Window:
         return self.states.get(id(stepped(optimizer)))
 
     def unscaled_among(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """Those whose gradients are unscaled already, for another optimizer or for none."""
-        if not (self.unscaled or self.unowned):
+        """Those whose gradients are unscaled already, for another optimizer."""
+        if not self.unscaled:
             return []
-        return [
-            p
-            for p in parameters
-            if (id(p) in self.unscaled or id(p) in self.unowned) and p.grad is not None
-        ]
+        return [p for p in parameters if id(p) in self.unscaled and p.grad is not None]
 
     def let_go(self) -> None:
         """It is over: drop every parameter and gradient."""
         self.grad_norms = GradNorms()
-        self.unowned.clear()
         for record in self.states.values():
             record.let_go()
 
@@ -298,7 +285,7 @@ class Window:
             (stepped if has_stepped else left).append(optimizer)
         # What was stepped is unscaled for every other optimizer, too.
         others = {id(p) for optimizer in stepped if left for p in parameters_of(optimizer)}
-        others |= self.unscaled | self.unowned.keys()
+        others |= self.unscaled
         for optimizer in left:
             record = self.known(optimizer)
             mixed = [p for p in parameters_of(optimizer) if id(p) in others]
@@ -325,11 +312,6 @@ class Window:
             if record.stage is OptState.UNSCALED:
                 record.unscaled_before = Snapshot(parameters_of(optimizer))
                 yield optimizer, not record.unscaled_before.is_zero
-        for key, (p, _) in list(self.unowned.items()):
-            now = Snapshot([p])
-            self.unowned[key] = p, now
-            if now.is_zero:
-                del self.unowned[key]
 
     def for_job(self, optimizers: Iterable[Optimizer], scale: float) -> Window:
         """A job's own window: what is known here of ``optimizers``, in host numbers."""

@@ -12,7 +12,7 @@ from support import LR
 from torch import nn
 from torch.optim import SGD
 
-from accel_scaler import OrderError, ScalerConfig, detach
+from accel_scaler import OrderError, ScalerConfig, UnsupportedError, detach
 
 INF = float("inf")
 
@@ -59,34 +59,26 @@ def test_an_overflow_within_a_common_norm_skips_both(bad: int) -> None:
     assert ms[1 - bad].moved == 2.0, "what was not zeroed is brought to the new scale"
 
 
-@pytest.mark.parametrize("first", ["stray", "all", "owned"])
-def test_parameters_that_no_optimizer_owns(first: str) -> None:
-    """They count for the norm, unscaled once a window, in whatever order clips come."""
+@pytest.mark.parametrize("call", ["clip_grad_norm_", "clip_grad_value_"])
+def test_a_clip_of_parameters_that_no_optimizer_has_is_refused(call: str) -> None:
     a = ours()
     model = Two()
     model, optimizer = a.prepare(model, SGD(model.first.parameters(), lr=LR))
-    stray, owned = list(model.second.parameters()), list(model.first.parameters())
-    for _ in range(3):
-        a.backward(model(3.0, 4.0))
-        start = {"stray": stray, "all": stray + owned, "owned": owned}[first]
-        norms = {"stray": 8.0, "all": 10.0, "owned": 6.0}
-        assert float(a.clip_grad_norm_(start, 1e6)) == norms[first]
-        for params, norm in ((owned, 6.0), (stray, 8.0), (stray + owned, 10.0)):
-            assert float(a.clip_grad_norm_(params, 1e6)) == norm
-        optimizer.step()
-        model.zero_grad()
-    assert (model.first.moved, model.second.moved) == (9.0, 0.0)
+    a.backward(model(3.0, 4.0))
+    with pytest.raises(UnsupportedError, match=r"clip: second\.w: no optimizer"):
+        getattr(a, call)(model.parameters(), 1e6)
+    assert model.second.w.grad is not None
+    assert model.second.w.grad.tolist() == [4.0 * SCALE] * 4
+    assert float(a.clip_grad_norm_(model.first.parameters(), 1e6)) == 6.0
+    optimizer.step()
+    assert (model.first.moved, model.second.moved) == (3.0, 0.0)
 
 
-@pytest.mark.parametrize("clipped", ["first", "both"])
-def test_an_overflow_beside_the_clipped_or_in_what_no_optimizer_owns(clipped: str) -> None:
+def test_an_overflow_beside_the_clipped() -> None:
     a = ours()
-    model = Two()
-    owned = model if clipped == "first" else model.first
-    model, optimizer = a.prepare(model, SGD(owned.parameters(), lr=LR))
+    model, optimizer = a.prepare(model := Two(), SGD(model.parameters(), lr=LR))
     a.backward(model(1.0, INF))
-    chosen = model.first if clipped == "first" else model
-    assert float(a.clip_grad_norm_(chosen.parameters(), 1.0)) == INF
+    assert float(a.clip_grad_norm_(model.first.parameters(), 1.0)) == INF
     optimizer.step()
     assert (optimizer.step_was_skipped, model.first.moved) == (True, 0.0)
     assert a.scaler.get_scale() == SCALE / 2

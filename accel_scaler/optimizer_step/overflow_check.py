@@ -161,17 +161,11 @@ class OverflowCheck:
 
     def _look(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
         stepper = stepper_of(optimizer)
-        self._forbid_scaled_elsewhere(optimizer)
+        self._forbid_common(optimizer, stepper)
         if is_sharded(parameters_of(optimizer)):
             reduce_partial_gradients(parameters_of(optimizer))
         if stepper.defers_unscale and self._look_at_scaled(optimizer, record, stepper):
             return
-        if stepper.keeps_scaled and self.unscaled_elsewhere([optimizer]):
-            raise OrderError(
-                f"{type(optimizer).__name__}: some of its gradients are unscaled already, and "
-                "those of float32 masters stay scaled until the step. Make the optimizer before "
-                "the backward, let no other one have its parameters; zero the gradients to go on."
-            )
         if stepper.keeps_scaled:
             raise UnsupportedError(
                 f"{type(optimizer).__name__}: gradients of its float32 masters are sharded, sparse "
@@ -180,22 +174,22 @@ class OverflowCheck:
             )
         self.scaler.unscale_(optimizer)
 
-    def _forbid_scaled_elsewhere(self, optimizer: Optimizer) -> None:
-        """Raise ``OrderError`` where another optimizer's step unscales some of its gradients: they
-        would be unscaled twice."""
+    def _forbid_common(self, optimizer: Optimizer, stepper: Stepper) -> None:
+        """Raise ``OrderError`` where gradients stay scaled for one optimizer and are unscaled for
+        another one: they would be unscaled twice, or not at all."""
         window, own = self.scaler.window, set(map(id, parameters_of(optimizer)))
+        common = len(self.unscaled_elsewhere([optimizer])) if stepper.keeps_scaled else 0
         for other in self.scaler.managed:
             record = window.known(other)
-            if other is optimizer or record is None or not record.deferred:
-                continue
-            common = sum(id(p) in own for p in parameters_of(other) if p.grad is not None)
-            if common:
-                raise OrderError(
-                    f"{type(optimizer).__name__} shares {common} parameters with a "
-                    f"{type(other).__name__} whose gradients stay scaled after a clip, for float32 "
-                    "masters: they would be unscaled twice. Put the shared parameters in one "
-                    "optimizer, or load the model in float32; zero the gradients to go on."
-                )
+            if other is not optimizer and record is not None and record.deferred:
+                common += sum(id(p) in own for p in parameters_of(other) if p.grad is not None)
+        if common:
+            raise OrderError(
+                f"{type(optimizer).__name__} shares {common} parameters with another optimizer, "
+                "and the gradients of one of them stay scaled, for float32 masters or by "
+                "fold_unscale. Put the shared parameters in one optimizer, or load the model in "
+                "float32; zero the gradients to go on."
+            )
 
     def _look_at_scaled(
         self, optimizer: Optimizer, record: OptimizerRecord, stepper: Stepper

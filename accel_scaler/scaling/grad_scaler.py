@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,17 +46,6 @@ _TRANSIENT = (
     *("_windows", "_live", "_mirror", "_lock", "_known", "_leaves", "_managed", "_follower"),
 )
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-
-
-class GradientReader(Protocol):
-    """What steps an optimizer, perhaps while the next backward runs."""
-
-    @property
-    def unscales(self) -> bool:
-        """Its step reads and writes ``.grad`` on another thread."""
-
-    def wait_for_gradients(self) -> None:
-        """Wait until no step reads ``.grad``."""
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -140,9 +129,9 @@ class GradScaler(torch.amp.GradScaler):
         self._leaves: list[weakref.ref[Tensor]] = []
         """Until an optimizer is known: the parameters that the window's outputs lead to. Dropped
         with the window, since torch swaps no parameter that has a weak reference."""
-        self._managed: weakref.WeakKeyDictionary[Optimizer, weakref.ref[GradientReader]]
+        self._managed: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Any]]
         self._managed = weakref.WeakKeyDictionary()
-        """Optimizers that a boundary steps, in the order they came, and their steppers."""
+        """Optimizers that a boundary steps, in the order they came, and their ``Stepper``."""
         self._follower: weakref.WeakMethod[Callable[[dict[str, Any]], None]] | None = None
 
     # Note [torch's methods in the window of a thread]
@@ -205,7 +194,7 @@ class GradScaler(torch.amp.GradScaler):
             if stepper.unscales:
                 stepper.wait_for_gradients()
 
-    def _steppers(self) -> list[GradientReader]:
+    def _steppers(self) -> list[Any]:
         return [stepper for ref in self._managed.values() if (stepper := ref()) is not None]
 
     @untraced
@@ -417,10 +406,10 @@ class GradScaler(torch.amp.GradScaler):
         """Close the window: back off after an overflow, else count towards growth.
 
         Args:
-            new_scale: set the scale to this instead (a number or a one-element tensor on the
-                scaler's device type); it is copied, and kept within the bounds.
+            new_scale: set the scale to this instead, a number or a one-element tensor; it is kept
+                within the bounds. Synchronises.
 
-        Does not synchronise on a GPU unless ``hysteresis`` > 1 or ``max_consecutive_skips``.
+        Else does not synchronise on a GPU unless ``hysteresis`` > 1 or ``max_consecutive_skips``.
 
         Raises:
             OrderError: (a ``RuntimeError``) on another thread than the training thread.
@@ -440,7 +429,16 @@ class GradScaler(torch.amp.GradScaler):
             # A step still due on another thread divides by what this window was scaled with.
             self.window.scale = scale.clone()
             if new_scale is not None:
-                self._set_scale(scale, new_scale)
+                number: Any = new_scale
+                if isinstance(new_scale, Tensor) and new_scale.numel() == 1:
+                    number = new_scale.item()
+                if not is_positive(number):
+                    raise ConfigError(
+                        f"new_scale: got {new_scale!r}, expected a number > 0 (float32) or a "
+                        "tensor of one."
+                    )
+                state = self.read_state()
+                self.write_state(replace(state, scale=self.rule.clamp(float(number))))
                 self._next_window()
                 return
             records = [r for r in self.window.states.values() if r["found_inf_per_device"]]
@@ -467,28 +465,8 @@ class GradScaler(torch.amp.GradScaler):
             self._backoff_factor,
             self._growth_interval,
         )
-        self._keep_in_bounds(scale)
-
-    def _keep_in_bounds(self, scale: Tensor) -> None:
         if self._min_scale is not None or self._max_scale is not None:
             scale.clamp_(self._min_scale, self._max_scale)
-
-    def _set_scale(self, scale: Tensor, new_scale: float | Tensor) -> None:
-        if isinstance(new_scale, Tensor):
-            is_here = new_scale.device.type == self._device and not new_scale.requires_grad
-            is_usable = is_here and new_scale.numel() == 1
-        else:
-            is_usable = is_positive(new_scale)
-        if not is_usable:
-            raise ConfigError(
-                f"new_scale: got {new_scale!r}, expected a finite number > 0 (float32), or a "
-                f"tensor of one element on {self._device!r} with requires_grad=False."
-            )
-        if isinstance(new_scale, Tensor):
-            scale.copy_(new_scale.reshape(()))
-        else:
-            scale.fill_(new_scale)
-        self._keep_in_bounds(scale)
 
     @property
     def rule(self) -> Rule:
@@ -680,8 +658,8 @@ class GradScaler(torch.amp.GradScaler):
         with self._lock:
             self._next_window()
 
-    def manage(self, optimizer: Optimizer, stepper: GradientReader) -> None:
-        """Let a boundary step this optimizer by ``stepper``; both are held weakly.
+    def manage(self, optimizer: Optimizer, stepper: Any) -> None:
+        """Let a boundary step this optimizer by a ``Stepper``; both are held weakly.
 
         Synchronises with the device where there are gradients and no loss was scaled.
         """
@@ -723,12 +701,14 @@ class GradScaler(torch.amp.GradScaler):
                 scaled.append(optimizer)
         if not scaled:
             return
-        now = self.read_state().scale
-        before = left.scale_at_end(now)
+        before = now = self.read_state().scale
+        if left.before is not None:
+            before = left.before.scale
+        elif left.scale is not None:
+            before = float(left.scale)
         if now != before:
-            for optimizer in scaled:
-                if (stepper := self._managed[optimizer]()) is not None:
-                    stepper.wait_for_gradients()
+            for stepper in self._steppers():
+                stepper.wait_for_gradients()
             # Those that others have stepped are zero, or their optimizer would be marked.
             params = {id(p): p for optimizer in scaled for p in parameters_of(optimizer)}
             multiply_in_place(gradients_of(params.values()), now * reciprocal(before))

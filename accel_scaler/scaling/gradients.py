@@ -156,20 +156,14 @@ def on_host(each: Tensor, total: Tensor) -> Tensor:
 def count_nonfinite(grads: Sequence[Tensor]) -> list[int]:
     """How many elements of each gradient, as far as this rank holds it, are inf or NaN.
 
-    Reads all of them once for their norms, and once more those whose norm is not finite.
-    Synchronises for each of these.
+    Synchronises for each.
     """
-    values = list(map(_values, grads))
-    if is_uniform(values, frozenset({torch.float32, *LOW_PRECISION})):
-        suspects = _not_finite(torch.stack(list(_norms_of(values))))
-    else:
-        suspects = list(range(len(values)))
-    counts = [0] * len(values)
-    for i in suspects:
+    counts = []
+    for values in map(_values, grads):
         # In pieces: the temporaries of isfinite would be several times the gradient.
-        pieces = torch.split(values[i].reshape(-1), PIECE)
+        pieces = torch.split(values.reshape(-1), PIECE)
         finite = torch.stack([torch.isfinite(piece).count_nonzero() for piece in pieces])
-        counts[i] = values[i].numel() - int(finite.sum())
+        counts.append(values.numel() - int(finite.sum()))
     return counts
 
 
@@ -243,9 +237,6 @@ def unscale_in_place(
         if grad is None:
             continue
         if grad.is_sparse:
-            if grad.dtype is torch.float16:
-                # Several entries of one row may overflow only in their sum.
-                p.grad = grad = grad.coalesce()
             grad = grad._values()
         key = (grad.device, grad.dtype, getattr(grad, "device_mesh", None))
         groups.setdefault(key, []).append(grad)

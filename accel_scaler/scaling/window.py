@@ -243,12 +243,6 @@ class Window:
         for record in self.states.values():
             record.let_go()
 
-    def scale_at_end(self, now: float) -> float:
-        """The scale of its gradients. ``now``: the scaler's present scale."""
-        if self.before is not None:
-            return self.before.scale
-        return now if self.scale is None else float(self.scale)
-
     def carried_over(self, optimizers: Sequence[Optimizer]) -> Iterator[tuple[Optimizer, str]]:
         """At its end: those of ``optimizers`` that have not stepped in it, and why nothing may be
         added to gradients that they still have; "" where these are scaled by its scale."""

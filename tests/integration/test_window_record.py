@@ -265,7 +265,7 @@ def test_a_clip_of_a_parameter_shared_with_an_optimizer_that_has_masters(clip: s
     every = [half, shared, own]
     accelerator.backward((half.float() + shared + own).sum())
     call = accelerator.clip_grad_norm_ if clip == "norm" else accelerator.clip_grad_value_
-    with pytest.raises(OrderError, match="shares 1 parameters with a SGD"):
+    with pytest.raises(OrderError, match="shares 1 parameters with another"):
         call(every, 1e6)
     accelerator.scaler.abandon_window()
     detach(accelerator)

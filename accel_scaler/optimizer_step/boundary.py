@@ -130,7 +130,7 @@ class Boundary:
             OrderError: they were changed since they were clipped.
         """
         record = self.scaler.record_of(optimizer)
-        self.check.forbid_edits(optimizer, record)
+        record.forbid_mixture(type(stepped(optimizer)).__name__)
         yield record.deferred  # after an error it is still to be done
         record.deferred, record.returned = DeferredUnscale(), None
 

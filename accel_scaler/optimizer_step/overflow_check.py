@@ -126,22 +126,7 @@ class OverflowCheck:
                 f"unscaled or clipped, and has {count} now: the new ones were not checked. Add "
                 "parameters before that, or after the step; zero the gradients to go on."
             )
-        self.forbid_edits(optimizer, record, some)
         return record
-
-    def forbid_edits(
-        self, optimizer: Optimizer, record: OptimizerRecord, some: Sequence[Tensor] | None = None
-    ) -> None:
-        """Raise ``OrderError`` where gradients of ``some`` parameters (None: all) were changed
-        since the caller got them back scaled."""
-        if record.returned is not None and record.returned.is_changed(some):
-            raise OrderError(
-                f"the gradients of {type(optimizer).__name__} were changed after they were "
-                "clipped, while they still are scaled (for float32 masters, or by fold_unscale), "
-                "so the change would be scaled too. Change them before clip_grad_norm_, with what "
-                "is added multiplied by accelerator.scaler.get_scale(); or load the model in "
-                "float32, without fold_unscale. Zero the gradients to go on."
-            )
 
     def check(self, optimizer: Optimizer) -> OptimizerRecord:
         """Check, unless that was done in this window; unscale, or leave that to the step.

@@ -326,9 +326,7 @@ class GradScaler(torch.amp.GradScaler):
             return None
         if scale.device.type == "cpu":
             match_layout(params, optimizer.state)
-        own = getattr(optimizer, "grad_scale", None)
-        ready = state["stage"] is OptState.READY
-        grad_scale = scale * (1.0 if own is None else own) if ready else own
+        grad_scale = scale if state["stage"] is OptState.READY else None
         result = call_fused(optimizer, grad_scale, None if on_host else found, *args, **kwargs)
         state["stage"] = OptState.STEPPED
         return result

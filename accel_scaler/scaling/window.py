@@ -155,7 +155,8 @@ class OptimizerRecord(dict[str, Any]):
         self.overflowed = ()
 
     def forbid_mixture(self, name: str, some: Iterable[Tensor] | None = None) -> None:
-        """Raise ``OrderError`` where the gradients are not all of the window's own scale.
+        """Raise ``OrderError`` where the gradients are not all of the window's own scale, or were
+        changed since the caller got them back scaled.
 
         Args:
             name: the optimizer's.
@@ -173,6 +174,14 @@ class OptimizerRecord(dict[str, Any]):
                 f"{name}: they were unscaled or clipped before the last micro-batch. Accumulate "
                 "under `with accelerator.accumulate(model):`, or clip only after the last "
                 "backward; then zero the gradients and go on."
+            )
+        if self.returned is not None and self.returned.is_changed(some):
+            raise OrderError(
+                f"the gradients of {name} were changed after they were clipped, while they still "
+                "are scaled (for float32 masters, or by fold_unscale), so the change would be "
+                "scaled too. Change them before clip_grad_norm_, with what is added multiplied by "
+                "accelerator.scaler.get_scale(); or load the model in float32, without "
+                "fold_unscale. Zero the gradients to go on."
             )
 
     @property
@@ -246,26 +255,19 @@ class Window:
     def carried_over(self, optimizers: Sequence[Optimizer]) -> Iterator[tuple[Optimizer, str]]:
         """At its end: those of ``optimizers`` that have not stepped in it, and why nothing may be
         added to gradients that they still have; "" where these are scaled by its scale."""
-        left: list[Optimizer] = []
-        stepped: list[Optimizer] = []
-        for optimizer in optimizers:
-            record = self.known(optimizer)
-            has_stepped = (
-                record is not None and record.stage is OptState.STEPPED and not record.found_inf
-            )
-            (stepped if has_stepped else left).append(optimizer)
+        left = [each for each in optimizers if not self._is_done(each)]
         # What was stepped is unscaled for every other optimizer, too.
-        others = {id(p) for optimizer in stepped if left for p in parameters_of(optimizer)}
-        others |= self.unscaled
+        done = [each for each in optimizers if each not in left] if left else []
+        others = self.unscaled.union(id(p) for each in done for p in parameters_of(each))
         for optimizer in left:
-            record = self.known(optimizer)
+            record = self.record(optimizer)
             mixed = [p for p in parameters_of(optimizer) if id(p) in others]
-            if record is not None and record.carried_over:
-                yield optimizer, record.carried_over
-            elif record is not None and record.stage is OptState.UNSCALED:
-                yield optimizer, UNSCALED
-            else:
-                yield optimizer, "" if Snapshot(mixed).is_zero else UNSCALED
+            is_scaled = record.stage is not OptState.UNSCALED and Snapshot(mixed).is_zero
+            yield optimizer, record.carried_over or ("" if is_scaled else UNSCALED)
+
+    def _is_done(self, optimizer: Optimizer) -> bool:
+        record = self.known(optimizer)
+        return record is not None and record.stage is OptState.STEPPED and not record.found_inf
 
     def scaled_again(self, optimizers: Iterable[Optimizer]) -> Iterator[tuple[Optimizer, bool]]:
         """Before another loss is scaled: those of ``optimizers`` whose gradients were unscaled, and

@@ -274,19 +274,6 @@ def test_an_optimizer_that_takes_the_scaler_itself(kind: type[Stock]) -> None:
     assert seen == [scaler]
 
 
-def test_a_grad_scale_of_the_optimizers_own_is_kept_to() -> None:
-    after = []
-    for kind in (Stock, GradScaler):
-        p = nn.Parameter(torch.ones(2))
-        optimizer, scaler = torch.optim.SGD([p], lr=0.5, fused=True), kind("cpu", init_scale=8.0)
-        optimizer.grad_scale = torch.tensor(2.0)
-        scaler.scale(p.sum()).backward()
-        scaler.step(optimizer)
-        after.append(p.detach())
-    assert torch.equal(after[0], torch.full((2,), 0.75))
-    assert torch.equal(after[1], after[0])
-
-
 @KINDS
 def test_what_is_no_tensor_is_not_scaled(kind: type[Stock]) -> None:
     with pytest.raises(ValueError, match="iterable"):

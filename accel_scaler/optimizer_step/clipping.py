@@ -30,6 +30,9 @@ from .stepper import stepper_of
 
 logger = logging.getLogger("accel_scaler")
 
+Parts = Sequence[tuple[Optimizer, list[Tensor], OptimizerRecord]]
+"""Optimizers, those of their parameters that are clipped, and their records."""
+
 
 class Clipping:
     """Clips gradients of the optimizers that ``check`` knows."""
@@ -75,29 +78,27 @@ class Clipping:
         if not self.scaler.is_enabled():
             return self._clip_unscaled(parameters, max_norm, norm_type)
         check = self._check
-        owned = check.owners(parameters)
-        owners = [owner for owner, _ in owned]
-        records = [check.record(owner, mine) for owner, mine in owned]
-        if norm_type == 2.0 and self._are_whole(owners, parameters):
-            norm = self._clip_in_one_pass(owners, records, parameters, max_norm)
+        parts = [(each, mine, check.record(each, mine)) for each, mine in check.owners(parameters)]
+        if norm_type == 2.0 and self._are_whole(parts, parameters):
+            norm = self._clip_in_one_pass(parts, parameters, max_norm)
             if norm is not None:
                 return norm
-        for owner, mine in owned:
+        for owner, mine, _ in parts:
             self._refuse_part(owner, mine, norm_type)
-        for owner, record in zip(owners, records, strict=True):
+        for owner, _, record in parts:
             check.decide(owner, record)
             # At once: the next owner may have some of the same gradients.
             if record.deferred and not (record.found_inf or stepper_of(owner).keeps_scaled):
                 check.unscale(owner, record)
-        if any(record.found_inf for record in records):
-            for record in records:
+        if any(record.found_inf for _, _, record in parts):
+            for _, _, record in parts:
                 record.verdict = True
             return torch.full((), float("inf"), dtype=torch.float32, device=self.device)
-        if any(record.deferred for record in records):
-            total = self._clip_scaled(parameters, owned, records, max_norm, norm_type)
+        if any(record.deferred for _, _, record in parts):
+            total = self._clip_scaled(parts, parameters, max_norm, norm_type)
         else:
             total = self._clip_unscaled(parameters, max_norm, norm_type)
-        for (owner, mine), record in zip(owned, records, strict=True):
+        for owner, mine, record in parts:
             check.give_back(owner, record, () if record.deferred else mine)
         return total
 
@@ -110,21 +111,25 @@ class Clipping:
             return
         check = self._check
         owned = check.owners([p for p in parameters if p.grad is not None])
-        records = [check.record(owner, mine) for owner, mine in owned]
+        parts = [(owner, mine, check.record(owner, mine)) for owner, mine in owned]
         unscaled: list[Tensor] = []
-        for (owner, mine), record in zip(owned, records, strict=True):
+        for owner, mine, record in parts:
             check.decide(owner, record)
             if record.found_inf:  # as they were found; the others are clipped and step
                 continue
             if record.deferred and stepper_of(owner).keeps_scaled:
-                _clip_scaled_values(record, mine, float(clip_value))
+                factor = float(record.deferred.factor)
+                for grad in gradients_of(mine):
+                    limit = clip_value / factor if factor else inf
+                    limit = min(limit, torch.finfo(grad.dtype).max)
+                    grad.clamp_(-limit, limit)
                 continue
             if record.deferred:
                 check.unscale(owner, record)
             unscaled += mine
         if unscaled:
             torch.nn.utils.clip_grad_value_(unscaled, clip_value)
-        for (owner, mine), record in zip(owned, records, strict=True):
+        for owner, mine, record in parts:
             check.give_back(owner, record, mine)
 
     def note_norm(
@@ -153,18 +158,13 @@ class Clipping:
         return total
 
     def _clip_scaled(
-        self,
-        parameters: Sequence[Tensor],
-        owned: Sequence[tuple[Optimizer, list[Tensor]]],
-        records: Sequence[OptimizerRecord],
-        max_norm: float,
-        norm_type: float,
+        self, parts: Parts, parameters: Sequence[Tensor], max_norm: float, norm_type: float
     ) -> Tensor:
         """Clip where some gradients stay scaled: these within their step, in float32. Does not
         synchronise."""
         found: dict[int, Tensor] = {}
         unscaled: dict[int, Tensor] = {}  # what two optimizers share is clipped once
-        for (_, mine), record in zip(owned, records, strict=True):
+        for _, mine, record in parts:
             grads = {id(p): p.grad for p in mine if p.grad is not None}
             if grads:
                 norms = torch.stack([_norm(grad, norm_type) for grad in grads.values()])
@@ -173,7 +173,7 @@ class Clipping:
         # In the order given, as torch adds them up.
         total = _norm(torch.stack([found[id(p)] for p in parameters if id(p) in found]), norm_type)
         coefficient = clip_coefficient(total, max_norm)
-        for record in records:
+        for _, _, record in parts:
             if record.deferred:
                 record.deferred.clip(coefficient)
         if unscaled:
@@ -194,33 +194,29 @@ class Clipping:
                 "optimizer for each part, or load the model in float32."
             )
 
-    def _are_whole(self, owners: Sequence[Optimizer], parameters: Sequence[Tensor]) -> bool:
+    def _are_whole(self, parts: Parts, parameters: Sequence[Tensor]) -> bool:
         """They are those of whole optimizers, none of them checked yet, none shared."""
         window = self.scaler.window
         if self.scaler.sharded or window.opened_by is None:
             return False
-        if any(window.record(owner).stage is not OptState.READY for owner in owners):
+        if any(record.stage is not OptState.READY for _, _, record in parts):
             return False
-        mine = [id(p) for owner in owners for p in parameters_of(owner) if p.grad is not None]
+        mine = [id(p) for each, _, _ in parts for p in parameters_of(each) if p.grad is not None]
         asked = list(map(id, parameters))
         same = mine == asked or sorted(mine) == sorted(asked)
         return same and len(set(asked)) == len(asked)
 
     def _clip_in_one_pass(
-        self,
-        owners: Sequence[Optimizer],
-        records: Sequence[OptimizerRecord],
-        parameters: Sequence[Tensor],
-        max_norm: float,
+        self, parts: Parts, parameters: Sequence[Tensor], max_norm: float
     ) -> Tensor | None:
         """One read for norm and check, one product for unscale and clip. None: these gradients do
         not allow it."""
         check, scale, window = self._check, self.scaler.window_scale, self.scaler.window
-        steppers = list(map(stepper_of, owners))
-        norms = check.one_pass(owners, steppers, parameters)
+        owners = [owner for owner, _, _ in parts]
+        norms = check.one_pass(owners, parameters)
         if norms is None or (norms.total is None and not norms.overflowed):
             return None
-        for owner, record in zip(owners, records, strict=True):
+        for owner, _, record in parts:
             check.note(owner, record, parameters, norms)
         if norms.total is None:
             return torch.full(
@@ -230,7 +226,8 @@ class Clipping:
         self._note(GradNorm(parameters, norms.host_total, norms.each, max_norm, ids))
         coefficient = clip_coefficient(norms.total, max_norm)
         product = coefficient / scale
-        for owner, record, stepper in zip(owners, records, steppers, strict=True):
+        for owner, _, record in parts:
+            stepper = stepper_of(owner)
             if stepper.keeps_scaled:
                 record.deferred = DeferredUnscale(multiply=product)
             elif check.divides(stepper, returned=True):
@@ -241,16 +238,6 @@ class Clipping:
                 window.unscaled.update(map(id, params))
             check.give_back(owner, record)
         return norms.total
-
-
-def _clip_scaled_values(
-    record: OptimizerRecord, parameters: Sequence[Tensor], bound: float
-) -> None:
-    """Clip each element of gradients that stay scaled to ``bound`` times their scale."""
-    factor = float(record.deferred.factor)
-    for grad in gradients_of(parameters):
-        limit = min(bound / factor if factor else inf, torch.finfo(grad.dtype).max)
-        grad.clamp_(-limit, limit)
 
 
 def _total_norm(parameters: Sequence[Tensor], norm_type: float) -> Tensor:

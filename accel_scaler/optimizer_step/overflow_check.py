@@ -181,7 +181,7 @@ class OverflowCheck:
     ) -> bool:
         """Check without unscaling, which is deferred. False: these gradients do not allow it."""
         params = [p for p in parameters_of(optimizer) if p.grad is not None]
-        norms = self.one_pass([optimizer], [stepper], params)
+        norms = self.one_pass([optimizer], params)
         if norms is None:
             return False
         self.note(optimizer, record, params, norms)
@@ -198,16 +198,14 @@ class OverflowCheck:
         inverse = reciprocal(self.scaler.window_scale)
         return torch.full((), inverse, dtype=torch.float32, device=device)
 
-    def one_pass(
-        self, owners: Sequence[Optimizer], steppers: Sequence[Stepper], params: Sequence[Tensor]
-    ) -> NormCheck | None:
+    def one_pass(self, owners: Sequence[Optimizer], params: Sequence[Tensor]) -> NormCheck | None:
         """Norm and check from one read of gradients that are all scaled still.
 
         None: the norm would not be, bit for bit, that of the unscaled ones, or a kernel does not
         take all of them together. Synchronises.
         """
         scale, grads = self.scaler.window_scale, gradients_of(params)
-        stay_scaled = [stepper.keeps_scaled for stepper in steppers]
+        stay_scaled = [stepper_of(owner).keeps_scaled for owner in owners]
         dtypes = frozenset({torch.float32}) | (LOW_PRECISION if any(stay_scaled) else frozenset())
         if not (is_power_of_two(scale) or all(stay_scaled)) or not is_uniform(grads, dtypes):
             return None

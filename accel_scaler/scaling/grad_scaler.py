@@ -664,21 +664,14 @@ class GradScaler(torch.amp.GradScaler):
         self._known.add(optimizer)
         is_new = optimizer not in self._managed
         self._managed[optimizer] = weakref.ref(stepper)
-        if is_new and self.window.opened_by is None:  # else they may be of the window
+        if is_new and (self.window.opened_by is None or self.window.closed):  # else they are of it
             why = "had gradients before it was given to this scaler, not scaled by it"
             self._mark_carried_over(optimizer, why)
 
     def release(self, *optimizers: Optimizer) -> None:
-        """End :meth:`manage`. What their step has unscaled in the closed window stays known:
-        another optimizer may get these parameters."""
+        """End :meth:`manage`."""
         for optimizer in optimizers:
             self._managed.pop(optimizer, None)
-            record = self.window.known(optimizer)
-            if record is None or record.stage is not OptState.STEPPED or record.found_inf:
-                continue
-            for p in parameters_of(optimizer):
-                if p.grad is not None and p.grad.dtype is torch.float32:
-                    self.window.unscaled.add(id(p))
 
     @property
     def managed(self) -> list[Optimizer]:

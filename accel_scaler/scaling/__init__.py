@@ -13,12 +13,12 @@ from .collectives import (
     reduce_partial_gradients as reduce_partial_gradients,
     whole as whole,
 )
-from .fused_call import (
+from .grad_norms import GradNorm as GradNorm
+from .grad_scaler import (
+    GradScaler as GradScaler,
     call_fused as call_fused,
     nothing_found as nothing_found,
 )
-from .grad_norms import GradNorm as GradNorm
-from .grad_scaler import GradScaler as GradScaler
 from .gradients import (
     LOW_PRECISION as LOW_PRECISION,
     SMALL as SMALL,

@@ -22,7 +22,6 @@ from ..devices import present_type
 from ..errors import ConfigError, OrderError, UnsupportedError, shown
 from ..untraced import untraced
 from .collectives import agree_on_overflow, is_sharded
-from .fused_call import call_fused
 from .gradients import (
     gradients_of,
     has_nonfinite_gradient,
@@ -44,6 +43,7 @@ T = TypeVar("T")
 
 _TRANSIENT = (
     *("_windows", "_live", "_mirror", "_lock", "_known", "_leaves", "_managed", "_follower"),
+    "_scale",
 )
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
@@ -180,7 +180,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _wait_before_backward(self, scaled: Any) -> None:
         """A backward adds to gradients that a step may still be reading: it waits for that step."""
-        if not any(stepper.unscales for stepper in self._steppers()):
+        if not self._readers():
             return
         if not isinstance(scaled, (Tensor, list, tuple)):  # to be scaled one by one, later
             self._wait_for_gradients()
@@ -190,12 +190,13 @@ class GradScaler(torch.amp.GradScaler):
 
     @untraced
     def _wait_for_gradients(self, _: Tensor | None = None) -> None:
-        for stepper in self._steppers():
-            if stepper.unscales:
-                stepper.wait_for_gradients()
+        for stepper in self._readers():
+            stepper.wait_for_gradients()
 
-    def _steppers(self) -> list[Any]:
-        return [stepper for ref in self._managed.values() if (stepper := ref()) is not None]
+    def _readers(self) -> list[Any]:
+        """Steppers whose step reads and writes ``.grad`` on another thread."""
+        found = [ref() for ref in self._managed.values()]
+        return [stepper for stepper in found if stepper is not None and stepper.unscales]
 
     @untraced
     def unscale_(self, optimizer: Optimizer) -> None:
@@ -698,8 +699,7 @@ class GradScaler(torch.amp.GradScaler):
         elif left.scale is not None:
             before = float(left.scale)
         if now != before:
-            for stepper in self._steppers():
-                stepper.wait_for_gradients()
+            self._wait_for_gradients()
             # Those that others have stepped are zero, or their optimizer would be marked.
             params = {id(p): p for optimizer in scaled for p in parameters_of(optimizer)}
             multiply_in_place(gradients_of(params.values()), now * reciprocal(before))
@@ -780,17 +780,10 @@ class GradScaler(torch.amp.GradScaler):
         self._follower = weakref.WeakMethod(method)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {key: value for key, value in self.__dict__.items() if key not in _TRANSIENT}
-        if self._enabled:
-            if self.window.states and not self.window.closed:
-                raise AssertionError(
-                    "A GradScaler instance may only be pickled at the beginning of an iteration, "
-                    "or at the end after scaler.update()."
-                )
-            now = self.read_state()
-            state["_init_scale"], state["_init_growth_tracker"] = now.scale, now.growth_tracker
-            state["_growth_tracker"] = None
-        return state
+        # What is known of a window that has been stepped may be left behind.
+        with self._windows.inside(Window() if self.window.closed else None):
+            state = super().__getstate__()
+        return {key: value for key, value in state.items() if key not in _TRANSIENT}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._make_transient()
@@ -800,3 +793,27 @@ class GradScaler(torch.amp.GradScaler):
 def _tensors(outputs: Any) -> list[Tensor]:
     """The tensors in nested lists and tuples; a lazy iterable is left alone."""
     return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+
+
+def nothing_found(optimizer: Optimizer) -> Tensor | None:
+    """``found_inf`` for finite gradients: None for torch's own optimizers, which then save a pass;
+    for others the zero that torch gives them, float32, shape ()."""
+    if type(optimizer).__module__.startswith("torch.optim."):
+        return None
+    params = parameters_of(optimizer)
+    return torch.zeros((), dtype=torch.float32, device=params[0].device if params else "cpu")
+
+
+def call_fused(
+    optimizer: Any, grad_scale: Tensor | None, found_inf: Tensor | None, *args: Any, **kwargs: Any
+) -> float | None:
+    """``optimizer.step(*args, **kwargs)``, gradients divided by ``grad_scale`` and the update left
+    out where ``found_inf`` is 1; both float32, shape (), or None."""
+    if found_inf is None:
+        found_inf = nothing_found(optimizer)
+    optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf
+    try:
+        result: float | None = optimizer.step(*args, **kwargs)
+        return result
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf

@@ -89,23 +89,17 @@ def check_norms(grads: Sequence[Tensor], inv_scale: Tensor, keep_each: bool = Fa
     """Norm of the *unscaled* gradients and the non-finite check, from one read of scaled ones.
 
     With a power-of-two scale the total equals, bit for bit, what
-    ``torch.nn.utils.clip_grad_norm_`` returns for gradients that were unscaled first.
-
-    Small gradients are read first and large ones one by one, because an overflow in the backward
-    reaches the biases and norms of every earlier layer: a skipped window then costs a small part
-    of a full pass. On a device other than the CPU all are read in one batch.
+    ``torch.nn.utils.clip_grad_norm_`` returns for gradients that were unscaled first. On a CPU
+    small gradients are read first and large ones one by one, because an overflow in the backward
+    reaches the biases and norms of every earlier layer: a skipped window costs little then.
 
     Args:
-        grads: uniform gradients (see :func:`is_uniform`), scaled; float32, or lower precision,
-            whose norms are taken in float32.
+        grads: uniform gradients (see :func:`is_uniform`), scaled.
         inv_scale: reciprocal of their scale, float32, shape (), on their device.
-        keep_each: return the norm of each gradient too; it comes to the host with the total.
+        keep_each: return the norm of each gradient, too.
 
-    Returns:
-        ``total`` is None when an overflow was found, or when a gradient's own norm leaves
-        float32's range though its elements are finite (then ``overflowed`` is empty).
-
-    Synchronises with the device once.
+    Returns no ``total`` when an overflow was found, or when a gradient's own norm leaves float32's
+    range though its elements are finite (then ``overflowed`` is empty). Synchronises once.
     """
     stacked, suspects = _norms_until_nonfinite(grads)
     if stacked is not None:

@@ -86,7 +86,7 @@ class Clipping:
         for owner, mine, _ in parts:
             self._refuse_part(owner, mine, norm_type)
         for owner, _, record in parts:
-            check.decide(owner, record)
+            check.check(owner, record)
             # At once: the next owner may have some of the same gradients.
             if record.deferred and not (record.found_inf or stepper_of(owner).keeps_scaled):
                 check.unscale(owner, record)
@@ -114,7 +114,7 @@ class Clipping:
         parts = [(owner, mine, check.record(owner, mine)) for owner, mine in owned]
         unscaled: list[Tensor] = []
         for owner, mine, record in parts:
-            check.decide(owner, record)
+            check.check(owner, record)
             if record.found_inf:  # as they were found; the others are clipped and step
                 continue
             if record.deferred and stepper_of(owner).keeps_scaled:

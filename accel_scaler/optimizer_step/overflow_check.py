@@ -128,21 +128,20 @@ class OverflowCheck:
             )
         return record
 
-    def check(self, optimizer: Optimizer) -> OptimizerRecord:
+    def check(self, optimizer: Optimizer, record: OptimizerRecord | None = None) -> OptimizerRecord:
         """Check, unless that was done in this window; unscale, or leave that to the step.
 
         Synchronises with the device, and with other ranks where they hold other gradients.
-        """
-        record = self.record(optimizer)
-        self.decide(optimizer, record)
-        return record
 
-    def decide(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
-        """:meth:`check`, where the record was looked up just before."""
+        Args:
+            record: its record, where it was looked up just before.
+        """
+        record = self.record(optimizer) if record is None else record
         if record.stage is OptState.READY:
             self._look(optimizer, record)
         if record.verdict is None:
             self._agree(optimizer, record, record.found_inf)
+        return record
 
     def _look(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
         stepper = stepper_of(optimizer)
@@ -163,7 +162,7 @@ class OverflowCheck:
         """Raise ``OrderError`` where gradients stay scaled for one optimizer and are unscaled for
         another one: they would be unscaled twice, or not at all."""
         window, own = self.scaler.window, set(map(id, parameters_of(optimizer)))
-        common = len(self.unscaled_elsewhere([optimizer])) if stepper.keeps_scaled else 0
+        common = len(window.unscaled_among(parameters_of(optimizer))) if stepper.keeps_scaled else 0
         for other in self.scaler.managed:
             record = window.known(other)
             if other is not optimizer and record is not None and record.deferred:
@@ -209,15 +208,11 @@ class OverflowCheck:
         dtypes = frozenset({torch.float32}) | (LOW_PRECISION if any(stay_scaled) else frozenset())
         if not (is_power_of_two(scale) or all(stay_scaled)) or not is_uniform(grads, dtypes):
             return None
-        if self.unscaled_elsewhere(owners):
+        mine = (p for owner in owners for p in parameters_of(owner))
+        if self.scaler.window.unscaled_among(mine):  # for another optimizer
             return None
         inv_scale = self._inv_scale(grads[0].device)
         return check_norms(grads, inv_scale, keep_each=self.wants_each_norm)
-
-    def unscaled_elsewhere(self, optimizers: Sequence[Optimizer]) -> list[Tensor]:
-        """Their parameters whose gradients were unscaled for another optimizer."""
-        mine = (p for optimizer in optimizers for p in parameters_of(optimizer))
-        return self.scaler.window.unscaled_among(mine)
 
     def note(
         self,

@@ -46,17 +46,14 @@ class Stepper(ABC):
     """Of the last update."""
     fold_unscale = False
     """Unscaling and clipping may be left to the kernel."""
+    defers_unscale = False
+    """Gradients may be checked while they are scaled: unscaling goes along with the step."""
     measures_preview = False
     """Measure ``StepTiming.preview_error``."""
 
     @property
     def keeps_scaled(self) -> bool:
         """Some gradients are float16 or bfloat16 and so are never unscaled in place."""
-        return False
-
-    @property
-    def defers_unscale(self) -> bool:
-        """Gradients may be checked while they are scaled: unscaling goes along with the step."""
         return False
 
     @property

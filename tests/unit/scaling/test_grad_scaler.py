@@ -167,20 +167,6 @@ def test_a_new_scale_that_cannot_be_used(bad: Any) -> None:
     assert scaler._get_growth_tracker() == 1, "the window was still open"
 
 
-@pytest.mark.parametrize(
-    "good", [8.0, 8, torch.tensor(8.0), torch.tensor([8.0]), torch.tensor(8, dtype=torch.int64)]
-)
-def test_a_new_scale_is_copied(good: Any) -> None:
-    p, _ = one()
-    scaler = GradScaler("cpu", init_scale=4.0)
-    scaler.scale(p.sum())
-    scaler.update(good)
-    if isinstance(good, Tensor):
-        good.mul_(2)
-    assert scaler.get_scale() == 8.0
-    assert scaler.scale(torch.ones(())).item() == 8.0
-
-
 def test_backoff() -> None:
     p, optimizer = one()
     scaler = GradScaler("cpu", init_scale=64.0, backoff_factor=0.5, min_scale=4.0, hysteresis=3)

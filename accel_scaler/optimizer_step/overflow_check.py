@@ -76,7 +76,7 @@ class OverflowCheck:
             indices = places.get(id(p), ())
             for index in indices:
                 found[index].append(p)
-            if not indices:
+            if not indices and p.grad is not None:
                 strays.append(p)
         if strays and window.opened_by is not None:
             names = listed(self.scaler.parameter_names.of(strays[:MAX_NAMES]), len(strays))

@@ -156,9 +156,9 @@ class ScalerConfig:
             parameters have masters.
         optimizer_threads: Threads of the optimizer's CPU kernels off the training thread, whatever
             OMP_NUM_THREADS is. auto: physical cores / ranks on this host, less one, at least 1.
-        fold_unscale: Let the fused kernel unscale, and on a CPU clip: faster, if nothing reads
-            .grad between a clip and the step. Results may differ by one rounding while clipping is
-            active.
+        fold_unscale: Let the fused kernel unscale, and on a CPU clip: faster. There .grad stays
+            scaled between a clip and the step. Results may differ by one rounding while clipping
+            is active.
         max_consecutive_skips: Skipped windows in a row that are allowed; one more raises.
         find_overflow: How the module is found in which an overflow began. replay: the skipped
             window runs again, at the first skip and at one in a hundred; parameters, buffers and

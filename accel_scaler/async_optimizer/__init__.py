@@ -7,7 +7,6 @@ and never communicates; the folder knows no Accelerate, no Trainer and no teleme
 """
 
 from .delayed import holds_masters
-from .grad_handoff import hold_scaled
 from .hooks import SyncHooks
 from .master_params import MasterRule
 from .optimizer import AsyncOptimizer, step_beside
@@ -26,7 +25,6 @@ __all__ = [
     "MasterRule",
     "SyncHooks",
     "Worker",
-    "hold_scaled",
     "holds_masters",
     "is_splittable",
     "refuse_compensation",

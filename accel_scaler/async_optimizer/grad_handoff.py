@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -12,13 +11,11 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError
-from ..optimizer_step import Unscale
 from ..scaling import LOW_PRECISION, DeferredUnscale
 from .master_params import ParameterPair
 from .pending_parameter import (
     GradientHold,
     hold_gradients,
-    release_gradients,
     wait_for_gradients,
 )
 from .streams import PartEvents, SideStreams
@@ -68,7 +65,7 @@ def read_in_place(
     ]
     unscale_in_place(pairs, copied, deferred)
     if deferred.multiply is not None:  # on that thread, which autograd does not see
-        torch.autograd.graph.increment_version([g for _, g in _unscaled_in_place(pairs, held)])
+        torch.autograd.graph.increment_version(_unscaled_in_place(pairs, held))
     return taken, held
 
 
@@ -81,9 +78,9 @@ def unscale_in_place(
 
 def _unscaled_in_place(
     pairs: Sequence[ParameterPair], grads: Sequence[Tensor | None]
-) -> list[tuple[Tensor, Tensor]]:
+) -> list[Tensor]:
     return [
-        (pair.param, grad)
+        grad
         for pair, grad in zip(pairs, grads, strict=True)
         if grad is not None and not goes_to_master(pair, grad)
     ]
@@ -122,37 +119,7 @@ def keep_sent(grads: Sequence[Tensor | None], events: Sequence[Any], streams: Si
 def on_host(deferred: DeferredUnscale) -> DeferredUnscale:
     """The same numbers on the CPU. Synchronises with the device, as the check has just done."""
     multiply, divide = (t if t is None else t.cpu() for t in (deferred.multiply, deferred.divide))
-    clips = deferred.clips
-    if clips:  # in one transfer
-        each = torch.stack(list(clips.values())).cpu().unbind()
-        clips = dict(zip(clips, each, strict=True))
-    return DeferredUnscale(multiply, divide, clips)
-
-
-def hold_scaled(gradients: Sequence[Tensor], unscale: Unscale) -> Callable[[], None] | None:
-    """Call ``unscale`` before the first use of any of ``gradients``, on the thread that uses it,
-    with their memory: they themselves wait until it has returned.
-
-    Returns what ends that; it waits while ``unscale`` runs. None: not all uses can be seen.
-    """
-    if any(grad is None for grad in readable_in_place(gradients)):
-        return None
-    memory = [grad.detach() for grad in gradients]
-    lock, due = threading.Lock(), [unscale]
-
-    def use() -> None:
-        with lock:
-            if due:
-                due.pop()(memory)
-
-    def end() -> None:
-        with lock:
-            due.clear()
-        release_gradients(gradients, hold)
-
-    hold = GradientHold(use)
-    hold_gradients(gradients, hold)
-    return end
+    return DeferredUnscale(multiply, divide)
 
 
 def forbid_sparse(

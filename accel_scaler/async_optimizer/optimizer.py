@@ -18,7 +18,6 @@ from ..optimizer_step import Boundary, Observer, StepTiming, async_stepper_of, b
 from ..scaling import GradScaler, ParameterNames, parameters_of, whole
 from ..untraced import untraced
 from .async_stepper import AsyncStepper
-from .grad_handoff import hold_scaled
 from .hooks import SyncHooks
 from .shared_parameters import take_over
 from .worker import Worker
@@ -113,7 +112,7 @@ class AsyncOptimizer(Optimizer):
             self._hooks.watch(self._models())
             if scaler is not None:  # one for all its optimizers, an accelerator's too
                 self._boundary = boundary_of(scaler) or Boundary(scaler, device, observer)
-                self._boundary.add(self, config.fold_unscale, hold_scaled)
+                self._boundary.add(self, config.fold_unscale)
                 scaler.sharded = scaler.sharded or config.sharded
         except BaseException:
             self.close()
@@ -214,8 +213,8 @@ class AsyncOptimizer(Optimizer):
             parameters: default: all of this optimizer's.
 
         Returns the norm before clipping, unscaled, float32, shape (); inf after an overflow.
-        ``.grad`` is then what torch leaves there; what is float16, or bfloat16 with a master, stays
-        scaled until the step. Synchronises.
+        ``.grad`` is then what torch leaves there; what is float16, or bfloat16 with a master (with
+        ``fold_unscale`` on a CPU all), stays scaled until the step. Synchronises.
         """
         self._check_open("clip_grad_norm_")
         self._forbid_inside("clip_grad_norm_")

@@ -378,11 +378,6 @@ def hold_gradients(gradients: Sequence[Any], hold: GradientHold) -> None:
     _hold(gradients, hold, PendingGradient)
 
 
-def release_gradients(gradients: Iterable[Any], hold: GradientHold) -> None:
-    """Those of ``gradients`` that wait for ``hold`` are plain tensors again."""
-    _release(gradients, hold, Tensor)
-
-
 def is_held(grad: Any) -> bool:
     """Whether the optimizer thread may be reading ``grad``, or has lost it."""
     return type(grad) is PendingGradient

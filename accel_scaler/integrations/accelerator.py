@@ -146,11 +146,9 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
             return
         attachment.refuse_unmatched_globs()
         attachment.follow_parameters()  # before anything reads the gradients
-        accumulation = self.gradient_accumulation_steps
-        attachment.boundary.before_backward(loss, accumulation)
+        attachment.boundary.before_backward(loss, self.gradient_accumulation_steps)
         with self._emulation():
             super().backward(loss, **kwargs)
-        attachment.boundary.after_backward(self.step, accumulation)
 
     @contextmanager
     def autocast(self, *args: Any, **kwargs: Any) -> Iterator[None]:
@@ -195,8 +193,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
             return boundary.clipping.norm_so_far(parameters, norm_type)
         if self.distributed_type != DistributedType.FSDP:
             return boundary.clipping.clip_norm(parameters, max_norm, norm_type)
-        owned, _ = boundary.check.split(parameters)
-        if boundary.unscale(owner for owner, _ in owned):
+        if boundary.unscale(owner for owner, _ in boundary.check.owners(parameters)):
             return torch.full((), float("inf"), dtype=torch.float32, device=self.device)
         norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
         boundary.clipping.note_norm(parameters, norm, max_norm, norm_type)

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from ..async_optimizer import (
     MasterRule,
     SyncHooks,
-    hold_scaled,
     holds_masters,
     is_splittable,
     refuse_compensation,
@@ -57,7 +56,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             hooks.owner = weakref.WeakMethod(self._give_way)
         self.scaler = attachment.scaler if attachment.scales else None
         attachment.optimizers.add(self)
-        attachment.boundary.add(self, attachment.config.fold_unscale, hold_scaled)
+        attachment.boundary.add(self, attachment.config.fold_unscale)
 
     def leave(self, attachment: Attachment) -> None:
         """Become Accelerate's again, unless another accelerator has taken it over.

@@ -6,32 +6,21 @@ it learns it writes to the window; each :class:`Observer` receives the events. I
 thread, no Accelerate and no telemetry: what steps later is a Stepper like any other.
 """
 
-from .boundary import Boundary, boundary_of
-from .fused_adam import AdamGroup, is_plain
-from .observer import Observer
-from .stepper import (
-    ATTRIBUTE,
-    Stepper,
-    StepTiming,
-    Unscale,
-    async_stepper_of,
-    register,
-    stepper_of,
-    unregister,
+from .boundary import (
+    Boundary as Boundary,
+    boundary_of as boundary_of,
 )
-
-__all__ = [
-    "ATTRIBUTE",
-    "AdamGroup",
-    "Boundary",
-    "Observer",
-    "StepTiming",
-    "Stepper",
-    "Unscale",
-    "async_stepper_of",
-    "boundary_of",
-    "is_plain",
-    "register",
-    "stepper_of",
-    "unregister",
-]
+from .fused_adam import (
+    AdamGroup as AdamGroup,
+    is_plain as is_plain,
+)
+from .observer import Observer as Observer
+from .stepper import (
+    ATTRIBUTE as ATTRIBUTE,
+    Stepper as Stepper,
+    StepTiming as StepTiming,
+    async_stepper_of as async_stepper_of,
+    register as register,
+    stepper_of as stepper_of,
+    unregister as unregister,
+)

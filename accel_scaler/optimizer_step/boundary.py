@@ -18,16 +18,14 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from ..devices import refuse_capture
-from ..errors import OrderError, OverflowStreakError, UnsupportedError
+from ..errors import OrderError, OverflowStreakError
 from ..scaling import (
     LOW_PRECISION,
     DeferredUnscale,
     GradScaler,
     Losses,
     OptimizerRecord,
-    StillScaled,
     Window,
-    complex_refused,
     first_nonfinite,
     gradients_of,
     nonzero,
@@ -37,7 +35,7 @@ from ..scaling import (
 from .clipping import Clipping
 from .observer import Observer
 from .overflow_check import OverflowCheck
-from .stepper import HoldScaled, Stepper, stepper_of
+from .stepper import Stepper, stepper_of
 
 logger = logging.getLogger("accel_scaler")
 
@@ -78,32 +76,16 @@ class Boundary:
         one, or the warning was logged."""
         _boundaries[scaler] = weakref.ref(self)
 
-    def add(
-        self,
-        optimizer: Optimizer,
-        fold_unscale: bool = False,
-        hold_scaled: HoldScaled | None = None,
-    ) -> None:
+    def add(self, optimizer: Optimizer, fold_unscale: bool = False) -> None:
         """Let this boundary step an optimizer.
 
         Args:
-            fold_unscale: its kernel may unscale; and clip, where ``hold_scaled`` is given.
-
-        Raises:
-            UnsupportedError: gradients are scaled, and a parameter that is trained is complex;
-                nothing was changed.
+            fold_unscale: its kernel may unscale, and on a CPU clip.
         """
-        self._refuse_complex(stepped(optimizer))
         stepper = stepper_of(optimizer)
-        stepper.fold_unscale, stepper.hold_scaled = fold_unscale, hold_scaled
+        stepper.fold_unscale = fold_unscale
         stepper.measures_preview = self.check.wants_each_norm
         self.scaler.manage(stepped(optimizer), stepper)
-
-    def _refuse_complex(self, optimizer: Optimizer) -> None:
-        for p in parameters_of(optimizer) if self.scaler.is_enabled() else ():
-            if p.requires_grad and p.is_complex():
-                (name,) = self.scaler.parameter_names.of([p], optimizer)
-                raise UnsupportedError(complex_refused(f"{type(optimizer).__name__}: {name}", p))
 
     def before_backward(self, loss: Tensor, accumulation: int = 1) -> None:
         """Call before each backward. Where nothing is scaled, this opens a window.
@@ -124,10 +106,6 @@ class Boundary:
                 stepper_of(optimizer).wait_for_gradients()
         for observer in self.observers:
             observer.before_backward(loss)
-
-    def after_backward(self, step: int, accumulation: int) -> None:
-        """Call after each backward with the number of its micro-batch, as Accelerate counts."""
-        self.scaler.window.losses.note_step(step, accumulation)
 
     def unscale(self, optimizers: Iterable[Optimizer]) -> bool:
         """Unscale and check each optimizer that has gradients, once a window.
@@ -151,16 +129,10 @@ class Boundary:
         Raises:
             OrderError: they were changed since they were clipped.
         """
-        optimizer = stepped(optimizer)
         record = self.scaler.record_of(optimizer)
-        self.check.forbid_edits(optimizer, record)
-        record.forget_returned()
-        try:
-            yield record.deferred
-        except BaseException:  # it is still to be done
-            self.check.give_back(optimizer, record)
-            raise
-        record.deferred = DeferredUnscale()
+        record.forbid_mixture(type(stepped(optimizer)).__name__)
+        yield record.deferred  # after an error it is still to be done
+        record.deferred, record.returned = DeferredUnscale(), None
 
     def step(self, optimizer: Optimizer) -> bool:
         """Finish the window for ``optimizer``: check, update the scale, then step or skip.
@@ -180,7 +152,9 @@ class Boundary:
         scaler, stepper = self.scaler, stepper_of(optimizer)
         scaler.manage(optimizer, stepper)
         if not scaler.is_enabled():
-            window = self._window_to_step(optimizer)
+            window = scaler.window  # or another if it has stepped in this one
+            if window.opened_by is None or window.record(optimizer).stage is OptState.STEPPED:
+                window = scaler.open_window()
             self._close(optimizer, window, window.record(optimizer), stepper)
             return True
         if not self._has_gradients(optimizer):
@@ -193,10 +167,16 @@ class Boundary:
         record = self.check.check(optimizer)
         if record.found_inf:
             record.overflowed = record.overflowed or first_nonfinite(optimizer)
-        elif record.deferred and self._must_be_unscaled(stepper):
+        elif record.deferred and not self._is_left_to(stepper):
             self.check.unscale(optimizer, record)
         elif record.deferred and len(scaler.managed) > 1:
-            self._note_unscaled(optimizer, stepper)
+            # Its step unscales these in place, so another optimizer that has them must not.
+            kept = LOW_PRECISION if stepper.keeps_scaled else frozenset()
+            scaler.window.unscaled.update(
+                id(p)
+                for p in parameters_of(optimizer)
+                if p.grad is not None and p.grad.dtype not in kept
+            )
         stepper.wait()
         self._close(optimizer, scaler.window, record, stepper)
         try:
@@ -212,29 +192,10 @@ class Boundary:
         params = parameters_of(optimizer)
         return self.check.is_sharded(optimizer) or any(p.grad is not None for p in params)
 
-    def _must_be_unscaled(self, stepper: Stepper) -> bool:
-        """Whether gradients are unscaled in place before the step, which does not do it itself."""
-        if stepper.has_pre_hooks:
-            return True
-        return not (stepper.unscales or stepper.keeps_scaled or self.check.divides(stepper))
-
-    def _note_unscaled(self, optimizer: Optimizer, stepper: Stepper) -> None:
-        """Its step unscales these in place, so another optimizer that has them must not."""
-        unscaled = [
-            p
-            for p in parameters_of(optimizer)
-            if p.grad is not None and not (stepper.keeps_scaled and p.grad.dtype in LOW_PRECISION)
-        ]
-        self.scaler.window.unscaled.update(map(id, unscaled))
-
-    def _window_to_step(self, optimizer: Optimizer) -> Window:
-        """Where nothing is scaled: the open window, or another if the optimizer has stepped."""
-        window = self.scaler.open_window() if self.scaler.window.opened_by is None else None
-        window = window or self.scaler.window
-        if window.record(optimizer).stage is OptState.STEPPED:
-            self.scaler.abandon_window()
-            window = self.scaler.open_window()
-        return window
+    def _is_left_to(self, stepper: Stepper) -> bool:
+        """Whether its step unscales gradients; else that is done in place before."""
+        unscales = stepper.unscales or stepper.keeps_scaled or self.check.divides(stepper)
+        return unscales and not stepper.has_pre_hooks
 
     def _close(
         self, optimizer: Optimizer, window: Window, record: OptimizerRecord, stepper: Stepper
@@ -246,13 +207,10 @@ class Boundary:
         found_inf, timing = record.found_inf, None
         self.scaler.close_window(found_inf)
         record.stage = OptState.STEPPED
-        record.forget_returned()
         for observer in self.observers:
             observer.before_update(optimizer, window)
         if found_inf:
             stepper.skip()
-            left = [p for p in parameters_of(optimizer) if id(p) not in window.unscaled]
-            record.still_scaled = StillScaled(left, self.scaler.window_scale)
         else:
             deferred, record.deferred = record.deferred, DeferredUnscale()
             last = stepper.timing
@@ -286,16 +244,14 @@ class Boundary:
         if window.opened_by is None or windows is None:
             return
         windows.add(window.index)
-        if len(windows) < MAX_IDLE_WINDOWS:
-            return
-        self._idle[optimizer] = None
-        params = parameters_of(optimizer)
-        name = next(iter(self.scaler.parameter_names.of(params[:1], optimizer)), "none")
-        logger.warning(
-            "%s was to step in %d windows and has never had a gradient, so nothing of it trains. "
-            "Its first parameter is %s. Make it from the parameters of the model that computes the "
-            "loss, after that was wrapped or moved, and unfreeze them. (Logged once.)",
-            type(optimizer).__name__,
-            MAX_IDLE_WINDOWS,
-            name,
-        )
+        if len(windows) == MAX_IDLE_WINDOWS:
+            self._idle[optimizer] = None
+            logger.warning(
+                "%s was to step in %d windows and has never had a gradient, so nothing of it "
+                "trains. Its first parameter is %s. Make it from the parameters of the model that "
+                "computes the loss, after that was wrapped or moved, and unfreeze them. (Logged "
+                "once.)",
+                type(optimizer).__name__,
+                MAX_IDLE_WINDOWS,
+                *self.scaler.parameter_names.of(parameters_of(optimizer)[:1], optimizer),
+            )

@@ -12,19 +12,17 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
+from ..errors import UnsupportedError
 from ..scaling import (
     LOW_PRECISION,
     DeferredUnscale,
     GradNorm,
     OptimizerRecord,
-    agree_on_overflow,
     clip_coefficient,
     gradients_of,
     is_uniform,
     local,
-    nonfinite,
     parameters_of,
-    raise_mixed,
     whole,
 )
 from .overflow_check import OverflowCheck
@@ -32,9 +30,12 @@ from .stepper import stepper_of
 
 logger = logging.getLogger("accel_scaler")
 
+Parts = Sequence[tuple[Optimizer, list[Tensor], OptimizerRecord]]
+"""Optimizers, those of their parameters that are clipped, and their records."""
+
 
 class Clipping:
-    """Clips gradients of the optimizers that ``check`` knows, and of parameters that none owns."""
+    """Clips gradients of the optimizers that ``check`` knows."""
 
     def __init__(self, check: OverflowCheck) -> None:
         self._check, self.scaler, self.device = check, check.scaler, check.device
@@ -57,13 +58,17 @@ class Clipping:
         """Unscale what owns ``parameters``, clip their total norm to ``max_norm``.
 
         ``.grad`` is then what ``torch.nn.utils.clip_grad_norm_`` leaves after ``unscale_``, bit
-        for bit (with ``fold_unscale``: at its first use, but for a rounding). Where it is float16,
-        or bfloat16 with a master, it stays scaled until the update. After an overflow gradients
-        stay as they were.
+        for bit. Where it is float16, or bfloat16 with a master, and with ``fold_unscale`` on a CPU,
+        it stays scaled and unclipped until the update: read-only. After an overflow gradients stay
+        as they were.
 
         Returns the total norm before clipping, unscaled, float32, shape (); inf after an
         overflow. Synchronises with the device once for each optimizer, or once for all where
         unscale and clip are one product.
+
+        Raises:
+            UnsupportedError: some parameters of an optimizer whose gradients stay scaled for
+                masters, or another norm than 1, 2 and inf of them; nothing was changed.
         """
         max_norm, norm_type = float(max_norm), float(norm_type)
         sharded = self.scaler.sharded
@@ -73,32 +78,28 @@ class Clipping:
         if not self.scaler.is_enabled():
             return self._clip_unscaled(parameters, max_norm, norm_type)
         check = self._check
-        owned, unowned = check.split(parameters)
-        owners = [owner for owner, _ in owned]
-        records = [check.record(owner, mine) for owner, mine in owned]
-        if norm_type == 2.0 and self._are_whole(owners, parameters):
-            norm = self._clip_in_one_pass(owners, records, parameters, max_norm)
+        parts = [(each, mine, check.record(each, mine)) for each, mine in check.owners(parameters)]
+        if norm_type == 2.0 and self._are_whole(parts, parameters):
+            norm = self._clip_in_one_pass(parts, parameters, max_norm)
             if norm is not None:
                 return norm
-        unowned_bad = self._unscale_unowned(unowned)
-        if any(map(check.is_sharded, owners)):
-            unowned_bad = agree_on_overflow(unowned_bad, self.device, True)
-        for owner, record in zip(owners, records, strict=True):
-            check.decide(owner, record)
+        for owner, mine, _ in parts:
+            self._refuse_part(owner, mine, norm_type)
+        for owner, _, record in parts:
+            check.check(owner, record)
             # At once: the next owner may have some of the same gradients.
             if record.deferred and not (record.found_inf or stepper_of(owner).keeps_scaled):
                 check.unscale(owner, record)
-        if any(record.found_inf for record in records) or unowned_bad:
-            for record in records:
+        if any(record.found_inf for _, _, record in parts):
+            for _, _, record in parts:
                 record.verdict = True
             return torch.full((), float("inf"), dtype=torch.float32, device=self.device)
-        if any(record.deferred for record in records):
-            total = self._clip_scaled(parameters, owned, records, unowned, max_norm, norm_type)
+        if any(record.deferred for _, _, record in parts):
+            total = self._clip_scaled(parts, parameters, max_norm, norm_type)
         else:
             total = self._clip_unscaled(parameters, max_norm, norm_type)
-        for (owner, mine), record in zip(owned, records, strict=True):
+        for owner, mine, record in parts:
             check.give_back(owner, record, () if record.deferred else mine)
-        self._give_back_unowned(unowned)
         return total
 
     def clip_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
@@ -109,25 +110,27 @@ class Clipping:
                 torch.nn.utils.clip_grad_value_(parameters, clip_value)
             return
         check = self._check
-        owned, unowned = check.split([p for p in parameters if p.grad is not None])
-        records = [check.record(owner, mine) for owner, mine in owned]
-        self._unscale_unowned(unowned)
-        unscaled = list(unowned)
-        for (owner, mine), record in zip(owned, records, strict=True):
-            check.decide(owner, record)
+        owned = check.owners([p for p in parameters if p.grad is not None])
+        parts = [(owner, mine, check.record(owner, mine)) for owner, mine in owned]
+        unscaled: list[Tensor] = []
+        for owner, mine, record in parts:
+            check.check(owner, record)
             if record.found_inf:  # as they were found; the others are clipped and step
                 continue
             if record.deferred and stepper_of(owner).keeps_scaled:
-                _clip_scaled_values(record, mine, float(clip_value))
+                factor = float(record.deferred.factor)
+                for grad in gradients_of(mine):
+                    limit = clip_value / factor if factor else inf
+                    limit = min(limit, torch.finfo(grad.dtype).max)
+                    grad.clamp_(-limit, limit)
                 continue
             if record.deferred:
                 check.unscale(owner, record)
             unscaled += mine
         if unscaled:
             torch.nn.utils.clip_grad_value_(unscaled, clip_value)
-        for (owner, mine), record in zip(owned, records, strict=True):
+        for owner, mine, record in parts:
             check.give_back(owner, record, mine)
-        self._give_back_unowned(unowned)
 
     def note_norm(
         self, parameters: Sequence[Tensor], norm: Any, max_norm: float, norm_type: float
@@ -155,67 +158,65 @@ class Clipping:
         return total
 
     def _clip_scaled(
-        self,
-        parameters: Sequence[Tensor],
-        owned: Sequence[tuple[Optimizer, list[Tensor]]],
-        records: Sequence[OptimizerRecord],
-        unowned: Sequence[Tensor],
-        max_norm: float,
-        norm_type: float,
+        self, parts: Parts, parameters: Sequence[Tensor], max_norm: float, norm_type: float
     ) -> Tensor:
         """Clip where some gradients stay scaled: these within their step, in float32. Does not
         synchronise."""
-        parts: list[tuple[DeferredUnscale | None, list[Tensor]]] = []
-        taken: set[int] = set()
-        for (_, mine), record in zip(owned, records, strict=True):
-            chosen = [p for p in mine if p.grad is not None and id(p) not in taken]
-            taken.update(map(id, chosen))  # a shared one is clipped once
-            parts.append((record.deferred or None, chosen))
-        parts.append((None, list(unowned)))
-        found = {
-            id(p): norm
-            for deferred, mine in parts
-            for p, norm in zip(mine, _norms(mine, norm_type, deferred), strict=True)
-        }
+        found: dict[int, Tensor] = {}
+        unscaled: dict[int, Tensor] = {}  # what two optimizers share is clipped once
+        for _, mine, record in parts:
+            grads = {id(p): p.grad for p in mine if p.grad is not None}
+            if grads:
+                norms = torch.stack([_norm(grad, norm_type) for grad in grads.values()])
+                found |= dict(zip(grads, (norms * record.deferred.factor).unbind(), strict=True))
+            unscaled |= {} if record.deferred else grads
         # In the order given, as torch adds them up.
-        norms = [found[id(p)] for p in parameters if id(p) in found]
-        total = _norm(torch.stack(norms), norm_type)
+        total = _norm(torch.stack([found[id(p)] for p in parameters if id(p) in found]), norm_type)
         coefficient = clip_coefficient(total, max_norm)
-        for deferred, mine in parts:
-            if deferred is not None:
-                deferred.clip(mine, coefficient)
-            elif mine:
-                torch._foreach_mul_(gradients_of(mine), coefficient)
+        for _, _, record in parts:
+            if record.deferred:
+                record.deferred.clip(coefficient)
+        if unscaled:
+            torch._foreach_mul_(list(unscaled.values()), coefficient)
         self._note(GradNorm(parameters, total, None, max_norm, norm_type=norm_type))
         return total
 
-    def _are_whole(self, owners: Sequence[Optimizer], parameters: Sequence[Tensor]) -> bool:
+    def _refuse_part(self, owner: Optimizer, mine: Sequence[Tensor], norm_type: float) -> None:
+        """Gradients that stay scaled have one coefficient."""
+        if not stepper_of(owner).keeps_scaled:
+            return
+        given, count = len(set(map(id, mine))), len(gradients_of(parameters_of(owner)))
+        if given < count or norm_type not in (1.0, 2.0, inf):
+            raise UnsupportedError(
+                f"clip_grad_norm_: got {given} of {count} gradients of {type(owner).__name__} and "
+                f"norm_type={norm_type:g}. They stay scaled for float32 masters, so all are "
+                "clipped together, with norm_type 1, 2 or inf. Clip them at once, make an "
+                "optimizer for each part, or load the model in float32."
+            )
+
+    def _are_whole(self, parts: Parts, parameters: Sequence[Tensor]) -> bool:
         """They are those of whole optimizers, none of them checked yet, none shared."""
         window = self.scaler.window
         if self.scaler.sharded or window.opened_by is None:
             return False
-        if any(window.record(owner).stage is not OptState.READY for owner in owners):
+        if any(record.stage is not OptState.READY for _, _, record in parts):
             return False
-        mine = [id(p) for owner in owners for p in parameters_of(owner) if p.grad is not None]
+        mine = [id(p) for each, _, _ in parts for p in parameters_of(each) if p.grad is not None]
         asked = list(map(id, parameters))
         same = mine == asked or sorted(mine) == sorted(asked)
         return same and len(set(asked)) == len(asked)
 
     def _clip_in_one_pass(
-        self,
-        owners: Sequence[Optimizer],
-        records: Sequence[OptimizerRecord],
-        parameters: Sequence[Tensor],
-        max_norm: float,
+        self, parts: Parts, parameters: Sequence[Tensor], max_norm: float
     ) -> Tensor | None:
         """One read for norm and check, one product for unscale and clip. None: these gradients do
         not allow it."""
         check, scale, window = self._check, self.scaler.window_scale, self.scaler.window
-        steppers = list(map(stepper_of, owners))
-        norms = check.one_pass(owners, steppers, parameters)
+        owners = [owner for owner, _, _ in parts]
+        norms = check.one_pass(owners, parameters)
         if norms is None or (norms.total is None and not norms.overflowed):
             return None
-        for owner, record in zip(owners, records, strict=True):
+        for owner, _, record in parts:
             check.note(owner, record, parameters, norms)
         if norms.total is None:
             return torch.full(
@@ -225,7 +226,8 @@ class Clipping:
         self._note(GradNorm(parameters, norms.host_total, norms.each, max_norm, ids))
         coefficient = clip_coefficient(norms.total, max_norm)
         product = coefficient / scale
-        for owner, record, stepper in zip(owners, records, steppers, strict=True):
+        for owner, _, record in parts:
+            stepper = stepper_of(owner)
             if stepper.keeps_scaled:
                 record.deferred = DeferredUnscale(multiply=product)
             elif check.divides(stepper, returned=True):
@@ -237,39 +239,6 @@ class Clipping:
             check.give_back(owner, record)
         return norms.total
 
-    def _unscale_unowned(self, unowned: Sequence[Tensor]) -> bool:
-        """Unscale, once a window, gradients that no optimizer owns. True: not all are finite."""
-        window = self.scaler.window
-        for p in unowned if window.opened_by is not None else ():
-            known = window.unowned.get(id(p))
-            if known is not None and known[1] is not None and known[1].is_changed():
-                raise_mixed("a parameter that no optimizer here owns")
-            if known is None and p.grad is not None and id(p) not in window.unscaled:
-                p.grad.div_(self.scaler.window_scale)
-                window.unowned[id(p)] = p, None
-        return any(nonfinite(grad) for grad in gradients_of(unowned))
-
-    def _give_back_unowned(self, unowned: Sequence[Tensor]) -> None:
-        """See :meth:`.OverflowCheck.give_back`."""
-        for p in unowned:
-            known = self.scaler.window.unowned.get(id(p))
-            if known is not None and known[1] is not None:
-                known[1].renew([p])
-
-
-def _clip_scaled_values(
-    record: OptimizerRecord, parameters: Sequence[Tensor], bound: float
-) -> None:
-    """Clip each element of gradients that stay scaled to ``bound`` times their scale."""
-    if record.returned is not None:
-        record.returned.end(parameters)  # no edit of the caller's
-    factors = torch.stack(record.deferred.factors(parameters)).tolist()
-    for p, factor in zip(parameters, factors, strict=True):
-        grad = p.grad
-        assert grad is not None
-        limit = min(bound / factor if factor else inf, torch.finfo(grad.dtype).max)
-        grad.clamp_(-limit, limit)
-
 
 def _total_norm(parameters: Sequence[Tensor], norm_type: float) -> Tensor:
     """The norm of all gradient elements together, float32, shape ()."""
@@ -277,22 +246,7 @@ def _total_norm(parameters: Sequence[Tensor], norm_type: float) -> Tensor:
     if all(grad.dtype not in LOW_PRECISION for grad in grads):
         total: Tensor = torch.nn.utils.get_total_norm(grads, norm_type)
         return total
-    return _norm(torch.stack(_norms(parameters, norm_type)), norm_type)
-
-
-def _norms(
-    parameters: Sequence[Tensor], norm_type: float, deferred: DeferredUnscale | None = None
-) -> list[Tensor]:
-    """The norm of each gradient, with what is ``deferred`` done to it, float32, shape ()."""
-    grads = gradients_of(parameters)
-    if deferred is None or norm_type == 0 or not grads:  # 0: a count
-        return [_norm(grad, norm_type) for grad in grads]
-    factors = deferred.factors(parameters)
-    if 2.0 < norm_type < inf:  # a power of what is still scaled may be past float32
-        pairs = zip(grads, factors, strict=True)
-        return [_norm(grad.float() * factor, norm_type) for grad, factor in pairs]
-    scaled = torch.stack([_norm(grad, norm_type) for grad in grads])
-    return list((scaled * torch.stack(factors)).unbind())
+    return _norm(torch.stack([_norm(grad, norm_type) for grad in grads]), norm_type)
 
 
 def _norm(grad: Tensor, norm_type: float) -> Tensor:

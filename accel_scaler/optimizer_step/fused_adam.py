@@ -168,22 +168,6 @@ class FusedAdam:
             )
         )
 
-    def takes(self, grads: list[list[Tensor]]) -> bool:
-        """Whether every parameter has a gradient, laid out as the kernel expects."""
-        return all(
-            group.takes(mine) for mine, group in zip(grads, self.groups, strict=True) if group.known
-        )
-
-    @torch.no_grad()
-    def step(self, optimizer: Any, grads: list[list[Tensor]], grad_scale: Tensor | None) -> None:
-        """One update of every parameter; gradients are divided by ``grad_scale`` on the way.
-
-        Does not synchronise.
-        """
-        for mine, own_grads, group in zip(self.groups, grads, optimizer.param_groups, strict=True):
-            mine.step(group, own_grads, grad_scale)
-        optimizer._opt_called = True  # what an LR scheduler's wrapper of step() sets
-
 
 def is_plain(group: dict[str, Any]) -> bool:
     """Whether the kernel called directly does all that ``step()`` does for this group."""
@@ -226,9 +210,14 @@ def step_fused(
         ready = all(_ready(optimizer, group) for group in optimizer.param_groups)
         plan = FusedAdam(optimizer) if ready else None
     if plan is not None:
-        grads: Any = [[p.grad for p in group["params"]] for group in optimizer.param_groups]
-        if plan.takes(grads):
-            plan.step(optimizer, grads, grad_scale)
+        groups, its = optimizer.param_groups, plan.groups
+        grads: list[Any] = [[p.grad for p in group["params"]] for group in groups]
+        if all(mine.takes(own) for mine, own in zip(its, grads, strict=True) if mine.known):
+            with torch.no_grad():
+                for mine, group, own in zip(its, groups, grads, strict=True):
+                    mine.step(group, own, grad_scale)
+            # What an LR scheduler's wrapper of step() sets.
+            optimizer._opt_called = True  # type: ignore[attr-defined]
             return plan
     params = parameters_of(optimizer)
     if params and params[0].device.type == "cpu":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
+from collections import defaultdict
 from collections.abc import Sequence
 from math import isinf
 
@@ -11,15 +11,15 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from ..errors import OrderError, UnsupportedError
+from ..errors import OrderError, UnsupportedError, listed
 from ..scaling import (
     LOW_PRECISION,
+    MAX_NAMES,
     DeferredUnscale,
     GradNorm,
     GradScaler,
     NormCheck,
     OptimizerRecord,
-    Owners,
     Snapshot,
     agree_on_overflow,
     check_norms,
@@ -56,14 +56,36 @@ class OverflowCheck:
         """Some observer reads the norm of each gradient."""
         return any(observer.wants_each_norm for observer in self.observers)
 
-    def split(
-        self, parameters: Sequence[Tensor]
-    ) -> tuple[list[tuple[Optimizer, list[Tensor]]], list[Tensor]]:
-        """Each optimizer that has some of ``parameters``, with these, in order; and the rest."""
+    def owners(self, parameters: Sequence[Tensor]) -> list[tuple[Optimizer, list[Tensor]]]:
+        """Each optimizer that has some of ``parameters``, with these, in order.
+
+        Looked up once a window: a loop that clips tensor by tensor asks thousands of times.
+
+        Raises:
+            UnsupportedError: no optimizer has one of them, and gradients are scaled.
+        """
         window, managed = self.scaler.window, self.scaler.managed
-        if window.owners is None or not window.owners.is_of(managed):
-            window.owners = Owners(managed)
-        return window.owners.split(parameters)
+        sizes = [(id(each), *(len(g["params"]) for g in each.param_groups)) for each in managed]
+        if window.owners is None or window.owners[0] != sizes:
+            window.owners = sizes, {}
+            for index, optimizer in enumerate(managed):
+                for key in dict.fromkeys(map(id, parameters_of(optimizer))):
+                    window.owners[1].setdefault(key, []).append(index)
+        places, found, strays = window.owners[1], defaultdict(list), []
+        for p in parameters:
+            indices = places.get(id(p), ())
+            for index in indices:
+                found[index].append(p)
+            if not indices and p.grad is not None:
+                strays.append(p)
+        if strays and window.opened_by is not None:
+            names = listed(self.scaler.parameter_names.of(strays[:MAX_NAMES]), len(strays))
+            raise UnsupportedError(
+                f"clip: {names}: no optimizer here has these parameters, so nothing unscales their "
+                "gradients. Freeze them (requires_grad_(False)), clip the optimizers' parameters "
+                "alone, or prepare their optimizer before the backward."
+            )
+        return [(managed[index], found[index]) for index in sorted(found)]
 
     def is_sharded(self, optimizer: Optimizer) -> bool:
         """Whether ranks may hold different gradients of it."""
@@ -104,53 +126,30 @@ class OverflowCheck:
                 f"unscaled or clipped, and has {count} now: the new ones were not checked. Add "
                 "parameters before that, or after the step; zero the gradients to go on."
             )
-        self.forbid_edits(optimizer, record, some)
         return record
 
-    def forbid_edits(
-        self, optimizer: Optimizer, record: OptimizerRecord, some: Sequence[Tensor] | None = None
-    ) -> None:
-        """Raise ``OrderError`` where gradients of ``some`` parameters (None: all) were changed
-        since the caller got them back scaled."""
-        record.stop_holding()
-        if record.returned is not None and record.returned.is_changed(some):
-            raise OrderError(
-                f"the gradients of {type(optimizer).__name__} were changed after they were "
-                "clipped, while they still are scaled (for float32 masters, or by fold_unscale), "
-                "so the change would be scaled too. Change them before clip_grad_norm_, with what "
-                "is added multiplied by accelerator.scaler.get_scale(); or load the model in "
-                "float32, without fold_unscale. Zero the gradients to go on."
-            )
-
-    def check(self, optimizer: Optimizer) -> OptimizerRecord:
+    def check(self, optimizer: Optimizer, record: OptimizerRecord | None = None) -> OptimizerRecord:
         """Check, unless that was done in this window; unscale, or leave that to the step.
 
         Synchronises with the device, and with other ranks where they hold other gradients.
-        """
-        record = self.record(optimizer)
-        self.decide(optimizer, record)
-        return record
 
-    def decide(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
-        """:meth:`check`, where the record was looked up just before."""
+        Args:
+            record: its record, where it was looked up just before.
+        """
+        record = self.record(optimizer) if record is None else record
         if record.stage is OptState.READY:
             self._look(optimizer, record)
         if record.verdict is None:
             self._agree(optimizer, record, record.found_inf)
+        return record
 
     def _look(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
         stepper = stepper_of(optimizer)
-        self._forbid_scaled_elsewhere(optimizer)
+        self._forbid_common(optimizer, stepper)
         if is_sharded(parameters_of(optimizer)):
             reduce_partial_gradients(parameters_of(optimizer))
         if stepper.defers_unscale and self._look_at_scaled(optimizer, record, stepper):
             return
-        if stepper.keeps_scaled and self.unscaled_elsewhere([optimizer]):
-            raise OrderError(
-                f"{type(optimizer).__name__}: some of its gradients are unscaled already, and "
-                "those of float32 masters stay scaled until the step. Make the optimizer before "
-                "the backward, let no other one have its parameters; zero the gradients to go on."
-            )
         if stepper.keeps_scaled:
             raise UnsupportedError(
                 f"{type(optimizer).__name__}: gradients of its float32 masters are sharded, sparse "
@@ -159,29 +158,29 @@ class OverflowCheck:
             )
         self.scaler.unscale_(optimizer)
 
-    def _forbid_scaled_elsewhere(self, optimizer: Optimizer) -> None:
-        """Raise ``OrderError`` where another optimizer's step unscales some of its gradients: they
-        would be unscaled twice."""
+    def _forbid_common(self, optimizer: Optimizer, stepper: Stepper) -> None:
+        """Raise ``OrderError`` where gradients stay scaled for one optimizer and are unscaled for
+        another one: they would be unscaled twice, or not at all."""
         window, own = self.scaler.window, set(map(id, parameters_of(optimizer)))
+        common = len(window.unscaled_among(parameters_of(optimizer))) if stepper.keeps_scaled else 0
         for other in self.scaler.managed:
             record = window.known(other)
-            if other is optimizer or record is None or not record.deferred:
-                continue
-            common = sum(id(p) in own for p in parameters_of(other) if p.grad is not None)
-            if common:
-                raise OrderError(
-                    f"{type(optimizer).__name__} shares {common} parameters with a "
-                    f"{type(other).__name__} whose gradients stay scaled after a clip, for float32 "
-                    "masters: they would be unscaled twice. Put the shared parameters in one "
-                    "optimizer, or load the model in float32; zero the gradients to go on."
-                )
+            if other is not optimizer and record is not None and record.deferred:
+                common += sum(id(p) in own for p in parameters_of(other) if p.grad is not None)
+        if common:
+            raise OrderError(
+                f"{type(optimizer).__name__} shares {common} parameters with another optimizer, "
+                "and the gradients of one of them stay scaled, for float32 masters or by "
+                "fold_unscale. Put the shared parameters in one optimizer, or load the model in "
+                "float32; zero the gradients to go on."
+            )
 
     def _look_at_scaled(
         self, optimizer: Optimizer, record: OptimizerRecord, stepper: Stepper
     ) -> bool:
         """Check without unscaling, which is deferred. False: these gradients do not allow it."""
         params = [p for p in parameters_of(optimizer) if p.grad is not None]
-        norms = self.one_pass([optimizer], [stepper], params)
+        norms = self.one_pass([optimizer], params)
         if norms is None:
             return False
         self.note(optimizer, record, params, norms)
@@ -198,28 +197,22 @@ class OverflowCheck:
         inverse = reciprocal(self.scaler.window_scale)
         return torch.full((), inverse, dtype=torch.float32, device=device)
 
-    def one_pass(
-        self, owners: Sequence[Optimizer], steppers: Sequence[Stepper], params: Sequence[Tensor]
-    ) -> NormCheck | None:
+    def one_pass(self, owners: Sequence[Optimizer], params: Sequence[Tensor]) -> NormCheck | None:
         """Norm and check from one read of gradients that are all scaled still.
 
         None: the norm would not be, bit for bit, that of the unscaled ones, or a kernel does not
         take all of them together. Synchronises.
         """
         scale, grads = self.scaler.window_scale, gradients_of(params)
-        stay_scaled = [stepper.keeps_scaled for stepper in steppers]
+        stay_scaled = [stepper_of(owner).keeps_scaled for owner in owners]
         dtypes = frozenset({torch.float32}) | (LOW_PRECISION if any(stay_scaled) else frozenset())
         if not (is_power_of_two(scale) or all(stay_scaled)) or not is_uniform(grads, dtypes):
             return None
-        if self.unscaled_elsewhere(owners):
+        mine = (p for owner in owners for p in parameters_of(owner))
+        if self.scaler.window.unscaled_among(mine):  # for another optimizer
             return None
         inv_scale = self._inv_scale(grads[0].device)
         return check_norms(grads, inv_scale, keep_each=self.wants_each_norm)
-
-    def unscaled_elsewhere(self, optimizers: Sequence[Optimizer]) -> list[Tensor]:
-        """Their parameters whose gradients were unscaled for another optimizer, or for none."""
-        mine = (p for optimizer in optimizers for p in parameters_of(optimizer))
-        return self.scaler.window.unscaled_among(mine)
 
     def note(
         self,
@@ -251,9 +244,7 @@ class OverflowCheck:
         mine, managed = stepper.optimizer, self.scaler.managed
         if not stepper.divides:
             return False
-        if returned and (
-            stepper.hold_scaled is None or parameters_of(mine)[0].device.type != "cpu"
-        ):
+        if returned and parameters_of(mine)[0].device.type != "cpu":
             return False
         if len(managed) <= 1:
             return True
@@ -276,9 +267,9 @@ class OverflowCheck:
                 "(register_step_pre_hook); or load the model in float32, or in bfloat16 with "
                 "master_weights='none'."
             )
-        record.forget_returned()
+        record.returned = None
         params = parameters_of(optimizer)
-        record.deferred.apply([(p, p.grad) for p in params if p.grad is not None])
+        record.deferred.apply(gradients_of(params))
         self._note_unscaled(params, record)
 
     def _note_unscaled(self, params: Sequence[Tensor], record: OptimizerRecord) -> None:
@@ -297,29 +288,7 @@ class OverflowCheck:
         """
         if record.returned is not None:
             record.returned.renew(written)
-        elif record.deferred and stepper_of(optimizer).keeps_scaled:
-            record.returned = Snapshot(parameters_of(optimizer), with_contents=True)
         elif record.deferred:
-            self._hold(optimizer, record)
+            record.returned = Snapshot(parameters_of(optimizer))
         if record.unscaled_before is not None:
             record.unscaled_before.renew(written)
-
-    def _hold(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
-        """Unscale gradients that are left to the kernel before their first use, as by
-        :meth:`unscale`; at once, where not every use can be seen."""
-        hold, params = stepper_of(optimizer).hold_scaled, parameters_of(optimizer)
-        # The gradients keep the function below alive, so it refers weakly to what keeps them.
-        me, owner, its = weakref.ref(self), weakref.ref(optimizer), weakref.ref(record)
-        due = record.deferred
-
-        def unscale(memory: Sequence[Tensor]) -> None:
-            due.apply([(each, each) for each in memory])
-            check, stepped, found = me(), owner(), its()
-            if check is not None and stepped is not None and found is not None:
-                found.returned = None
-                check._note_unscaled(parameters_of(stepped), found)
-
-        record.returned = Snapshot(params)
-        record.end_hold = None if hold is None else hold(gradients_of(params), unscale)
-        if record.end_hold is None:
-            self.unscale(optimizer, record)

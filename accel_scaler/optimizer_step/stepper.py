@@ -6,7 +6,7 @@ import logging
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -38,14 +38,6 @@ class StepTiming:
     """Of a late update, where it was measured: norm of the preview's error / of the update."""
 
 
-Unscale = Callable[[Sequence[Tensor]], object]
-"""Unscales the memory of some gradients."""
-
-HoldScaled = Callable[[Sequence[Tensor], Unscale], Callable[[], None] | None]
-"""Calls one before the first use of any gradient: :func:`accel_scaler.async_optimizer.hold_scaled`.
-"""
-
-
 class Stepper(ABC):
     """Updates the parameters of one optimizer, perhaps later and on another thread."""
 
@@ -54,19 +46,14 @@ class Stepper(ABC):
     """Of the last update."""
     fold_unscale = False
     """Unscaling and clipping may be left to the kernel."""
-    hold_scaled: HoldScaled | None = None
-    """Unscales gradients that are left to the kernel before their first use."""
+    defers_unscale = False
+    """Gradients may be checked while they are scaled: unscaling goes along with the step."""
     measures_preview = False
     """Measure ``StepTiming.preview_error``."""
 
     @property
     def keeps_scaled(self) -> bool:
         """Some gradients are float16 or bfloat16 and so are never unscaled in place."""
-        return False
-
-    @property
-    def defers_unscale(self) -> bool:
-        """Gradients may be checked while they are scaled: unscaling goes along with the step."""
         return False
 
     @property

@@ -7,92 +7,51 @@ no file and no step mode; it has the only collectives of the package.
 """
 
 from .collectives import (
-    agree_on_overflow,
-    gather_objects,
-    is_sharded,
-    reduce_partial_gradients,
-    whole,
+    agree_on_overflow as agree_on_overflow,
+    gather_objects as gather_objects,
+    is_sharded as is_sharded,
+    reduce_partial_gradients as reduce_partial_gradients,
+    whole as whole,
 )
-from .fused_call import call_fused, nothing_found
-from .grad_norms import GradNorm
-from .grad_scaler import GradScaler
+from .grad_norms import GradNorm as GradNorm
+from .grad_scaler import (
+    GradScaler as GradScaler,
+    call_fused as call_fused,
+    nothing_found as nothing_found,
+)
 from .gradients import (
-    LOW_PRECISION,
-    SMALL,
-    NormCheck,
-    check_norms,
-    clip_coefficient,
-    complex_refused,
-    count_nonfinite,
-    first_nonfinite,
-    gradients_of,
-    is_power_of_two,
-    is_uniform,
-    laid_out_otherwise,
-    local,
-    match_layout,
-    nonfinite,
-    nonzero,
-    parameters_of,
-    reciprocal,
-    run_on_one_thread,
+    LOW_PRECISION as LOW_PRECISION,
+    SMALL as SMALL,
+    NormCheck as NormCheck,
+    check_norms as check_norms,
+    clip_coefficient as clip_coefficient,
+    count_nonfinite as count_nonfinite,
+    first_nonfinite as first_nonfinite,
+    gradients_of as gradients_of,
+    is_power_of_two as is_power_of_two,
+    is_uniform as is_uniform,
+    laid_out_otherwise as laid_out_otherwise,
+    local as local,
+    match_layout as match_layout,
+    nonzero as nonzero,
+    parameters_of as parameters_of,
+    reciprocal as reciprocal,
+    run_on_one_thread as run_on_one_thread,
 )
-from .losses import Losses
-from .origin import Origin, Pair
-from .owners import Owners
-from .parameter_names import MAX_NAMES, ParameterNames
-from .thread_windows import WAIT_LIMIT_S
+from .losses import Losses as Losses
+from .origin import (
+    Origin as Origin,
+    Pair as Pair,
+)
+from .parameter_names import (
+    MAX_NAMES as MAX_NAMES,
+    ParameterNames as ParameterNames,
+)
+from .thread_windows import WAIT_LIMIT_S as WAIT_LIMIT_S
 from .window import (
-    DeferredUnscale,
-    OptimizerRecord,
-    Snapshot,
-    StillScaled,
-    Window,
-    raise_mixed,
-    stepped,
+    DeferredUnscale as DeferredUnscale,
+    OptimizerRecord as OptimizerRecord,
+    Snapshot as Snapshot,
+    Window as Window,
+    stepped as stepped,
 )
-
-__all__ = [
-    "LOW_PRECISION",
-    "MAX_NAMES",
-    "SMALL",
-    "WAIT_LIMIT_S",
-    "DeferredUnscale",
-    "GradNorm",
-    "GradScaler",
-    "Losses",
-    "NormCheck",
-    "OptimizerRecord",
-    "Origin",
-    "Owners",
-    "Pair",
-    "ParameterNames",
-    "Snapshot",
-    "StillScaled",
-    "Window",
-    "agree_on_overflow",
-    "call_fused",
-    "check_norms",
-    "clip_coefficient",
-    "complex_refused",
-    "count_nonfinite",
-    "first_nonfinite",
-    "gather_objects",
-    "gradients_of",
-    "is_power_of_two",
-    "is_sharded",
-    "is_uniform",
-    "laid_out_otherwise",
-    "local",
-    "match_layout",
-    "nonfinite",
-    "nonzero",
-    "nothing_found",
-    "parameters_of",
-    "raise_mixed",
-    "reciprocal",
-    "reduce_partial_gradients",
-    "run_on_one_thread",
-    "stepped",
-    "whole",
-]

@@ -52,17 +52,6 @@ def agree_on_overflow(found_inf: bool, device: torch.device, sharded: bool) -> b
     return bool(flag)
 
 
-def reduce_flag(flag: Tensor, mesh: Any) -> None:
-    """Give ``flag``, shape (), the largest value that a rank of the DTensors' ``mesh`` has in it.
-
-    Communicates. Does not synchronise with the device.
-    """
-    from torch.distributed.tensor import DTensor, Partial
-
-    held = DTensor.from_local(flag.clone(), mesh, [Partial("max")] * mesh.ndim, run_check=False)
-    flag.copy_(held.full_tensor())
-
-
 def gather_objects(value: T, device: torch.device) -> list[T]:
     """``value`` of every rank, in their order; it is pickled.
 

@@ -95,19 +95,12 @@ class GradNorms:
 
     @property
     def total(self) -> float | None:
-        """The norm of all together; None: none was taken, or not all by the same norm."""
+        """The norm of all together; None: there is none, or several that are not all 2-norms."""
         measures = list(self)
-        totals, kinds = [float(m.total) for m in measures], {m.norm_type for m in measures}
-        if len(kinds) != 1:
-            return None
-        (kind,) = kinds
+        totals = [float(m.total) for m in measures]
         if len(totals) == 1:
             return totals[0]
-        if kind == 2.0:
-            return math.hypot(*totals)
-        if kind == 0.0:  # a count
-            return sum(totals)
-        return max(totals) if math.isinf(kind) else sum(t**kind for t in totals) ** (1 / kind)
+        return math.hypot(*totals) if {m.norm_type for m in measures} == {2.0} else None
 
     @property
     def clip(self) -> tuple[float | None, float | None]:

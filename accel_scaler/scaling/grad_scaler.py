@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from ..devices import present_type
 from ..errors import ConfigError, OrderError, UnsupportedError, shown
 from ..untraced import untraced
 from .collectives import agree_on_overflow, is_sharded
-from .fused_call import call_fused
 from .gradients import (
     gradients_of,
     has_nonfinite_gradient,
@@ -44,19 +43,9 @@ T = TypeVar("T")
 
 _TRANSIENT = (
     *("_windows", "_live", "_mirror", "_lock", "_known", "_leaves", "_managed", "_follower"),
+    "_scale",
 )
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-
-
-class GradientReader(Protocol):
-    """What steps an optimizer, perhaps while the next backward runs."""
-
-    @property
-    def unscales(self) -> bool:
-        """Its step reads and writes ``.grad`` on another thread."""
-
-    def wait_for_gradients(self) -> None:
-        """Wait until no step reads ``.grad``."""
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -140,9 +129,9 @@ class GradScaler(torch.amp.GradScaler):
         self._leaves: list[weakref.ref[Tensor]] = []
         """Until an optimizer is known: the parameters that the window's outputs lead to. Dropped
         with the window, since torch swaps no parameter that has a weak reference."""
-        self._managed: weakref.WeakKeyDictionary[Optimizer, weakref.ref[GradientReader]]
+        self._managed: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Any]]
         self._managed = weakref.WeakKeyDictionary()
-        """Optimizers that a boundary steps, in the order they came, and their steppers."""
+        """Optimizers that a boundary steps, in the order they came, and their ``Stepper``."""
         self._follower: weakref.WeakMethod[Callable[[dict[str, Any]], None]] | None = None
 
     # Note [torch's methods in the window of a thread]
@@ -191,7 +180,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _wait_before_backward(self, scaled: Any) -> None:
         """A backward adds to gradients that a step may still be reading: it waits for that step."""
-        if not any(stepper.unscales for stepper in self._steppers()):
+        if not self._readers():
             return
         if not isinstance(scaled, (Tensor, list, tuple)):  # to be scaled one by one, later
             self._wait_for_gradients()
@@ -201,12 +190,13 @@ class GradScaler(torch.amp.GradScaler):
 
     @untraced
     def _wait_for_gradients(self, _: Tensor | None = None) -> None:
-        for stepper in self._steppers():
-            if stepper.unscales:
-                stepper.wait_for_gradients()
+        for stepper in self._readers():
+            stepper.wait_for_gradients()
 
-    def _steppers(self) -> list[GradientReader]:
-        return [stepper for ref in self._managed.values() if (stepper := ref()) is not None]
+    def _readers(self) -> list[Any]:
+        """Steppers whose step reads and writes ``.grad`` on another thread."""
+        found = [ref() for ref in self._managed.values()]
+        return [stepper for stepper in found if stepper is not None and stepper.unscales]
 
     @untraced
     def unscale_(self, optimizer: Optimizer) -> None:
@@ -337,9 +327,7 @@ class GradScaler(torch.amp.GradScaler):
             return None
         if scale.device.type == "cpu":
             match_layout(params, optimizer.state)
-        own = getattr(optimizer, "grad_scale", None)
-        ready = state["stage"] is OptState.READY
-        grad_scale = scale * (1.0 if own is None else own) if ready else own
+        grad_scale = scale if state["stage"] is OptState.READY else None
         result = call_fused(optimizer, grad_scale, None if on_host else found, *args, **kwargs)
         state["stage"] = OptState.STEPPED
         return result
@@ -417,10 +405,10 @@ class GradScaler(torch.amp.GradScaler):
         """Close the window: back off after an overflow, else count towards growth.
 
         Args:
-            new_scale: set the scale to this instead (a number or a one-element tensor on the
-                scaler's device type); it is copied, and kept within the bounds.
+            new_scale: set the scale to this instead, a number or a one-element tensor; it is kept
+                within the bounds. Synchronises.
 
-        Does not synchronise on a GPU unless ``hysteresis`` > 1 or ``max_consecutive_skips``.
+        Else does not synchronise on a GPU unless ``hysteresis`` > 1 or ``max_consecutive_skips``.
 
         Raises:
             OrderError: (a ``RuntimeError``) on another thread than the training thread.
@@ -440,7 +428,16 @@ class GradScaler(torch.amp.GradScaler):
             # A step still due on another thread divides by what this window was scaled with.
             self.window.scale = scale.clone()
             if new_scale is not None:
-                self._set_scale(scale, new_scale)
+                number: Any = new_scale
+                if isinstance(new_scale, Tensor) and new_scale.numel() == 1:
+                    number = new_scale.item()
+                if not is_positive(number):
+                    raise ConfigError(
+                        f"new_scale: got {new_scale!r}, expected a number > 0 (float32) or a "
+                        "tensor of one."
+                    )
+                state = self.read_state()
+                self.write_state(replace(state, scale=self.rule.clamp(float(number))))
                 self._next_window()
                 return
             records = [r for r in self.window.states.values() if r["found_inf_per_device"]]
@@ -467,28 +464,8 @@ class GradScaler(torch.amp.GradScaler):
             self._backoff_factor,
             self._growth_interval,
         )
-        self._keep_in_bounds(scale)
-
-    def _keep_in_bounds(self, scale: Tensor) -> None:
         if self._min_scale is not None or self._max_scale is not None:
             scale.clamp_(self._min_scale, self._max_scale)
-
-    def _set_scale(self, scale: Tensor, new_scale: float | Tensor) -> None:
-        if isinstance(new_scale, Tensor):
-            is_here = new_scale.device.type == self._device and not new_scale.requires_grad
-            is_usable = is_here and new_scale.numel() == 1
-        else:
-            is_usable = is_positive(new_scale)
-        if not is_usable:
-            raise ConfigError(
-                f"new_scale: got {new_scale!r}, expected a finite number > 0 (float32), or a "
-                f"tensor of one element on {self._device!r} with requires_grad=False."
-            )
-        if isinstance(new_scale, Tensor):
-            scale.copy_(new_scale.reshape(()))
-        else:
-            scale.fill_(new_scale)
-        self._keep_in_bounds(scale)
 
     @property
     def rule(self) -> Rule:
@@ -680,29 +657,22 @@ class GradScaler(torch.amp.GradScaler):
         with self._lock:
             self._next_window()
 
-    def manage(self, optimizer: Optimizer, stepper: GradientReader) -> None:
-        """Let a boundary step this optimizer by ``stepper``; both are held weakly.
+    def manage(self, optimizer: Optimizer, stepper: Any) -> None:
+        """Let a boundary step this optimizer by a ``Stepper``; both are held weakly.
 
         Synchronises with the device where there are gradients and no loss was scaled.
         """
         self._known.add(optimizer)
         is_new = optimizer not in self._managed
         self._managed[optimizer] = weakref.ref(stepper)
-        if is_new and self.window.opened_by is None:  # else they may be of the window
+        if is_new and (self.window.opened_by is None or self.window.closed):  # else they are of it
             why = "had gradients before it was given to this scaler, not scaled by it"
             self._mark_carried_over(optimizer, why)
 
     def release(self, *optimizers: Optimizer) -> None:
-        """End :meth:`manage`. What their step has unscaled in the closed window stays known:
-        another optimizer may get these parameters."""
+        """End :meth:`manage`."""
         for optimizer in optimizers:
             self._managed.pop(optimizer, None)
-            record = self.window.known(optimizer)
-            if record is None or record.stage is not OptState.STEPPED or record.found_inf:
-                continue
-            for p in parameters_of(optimizer):
-                if p.grad is not None and p.grad.dtype is torch.float32:
-                    self.window.unscaled.add(id(p))
 
     @property
     def managed(self) -> list[Optimizer]:
@@ -723,12 +693,13 @@ class GradScaler(torch.amp.GradScaler):
                 scaled.append(optimizer)
         if not scaled:
             return
-        now = self.read_state().scale
-        before = left.scale_at_end(now)
+        before = now = self.read_state().scale
+        if left.before is not None:
+            before = left.before.scale
+        elif left.scale is not None:
+            before = float(left.scale)
         if now != before:
-            for optimizer in scaled:
-                if (stepper := self._managed[optimizer]()) is not None:
-                    stepper.wait_for_gradients()
+            self._wait_for_gradients()
             # Those that others have stepped are zero, or their optimizer would be marked.
             params = {id(p): p for optimizer in scaled for p in parameters_of(optimizer)}
             multiply_in_place(gradients_of(params.values()), now * reciprocal(before))
@@ -809,17 +780,10 @@ class GradScaler(torch.amp.GradScaler):
         self._follower = weakref.WeakMethod(method)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {key: value for key, value in self.__dict__.items() if key not in _TRANSIENT}
-        if self._enabled:
-            if self.window.states and not self.window.closed:
-                raise AssertionError(
-                    "A GradScaler instance may only be pickled at the beginning of an iteration, "
-                    "or at the end after scaler.update()."
-                )
-            now = self.read_state()
-            state["_init_scale"], state["_init_growth_tracker"] = now.scale, now.growth_tracker
-            state["_growth_tracker"] = None
-        return state
+        # What is known of a window that has been stepped may be left behind.
+        with self._windows.inside(Window() if self.window.closed else None):
+            state = super().__getstate__()
+        return {key: value for key, value in state.items() if key not in _TRANSIENT}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._make_transient()
@@ -829,3 +793,27 @@ class GradScaler(torch.amp.GradScaler):
 def _tensors(outputs: Any) -> list[Tensor]:
     """The tensors in nested lists and tuples; a lazy iterable is left alone."""
     return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+
+
+def nothing_found(optimizer: Optimizer) -> Tensor | None:
+    """``found_inf`` for finite gradients: None for torch's own optimizers, which then save a pass;
+    for others the zero that torch gives them, float32, shape ()."""
+    if type(optimizer).__module__.startswith("torch.optim."):
+        return None
+    params = parameters_of(optimizer)
+    return torch.zeros((), dtype=torch.float32, device=params[0].device if params else "cpu")
+
+
+def call_fused(
+    optimizer: Any, grad_scale: Tensor | None, found_inf: Tensor | None, *args: Any, **kwargs: Any
+) -> float | None:
+    """``optimizer.step(*args, **kwargs)``, gradients divided by ``grad_scale`` and the update left
+    out where ``found_inf`` is 1; both float32, shape (), or None."""
+    if found_inf is None:
+        found_inf = nothing_found(optimizer)
+    optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf
+    try:
+        result: float | None = optimizer.step(*args, **kwargs)
+        return result
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf

@@ -14,9 +14,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..errors import UnsupportedError
-from .collectives import reduce_flag
-
 _dtype_of, _layout_of = attrgetter("dtype"), attrgetter("layout")
 
 LARGE = 1 << 16
@@ -92,23 +89,17 @@ def check_norms(grads: Sequence[Tensor], inv_scale: Tensor, keep_each: bool = Fa
     """Norm of the *unscaled* gradients and the non-finite check, from one read of scaled ones.
 
     With a power-of-two scale the total equals, bit for bit, what
-    ``torch.nn.utils.clip_grad_norm_`` returns for gradients that were unscaled first.
-
-    Small gradients are read first and large ones one by one, because an overflow in the backward
-    reaches the biases and norms of every earlier layer: a skipped window then costs a small part
-    of a full pass. On a device other than the CPU all are read in one batch.
+    ``torch.nn.utils.clip_grad_norm_`` returns for gradients that were unscaled first. On a CPU
+    small gradients are read first and large ones one by one, because an overflow in the backward
+    reaches the biases and norms of every earlier layer: a skipped window costs little then.
 
     Args:
-        grads: uniform gradients (see :func:`is_uniform`), scaled; float32, or lower precision,
-            whose norms are taken in float32.
+        grads: uniform gradients (see :func:`is_uniform`), scaled.
         inv_scale: reciprocal of their scale, float32, shape (), on their device.
-        keep_each: return the norm of each gradient too; it comes to the host with the total.
+        keep_each: return the norm of each gradient, too.
 
-    Returns:
-        ``total`` is None when an overflow was found, or when a gradient's own norm leaves
-        float32's range though its elements are finite (then ``overflowed`` is empty).
-
-    Synchronises with the device once.
+    Returns no ``total`` when an overflow was found, or when a gradient's own norm leaves float32's
+    range though its elements are finite (then ``overflowed`` is empty). Synchronises once.
     """
     stacked, suspects = _norms_until_nonfinite(grads)
     if stacked is not None:
@@ -159,20 +150,14 @@ def on_host(each: Tensor, total: Tensor) -> Tensor:
 def count_nonfinite(grads: Sequence[Tensor]) -> list[int]:
     """How many elements of each gradient, as far as this rank holds it, are inf or NaN.
 
-    Reads all of them once for their norms, and once more those whose norm is not finite.
-    Synchronises for each of these.
+    Synchronises for each.
     """
-    values = list(map(_values, grads))
-    if is_uniform(values, frozenset({torch.float32, *LOW_PRECISION})):
-        suspects = _not_finite(torch.stack(list(_norms_of(values))))
-    else:
-        suspects = list(range(len(values)))
-    counts = [0] * len(values)
-    for i in suspects:
+    counts = []
+    for values in map(_values, grads):
         # In pieces: the temporaries of isfinite would be several times the gradient.
-        pieces = torch.split(values[i].reshape(-1), PIECE)
+        pieces = torch.split(values.reshape(-1), PIECE)
         finite = torch.stack([torch.isfinite(piece).count_nonzero() for piece in pieces])
-        counts[i] = values[i].numel() - int(finite.sum())
+        counts.append(values.numel() - int(finite.sum()))
     return counts
 
 
@@ -227,15 +212,6 @@ def first_nonfinite(optimizer: Optimizer) -> list[Tensor]:
     return list(islice((p for p in by_size if has_nonfinite_gradient(p)), MAX_NAMED))
 
 
-def complex_refused(which: str, param: Tensor) -> str:
-    """The error text where gradients are scaled and ``which``, of ``param``, is complex."""
-    return (
-        f"{which} is {param.dtype}, and gradients are scaled: torch's GradScaler unscales no "
-        "complex ones. Train without scaling (mixed_precision='no' or 'bf16'), or keep the "
-        "parameter as a real one and view it in the forward (torch.view_as_complex)."
-    )
-
-
 @torch.no_grad()
 def unscale_in_place(
     parameters: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor
@@ -247,22 +223,14 @@ def unscale_in_place(
 
     Returns a flag for each device: above 0 where some element was not finite. Does not
     synchronise. The gradients get new versions, which torch's kernel does not give them. bfloat16,
-    which that kernel does not take on every device, goes without it.
-
-    Raises:
-        UnsupportedError: a complex gradient; nothing was changed.
+    which that kernel does not take on every device, goes without it, but for DTensors.
     """
     groups: dict[tuple[torch.device, torch.dtype, Any], list[Tensor]] = {}
     for p in parameters:
         grad = p.grad
         if grad is None:
             continue
-        if grad.is_complex():
-            raise UnsupportedError(complex_refused(f"a gradient of shape {tuple(p.shape)}", p))
         if grad.is_sparse:
-            if grad.dtype is torch.float16:
-                # Several entries of one row may overflow only in their sum.
-                p.grad = grad = grad.coalesce()
             grad = grad._values()
         key = (grad.device, grad.dtype, getattr(grad, "device_mesh", None))
         groups.setdefault(key, []).append(grad)
@@ -270,20 +238,14 @@ def unscale_in_place(
     for (device, dtype, mesh), grads in groups.items():
         flag = flags.setdefault(device, found_inf.to(device, copy=True, non_blocking=True))
         inv = inv_scale.to(device, non_blocking=True)
-        if dtype is torch.bfloat16:
+        if dtype is not torch.bfloat16 or mesh is not None:
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, inv)
+            torch.autograd.graph.increment_version(grads)
+        elif held := [grad for grad in grads if grad.numel()]:
             # Within autocast to float16 bfloat16 cannot be stacked.
-            held = [part for part in map(local, grads) if part.numel()]
-            norms = torch._foreach_norm(held, math.inf) if held else []
-            finite = [torch.isfinite(norm.float()) for norm in norms]
-            if finite:
-                flag.copy_(torch.maximum(flag, (~torch.stack(finite).all()).float()))
-                torch._foreach_mul_(held, inv)
-            if mesh is not None:  # as torch does for the other kernel
-                reduce_flag(flag, mesh)
-                torch.autograd.graph.increment_version(grads)
-            continue
-        torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, inv)
-        torch.autograd.graph.increment_version(grads)
+            norms = [norm.float() for norm in torch._foreach_norm(held, math.inf)]
+            flag.copy_(torch.maximum(flag, (~torch.stack(norms).isfinite().all()).float()))
+            torch._foreach_mul_(held, inv)
     return flags
 
 
@@ -296,44 +258,6 @@ def multiply_in_place(grads: Iterable[Tensor], factor: float) -> None:
         wide = held.to(torch.promote_types(held.dtype, torch.float32))
         held.copy_(wide * factor)  # in float16 the factor would be rounded first
         torch.autograd.graph.increment_version([grad])
-
-
-@torch.no_grad()
-def kept(grads: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of ``grads``, for :func:`differ`.
-
-    On a CPU torch copies on the first write (which every kernel there respects); elsewhere at once.
-    """
-    if is_uniform(grads, LOW_PRECISION | {torch.float32}) and grads[0].device.type == "cpu":
-        try:
-            return list(map(torch._lazy_clone, grads))
-        except RuntimeError:  # memory that torch does not own: numpy's, another process's
-            pass
-    return [grad.detach().clone() for grad in grads]
-
-
-@torch.no_grad()
-def differ(grads: Sequence[Tensor], before: Sequence[Tensor]) -> bool:
-    """Whether any gradient differs from its copy ``before``, by :func:`kept`; NaN equals NaN.
-
-    Reads those that were copied. Synchronises with the device for these.
-    """
-    # A gradient that still shares the memory of its copy was not written to.
-    copied = [pair for pair in zip(grads, before, strict=True) if not _is_shared(pair[0])]
-    unlike = [
-        ~torch.isclose(_values(grad), _values(was), rtol=0.0, atol=0.0, equal_nan=True).all()
-        for grad, was in copied
-    ]
-    return bool(unlike) and bool(torch.stack(unlike).any())
-
-
-def make_own(grads: Iterable[Tensor]) -> None:
-    """End copy on write, once the copies are dropped: a stream may have to record the memory."""
-    for grad in filter(_is_shared, grads):
-        grad.data_ptr()
-
-
-_is_shared = torch._C._is_cow_tensor  # type: ignore[attr-defined]
 
 
 def clip_coefficient(total_norm: Tensor, max_norm: float) -> Tensor:

@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from ..devices import Streams, streams_of
+from ..devices import streams_of
 from ..errors import UnsupportedError
+from .gradients import local
 
 MAX_LOSSES = 1024
 """Of one window that are remembered."""
+
+_streams_of = cache(streams_of)
 
 
 class Losses:
@@ -22,37 +24,29 @@ class Losses:
 
     def __init__(self) -> None:
         self._values: list[Tensor] = []
-        """Scalars; of another shape, or complex, whether all of it is finite."""
-        self._is_a_number = True
-        """Each was one real number, and all of them are there."""
-        self._sum: float | None = None
+        """Shape (); of what is no real number, or not all on this rank, whether it is finite."""
+        self._are_numbers = True
         self._sent: tuple[Tensor, Any] | None = None
         """Pinned memory, and the event after which their sum is in it."""
-        self._steps: set[int] = set()
-        self._full = 1
 
     def note(self, losses: Iterable[Tensor]) -> None:
         """Remember some more. Does not synchronise."""
         for loss in losses:
             if len(self._values) == MAX_LOSSES:
-                self._is_a_number = False
+                self._are_numbers = False
                 return
-            value = loss.detach()
-            if value.numel() != 1 or value.is_complex():
-                self._is_a_number = False
+            value = local(loss.detach())
+            is_whole = all(each.is_replicate() for each in getattr(loss, "placements", ()))
+            if value.numel() != 1 or value.is_complex() or not is_whole:
+                self._are_numbers = False
                 value = torch.isfinite(value).all()
-            self._values.append(value)
-            self._sum = self._sent = None
-
-    def note_step(self, step: int, accumulation: int) -> None:
-        """Note that the last loss was of this micro-batch, divided by ``accumulation`` before."""
-        self._steps.add(step)
-        self._full = accumulation
+            self._values.append(value.reshape(()))
+            self._sent = None
 
     def bad(self) -> int:
         """How many are inf or NaN. Synchronises."""
         return sum(
-            not bool(value if value.dtype is torch.bool else torch.isfinite(value).all())
+            not bool(value if value.dtype is torch.bool else torch.isfinite(value))
             for value in self._values
         )
 
@@ -62,75 +56,38 @@ class Losses:
     @property
     def is_there(self) -> bool:
         """Whether :meth:`total` returns without waiting for a device."""
-        return self._sum is not None or all(v.device.type == "cpu" for v in self._values)
+        return all(value.device.type == "cpu" for value in self._values)
 
     def total(self) -> float | None:
         """The loss whose gradient the window has: the sum of all, on this rank.
 
-        Accelerate divides each by ``gradient_accumulation_steps``, so the sum is the mean over the
-        micro-batches of a full window; in one that the end of the data cuts short it is corrected
-        to be their mean, too. Waits for what :meth:`send` has sent; synchronises where nothing was.
-
-        Returns None without a loss, or with one that is no single real number.
+        Accelerate divides each by ``gradient_accumulation_steps``, so that of a full window is the
+        mean over its micro-batches. Waits for what :meth:`send` has sent; synchronises where
+        nothing was. None without a loss, or with one that is no single real number.
         """
         if self._sent is not None:
             host, event = self._sent
             event.synchronize()
-            self._sum, self._sent = float(host), None
-        if self._sum is None:
-            values = self._scalars()
-            if not values:
-                return None
-            numbers: list[Any] = [value.tolist() for value in values]
-            self._sum = float(sum(numbers))
-        return self._sum * (self._full / self._micro_batches)
+            return float(host)
+        if not self._values or not self._are_numbers:
+            return None
+        return float(sum(value.item() for value in self._values))
 
     def send(self) -> None:
         """Copy the sum to the host, so that reading it later waits for nothing that is enqueued
         after this call. Does not synchronise."""
-        if self._sum is not None:
+        devices = {value.device for value in self._values}
+        if len(devices) != 1 or not self._are_numbers:
             return
-        values = self._scalars()
-        devices = {value.device for value in values}
-        streams = _streams_of(devices.pop()) if len(devices) == 1 else None
-        if streams is None or any(value.dtype is torch.float64 for value in values):
+        try:
+            streams = _streams_of(devices.pop())
+        except UnsupportedError:
+            return
+        if streams is None:
             return
         with streams.on(streams.current()):  # pinned memory is of the device that is current
             host = torch.empty((), dtype=torch.float32, pin_memory=True)
-            host.copy_(torch.stack(values).float().sum(), non_blocking=True)
+            host.copy_(torch.stack(self._values).float().sum(), non_blocking=True)
             event = streams.event()
             event.record()
         self._sent = host, event
-
-    def _scalars(self) -> list[Tensor]:
-        """Each as a tensor of shape () that is whole on this rank; empty where some are not."""
-        values = list(map(_local_value, self._values)) if self._is_a_number else []
-        found = [value.reshape(()) for value in values if value is not None]
-        return found if len(found) == len(values) else []
-
-    @property
-    def _micro_batches(self) -> int:
-        """How many were accumulated. Accelerate counts ``step`` up in ``accumulate``, and sets it
-        to 0 at the end of the data; without ``accumulate`` it is always 0."""
-        if self._full == 1:
-            return 1
-        if self._steps == {0}:
-            return min(len(self._values), self._full)
-        return min(len(self._steps), self._full) or self._full
-
-
-@cache
-def _streams_of(device: torch.device) -> Streams | None:
-    """None: :meth:`Losses.total` waits for the device."""
-    try:
-        return streams_of(device)
-    except UnsupportedError:
-        return None
-
-
-def _local_value(value: Tensor) -> Tensor | None:
-    """None: it is not all on this rank."""
-    if isinstance(value, DTensor):
-        is_whole = all(placement.is_replicate() for placement in value.placements)
-        return value.to_local() if is_whole else None
-    return None if value.device.type == "meta" else value

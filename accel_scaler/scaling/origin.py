@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 Pair = tuple[float, float]
@@ -41,15 +41,9 @@ class Origin:
 
     def as_json(self) -> dict[str, Any]:
         """The form in a telemetry file: strict JSON, where inf is ``"inf"``."""
-        return {
-            "where": self.where,
-            "module": self.module,
-            "class": self.cls,
-            "micro_batch": self.micro_batch,
-            "input": _as_json(self.input),
-            "output": _as_json(self.output),
-            "text": self.text,
-        }
+        fields = asdict(self)
+        fields["class"] = fields.pop("cls")
+        return fields | {"input": _as_json(self.input), "output": _as_json(self.output)}
 
 
 def _as_json(pair: Pair | None) -> list[float | str] | None:

@@ -57,17 +57,16 @@ class ParameterNames:
     def by_id(self) -> dict[int, str]:
         """``id(parameter)`` -> name, of all known modules in their order.
 
-        A name that two modules have gets its module's class before it.
+        A name that two modules have gets its module's class and number before it.
         """
         if self._found is not None:
             return self._found
         modules = [module for ref in self._modules if (module := ref()) is not None]
         named = [list(module.named_parameters()) for module in modules]
         uses = Counter(name for each in named for name, _ in each)
-        kinds = [type(module).__name__ for module in modules]
         self._found = {}
-        for number, (kind, each) in enumerate(zip(kinds, named, strict=True)):
-            label = f"{kind}[{number}]" if kinds.count(kind) > 1 else kind
+        for number, (module, each) in enumerate(zip(modules, named, strict=True)):
+            label = f"{type(module).__name__}[{number}]"
             for name, p in each:
                 self._found.setdefault(id(p), name if uses[name] == 1 else f"{label}.{name}")
         return self._found

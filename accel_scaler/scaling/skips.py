@@ -62,11 +62,9 @@ class SkipStreak:
             raise OverflowStreakError(text)
         elif skips >= self._warns_at:
             self._warns_at = 10 * skips
-            end = "max_consecutive_skips is not set, so nothing ends this run"
-            if limit is not None:
-                end = f"max_consecutive_skips={limit} ends the run after {limit}"
-            about = self._describe(get_scale())
-            logger.warning("%d windows in a row overflowed; %s. %s", skips, end, about)
+            end = "never ends the run" if limit is None else "ends the run"
+            text = "%d windows in a row overflowed; max_consecutive_skips=%s %s. %s"
+            logger.warning(text, skips, limit, end, self._describe(get_scale()))
 
     def _describe(self, scale: float) -> str:
         names = [name for name, _ in self.names.most_common()]

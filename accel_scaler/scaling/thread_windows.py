@@ -69,10 +69,8 @@ class ThreadWindows:
             return self.bound
         if self.open.closed:
             return self.open  # its own scale, not the next one's
-        last = self._last
-        if self.open.opened_by is not None or last is None:
-            return None
-        return None if last.opened_by == threading.get_ident() else last
+        last = self._last if self.open.opened_by is None else None
+        return last if last is not None and last.opened_by != threading.get_ident() else None
 
     def next(self) -> Window:
         """Leave the window, which is returned; a step of another thread still finds it."""

@@ -43,7 +43,7 @@ class Rule:
             skips = state.consecutive_skips + 1
             scale = state.scale
             if skips >= self.hysteresis:
-                scale = self.clamp(_float32(scale * self.backoff_factor))
+                scale = self.clamp(scale * self.backoff_factor)
             return ScaleState(scale, 0, skips)
         tracker = state.growth_tracker + 1
         if tracker != self.growth_interval:
@@ -52,7 +52,8 @@ class Rule:
         return ScaleState(self.clamp(grown if math.isfinite(grown) else state.scale), 0)
 
     def clamp(self, scale: float) -> float:
-        """``scale`` within ``[min_scale, max_scale]``."""
+        """``scale`` as a float32 within ``[min_scale, max_scale]``."""
+        scale = _float32(scale)
         if self.min_scale is not None:
             scale = max(scale, _float32(self.min_scale))
         if self.max_scale is not None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,18 +15,11 @@ from torch.optim import Optimizer
 from ..errors import OrderError
 from .grad_norms import GradNorms
 from .gradients import (
-    differ,
-    gradients_of,
-    kept,
-    local,
-    make_own,
     nonzero,
     parameters_of,
-    reciprocal,
 )
 from .losses import Losses
 from .origin import Origin
-from .owners import Owners
 from .update_rule import ScaleState
 
 HOST = torch.device("cpu")
@@ -44,31 +36,20 @@ def stepped(optimizer: Any) -> Any:
 
 
 class Snapshot:
-    """Which gradients there were, and their versions, to see what has changed since.
+    """Which gradients these parameters had, and their versions, to see what has changed since.
 
-    Args:
-        parameters: whose gradients these are.
-        with_contents: compare value by value, too, which shows an edit without a new version
-            (``.grad.data``). Call :meth:`end` before writing to them. On a CPU nothing is copied
-            until it is written to; elsewhere all is.
+    An edit through ``.grad.data`` has no new version, so it is not seen.
     """
 
-    __slots__ = ("_contents", "_entries", "_with_contents")
-
-    def __init__(self, parameters: Iterable[Tensor] = (), with_contents: bool = False) -> None:
-        self._with_contents = with_contents
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._entries: dict[int, tuple[Tensor, Tensor | None, int]] = {}
-        self._contents: dict[int, Tensor] = {}
         self.renew(parameters)
 
     def renew(self, parameters: Iterable[Tensor]) -> None:
         """Take the gradients of these as they are now; what is known of others stays."""
-        new = {id(p): (p, g := p.grad, 0 if g is None else g._version) for p in parameters}
-        if new and self._with_contents:
-            self.end([p for p, _, _ in new.values()])
-            grads = {key: grad for key, (_, grad, _) in new.items() if grad is not None}
-            self._contents.update(zip(grads, kept(list(grads.values())), strict=True))
-        self._entries.update(new)
+        self._entries.update(
+            (id(p), (p, g := p.grad, 0 if g is None else g._version)) for p in parameters
+        )
 
     @property
     def is_zero(self) -> bool:
@@ -77,114 +58,50 @@ class Snapshot:
 
     def is_changed(self, some: Iterable[Tensor] | None = None) -> bool:
         """Whether any gradient of ``some`` (None: all) is another tensor, or was written to, since.
-        One that was dropped is not changed.
-
-        Synchronises with a device other than the CPU where there are contents.
-        """
+        One that was dropped is not changed."""
         known = self._entries
         keys = known if some is None else [key for p in some if (key := id(p)) in known]
-        pairs: list[tuple[Tensor, Tensor]] = []
-        for key in keys:
-            p, grad, version = known[key]
-            if p.grad is not None and (p.grad is not grad or p.grad._version != version):
-                return True
-            if p.grad is not None and key in self._contents:
-                pairs.append((p.grad, self._contents[key]))
-        return bool(pairs) and differ(*zip(*pairs, strict=True))
-
-    def end(self, some: Iterable[Tensor] | None = None) -> None:
-        """Compare contents of the gradients of ``some`` (None: all) no more: they may be written
-        to."""
-        known = self._contents
-        keys = list(known) if some is None else [key for p in some if (key := id(p)) in known]
-        for key in keys:
-            known.pop(key, None)
-        make_own(grad for key in keys if (grad := self._entries[key][1]) is not None)
-
-
-class StillScaled:
-    """Gradients of an overflow, which stay as they were found. Keeps none alive, and no parameter:
-    torch swaps none that has a weak reference.
-
-    Args:
-        parameters: whose ``.grad`` they are.
-        scale: the window's.
-    """
-
-    def __init__(self, parameters: Iterable[Tensor], scale: float) -> None:
-        self._scale = scale
-        grads = gradients_of(parameters)
-        self._entries = [(weakref.ref(grad), grad._version) for grad in grads]
-
-    @torch.no_grad()
-    def unscale(self) -> None:
-        """Unscale those that were not dropped or changed since, as torch does at once: another
-        backward is about to add to them. Does not synchronise."""
-        found = ((ref(), version) for ref, version in self._entries)
-        left = [grad for grad, version in found if grad is not None and grad._version == version]
-        if left:
-            inverse = reciprocal(self._scale)
-            torch._foreach_mul_([local(grad) for grad in left], inverse)
+        return any(
+            p.grad is not None and (p.grad is not grad or p.grad._version != version)
+            for p, grad, version in map(known.__getitem__, keys)
+        )
 
 
 @dataclass(slots=True)
 class DeferredUnscale:
     """What the update is still to do to finite gradients, in float32. Scalars, float32, shape ();
-    at most one of the first two is set."""
+    at most one is set."""
 
     multiply: Tensor | None = None
     """Unscale and clip, as one product."""
     divide: Tensor | None = None
     """The same, left to torch's fused kernel (its ``grad_scale``)."""
-    clips: dict[int, Tensor] = field(default_factory=dict)
-    """Further factors for parameters that were not all clipped together, under their ``id``. Empty
-    beside ``divide``."""
 
     def __bool__(self) -> bool:
         return self.multiply is not None or self.divide is not None
 
-    def clip(self, parameters: Iterable[Tensor], coefficient: Tensor) -> None:
-        """Multiply the gradients of ``parameters`` by ``coefficient``, too."""
+    @property
+    def factor(self) -> Tensor | float:
+        """What each gradient is to be multiplied by."""
         if self.divide is not None:
-            self.multiply, self.divide = 1.0 / self.divide, None
-        # What was clipped together before still has one coefficient.
-        products: dict[int, tuple[Tensor, Tensor]] = {}
-        for p in parameters:
-            before = self.clips.get(id(p))
-            if before is None:
-                self.clips[id(p)] = coefficient
-                continue
-            if id(before) not in products:
-                products[id(before)] = before, before * coefficient
-            self.clips[id(p)] = products[id(before)][1]
+            return 1.0 / self.divide
+        return 1.0 if self.multiply is None else self.multiply
 
-    def factors(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """The factor for the gradient of each."""
-        common = 1.0 / self.divide if self.divide is not None else self.multiply
-        if common is None:
-            common = torch.ones((), dtype=torch.float32, device=HOST)
-        if not self.clips or not parameters:
-            return [common] * len(parameters)
-        one = torch.ones_like(common)
-        clips = [self.clips.get(id(p), one) for p in parameters]
-        return list((torch.stack(clips) * common).unbind())
+    def clip(self, coefficient: Tensor) -> None:
+        """Multiply by ``coefficient``, too."""
+        self.multiply, self.divide = self.factor * coefficient, None
 
-    def apply(self, gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Multiply or divide in place; ``gradients`` are pairs of a parameter and its gradient."""
-        if not gradients or not self:
-            return
-        grads = [grad for _, grad in gradients]
-        if self.divide is not None:
+    def apply(self, grads: list[Tensor]) -> None:
+        """Multiply or divide in place."""
+        if grads and self.divide is not None:
             torch._foreach_div_(grads, self.divide)
-        elif self.multiply is not None and not self.clips:
+        elif grads and self.multiply is not None:
             torch._foreach_mul_(grads, self.multiply)
-        else:
-            torch._foreach_mul_(grads, self.factors([p for p, _ in gradients]))
 
     @property
     def tensors(self) -> list[Tensor]:
         """All that it consists of."""
-        return [t for t in (self.multiply, self.divide, *self.clips.values()) if t is not None]
+        return [t for t in (self.multiply, self.divide) if t is not None]
 
 
 class OptimizerRecord(dict[str, Any]):
@@ -203,14 +120,10 @@ class OptimizerRecord(dict[str, Any]):
         """Ranks may hold different gradients of it; None: not known yet."""
         self.carried_over = ""
         """Why its gradients from before the window must not be added to; "": they may."""
-        self.still_scaled: StillScaled | None = None
-        """After an overflow: gradients that were not unscaled."""
         self.deferred = DeferredUnscale()
         """What is left to the update: the gradients are still scaled, or not clipped."""
         self.returned: Snapshot | None = None
         """Gradients as they were when the caller got them back with something deferred."""
-        self.end_hold: Callable[[], None] | None = None
-        """Lets ``returned`` be read as they are, without unscaling them first."""
         self.unscaled_before: Snapshot | None = None
         """Gradients that were unscaled when another loss was scaled."""
         self.overflowed: Sequence[Tensor] = ()
@@ -238,12 +151,12 @@ class OptimizerRecord(dict[str, Any]):
 
     def let_go(self) -> None:
         """Drop every parameter and gradient."""
-        self.forget_returned()
-        self.unscaled_before = None
+        self.returned = self.unscaled_before = None
         self.overflowed = ()
 
     def forbid_mixture(self, name: str, some: Iterable[Tensor] | None = None) -> None:
-        """Raise ``OrderError`` where the gradients are not all of the window's own scale.
+        """Raise ``OrderError`` where the gradients are not all of the window's own scale, or were
+        changed since the caller got them back scaled.
 
         Args:
             name: the optimizer's.
@@ -256,20 +169,20 @@ class OptimizerRecord(dict[str, Any]):
                 "them to go on."
             )
         if self.unscaled_before is not None and self.unscaled_before.is_changed(some):
-            raise_mixed(name)
-
-    def stop_holding(self) -> None:
-        """Read the gradients that were returned as they are from here on."""
-        end, self.end_hold = self.end_hold, None
-        if end is not None:
-            end()
-
-    def forget_returned(self) -> None:
-        """The gradients that were returned are about to be written to."""
-        self.stop_holding()
-        if self.returned is not None:
-            self.returned.end()
-        self.returned = None
+            raise OrderError(
+                "a backward added scaled gradients to the unscaled ones of "
+                f"{name}: they were unscaled or clipped before the last micro-batch. Accumulate "
+                "under `with accelerator.accumulate(model):`, or clip only after the last "
+                "backward; then zero the gradients and go on."
+            )
+        if self.returned is not None and self.returned.is_changed(some):
+            raise OrderError(
+                f"the gradients of {name} were changed after they were clipped, while they still "
+                "are scaled (for float32 masters, or by fold_unscale), so the change would be "
+                "scaled too. Change them before clip_grad_norm_, with what is added multiplied by "
+                "accelerator.scaler.get_scale(); or load the model in float32, without "
+                "fold_unscale. Zero the gradients to go on."
+            )
 
     @property
     def found_inf(self) -> bool:
@@ -277,16 +190,6 @@ class OptimizerRecord(dict[str, Any]):
         if self.verdict is not None:
             return self.verdict
         return any(bool(flag) for flag in self["found_inf_per_device"].values())
-
-
-def raise_mixed(whose: str) -> None:
-    """Raise ``OrderError``: scaled gradients were added to unscaled ones."""
-    raise OrderError(
-        f"a backward added scaled gradients to the unscaled ones of {whose}: they were unscaled "
-        "or clipped before the last micro-batch. Accumulate under `with "
-        "accelerator.accumulate(model):`, or clip only after the last backward; then zero the "
-        "gradients and go on."
-    )
 
 
 class Window:
@@ -304,12 +207,10 @@ class Window:
         """The window's own scale once it may outlive the scaler's current one."""
         self.states: defaultdict[int, OptimizerRecord] = defaultdict(OptimizerRecord)
         """Under the ``id`` of each optimizer, and of each wrapper of it that was used."""
-        self.unowned: dict[int, tuple[Tensor, Snapshot | None]] = {}
-        """Parameters without an optimizer, under their ``id``, whose gradients were unscaled; and
-        these as they were when another loss was scaled after that."""
         self.unscaled: set[int] = set()
         """``id`` of parameters whose gradients were unscaled in place."""
-        self.owners: Owners | None = None
+        self.owners: tuple[object, dict[int, list[int]]] | None = None
+        """See :meth:`.OverflowCheck.owners`."""
         self.losses = Losses()
         self.grad_norms = GradNorms()
         self.clipped_values = False
@@ -340,51 +241,33 @@ class Window:
         return self.states.get(id(stepped(optimizer)))
 
     def unscaled_among(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """Those whose gradients are unscaled already, for another optimizer or for none."""
-        if not (self.unscaled or self.unowned):
+        """Those whose gradients are unscaled already, for another optimizer."""
+        if not self.unscaled:
             return []
-        return [
-            p
-            for p in parameters
-            if (id(p) in self.unscaled or id(p) in self.unowned) and p.grad is not None
-        ]
+        return [p for p in parameters if id(p) in self.unscaled and p.grad is not None]
 
     def let_go(self) -> None:
         """It is over: drop every parameter and gradient."""
         self.grad_norms = GradNorms()
-        self.unowned.clear()
         for record in self.states.values():
             record.let_go()
-
-    def scale_at_end(self, now: float) -> float:
-        """The scale of its gradients. ``now``: the scaler's present scale."""
-        if self.before is not None:
-            return self.before.scale
-        return now if self.scale is None else float(self.scale)
 
     def carried_over(self, optimizers: Sequence[Optimizer]) -> Iterator[tuple[Optimizer, str]]:
         """At its end: those of ``optimizers`` that have not stepped in it, and why nothing may be
         added to gradients that they still have; "" where these are scaled by its scale."""
-        left: list[Optimizer] = []
-        stepped: list[Optimizer] = []
-        for optimizer in optimizers:
-            record = self.known(optimizer)
-            has_stepped = record is not None and record.stage is OptState.STEPPED
-            (stepped if has_stepped else left).append(optimizer)
-            if record is not None and record.still_scaled is not None:
-                record.still_scaled.unscale()
+        left = [each for each in optimizers if not self._is_done(each)]
         # What was stepped is unscaled for every other optimizer, too.
-        others = {id(p) for optimizer in stepped if left for p in parameters_of(optimizer)}
-        others |= self.unscaled | self.unowned.keys()
+        done = [each for each in optimizers if each not in left] if left else []
+        others = self.unscaled.union(id(p) for each in done for p in parameters_of(each))
         for optimizer in left:
-            record = self.known(optimizer)
+            record = self.record(optimizer)
             mixed = [p for p in parameters_of(optimizer) if id(p) in others]
-            if record is not None and record.carried_over:
-                yield optimizer, record.carried_over
-            elif record is not None and record.stage is OptState.UNSCALED:
-                yield optimizer, UNSCALED
-            else:
-                yield optimizer, "" if Snapshot(mixed).is_zero else UNSCALED
+            is_scaled = record.stage is not OptState.UNSCALED and Snapshot(mixed).is_zero
+            yield optimizer, record.carried_over or ("" if is_scaled else UNSCALED)
+
+    def _is_done(self, optimizer: Optimizer) -> bool:
+        record = self.known(optimizer)
+        return record is not None and record.stage is OptState.STEPPED and not record.found_inf
 
     def scaled_again(self, optimizers: Iterable[Optimizer]) -> Iterator[tuple[Optimizer, bool]]:
         """Before another loss is scaled: those of ``optimizers`` whose gradients were unscaled, and
@@ -402,11 +285,6 @@ class Window:
             if record.stage is OptState.UNSCALED:
                 record.unscaled_before = Snapshot(parameters_of(optimizer))
                 yield optimizer, not record.unscaled_before.is_zero
-        for key, (p, _) in list(self.unowned.items()):
-            now = Snapshot([p])
-            self.unowned[key] = p, now
-            if now.is_zero:
-                del self.unowned[key]
 
     def for_job(self, optimizers: Iterable[Optimizer], scale: float) -> Window:
         """A job's own window: what is known here of ``optimizers``, in host numbers."""

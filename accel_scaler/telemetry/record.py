@@ -58,9 +58,9 @@ class Record:
     time: Amount = 0.0
     """When the window ended: seconds since the start of the recording."""
     loss: float | None = None
-    """The unscaled loss on this rank: the mean over micro-batches, as a Trainer logs it; of several
-    losses in one window the sum. None where a loss is no single real number. Only with
-    ``telemetry``; on a device, where no norm was read, known with the next window."""
+    """The unscaled loss on this rank: the sum of all in the window, each divided by the
+    accumulation steps, so the mean over micro-batches. None where a loss is no single real number.
+    Only with ``telemetry``; on a device, where no norm was read, known with the next window."""
     loss_nonfinite: int = 0
     """How many of its losses were inf or NaN; counted after an overflow only."""
     names: tuple[str, ...] = ()

@@ -121,7 +121,6 @@ PRIVATE: dict[str, dict[str | Callable[[], Any], tuple[str, ...]]] = {
         "torch": (
             "_amp_update_scale_",
             "_amp_foreach_non_finite_check_and_unscale_",
-            "_lazy_clone",
             "_foreach_norm",
             "_foreach_mul_",
             "_foreach_div_",
@@ -144,7 +143,6 @@ PRIVATE: dict[str, dict[str | Callable[[], Any], tuple[str, ...]]] = {
             "_subclasses",
         ),
         "torch._C": (
-            "_is_cow_tensor",
             "_storage_Use_Count",
             "DisableTorchFunctionSubclass",
             "_dynamo",

@@ -265,7 +265,7 @@ def test_a_clip_of_a_parameter_shared_with_an_optimizer_that_has_masters(clip: s
     every = [half, shared, own]
     accelerator.backward((half.float() + shared + own).sum())
     call = accelerator.clip_grad_norm_ if clip == "norm" else accelerator.clip_grad_value_
-    with pytest.raises(OrderError, match="shares 1 parameters with a SGD"):
+    with pytest.raises(OrderError, match="shares 1 parameters with another"):
         call(every, 1e6)
     accelerator.scaler.abandon_window()
     detach(accelerator)
@@ -303,41 +303,30 @@ def test_an_async_optimizer_with_the_accelerators_scaler(
         assert torch.equal(weights(model), weights(reference.model))
 
 
-def _write_numpy(grad: Tensor) -> None:
-    grad.numpy()[...] += 0.5
-
-
 CHANGES: dict[str, Callable[[Tensor], Any]] = {
     "in place": lambda grad: grad.mul_(2),
-    ".data": lambda grad: grad.data.add_(0.125),
-    "a row of .data": lambda grad: grad.data[:1].fill_(3.0),
-    ".data, which keeps every norm": lambda grad: grad.data.neg_(),
+    "part of it": lambda grad: grad[:1].fill_(3.0),
     ".detach()": lambda grad: grad.detach().add_(1.0),
-    ".numpy()": _write_numpy,
-}
-READS: dict[str, Callable[[Tensor], Any]] = {
-    "nobody": lambda grad: None,
-    "norm": lambda grad: grad.norm(),
-    "a list of them": lambda grad: torch._foreach_norm([grad]),
-    "numpy": lambda grad: grad.numpy().sum(),
-    "isinstance": lambda grad: isinstance(grad, Tensor) and float(grad.sum()),
 }
 
 
 @pytest.mark.parametrize("edit", CHANGES)
 @pytest.mark.parametrize("then", ["step", "clip"])
-def test_a_change_of_what_stays_scaled_is_refused(edit: str, then: str) -> None:
-    """No version counter shows most of them; the update would scale them too."""
-    model: Any = mlp().half()
+@pytest.mark.parametrize("fold", [False, True], ids=["float16", "folded"])
+def test_a_change_of_what_stays_scaled_is_refused(edit: str, then: str, fold: bool) -> None:
+    """The update would scale it too. Reading it is free."""
+    model: Any = mlp() if fold else mlp().half()
     scaler = GradScaler("cpu", init_scale=SCALE)
-    inner: Any = SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with AsyncOptimizer(inner, model, scaler=scaler, optimizer_threads=1) as ours:
-        for read in (READS["numpy"], CHANGES[edit]):
+    inner: Any = SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fold)
+    settings: Any = {"fold_unscale": fold, "optimizer_threads": 1}
+    with AsyncOptimizer(inner, model, scaler=scaler, **settings) as ours:
+        for act in (Tensor.numpy, CHANGES[edit]):
             before = weights(model)
-            scaler.scale(model(torch.ones(2, 8, dtype=torch.float16)).float().mean()).backward()
+            x = torch.ones(2, 8, dtype=model[0].weight.dtype)
+            scaler.scale(model(x).float().mean()).backward()
             ours.clip_grad_norm_(0.01)
-            read(model[0].weight.grad)
-            if read is not CHANGES[edit]:
+            act(model[0].weight.grad)
+            if act is not CHANGES[edit]:
                 ours.step()
                 ours.synchronize()
                 assert not torch.equal(weights(model), before)
@@ -346,45 +335,6 @@ def test_a_change_of_what_stays_scaled_is_refused(edit: str, then: str) -> None:
             with pytest.raises(OrderError, match="changed after they were clipped"):
                 ours.step() if then == "step" else ours.clip_grad_norm_(0.005)
             assert torch.equal(weights(model), before)
-
-
-def folding(mode: str) -> Any:
-    accelerator = attached(mode, fold_unscale=True)
-    accelerator.native_amp = False
-    return accelerator
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("then", ["step", "clip"])
-@pytest.mark.parametrize("look", [*READS, *CHANGES])
-def test_reads_and_changes_of_folded_gradients_are_as_in_torch(
-    mode: str, look: str, then: str
-) -> None:
-    """They stay scaled for the kernel while nobody looks, and can be changed as they are there."""
-    act = {**READS, **CHANGES}[look]
-    reference, accelerator, mine = Plain(), folding(mode), mlp()
-    reference.inner = SGD(reference.model.parameters(), lr=0.1, momentum=0.9, fused=True)
-    inner = SGD(mine.parameters(), lr=0.1, momentum=0.9, fused=True)
-    model, optimizer = accelerator.prepare(mine, inner)
-    params, theirs = list(mine.parameters()), list(reference.model.parameters())
-    for step in range(3):
-        reference.scaler.scale(loss_of(reference.model, step)).backward()
-        reference.scaler.unscale_(reference.inner)
-        accelerator.backward(loss_of(model, step))
-        for limit in (0.25, 0.125)[: 2 if then == "clip" else 1]:
-            norm = float(accelerator.clip_grad_norm_(params, limit))
-            assert norm == pytest.approx(float(torch.nn.utils.clip_grad_norm_(theirs, limit)))
-            if limit == 0.25:
-                act(params[0].grad)  # type: ignore[arg-type]
-                act(theirs[0].grad)  # type: ignore[arg-type]
-        optimizer.step()
-        reference.scaler.step(reference.inner)
-        reference.scaler.update()
-        optimizer.zero_grad()
-        reference.inner.zero_grad()
-        optimizer.synchronize()
-        torch.testing.assert_close(weights(mine), weights(reference.model))
-    detach(accelerator)
 
 
 @faces
@@ -495,16 +445,14 @@ def close_all(face: str, scaler: Any, ours: list[Any], clipper: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("bad", ["owned", "of nobody"])
-def test_a_value_clip_beside_an_overflow_clips_the_others(mode: str, bad: str) -> None:
+def test_a_value_clip_beside_an_overflow_clips_the_others(mode: str) -> None:
     """They stepped with unclipped gradients."""
     accelerator = attached(mode)
     one, two = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    first = accelerator.prepare(SGD([one], lr=0.125)) if bad == "owned" else None
-    second = accelerator.prepare(SGD([two], lr=0.125))
+    first, second = (accelerator.prepare(SGD([p], lr=0.125)) for p in (one, two))
     accelerator.backward((one * INF).sum() + (two * 10.0).sum())
     accelerator.clip_grad_value_([one, two], 1.0)
-    for optimizer in filter(None, (first, second)):
+    for optimizer in (first, second):
         optimizer.step()
     second.synchronize()
     detach(accelerator)
@@ -538,11 +486,9 @@ def test_by_hand_after_another_has_stepped(mode: str, how: str, first: str) -> N
 
 @faces
 @pytest.mark.parametrize("mode", ["sync", "overlap"])
-@pytest.mark.parametrize(
-    "order", ["clip step own", "clip own step", "clip unscale step own", "unscale clip step own"]
-)
+@pytest.mark.parametrize("order", ["clip step own", "clip own step", "unscale clip step own"])
 def test_a_plain_optimizer_beside_ours(face: str, mode: str, order: str) -> None:
-    """Stepped with ``scaler.step``; a clip of its parameters unscales them once."""
+    """Stepped with ``scaler.step``. A clip leaves its parameters alone."""
     scaler, params, _, ours, clipper = several(face, mode, 1)
     other = nn.Parameter(torch.ones(3))
     plain = SGD([other], lr=0.125)
@@ -552,9 +498,9 @@ def test_a_plain_optimizer_beside_ours(face: str, mode: str, order: str) -> None
         "step": lambda: scaler.step(plain),
         "own": ours[0].step,
         "clip": lambda: (
-            clipper.clip_grad_norm_([*params, other], 1e6)
+            clipper.clip_grad_norm_(params, 1e6)
             if face == "accelerate"
-            else clipper.clip_grad_norm_(1e6, parameters=[*params, other])
+            else clipper.clip_grad_norm_(1e6)
         ),
     }
     for name in order.split():

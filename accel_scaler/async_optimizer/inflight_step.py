@@ -242,11 +242,11 @@ class InflightStep:
     def _factors(self, update: Update, grads: Sequence[Tensor | None]) -> list[float]:
         """What each gradient is still to be multiplied by. Synchronises with the device."""
         replica = self.replica
-        due = float(update.deferred.factor)
+        due = torch.stack(update.deferred.factors(replica.params)).tolist()
         # What was sent to host memory was unscaled before, but for the gradients of masters.
         return [
-            1.0 if replica.offload and not (g is not None and goes_to_master(p, g)) else due
-            for p, g in zip(replica.ordered, grads, strict=True)
+            1.0 if replica.offload and not (g is not None and goes_to_master(p, g)) else factor
+            for p, g, factor in zip(replica.ordered, grads, due, strict=True)
         ]
 
     def _step(self, update: Update) -> None:
@@ -258,7 +258,7 @@ class InflightStep:
             stepped = zip(replica.ordered, grads, strict=True)
             pairs = [p for p, g in stepped if p.is_master and g is not None]
             error = PreviewError(pairs) if pairs else None
-        buffered = replica.fill_buffers(grads, deferred.multiply)
+        buffered = not deferred.clips and replica.fill_buffers(grads, deferred.multiply)
         if buffered:
             self.task.spent.append(grads)
         for number, part in enumerate(replica.parts):
@@ -308,7 +308,7 @@ class InflightStep:
         for event in update.sent[mine]:
             self.streams.wait_on_host(event)
         final = update.grads[mine]
-        scaled: list[Tensor] = []
+        scaled: list[tuple[Tensor, Tensor]] = []
         for place, (pair, grad) in enumerate(zip(part.pairs, final, strict=True)):
             if grad is None:
                 continue
@@ -316,7 +316,7 @@ class InflightStep:
             final[place] = exact = grad.float() if is_rounded else grad
             # What was sent to host memory was unscaled before, but for these.
             if is_rounded or not self.replica.offload:
-                scaled.append(exact)
+                scaled.append((pair.param, exact))
         if update.deferred.divide is None:
             update.deferred.apply(scaled)
         return final

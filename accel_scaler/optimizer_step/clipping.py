@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from ..errors import UnsupportedError
 from ..scaling import (
     LOW_PRECISION,
     DeferredUnscale,
@@ -65,10 +64,6 @@ class Clipping:
         Returns the total norm before clipping, unscaled, float32, shape (); inf after an
         overflow. Synchronises with the device once for each optimizer, or once for all where
         unscale and clip are one product.
-
-        Raises:
-            UnsupportedError: some parameters of an optimizer whose gradients stay scaled for
-                masters, or another norm than 1, 2 and inf of them; nothing was changed.
         """
         max_norm, norm_type = float(max_norm), float(norm_type)
         sharded = self.scaler.sharded
@@ -83,8 +78,6 @@ class Clipping:
             norm = self._clip_in_one_pass(parts, parameters, max_norm)
             if norm is not None:
                 return norm
-        for owner, mine, _ in parts:
-            self._refuse_part(owner, mine, norm_type)
         for owner, _, record in parts:
             check.check(owner, record)
             # At once: the next owner may have some of the same gradients.
@@ -118,8 +111,8 @@ class Clipping:
             if record.found_inf:  # as they were found; the others are clipped and step
                 continue
             if record.deferred and stepper_of(owner).keeps_scaled:
-                factor = float(record.deferred.factor)
-                for grad in gradients_of(mine):
+                factors = torch.stack(record.deferred.factors(mine)).tolist()
+                for grad, factor in zip(gradients_of(mine), factors, strict=True):
                     limit = clip_value / factor if factor else inf
                     limit = min(limit, torch.finfo(grad.dtype).max)
                     grad.clamp_(-limit, limit)
@@ -162,37 +155,28 @@ class Clipping:
     ) -> Tensor:
         """Clip where some gradients stay scaled: these within their step, in float32. Does not
         synchronise."""
-        found: dict[int, Tensor] = {}
-        unscaled: dict[int, Tensor] = {}  # what two optimizers share is clipped once
+        clipped: list[tuple[DeferredUnscale | None, list[Tensor]]] = []
+        taken: set[int] = set()
         for _, mine, record in parts:
-            grads = {id(p): p.grad for p in mine if p.grad is not None}
-            if grads:
-                norms = torch.stack([_norm(grad, norm_type) for grad in grads.values()])
-                found |= dict(zip(grads, (norms * record.deferred.factor).unbind(), strict=True))
-            unscaled |= {} if record.deferred else grads
+            chosen = [p for p in mine if p.grad is not None and id(p) not in taken]
+            taken.update(map(id, chosen))  # a shared one is clipped once
+            clipped.append((record.deferred or None, chosen))
+        found = {
+            id(p): norm
+            for deferred, mine in clipped
+            for p, norm in zip(mine, _norms(mine, norm_type, deferred), strict=True)
+        }
         # In the order given, as torch adds them up.
-        total = _norm(torch.stack([found[id(p)] for p in parameters if id(p) in found]), norm_type)
+        norms = [found[id(p)] for p in parameters if id(p) in found]
+        total = _norm(torch.stack(norms), norm_type)
         coefficient = clip_coefficient(total, max_norm)
-        for _, _, record in parts:
-            if record.deferred:
-                record.deferred.clip(coefficient)
-        if unscaled:
-            torch._foreach_mul_(list(unscaled.values()), coefficient)
+        for deferred, mine in clipped:
+            if deferred is not None:
+                deferred.clip(mine, coefficient)
+            elif mine:
+                torch._foreach_mul_(gradients_of(mine), coefficient)
         self._note(GradNorm(parameters, total, None, max_norm, norm_type=norm_type))
         return total
-
-    def _refuse_part(self, owner: Optimizer, mine: Sequence[Tensor], norm_type: float) -> None:
-        """Gradients that stay scaled have one coefficient."""
-        if not stepper_of(owner).keeps_scaled:
-            return
-        given, count = len(set(map(id, mine))), len(gradients_of(parameters_of(owner)))
-        if given < count or norm_type not in (1.0, 2.0, inf):
-            raise UnsupportedError(
-                f"clip_grad_norm_: got {given} of {count} gradients of {type(owner).__name__} and "
-                f"norm_type={norm_type:g}. They stay scaled for float32 masters, so all are "
-                "clipped together, with norm_type 1, 2 or inf. Clip them at once, make an "
-                "optimizer for each part, or load the model in float32."
-            )
 
     def _are_whole(self, parts: Parts, parameters: Sequence[Tensor]) -> bool:
         """They are those of whole optimizers, none of them checked yet, none shared."""
@@ -246,7 +230,22 @@ def _total_norm(parameters: Sequence[Tensor], norm_type: float) -> Tensor:
     if all(grad.dtype not in LOW_PRECISION for grad in grads):
         total: Tensor = torch.nn.utils.get_total_norm(grads, norm_type)
         return total
-    return _norm(torch.stack([_norm(grad, norm_type) for grad in grads]), norm_type)
+    return _norm(torch.stack(_norms(parameters, norm_type)), norm_type)
+
+
+def _norms(
+    parameters: Sequence[Tensor], norm_type: float, deferred: DeferredUnscale | None = None
+) -> list[Tensor]:
+    """The norm of each gradient, with what is ``deferred`` done to it, float32, shape ()."""
+    grads = gradients_of(parameters)
+    if deferred is None or norm_type == 0 or not grads:  # 0: a count
+        return [_norm(grad, norm_type) for grad in grads]
+    factors = deferred.factors(parameters)
+    if 2.0 < norm_type < inf:  # a power of what is still scaled may be past float32
+        pairs = zip(grads, factors, strict=True)
+        return [_norm(grad.float() * factor, norm_type) for grad, factor in pairs]
+    scaled = torch.stack([_norm(grad, norm_type) for grad in grads])
+    return list((scaled * torch.stack(factors)).unbind())
 
 
 def _norm(grad: Tensor, norm_type: float) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -70,38 +70,61 @@ class Snapshot:
 @dataclass(slots=True)
 class DeferredUnscale:
     """What the update is still to do to finite gradients, in float32. Scalars, float32, shape ();
-    at most one is set."""
+    at most one of the first two is set."""
 
     multiply: Tensor | None = None
     """Unscale and clip, as one product."""
     divide: Tensor | None = None
     """The same, left to torch's fused kernel (its ``grad_scale``)."""
+    clips: dict[int, Tensor] = field(default_factory=dict)
+    """Further factors for parameters that were not all clipped together, under their ``id``. Empty
+    beside ``divide``."""
 
     def __bool__(self) -> bool:
         return self.multiply is not None or self.divide is not None
 
-    @property
-    def factor(self) -> Tensor | float:
-        """What each gradient is to be multiplied by."""
+    def clip(self, parameters: Iterable[Tensor], coefficient: Tensor) -> None:
+        """Multiply the gradients of ``parameters`` by ``coefficient``, too."""
         if self.divide is not None:
-            return 1.0 / self.divide
-        return 1.0 if self.multiply is None else self.multiply
+            self.multiply, self.divide = 1.0 / self.divide, None
+        # What was clipped together before still has one coefficient.
+        products: dict[int, tuple[Tensor, Tensor]] = {}
+        for p in parameters:
+            before = self.clips.get(id(p))
+            if before is None:
+                self.clips[id(p)] = coefficient
+                continue
+            if id(before) not in products:
+                products[id(before)] = before, before * coefficient
+            self.clips[id(p)] = products[id(before)][1]
 
-    def clip(self, coefficient: Tensor) -> None:
-        """Multiply by ``coefficient``, too."""
-        self.multiply, self.divide = self.factor * coefficient, None
+    def factors(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """The factor for the gradient of each."""
+        common = 1.0 / self.divide if self.divide is not None else self.multiply
+        if common is None:
+            common = torch.ones((), dtype=torch.float32, device=HOST)
+        if not self.clips or not parameters:
+            return [common] * len(parameters)
+        one = torch.ones_like(common)
+        clips = [self.clips.get(id(p), one) for p in parameters]
+        return list((torch.stack(clips) * common).unbind())
 
-    def apply(self, grads: list[Tensor]) -> None:
-        """Multiply or divide in place."""
-        if grads and self.divide is not None:
+    def apply(self, gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Multiply or divide in place; ``gradients`` are pairs of a parameter and its gradient."""
+        if not gradients or not self:
+            return
+        grads = [grad for _, grad in gradients]
+        if self.divide is not None:
             torch._foreach_div_(grads, self.divide)
-        elif grads and self.multiply is not None:
+        elif self.multiply is not None and not self.clips:
             torch._foreach_mul_(grads, self.multiply)
+        else:
+            torch._foreach_mul_(grads, self.factors([p for p, _ in gradients]))
 
     @property
     def tensors(self) -> list[Tensor]:
         """All that it consists of."""
-        return [t for t in (self.multiply, self.divide) if t is not None]
+        return [t for t in (self.multiply, self.divide, *self.clips.values()) if t is not None]
 
 
 class OptimizerRecord(dict[str, Any]):

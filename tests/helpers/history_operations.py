@@ -50,14 +50,8 @@ from accel_scaler.async_optimizer import replica as replica_module
 WHICH = range(8)
 WHOLE = ("",)
 EACH = ("gain", "inner.weight", "inner.bias", "outer.weight", "outer.bias")
-PARTS = (
-    ("outer",),
-    ("inner", "outer"),
-    EACH,
-    ("outer", "outer"),
-    ("inner", "inner.bias"),
-    ("", "outer"),
-)
+APART = (("outer",), ("inner", "outer"), EACH)
+PARTS = (*APART, ("outer", "outer"), ("inner", "inner.bias"), ("", "outer"))
 """Parameters that are clipped one set after the other, by the beginnings of their names."""
 EDITS: dict[str, Callable[[Tensor], object]] = {
     "mul": lambda p: p.mul_(0.75),
@@ -313,12 +307,17 @@ class Player:
 
     @operation(limit=(0.125, 0.01, 100.0), kind=(2.0, 2.0, INF), parts=(*[WHOLE] * 6, *PARTS))
     def clip_norm(self, limit: float, kind: float, parts: Sequence[str] = WHOLE) -> Any:
-        """Clip each of ``parts`` in turn."""
+        """Clip each of ``parts`` in turn.
+
+        A gradient with a master is multiplied once, by the product of all coefficients. So that
+        nothing is rounded, all of these are powers of two from the second clip on.
+        """
         if not self.may_end or self.setup.fold:
             return False
         again = self.clips or parts != WHOLE
-        if self.low and again:  # a gradient with a master has one coefficient
+        if self.low and (self.clips or (again and self.plain.compensation != "none")):
             return False
+        is_exact = self.low and parts not in (WHOLE, *APART)
 
         def clip(masters: list[Tensor]) -> Any:
             return torch.nn.utils.clip_grad_norm_(masters, limit, kind)
@@ -328,6 +327,8 @@ class Player:
             if not (part or self.clips):
                 own = self.plain.net.parameters() if self.attached else self.plain.owned[0]
                 mine, order = None, list(own)
+            if is_exact:
+                limit = self.plain.exact_limit(order, kind)
             norm, other = (
                 self.ours.clip_norm(limit, kind, mine),
                 self.plain.clip(order, clip, limit),
@@ -337,7 +338,7 @@ class Player:
             self.same("the norm", norm, other)
             if mine is None and kind == 2.0 and math.isfinite(other) and self.device == "cpu":
                 self.plain.norm = float(other)
-            self.clips.append("rounded")
+            self.clips.append("exact" if is_exact else "rounded")
         self.plain.norm = self.plain.norm if parts == WHOLE and not again else None
         self.seen["clipped in parts"] += parts != WHOLE
 
@@ -345,7 +346,7 @@ class Player:
     def clip_value(self, limit: float) -> Any:
         if not (self.attached and self.may_end) or self.setup.fold:
             return False
-        if self.low and "rounded" in self.clips:
+        if self.low and not {"exact", "rounded"}.isdisjoint(self.clips):
             return False
 
         def clip(masters: list[Tensor]) -> Any:

@@ -326,6 +326,18 @@ class PlainTorch:
             self.final[p], self.masters[p].grad = grad, None
         return result
 
+    def exact_limit(self, order: Sequence[Tensor], kind: float) -> float:
+        """A limit of the norm that clips by exactly 2**-18, or one that clips nothing."""
+
+        def norm_of(masters: list[Tensor]) -> Tensor:
+            grads = [m.grad for m in masters if m.grad is not None]
+            return torch.nn.utils.get_total_norm(grads, kind) + 1e-6
+
+        norm, ends = self.clip(order, norm_of), torch.tensor((0.0, math.inf))
+        near = norm * 2.0**-18
+        limits = [float(t) for t in (near, *torch.nextafter(near.expand(2), ends))]
+        return next((limit for limit in limits if limit / norm == 2.0**-18), math.inf)
+
     def step(
         self,
         number: int,

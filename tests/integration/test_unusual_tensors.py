@@ -192,7 +192,7 @@ def test_fused_state_follows_a_parameter_to_another_layout(mode: str) -> None:
         torch.testing.assert_close(ours, reference, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("norm_type", [1.0, float("inf")])
+@pytest.mark.parametrize("norm_type", [1.0, 3.0, float("inf")])
 def test_float64_gradients_beside_those_that_stay_scaled_keep_their_range(norm_type: float) -> None:
     p = nn.Parameter(torch.ones(2, dtype=torch.float16))
     q = nn.Parameter(torch.ones(2, dtype=torch.float64))

@@ -48,6 +48,33 @@ def test_our_scaler_on_a_plain_optimizer_names_the_remedy() -> None:
         scaler.step(torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+def test_clipping_some_parameters_leaves_the_others() -> None:
+    """Some of an optimizer's: they are clipped in float16, still scaled: one rounding of it."""
+    model, plain = half(), half()
+    chosen = [0, 3]
+    scaler = GradScaler("cpu", init_scale=INIT_SCALE)
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    with AsyncOptimizer(inner, model, scaler=scaler, mode="sync") as optimizer:
+        before = [p.detach().float().clone() for p in model.parameters()]
+        scaler.scale(loss_of(model, 0)).backward()
+        params = list(model.parameters())
+        norm = optimizer.clip_grad_norm_(0.01, parameters=[params[i] for i in chosen])
+        optimizer.step()
+        state = optimizer.state_dict()["state"]
+    after = [state[i]["master"] for i in range(len(before))]
+    (loss_of(plain, 0) * INIT_SCALE).backward()
+    grads = [p.grad.float() / INIT_SCALE for p in plain.parameters() if p.grad is not None]
+    total = torch.nn.utils.get_total_norm([grads[i] for i in chosen])
+    assert float(norm) == pytest.approx(float(total), rel=1e-6)
+    assert float(total) > 0.01
+    for i, (new, grad) in enumerate(zip(after, grads, strict=True)):
+        if i in chosen:
+            wanted = grad * (0.01 / (total + 1e-6))
+            torch.testing.assert_close(before[i] - new, wanted, rtol=2.0**-10, atol=2e-7)
+        else:
+            assert torch.equal(new, before[i] - grad)
+
+
 def attached(mode: str = "sync", offload: str = "none", **settings: Any) -> Any:
     config = ScalerConfig(
         step_mode=mode,  # type: ignore[arg-type]

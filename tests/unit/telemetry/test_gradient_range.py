@@ -105,8 +105,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def test_it_is_what_the_backward_left(
     clip: Clip, settings: dict[str, Any], dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    if dtype is torch.float16 and clip in (unscaled, unscaled_first, by_halves):
-        pytest.skip("refused: they are unscaled within the step, all at once")
+    if dtype is torch.float16 and clip in (unscaled, unscaled_first):
+        pytest.skip("refused: they are unscaled within the step")
+    # float16 gradients of which some only are clipped are multiplied in float16.
+    clip_rounds = dtype is torch.float16 and clip is by_halves
     path, plain = tmp_path / "run.jsonl", spoiled(mlp().to(dtype))
     fused = {"fused": True} if "fold_unscale" in settings and dtype is torch.float32 else {}
     looks = []
@@ -124,7 +126,11 @@ def test_it_is_what_the_backward_left(
     found = windows_of(path)
     assert [line["step"] for line in found if "zero_share" in line] == [0, 2, 4]
     for number in (0, 2, 4):
-        looks[number].assert_tells(found[number])
+        if clip_rounds and number:
+            largest = found[number]["largest_gradient"]
+            assert math.isclose(largest, looks[number].largest, rel_tol=1e-3)
+        else:
+            looks[number].assert_tells(found[number])
 
 
 def by_value(accelerator: Any, params: Sequence[Tensor]) -> None:

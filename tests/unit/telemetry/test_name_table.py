@@ -1,14 +1,14 @@
-"""Numbers for parameters: stable while they live, started over when one is gone."""
+"""Norms under the names of their parameters, in the order of the model."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from accel_scaler.scaling.parameter_names import ParameterNames
+from accel_scaler.scaling import GradNorm, ParameterNames
 from accel_scaler.telemetry.name_table import NameTable
 
 
@@ -23,37 +23,29 @@ def chain() -> nn.Sequential:
     return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
 
 
-def floats(values: tuple[float, ...] | None) -> list[float]:
-    assert values is not None
-    return list(values)
+def norm_of(params: Sequence[Tensor], norms: Sequence[float]) -> GradNorm:
+    return GradNorm(params, 1.0, torch.tensor(norms))
 
 
-def optimizer_of(params: Iterable[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(list(params), lr=1.0)
+def told(table: NameTable, *found: GradNorm) -> Any:
+    """Pairs of a name and its norm."""
+    params = list({id(p): p for each in found for p in each.parameters}.values())
+    seen = table.norms(found, torch.optim.SGD(params, lr=1.0))
+    return list(zip(seen["names"], seen["norms"], strict=True))
 
 
-def numbers(table: NameTable, params: Sequence[Tensor]) -> list[int]:
-    return table.numbers_of(params, optimizer_of(dict.fromkeys(params)))
-
-
-def test_each_parameter_gets_the_next_number_once() -> None:
-    model = chain()
-    table, params = table_of(model), list(model.parameters())
-    assert numbers(table, params[2:]) == [0, 1]
-    assert numbers(table, params) == [2, 3, 0, 1]
-    assert numbers(table, [params[3], params[3]]) == [1, 1]
-    assert table.names.names == ("1.weight", "1.bias", "0.weight", "0.bias")
-
-
-def test_places_are_the_models_own_order_and_what_no_model_knows_comes_last() -> None:
-    one, two, own = chain(), nn.Linear(1, 1), nn.Parameter(torch.zeros(5))
-    table = table_of(one, two)
-    numbers(table, [own, *two.parameters(), *one.parameters()])
-    by_place = [name for _, name in sorted(zip(table.names.places, table.names.names, strict=True))]
-    assert by_place == [
-        *(name for name, _ in one.named_parameters()),
-        *("weight", "bias", "parameter 0 of group 0, shape (5,)"),
-    ]
+def test_norms_are_in_the_order_of_the_model_whatever_that_of_the_clips() -> None:
+    model, own = chain(), nn.Parameter(torch.zeros(5))
+    table, (a, b, c, d) = table_of(model), list(model.parameters())
+    names = ("0.weight", "0.bias", "1.weight", "1.bias")
+    expected = list(zip(names, [1.0, 2.0, 3.0, 4.0], strict=True))
+    assert told(table, norm_of([d, c, b, a], [4.0, 3.0, 2.0, 1.0])) == expected
+    assert told(table, norm_of([c, d], [3.0, 4.0]), norm_of([a, b], [1.0, 2.0])) == expected
+    unknown = ("parameter 0 of group 0, shape (5,)", 9.0)
+    assert told(table, norm_of([own, b], [9.0, 2.0])) == [("0.bias", 2.0), unknown]
+    assert told(table, norm_of([b, b], [2.0, 2.0])) == [("0.bias", 2.0)] * 2
+    nothing = GradNorm([a], 1.0)
+    assert table.norms([nothing], torch.optim.SGD([a], lr=1.0)) == {}
 
 
 def test_a_parameter_at_the_address_of_one_that_is_gone_is_another() -> None:
@@ -62,41 +54,14 @@ def test_a_parameter_at_the_address_of_one_that_is_gone_is_another() -> None:
     for size in range(1, 200):
         p = nn.Parameter(torch.zeros(size))
         keep.append(id(p))
-        (number,) = numbers(table, [p])
-        assert table.names.names[number] == f"parameter 0 of group 0, shape ({size},)"
+        assert told(table, norm_of([p], [1.0])) == [(f"parameter 0 of group 0, shape ({size},)", 1)]
         del p
     assert len(set(keep)) < len(keep)  # else this has shown nothing
 
 
 def test_a_model_that_is_known_later_renames_its_parameters() -> None:
     model, names = chain(), ParameterNames()
-    table = NameTable(names)
-    numbers(table, list(model.parameters()))
-    assert table.names.names[0] == "parameter 0 of group 0, shape (3, 2)"
+    table, found = NameTable(names), norm_of(list(model.parameters())[:1], [1.0])
+    assert told(table, found) == [("parameter 0 of group 0, shape (3, 2)", 1.0)]
     names.add_module(model)
-    numbers(table, list(model.parameters()))
-    assert table.names.names == ("0.weight", "0.bias", "1.weight", "1.bias")
-
-
-def test_norms_stand_at_their_numbers_and_nan_where_there_is_none() -> None:
-    model = chain()
-    table, params = table_of(model), list(model.parameters())
-    optimizer = optimizer_of(params)
-    all_of = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    assert floats(table.norms_by_number([(params, None, all_of)], optimizer)) == [
-        1.0,
-        2.0,
-        3.0,
-        4.0,
-    ]
-    some = floats(table.norms_by_number([(params[1:3], None, torch.tensor([5.0, 6.0]))], optimizer))
-    assert some[1:3] == [5.0, 6.0]
-    assert math.isnan(some[0])
-    assert math.isnan(some[3])
-    one, other = torch.tensor([7.0]), torch.tensor([8.0])
-    two = [(params[:1], None, one), (params[3:], None, other)]
-    found = floats(table.norms_by_number(two, optimizer))
-    assert (found[0], found[3]) == (7.0, 8.0)
-    assert math.isnan(found[1])
-    backwards = floats(table.norms_by_number([(params[::-1], None, all_of)], optimizer))
-    assert backwards == [4.0, 3.0, 2.0, 1.0]
+    assert told(table, found) == [("0.weight", 1.0)]

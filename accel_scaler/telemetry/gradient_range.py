@@ -53,7 +53,8 @@ def measure(
 
 def read_measured(found: Measured) -> float | None:
     """The largest of all. Synchronises with a device that has not computed it yet."""
-    values: list[float] = [largest.tolist() * factor for largest, factor in found]
+    numbers: list[float] = [largest.tolist() for largest, _ in found]  # type: ignore[misc]
+    values = (number * factor for number, (_, factor) in zip(numbers, found, strict=True))
     return max(filter(math.isfinite, values), default=None)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from ..console import counted, number, percent
-from ..telemetry import Finding, by_level, diagnose, ending
+from ..telemetry import Finding, diagnose, ending
 from .run import Run
 
 MANY_CLIPPED = 0.5
@@ -14,8 +14,7 @@ LITTLE_HIDDEN = 0.5
 
 def find(run: Run) -> list[Finding]:
     """Every finding of a run, bad ones first."""
-    own = (clipping(run), waiting(run), broken_lines(run))
-    return by_level([ending(run), *diagnose(run), *own])
+    return diagnose(run, ending(run), clipping(run), waiting(run), broken_lines(run))
 
 
 def clipping(run: Run) -> Finding | None:

@@ -9,7 +9,7 @@ training depends on it. ``Diagnosis`` adds records up, live and from the file; `
 from typing import TYPE_CHECKING
 
 from .diagnosis import LARGEST, Diagnosis, headroom
-from .findings import Finding, Level, by_level, diagnose, ending, verdict
+from .findings import Finding, Level, diagnose, ending, verdict
 from .history import History
 from .record import FIRST_BYTES, FORMAT, BrokenLineError, End, Names, Record, Start, decode
 from .writer import path_of, refuse_unwritable
@@ -39,7 +39,6 @@ __all__ = [
     "Names",
     "Record",
     "Start",
-    "by_level",
     "decode",
     "diagnose",
     "ending",

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass
-from statistics import median
 from typing import Any, Literal
 
 from .record import End, Record, Start
@@ -22,19 +21,12 @@ FAILING = 5
 """The same for windows with inf or NaN in the forward, which no scale repairs."""
 MANY_SKIPPED = 0.1
 """A run trained in part if more than this share of its windows was skipped in the middle."""
-LEVEL = 5
-"""Number of losses whose median is the level of the loss."""
-RAN_AWAY, SMALL_LOSS = 10.0, 0.1
-"""The loss ran away above 10 times the largest of the first losses; of policy gradients, which are
-near 0, above 10 times 0.1."""
 WITHOUT_SCALE = ("no", "bf16", "fp8")
 """Precisions whose loss is not scaled."""
-THE_LOSS = "the loss"
-"""The origin of an overflow that began in the loss."""
 
 Kind = Literal["untrained", "stuck", "diverged", "partly", "trained"]
 """``untrained``: every window was skipped. ``stuck``: every one at the end. ``diverged``: the loss
-ran away, or is inf or NaN now. ``partly``: many windows were skipped in the middle of training."""
+is inf or NaN now. ``partly``: many windows were skipped in the middle of training."""
 SkipKind = Literal["forward", "search", "growth", "other"]
 
 
@@ -110,8 +102,8 @@ class Diagnosis:
         """The lowest scale that a window had or left behind, and the window's x."""
         self.first: tuple[int, dict[str, Any]] | None = None
         """``(x, Record.first)`` of the last overflow that has it."""
-        self.origins: Counter[str] = Counter()
-        """Overflows by where they began."""
+        self.overflowed: tuple[str, ...] = ()
+        """Names of the first few tensors of the last overflow."""
         self.bad = Span()
         """Windows whose loss was inf or NaN, or that stepped though their norm was; without those
         that healed the cause."""
@@ -146,9 +138,7 @@ class Diagnosis:
         x = session.first_x + record.index
         if session.last_step < 0:
             self.streak = self.bad_at_end = 0
-            self._first_losses: list[float] = []
-            self._last_losses: deque[float] = deque(maxlen=LEVEL)
-            self._losses = self._steps = 0
+            self._steps = 0
             # A growth tracker that goes on is that of a checkpoint.
             self._good_scale = record.scale if record.growth_tracker > 1 else None
             self.is_scaled |= session.start.facts.get("precision") not in WITHOUT_SCALE
@@ -162,23 +152,18 @@ class Diagnosis:
         self.streak = self.streak + 1 if record.skipped else 0
         if record.first is not None:
             self.first = (x, record.first)
-        if record.found_inf:
-            self.origins.update(filter(None, [origin_of(record)]))
+        self.overflowed = record.overflowed or self.overflowed
         if record.largest_gradient is not None and record.scale > 0:
             self.largest = (record.largest_gradient / record.scale, x)
-        self._add_loss_and_norm(x, record)
+        self._add_norm(x, record)
         self._add_scale(x, record)
         for name in record.healed:
             self.healed.setdefault(name, x)
         if record.healed:  # the scale goes back to where it was, and may be too high once more
             self._good_scale, self._steps, self.streak = None, 0, 0
 
-    def _add_loss_and_norm(self, x: int, record: Record) -> None:
-        loss, norm = record.loss, record.grad_norm
-        if loss is not None and math.isfinite(loss):
-            self._losses += 1
-            self._first_losses += [loss] if self._losses <= LEVEL else []
-            self._last_losses.append(loss)
+    def _add_norm(self, x: int, record: Record) -> None:
+        norm = record.grad_norm
         is_finite = norm is None or math.isfinite(norm)
         if norm is not None and is_finite and norm > (self.highest or (-1.0, 0))[0]:
             self.highest = (norm, x)
@@ -223,16 +208,6 @@ class Diagnosis:
                 return float(value)
         return None
 
-    def rise(self) -> tuple[float, float] | None:
-        """Medians of the first losses of the session and of the last, where the loss ran away.
-        Fewer than four losses say nothing."""
-        size = min(LEVEL, self._losses // 2) if self.windows else 0
-        if size < 2:
-            return None
-        first, now = self._first_losses[:size], median(list(self._last_losses)[-size:])
-        ran_away = now > RAN_AWAY * max(SMALL_LOSS, *map(abs, first))
-        return (median(first), now) if ran_away else None
-
     @property
     def is_stuck(self) -> bool:
         """Whether too many windows were skipped at the end, or the skips ended the run."""
@@ -248,7 +223,7 @@ class Diagnosis:
             return "untrained"
         if self.is_stuck:
             return "stuck"
-        if self.rise() is not None or (self.bad_at_end and not self.streak):
+        if self.bad_at_end and not self.streak:
             return "diverged"
         lost = self.kinds["other"] + self.kinds["forward"]
         return "partly" if lost > MANY_SKIPPED * self.windows and not self.healed else "trained"
@@ -258,19 +233,6 @@ class Diagnosis:
         index = max(0, bisect_right([s.first_x for s in self.sessions], x) - 1)
         step = x - self.sessions[index].first_x
         return f"step {step}" + (f" of session {index + 1}" if len(self.sessions) > 1 else "")
-
-
-def origin_of(record: Record) -> str:
-    """Where its overflow began: what the finder saw, else the loss, else the last parameter of the
-    model, whose gradient the backward computes first. Empty: not known."""
-    names = [name for name, _ in reversed(record.nonfinite)] or list(record.overflowed)
-    first = record.first
-    if first is None:
-        return THE_LOSS if record.loss_nonfinite else next(iter(names), "")
-    if first["where"] == "loss":
-        return THE_LOSS
-    module: str = first["module"]
-    return next((n for n in names if n == module or n.startswith(f"{module}.")), module)
 
 
 def failed_in_forward(record: Record) -> bool:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from ..console import counted, number, percent
-from .diagnosis import MANY_SKIPPED, THE_LOSS, Diagnosis, Span
+from .diagnosis import MANY_SKIPPED, Diagnosis, Span
 
 Level = Literal["bad", "warn", "note", "good"]
-LEVELS: tuple[Level, ...] = ("bad", "warn", "note", "good")
 REPEATED = 3
 """Overflows at good scales from which on they are reported."""
 DEEP_FALL = 64.0
@@ -30,20 +29,14 @@ class Finding:
 
     level: Level
     title: str
-    """What happened: a sentence."""
     text: str = ""
-    """Where to look and what to do; may be empty."""
+    """Where to look and what to do."""
 
 
-def diagnose(run: Diagnosis) -> list[Finding]:
-    """Everything found in a run, bad findings first."""
-    rules = (streak, healed, loss, overflow, skips)
-    return by_level(rule(run) for rule in rules)
-
-
-def by_level(found: Iterable[Finding | None]) -> list[Finding]:
-    """The findings among ``found``, bad ones first."""
-    return sorted(filter(None, found), key=lambda finding: LEVELS.index(finding.level))
+def diagnose(run: Diagnosis, *more: Finding | None) -> list[Finding]:
+    """Everything found in a run, and the findings in ``more``: bad ones first."""
+    found = (*more, *(rule(run) for rule in (streak, healed, loss, overflow, skips)))
+    return sorted(filter(None, found), key=lambda finding: get_args(Level).index(finding.level))
 
 
 def verdict(run: Diagnosis, is_file: bool = False) -> str:
@@ -54,7 +47,7 @@ def verdict(run: Diagnosis, is_file: bool = False) -> str:
     """
     counts, others = skips(run), [f for f in diagnose(run) if f != skips(run)]
     problem = next((f for f in others if f.level == "bad" or run.kind == "partly"), None)
-    last_good = run.place(run.last_x - run.streak) if run.windows > run.streak else "its start"
+    last_good = run.place(max(run.last_x - run.streak, 0)) if run.sessions else ""
     head = {
         "untrained": "Nothing was trained",
         "stuck": f"Did not train past {last_good}",
@@ -104,31 +97,18 @@ def streak(run: Diagnosis) -> Finding | None:
 
 def _cause(run: Diagnosis, before: int) -> str:
     """Where overflows began, and what helps. ``before``: the window before the first of them."""
-    often = _often(run)
-    if run.first is not None and run.first[0] > before:
-        x, first = run.first
-        where, module = f"{run.place(x).capitalize()}: {first['text']}", first["module"]
-        given = first["input"] or ()  # in a live record inf is a text
-        if first["where"] == "forward" and not all(math.isfinite(float(each)) for each in given):
-            return f"{where} Look at the data of these batches."
-    elif often.startswith(THE_LOSS):
-        return f"{often} No scale helps against that: look at the data of these batches."
-    elif often:
-        where, module = often, run.origins.most_common(1)[0][0].rpartition(".")[0]
-    else:
-        return "Run with find_overflow='replay' to see in which module it begins."
+    if run.first is None or run.first[0] <= before:
+        seen = f"Last seen in: {', '.join(run.overflowed)}. " if run.overflowed else ""
+        return f"{seen}Run with find_overflow='replay' to see in which module it begins."
+    x, first = run.first
+    where, module = f"{run.place(x).capitalize()}: {first['text'].rstrip('.')}.", first["module"]
+    given = first["input"] or ()  # in a live record inf is a text
+    if first["where"] == "forward" and not all(math.isfinite(float(each)) for each in given):
+        return f"{where} Look at the data of these batches."
     if any(module == each or module.startswith(f"{each}.") for each in run.healed):
         return f"{where} heal keeps it in float32."
     which = f": {module_list([module])}" if module else ""
     return f"{where} Keep it in float32{which}, or lower the learning rate."
-
-
-def _often(run: Diagnosis) -> str:
-    """A sentence on where most overflows began; empty: not known."""
-    if not run.origins:
-        return ""
-    name, count = run.origins.most_common(1)[0]
-    return f"{name} is where {count} of {counted(run.origins.total(), 'overflow')} began."
 
 
 def module_list(names: Iterable[str]) -> str:
@@ -146,18 +126,15 @@ def healed(run: Diagnosis) -> Finding | None:
 
 
 def loss(run: Diagnosis) -> Finding | None:
-    """The loss was inf or NaN, or ran away."""
-    if run.bad.count and run.is_scaled:
-        title = f"The loss itself was inf or NaN in {_windows_of(run, run.bad)}."
-        return Finding("bad", title, _cause(run, run.bad.first_x - 1))
-    if run.bad.count:
-        title = f"The loss or the gradient norm was inf or NaN in {_windows_of(run, run.bad)}."
-        return Finding("bad", title, "Each step was taken. Resume from a checkpoint before them.")
-    if (rise := run.rise()) is None:
+    """The loss was inf or NaN, or the norm of a step was."""
+    if not run.bad.count:
         return None
-    title = f"The loss rose from {rise[0]:.4g} to {rise[1]:.4g} (medians of 5 at its two ends)."
-    look = "Look at the learning rate and the gradient norm just before."
-    return Finding("bad", title, f"{look} Resume from a checkpoint, with a lower learning rate.")
+    if run.is_scaled:
+        title = f"The loss itself was inf or NaN in {_windows_of(run, run.bad)}."
+        look = "No scale helps: look at the data of these batches."
+        return Finding("bad", title, f"{look} {_cause(run, run.bad.first_x - 1)}")
+    title = f"The loss or the gradient norm was inf or NaN in {_windows_of(run, run.bad)}."
+    return Finding("bad", title, "Each step was taken. Resume from a checkpoint before them.")
 
 
 def _windows_of(run: Diagnosis, span: Span) -> str:
@@ -182,8 +159,8 @@ def overflow(run: Diagnosis) -> Finding | None:
         what.append(f"Gradients overflowed in the middle of training in {windows}: {fell}.")
     if not what:
         return None
-    text = _often(run) if streak(run) else _cause(run, run.others.first_x - 1)
-    return Finding(level, " ".join(what), text)
+    cause = "" if streak(run) else _cause(run, run.others.first_x - 1)
+    return Finding(level, " ".join(what), cause)
 
 
 def skips(run: Diagnosis) -> Finding:

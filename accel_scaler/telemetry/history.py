@@ -72,7 +72,7 @@ class History:
         self.boundaries += 1
         if len(self.records) > KEPT_DETAILS:
             old = self.records[-KEPT_DETAILS - 1]
-            self.records[-KEPT_DETAILS - 1] = replace(old, norms=None, nonfinite=())
+            self.records[-KEPT_DETAILS - 1] = replace(old, norms=None)
 
     def diagnosis(self) -> Diagnosis:
         """What became of the run up to now; the report finds the same in the file."""
@@ -89,14 +89,13 @@ class History:
         """A few lines of text: verdict, skips, scale, largest norm, the last overflow."""
         if not self.records:
             return "scaler: no window has closed yet"
-        run, norm = self.diagnosis(), self.max_grad_norm
+        run, norm, names = self.diagnosis(), self.max_grad_norm, self.last_overflow()
         lines = [
             verdict(run),
             f"scaler: {self.boundaries} windows, {self.skips} skipped",
             f"scale: {number(run.first_scale)} at first, {number(run.last_scale)} now",
             f"largest finite gradient norm: {'not taken' if norm is None else f'{norm:.4g}'}",
         ]
-        names = self.last_overflow()
         return "\n".join([*lines, *[f"last overflow seen in: {', '.join(names)}"] * bool(names)])
 
     def last_overflow(self) -> tuple[str, ...]:

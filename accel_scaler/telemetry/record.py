@@ -48,8 +48,7 @@ class Record:
     grad_norm: float | None
     """Total gradient norm, unscaled, before clipping; None where no norm was taken."""
     overflowed: tuple[str, ...] = ()
-    """Names of the first few tensors with non-finite gradients. Not in the file, which has
-    ``nonfinite``."""
+    """Names of the first few tensors with non-finite gradients."""
     found_inf: bool = False
     """Some gradient was not finite, on this rank or, where they must agree, another."""
     growth_tracker: int = 0
@@ -73,9 +72,6 @@ class Record:
     norms: tuple[float, ...] | None = None
     """Unscaled norm of each parameter's gradient, before clipping; NaN for a parameter without.
     Only with ``telemetry``; kept for the last windows. Six digits in the file."""
-    nonfinite: tuple[tuple[str, int], ...] = ()
-    """``(name, non-finite elements)`` of each parameter that overflowed, in the model's order. Only
-    with ``telemetry``; kept for the last windows."""
     largest_gradient: Amount | None = None
     """The largest magnitude in any gradient, scaled, before clipping; float16 ends at 65504. On
     this rank, after micro-batches were added up and ranks averaged, so it may be above. Only with
@@ -134,7 +130,7 @@ have their default."""
 DEFAULTS = {
     each.name: MISSING if each.name in ALWAYS else each.default
     for each in fields(Record)
-    if each.name not in ("overflowed", "names", "norms")
+    if each.name not in ("names", "norms")
 }
 
 
@@ -181,7 +177,7 @@ FIRST: Kinds = {
     **dict.fromkeys(("input", "output"), tuple[float, float]),
 }
 WINDOW: Kinds = get_type_hints(Record, include_extras=True) | {"first": FIRST, "step": int}
-del WINDOW["index"], WINDOW["names"], WINDOW["overflowed"]
+del WINDOW["index"], WINDOW["names"]
 END: Kinds = get_type_hints(End, include_extras=True)
 
 
@@ -245,8 +241,7 @@ def decode(line: bytes, names: Names = ()) -> Start | Names | Record | End | Non
     """One line of a file; None: of a kind that this version does not know.
 
     Args:
-        names: those of the last names line, which windows refer to; (): that line was lost, so
-            that the parameters of ``norms`` are not known.
+        names: those of the last names line; (): that line was lost.
 
     Raises:
         BrokenLineError: the line is not JSON, or does not follow the format.

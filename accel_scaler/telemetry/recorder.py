@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ..config import ScalerConfig
 from ..optimizer_step import Observer, StepTiming
-from ..scaling import GradScaler, Window, count_nonfinite, gradients_of, parameters_of
+from ..scaling import GradScaler, Window, parameters_of
 from ..version import __version__
 from .gradient_range import Measured, measure, read_measured
 from .history import History
@@ -114,7 +114,8 @@ class Recorder(Observer):
             healed=window.healed,
             loss=losses.total() if self.wants_each_norm and losses.is_there else None,
             first=None if window.origin is None else window.origin.as_json(),
-            **(self._details(optimizer, window, found_inf, before) if self.wants_each_norm else {}),
+            loss_nonfinite=losses.bad() if self.wants_each_norm and found_inf else 0,
+            **(self._table.norms(norms, optimizer) if self.wants_each_norm else {}),
         )
         if self._open is None:
             late = window.losses if self.wants_each_norm and record.loss is None else None
@@ -132,24 +133,6 @@ class Recorder(Observer):
                 "the loss scale fell below 1, so gradients overflow whatever it is, last seen in: "
                 f"{names}. max_consecutive_skips ends such a run. (Logged once.)"
             )
-
-    def _details(
-        self, optimizer: Optimizer, window: Window, found_inf: bool, before: Record | None
-    ) -> dict[str, Any]:
-        """Fields about single parameters."""
-        offenders = {} if before is None else dict(before.nonfinite)
-        bad_losses = 0 if before is None else before.loss_nonfinite
-        if found_inf:
-            names, params = self.scaler.parameter_names, parameters_of(optimizer)
-            params = list({id(p): p for p in params if p.grad is not None}.values())
-            counts = count_nonfinite(gradients_of(params))
-            found = zip(names.of(params, optimizer), counts, strict=True)
-            offenders |= {name: count for name, count in found if count}
-            place = {name: number for number, name in enumerate(names.by_id().values())}
-            offenders = dict(sorted(offenders.items(), key=lambda o: place.get(o[0], len(place))))
-            bad_losses = window.losses.bad()
-        fields = self._table.norms(window.grad_norms, optimizer)
-        return fields | {"nonfinite": tuple(offenders.items()), "loss_nonfinite": bad_losses}
 
     def _close_window(self) -> None:
         """Complete the record of the last window."""

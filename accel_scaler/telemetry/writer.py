@@ -30,9 +30,6 @@ if TYPE_CHECKING:  # they need torch, which a look at a path does not
 
 logger = logging.getLogger("accel_scaler")
 
-MAX_START = 1 << 16
-"""Bytes of the first line of a telemetry file."""
-
 MAX_WAIT_S = 0.5
 """What a killed run may lose of its end. Windows written one by one take several times as long:
 the step between them leaves nothing of the writer in the processor's cache."""
@@ -189,7 +186,7 @@ def refuse_unwritable(path: str) -> None:
             raise _refusal(path, "it is a folder" if is_folder else "it is no regular file")
         with io.FileIO(path, "a+") as file:
             file.seek(0)
-            first = file.read(MAX_START).partition(b"\n")[0]
+            first = file.read(1 << 16).partition(b"\n")[0]
     except OSError as error:
         raise _refusal(path, error.strerror or str(error)) from None
     try:

@@ -128,7 +128,7 @@ def story(
                 math.inf if bad and i <= last else value for i, value in enumerate(each)
             )
         if bad:
-            line["nonfinite"] = [[n, 1 + i * 7] for i, n in enumerate(NAMES[: last + 1])]
+            line["overflowed"] = [culprit, *NAMES[: min(last, 4)]]
         if with_times:
             line |= {"optimizer_us": 30_000, "waited_us": 2_000}
         lines.append(line)

@@ -50,7 +50,7 @@ def kinds_of(path: Path | str) -> list[str]:
 
 
 def windows_of(path: Path | str) -> list[Line]:
-    """The window lines, with ``norms`` and ``nonfinite`` under the names of parameters."""
+    """The window lines, with ``norms`` under the names of parameters."""
     names: list[str] = []
     found = []
     for line in lines_of(path):
@@ -62,7 +62,6 @@ def windows_of(path: Path | str) -> list[Line]:
             continue
         if "norms" in line:
             line["norms"] = dict(zip(names, map(float, line["norms"]), strict=True))
-        line["nonfinite"] = dict(line.get("nonfinite", []))
         found.append(line)
     return found
 
@@ -142,8 +141,7 @@ class Beside:
         """Call before the clip: the gradients are scaled, and accumulated."""
         scale = self.scale
         grads = {n: p.grad.float() / scale for n, p in self.named if p.grad is not None}
-        bad = {n: int((~torch.isfinite(g)).sum()) for n, g in grads.items()}
-        bad = {n: count for n, count in bad.items() if count}
+        bad = [n for n, g in grads.items() if not torch.isfinite(g).all()]
         tracker, found = self._tracker, torch.full((1,), float(bool(bad)))
         torch._amp_update_scale_(self._scale, tracker, found, *self._rule)
         line: Line = {
@@ -152,7 +150,6 @@ class Beside:
             "growth_tracker": int(tracker),
             "found_inf": bool(bad),
             "skipped": bool(bad),
-            "nonfinite": bad,
             "lr": list(rates),
         }
         if not bad:

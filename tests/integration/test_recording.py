@@ -1,4 +1,4 @@
-"""What telemetry records and logs: skips, offenders, origins of overflows, norms."""
+"""What telemetry records and logs: skips, names, origins of overflows, norms."""
 
 from __future__ import annotations
 
@@ -104,12 +104,11 @@ def overflow_in_gradient(model: nn.Module, on: dict[str, bool]) -> None:
     model[2].weight.register_hook(spoil)  # type: ignore[index, union-attr]
 
 
-# Which parameters, how many elements, where it began.
+# Which parameters, where it began.
 
 
 @TWO_MODES
-def test_every_offender_is_counted(tmp_path: Path, mode: dict[str, Any]) -> None:
-    """Memory names the first few; the file all of them, with their numbers of elements."""
+def test_what_overflowed_is_named(tmp_path: Path, mode: dict[str, Any]) -> None:
     path, plain, on = tmp_path / "run.jsonl", mlp(), {"inf": False}
     overflow_in_gradient(plain, on)
     with attached(path, **mode) as accelerator:
@@ -122,12 +121,9 @@ def test_every_offender_is_counted(tmp_path: Path, mode: dict[str, Any]) -> None
             optimizer.zero_grad()
         records = list(accelerator.scaler_history.records)
     found = windows_of(path)
-    sizes = {name: p.numel() for name, p in plain.named_parameters()}
-    assert [line["nonfinite"] == {} for line in found] == [True, False, False, True]
-    for name, count in found[1]["nonfinite"].items():
-        assert 0 < count <= sizes[name]
-    assert found[2]["nonfinite"] == {"2.weight": 1}
-    assert records[2].overflowed == ("2.weight",)
+    assert ["overflowed" in line for line in found] == [False, True, True, False]
+    assert set(found[1]["overflowed"]) <= {name for name, _ in plain.named_parameters()}
+    assert tuple(found[2]["overflowed"]) == records[2].overflowed == ("2.weight",)
     assert [line.get("loss_nonfinite", 0) for line in found] == [0, 1, 0, 0]
 
 
@@ -252,4 +248,3 @@ def test_norms_without_scaling_are_those_of_the_gradients(
         assert line["clip_coefficient"] == pytest.approx(coefficient, rel=1e-6)
     assert (found[3]["found_inf"], found[3]["skipped"]) == (True, False)
     assert found[3]["grad_norm"] in ("inf", "nan")
-    assert found[3]["nonfinite"]

@@ -77,7 +77,7 @@ def run_with(texts: list[str], path: Path) -> Path:
     }
     first |= {"input": [-1.0, "inf"], "output": None, "micro_batch": 1}
     bad: dict[str, Any] = {
-        "nonfinite": [[text, 1] for text in texts],
+        "overflowed": texts,
         "loss_nonfinite": 1,
     }
     bad |= {"norms": t.norms([1.0] * len(texts)), "underflow": [[0, 0.5]]}

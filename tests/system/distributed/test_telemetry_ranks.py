@@ -81,7 +81,7 @@ def test_rank_0_writes_and_with_its_place_in_the_path_each_rank(mode: str, tmp_p
         assert [line["skipped"] for line in found] == SKIPPED
         assert [line["scale"] for line in found] == [1024.0] * 3 + [512.0] * 2
         # DDP has summed the gradients: rank 0 sees what they are.
-        assert [bool(line["nonfinite"]) for line in found] == SKIPPED
+        assert [bool(line.get("overflowed")) for line in found] == SKIPPED
         # Only the rank whose loss was bad says so.
         bad = [line.get("loss_nonfinite", 0) for line in found]
         assert bad == [int(skipped and rank == 1) for skipped in SKIPPED]

@@ -200,7 +200,7 @@ def test_a_hostile_file_runs_nothing(see: Any) -> None:
     image = "<img src=x onerror='window.hit = 1'>"
     names = [evil, image, "a\u2028b", "url(http://127.0.0.1:1/x)"]
     first = {"where": "forward", "module": evil, "class": image, "text": evil}
-    bad = {"nonfinite": [[evil, 1]], "first": first, "norms": t.norms([1.0] * 4)}
+    bad = {"overflowed": [evil], "first": first, "norms": t.norms([1.0] * 4)}
     lines = [t.start(device=evil, settings={evil: image}), t.names(names)]
     lines += [t.window(s, skipped=True, **bad) for s in range(3)]
     seen = see([*lines, t.end(3, image)])

@@ -119,7 +119,7 @@ def test_nothing_in_a_file_becomes_markup(tmp_path: Path) -> None:
     evil = ["<script>alert(1)</script>", "]]>--><img src=x onerror=alert(1)>", "a\"'$\\frac{b}$"]
     evil += ["control\x00\x1b[31m\u202e\u2028", "lone \ud800 surrogate"]
     first = {"where": "loss", "module": evil[0], "class": evil[1], "text": evil[2]}
-    bad = {"nonfinite": [[text, 1] for text in evil], "norms": t.norms([1.0] * len(evil))}
+    bad = {"overflowed": evil, "norms": t.norms([1.0] * len(evil))}
     lines = [
         t.start(torch=evil[0], device=evil[1], settings={evil[0]: evil[1], "step_mode": evil[2]}),
         t.names(evil),

@@ -80,7 +80,7 @@ def test_a_fall_names_scale_steps_layer_and_count(tmp_path: Path) -> None:
     assert (first.level, first) == ("bad", found(tmp_path, lines)["overflow"])
     assert f"{len(skips)} windows (step {skips[0]} to step {skips[-1]})" in first.title
     assert f"from 65536 down to {windows[-1]['next_scale']:g}" in first.title
-    assert f"{CULPRIT} is where {len(skips)} of {len(skips)}" in first.text
+    assert f"in: {CULPRIT}, " in first.text
     lines = with_first(lines, skips[1], where="forward", module=CULPRIT[:-7], text="It became inf.")
     quoted = found(tmp_path, lines)["overflow"]
     assert f"tep {skips[1]}: It became inf." in quoted.text
@@ -109,7 +109,6 @@ def test_a_loss_that_is_nan_is_no_matter_of_layers_and_rates(tmp_path: Path) -> 
     of_loss = found(tmp_path, lines)["loss"]
     assert "6 windows (step 30 to step 35)" in of_loss.title
     assert "data" in of_loss.text
-    assert "fp32_modules" not in of_loss.text
 
 
 @pytest.mark.parametrize(("low", "floor"), [(1.0, None), (0.0, None), (128.0, 128.0)])
@@ -195,6 +194,7 @@ def test_what_is_healed_needs_no_other_remedy(tmp_path: Path) -> None:
     for line in lines:
         if line.get("step") == 103:
             line["healed"] = ["transformer.h.3.mlp"]
+            line["first"] = {"where": "backward", "module": CULPRIT[:-7]}
     by_subject = found(tmp_path, lines)
     assert by_subject["overflow"].text.endswith("heal keeps it in float32.")
     assert "transformer.h.3.mlp (from step 103 on)" in by_subject["healed"].title
@@ -246,7 +246,7 @@ def test_every_count_equals_a_slow_count(
     windows = [line for line in lines if line["kind"] == "window"]
     run, expected = read(tmp_path, lines), slow_reference(windows)
     assert {key: run.kinds[key] for key in ("search", "growth", "other")} == expected
-    assert run.skips == run.origins.total() == sum(expected.values())
+    assert run.skips == sum(expected.values())
     streaks = [len(list(group)) for skipped, group in groupby(w["skipped"] for w in windows)]
     assert run.streak == (streaks[-1] if windows[-1]["skipped"] else 0)
     assert run.lowest is not None

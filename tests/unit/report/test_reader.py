@@ -37,30 +37,20 @@ def test_totals_equal_those_of_the_windows(tmp_path: Path) -> None:
     assert run.broken == 0
 
 
-def test_an_overflow_began_in_the_last_layer_of_all(tmp_path: Path) -> None:
-    bad = [["a", 5], ["b", 2]], [["a", 9]], [["a", 1], ["b", 7], ["c", 1]]
-    lines = [t.window(s, skipped=True, nonfinite=each) for s, each in enumerate(bad)]
-    assert read(tmp_path, [t.start(), *lines]).origins == {"a": 1, "b": 1, "c": 1}
-
-
-def test_first_says_exactly_where_it_began_and_a_bad_loss_is_no_layers_fault(
-    tmp_path: Path,
-) -> None:
+def test_first_says_where_it_began_and_is_read_with_every_key(tmp_path: Path) -> None:
     first = {"where": "forward", "module": "m.fc", "class": "Linear", "micro_batch": 1}
     first |= {"input": [-3.0, "inf"], "output": None, "text": "boom"}
-    both = {"nonfinite": [["m.fc.weight", 5], ["m.out.weight", 2]]}
     lines = [
         t.start(),
-        t.window(0, skipped=True, first=first, loss_nonfinite=1, **both),
-        t.window(1, skipped=True, loss_nonfinite=2, **both),
-        t.window(2, skipped=True, first=first | {"module": "elsewhere"}),
-        t.window(3, skipped=True, first=first | {"where": "loss", "module": ""}, **both),
+        t.window(0, skipped=True, first=first, loss_nonfinite=1, overflowed=["a", "b"]),
+        t.window(1, skipped=True, loss_nonfinite=2, overflowed=["c"]),
+        t.window(2, skipped=True, first=first | {"where": "loss", "module": None}),
     ]
     run = read(tmp_path, lines)
-    assert run.origins == {"m.fc.weight": 1, "the loss": 2, "elsewhere": 1}
     assert (run.bad.count, run.bad.first_x, run.bad.last_x) == (2, 0, 1)
+    assert run.overflowed == ("c",)
     there = {"where": "loss", "module": "", "input": (-3.0, math.inf)}
-    assert run.first == (3, first | there)
+    assert run.first == (2, first | there)
 
 
 def test_norms_are_inf_and_nan_as_the_format_writes_them(tmp_path: Path) -> None:

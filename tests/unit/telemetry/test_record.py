@@ -36,7 +36,7 @@ FULL = Record(
     lr=(0.001, None),
     names=("a", "b"),
     norms=(0.75, 1.0),
-    nonfinite=(("b", 2),),
+    overflowed=("b",),
     loss_nonfinite=3,
     first={"where": "forward", "module": "m", "class": "Linear", "micro_batch": 0}
     | {"input": (-1.0, 2.0), "output": None, "text": "it began"},
@@ -65,7 +65,7 @@ def test_a_window_line_has_every_number_under_its_name() -> None:
         "max_norm": 1.0,
         "clip_coefficient": 0.8,
         "lr": [0.001, None],
-        "nonfinite": [["b", 2]],
+        "overflowed": ["b"],
         "loss_nonfinite": 3,
         "first": {"where": "forward", "module": "m", "class": "Linear", "micro_batch": 0}
         | {"input": [-1.0, 2.0], "output": None, "text": "it began"},
@@ -143,7 +143,6 @@ BROKEN = {
     "norms too short": window(norms=t.norms([1.0])),
     "norms no list": window(norms=5),
     "a norm as a word": window(norms=["large", 1.0]),
-    "negative count": window(nonfinite=[["a", -1]]),
     "update of negative length": window(optimizer_us=-5),
     "first no object": window(first=[1]),
     "names no list": '{"kind":"names","names":"a"}',

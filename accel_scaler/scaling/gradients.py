@@ -155,27 +155,6 @@ def on_host(each: Tensor, total: Tensor) -> Tensor:
     return torch.cat((each, total.reshape(1))).cpu()
 
 
-@torch.no_grad()
-def count_nonfinite(grads: Sequence[Tensor]) -> list[int]:
-    """How many elements of each gradient, as far as this rank holds it, are inf or NaN.
-
-    Reads all of them once for their norms, and once more those whose norm is not finite.
-    Synchronises for each of these.
-    """
-    values = list(map(_values, grads))
-    if is_uniform(values, frozenset({torch.float32, *LOW_PRECISION})):
-        suspects = _not_finite(torch.stack(list(_norms_of(values))))
-    else:
-        suspects = list(range(len(values)))
-    counts = [0] * len(values)
-    for i in suspects:
-        # In pieces: the temporaries of isfinite would be several times the gradient.
-        pieces = torch.split(values[i].reshape(-1), PIECE)
-        finite = torch.stack([torch.isfinite(piece).count_nonzero() for piece in pieces])
-        counts[i] = values[i].numel() - int(finite.sum())
-    return counts
-
-
 def _not_finite(values: Tensor) -> list[int]:
     return [i for i, finite in enumerate(torch.isfinite(values).tolist()) if not finite]
 

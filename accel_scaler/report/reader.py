@@ -7,7 +7,7 @@ from functools import partial
 from typing import NoReturn
 
 from ..errors import ConfigError
-from ..telemetry import FIRST_BYTES, FORMAT, BrokenLineError, End, Names, Record, Start, decode
+from ..telemetry import FIRST_BYTES, FORMAT, BrokenLineError, End, Record, Start, decode
 from .run import Run
 
 MAX_LINE = 8 << 20
@@ -23,7 +23,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     Raises:
         ConfigError: the file cannot be read, is not telemetry, or has another format; one line.
     """
-    names: Names = ()
+    names: tuple[str, ...] = ()
     run = Run(os.fspath(path))
     try:
         with open(run.path, "rb") as file:
@@ -37,7 +37,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     return run
 
 
-def _read_line(run: Run, names: Names, number: int, line: bytes) -> Names:
+def _read_line(run: Run, names: tuple[str, ...], number: int, line: bytes) -> tuple[str, ...]:
     """Add one line to the run, given the names that are known; returns those known after it."""
     run.lines += 1
     try:

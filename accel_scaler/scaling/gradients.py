@@ -28,9 +28,6 @@ LOW_PRECISION = frozenset({torch.float16, torch.bfloat16})
 SMALL = 1 << 12
 """Elements up to which one thread works faster on a tensor than several."""
 
-PIECE = 1 << 20
-"""Elements that are counted at a time."""
-
 SMALLEST_NORMAL = 2.0**-126
 """Of float32; its reciprocal is about the largest power of two that float32 holds."""
 

@@ -9,9 +9,9 @@ training depends on it. ``Diagnosis`` adds records up, live and from the file; `
 from typing import TYPE_CHECKING
 
 from .diagnosis import LARGEST, Diagnosis, headroom
-from .findings import Finding, Level, diagnose, ending, verdict
+from .findings import Finding, diagnose, ending, verdict
 from .history import History
-from .record import FIRST_BYTES, FORMAT, BrokenLineError, End, Names, Record, Start, decode
+from .record import FIRST_BYTES, FORMAT, BrokenLineError, End, Record, Start, decode
 from .writer import path_of, refuse_unwritable
 
 if TYPE_CHECKING:
@@ -35,8 +35,6 @@ __all__ = [
     "End",
     "Finding",
     "History",
-    "Level",
-    "Names",
     "Record",
     "Start",
     "decode",

@@ -21,8 +21,6 @@ FAILING = 5
 """The same for windows with inf or NaN in the forward, which no scale repairs."""
 MANY_SKIPPED = 0.1
 """A run trained in part if more than this share of its windows was skipped in the middle."""
-WITHOUT_SCALE = ("no", "bf16", "fp8")
-"""Precisions whose loss is not scaled."""
 
 Kind = Literal["untrained", "stuck", "diverged", "partly", "trained"]
 """``untrained``: every window was skipped. ``stuck``: every one at the end. ``diverged``: the loss
@@ -31,13 +29,8 @@ SkipKind = Literal["forward", "search", "growth", "other"]
 
 
 def headroom(largest: float) -> float:
-    """How often ``largest``, the largest scaled gradient, can be doubled before float16 overflows.
-
-    Negative where it was computed or added up in float32; inf for 0.
-
-    >>> headroom(65504 / 8)
-    3.0
-    """
+    """How often ``largest``, the largest scaled gradient, can be doubled before float16 overflows:
+    negative where it was computed or added up in float32; inf for 0."""
     if largest == math.inf:
         return -math.inf
     return math.log2(LARGEST / largest) if largest > 0 else math.inf
@@ -93,8 +86,6 @@ class Diagnosis:
         self.kinds: Counter[SkipKind] = Counter()
         self.others = Span()
         """Skips of kind ``other``."""
-        self.fall = (0.0, 0.0)
-        """The scale of the first of these, and the lowest that one of them left behind."""
         self.is_scaled = False
         """The run has a loss scale."""
         self.first_scale = self.last_scale = 0.0
@@ -141,7 +132,7 @@ class Diagnosis:
             self._steps = 0
             # A growth tracker that goes on is that of a checkpoint.
             self._good_scale = record.scale if record.growth_tracker > 1 else None
-            self.is_scaled |= session.start.facts.get("precision") not in WITHOUT_SCALE
+            self.is_scaled |= session.start.facts.get("precision") not in ("no", "bf16", "fp8")
         if not self.windows:
             self.first_scale = record.scale
         session.last_step = record.index
@@ -187,8 +178,6 @@ class Diagnosis:
         kind = self._kind_of(record)
         self.kinds[kind] += 1
         if kind == "other":
-            high, low = self.fall if self.others.count else (scale, after)
-            self.fall = (high, min(low, after))
             self.others.include(x)
 
     def _kind_of(self, record: Record) -> SkipKind:
@@ -196,17 +185,15 @@ class Diagnosis:
             return "forward"
         if self._good_scale is not None:
             return "growth" if record.scale > self._good_scale else "other"
-        return "search" if record.scale > max(1.0, self.setting("min_scale") or 0.0) else "other"
+        return "search" if record.scale > max(1.0, self.floor) else "other"
 
     # What it comes to.
 
-    def setting(self, name: str) -> float | None:
-        """A numeric setting of the last session that has it."""
-        for session in reversed(self.sessions):
-            value = session.start.settings.get(name)
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
-                return float(value)
-        return None
+    @property
+    def floor(self) -> float:
+        """``min_scale`` of the last session; 0: it has none."""
+        value = self.sessions[-1].start.settings.get("min_scale")
+        return float(value) if isinstance(value, (int, float)) else 0.0
 
     @property
     def is_stuck(self) -> bool:

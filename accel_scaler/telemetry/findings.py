@@ -15,12 +15,8 @@ from ..console import counted, number, percent
 from .diagnosis import MANY_SKIPPED, Diagnosis, Span
 
 Level = Literal["bad", "warn", "note", "good"]
-REPEATED = 3
-"""Overflows at good scales from which on they are reported."""
-DEEP_FALL = 64.0
-"""Factor between two scales: a fall that no difference between batches explains."""
-MAX_ERROR = 200
-"""Characters of an error that are quoted."""
+REPEATED, MANY = 3, 6
+"""Overflows at good scales that are reported; that no difference between batches explains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +36,8 @@ def diagnose(run: Diagnosis, *more: Finding | None) -> list[Finding]:
 
 
 def verdict(run: Diagnosis, is_file: bool = False) -> str:
-    """Whether the run trained, what stopped it, what to do: a few sentences.
-
-    Args:
-        is_file: the run is over or was killed, so how it ended is part of the verdict.
-    """
+    """Whether the run trained, what stopped it, what to do: a few sentences. Of a file the run is
+    over or was killed, so how it ended is part of them."""
     counts, others = skips(run), [f for f in diagnose(run) if f != skips(run)]
     problem = next((f for f in others if f.level == "bad" or run.kind == "partly"), None)
     last_good = run.place(max(run.last_x - run.streak, 0)) if run.sessions else ""
@@ -71,7 +64,7 @@ def ending(run: Diagnosis) -> Finding | None:
     if session.last_step >= 0:
         at = f"after {run.place(session.first_x + session.last_step)}"
     if session.error is not None:
-        text = session.error[:MAX_ERROR] + "..." * (len(session.error) > MAX_ERROR)
+        text = session.error[:200] + "..." * (len(session.error) > 200)
         return Finding("bad", f"The run ended with an error {at}: {text.rstrip('.')}.")
     if session.ended:
         return None
@@ -145,22 +138,18 @@ def _windows_of(run: Diagnosis, span: Span) -> str:
 
 def overflow(run: Diagnosis) -> Finding | None:
     """Overflows in the middle of training, and how far the scale fell."""
-    what, (low, x), floor = [], run.lowest or (math.inf, 0), run.setting("min_scale") or 0.0
-    level: Level = "warn"
-    if run.is_scaled and run.skips and low <= max(1.0, floor):
-        level = "bad"
-        at = f"its floor, min_scale = {number(floor)}" if low <= floor else number(low)
-        what.append(f"The scale fell to {at} ({run.place(x)}).")
-    if run.is_scaled and run.others.count >= REPEATED:
-        high, least = run.fall
-        level = "bad" if least * DEEP_FALL <= high else level
-        fell = f"the scale went from {number(high)} down to {number(least)}"
-        windows = _windows_of(run, run.others)
-        what.append(f"Gradients overflowed in the middle of training in {windows}: {fell}.")
-    if not what:
+    if not run.is_scaled or run.lowest is None:
         return None
+    (low, x), floor, count = run.lowest, run.floor, run.others.count
+    is_low = run.skips > 0 and low <= max(1.0, floor)
+    if not is_low and count < REPEATED:
+        return None
+    level: Level = "bad" if is_low or count >= MANY else "warn"
+    at = f"its floor, min_scale = {number(floor)}" if low <= floor else number(low)
+    windows = f", in {_windows_of(run, run.others)} of the middle of training" if count else ""
+    title = f"Gradients overflowed, and the scale fell to {at} ({run.place(x)}){windows}."
     cause = "" if streak(run) else _cause(run, run.others.first_x - 1)
-    return Finding(level, " ".join(what), cause)
+    return Finding(level, title, cause)
 
 
 def skips(run: Diagnosis) -> Finding:

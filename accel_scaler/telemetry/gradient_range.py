@@ -14,9 +14,6 @@ from torch import Tensor
 
 from ..scaling import OptimizerRecord, Window, local
 
-COUNTED = (torch.float16, torch.float32)
-"""Under autocast a float32 parameter's gradient is the cast of a float16 one."""
-
 Measured = list[tuple[Tensor, float]]
 """Some largest elements, float32, shape (), which their device may still compute; and the factor of
 each to the gradients that the backward left."""
@@ -60,5 +57,6 @@ def read_measured(found: Measured) -> float | None:
 
 def _is_measurable(grad: Tensor, scale: float | None) -> bool:
     is_plain = type(grad) in (Tensor, torch.nn.Parameter) and grad.layout is torch.strided
-    counted = (torch.float16,) if scale is None else COUNTED
+    # Under autocast a float32 parameter's gradient is the cast of a float16 one.
+    counted = (torch.float16,) if scale is None else (torch.float16, torch.float32)
     return is_plain and grad.dtype in counted and grad.device.type != "meta" and grad.numel() > 0

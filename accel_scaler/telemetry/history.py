@@ -81,10 +81,6 @@ class History:
             found.add(self.records[-1])
         return found
 
-    def verdict(self) -> str:
-        """A few sentences: whether the run trained up to now, what stopped it, what to do."""
-        return verdict(self.diagnosis())
-
     def summary(self) -> str:
         """A few lines of text: verdict, skips, scale, largest norm, the last overflow."""
         if not self.records:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from datetime import datetime, timezone
 from types import NoneType
@@ -163,22 +162,19 @@ def encode_line(kind: str, **values: Any) -> str:
 
 # Reading: a ``ValueError``, ``TypeError`` or the like means that the line is broken.
 
-Kinds = dict[str, Any]
-"""The type of each key of an object that is known."""
-
-FACTS: Kinds = {
+FACTS: dict[str, Any] = {
     **dict.fromkeys(("package", "device", "device_name", "precision"), str),
     **dict.fromkeys(("python", "torch", "accelerate", "transformers"), str),
     **{"rank": int, "ranks": int, "unix_time": float},
 }
-FIRST: Kinds = {
+FIRST: dict[str, Any] = {
     **dict.fromkeys(("where", "module", "class", "text"), str),
     "micro_batch": int,
     **dict.fromkeys(("input", "output"), tuple[float, float]),
 }
-WINDOW: Kinds = get_type_hints(Record, include_extras=True) | {"first": FIRST, "step": int}
+WINDOW: dict[str, Any] = get_type_hints(Record, include_extras=True) | {"first": FIRST, "step": int}
 del WINDOW["index"], WINDOW["names"]
-END: Kinds = get_type_hints(End, include_extras=True)
+END: dict[str, Any] = get_type_hints(End, include_extras=True)
 
 
 def _text(value: object) -> str:
@@ -206,10 +202,10 @@ def _converted(value: Any, kind: Any) -> Any:
     return _text(value) if kind is str else float(value) if kind is Amount else kind(value)
 
 
-def _read(line: Mapping[str, Any], kinds: Kinds) -> dict[str, Any]:
+def _read(line: dict[str, Any], kinds: dict[str, Any]) -> dict[str, Any]:
     """The values of an object by their types; those of null are left out."""
-    found = {key: line.get(key) for key in kinds}
-    return {key: _converted(each, kinds[key]) for key, each in found.items() if each is not None}
+    known = {key: kind for key, kind in kinds.items() if line.get(key) is not None}
+    return {key: _converted(line[key], kind) for key, kind in known.items()}
 
 
 def _read_window(line: dict[str, Any], names: Names) -> Record:
@@ -227,14 +223,11 @@ def _read_start(line: dict[str, Any]) -> Start:
         return Start(version)  # its other keys may mean something else
     facts, changed = _read(line, FACTS), _converted(line.get("changed", []), tuple[str, ...])
     datetime.fromtimestamp(facts.get("unix_time", 0.0), timezone.utc)  # else it is no time
-    settings = {_text(key): _setting(each) for key, each in line.get("settings", {}).items()}
+    settings = {}  # numbers and none as they are, the texts of others
+    for key, value in line.get("settings", {}).items():
+        is_plain = value is None or (isinstance(value, (int, float)) and not abs(value) > 2**53)
+        settings[_text(key)] = value if is_plain else _text(value)
     return Start(version, facts, settings, changed)
-
-
-def _setting(value: Any) -> Any:
-    """A plain value as it is, the text of anything else."""
-    is_number = isinstance(value, (int, float)) and not abs(value) > 2**53
-    return value if value is None or is_number else _text(value)
 
 
 def decode(line: bytes, names: Names = ()) -> Start | Names | Record | End | None:
@@ -248,9 +241,7 @@ def decode(line: bytes, names: Names = ()) -> Start | Names | Record | End | Non
     """
     try:
         value = json.loads(line.decode())
-    except RecursionError:
-        raise BrokenLineError("JSON nested too deeply") from None
-    except ValueError as error:  # also of bytes that are no text
+    except (RecursionError, ValueError) as error:  # also of bytes that are no text
         raise BrokenLineError(f"text that is not JSON ({_text(str(error)[:80])})") from None
     if not isinstance(value, dict) or not isinstance(value.get("kind"), str):
         raise BrokenLineError(f"a {type(value).__name__} without kind")

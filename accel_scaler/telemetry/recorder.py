@@ -6,6 +6,7 @@ import logging
 import platform
 import time
 import weakref
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -15,11 +16,11 @@ from torch.optim import Optimizer
 
 from ..config import ScalerConfig
 from ..optimizer_step import Observer, StepTiming
-from ..scaling import GradScaler, Window, parameters_of
+from ..scaling import GradNorm, GradScaler, ParameterNames, Window, parameters_of
 from ..version import __version__
+from .findings import verdict
 from .gradient_range import Measured, measure, read_measured
 from .history import History
-from .name_table import NameTable
 from .record import Record, Start
 from .writer import Journal, OpenRecord, path_of
 
@@ -42,9 +43,8 @@ class Recorder(Observer):
         self.wants_norms = self.wants_each_norm = journal is not None
         self._is_scaled = scaler.is_enabled()
         settings = {"min_scale": scaler.rule.min_scale if self._is_scaled else None}
-        self.history = History(
-            Start(facts={"precision": "fp16" if self._is_scaled else "no"}, settings=settings)
-        )
+        precision = "fp16" if self._is_scaled else "no"
+        self.history = History(Start(facts={"precision": precision}, settings=settings))
         self.underflow_interval = underflow_interval
         self._table = NameTable(scaler.parameter_names)
         self._open: OpenRecord | None = None
@@ -155,13 +155,49 @@ class Recorder(Observer):
             self.journal.flush()
         if self.history.healed != self._reported_healed:
             self._reported_healed = self.history.healed
-            logger.warning(self.history.verdict())
+            logger.warning(verdict(self.history.diagnosis()))
 
     def close(self) -> None:
         """Write the rest and close the file."""
         self.flush()
         if self.journal is not None:
             self._finish()
+
+
+class NameTable:
+    """Puts norms in the order of the model; remembers names. Holds parameters weakly."""
+
+    def __init__(self, parameter_names: ParameterNames) -> None:
+        self.parameter_names = parameter_names
+        self._ids: list[int] = []
+        self._version = -1
+
+    def _forget(self, _: object) -> None:
+        self._ids = []  # one of them may be that of another parameter now
+
+    def norms(self, found: Iterable[GradNorm], optimizer: Optimizer) -> dict[str, Any]:
+        """``names`` and ``norms`` of a record, where there are norms. Parameters of no known model
+        are named by the optimizer and come last.
+
+        Args:
+            found: of disjoint parameters; those on the host.
+        """
+        known = [(m, m.each) for m in found if m.each is not None]
+        if not known:
+            return {}
+        ids = known[0][0].ids if len(known) == 1 else None  # thousands take a while
+        params = [p for m, _ in known for p in m.parameters]
+        ids = list(map(id, params)) if ids is None else ids
+        if ids != self._ids or self._version != self.parameter_names.version:
+            place = {key: number for number, key in enumerate(self.parameter_names.by_id())}
+            called = self.parameter_names.of(params, optimizer)
+            names = dict(zip(dict.fromkeys(ids), called, strict=True))
+            self._order = sorted(range(len(ids)), key=lambda i: place.get(ids[i], len(place)))
+            self._names = tuple(names[ids[i]] for i in self._order)
+            self._refs = [weakref.ref(p, self._forget) for p in params]
+            self._ids, self._version = ids, self.parameter_names.version
+        norms = [norm for _, each in known for norm in each.tolist()]
+        return {"names": self._names, "norms": tuple([norms[i] for i in self._order])}
 
 
 def _lr(group: dict[str, Any]) -> float | None:

@@ -75,17 +75,12 @@ class OpenRecord:
 class Journal:
     """A telemetry file that is open for appending. Never ends a training run.
 
-    The file is opened and its ``start`` line written here, so that a path that cannot be written
-    is refused before training. Afterwards a failing write (a full disk) is a warning, and the last.
-    Windows are written in order, the last one when the next is appended: some together, overflows
-    at once.
+    A failing write (a full disk) is a warning, and the last. Windows are written in order, the last
+    one when the next is appended: some together, overflows at once.
 
     Args:
         path: the file; directories above it are made.
         facts: the contents of the ``start`` line, besides the time and the format.
-
-    Raises:
-        ConfigError: as :func:`refuse_unwritable`, or a directory or the file cannot be written.
     """
 
     def __init__(self, path: str, facts: Mapping[str, Any]) -> None:

@@ -81,7 +81,7 @@ def test_a_session_that_ended_without_a_window_is_none(tmp_path: Path) -> None:
     story = t.story(5, lambda *_: False)
     run = read(tmp_path, [t.start(settings={"min_scale": 4.0}), t.end(), *story])
     assert len(run.sessions) == 1
-    assert run.setting("min_scale") is None
+    assert run.floor == 0
     assert run.place(3) == "step 3"
     again = read(tmp_path, [*story, t.start(), t.end(), *story])
     assert [s.first_x for s in again.sessions] == [0, 5]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_scaler.scaling import GradNorm, ParameterNames
-from accel_scaler.telemetry.name_table import NameTable
+from accel_scaler.telemetry.recorder import NameTable
 
 
 def table_of(*models: nn.Module) -> NameTable:

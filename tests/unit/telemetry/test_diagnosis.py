@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from accel_scaler.report.findings import find
 from accel_scaler.report.reader import read_run
 from accel_scaler.scaling.update_rule import Rule, ScaleState
 from accel_scaler.telemetry import Diagnosis, End, History, Record, Start, headroom, verdict
@@ -327,50 +323,3 @@ def test_healed_modules_are_the_line_for_the_config() -> None:
     assert text.startswith("Trained: 30 windows, 3 skipped (10 %)")
     assert "a.wo (from step 1 on)" in text
     assert text.endswith("fp32_modules: ['a.wo', 'b.wo'].")
-
-
-# Any records, and real runs.
-
-NUMBERS = st.sampled_from([None, 0.0, 1.0, 2.5, -3.0, 1e6, NAN, math.inf])
-FIRSTS = st.sampled_from(["forward", "loss", "backward", "parameter"])
-
-
-@st.composite
-def any_records(draw: st.DrawFn) -> list[Record]:
-    """Windows of any kind, which no scaler need have made."""
-    count, found = draw(st.integers(1, 90)), []
-    likely = draw(st.sampled_from([0, 1, 5, 9]))
-    scale = draw(st.sampled_from([1.0, 8.0, 65536.0]))
-    for i in range(count):
-        skipped = draw(st.integers(0, 9)) < likely
-        factor = draw(st.sampled_from([1.0, 0.5, 0.5] if skipped else [1.0, 1.0, 1.0, 2.0]))
-        record = Record(i, scale, scale * factor, skipped, draw(NUMBERS), found_inf=skipped)
-        record = replace(record, loss=draw(NUMBERS), growth_tracker=draw(st.integers(0, 2)))
-        record = replace(record, lr=draw(st.sampled_from([(), (0.0,), (0.0, 0.1), (None,)])))
-        if skipped and draw(st.booleans()):
-            record = replace(record, first=seen(draw(FIRSTS), "a", "B", None))
-        if skipped and draw(st.integers(0, 19)) == 0:
-            record = replace(record, healed=("a",), next_scale=65536.0)
-        found.append(record)
-        scale = record.next_scale
-    return found
-
-
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(records=any_records(), scaled=st.booleans(), floor=st.sampled_from([None, 1.0, 64.0]))
-def test_whatever_the_records_the_history_and_the_file_find_the_same(
-    records: list[Record], scaled: bool, floor: float | None, tmp_path: Path
-) -> None:
-    course = Course(scaled=scaled, min_scale=floor)
-    path = tmp_path / "run.jsonl"
-    path.write_text("\n".join(course.lines(records)) + "\n")
-    history, run = live(course, records), read_run(path)
-    found = history.diagnosis()
-    assert known(found) == known(run)
-    assert known(pickle.loads(pickle.dumps(history)).diagnosis()) == known(run)
-    assert sum(counts(found)) == found.skips == sum(record.skipped for record in records)
-    levels = {finding.level for finding in find(run)}
-    assert "bad" in levels or found.kind != "diverged"
-    assert "bad" not in levels or found.kind != "trained" or "problem" in verdict(run)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -269,11 +268,3 @@ journal.close()
     assert (done.returncode, done.stderr) == (0, "")
     assert kinds_of(path) == ["start", "window", "window", "end"]
     assert [line["step"] for line in windows_of(path)] == [0, 1]
-
-
-@pytest.mark.process
-def test_a_killed_process_leaves_whole_lines(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    done = run("put(1)\nos.kill(os.getpid(), 9)\nput(2)", path)
-    assert done.returncode == -signal.SIGKILL
-    assert kinds_of(path) == ["start", "window", "window"]

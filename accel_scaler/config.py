@@ -173,7 +173,7 @@ class ScalerConfig:
         telemetry: JSON-lines file with one record a window, written by rank 0; with {rank} in the
             path each rank writes its own. Records are appended. accel-scaler report reads it.
         underflow_interval: With telemetry: every N windows record how much of float16's range the
-            gradients use: the largest against 65504, zeros, subnormals.
+            gradients use: the largest, whose distance from 65504 is the headroom.
     """
 
     init_scale: float = setting(2.0**16, SCALE)

@@ -5,25 +5,16 @@ from __future__ import annotations
 import math
 
 from ..console import counted, number, percent
-from ..telemetry import LARGEST, Finding, by_level, diagnose, ending
-from .key_numbers import doublings
+from ..telemetry import Finding, diagnose, ending
 from .run import Run
 
 MANY_CLIPPED = 0.5
 LITTLE_HIDDEN = 0.5
-MANY_ZERO = 0.5
-MANY_SUBNORMAL = 0.1
-FEW_SUBNORMAL = 0.01
-"""Share of subnormals among the elements that are not zero. Zeros with fewer subnormals beside them
-are no underflow: embedding rows that are not in the batch, inactive units."""
-MUCH_ROOM = 4.0
-"""Doublings of the scale that are left, from which on a larger scale is advised."""
 
 
 def find(run: Run) -> list[Finding]:
     """Every finding of a run, bad ones first."""
-    own = (clipping(run), underflow(run), waiting(run), broken_lines(run))
-    return by_level([ending(run), *diagnose(run), *own])
+    return diagnose(run, ending(run), clipping(run), waiting(run), broken_lines(run))
 
 
 def clipping(run: Run) -> Finding | None:
@@ -38,48 +29,6 @@ def clipping(run: Run) -> Finding | None:
         "Every such step has the same length, whatever the gradient; for many language models "
         "that is meant.",
     )
-
-
-def underflow(run: Run) -> Finding | None:
-    """Small gradients that are lost, and whether a larger scale could save them."""
-    low = [
-        (name, zero, tiny)
-        for name, zero, tiny in run.underflow
-        if tiny > MANY_SUBNORMAL
-        or zero == 1
-        or (zero > MANY_ZERO and tiny > FEW_SUBNORMAL * (1 - zero))
-    ]
-    if not low:
-        return None
-    low.sort(key=lambda u: -max(u[1], u[2]))
-    each = ", ".join(
-        f"{name} {percent(zero, 1)} zero and {percent(tiny, 1)} subnormal"
-        for name, zero, tiny in low[:3]
-    )
-    what = (
-        f"Underflow: {len(low)} of {counted(len(run.underflow), 'parameter')} measured at "
-        f"{run.place(run.underflow_x)} had mostly zero or many subnormal float16 gradients ({each})"
-    )
-    room = run.room() if run.is_scaled and run.last_scale > 0 and run.zero_share != 1 else None
-    if room is not None and run.largest is not None:
-        largest = number(run.largest[0] * run.last_scale)
-        what += f". At the last scale, {number(run.last_scale)}, the largest gradient takes "
-        what += f"{largest} of float16's {number(LARGEST)}: {doublings(room)}"
-    look = "Some zeros are meant: embedding rows not in the batch, unused experts."
-    return Finding("warn", f"{what}.", f"{look} {_against_underflow(run, room)}".rstrip())
-
-
-def _against_underflow(run: Run, room: float | None) -> str:
-    if room is None:
-        return ""
-    if room < MUCH_ROOM or run.kinds["growth"] or run.kinds["other"]:
-        return "Keep what overflows first in float32: it holds the scale down for all others."
-    if run.is_held:
-        return "Raise max_scale."
-    if run.kinds["search"]:  # from init_scale it had to come down
-        return "The scale grows by itself; a smaller growth_interval makes it sooner."
-    better = number(run.last_scale * 2.0 ** int(min(room, 24.0) - 1))
-    return f"init_scale={better}, say. The scale grows by itself, every growth_interval windows."
 
 
 def waiting(run: Run) -> Finding | None:

@@ -52,10 +52,7 @@ def heatmap(run: Run) -> HeatMap | None:
     columns = run.norms.columns
     if not columns:
         return None
-    names = sorted(
-        {name for _, names, _ in columns for name in names},
-        key=lambda name: (run.places[name], name),
-    )
+    names = list(dict.fromkeys(name for _, names, _ in columns for name in names))
     group = -(-len(names) // MAX_ROWS) or 1
     rows = [names[i : i + group] for i in range(0, len(names), group)]
     table = _table(run, rows)

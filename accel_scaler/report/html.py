@@ -11,7 +11,7 @@ from html import escape
 from importlib.resources import files
 
 from ..console import plain, written
-from ..telemetry import Level, verdict
+from ..telemetry import verdict
 from .charts import Chart, axis_of, charts
 from .findings import find
 from .heatmap import HeatMap, heatmap
@@ -20,7 +20,7 @@ from .page_data import page_data
 from .run import Run
 from .theme import HUES
 
-WORDS: dict[Level, str] = {"bad": "Problem", "warn": "Look", "note": "Note", "good": "Fine"}
+WORDS = {"bad": "Problem", "warn": "Look", "note": "Note", "good": "Fine"}
 FIRST = ("loss",)
 """Charts on the first screen."""
 
@@ -123,7 +123,7 @@ def _when(moment: float) -> str:
 
 
 def _verdict(run: Run) -> str:
-    level: Level = "bad" if any(f.level == "bad" for f in find(run)) else "good"
+    level = "bad" if any(f.level == "bad" for f in find(run)) else "good"
     level = level if run.windows else "note"
     word = f'<span class="word">{WORDS[level]}</span>'
     return f'<p class="verdict {level}">{word}{escape(verdict(run, is_file=True))}</p>'

@@ -45,8 +45,6 @@ def key_numbers(run: Run) -> list[KeyNumber]:
         least, x = run.least_room
         more = f"measured at {run.place(run.largest[1])}; least {doublings(least)} ({run.place(x)})"
         found.append(KeyNumber("headroom", doublings(room), more))
-    if run.zero_share is not None:
-        found.append(KeyNumber("zero gradients", percent(run.zero_share, 1)))
     if run.preview_error.middle is not None:
         found.append(
             KeyNumber("preview off by", f"{run.preview_error.middle:.2g}", "of the update")

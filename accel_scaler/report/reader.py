@@ -7,7 +7,7 @@ from functools import partial
 from typing import NoReturn
 
 from ..errors import ConfigError
-from ..telemetry import FORMAT, BrokenLineError, CutLineError, End, Names, Record, Start, decode
+from ..telemetry import FIRST_BYTES, FORMAT, BrokenLineError, End, Record, Start, decode
 from .run import Run
 
 MAX_LINE = 8 << 20
@@ -21,9 +21,10 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     counted in ``broken`` and skipped. An empty file gives a run without windows.
 
     Raises:
-        ConfigError: the file cannot be read, is not telemetry, or has a newer format; one line.
+        ConfigError: the file cannot be read, is not telemetry, or has another format; one line.
     """
-    run, names = Run(os.fspath(path)), None
+    names: tuple[str, ...] = ()
+    run = Run(os.fspath(path))
     try:
         with open(run.path, "rb") as file:
             for number, line in enumerate(iter(partial(file.readline, MAX_LINE), b""), 1):
@@ -36,39 +37,37 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     return run
 
 
-def _read_line(run: Run, names: Names | None, number: int, line: bytes) -> Names | None:
+def _read_line(run: Run, names: tuple[str, ...], number: int, line: bytes) -> tuple[str, ...]:
     """Add one line to the run, given the names that are known; returns those known after it."""
     run.lines += 1
     try:
         found = decode(line.strip(), names)
         if isinstance(found, Start):
-            if found.format > FORMAT:
+            if found.format != FORMAT:
                 raise ConfigError(
-                    f"{run.path}, line {number}: telemetry of format {found.format}, the "
-                    f"newest this version knows is {FORMAT}; upgrade accel_scaler to read it."
+                    f"{run.path}, line {number}: telemetry of format {found.format}; this version "
+                    f"reads {FORMAT}. Use the version of accel_scaler that wrote it."
                 )
             run.begin(found)
-            return None
+            return ()
         if not run.sessions:
             _refuse(run, number, "another line first")
         if isinstance(found, Record):
             if found.index <= (last := run.sessions[-1].last_step):
                 raise BrokenLineError(f"step {found.index} after step {last}")
             run.add(found)
-        elif isinstance(found, Names):
-            run.note_names(found)
+        elif isinstance(found, tuple):
             return found
         elif isinstance(found, End):
             run.end(found)
     except BrokenLineError as error:
         # A start line cut off in the middle is telemetry all the same.
-        cut = isinstance(error, CutLineError) and line.lstrip().startswith(b'{"kind"')
-        if not run.sessions and not cut:
+        if not run.sessions and not FIRST_BYTES.startswith(line.strip()[: len(FIRST_BYTES)]):
             _refuse(run, number, str(error))
         run.broken += 1
         run.broken_first = run.broken_first or (number, str(error))
         if not line.startswith((b'{"kind":"window"', b'{"kind": "window"')):
-            return None  # the line may have held other names
+            return ()  # the line may have held other names
     return names
 
 

@@ -21,13 +21,6 @@ class Run(Diagnosis):
         """Windows with a threshold for the norm; those above it."""
         self.updates = self.optimizer_us = self.waited_us = 0
         self.preview_error = Mean()
-        self.underflow: list[tuple[str, float, float]] = []
-        """Of the last measured window: name, share of zeros, share of subnormals."""
-        self.underflow_x = 0
-        self.zero_share: float | None = None
-        """Of the last measured window."""
-        self.largest: tuple[float, int] | None = None
-        """The largest gradient there, unscaled, and the window's x."""
         self.least_room: tuple[float, int] | None = None
         """The least headroom, and the window's x."""
         self.lines = self.broken = 0
@@ -44,7 +37,9 @@ class Run(Diagnosis):
         x = self.last_x
         self.bins.include(x, record)
         self._add_norms(x, record)
-        self._add_range(x, record)
+        if record.largest_gradient is not None and record.scale > 0:
+            room = headroom(record.largest_gradient)
+            self.least_room = min(self.least_room or (room, x), (room, x), key=lambda r: r[0])
         if record.optimizer_us is not None:
             self.updates += 1
             self.optimizer_us += record.optimizer_us
@@ -56,19 +51,8 @@ class Run(Diagnosis):
         if norm is not None and norm < math.inf and limit is not None and limit < math.inf:
             self.limited += 1
             self.clipped += norm > limit
-        if record.names and record.norms is not None:
+        if record.names and record.norms:
             self.norms.include(x, record.names, record.norms)
-
-    def _add_range(self, x: int, record: Record) -> None:
-        if record.underflow and record.names:
-            self.underflow = [(record.names[i], zero, low) for i, zero, low in record.underflow]
-            self.underflow_x = x
-        if record.zero_share is not None:
-            self.zero_share = record.zero_share
-        if record.largest_gradient is not None and record.scale > 0:
-            self.largest = (record.largest_gradient / record.scale, x)
-            room = headroom(record.largest_gradient)
-            self.least_room = min(self.least_room or (room, x), (room, x), key=lambda r: r[0])
 
     def room(self) -> float | None:
         """Doublings of the last scale until the largest gradient that was measured last overflows;

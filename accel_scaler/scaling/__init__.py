@@ -25,7 +25,6 @@ from .gradients import (
     NormCheck as NormCheck,
     check_norms as check_norms,
     clip_coefficient as clip_coefficient,
-    count_nonfinite as count_nonfinite,
     first_nonfinite as first_nonfinite,
     gradients_of as gradients_of,
     is_power_of_two as is_power_of_two,

@@ -25,9 +25,6 @@ LOW_PRECISION = frozenset({torch.float16, torch.bfloat16})
 SMALL = 1 << 12
 """Elements up to which one thread works faster on a tensor than several."""
 
-PIECE = 1 << 20
-"""Elements that are counted at a time."""
-
 SMALLEST_NORMAL = 2.0**-126
 """Of float32; its reciprocal is about the largest power of two that float32 holds."""
 
@@ -144,21 +141,6 @@ def _norms_of(grads: list[Tensor]) -> Sequence[Tensor]:
 def on_host(each: Tensor, total: Tensor) -> Tensor:
     """Shape (n + 1,): ``each`` (n,) and ``total`` (), in one transfer."""
     return torch.cat((each, total.reshape(1))).cpu()
-
-
-@torch.no_grad()
-def count_nonfinite(grads: Sequence[Tensor]) -> list[int]:
-    """How many elements of each gradient, as far as this rank holds it, are inf or NaN.
-
-    Synchronises for each.
-    """
-    counts = []
-    for values in map(_values, grads):
-        # In pieces: the temporaries of isfinite would be several times the gradient.
-        pieces = torch.split(values.reshape(-1), PIECE)
-        finite = torch.stack([torch.isfinite(piece).count_nonzero() for piece in pieces])
-        counts.append(values.numel() - int(finite.sum()))
-    return counts
 
 
 def _not_finite(values: Tensor) -> list[int]:

@@ -6,41 +6,37 @@ training depends on it. ``Diagnosis`` adds records up, live and from the file; `
 ``verdict`` say what it comes to.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from .diagnosis import LARGEST, Diagnosis, headroom
-from .findings import Finding, Level, by_level, diagnose, ending, verdict
+from .findings import Finding, diagnose, ending, verdict
 from .history import History
-from .record import FORMAT, BrokenLineError, CutLineError, End, Names, Record, Start, decode
+from .record import FIRST_BYTES, FORMAT, BrokenLineError, End, Record, Start, decode
+from .writer import path_of, refuse_unwritable
 
 if TYPE_CHECKING:
-    from .recorder import make_recorder, path_of
-    from .writer import refuse_unwritable
+    from .recorder import make_recorder
 else:
-    LAZY = {"make_recorder": "recorder", "path_of": "recorder", "refuse_unwritable": "writer"}
-    """Names whose modules need torch (PEP 562): to read a file needs none."""
 
-    def __getattr__(name: str) -> object:
-        if name not in LAZY:
+    def __getattr__(name: str) -> object:  # it needs torch (PEP 562): to read a file needs none
+        if name != "make_recorder":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(f"{__name__}.{LAZY[name]}"), name)
+        from .recorder import make_recorder
+
+        return make_recorder
 
 
 __all__ = [
+    "FIRST_BYTES",
     "FORMAT",
     "LARGEST",
     "BrokenLineError",
-    "CutLineError",
     "Diagnosis",
     "End",
     "Finding",
     "History",
-    "Level",
-    "Names",
     "Record",
     "Start",
-    "by_level",
     "decode",
     "diagnose",
     "ending",

@@ -27,54 +27,52 @@ class History:
     def __init__(self, start: Start | None = None) -> None:
         self.records: deque[Record] = deque(maxlen=KEPT_RECORDS)
         self.boundaries = 0
-        self.skips = 0
-        self.max_grad_norm: float | None = None
-        self.healed: tuple[str, ...] = ()
-        """Modules that ``heal`` has put into float32, in order."""
-        self.largest_unscaled: float | None = None
-        """The largest gradient of the last window that was measured, unscaled."""
         self._before = Diagnosis()
         """Of all windows but the last, which may still be amended."""
         self._before.begin(start or Start())
+
+    @property
+    def skips(self) -> int:
+        """Windows that overflowed."""
+        return self._before.skips + (bool(self.records) and self.records[-1].skipped)
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """The largest finite norm; None: none was taken."""
+        before, last = self._before.highest, self.records[-1].grad_norm if self.records else None
+        norms = (before and before[0], last)
+        return max((n for n in norms if n is not None and math.isfinite(n)), default=None)
+
+    @property
+    def healed(self) -> tuple[str, ...]:
+        """Modules that ``heal`` has put into float32, in order."""
+        last = self.records[-1].healed if self.records else ()
+        return tuple(dict.fromkeys((*self._before.healed, *last)))
 
     @property
     def headroom(self) -> float | None:
         """How often the present scale can be doubled before the largest measured gradient overflows
         float16; negative if float32 has added it up beyond. None without ``telemetry``, and until
         the first measurement."""
-        if self.largest_unscaled is None or not self.records:
+        if not self.records:
             return None
-        return headroom(self.largest_unscaled * self.records[-1].next_scale)
+        last, (largest, _) = self.records[-1], self._before.largest or (None, 0)
+        if last.largest_gradient is not None and last.scale > 0:
+            largest = last.largest_gradient / last.scale
+        return None if largest is None else headroom(largest * last.next_scale)
 
     def add(self, record: Record) -> None:
-        """Append the record of a window, or amend it when its index is the last one's."""
-        last = self.records[-1] if self.records else None
-        if last is not None and last.index == record.index:
-            self.skips += record.skipped - last.skipped
-            if record.grad_norm is None:
-                record = replace(record, grad_norm=last.grad_norm)
+        """Append the record of a window, or replace it when its index is the last one's."""
+        if self.records and self.records[-1].index == record.index:
             self.records[-1] = record
-        else:
-            if last is not None:
-                self._before.add(last)
-            self.records.append(record)
-            self.boundaries += 1
-            self.skips += record.skipped
-            if len(self.records) > KEPT_DETAILS:
-                old = self.records[-KEPT_DETAILS - 1]
-                bare = replace(old, norms=None, nonfinite=(), underflow=())
-                self.records[-KEPT_DETAILS - 1] = bare
-        norm = record.grad_norm
-        if norm is not None and math.isfinite(norm):
-            self.max_grad_norm = max(norm, self.max_grad_norm or 0.0)
-        if record.healed:
-            self.healed = tuple(dict.fromkeys(self.healed + record.healed))
-
-    def complete(self, record: Record) -> None:
-        """Replace the last record by one with what became known later."""
-        self.records[-1] = record
-        if record.largest_gradient is not None and record.scale > 0:
-            self.largest_unscaled = record.largest_gradient / record.scale
+            return
+        if self.records:
+            self._before.add(self.records[-1])
+        self.records.append(record)
+        self.boundaries += 1
+        if len(self.records) > KEPT_DETAILS:
+            old = self.records[-KEPT_DETAILS - 1]
+            self.records[-KEPT_DETAILS - 1] = replace(old, norms=None)
 
     def diagnosis(self) -> Diagnosis:
         """What became of the run up to now; the report finds the same in the file."""
@@ -83,26 +81,18 @@ class History:
             found.add(self.records[-1])
         return found
 
-    def verdict(self) -> str:
-        """A few sentences: whether the run trained up to now, what stopped it, what to do."""
-        return verdict(self.diagnosis())
-
     def summary(self) -> str:
         """A few lines of text: verdict, skips, scale, largest norm, the last overflow."""
         if not self.records:
             return "scaler: no window has closed yet"
-        run = self.diagnosis()
-        norm = "not taken" if self.max_grad_norm is None else f"{self.max_grad_norm:.4g}"
+        run, norm, names = self.diagnosis(), self.max_grad_norm, self.last_overflow()
         lines = [
             verdict(run),
             f"scaler: {self.boundaries} windows, {self.skips} skipped",
             f"scale: {number(run.first_scale)} at first, {number(run.last_scale)} now",
-            f"largest finite gradient norm: {norm}",
+            f"largest finite gradient norm: {'not taken' if norm is None else f'{norm:.4g}'}",
         ]
-        names = self.last_overflow()
-        if names:
-            lines.append(f"last overflow seen in: {', '.join(names)}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *[f"last overflow seen in: {', '.join(names)}"] * bool(names)])
 
     def last_overflow(self) -> tuple[str, ...]:
         """Names in the latest kept record that has any."""
@@ -116,9 +106,8 @@ class History:
         """
         if not self.records:
             return {}
-        scale = self.records[-1].next_scale
+        scale, room = self.records[-1].next_scale, self.headroom
         found = {"scale": int(scale) if scale.is_integer() else scale, "skips": self.skips}
-        room = self.headroom
         if room is not None and math.isfinite(room):
             found["headroom"] = round(room, 1)
         return found | ({"healed": len(self.healed)} if self.healed else {})

@@ -1,9 +1,10 @@
 """The schema of telemetry: what a record holds, and the lines of a file.
 
 A file is JSON lines, one a window. The kinds of line, in order: ``start`` (settings and versions),
-``names`` (of parameters; again when they change), ``window``, ``end``. Each start begins a new
-session in the same file, so a resumed run is appended to the one before. A reader ignores kinds
-and keys that it does not know; a change that older readers would misread raises ``FORMAT``.
+``names`` (of parameters in their model's order; again when they change), ``window``, ``end``. Each
+start begins a new session in the same file, so a resumed run is appended to the one before. A
+reader ignores kinds and keys that it does not know; a change that older readers would misread
+raises ``FORMAT``.
 
 A ``window`` line has the fields of :class:`Record` under their names, ``index`` as ``step``.
 Numbers that are not finite are the texts ``"inf"``, ``"-inf"`` and ``"nan"``, since JSON has none.
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from datetime import datetime, timezone
 from types import NoneType
@@ -23,9 +23,13 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 from ..console import plain
 
 Amount = Annotated[float, "finite, 0 or more"]
+Names = tuple[str, ...]
+"""Of the parameters whose norms a window has."""
 
-FORMAT = 1
-"""Version of the file format."""
+FORMAT = 2
+"""Version of the file format; no other one is read."""
+FIRST_BYTES = b'{"kind":"start"'
+"""Of a file; where it was cut off in its first line, of that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +47,7 @@ class Record:
     grad_norm: float | None
     """Total gradient norm, unscaled, before clipping; None where no norm was taken."""
     overflowed: tuple[str, ...] = ()
-    """Names of the first few tensors with non-finite gradients. Not in the file, which has
-    ``nonfinite``."""
+    """Names of the first few tensors with non-finite gradients."""
     found_inf: bool = False
     """Some gradient was not finite, on this rank or, where they must agree, another."""
     growth_tracker: int = 0
@@ -63,23 +66,16 @@ class Record:
     Only with ``telemetry``; on a device, where no norm was read, known with the next window."""
     loss_nonfinite: int = 0
     """How many of its losses were inf or NaN; counted after an overflow only."""
-    names: tuple[str, ...] = ()
+    names: Names = ()
     """Parameter names, in the order of ``norms``. The file has them in a line of their own."""
     norms: tuple[float, ...] | None = None
     """Unscaled norm of each parameter's gradient, before clipping; NaN for a parameter without.
     Only with ``telemetry``; kept for the last windows. Six digits in the file."""
-    nonfinite: tuple[tuple[int, int], ...] = ()
-    """``(index in names, non-finite elements)`` of every parameter that overflowed. Only with
-    ``telemetry``; kept for the last windows."""
-    underflow: tuple[tuple[int, float, float], ...] = ()
-    """``(index in names, share of zeros, share of subnormals)`` of each scaled gradient as float16
-    numbers. Only with ``telemetry``, every ``underflow_interval`` windows; of the last ones."""
     largest_gradient: Amount | None = None
-    """The largest magnitude among these elements, scaled, before clipping; float16 ends at 65504.
-    On this rank, after micro-batches were added up and ranks averaged, so it may be above. None
-    where it was not measured, or cannot be computed after a clip of single elements."""
-    zero_share: Amount | None = None
-    """The share of zeros among all these elements."""
+    """The largest magnitude in any gradient, scaled, before clipping; float16 ends at 65504. On
+    this rank, after micro-batches were added up and ranks averaged, so it may be above. Only with
+    ``telemetry``, every ``underflow_interval`` windows; None, too, after a clip of single elements.
+    """
     first: dict[str, Any] | None = None
     """Where the overflow began. Only with ``find_overflow``."""
     healed: tuple[str, ...] = ()
@@ -104,21 +100,10 @@ class Start:
 
     format: int = FORMAT
     facts: dict[str, Any] = field(default_factory=dict)
-    """``package``, ``rank``, ``ranks``, ``device`` (its type), ``device_name``, ``precision``,
-    ``python``, ``torch``, ``accelerate``, ``transformers`` (where it was imported) and
-    ``unix_time``, as far as they are known."""
+    """Of ``FACTS`` those that are known."""
     settings: dict[str, Any] = field(default_factory=dict)
     changed: tuple[str, ...] = ()
     """The settings other than their defaults, ``telemetry`` apart."""
-
-
-@dataclass(frozen=True, slots=True)
-class Names:
-    """The parameters that windows refer to by index."""
-
-    names: tuple[str, ...] = ()
-    places: tuple[int, ...] = ()
-    """The position of each in the model's own order; those of no known model come last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +119,6 @@ class BrokenLineError(Exception):
     """This line cannot be used; the message says why."""
 
 
-class CutLineError(BrokenLineError):
-    """The line is not JSON: cut off in the middle, or something else altogether."""
-
-
 # Writing.
 
 _to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
@@ -148,7 +129,7 @@ have their default."""
 DEFAULTS = {
     each.name: MISSING if each.name in ALWAYS else each.default
     for each in fields(Record)
-    if each.name not in ("overflowed", "names", "norms")
+    if each.name not in ("names", "norms")
 }
 
 
@@ -156,9 +137,7 @@ def _finite(value: Any) -> Any:
     """``value``, with texts for the numbers that JSON does not have."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    if isinstance(value, tuple):
-        return list(map(_finite, value))
-    return value
+    return list(map(_finite, value)) if isinstance(value, tuple) else value
 
 
 def encode_window(record: Record) -> str:
@@ -183,6 +162,20 @@ def encode_line(kind: str, **values: Any) -> str:
 
 # Reading: a ``ValueError``, ``TypeError`` or the like means that the line is broken.
 
+FACTS: dict[str, Any] = {
+    **dict.fromkeys(("package", "device", "device_name", "precision"), str),
+    **dict.fromkeys(("python", "torch", "accelerate", "transformers"), str),
+    **{"rank": int, "ranks": int, "unix_time": float},
+}
+FIRST: dict[str, Any] = {
+    **dict.fromkeys(("where", "module", "class", "text"), str),
+    "micro_batch": int,
+    **dict.fromkeys(("input", "output"), tuple[float, float]),
+}
+WINDOW: dict[str, Any] = get_type_hints(Record, include_extras=True) | {"first": FIRST, "step": int}
+del WINDOW["index"], WINDOW["names"]
+END: dict[str, Any] = get_type_hints(End, include_extras=True)
+
 
 def _text(value: object) -> str:
     """One line without control characters."""
@@ -192,6 +185,8 @@ def _text(value: object) -> str:
 
 def _converted(value: Any, kind: Any) -> Any:
     """``value``, from JSON, as the type of a field."""
+    if isinstance(kind, dict):
+        return _read(value, kind)
     parts = get_args(kind)
     if NoneType in parts:
         return None if value is None else _converted(value, parts[0])
@@ -207,102 +202,61 @@ def _converted(value: Any, kind: Any) -> Any:
     return _text(value) if kind is str else float(value) if kind is Amount else kind(value)
 
 
-def _read(line: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a line by their types; keys that are not in ``kinds`` are not known."""
-    return {key: _converted(line[key], kind) for key, kind in kinds.items() if key in line}
+def _read(line: dict[str, Any], kinds: dict[str, Any]) -> dict[str, Any]:
+    """The values of an object by their types; those of null are left out."""
+    known = {key: kind for key, kind in kinds.items() if line.get(key) is not None}
+    return {key: _converted(line[key], kind) for key, kind in known.items()}
 
 
-WINDOW: dict[str, Any] = get_type_hints(Record, include_extras=True)
-WINDOW["step"] = WINDOW.pop("index")
-del WINDOW["names"], WINDOW["overflowed"], WINDOW["first"]
-FIRST = dict.fromkeys(("where", "module", "class", "text"), str)
-FIRST_NUMBERS: dict[str, Any] = {"micro_batch": int | None}
-FIRST_NUMBERS |= dict.fromkeys(("input", "output"), tuple[float, float] | None)
-FACTS: dict[str, Any] = {
-    **dict.fromkeys(("package", "device", "device_name", "precision"), str),
-    **dict.fromkeys(("python", "torch", "accelerate", "transformers"), str),
-    **{"rank": int, "ranks": int, "unix_time": float},
-}
-
-
-def _read_first(found: Mapping[str, Any]) -> dict[str, Any]:
-    """As the overflow finder wrote it, with every key."""
-    texts = {key: _text(found.get(key) or "") for key in FIRST}
-    return texts | dict.fromkeys(FIRST_NUMBERS) | _read(found, FIRST_NUMBERS)
-
-
-def _read_window(line: dict[str, Any], names: Names | None) -> Record:
-    if isinstance(line.get("norms"), str):  # base64, as earlier versions wrote them
-        del line["norms"]
-    values = _read(line, WINDOW)
-    if line.get("first") is not None:
-        values["first"] = _read_first(line["first"])
-    record = Record(index=values.pop("step"), names=names.names if names else (), **values)
-    count = len(record.names)
-    if names is None:
-        return record
-    if record.norms is not None and len(record.norms) != count:
-        raise ValueError(f"{len(record.norms)} norms of {count} names")
-    for index, *_ in (*record.nonfinite, *record.underflow):
-        if index >= count:
-            raise ValueError(f"parameter {index} of {count}")
+def _read_window(line: dict[str, Any], names: Names) -> Record:
+    values = {"grad_norm": None} | _read(line, WINDOW)
+    if "first" in values:  # with every key, as the overflow finder wrote it
+        values["first"] = {k: "" if t is str else None for k, t in FIRST.items()} | values["first"]
+    record = Record(index=values.pop("step"), names=names, **values)
+    if names and record.norms is not None and len(record.norms) != len(names):
+        raise ValueError(f"{len(record.norms)} norms of {len(names)} names")
     return record
 
 
 def _read_start(line: dict[str, Any]) -> Start:
-    version = _converted(line["format"], int)
-    if version > FORMAT:
-        return Start(version)  # its other keys are not known
-    facts = _read({key: value for key, value in line.items() if value is not None}, FACTS)
+    if (version := _converted(line["format"], int)) != FORMAT:
+        return Start(version)  # its other keys may mean something else
+    facts, changed = _read(line, FACTS), _converted(line.get("changed", []), tuple[str, ...])
     datetime.fromtimestamp(facts.get("unix_time", 0.0), timezone.utc)  # else it is no time
-    settings = {_text(key): _setting(each) for key, each in line.get("settings", {}).items()}
-    return Start(version, facts, settings, _converted(line.get("changed", []), tuple[str, ...]))
+    settings = {}  # numbers and none as they are, the texts of others
+    for key, value in line.get("settings", {}).items():
+        is_plain = value is None or (isinstance(value, (int, float)) and not abs(value) > 2**53)
+        settings[_text(key)] = value if is_plain else _text(value)
+    return Start(version, facts, settings, changed)
 
 
-def _setting(value: Any) -> Any:
-    """A plain value as it is, the text of anything else."""
-    is_number = isinstance(value, (int, float)) and not abs(value) > 2**53
-    return value if value is None or is_number else _text(value)
-
-
-def _read_kind(line: dict[str, Any], names: Names | None) -> Start | Names | Record | End | None:
-    match line["kind"]:
-        case "window":
-            return _read_window(line, names)
-        case "start":
-            return _read_start(line)
-        case "names":
-            found = Names(**_read(line, get_type_hints(Names)))
-            if len(found.names) != len(found.places):
-                raise ValueError(f"{len(found.names)} names and {len(found.places)} places")
-            return found
-        case "end":
-            return End(**_read(line, get_type_hints(End, include_extras=True)))
-    return None
-
-
-def decode(line: bytes, names: Names | None = None) -> Start | Names | Record | End | None:
+def decode(line: bytes, names: Names = ()) -> Start | Names | Record | End | None:
     """One line of a file; None: of a kind that this version does not know.
 
     Args:
-        names: the last names line, which windows refer to; None: that line was lost, so that
-            the parameters of ``norms``, ``nonfinite`` and ``underflow`` are not known.
+        names: those of the last names line; (): that line was lost.
 
     Raises:
-        CutLineError: the line is not JSON.
-        BrokenLineError: the line does not follow the format.
+        BrokenLineError: the line is not JSON, or does not follow the format.
     """
     try:
         value = json.loads(line.decode())
-    except RecursionError:
-        raise CutLineError("JSON nested too deeply") from None
-    except ValueError as error:  # also of bytes that are no text
-        raise CutLineError(f"text that is not JSON ({_text(str(error)[:80])})") from None
+    except (RecursionError, ValueError) as error:  # also of bytes that are no text
+        raise BrokenLineError(f"text that is not JSON ({_text(str(error)[:80])})") from None
     if not isinstance(value, dict) or not isinstance(value.get("kind"), str):
         raise BrokenLineError(f"a {type(value).__name__} without kind")
     try:
-        return _read_kind(value, names)
+        match value["kind"]:
+            case "window":
+                return _read_window(value, names)
+            case "start":
+                return _read_start(value)
+            case "names":
+                found: Names = _converted(value["names"], Names)
+                return found
+            case "end":
+                return End(**_read(value, END))
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-        raise BrokenLineError(
-            f"a {_text(value['kind'][:20])} line: {_text(str(error)[:120])}"
-        ) from None
+        what = _text(value["kind"][:20])
+        raise BrokenLineError(f"a {what} line: {_text(str(error)[:120])}") from None
+    return None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
 import platform
 import time
 import weakref
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -16,25 +16,15 @@ from torch.optim import Optimizer
 
 from ..config import ScalerConfig
 from ..optimizer_step import Observer, StepTiming
-from ..scaling import (
-    GradScaler,
-    Window,
-    count_nonfinite,
-    gradients_of,
-    parameters_of,
-)
+from ..scaling import GradNorm, GradScaler, ParameterNames, Window, parameters_of
 from ..version import __version__
-from .diagnosis import SMALLEST_SCALE
+from .findings import verdict
 from .gradient_range import Measured, measure, read_measured
 from .history import History
-from .name_table import NameTable
 from .record import Record, Start
-from .writer import Journal, OpenRecord
+from .writer import Journal, OpenRecord, path_of
 
 logger = logging.getLogger("accel_scaler")
-
-RANK = "{rank}"
-"""In a path: each rank writes its own file."""
 
 
 class Recorder(Observer):
@@ -47,23 +37,20 @@ class Recorder(Observer):
     """
 
     def __init__(
-        self,
-        scaler: GradScaler,
-        journal: Journal | None = None,
-        underflow_interval: int = 100,
+        self, scaler: GradScaler, journal: Journal | None = None, underflow_interval: int = 100
     ) -> None:
         self.scaler, self.journal = scaler, journal
         self.wants_norms = self.wants_each_norm = journal is not None
-        scaled = scaler.is_enabled()
-        settings = {"min_scale": scaler.rule.min_scale if scaled else None}
-        self.history = History(Start(1, {"precision": "fp16" if scaled else "no"}, settings))
+        self._is_scaled = scaler.is_enabled()
+        settings = {"min_scale": scaler.rule.min_scale if self._is_scaled else None}
+        precision = "fp16" if self._is_scaled else "no"
+        self.history = History(Start(facts={"precision": precision}, settings=settings))
         self.underflow_interval = underflow_interval
         self._table = NameTable(scaler.parameter_names)
         self._open: OpenRecord | None = None
         """The record of the last window, which another optimizer may join."""
-        self._measured: list[Measured] = []
-        """Measurements of window ``_measured_in``, to be read in a later one."""
-        self._measured_in = -1
+        self._measured: tuple[int, Measured] = (-1, [])
+        """A window's index and its measurements, to be read in a later one."""
         self._next_measured = 0
         self._has_warned = False
         self._reported_healed: tuple[str, ...] = ()
@@ -74,32 +61,29 @@ class Recorder(Observer):
     def before_update(self, optimizer: Optimizer, window: Window) -> None:
         """Read what the update overwrites; the check has just waited for the device."""
         window.grad_norms.fetch()
-        if self.wants_each_norm and not window.losses.is_there:
-            window.losses.send()  # it is read when its record is written
-        if self._measured_in != window.index:
-            self._read_range()
-        if self.wants_each_norm and not window.record(optimizer).found_inf:
-            self._measure_range(optimizer, window)
-
-    def _measure_range(self, optimizer: Optimizer, window: Window) -> None:
-        """Once every ``underflow_interval`` windows, in one that did not overflow."""
-        index = window.index
-        if index >= self._next_measured:
-            interval = self.underflow_interval
-            self._measured_in, self._next_measured = index, (index // interval + 1) * interval
-        if index != self._measured_in:
+        if not self.wants_each_norm:
             return
-        params = [p for p in parameters_of(optimizer) if p.grad is not None]
-        numbers = self._table.numbers_of(params, optimizer)
-        before = window.before
-        scale = before.scale if before is not None and self.scaler.is_enabled() else None
-        self._measured += measure(params, numbers, window, window.record(optimizer), scale)
+        if not window.losses.is_there:
+            window.losses.send()  # it is read when its record is written
+        index, interval = window.index, self.underflow_interval
+        if self._measured[0] != index:
+            self._read_range()
+        record, before = window.record(optimizer), window.before
+        if record.found_inf:
+            return
+        if index >= self._next_measured:
+            self._measured, self._next_measured = (index, []), (index // interval + 1) * interval
+        if index == self._measured[0]:
+            params = [p for p in parameters_of(optimizer) if p.grad is not None]
+            scale = before.scale if before is not None and self._is_scaled else None
+            self._measured[1].extend(measure(params, window, record, scale))
 
     def _read_range(self) -> None:
-        measured, self._measured = self._measured, []
+        (index, measured), self._measured = self._measured, (-1, [])
         # A window whose update failed has no record.
-        if measured and self._open is not None and self._open.record.index == self._measured_in:
-            self._open.record = replace(self._open.record, **read_measured(measured))
+        if measured and self._open is not None and self._open.record.index == index:
+            largest = read_measured(measured)
+            self._open.record = replace(self._open.record, largest_gradient=largest)
 
     def optimizer_stepped(
         self, optimizer: Optimizer, window: Window, timing: StepTiming | None
@@ -108,8 +92,7 @@ class Recorder(Observer):
         index, norms, losses = window.index, window.grad_norms, window.losses
         before_close = window.before
         assert before_close is not None
-        scaled = self.scaler.is_enabled()
-        found_inf = window.found_inf if scaled else not norms.are_finite
+        found_inf = window.found_inf if self._is_scaled else not norms.are_finite
         max_norm, coefficient = norms.clip
         overflowed = [name for each in window.states.values() for name in each.names]
         if self._open is not None and self._open.record.index != index:
@@ -119,65 +102,43 @@ class Recorder(Observer):
             index=index,
             scale=before_close.scale,
             next_scale=self.scaler.get_scale(),
-            skipped=found_inf and scaled,
+            skipped=found_inf and self._is_scaled,
             grad_norm=norms.total,
             max_norm=max_norm,
             clip_coefficient=None if found_inf else coefficient,
             overflowed=tuple(dict.fromkeys(overflowed)),
             found_inf=found_inf,
-            growth_tracker=self.scaler.read_state().growth_tracker if scaled else 0,
+            growth_tracker=self.scaler.read_state().growth_tracker if self._is_scaled else 0,
             lr=(before.lr if before else ()) + tuple(map(_lr, optimizer.param_groups)),
             time=round(time.perf_counter() - self._start, 6),
             healed=window.healed,
             loss=losses.total() if self.wants_each_norm and losses.is_there else None,
             first=None if window.origin is None else window.origin.as_json(),
-            **self._details(optimizer, window, found_inf, before),
+            loss_nonfinite=losses.bad() if self.wants_each_norm and found_inf else 0,
+            **(self._table.norms(norms, optimizer) if self.wants_each_norm else {}),
         )
         if self._open is None:
             late = window.losses if self.wants_each_norm and record.loss is None else None
             self._open = OpenRecord(record, late)
             if self.journal is not None:
                 self.journal.append(self._open)
-        self._open.record, self._open.names = record, self._table.names
+        self._open.record = record
         if timing is not None:
             self._open.timings.append(timing)
         self.history.add(record)
-        if record.next_scale < SMALLEST_SCALE and not self._has_warned:
+        if record.next_scale < 1 and not self._has_warned:
             self._has_warned = True
             names = ", ".join(record.overflowed) or "no single tensor"
             logger.warning(
-                "the loss scale fell below 1, so gradients overflow whatever it is. Last seen in: "
-                f"{names}. min_scale keeps it up, max_consecutive_skips ends such a run. "
-                "(Logged once.)"
+                "the loss scale fell below 1, so gradients overflow whatever it is, last seen in: "
+                f"{names}. max_consecutive_skips ends such a run. (Logged once.)"
             )
-
-    def _details(
-        self, optimizer: Optimizer, window: Window, found_inf: bool, before: Record | None
-    ) -> dict[str, Any]:
-        """Fields about single parameters; empty without a file."""
-        if not self.wants_each_norm:
-            return {}
-        offenders = {} if before is None else dict(before.nonfinite)
-        bad_losses = 0 if before is None else before.loss_nonfinite
-        if found_inf:
-            params = [p for p in parameters_of(optimizer) if p.grad is not None]
-            numbers = self._table.numbers_of(params, optimizer)
-            counts = count_nonfinite(gradients_of(params))
-            offenders |= {n: c for n, c in zip(numbers, counts, strict=True) if c}
-            bad_losses = window.losses.bad()
-        found = [(m.parameters, m.ids, m.each) for m in window.grad_norms]
-        return {
-            "nonfinite": tuple(offenders.items()),
-            "loss_nonfinite": bad_losses,
-            "norms": self._table.norms_by_number(found, optimizer),
-            "names": self._table.names.names,
-        }
 
     def _close_window(self) -> None:
         """Complete the record of the last window."""
         window, self._open = self._open, None
         if window is not None:
-            self.history.complete(window.complete())
+            self.history.add(window.complete())
 
     def run_ended(self, error: str) -> None:
         """Write all that is known: ``error`` ends the run."""
@@ -194,13 +155,49 @@ class Recorder(Observer):
             self.journal.flush()
         if self.history.healed != self._reported_healed:
             self._reported_healed = self.history.healed
-            logger.warning(self.history.verdict())
+            logger.warning(verdict(self.history.diagnosis()))
 
     def close(self) -> None:
         """Write the rest and close the file."""
         self.flush()
         if self.journal is not None:
             self._finish()
+
+
+class NameTable:
+    """Puts norms in the order of the model; remembers names. Holds parameters weakly."""
+
+    def __init__(self, parameter_names: ParameterNames) -> None:
+        self.parameter_names = parameter_names
+        self._ids: list[int] = []
+        self._version = -1
+
+    def _forget(self, _: object) -> None:
+        self._ids = []  # one of them may be that of another parameter now
+
+    def norms(self, found: Iterable[GradNorm], optimizer: Optimizer) -> dict[str, Any]:
+        """``names`` and ``norms`` of a record, where there are norms. Parameters of no known model
+        are named by the optimizer and come last.
+
+        Args:
+            found: of disjoint parameters; those on the host.
+        """
+        known = [(m, m.each) for m in found if m.each is not None]
+        if not known:
+            return {}
+        ids = known[0][0].ids if len(known) == 1 else None  # thousands take a while
+        params = [p for m, _ in known for p in m.parameters]
+        ids = list(map(id, params)) if ids is None else ids
+        if ids != self._ids or self._version != self.parameter_names.version:
+            place = {key: number for number, key in enumerate(self.parameter_names.by_id())}
+            called = self.parameter_names.of(params, optimizer)
+            names = dict(zip(dict.fromkeys(ids), called, strict=True))
+            self._order = sorted(range(len(ids)), key=lambda i: place.get(ids[i], len(place)))
+            self._names = tuple(names[ids[i]] for i in self._order)
+            self._refs = [weakref.ref(p, self._forget) for p in params]
+            self._ids, self._version = ids, self.parameter_names.version
+        norms = [norm for _, each in known for norm in each.tolist()]
+        return {"names": self._names, "norms": tuple([norms[i] for i in self._order])}
 
 
 def _lr(group: dict[str, Any]) -> float | None:
@@ -210,16 +207,8 @@ def _lr(group: dict[str, Any]) -> float | None:
     return None if rate is None else float(rate)
 
 
-def path_of(config: ScalerConfig, rank: int) -> str | None:
-    """The telemetry file that this rank writes; None: it writes none."""
-    path = None if config.telemetry is None else os.fspath(config.telemetry)
-    if path is None or (rank != 0 and RANK not in path):
-        return None
-    return path.replace(RANK, str(rank))
-
-
 def make_recorder(scaler: GradScaler, config: ScalerConfig, facts: dict[str, Any]) -> Recorder:
-    """The recorder for ``config``; only rank 0 writes, unless the path has ``{rank}``.
+    """The recorder for ``config``.
 
     Args:
         facts: for the ``start`` line; ``rank`` and ``ranks`` among them.

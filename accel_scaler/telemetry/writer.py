@@ -5,21 +5,17 @@ from __future__ import annotations
 import io
 import logging
 import os
-import stat
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
-from ..optimizer_step import StepTiming
-from ..scaling import Losses
 from .record import (
+    FIRST_BYTES,
     FORMAT,
     BrokenLineError,
-    CutLineError,
-    Names,
     Record,
     Start,
     decode,
@@ -27,10 +23,12 @@ from .record import (
     encode_window,
 )
 
-logger = logging.getLogger("accel_scaler")
+if TYPE_CHECKING:  # they need torch, which a look at a path does not
+    from ..config import ScalerConfig
+    from ..optimizer_step import StepTiming
+    from ..scaling import Losses
 
-MAX_START = 1 << 16
-"""Bytes of the first line of a telemetry file."""
+logger = logging.getLogger("accel_scaler")
 
 MAX_WAIT_S = 0.5
 """What a killed run may lose of its end. Windows written one by one take several times as long:
@@ -47,7 +45,6 @@ class OpenRecord:
     record: Record
     late_losses: Losses | None = None
     """Losses on their way to the host, still to be read."""
-    names: Names = field(default_factory=Names)
     timings: list[StepTiming] = field(default_factory=list)
 
     @property
@@ -63,36 +60,27 @@ class OpenRecord:
         if timings:
             busy = sum(t.busy for t in timings)
             waited = sum(t.busy if t.inline else sum(wait[1] for wait in t.waits) for t in timings)
+            errors = [t.preview_error for t in timings if t.preview_error is not None]
             self.record = replace(
                 self.record,
                 optimizer_us=round(busy * 1e6),
                 waited_us=round(min(waited, busy) * 1e6),
-                preview_error=_preview_error(timings),
+                preview_error=max(errors, default=None),
             )
         if self.is_complete:
             self.timings = []  # they may hold parameters
         return self.record
 
 
-def _preview_error(timings: Sequence[StepTiming]) -> float | None:
-    """The largest of the optimizers'."""
-    return max((t.preview_error for t in timings if t.preview_error is not None), default=None)
-
-
 class Journal:
     """A telemetry file that is open for appending. Never ends a training run.
 
-    The file is opened and its ``start`` line written here, so that a path that cannot be written
-    is refused before training. Afterwards a failing write (a full disk) is a warning, once; later
-    windows are tried again. Windows are written in order, the last one when the next is appended:
-    some together, overflows at once.
+    A failing write (a full disk) is a warning, and the last. Windows are written in order, the last
+    one when the next is appended: some together, overflows at once.
 
     Args:
         path: the file; directories above it are made.
         facts: the contents of the ``start`` line, besides the time and the format.
-
-    Raises:
-        ConfigError: as :func:`refuse_unwritable`, or a directory or the file cannot be written.
     """
 
     def __init__(self, path: str, facts: Mapping[str, Any]) -> None:
@@ -101,17 +89,19 @@ class Journal:
         """``perf_counter`` at the start line: the zero of all times in the file."""
         self.error: str | None = None
         """What ended the run."""
-        self._names = Names()
+        self._names: tuple[str, ...] = ()
         self._waiting: deque[OpenRecord] = deque()
         self._written_s = 0.0
-        self._has_warned = False
         self._pid = os.getpid()
         refuse_unwritable(path)
+        start = encode_line("start", format=FORMAT, unix_time=time.time(), **facts)
         try:
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-            self._is_torn = _is_torn(path)
-            self._file = io.FileIO(path, "a")
-            self._put(encode_line("start", format=FORMAT, unix_time=time.time(), **facts))
+            self._file = io.FileIO(path, "a+")
+            if self._file.tell():
+                self._file.seek(-1, os.SEEK_END)
+                start = start if self._file.read(1) == b"\n" else f"\n{start}"  # it was cut off
+            self._put(start)
         except OSError as error:
             raise _refusal(path, str(error)) from error
 
@@ -140,37 +130,39 @@ class Journal:
     def _write(self) -> None:
         """Write the first window, and before it the names of its parameters if they are new."""
         self._written_s = time.perf_counter()
-        window = self._waiting.popleft()
-        record = window.complete()
+        record = self._waiting.popleft().complete()
         lines = [encode_window(record)]
-        if record.names and record.names != self._names.names:
-            lines.insert(0, encode_line("names", **asdict(window.names)))
-        if self._try_to_put(*lines) and record.names:
-            self._names = window.names
+        if record.names and record.names != self._names:
+            self._names = record.names
+            lines.insert(0, encode_line("names", names=record.names))
+        self._try_to_put(*lines)
 
     def _put(self, *lines: str) -> None:
-        """Append whole lines; after an ``OSError`` the next line begins afresh."""
+        data = memoryview("\n".join((*lines, "")).encode())
+        while data:
+            data = data[os.write(self._file.fileno(), data) :]
+
+    def _try_to_put(self, *lines: str) -> None:
+        """Append whole lines, or warn that it is not possible, and close the file."""
         if self._file.closed or self._pid != os.getpid():  # a copy in a forked process
             return
-        data = memoryview("\n".join((*[""] * self._is_torn, *lines, "")).encode())
-        while data:
-            done = os.write(self._file.fileno(), data)
-            self._is_torn = data[done - 1] != ord("\n")
-            data = data[done:]
-
-    def _try_to_put(self, *lines: str) -> bool:
-        """Append, or warn, once, that it is not possible."""
         try:
             self._put(*lines)
         except OSError as error:
-            if not self._has_warned:
-                logger.warning(
-                    f"telemetry={self.path!r} cannot be written: {error.strerror}. Training goes "
-                    "on; later windows are tried again. (Logged once.)"
-                )
-            self._has_warned = True
-            return False
-        return True
+            self._file.close()
+            logger.warning(
+                f"telemetry={self.path!r} cannot be written any more: {error.strerror}. Training "
+                "goes on without it."
+            )
+
+
+def path_of(config: ScalerConfig, rank: int) -> str | None:
+    """The telemetry file that this rank writes; None: it writes none. Only rank 0 does, but each
+    rank its own where the path has ``{rank}``."""
+    path = None if config.telemetry is None else os.fspath(config.telemetry)
+    if path is None or (rank != 0 and "{rank}" not in path):
+        return None
+    return path.replace("{rank}", str(rank))
 
 
 def refuse_unwritable(path: str) -> None:
@@ -178,50 +170,30 @@ def refuse_unwritable(path: str) -> None:
 
     Raises:
         ConfigError: the path cannot be written, is no regular file, or is a file of another kind
-            or a newer format.
+            or another format.
     """
     path = os.path.expanduser(path)
     try:
         if not os.path.exists(path):
-            if not os.path.basename(path):
-                raise _refusal(path, "that is the name of a folder")
             return
-        mode = os.stat(path).st_mode
-        if stat.S_ISDIR(mode):
-            raise _refusal(path, "it is a folder")
-        if not stat.S_ISREG(mode) and not stat.S_ISCHR(mode):
-            # Writing to a pipe would wait for its reader; a terminal or the null device does not.
-            raise _refusal(path, "it is no regular file")
-        io.FileIO(path, "a").close()
-        if stat.S_ISREG(mode):
-            with open(path, "rb") as file:
-                _refuse_other_content(path, file.readline(MAX_START))
+        if not os.path.isfile(path):  # writing to a pipe would wait for its reader
+            is_folder = os.path.isdir(path)
+            raise _refusal(path, "it is a folder" if is_folder else "it is no regular file")
+        with io.FileIO(path, "a+") as file:
+            file.seek(0)
+            first = file.read(1 << 16).partition(b"\n")[0]
     except OSError as error:
         raise _refusal(path, error.strerror or str(error)) from None
-
-
-def _refuse_other_content(path: str, first: bytes) -> None:
-    """Raise ``ConfigError`` if a file that begins with this line holds no telemetry."""
-    start = None
     try:
         start = decode(first)
-    except BrokenLineError as error:
-        is_cut = isinstance(error, CutLineError) and first.startswith(b'{"kind"')
-        if is_cut or not first:  # its writer was killed at once
+    except BrokenLineError:
+        if FIRST_BYTES.startswith(first[: len(FIRST_BYTES)]):  # its writer was killed at once
             return
+        start = None
     if not isinstance(start, Start):
         raise _refusal(path, "it exists and is not a telemetry file, so nothing was appended")
-    if start.format > FORMAT:
+    if start.format != FORMAT:
         raise _refusal(path, f"it is of format {start.format}; this version writes {FORMAT}")
-
-
-def _is_torn(path: str) -> bool:
-    """Whether the last line of the file has no end; False where there is no regular file."""
-    if not os.path.isfile(path) or not os.path.getsize(path):
-        return False
-    with open(path, "rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) != b"\n"
 
 
 def _refusal(path: str, reason: str) -> ConfigError:

@@ -35,7 +35,7 @@ def start(**changes: Any) -> Line:
     }
     line = {
         "kind": "start",
-        "format": 1,
+        "format": 2,
         "package": "0.1.0",
         "unix_time": 1.7e9,
         "rank": 0,
@@ -50,8 +50,8 @@ def start(**changes: Any) -> Line:
 
 
 def names(of: Sequence[str] = NAMES) -> Line:
-    """A names line, places in the order given."""
-    return {"kind": "names", "names": list(of), "places": list(range(len(of)))}
+    """A names line."""
+    return {"kind": "names", "names": list(of)}
 
 
 def window(step: int, scale: float = 65536.0, skipped: bool = False, **changes: Any) -> Line:
@@ -73,15 +73,9 @@ def window(step: int, scale: float = 65536.0, skipped: bool = False, **changes: 
     return line | changes
 
 
-def end(windows: int = 0, skips: int = 0, error: str | None = None) -> Line:
+def end(windows: int = 0, error: str | None = None) -> Line:
     """An end line."""
-    return {
-        "kind": "end",
-        "time": 0.1 * windows,
-        "windows": windows,
-        "skips": skips,
-        "error": error,
-    }
+    return {"kind": "end", "time": 0.1 * windows, "error": error}
 
 
 def norms(values: Iterable[float]) -> list[float | str]:
@@ -116,11 +110,10 @@ def story(
     """
     rng = random.Random(seed)
     lines = [start(settings={"growth_interval": growth_interval}), names()]
-    scale, tracker, skips = first_scale, 0, 0
+    scale, tracker = first_scale, 0
     last = NAMES.index(culprit)
     for step in range(count):
         bad = skipped(step, scale)
-        skips += bad
         tracker = 0 if bad else tracker + 1
         grows = tracker == growth_interval
         after = scale / 2 if bad else scale * 2 if grows else scale
@@ -135,9 +128,9 @@ def story(
                 math.inf if bad and i <= last else value for i, value in enumerate(each)
             )
         if bad:
-            line["nonfinite"] = [[i, 1 + i * 7] for i in range(last + 1)]
+            line["overflowed"] = [culprit, *NAMES[: min(last, 4)]]
         if with_times:
             line |= {"optimizer_us": 30_000, "waited_us": 2_000}
         lines.append(line)
         scale = after
-    return [*lines, end(count, skips)]
+    return [*lines, end(count)]

@@ -50,7 +50,7 @@ def kinds_of(path: Path | str) -> list[str]:
 
 
 def windows_of(path: Path | str) -> list[Line]:
-    """The window lines, with what they count under its name: ``norms``, ``nonfinite``, ..."""
+    """The window lines, with ``norms`` under the names of parameters."""
     names: list[str] = []
     found = []
     for line in lines_of(path):
@@ -58,13 +58,10 @@ def windows_of(path: Path | str) -> list[Line]:
             names = []
         if line["kind"] == "names":
             names = line["names"]
-            assert len(names) == len(line["places"])
         if line["kind"] != "window":
             continue
         if "norms" in line:
             line["norms"] = dict(zip(names, map(float, line["norms"]), strict=True))
-        for key in ("nonfinite", "underflow"):
-            line[key] = {names[i]: rest for i, *rest in line.get(key, [])}
         found.append(line)
     return found
 
@@ -144,8 +141,7 @@ class Beside:
         """Call before the clip: the gradients are scaled, and accumulated."""
         scale = self.scale
         grads = {n: p.grad.float() / scale for n, p in self.named if p.grad is not None}
-        bad = {n: [int((~torch.isfinite(g)).sum())] for n, g in grads.items()}
-        bad = {n: count for n, count in bad.items() if count[0]}
+        bad = [n for n, g in grads.items() if not torch.isfinite(g).all()]
         tracker, found = self._tracker, torch.full((1,), float(bool(bad)))
         torch._amp_update_scale_(self._scale, tracker, found, *self._rule)
         line: Line = {
@@ -154,7 +150,6 @@ class Beside:
             "growth_tracker": int(tracker),
             "found_inf": bool(bad),
             "skipped": bool(bad),
-            "nonfinite": bad,
             "lr": list(rates),
         }
         if not bad:

@@ -50,9 +50,15 @@ def test_it_is_the_mean_of_what_the_loop_computes(
         assert recorded(path) == means
 
 
+@pytest.mark.parametrize("late", [False, True])
 @ALL_MODES
-def test_every_mode_has_it_in_memory_and_in_the_file(tmp_path: Path, mode: dict[str, Any]) -> None:
-    path, losses = tmp_path / "run.jsonl", []
+def test_every_mode_has_it_in_memory_and_in_the_file(
+    tmp_path: Path, mode: dict[str, Any], late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device nobody waits for it before the update: it is there with the next window."""
+    if late:
+        monkeypatch.setattr(Losses, "is_there", False)
+    path, losses, kept = tmp_path / "run.jsonl", [], []
     with attached(path, **mode) as accelerator:
         plain = mlp()
         model, optimizer = accelerator.prepare(plain, sgd(plain.parameters()))
@@ -62,31 +68,11 @@ def test_every_mode_has_it_in_memory_and_in_the_file(tmp_path: Path, mode: dict[
             losses.append(loss.item())
             optimizer.step()
             optimizer.zero_grad()
-        kept = [record.loss for record in accelerator.scaler_history.records]
-    assert kept == losses
+            kept.append([record.loss for record in accelerator.scaler_history.records])
+    known = [[*losses[:n], None if late else losses[n]] for n in range(6)]
+    assert kept == known
     assert losses[2] == INF
     assert [float(loss) for loss in recorded(path)] == losses
-
-
-@ALL_MODES
-def test_one_that_comes_late_is_in_memory_with_the_next_window(
-    tmp_path: Path, mode: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a device, where nobody waits for it before the update."""
-    monkeypatch.setattr(Losses, "is_there", False)
-    path, losses, kept = tmp_path / "run.jsonl", [], []
-    with attached(path, **mode) as accelerator:
-        plain = mlp()
-        model, optimizer = accelerator.prepare(plain, sgd(plain.parameters()))
-        for number in range(6):
-            loss = loss_of(model, number)
-            accelerator.backward(loss)
-            losses.append(loss.item())
-            optimizer.step()
-            optimizer.zero_grad()
-            kept.append([record.loss for record in accelerator.scaler_history.records])
-    assert kept == [[*losses[:number], None] for number in range(6)]
-    assert recorded(path) == losses
 
 
 def test_a_window_that_is_run_again_has_its_loss_once(tmp_path: Path) -> None:

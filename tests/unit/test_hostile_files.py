@@ -77,12 +77,12 @@ def run_with(texts: list[str], path: Path) -> Path:
     }
     first |= {"input": [-1.0, "inf"], "output": None, "micro_batch": 1}
     bad: dict[str, Any] = {
-        "nonfinite": [[i, 1 + i] for i in range(len(texts))],
+        "overflowed": texts,
         "loss_nonfinite": 1,
     }
-    bad |= {"norms": t.norms([1.0] * len(texts)), "underflow": [[0, 0.5, 0.25]]}
+    bad |= {"norms": t.norms([1.0] * len(texts)), "underflow": [[0, 0.5]]}
     bad |= {"optimizer_us": 10, "waited_us": 5, "hidden_us": 5, texts[3]: texts[4]}
-    bad |= {"healed": texts, "largest_gradient": 1e308, "zero_share": 1e300}
+    bad |= {"healed": texts, "largest_gradient": 1e308}
     bad |= {"spans": [["wait", 1000 + 10 * i, 5, text] for i, text in enumerate(texts)]}
     lines: list[Any] = [
         t.start(
@@ -95,7 +95,7 @@ def run_with(texts: list[str], path: Path) -> Path:
         {"kind": texts[6], texts[7]: texts[8]},
         *(t.window(s, skipped=True, first=first, **bad) for s in range(9)),
         *(t.window(s, delay_compensation=texts) for s in range(9, 12)),
-        t.end(12, 9, " ".join(texts)),
+        t.end(12, " ".join(texts)),
     ]  # fmt: skip
     return t.write(path, [json.dumps(line) for line in lines])
 

@@ -81,7 +81,7 @@ def test_rank_0_writes_and_with_its_place_in_the_path_each_rank(mode: str, tmp_p
         assert [line["skipped"] for line in found] == SKIPPED
         assert [line["scale"] for line in found] == [1024.0] * 3 + [512.0] * 2
         # DDP has summed the gradients: rank 0 sees what they are.
-        assert [bool(line["nonfinite"]) for line in found] == SKIPPED
+        assert [bool(line.get("overflowed")) for line in found] == SKIPPED
         # Only the rank whose loss was bad says so.
         bad = [line.get("loss_nonfinite", 0) for line in found]
         assert bad == [int(skipped and rank == 1) for skipped in SKIPPED]
@@ -108,8 +108,7 @@ def test_of_a_sharded_gradient_each_rank_measures_its_own_part(clips: bool, tmp_
             scaler.scale(model(x).square().mean()).backward()
             held: list[Any] = [p.grad.to_local() for p in model.parameters() if p.grad is not None]
             largest = max(float(g.abs().max()) for g in held if g.numel())
-            zeros = sum(int((g == 0).sum()) for g in held)
-            expected.append((largest, round(zeros / sum(g.numel() for g in held), 6)))
+            expected.append(largest)
             if clips:
                 boundary.clipping.clip_norm(list(model.parameters()), 0.01)
             boundary.step(optimizer)
@@ -121,10 +120,7 @@ def test_of_a_sharded_gradient_each_rank_measures_its_own_part(clips: bool, tmp_
     seen = []
     for rank in range(RANKS):
         found = windows_of(tmp_path / f"run_{rank}.jsonl")
-        for line, (largest, zeros) in zip(
-            found, torch.load(tmp_path / f"expected_{rank}.pt"), strict=True
-        ):
+        for line, largest in zip(found, torch.load(tmp_path / f"expected_{rank}.pt"), strict=True):
             assert line["largest_gradient"] == pytest.approx(largest, rel=1e-6)
-            assert line["zero_share"] == zeros
         seen.append([line["largest_gradient"] for line in found])
     assert seen[0] != seen[1]

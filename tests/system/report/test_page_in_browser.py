@@ -200,10 +200,10 @@ def test_a_hostile_file_runs_nothing(see: Any) -> None:
     image = "<img src=x onerror='window.hit = 1'>"
     names = [evil, image, "a\u2028b", "url(http://127.0.0.1:1/x)"]
     first = {"where": "forward", "module": evil, "class": image, "text": evil}
-    bad = {"nonfinite": [[0, 1]], "first": first, "norms": t.norms([1.0] * 4)}
+    bad = {"overflowed": [evil], "first": first, "norms": t.norms([1.0] * 4)}
     lines = [t.start(device=evil, settings={evil: image}), t.names(names)]
     lines += [t.window(s, skipped=True, **bad) for s in range(3)]
-    seen = see([*lines, t.end(3, 3, image)])
+    seen = see([*lines, t.end(3, image)])
     seen.page.click("#numbers summary")
     seen.page.wait_for_selector("#numbers tr")
     seen.point_at("heatmap", 0.5, 0.1)

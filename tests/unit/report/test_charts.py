@@ -23,7 +23,7 @@ from accel_scaler.report.heatmap import HeatMap, heatmap, shorten
 from accel_scaler.report.page_data import page_data
 from accel_scaler.report.reader import read_run
 from accel_scaler.report.run import Run
-from accel_scaler.report.samples import MAX_BINS, Bins, Mean
+from accel_scaler.report.samples import MAX_BINS, Bins
 from accel_scaler.telemetry import Record
 
 NAMES = ["loss", "scale", "norm", "lr", "time", "largest"]
@@ -110,16 +110,6 @@ def test_the_time_of_a_step_is_what_the_clock_says(tmp_path: Path) -> None:
     assert run.windows_per_second == pytest.approx(10.0)
 
 
-def test_the_scale_is_that_of_each_window_and_every_skip_is_marked(tmp_path: Path) -> None:
-    lines = t.story(300, lambda s, scale: scale > 16384, growth_interval=100)
-    found = chart("scale", read(tmp_path, lines))
-    given = [w for w in lines if w["kind"] == "window"]
-    (line,), (marks,) = found.lines, found.marks
-    assert (line.y, line.holds) == ([w["scale"] for w in given], True)
-    skipped = [w for w in given if w["skipped"]]
-    assert (marks.bins, marks.y) == ([w["step"] for w in skipped], [w["scale"] for w in skipped])
-
-
 def test_numbers_of_gradients_have_their_limits(tmp_path: Path) -> None:
     norms: list[Any] = [1.0, 2.0, "inf", 0.5, "nan", 4.0]
     largest: list[Any] = [1000.0, None, 1100.0, None, None, None]
@@ -170,24 +160,6 @@ def test_the_page_gets_these_numbers_and_nothing_that_json_lacks(tmp_path: Path)
 
 
 # Bins.
-
-
-def test_a_mean_is_of_finite_numbers_and_the_last_is_of_all() -> None:
-    mean = Mean()
-    assert (mean.middle, mean.last) == (None, None)
-    for value in (-1.0, None, 4.0, math.nan, 0.0, math.inf, None):
-        mean.include(value)
-    assert (mean.low, mean.high, mean.middle, mean.bad) == (-1.0, 4.0, 1.0, 2)
-    assert mean.last == math.inf
-    later = Mean()
-    mean.merge(later)
-    assert mean.last == math.inf
-    later.include(9.0)
-    mean.merge(later)
-    assert (mean.high, mean.middle, mean.last) == (9.0, 3.0, 9.0)
-    mean.include(1e308)
-    mean.include(1e308)
-    assert mean.middle is None
 
 
 @pytest.mark.parametrize("count", [1, 2, MAX_BINS, MAX_BINS + 1, 5000])

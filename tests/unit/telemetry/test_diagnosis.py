@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from accel_scaler.report.findings import find
 from accel_scaler.report.reader import read_run
 from accel_scaler.scaling.update_rule import Rule, ScaleState
 from accel_scaler.telemetry import Diagnosis, End, History, Record, Start, headroom, verdict
 from accel_scaler.telemetry.diagnosis import STUCK, Kind
 from accel_scaler.telemetry.findings import streak
-from accel_scaler.telemetry.record import encode_line, encode_window
+from accel_scaler.telemetry.record import FORMAT, encode_line, encode_window
 
 INF, NAN = math.inf, math.nan
 
@@ -31,11 +27,9 @@ class Course:
     windows: int = 100
     overflows: Callable[[int, float], bool] = lambda i, scale: False
     loss: Callable[[int], float | None] = lambda i: 4.0 - 3.0 * i / 100
-    lr: Callable[[int], tuple[float | None, ...]] = lambda i: (1e-3,)
     growth_interval: int = 2000
     init_scale: float = 65536.0
     growth_tracker: int = 0
-    hysteresis: int = 1
     min_scale: float | None = None
     scaled: bool = True
     knows_norms: bool = True
@@ -44,7 +38,7 @@ class Course:
     overflowed: tuple[str, ...] = ()
 
     def records(self) -> list[Record]:
-        rule = Rule(2.0, 0.5, self.growth_interval, self.min_scale, hysteresis=self.hysteresis)
+        rule = Rule(2.0, 0.5, self.growth_interval, self.min_scale)
         state = ScaleState(self.init_scale if self.scaled else 1.0, self.growth_tracker)
         found = []
         for i in range(self.windows):
@@ -61,7 +55,7 @@ class Course:
                 grad_norm=norm if self.knows_norms else None,
                 found_inf=found_inf,
                 growth_tracker=state.growth_tracker,
-                lr=self.lr(i),
+                lr=(1e-3, 1e-4),
                 loss=loss,
                 loss_nonfinite=int(is_bad_loss),
                 first=self.first if found_inf else None,
@@ -73,11 +67,11 @@ class Course:
     @property
     def start(self) -> Start:
         precision = "fp16" if self.scaled else "bf16"
-        return Start(1, {"precision": precision}, {"min_scale": self.min_scale})
+        return Start(FORMAT, {"precision": precision}, {"min_scale": self.min_scale})
 
     def lines(self, records: list[Record]) -> list[str]:
         begun = {**self.start.facts, "settings": self.start.settings}
-        return [encode_line("start", format=1, **begun), *map(encode_window, records)]
+        return [encode_line("start", format=FORMAT, **begun), *map(encode_window, records)]
 
 
 def live(course: Course, records: list[Record]) -> History:
@@ -101,7 +95,7 @@ def known(of: Diagnosis) -> str:
     """All of it, but for how the file ends."""
     names = [name for name in vars(Diagnosis()) if not name.startswith("_") and name != "sessions"]
     public = {name: getattr(of, name) for name in names}
-    return repr((public, of.worst_fall(), of.rise(), of.kind, verdict(of)))
+    return repr((public, of.kind, verdict(of)))
 
 
 def unknown(i: int) -> None:
@@ -125,7 +119,7 @@ CASES: dict[str, Case] = {
     "normal": case("trained"),
     "every second batch NaN": case("partly", (50, 0, 0, 0), loss=lambda i: 4.0 if i % 2 else NAN),
     "every second batch NaN, no loss on record": case(
-        "partly", (0, 3, 0, 47), overflows=lambda i, _: i % 2 == 0, loss=unknown
+        "partly", (0, 16, 0, 34), overflows=lambda i, _: i % 2 == 0, loss=unknown
     ),
     "from window 100, after three overflows": case(
         "partly",
@@ -155,20 +149,12 @@ CASES: dict[str, Case] = {
     "all skipped": case("untrained", (0, 16, 0, 84), overflows=above(0), loss=unknown),
     "all skipped for a loss of NaN": case("untrained", (100, 0, 0, 0), loss=lambda _: NAN),
     "all skipped at the floor": case(
-        "untrained", (0, 22, 0, 78), overflows=above(0), min_scale=16384.0, loss=unknown
+        "untrained", (0, 2, 0, 98), overflows=above(0), min_scale=16384.0, loss=unknown
     ),
     "resumed, one overflow": case(
         "trained", (0, 0, 0, 1), overflows=lambda i, _: i == 3, growth_tracker=700
     ),
     "stuck": case("stuck", (0, 0, 0, 40), overflows=lambda i, _: i >= 60),
-    "learning rate 0": case("untrained", lr=lambda _: (0.0, 0.0)),
-    "warm-up from 0": case("trained", lr=lambda i: (1e-5 * i,)),
-    "an optimizer without a rate": case("trained", lr=lambda _: ()),
-    "4 to 20,000": case("diverged", loss=lambda i: 4 * 5000 ** (i / 99)),
-    "4 to 20,000 in 6 windows": case("diverged", windows=6, loss=lambda i: 4 * 5000 ** (i / 5)),
-    "one outlier at the end": case("trained", loss=lambda i: 1e6 if i == 99 else 4.0),
-    "two windows": case("trained", windows=2, loss=lambda i: (0.2, 3.0)[i]),
-    "a loss of any sign": case("trained", loss=lambda i: 100.0 * math.sin(i * i)),
     "NaN, skipped": case("stuck", (10, 0, 0, 0), loss=lambda i: 4.0 if i < 90 else NAN),
     "NaN, stepped": case("diverged", loss=lambda i: 4.0 if i < 90 else NAN, scaled=False),
     "the norm becomes NaN": case(
@@ -197,7 +183,7 @@ def test_the_history_and_the_file_find_the_same_and_the_right(name: str, tmp_pat
     assert known(found) == known(run)
     assert found.windows == course.windows
     text = verdict(run, is_file=True)
-    assert text == history.verdict()
+    assert text == verdict(history.diagnosis())
     starts = {"trained": "Trained", "partly": "Trained in part", "diverged": "Diverged"}
     starts |= {"stuck": "Did not train past", "untrained": "Nothing was trained"}
     assert text.startswith(starts[kind]), text
@@ -217,8 +203,6 @@ def test_a_run_that_goes_on_has_a_search_a_loss_and_a_streak_of_its_own(tmp_path
     cases: list[tuple[Course, Kind, Counts]] = [
         (fresh, "trained", (0, 5, 0, 0)),
         (resumed, "trained", (0, 3, 0, 1)),
-        (replace(resumed, loss=lambda i: 3.0 if i < 50 else 90.0), "diverged", (0, 3, 0, 1)),
-        (replace(fresh, lr=lambda _: (0.0,)), "trained", (0, 5, 0, 0)),  # the first one has moved
         (replace(fresh, overflows=lambda i, _: i >= 30), "stuck", (0, 3, 0, 70)),
     ]
     for second, kind, expected in cases:
@@ -236,13 +220,6 @@ def test_after_a_heal_the_scale_is_searched_for_again() -> None:
     records[1] = replace(records[1], next_scale=65536.0, healed=("a",), growth_tracker=9)
     found = live(Course(), records).diagnosis()
     assert counts(found) == (0, 4, 0, 0)
-
-
-def test_the_deepest_fall_is_kept() -> None:
-    bad = {40 * n + k for n in range(1, 30) for k in range(5 if n == 7 else 3)}
-    fall = diagnosed(Course(1240, lambda i, _: i in bad, growth_interval=30)).worst_fall()
-    assert fall is not None
-    assert (fall.skips, fall.first_x, fall.halvings) == (5, 280, 5.0)
 
 
 def seen(where: str, module: str = "", cls: str = "", given: Any = (0.0, 1.0)) -> dict[str, Any]:
@@ -275,134 +252,74 @@ def test_headroom_is_counted_in_doublings() -> None:
 # The verdict: never more than is known.
 
 STREAK = Course(40 + STUCK, lambda i, _: i >= 40, loss=unknown)
-FLOAT32 = "Keep it in float32: fp32_modules"
 CAUSES = [
-    (seen("forward", "a.wo", "Linear"), "in the forward of a.wo (Linear)", f"{FLOAT32}: ['a.wo']"),
-    (seen("forward", "", "Net"), "in the forward of the model itself", "Compute it in float32"),
-    (seen("backward", "a", "Linear"), "in the backward of a (Linear)", f"{FLOAT32}: ['a']"),
-    (seen("parameter", "n", "Norm"), "gradient of n (Norm)", f"{FLOAT32}: ['n']"),
-    (seen("loss"), "in the loss, outside of the model", "Compute it in float32"),
-    (seen("forward", "a", "Net", ("nan", "nan")), "input of a (Net)", "Look at the data"),
-    (None, "overflowed", "find_overflow='replay'"),
+    (seen("forward", "a.wo", "Linear"), "fp32_modules: ['a.wo']"),
+    (seen("forward"), "in float32,"),
+    (seen("backward", "a", "Linear"), "fp32_modules: ['a']"),
+    (seen("loss"), "in float32,"),
+    (seen("forward", "a", "Net", ("nan", "nan")), "data"),
+    (None, "find_overflow='replay'"),
 ]
 
 
-@pytest.mark.parametrize(("first", "what", "remedy"), CAUSES)
-def test_a_run_that_is_stuck_names_module_and_remedy(
-    first: dict[str, Any] | None, what: str, remedy: str
+@pytest.mark.parametrize(("first", "remedy"), CAUSES)
+def test_a_run_that_is_stuck_names_where_it_began_and_the_remedy(
+    first: dict[str, Any] | None, remedy: str
 ) -> None:
     of = diagnosed(replace(STREAK, first=first))
     finding = streak(of)
     assert finding is not None
-    assert f"The last {STUCK} windows " in finding.title
-    assert what in finding.title
+    assert str(STUCK) in finding.title
     assert remedy in finding.text
+    assert ("it began" in finding.text) == (first is not None)
     assert verdict(of).startswith("Did not train past step 39: ")
     assert f"{finding.title} {finding.text}" in verdict(of)
 
 
 def test_without_a_report_of_the_finder_the_names_of_tensors_are_used() -> None:
     named = verdict(diagnosed(replace(STREAK, overflowed=("a.wo.weight", "b"))))
-    assert "overflowed, first in a.wo.weight. Keep its module in float32" in named
-    assert "first in" not in verdict(diagnosed(replace(STREAK, overflowed=("weight",))))
-    loss = verdict(diagnosed(replace(STREAK, loss=lambda i: NAN if i >= 40 else 1.0)))
-    assert "had a loss of inf or NaN. A smaller scale does not help" in loss
+    assert "in: a.wo.weight, b. " in named
+    assert "find_overflow='replay'" in named
 
 
 def test_a_streak_at_the_end_counts_once_it_is_long_or_has_ended_the_run() -> None:
     short = replace(STREAK, windows=40 + STUCK - 1)
     assert verdict(diagnosed(short)).startswith("Trained in part")
-    few = replace(STREAK, windows=43)
-    ended = verdict(diagnosed(few, "OverflowStreakError: 3 in a row."), is_file=True)
-    assert ended.startswith("Did not train past step 39: 43 windows, 3 skipped")
-    assert ended.endswith("with an error after step 42: OverflowStreakError: 3 in a row.")
+    few = replace(STREAK, windows=42)
+    ended = verdict(diagnosed(few, "OverflowStreakError: 2 in a row."), is_file=True)
+    assert ended.startswith("Did not train past step 39: 42 windows, 2 skipped")
+    assert ended.endswith("step 41: OverflowStreakError: 2 in a row.")
     assert verdict(diagnosed(few, "StepError: it broke"), is_file=True).startswith("Trained:")
 
 
 def test_a_search_that_is_not_over_is_no_fault_of_a_module() -> None:
-    begun = Course(5, above(0), loss=unknown)
-    text = verdict(diagnosed(begun))
+    text = verdict(diagnosed(Course(5, above(0), loss=unknown, first=seen("backward", "a", "B"))))
     assert text.startswith("Nothing was trained: 5 windows")
     assert "init_scale (2048)" in text
-    assert verdict(diagnosed(replace(begun, first=seen("backward", "a", "B")))) == text
-    assert "forward of a (B)" in verdict(diagnosed(replace(begun, first=seen("forward", "a", "B"))))
 
 
 def test_what_else_the_verdict_says() -> None:
-    assert History().verdict() == "Nothing was trained: no window closed."
+    assert verdict(History().diagnosis()).startswith("Nothing was trained")
     assert verdict(diagnosed(Course())) == "Trained: 100 windows, none skipped."
     skips = verdict(diagnosed(Course(420, above(8192), growth_interval=60)))
     assert skips.endswith("(2.1 %): 3 while the scale settled, 6 after the scale had grown."), skips
     plain = Course(7, scaled=False)
-    text = "Trained: 7 windows without loss scaling"
-    assert verdict(diagnosed(plain)) == f"{text}, every gradient norm finite."
-    assert verdict(diagnosed(replace(plain, knows_norms=False))) == f"{text}."
+    assert verdict(diagnosed(plain)) == "Trained: 7 windows without loss scaling."
     bad = verdict(diagnosed(replace(plain, overflows=lambda i, _: i == 3, loss=unknown)))
     assert bad.startswith("Trained with a problem: 7 windows without loss scaling.")
-    assert "in 1 window that stepped all the same, first at step 3" in bad
+    assert "1 window (step 3)" in bad
     fell = Course(overflows=lambda i, _: 40 <= i < 46, loss=unknown)
-    assert "The scale fell to 1024 after step 45" in verdict(diagnosed(fell))
+    assert "6 windows (step 40 to step 45)" in verdict(diagnosed(fell))
     floor = verdict(diagnosed(replace(fell, min_scale=1024.0)))
-    assert "The scale reached its floor, min_scale = 1024 (step 45)" in floor
-    partly = Course(overflows=lambda i, _: i >= 40 and i % 5 == 0, loss=unknown, overflowed=("w",))
+    assert "min_scale = 1024 (step 45)" in floor
+    partly = Course(overflows=lambda i, _: i >= 40 and i % 5 == 0, loss=unknown)
     assert verdict(diagnosed(partly)).startswith("Trained in part: 100 windows, 12 skipped")
-    assert "w overflowed 12 times" in verdict(diagnosed(partly))
 
 
 def test_healed_modules_are_the_line_for_the_config() -> None:
     records = Course(30, above(8192), loss=unknown).records()
     records[1] = replace(records[1], healed=("a.wo", "b.wo"))
-    text = live(Course(), records).verdict()
+    text = verdict(live(Course(), records).diagnosis())
     assert text.startswith("Trained: 30 windows, 3 skipped (10 %)")
-    assert text.endswith("For the config: fp32_modules: ['a.wo', 'b.wo'].")
-    stuck = replace(STREAK, first=seen("forward", "b", "L")).records()
-    stuck[3] = replace(stuck[3], healed=("a.wo",))
-    text = live(STREAK, stuck).verdict()
-    assert "fp32_modules: ['b']." in text
-    assert text.endswith("fp32_modules: ['a.wo'].")
-
-
-# Any records, and real runs.
-
-NUMBERS = st.sampled_from([None, 0.0, 1.0, 2.5, -3.0, 1e6, NAN, math.inf])
-FIRSTS = st.sampled_from(["forward", "loss", "backward", "parameter"])
-
-
-@st.composite
-def any_records(draw: st.DrawFn) -> list[Record]:
-    """Windows of any kind, which no scaler need have made."""
-    count, found = draw(st.integers(1, 90)), []
-    likely = draw(st.sampled_from([0, 1, 5, 9]))
-    scale = draw(st.sampled_from([1.0, 8.0, 65536.0]))
-    for i in range(count):
-        skipped = draw(st.integers(0, 9)) < likely
-        factor = draw(st.sampled_from([1.0, 0.5, 0.5] if skipped else [1.0, 1.0, 1.0, 2.0]))
-        record = Record(i, scale, scale * factor, skipped, draw(NUMBERS), found_inf=skipped)
-        record = replace(record, loss=draw(NUMBERS), growth_tracker=draw(st.integers(0, 2)))
-        record = replace(record, lr=draw(st.sampled_from([(), (0.0,), (0.0, 0.1), (None,)])))
-        if skipped and draw(st.booleans()):
-            record = replace(record, first=seen(draw(FIRSTS), "a", "B", None))
-        if skipped and draw(st.integers(0, 19)) == 0:
-            record = replace(record, healed=("a",), next_scale=65536.0)
-        found.append(record)
-        scale = record.next_scale
-    return found
-
-
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(records=any_records(), scaled=st.booleans(), floor=st.sampled_from([None, 1.0, 64.0]))
-def test_whatever_the_records_the_history_and_the_file_find_the_same(
-    records: list[Record], scaled: bool, floor: float | None, tmp_path: Path
-) -> None:
-    course = Course(scaled=scaled, min_scale=floor)
-    path = tmp_path / "run.jsonl"
-    path.write_text("\n".join(course.lines(records)) + "\n")
-    history, run = live(course, records), read_run(path)
-    found = history.diagnosis()
-    assert known(found) == known(run)
-    assert known(pickle.loads(pickle.dumps(history)).diagnosis()) == known(run)
-    assert sum(counts(found)) == found.skips == sum(record.skipped for record in records)
-    has_bad = any(finding.level == "bad" for finding in find(run))
-    assert has_bad or found.kind != "diverged"
+    assert "a.wo (from step 1 on)" in text
+    assert text.endswith("fp32_modules: ['a.wo', 'b.wo'].")

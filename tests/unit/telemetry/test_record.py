@@ -13,9 +13,7 @@ import telemetry_files as t
 from accel_scaler.telemetry.record import (
     FORMAT,
     BrokenLineError,
-    CutLineError,
     End,
-    Names,
     Record,
     Start,
     decode,
@@ -24,7 +22,7 @@ from accel_scaler.telemetry.record import (
 )
 
 INF, NAN = math.inf, math.nan
-NAMES = Names(("a", "b"), (1, 0))
+NAMES = ("a", "b")
 FULL = Record(
     index=3,
     scale=65536.0,
@@ -38,8 +36,7 @@ FULL = Record(
     lr=(0.001, None),
     names=("a", "b"),
     norms=(0.75, 1.0),
-    nonfinite=((1, 2),),
-    underflow=((0, 0.25, 0.125),),
+    overflowed=("b",),
     loss_nonfinite=3,
     first={"where": "forward", "module": "m", "class": "Linear", "micro_batch": 0}
     | {"input": (-1.0, 2.0), "output": None, "text": "it began"},
@@ -49,7 +46,6 @@ FULL = Record(
     preview_error=0.375,
     healed=("block.wo",),
     largest_gradient=32752.0,
-    zero_share=0.25,
     loss=2.5,
 )
 BARE = Record(index=0, scale=8.0, next_scale=8.0, skipped=False, grad_norm=None)
@@ -69,17 +65,15 @@ def test_a_window_line_has_every_number_under_its_name() -> None:
         "max_norm": 1.0,
         "clip_coefficient": 0.8,
         "lr": [0.001, None],
-        "nonfinite": [[1, 2]],
+        "overflowed": ["b"],
         "loss_nonfinite": 3,
         "first": {"where": "forward", "module": "m", "class": "Linear", "micro_batch": 0}
         | {"input": [-1.0, 2.0], "output": None, "text": "it began"},
-        "underflow": [[0, 0.25, 0.125]],
         "optimizer_us": 1234,
         "waited_us": 10,
         "preview_error": 0.375,
         "healed": ["block.wo"],
         "largest_gradient": 32752.0,
-        "zero_share": 0.25,
         "loss": 2.5,
         "norms": [0.75, 1],
     }
@@ -87,9 +81,7 @@ def test_a_window_line_has_every_number_under_its_name() -> None:
 
 @pytest.mark.parametrize("record", [FULL, BARE], ids=["full", "bare"])
 def test_a_record_comes_back_as_it_was(record: Record) -> None:
-    assert decode(encode_window(record).encode(), NAMES) == dataclasses.replace(
-        record, names=NAMES.names
-    )
+    assert decode(encode_window(record).encode(), NAMES) == dataclasses.replace(record, names=NAMES)
     assert decode(encode_window(record).encode()) == dataclasses.replace(record, names=())
 
 
@@ -97,9 +89,8 @@ def test_a_start_names_and_an_end_come_back_as_they_were() -> None:
     facts = {"package": "0", "rank": 1, "ranks": 2, "device": "cpu", "precision": "fp16"}
     settings = {"min_scale": None, "scale": 2.0, "enabled": True, "telemetry": "x.jsonl"}
     line = encode_line("start", format=FORMAT, **facts, settings=settings, changed=["min_scale"])
-    assert json.loads(line)["format"] == FORMAT == 1
-    assert decode(line.encode()) == Start(1, facts, settings, ("min_scale",))
-    assert decode(encode_line("names", **dataclasses.asdict(NAMES)).encode()) == NAMES
+    assert decode(line.encode()) == Start(FORMAT, facts, settings, ("min_scale",))
+    assert decode(encode_line("names", names=NAMES).encode()) == NAMES
     end = End(1.5, "StepError: it did not end")
     assert decode(encode_line("end", **dataclasses.asdict(end)).encode()) == end
 
@@ -119,7 +110,7 @@ def test_numbers_that_json_has_not_are_text_that_float_reads() -> None:
     keys = ("grad_norm", "max_norm", "clip_coefficient", "lr", "loss", "norms")
     assert [got[key] for key in keys] == ["nan", "inf", "-inf", ["nan"], "nan", ["inf", "nan"]]
     back = decode(encode_window(record).encode(), NAMES)
-    assert repr(back) == repr(dataclasses.replace(record, names=NAMES.names))
+    assert repr(back) == repr(dataclasses.replace(record, names=NAMES))
 
 
 def test_norms_have_six_digits() -> None:
@@ -133,12 +124,10 @@ def window(**changes: Any) -> str:
     return json.dumps(t.window(1) | changes)
 
 
-CUT = {
+BROKEN = {
     "cut off": window()[:-20],
     "step with 5,000 digits": window().replace('"step": 1', '"step": 1' + "0" * 5000),
     "deep nesting": '{"kind":"window","a":' + "[" * 200_000,
-}
-BROKEN = {
     "not an object": "[1, 2]",
     "no kind": '{"step": 1}',
     "step as text": window(step="1"),
@@ -150,44 +139,38 @@ BROKEN = {
     "lr no list": window(lr=0.1),
     "error of a preview as a word": window(preview_error="small"),
     "negative largest": window(largest_gradient=-1.0),
-    "share no number": window(zero_share="nan"),
     "healed no list": window(healed="block.wo"),
     "norms too short": window(norms=t.norms([1.0])),
     "norms no list": window(norms=5),
     "a norm as a word": window(norms=["large", 1.0]),
-    "index out of range": window(nonfinite=[[2, 1]]),
-    "negative index": window(nonfinite=[[-1, 1]]),
-    "index of a share": window(underflow=[[2, 0.5, 0.0]]),
     "update of negative length": window(optimizer_us=-5),
     "first no object": window(first=[1]),
-    "names of unequal lengths": '{"kind":"names","names":["a"],"places":[],"elements":[1]}',
+    "names no list": '{"kind":"names","names":"a"}',
     "end of a wrong time": '{"kind":"end","time":"soon"}',
     "start of an unknown kind of format": '{"kind":"start","format":"one"}',
-    "start in another age": '{"kind":"start","format":1,"unix_time":1e300}',
+    "start in another age": '{"kind":"start","format":2,"unix_time":1e300}',
 }
 
 
-@pytest.mark.parametrize("name", [*CUT, *BROKEN])
+@pytest.mark.parametrize("name", BROKEN)
 def test_what_is_not_as_the_format_says_is_refused_in_a_few_words(name: str) -> None:
-    line = (CUT | BROKEN)[name]
     with pytest.raises(BrokenLineError) as caught:
-        decode(line if isinstance(line, bytes) else line.encode(), NAMES)
-    assert isinstance(caught.value, CutLineError) == (name in CUT)
+        decode(BROKEN[name].encode(), NAMES)
     assert 0 < len(str(caught.value)) < 200
     assert str(caught.value).isprintable()
 
 
-def test_unknown_kinds_and_keys_and_a_newer_format_are_no_fault() -> None:
+def test_unknown_kinds_and_keys_and_another_format_are_no_fault() -> None:
     assert decode(b'{"kind":"weather","sky":"blue"}') is None
     assert isinstance(decode(window(colour="red").encode()), Record)
-    assert decode(b'{"kind":"start","format":2,"rank":"two"}') == Start(2)
+    for other in (FORMAT - 1, FORMAT + 1):
+        assert decode(b'{"kind":"start","format":%d,"rank":"two"}' % other) == Start(other)
 
 
 def test_texts_come_back_harmless() -> None:
     odd = "a\x00b\n\u202ec\ud800"
     names = decode(json.dumps(t.names([odd])).encode())
-    assert isinstance(names, Names)
-    assert names.names == ("a\ufffdb\ufffd\ufffdc\ufffd",)
+    assert names == ("a\ufffdb\ufffd\ufffdc\ufffd",)
     start = decode(json.dumps(t.start(device=odd, settings={odd: [odd], "n": 10**400})).encode())
     assert isinstance(start, Start)
     texts = [start.facts["device"], *start.settings, *map(str, start.settings.values())]

@@ -1,0 +1,67 @@
+"""Norms under the names of their parameters, in the order of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel_scaler.scaling import GradNorm, ParameterNames
+from accel_scaler.telemetry.recorder import NameTable
+
+
+def table_of(*models: nn.Module) -> NameTable:
+    names = ParameterNames()
+    for model in models:
+        names.add_module(model)
+    return NameTable(names)
+
+
+def chain() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+
+
+def norm_of(params: Sequence[Tensor], norms: Sequence[float]) -> GradNorm:
+    return GradNorm(params, 1.0, torch.tensor(norms))
+
+
+def told(table: NameTable, *found: GradNorm) -> Any:
+    """Pairs of a name and its norm."""
+    params = list({id(p): p for each in found for p in each.parameters}.values())
+    seen = table.norms(found, torch.optim.SGD(params, lr=1.0))
+    return list(zip(seen["names"], seen["norms"], strict=True))
+
+
+def test_norms_are_in_the_order_of_the_model_whatever_that_of_the_clips() -> None:
+    model, own = chain(), nn.Parameter(torch.zeros(5))
+    table, (a, b, c, d) = table_of(model), list(model.parameters())
+    names = ("0.weight", "0.bias", "1.weight", "1.bias")
+    expected = list(zip(names, [1.0, 2.0, 3.0, 4.0], strict=True))
+    assert told(table, norm_of([d, c, b, a], [4.0, 3.0, 2.0, 1.0])) == expected
+    assert told(table, norm_of([c, d], [3.0, 4.0]), norm_of([a, b], [1.0, 2.0])) == expected
+    unknown = ("parameter 0 of group 0, shape (5,)", 9.0)
+    assert told(table, norm_of([own, b], [9.0, 2.0])) == [("0.bias", 2.0), unknown]
+    assert told(table, norm_of([b, b], [2.0, 2.0])) == [("0.bias", 2.0)] * 2
+    nothing = GradNorm([a], 1.0)
+    assert table.norms([nothing], torch.optim.SGD([a], lr=1.0)) == {}
+
+
+def test_a_parameter_at_the_address_of_one_that_is_gone_is_another() -> None:
+    """Python gives a freed ``id`` away again; a table by id alone would keep the old name."""
+    keep, table = [], table_of()
+    for size in range(1, 200):
+        p = nn.Parameter(torch.zeros(size))
+        keep.append(id(p))
+        assert told(table, norm_of([p], [1.0])) == [(f"parameter 0 of group 0, shape ({size},)", 1)]
+        del p
+    assert len(set(keep)) < len(keep)  # else this has shown nothing
+
+
+def test_a_model_that_is_known_later_renames_its_parameters() -> None:
+    model, names = chain(), ParameterNames()
+    table, found = NameTable(names), norm_of(list(model.parameters())[:1], [1.0])
+    assert told(table, found) == [("parameter 0 of group 0, shape (3, 2)", 1.0)]
+    names.add_module(model)
+    assert told(table, found) == [("0.weight", 1.0)]

@@ -26,36 +26,20 @@ ENV_PREFIX = "ACCEL_SCALER_"
 MAX_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
 NONE = ("", "none", "null")
 """Texts that stand for None."""
+SWITCH_WORDS = dict.fromkeys(("true", "1", "yes", "on"), True)
+SWITCH_WORDS |= dict.fromkeys(("false", "0", "no", "off"), False)
 
 
 def is_number(value: object) -> bool:
     """Whether ``value`` is a finite int or float; a bool is not a number here."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
-    return -sys.float_info.max <= value <= sys.float_info.max
-
-
-def is_count(value: object, least: int = 1) -> bool:
-    """Whether ``value`` is an integer from ``least`` to 2**53, the last one exact as a float."""
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= 2**53
+    return abs(value) <= sys.float_info.max
 
 
 def is_positive(value: Any) -> bool:
     """Whether ``value`` is a number that is finite and above 0 in float32."""
     return is_number(value) and 2.0**-149 <= value <= MAX_FLOAT32
-
-
-def is_path(value: object) -> bool:
-    """Whether ``value`` is a path, and none of the texts that stand for None."""
-    is_text = isinstance(value, (str, os.PathLike)) and isinstance(os.fspath(value), str)
-    return is_text and str(value).strip().lower() not in NONE
-
-
-def is_globs(value: object) -> bool:
-    """Whether ``value`` is a list of texts without commas and spaces."""
-    return isinstance(value, (list, tuple)) and all(
-        isinstance(each, str) and re.fullmatch(r"[^\s,]+", each) for each in value
-    )
 
 
 @dataclass(frozen=True)
@@ -85,27 +69,39 @@ def optional(kind: Kind) -> Kind:
     )
 
 
-def _switch(text: str) -> bool | str:
-    words = {"true": True, "1": True, "yes": True, "on": True}
-    words |= {"false": False, "0": False, "no": False, "off": False}
-    return words.get(text.strip().lower(), text)
+def count(least: int) -> Kind:
+    """An integer; the largest one is exact as a float."""
+
+    def check(value: object) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and least <= value <= 2**53
+
+    return Kind(f"an integer from {least} to 2**53", check, int)
 
 
-SWITCH = Kind("true or false", lambda value: isinstance(value, bool), _switch)
+COUNT = count(1)
 SCALE = Kind("a finite number > 0 (float32)", is_positive, float)
 GROWTH = Kind("a finite number > 1", lambda value: is_number(value) and value > 1, float)
 BACKOFF = Kind("a number in (0, 1)", lambda value: is_number(value) and 0 < value < 1, float)
-COUNT = Kind("an integer from 1 to 2**53", is_count, int)
-COUNT_OR_0 = Kind("an integer from 0 to 2**53", lambda value: is_count(value, 0), int)
+SWITCH = Kind(
+    "true or false",
+    lambda value: isinstance(value, bool),
+    lambda text: SWITCH_WORDS.get(text.strip().lower(), text),
+)
 THREADS = Kind(
-    "an integer from 1 to 2**53, or 'auto'",
-    lambda value: value == "auto" or is_count(value),
+    f"{COUNT.allowed}, or 'auto'",
+    lambda value: value == "auto" or COUNT.check(value),
     lambda text: "auto" if text.strip().lower() == "auto" else int(text),
 )
-PATH = Kind("a path", is_path)
+PATH = Kind(
+    "a path",
+    lambda value: isinstance(value, (str, os.PathLike)) and str(value).strip().lower() not in NONE,
+)
 GLOBS = Kind(
     "a list of globs on module names, without commas and spaces",
-    is_globs,
+    lambda value: (
+        isinstance(value, (list, tuple))
+        and all(isinstance(each, str) and re.fullmatch(r"[^\s,]+", each) for each in value)
+    ),
     lambda text: tuple(filter(None, map(str.strip, text.split(",")))),
 )
 
@@ -186,7 +182,7 @@ class ScalerConfig:
     hysteresis: int = setting(1, COUNT)
     sharded: bool = setting(False, SWITCH)
     step_mode: Literal["sync", "overlap", "delayed"] = choice("sync", "overlap", "delayed")
-    delay_warmup_steps: int = setting(0, COUNT_OR_0)
+    delay_warmup_steps: int = setting(0, count(0))
     delay_compensation: Literal["auto", "preview", "none"] = choice("auto", "preview", "none")
     offload: Literal["none", "cpu"] = choice("none", "cpu")
     master_weights: Literal["auto", "fp32", "none"] = choice("auto", "fp32", "none")
@@ -227,18 +223,13 @@ class ScalerConfig:
             )
 
     @classmethod
-    def from_mapping(cls, values: Mapping[str, Any], where: str = "the settings") -> ScalerConfig:
-        """Make a config from fields and values; errors begin with ``where``."""
-        return resolve((where, values))
-
-    @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> ScalerConfig:
         """Read ``ACCEL_SCALER_<FIELD>`` variables, by default of this process.
 
         Raises:
             ConfigError: an unknown field, or a value that its field does not take.
         """
-        return resolve(environment(os.environ if environ is None else environ))
+        return merge(environment(os.environ if environ is None else environ))[0]
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str]) -> ScalerConfig:
@@ -247,7 +238,7 @@ class ScalerConfig:
         Raises:
             ConfigError: a file that cannot be read, an unknown field or a wrong value.
         """
-        return resolve((str(path), parsed(read_config(path).section)))
+        return merge((str(path), read_config(path)[0]))[0]
 
     def to_env(self) -> dict[str, str]:
         """The variables from which ``from_env`` makes this config; without defaults."""
@@ -283,66 +274,38 @@ ABOUT = {
 """The help of each field, from the docstring."""
 
 Source = tuple[str, Mapping[str, Any]]
-"""A name of a source for messages, and its values by field."""
+"""A name of a source for messages, and its values by field; texts are converted."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The merged settings of several sources."""
-
-    config: ScalerConfig
-    """The defaults where something was refused."""
-    sources: dict[str, str]
-    """The source of each field that has one."""
-    refusals: list[ConfigError]
-
-
-def merge(*sources: Source) -> Settings:
-    """Merge sources, of which a later one takes precedence. Every value is checked, used or not."""
-    values: dict[str, Any] = {}
-    origin: dict[str, str] = {}
-    refusals: list[ConfigError] = []
-    for source, given in sources:
-        for name, value in given.items():
-            try:
-                check_field(name, value)
-                values[name], origin[name] = value, source
-            except ConfigError as error:
-                refusals.append(ConfigError(f"{source}: {error}"))
-    try:
-        return Settings(ScalerConfig(**values), origin, refusals)
-    except ConfigError as error:  # fields that contradict each other
-        where = [f"{name}: {origin[name]}" for name in origin if f"{name}=" in str(error)]
-        refusals.append(ConfigError(f"{error} ({'; '.join(where)})"))
-    return Settings(ScalerConfig(), origin, refusals)
-
-
-def resolve(*sources: Source) -> ScalerConfig:
-    """The config of :func:`merge`.
+def merge(*sources: Source) -> tuple[ScalerConfig, dict[str, str]]:
+    """The config of these sources, of which a later one takes precedence, and the source of each
+    field that has one. Every value is checked, used or not.
 
     Raises:
-        ConfigError: the first refusal.
+        ConfigError: the first refusal, with its source.
     """
-    settings = merge(*sources)
-    if settings.refusals:
-        raise settings.refusals[0]
-    return settings.config
+    values: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for source, given in sources:
+        for name, value in given.items():
+            if isinstance(value, str) and name in FIELDS:
+                value = FIELDS[name].metadata["kind"].parse(value)
+            try:
+                check_field(name, value)
+            except ConfigError as error:
+                raise ConfigError(f"{source}: {error}") from None
+            values[name], origin[name] = value, source
+    try:
+        return ScalerConfig(**values), origin
+    except ConfigError as error:  # fields that contradict each other
+        where = [f"{name}: {origin[name]}" for name in origin if f"{name}=" in str(error)]
+        raise ConfigError(f"{error} ({'; '.join(where)})") from None
 
 
 def environment(environ: Mapping[str, str]) -> Source:
     """The settings of the ``ACCEL_SCALER_<FIELD>`` variables."""
     texts = {key: environ[key] for key in sorted(environ) if key.startswith(ENV_PREFIX)}
-    return "environment", parsed({k[len(ENV_PREFIX) :].lower(): v for k, v in texts.items()})
-
-
-def parsed(values: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The values, with texts converted to what their fields take."""
-    return {
-        name: FIELDS[name].metadata["kind"].parse(value)
-        if name in FIELDS and isinstance(value, str)
-        else value
-        for name, value in values.items()
-    }
+    return "environment", {key[len(ENV_PREFIX) :].lower(): texts[key] for key in texts}
 
 
 def check_field(name: object, value: object) -> None:

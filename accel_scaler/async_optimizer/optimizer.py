@@ -88,19 +88,17 @@ class AsyncOptimizer(Optimizer):
         sharded: bool = False,
         observer: Observer | None = None,
     ) -> None:
-        config = ScalerConfig.from_mapping(
-            {
-                "step_mode": mode,
-                "offload": offload,
-                "master_weights": master_weights,
-                "delay_warmup_steps": delay_warmup_steps,
-                "delay_compensation": delay_compensation,
-                "optimizer_threads": optimizer_threads,
-                "fold_unscale": fold_unscale,
-                "sharded": sharded,
-            },
-            "AsyncOptimizer",
-        )
+        settings: dict[str, Any] = {
+            "step_mode": mode,
+            "offload": offload,
+            "master_weights": master_weights,
+            "delay_warmup_steps": delay_warmup_steps,
+            "delay_compensation": delay_compensation,
+            "optimizer_threads": optimizer_threads,
+            "fold_unscale": fold_unscale,
+            "sharded": sharded,
+        }
+        config = ScalerConfig(**settings)
         _check_arguments(optimizer, model, scaler)
         # Optimizer.__init__ would make groups of its own; these are the wrapped one's.
         self.optimizer, self.model, self.scaler = optimizer, model, scaler

@@ -21,11 +21,6 @@ DESCRIPTION = (
     "outranks a variable ACCEL_SCALER_<NAME>, which outranks the section. A switch --NAME has the "
     "form --no_NAME, too."
 )
-NO_ATTACH = "Attach nothing; the script may call attach itself."
-DRY_RUN = (
-    "Start nothing; print every setting with its source, then every refusal. Exit status 2 where "
-    "there is a refusal, else 0."
-)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -37,14 +32,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         if kind is not SWITCH:
             group.add_argument(f"--{name}", dest=dest, metavar="VALUE", help=about)
             continue
-        flags = {"true": f"--{name}", "false": f"--no_{name}"}
-        for text, flag in flags.items():
-            is_default = (text == "true") is default
-            shown = argparse.SUPPRESS if is_default else about
+        for flag, value in ((f"--{name}", True), (f"--no_{name}", False)):
+            text, shown = str(value).lower(), argparse.SUPPRESS if value is default else about
             group.add_argument(flag, dest=dest, action="store_const", const=text, help=shown)
     group = parser.add_argument_group("The launcher")
-    group.add_argument("--no_attach", dest=f"{DEST}off", action="store_true", help=NO_ATTACH)
-    group.add_argument("--dry_run", dest=f"{DEST}dry", action="store_true", help=DRY_RUN)
+    for flag, about in (
+        ("no_attach", "Attach nothing; the script may call attach itself."),
+        ("dry_run", "Start nothing; print every setting with its source, or what is refused."),
+    ):
+        group.add_argument(f"--{flag}", dest=DEST + flag, action="store_true", help=about)
 
 
 def own_parser() -> argparse.ArgumentParser:

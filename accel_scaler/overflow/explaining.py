@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Literal, TypeVar
@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 from ..models import unwrap
 from ..optimizer_step import Observer, StepTiming
 from ..scaling import (
-    LOW_PRECISION,
     GradScaler,
     Origin,
     Window,
@@ -33,7 +32,7 @@ from ..scaling import (
     is_sharded,
     parameters_of,
 )
-from .finder import OverflowFinder, search_sums
+from .finder import OverflowFinder
 from .heal import Healer
 from .rerun import WindowRecording, run_again
 
@@ -45,8 +44,8 @@ ONE_IN = 100
 """After the first overflow of a run of them one in so many is explained."""
 
 MAX_WATCHED = 20
-"""Windows without an overflow after which watching ends: an overflow that no other follows is due
-to the scale, which grows once in some thousand windows."""
+"""Windows after which watching ends: an overflow that no other follows is due to the scale, which
+grows once in some thousand windows."""
 
 MAX_WARNINGS = 20
 """Overflows that are logged as warnings; later ones are logged at the level INFO."""
@@ -89,10 +88,9 @@ class OverflowExplainer(Observer):
         """The gradients of the last backward are those of every rank."""
         self._is_together = False
         """In the present window ranks communicate: see Note [Ranks that explain together]."""
-        self._is_sharded = False
         self._device = torch.device("cpu")
         self._left_to_watch = 0
-        """Windows without an overflow until watching ends."""
+        """Windows until watching ends."""
         self._in_a_row = 0
         """Windows that have overflowed."""
         self._first_scale = 1.0
@@ -156,15 +154,15 @@ class OverflowExplainer(Observer):
             self._first_scale = self.scaler.window_scale
         params = parameters_of(optimizer)
         self._device = params[0].device
-        self._is_sharded = self.scaler.sharded or is_sharded(params)
-        self._is_together = self.is_everywhere and (self._is_sharded or self._is_synchronised)
+        has_shards = self.scaler.sharded or is_sharded(params)
+        self._is_together = self.is_everywhere and (has_shards or self._is_synchronised)
         # A rank may have overflowed alone before, and be in the midst of a run of overflows.
         answers = self._gather((self._in_a_row, self.finder is not None))
         self._in_a_row = max(in_a_row for in_a_row, _ in answers)
         if self.finder is None and any(watches for _, watches in answers):
             self._start_watching("another rank could not run it again" if self.recording else "")
         self._was_updated = self._stepped is window
-        origin = self._explain(params)
+        origin = self._explain()
         if origin is not None:
             self._publish(window, origin)
         if self.healer is not None and scaled:
@@ -198,12 +196,11 @@ class OverflowExplainer(Observer):
         if self.healer is not None:
             self.healer.window_was_fine()
 
-    def _explain(self, params: Sequence[Tensor]) -> Origin | None:
+    def _explain(self) -> Origin | None:
         if self.finder is not None:
-            found = self._own_or_first(self.finder.find(sums=not self._is_together))
-            if found is None and self._is_together:
-                found = self._own_or_first(self.finder.find())
-            if found is not None:
+            found = self._own_or_first(self.finder.find())
+            self._left_to_watch -= 1
+            if found is not None or self._left_to_watch <= 0:
                 self._stop_watching()
             return found
         if (self._in_a_row - 1) % ONE_IN:
@@ -214,13 +211,8 @@ class OverflowExplainer(Observer):
         found, why = self._run_again(self.recording)
         found = self._own_or_first(found)
         why = next(filter(None, self._gather(why)), "")
-        if found is None and not why:
-            if self._is_together or any(p.dtype in LOW_PRECISION for p in params):
-                sums = search_sums(self.models, self.recording.backwards - 1)
-                found = self._own_or_first(sums)
-            why = "nothing was inf or NaN when it was run again"
         if found is None:
-            self._start_watching(why)
+            self._start_watching(why or "nothing was inf or NaN when it was run again")
         return found
 
     def _run_again(
@@ -233,9 +225,8 @@ class OverflowExplainer(Observer):
         why = next(filter(None, self._gather(obstacle)), "")
         if why:
             return None, why
-        stops = not (self._is_together and self._is_sharded)
         try:
-            return run_again(recording, self.around_backward, stops, factor), ""
+            return run_again(recording, self.around_backward, factor), ""
         except Exception as error:  # the model's own, or out of memory; it is logged
             return None, f"it raised {type(error).__name__}: {error}"
 

@@ -11,7 +11,6 @@ import itertools
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +26,7 @@ from ..scaling import Origin
 from .containers import named_tensors_in, tensors_in
 from .hooks import Hook
 from .module_names import plain_name
-from .ranges import Range, in_words
+from .ranges import Range
 from .search import search
 from .trace import (
     Call,
@@ -54,7 +53,7 @@ class OverflowFinder:
     """Watches models and names the module that overflowed first.
 
     It reads every activation and every gradient once more. It changes no value, keeps no activation
-    alive, and synchronises with the device in :meth:`find` and :meth:`has_nonfinite_gradient` only.
+    alive, and synchronises with the device in :meth:`find` only.
 
     Forwards without gradients are not kept, nor, beyond a bounded number, those that no backward
     reaches. What activation checkpointing runs again in the backward takes no part in the order of
@@ -69,7 +68,6 @@ class OverflowFinder:
         self._is_eager = is_eager
         self._handles: list[Any] = []
         self._modules: weakref.WeakSet[Module] = weakref.WeakSet()
-        self._models: list[weakref.ref[Module]] = []
         self._parameters: Any = WeakTensorKeyDictionary()
         """parameter -> ``(module, name, handle or None)``."""
         self._seen: Any = WeakTensorKeyDictionary()
@@ -85,7 +83,7 @@ class OverflowFinder:
         Call it again after modules were added. Warns about modules that torch.compile or
         TorchScript runs, which hooks cannot see.
         """
-        self._is_closed = False
+        self._is_closed, is_known = False, model in self._modules
         compiled = []
         for name, module in model.named_modules():
             watched = WatchedModule(plain_name(name), type(module).__name__)
@@ -103,15 +101,13 @@ class OverflowFinder:
                 module.register_forward_hook(leave, always_call=True),
             ]
         self._watch_parameters()
-        if all(ref() is not model for ref in self._models):
-            self._models.append(weakref.ref(model))
-            if compiled:
-                warnings.warn(
-                    "find_overflow cannot see into compiled or scripted modules: "
-                    f"{listed(compiled[:3], len(compiled))}. It will name a loss or a parameter at "
-                    "best. Run the model uncompiled to find the module.",
-                    stacklevel=2,
-                )
+        if compiled and not is_known:
+            warnings.warn(
+                "find_overflow cannot see into compiled or scripted modules: "
+                f"{listed(compiled[:3], len(compiled))}. It will name a loss or a parameter at "
+                "best. Run the model uncompiled to find the module.",
+                stacklevel=2,
+            )
 
     def before_backward(self, loss: Any) -> None:
         """A backward from this loss is about to start.
@@ -142,29 +138,12 @@ class OverflowFinder:
         self._window = WindowTrace(next(self._numbers))
         self._threads = threading.local()  # a forward that was interrupted never left
 
-    def find(self, sums: bool = True) -> Origin | None:
-        """Where the overflow of the present window began; None if nothing was inf or NaN.
-
-        Synchronises with each device once.
-
-        Args:
-            sums: False: a gradient that is not finite does not count if all that went into it here
-                is finite. Another rank's part may not be.
-        """
-        found = search(self._window)
-        if found is None and sums:
-            models = [model for ref in self._models if (model := ref()) is not None]
-            found = search_sums(models, self._window.micro)
-        return found
-
-    def has_nonfinite_gradient(self) -> bool:
-        """Whether a gradient that was not finite came to a parameter in the present window.
+    def find(self) -> Origin | None:
+        """Where the overflow of the present window began; None if all that was seen is finite.
 
         Synchronises with each device once.
         """
-        gradients = list(self._window.parameter_gradients)
-        Range.read(each.range for each in gradients)
-        return not all(each.range.is_finite for each in gradients)
+        return search(self._window)
 
     def close(self) -> None:
         """Remove every hook and drop all that was seen."""
@@ -172,8 +151,8 @@ class OverflowFinder:
             if handle is not None:
                 handle.remove()
         self._is_closed = True  # there are hooks on tensors of a graph that is still alive
-        for each in (self._handles, self._modules, self._models):
-            each.clear()
+        self._handles.clear()
+        self._modules.clear()
         self._parameters, self._seen = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
         self.new_window()
 
@@ -288,31 +267,3 @@ class OverflowFinder:
             hook: Any = Hook(self, "add_gradient", seen.uses)
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
         return seen.uses
-
-
-def search_sums(models: Iterable[Module], micro: int) -> Origin | None:
-    """A gradient that is not finite though every part of it is: it was summed over micro-batches or
-    ranks. Synchronises with each device once.
-
-    Args:
-        models: their parameters still have the gradients of the window.
-        micro: the number of its last micro-batch.
-    """
-    ranges = [
-        (found, model, name)
-        for model in models
-        for name, p in Module.named_parameters(model)
-        if p.grad is not None and (found := Range.of(p.grad)) is not None
-    ]
-    Range.read(found for found, _, _ in ranges)
-    for found, model, parameter in ranges:
-        if not found.is_finite:
-            path, _, own = parameter.rpartition(".")
-            name, cls = plain_name(path), type(model.get_submodule(path)).__name__
-            text = (
-                f"gradient of parameter {own} of {f'{name} ({cls})' if name else cls}, micro-batch "
-                f"{micro}: {in_words(found.values)} when it was summed, over micro-batches or "
-                "ranks; what was seen here to go into it is finite"
-            )
-            return Origin("parameter", name, cls, micro, None, None, text)
-    return None

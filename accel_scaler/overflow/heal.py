@@ -170,7 +170,7 @@ def _in_float32(models: Sequence[Module], names: Sequence[str]) -> Iterator[bool
     try:
         yield True
     finally:
-        for each in reversed(found):
+        for each in found:
             each.disable()
 
 

@@ -23,16 +23,15 @@ from ..devices import is_capturing
 from ..errors import listed
 from ..models import is_compiled, is_in_backward, is_transformed
 from ..scaling import Origin
-from .containers import named_tensors_in, tensors_in
-from .hooks import Hook
+from .hooks import Hook, named_tensors_in, tensors_in
 from .module_names import plain_name
-from .ranges import Range
 from .search import search
 from .trace import (
     Call,
     Entry,
     Loss,
     ParameterGradient,
+    Range,
     Uses,
     WatchedModule,
     WindowTrace,

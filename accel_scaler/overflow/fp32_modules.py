@@ -24,7 +24,7 @@ from torch.nn import Module
 
 from ..errors import UnsupportedError
 from ..models import is_fsdp2
-from .containers import map_tensors, tensors_in
+from .hooks import map_tensors, tensors_in
 from .module_names import has_forward, match, modules_by_name, refuse_unmatched
 
 LOW = (torch.float16, torch.bfloat16)

@@ -28,10 +28,9 @@ from torch.utils._pytree import tree_leaves
 from ..devices import is_capturing
 from ..models import as_replay, is_fsdp2, is_in_backward, is_replaying, is_transformed, unwrap
 from ..scaling import Origin
-from .containers import is_tensor, map_tensors, tensors_in
 from .finder import OverflowFinder
-from .hooks import Hook
-from .ranges import is_batched
+from .hooks import Hook, is_tensor, map_tensors, tensors_in
+from .trace import is_batched
 
 MAX_BYTES = 1 << 28
 """Of inputs, gradients and random states that are kept of one window."""

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from ..scaling import Origin, Pair
-from .ranges import Range, in_words
 from .trace import (
     Call,
     Entry,
@@ -14,8 +13,10 @@ from .trace import (
     Gradient,
     Loss,
     ParameterGradient,
+    Range,
     WatchedModule,
     WindowTrace,
+    in_words,
     pair_of,
 )
 
@@ -54,11 +55,7 @@ class _MicroBatch:
         chosen = next(filter(_spreads, suspects), None)
         if chosen is None and suspects and not is_loss_finite:
             chosen = suspects[0]  # it may have left by another way, as an auxiliary loss
-        if chosen is None:
-            return None
-        if chosen.is_data:
-            chosen = self._made_without_gradient(chosen) or chosen
-        return self._in_forward(chosen)
+        return None if chosen is None else self._in_forward(chosen)
 
     def _suspects(self) -> list[_Suspect]:
         """In the forwards that a backward reached, in order."""
@@ -76,21 +73,12 @@ class _MicroBatch:
             )
         ]
 
-    def _made_without_gradient(self, given: _Suspect) -> _Suspect | None:
-        """A detached tensor: another watched model may have made it, as a generator does."""
-        for forward in sorted(self.window.forwards, key=lambda f: f.order):
-            if forward.order < given.call.forward.order:
-                for suspect in _suspects(forward):
-                    if _spreads(suspect) and not suspect.is_data:
-                        return suspect
-        return None
-
     def _in_forward(self, suspect: _Suspect) -> Origin:
         call, made = suspect.call, pair_of(entry.range for entry in suspect.made)
         if suspect.is_data:
             text = (
                 f"input of {call.module}, micro-batch {self.micro}: {in_words(made)} "
-                "before any module saw it: look at the data"
+                "before a module of this model saw it: look at the data"
             )
             return self._origin("forward", call.module, made, _output_of(call), text)
         given = pair_of(entry.range for entry in call.inputs if entry.is_finite)
@@ -134,7 +122,7 @@ class _MicroBatch:
         # A module whose output nobody used got no gradient, and made none.
         active = [c for c in consumers if self._gradient_at_output(c, first)] or consumers
         if active:
-            return self._in_backward(active[-1], first, active[:-1])
+            return self._in_backward(active[-1], first)
         return self._between(first)
 
     def _gradient_at_output(self, call: Call, first: Gradient) -> Pair | None:
@@ -150,15 +138,12 @@ class _MicroBatch:
         )
         return Origin("loss", "", loss.dtype, self.micro, made, value, text)
 
-    def _in_backward(self, call: Call, first: Gradient, others: list[Call]) -> Origin:
+    def _in_backward(self, call: Call, first: Gradient) -> Origin:
         came, made = self._gradient_at_output(call, first), first.range.values
-        shared = ", ".join(
-            dict.fromkeys(str(c.module) for c in others if c.module is not call.module)
-        )
         text = (
             f"backward of {call.module}, micro-batch {self.micro}: gradient of its "
             f"output {in_words(came)}, gradient of its input {in_words(made)}"
-            f"{_forward_of(call)}{f'; or of {shared}, with the same input' if shared else ''}"
+            f"{_forward_of(call)}"
         )
         return self._origin("backward", call.module, made, came, text)
 

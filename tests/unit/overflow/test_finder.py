@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from versions import before_torch
 
 from accel_scaler.overflow.finder import OverflowFinder
-from accel_scaler.overflow.ranges import Range
+from accel_scaler.overflow.trace import Range
 from accel_scaler.scaling import Origin
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -155,7 +155,7 @@ FORWARD = [
          lambda: Seq(*[overflowing(nn.Linear(4, 4, bias=False), 10.0)] * 6)),
     case("code between modules", "forward 1 Code", "output reached inf",
          lambda: Seq(nn.Identity(), Code(lambda x, a, b: b((a(x) * 0 + 1) * 1e9), *two()))),
-    case("data", "forward - Sequential", "holds nan before any module saw it: look at the data",
+    case("data", "forward - Sequential", "saw it: look at the data",
          lambda: Seq(linear()), x=torch.full((2, 4), math.nan)),
     case("behind a masked score", "forward 3 Linear", "",
          lambda: Seq(linear(), masked(), nn.Softmax(-1), overflowing(linear())), x=SQUARE),
@@ -179,7 +179,7 @@ BACKWARD = [
          lambda: Seq(filled(-9.0), nn.ReLU(inplace=True), Apply(torch.sqrt), linear())),
     case("code in the innermost", "backward 1.parts.0.0 Code", "after 1.parts.0.0.parts.0 (Linear)",
          lambda: Seq(linear(), residual(Code(lambda x, a, b: b(root(a(x))), *two())))),
-    case("one of two with one input", "backward 1.parts.1 Apply", "; or of 1.parts.0 (Apply), with",
+    case("one of two with one input", "backward 1.parts.1 Apply", "backward of 1.parts.1 (Apply)",
          lambda: Seq(linear(), heads(torch.tanh, root), linear())),
     case("the loss's own", "backward - loss", "gradient of the output of Linear holds nan",
          linear, loss_of=lambda out: root(out.float()).sum()),

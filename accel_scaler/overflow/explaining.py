@@ -47,9 +47,6 @@ MAX_WATCHED = 20
 """Windows after which watching ends: an overflow that no other follows is due to the scale, which
 grows once in some thousand windows."""
 
-MAX_WARNINGS = 20
-"""Overflows that are logged as warnings; later ones are logged at the level INFO."""
-
 
 class OverflowExplainer(Observer):
     """Finds out where each overflow began; writes it to the window's ``origin`` and to the log.
@@ -78,7 +75,7 @@ class OverflowExplainer(Observer):
         self.scaler, self.healer, self.around_backward = scaler, healer, around_backward
         self.always = how == "always"
         runs_again = how == "replay" or healer is not None
-        self.recording = WindowRecording() if runs_again else None
+        self.recording = WindowRecording(healer is not None) if runs_again else None
         self.finder = OverflowFinder() if self.always else None
         self.is_everywhere = False
         """Every rank has the same settings."""
@@ -101,7 +98,6 @@ class OverflowExplainer(Observer):
         """The window in which an optimizer has stepped last; others may join it."""
         self._was_updated = False
         """Another optimizer has stepped in the window that overflowed."""
-        self._warnings = 0
         self._logged: set[str] = set()
 
     @property
@@ -122,9 +118,6 @@ class OverflowExplainer(Observer):
             self._models.append(weakref.ref(plain))
         if self.recording is not None:
             self.recording.watch(prepared, plain)
-            if self.healer is not None:
-                self.healer.statistics.watch(plain)
-                self.recording.before_window = self.healer.statistics.copy
         if self.finder is not None:
             self.finder.watch(plain)
 
@@ -167,7 +160,6 @@ class OverflowExplainer(Observer):
             self._publish(window, origin)
         if self.healer is not None and scaled:
             self._heal(self.healer, window, origin)
-            self.healer.statistics.restore()
 
     def optimizer_stepped(
         self, optimizer: Optimizer, window: Window, timing: StepTiming | None
@@ -233,8 +225,8 @@ class OverflowExplainer(Observer):
     def _heal(self, healer: Healer, window: Window, origin: Origin | None) -> None:
         """Run modules in float32 that overflow at any scale."""
         recording, scale = self.recording, self.scaler.window_scale
-        if recording is None or (healer.has_given_up and (self._in_a_row - 1) % ONE_IN):
-            return
+        assert recording is not None
+        recording.restore_statistics()
         if dist.is_initialized() and dist.get_world_size() > 1 and not self._is_together:
             self._warn_once(
                 "heal: the ranks do not overflow together (they step alone, have other settings, "
@@ -253,9 +245,7 @@ class OverflowExplainer(Observer):
             found = at_scale_1()
         if found is None:
             healer.window_was_fine()
-        elif not found.where:  # it cannot be run again
-            healer.has_given_up = True
-        else:
+        elif found.where:  # else it cannot be run again
             window.healed = healer.heal(self.models, found, at_scale_1)
             if window.healed:
                 self._publish_healed(window, healer, found)
@@ -295,9 +285,7 @@ class OverflowExplainer(Observer):
         """In the window, in the error that ends a run of skips, and in the log."""
         window.origin = origin
         self.scaler.skips.origin = origin.text
-        self._warnings += 1
-        level = logging.WARNING if self._warnings <= MAX_WARNINGS else logging.INFO
-        logger.log(level, "window %d overflowed: %s", window.index, origin.text)
+        logger.warning("window %d overflowed: %s", window.index, origin.text)
 
     def _warn_once(self, message: str) -> None:
         if message not in self._logged:

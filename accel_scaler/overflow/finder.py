@@ -68,29 +68,28 @@ class OverflowFinder:
         self._handles: list[Any] = []
         self._modules: weakref.WeakSet[Module] = weakref.WeakSet()
         self._parameters: Any = WeakTensorKeyDictionary()
-        """parameter -> ``(module, name, handle or None)``."""
+        """parameter -> handle of its hook."""
         self._seen: Any = WeakTensorKeyDictionary()
         self._numbers = itertools.count()
         self._window = WindowTrace(next(self._numbers))
         self._threads = threading.local()
         self._is_over = False
-        self._is_closed = False
 
     def watch(self, model: Module) -> None:
         """Put hooks on every module and parameter of a model, once each.
 
-        Call it again after modules were added. Warns about modules that torch.compile or
-        TorchScript runs, which hooks cannot see.
+        Call it again after modules were added or parameters unfrozen. Warns about modules that
+        torch.compile or TorchScript runs, which hooks cannot see.
         """
-        self._is_closed, is_known = False, model in self._modules
-        compiled = []
+        compiled, is_known = [], model in self._modules
         for name, module in model.named_modules():
             watched = WatchedModule(plain_name(name), type(module).__name__)
             if not self._is_eager and is_compiled(module):
                 compiled.append(str(watched))
             for own, p in module.named_parameters(recurse=False):
-                if p not in self._parameters:
-                    self._parameters[p] = (watched, own, None)
+                if p.requires_grad and p not in self._parameters:
+                    hook = Hook(self, "add_parameter_gradient", watched, own)
+                    self._parameters[p] = p.register_hook(hook)
             if module in self._modules or isinstance(module, torch.jit.ScriptModule):
                 continue
             self._modules.add(module)
@@ -99,7 +98,6 @@ class OverflowFinder:
                 module.register_forward_pre_hook(enter, with_kwargs=True),
                 module.register_forward_hook(leave, always_call=True),
             ]
-        self._watch_parameters()
         if compiled and not is_known:
             warnings.warn(
                 "find_overflow cannot see into compiled or scripted modules: "
@@ -146,21 +144,12 @@ class OverflowFinder:
 
     def close(self) -> None:
         """Remove every hook and drop all that was seen."""
-        for handle in (*self._handles, *(each[-1] for each in self._parameters.values())):
-            if handle is not None:
-                handle.remove()
-        self._is_closed = True  # there are hooks on tensors of a graph that is still alive
+        for handle in (*self._handles, *self._parameters.values()):
+            handle.remove()
         self._handles.clear()
         self._modules.clear()
         self._parameters, self._seen = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
         self.new_window()
-
-    def _watch_parameters(self) -> None:
-        """Also those that were frozen when the model was watched, and no longer are."""
-        for p, (watched, name, handle) in list(self._parameters.items()):
-            if handle is None and p.requires_grad:
-                hook = Hook(self, "add_parameter_gradient", watched, name)
-                self._parameters[p] = (watched, name, p.register_hook(hook))
 
     # Called by hooks.
 
@@ -176,7 +165,6 @@ class OverflowFinder:
             if self._is_over and not is_in_backward():
                 self.new_window()
                 stack = self._stack()
-            self._watch_parameters()
         window = self._window
         earlier = window.latest.get(watched) if is_in_backward() else None
         if parent is not None:
@@ -224,7 +212,7 @@ class OverflowFinder:
 
     def _is_listening(self) -> bool:
         """Not where tensors have no values, or where a range would become part of a program."""
-        return not (self._is_closed or torch._C._is_tracing() or is_transformed() or is_capturing())
+        return not (torch._C._is_tracing() or is_transformed() or is_capturing())
 
     def _stack(self) -> list[Call]:
         stack: list[Call] = self._threads.__dict__.setdefault("stack", [])

@@ -102,21 +102,24 @@ class ForwardCall:
 
 
 class WindowRecording:
-    """Keeps what the forwards of the present window were given.
+    """Keeps what the forwards of the present window were given, and where ``statistics`` says so
+    the running statistics of batch norms: a forward that overflows leaves inf or NaN in them, which
+    no later window takes out again.
 
     Leaves out forwards without gradients, those inside another watched model's forward or inside a
     transform of ``torch.func``, and those of which a graph is captured.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, statistics: bool = False) -> None:
         self.calls: list[ForwardCall] = []
         """Of the present window, and earlier ones whose backward came in it."""
         self.backwards = 0
         self.losses: list[Tensor] = []
         self.left_out = ""
         """Why a forward was not recorded."""
-        self.before_window: Callable[[], None] = lambda: None
-        """Called before the first forward of each window."""
+        self._keeps_statistics = statistics
+        self._statistics: list[tuple[Tensor, Tensor]] = []
+        """Each, and its copy from before the window."""
         self._has_begun = False
         self._is_over = False
         self._bytes = 0
@@ -192,6 +195,22 @@ class WindowRecording:
                     return "an input, or the gradient of an output, was changed in place since"
         return ""
 
+    @torch.no_grad()
+    def restore_statistics(self) -> None:
+        """Put back running statistics that are not finite any more. Synchronises."""
+        for value, copy in self._statistics:
+            if not value.isfinite().all():
+                value.copy_(copy)
+
+    def _copy_statistics(self) -> None:
+        buffers = [
+            value
+            for model in self._watched
+            for name, value in model.named_buffers()
+            if self._keeps_statistics and name.endswith(("running_mean", "running_var"))
+        ]
+        self._statistics = [(value, value.clone()) for value in buffers]
+
     # Called by hooks.
 
     def enter(
@@ -209,7 +228,7 @@ class WindowRecording:
             self.new_window()
         if not self._has_begun:
             self._has_begun = True
-            self.before_window()
+            self._copy_statistics()
         stack.append(self._call(model, module, args, kwargs))
 
     def leave(self, module: Module, args: Any, output: Any) -> None:
@@ -237,7 +256,8 @@ class WindowRecording:
         backward = max(self.backwards - 1, 0)
         if torch.is_grad_enabled():
             self.left_out = "its gradient is differentiated itself (create_graph=True)"
-        if call.grads and call.backward != backward:
+        is_second = any(each.output == number for each in call.grads)
+        if is_second or (call.grads and call.backward != backward):
             self.left_out = "two backwards went through it (retain_graph=True)"
         if not self.left_out:
             call.backward = backward

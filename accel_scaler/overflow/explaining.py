@@ -190,7 +190,7 @@ class OverflowExplainer(Observer):
 
     def _explain(self) -> Origin | None:
         if self.finder is not None:
-            found = self._own_or_first(self.finder.find())
+            found = self._agreed(self.finder.find())
             self._left_to_watch -= 1
             if found is not None or self._left_to_watch <= 0:
                 self._stop_watching()
@@ -201,8 +201,7 @@ class OverflowExplainer(Observer):
             self._start_watching("")
             return None
         found, why = self._run_again(self.recording)
-        found = self._own_or_first(found)
-        why = next(filter(None, self._gather(why)), "")
+        found = self._agreed(found)
         if found is None:
             self._start_watching(why or "nothing was inf or NaN when it was run again")
         return found
@@ -238,9 +237,9 @@ class OverflowExplainer(Observer):
 
         def at_scale_1() -> Origin | None:
             found, why = self._run_again(recording, factor=1 / max(scale, 1.0))
-            return self._same_everywhere(Origin("", "", "", 0, None, None, why) if why else found)
+            return self._agreed(Origin("", "", "", 0, None, None, why) if why else found)
 
-        found = self._same_everywhere(origin)
+        found = origin
         if found is None or found.where not in ("forward", "loss"):
             found = at_scale_1()
         if found is None:
@@ -298,14 +297,10 @@ class OverflowExplainer(Observer):
         """``value`` of every rank, or of this one alone."""
         return gather_objects(value, self._device) if self._is_together else [value]
 
-    def _own_or_first(self, found: Origin | None) -> Origin | None:
-        """What this rank has found, or else the first rank that has found something."""
-        for rank, other in enumerate(self._gather(found)):
-            if found is None and other is not None:
-                found = replace(other, text=f"{other.text} (rank {rank})")
-        return found
-
-    def _same_everywhere(self, found: Origin | None) -> Origin | None:
-        """One that a rank has found, preferably in a module; the same one on every rank."""
-        answers = [other for other in self._gather(found) if other is not None]
-        return max(answers, key=lambda other: bool(other.module), default=None)
+    def _agreed(self, found: Origin | None) -> Origin | None:
+        """What the first rank has found that has found something, preferably in a module."""
+        answers = [(n, other) for n, other in enumerate(self._gather(found)) if other is not None]
+        if not self._is_together or not answers:
+            return found
+        rank, first = max(answers, key=lambda answer: bool(answer[1].module))
+        return replace(first, text=f"{first.text} (rank {rank})")

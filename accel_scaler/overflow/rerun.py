@@ -85,7 +85,6 @@ class ForwardCall:
     model: weakref.ref[Module]
     """Without wrappers."""
     device: torch.device
-    order: int
     backward: int
     """The number of the backward that reaches it."""
     args: tuple[Any, ...]
@@ -94,11 +93,6 @@ class ForwardCall:
     restore_random_state: Callable[[], None]
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     grads: list[_OutputGradient] = field(default_factory=list)
-
-    @property
-    def bytes(self) -> int:
-        """What it keeps."""
-        return sum(_bytes(each.tensor) for each in self.inputs) + BYTES_OF_RANDOM_STATE
 
 
 class WindowRecording:
@@ -112,7 +106,7 @@ class WindowRecording:
 
     def __init__(self, statistics: bool = False) -> None:
         self.calls: list[ForwardCall] = []
-        """Of the present window, and earlier ones whose backward came in it."""
+        """Of the present window, after those of earlier ones whose backward came in it."""
         self.backwards = 0
         self.losses: list[Tensor] = []
         self.left_out = ""
@@ -120,10 +114,8 @@ class WindowRecording:
         self._keeps_statistics = statistics
         self._statistics: list[tuple[Tensor, Tensor]] = []
         """Each, and its copy from before the window."""
-        self._has_begun = False
-        self._is_over = False
+        self._is_over = True
         self._bytes = 0
-        self._order = 0
         self._handles: list[Any] = []
         self._watched: weakref.WeakSet[Module] = weakref.WeakSet()
         self._local = threading.local()
@@ -169,7 +161,11 @@ class WindowRecording:
         self.calls, self.losses = [], []
         self.backwards = self._bytes = 0
         self.left_out = ""
-        self._is_over = self._has_begun = False
+        self._is_over = False
+        if self._keeps_statistics:
+            buffers = [pair for model in self._watched for pair in model.named_buffers()]
+            kept = [b for name, b in buffers if name.endswith(("running_mean", "running_var"))]
+            self._statistics = [(buffer, buffer.clone()) for buffer in kept]
 
     def close(self) -> None:
         """Remove every hook and drop all that was recorded."""
@@ -202,15 +198,6 @@ class WindowRecording:
             if not value.isfinite().all():
                 value.copy_(copy)
 
-    def _copy_statistics(self) -> None:
-        buffers = [
-            value
-            for model in self._watched
-            for name, value in model.named_buffers()
-            if self._keeps_statistics and name.endswith(("running_mean", "running_var"))
-        ]
-        self._statistics = [(value, value.clone()) for value in buffers]
-
     # Called by hooks.
 
     def enter(
@@ -226,9 +213,6 @@ class WindowRecording:
             return
         if self._is_over:
             self.new_window()
-        if not self._has_begun:
-            self._has_begun = True
-            self._copy_statistics()
         stack.append(self._call(model, module, args, kwargs))
 
     def leave(self, module: Module, args: Any, output: Any) -> None:
@@ -244,14 +228,14 @@ class WindowRecording:
                 # The graph keeps the call, so that a backward in a later window finds it.
                 hook: Any = Hook(self, "add_gradient", call, number)
                 tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-        self._add(call)
+        self._add(call, len(self.calls))
 
     def add_gradient(self, call: ForwardCall, number: int, grad: Any) -> None:
         """A gradient came to an output of a model."""
         if not is_tensor(grad) or is_transformed() or is_batched(grad) or is_replaying():
             return
         if call not in self.calls:  # of an earlier window, as a generator's
-            self._add(call)
+            self._add(call, 0)
         self._count(_bytes(grad))
         backward = max(self.backwards - 1, 0)
         if torch.is_grad_enabled():
@@ -278,7 +262,6 @@ class WindowRecording:
         except Exception as error:  # raised by the user's containers; the forward goes on
             self.left_out = f"its inputs cannot be copied ({type(error).__name__}: {error})"
             return None
-        self._order += 1
         first = next(module.parameters(), None)
         device = torch.device("cpu") if first is None else first.device
         kinds = dict.fromkeys((device.type, "cpu"))
@@ -287,14 +270,14 @@ class WindowRecording:
             for kind in kinds
         )
         return ForwardCall(
-            model, device, self._order, self.backwards, args, kwargs, inputs,
+            model, device, self.backwards, args, kwargs, inputs,
             random_state(device), autocast,
         )  # fmt: skip
 
-    def _add(self, call: ForwardCall) -> None:
-        self._count(call.bytes)
+    def _add(self, call: ForwardCall, place: int) -> None:
+        self._count(sum(_bytes(each.tensor) for each in call.inputs) + BYTES_OF_RANDOM_STATE)
         if not self.left_out:
-            self.calls.append(call)
+            self.calls.insert(place, call)
 
     def _count(self, size: int) -> None:
         """Drops all that is kept where it becomes too much."""
@@ -328,7 +311,7 @@ def run_again(
     Raises:
         Whatever the model raises; all is put back then, too.
     """
-    calls = sorted(recording.calls, key=lambda call: call.order)
+    calls = recording.calls
     models = list(dict.fromkeys(model for call in calls if (model := call.model()) is not None))
     with (
         torch.inference_mode(False),

@@ -24,14 +24,7 @@ from torch.optim import Optimizer
 
 from ..models import unwrap
 from ..optimizer_step import Observer, StepTiming
-from ..scaling import (
-    GradScaler,
-    Origin,
-    Window,
-    gather_objects,
-    is_sharded,
-    parameters_of,
-)
+from ..scaling import GradScaler, Origin, Window, gather_objects, is_sharded, parameters_of
 from .finder import OverflowFinder
 from .heal import Healer
 from .rerun import WindowRecording, run_again
@@ -157,7 +150,8 @@ class OverflowExplainer(Observer):
         self._was_updated = self._stepped is window
         origin = self._explain()
         if origin is not None:
-            self._publish(window, origin)
+            window.origin, self.scaler.skips.origin = origin, origin.text
+            logger.warning("window %d overflowed: %s", window.index, origin.text)
         if self.healer is not None and scaled:
             self._heal(self.healer, window, origin)
 
@@ -203,7 +197,7 @@ class OverflowExplainer(Observer):
         found, why = self._run_again(self.recording)
         found = self._agreed(found)
         if found is None:
-            self._start_watching(why or "nothing was inf or NaN when it was run again")
+            self._start_watching(why or "all that was seen was finite when it was run again")
         return found
 
     def _run_again(
@@ -279,12 +273,6 @@ class OverflowExplainer(Observer):
         if self.finder is not None and not self.always:
             self.finder.close()
             self.finder = None
-
-    def _publish(self, window: Window, origin: Origin) -> None:
-        """In the window, in the error that ends a run of skips, and in the log."""
-        window.origin = origin
-        self.scaler.skips.origin = origin.text
-        logger.warning("window %d overflowed: %s", window.index, origin.text)
 
     def _warn_once(self, message: str) -> None:
         if message not in self._logged:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import warnings
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +19,7 @@ from torch.nn import Module, Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..devices import is_capturing
-from ..errors import listed
-from ..models import is_compiled, is_in_backward, is_transformed
+from ..models import is_in_backward, is_transformed
 from ..scaling import Origin
 from .hooks import Hook, named_tensors_in, tensors_in
 from .module_names import plain_name
@@ -58,13 +56,9 @@ class OverflowFinder:
     reaches. What activation checkpointing runs again in the backward takes no part in the order of
     the forward; only its gradients count. Compiled and scripted modules cannot be seen into: there
     a loss or a parameter is named at best.
-
-    Args:
-        is_eager: compiled models run uncompiled, so there is no warning about them.
     """
 
-    def __init__(self, is_eager: bool = False) -> None:
-        self._is_eager = is_eager
+    def __init__(self) -> None:
         self._handles: list[Any] = []
         self._modules: weakref.WeakSet[Module] = weakref.WeakSet()
         self._parameters: Any = WeakTensorKeyDictionary()
@@ -78,14 +72,10 @@ class OverflowFinder:
     def watch(self, model: Module) -> None:
         """Put hooks on every module and parameter of a model, once each.
 
-        Call it again after modules were added or parameters unfrozen. Warns about modules that
-        torch.compile or TorchScript runs, which hooks cannot see.
+        Call it again after modules were added or parameters unfrozen.
         """
-        compiled, is_known = [], model in self._modules
         for name, module in model.named_modules():
             watched = WatchedModule(plain_name(name), type(module).__name__)
-            if not self._is_eager and is_compiled(module):
-                compiled.append(str(watched))
             for own, p in module.named_parameters(recurse=False):
                 if p.requires_grad and p not in self._parameters:
                     hook = Hook(self, "add_parameter_gradient", watched, own)
@@ -98,13 +88,6 @@ class OverflowFinder:
                 module.register_forward_pre_hook(enter, with_kwargs=True),
                 module.register_forward_hook(leave, always_call=True),
             ]
-        if compiled and not is_known:
-            warnings.warn(
-                "find_overflow cannot see into compiled or scripted modules: "
-                f"{listed(compiled[:3], len(compiled))}. It will name a loss or a parameter at "
-                "best. Run the model uncompiled to find the module.",
-                stacklevel=2,
-            )
 
     def before_backward(self, loss: Any) -> None:
         """A backward from this loss is about to start.

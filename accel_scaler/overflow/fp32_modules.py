@@ -66,22 +66,12 @@ class Fp32Modules:
             self.enable(model)
 
     def refuse_uncastable(self, model: Module) -> None:
-        """Raise where :meth:`enable` would.
-
-        Raises:
-            UnsupportedError: a chosen module cannot run in float32, or ``nn.DataParallel`` copies
-                the model for each forward.
-        """
+        """Raise ``UnsupportedError`` if a chosen module cannot run in float32."""
         self._found_in(model, self.patterns)
 
     def enable(self, model: Module) -> None:
-        """Run the model's chosen modules in float32 from the next forward on.
-
-        To be called again after modules were added to the model.
-
-        Raises:
-            UnsupportedError: as :meth:`refuse_uncastable`; nothing is changed.
-        """
+        """Run the model's chosen modules in float32 from the next forward on; to be called again
+        after modules were added to it. Raises as :meth:`refuse_uncastable`, and changes nothing."""
         for each in self._found_in(model, self.patterns):
             each.enable()
             self._enabled.append(weakref.ref(each))
@@ -89,9 +79,8 @@ class Fp32Modules:
 
     def disable(self) -> None:
         """Give their forwards back to the modules."""
-        for ref in reversed(self._enabled):
-            each = ref()
-            if each is not None:
+        for ref in self._enabled:
+            if (each := ref()) is not None:
                 each.disable()
         self._enabled.clear()
 
@@ -131,7 +120,6 @@ class Fp32Module:
     the call, so no other thread may use the module then.
 
     Args:
-        module: which runs.
         name: for errors; None: a part.
 
     Raises:
@@ -143,7 +131,6 @@ class Fp32Module:
             refuse_uncastable(module, name)
         self.module, self.is_enabled, self.is_part = module, False, name is None
         self.parts: list[Fp32Module] = []
-        self.found, self.found_on_instance = module.forward, "forward" in vars(module)
         device = torch.accelerator.current_accelerator()
         self.device_types = ("cpu",) if device is None else ("cpu", device.type)
 

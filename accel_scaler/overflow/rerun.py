@@ -60,22 +60,14 @@ def random_state(device: torch.device) -> Callable[[], None]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Input:
-    """A tensor that a forward was given, detached."""
+class _Kept:
+    """A tensor that a forward was given, detached; or what came to a tensor of its output."""
 
     tensor: Tensor
     version: int
-    requires_grad: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _OutputGradient:
-    """What came to one output of a forward."""
-
-    output: int
-    """Its number among the tensors of the output."""
-    tensor: Tensor
-    version: int
+    requires_grad: bool = False
+    output: int = -1
+    """The number of that tensor."""
 
 
 @dataclass(eq=False, slots=True)
@@ -89,10 +81,10 @@ class ForwardCall:
     """The number of the backward that reaches it."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    inputs: list[_Input]
+    inputs: list[_Kept]
     restore_random_state: Callable[[], None]
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
-    grads: list[_OutputGradient] = field(default_factory=list)
+    grads: list[_Kept] = field(default_factory=list)
 
 
 class WindowRecording:
@@ -184,11 +176,8 @@ class WindowRecording:
         for call in self.calls:
             if call.model() is None:
                 return "a model that ran in it is gone"
-            kept = [(each.tensor, each.version) for each in call.inputs]
-            kept += [(each.tensor, each.version) for each in call.grads]
-            for tensor, version in kept:
-                if version != _version(tensor):
-                    return "an input, or the gradient of an output, was changed in place since"
+            if any(each.version != _version(each.tensor) for each in (*call.inputs, *call.grads)):
+                return "an input, or the gradient of an output, was changed in place since"
         return ""
 
     @torch.no_grad()
@@ -245,16 +234,16 @@ class WindowRecording:
             self.left_out = "two backwards went through it (retain_graph=True)"
         if not self.left_out:
             call.backward = backward
-            call.grads.append(_OutputGradient(number, grad, _version(grad)))
+            call.grads.append(_Kept(grad, _version(grad), output=number))
 
     def _call(
         self, model: weakref.ref[Module], module: Module, args: Any, kwargs: dict[str, Any]
     ) -> ForwardCall | None:
-        inputs: list[_Input] = []
+        inputs: list[_Kept] = []
 
         def detach(tensor: Tensor) -> Tensor:
             plain = tensor.detach() if tensor.requires_grad else tensor
-            inputs.append(_Input(plain, _version(tensor), tensor.requires_grad))
+            inputs.append(_Kept(plain, _version(tensor), tensor.requires_grad))
             return plain
 
         try:
@@ -269,10 +258,8 @@ class WindowRecording:
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in kinds
         )
-        return ForwardCall(
-            model, device, self.backwards, args, kwargs, inputs,
-            random_state(device), autocast,
-        )  # fmt: skip
+        state = random_state(device)
+        return ForwardCall(model, device, self.backwards, args, kwargs, inputs, state, autocast)
 
     def _add(self, call: ForwardCall, place: int) -> None:
         self._count(sum(_bytes(each.tensor) for each in call.inputs) + BYTES_OF_RANDOM_STATE)
@@ -318,7 +305,7 @@ def run_again(
         as_replay(),
         _restored(models, calls[0].device),
         torch.compiler.set_stance("force_eager"),
-        closing(OverflowFinder(is_eager=True)) as finder,
+        closing(OverflowFinder()) as finder,
     ):
         for model in models:
             finder.watch(model)
@@ -473,8 +460,6 @@ def _replace(places: list[dict[str, Any]], is_sharded: bool) -> None:
 def _alias(p: Tensor) -> Parameter:
     alias = Parameter(p.detach(), requires_grad=p.requires_grad)
     vars(alias).update(vars(p))
-    if getattr(p, "grad_dtype", p.dtype) is not p.dtype:
-        alias.grad_dtype = p.grad_dtype
     if p.requires_grad:
         alias.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
     return alias

@@ -286,23 +286,10 @@ class WindowTrace:
         kinds = (self.forwards, self.losses, self.gradients, self.parameter_gradients)
         return sorted({each.micro for kind in kinds for each in kind})
 
-    def gradient_at_output(
-        self, calls: Iterable[Call], micro: int, until: Gradient | None = None
-    ) -> Pair | None:
-        """Range of what came to the outputs of these calls in one backward, before ``until``."""
-        wanted = set(calls)
+    def gradient_at_output(self, call: Call, micro: int, until: Gradient) -> Pair | None:
+        """Range of what came to the outputs of this call in one backward, before ``until``."""
         return pair_of(
             each.range
             for each in itertools.takewhile(lambda g: g is not until, self.gradients)
-            if each.micro == micro and not wanted.isdisjoint(each.uses.producers)
+            if each.micro == micro and call in each.uses.producers
         )
-
-    def calls_of(self, module: WatchedModule, micro: int) -> list[Call]:
-        """The runs of one module in one micro-batch."""
-        found = [
-            call
-            for forward in self.forwards
-            for is_over, call in forward.events
-            if not is_over and call.module is module
-        ]
-        return [call for call in found if call.forward.micro == micro] or found

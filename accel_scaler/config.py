@@ -14,8 +14,9 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from .config_file import read_config
 from .errors import ConfigError, refuse_retired, shown
@@ -42,22 +43,12 @@ def is_positive(value: Any) -> bool:
     return is_number(value) and 2.0**-149 <= value <= MAX_FLOAT32
 
 
-@dataclass(frozen=True)
-class Kind:
-    """The values that a field takes, and how a text is converted to one of them."""
+class Kind(NamedTuple):
+    """The values that a field takes, in words and as a check, and how a text becomes one."""
 
     allowed: str
-    """The values, in words."""
     check: Callable[[Any], bool]
     convert: Callable[[str], Any] = str.strip
-
-    def parse(self, text: str) -> Any:
-        """The value of ``text``; ``text`` itself if the field does not take its value."""
-        try:
-            value = self.convert(text)
-        except ValueError:
-            return text
-        return value if self.check(value) else text
 
 
 def optional(kind: Kind) -> Kind:
@@ -133,9 +124,8 @@ class ScalerConfig:
         min_scale: Lower bound of the scale. None: no bound, as in torch.
         max_scale: Upper bound of the scale. None: that of float32, as in torch.
         hysteresis: Overflows in a row before the scale backs off; each one skips its step.
-        sharded: Ranks hold different gradients, which the parameters do not show (expert or tensor
-            parallelism by hand): they agree on each verdict by one all-reduce a window. DTensors
-            and FSDP are detected without it.
+        sharded: Ranks hold different gradients, by hand (DTensors and FSDP are detected): they
+            agree on each verdict by one all-reduce a window.
         step_mode: When parameters are updated. sync: inside optimizer.step(). overlap: on the
             optimizer thread, and each parameter's next use waits for it. delayed: on the optimizer
             thread, published one step late (see delay_compensation).
@@ -157,10 +147,10 @@ class ScalerConfig:
             active.
         max_consecutive_skips: Skipped windows in a row that are allowed; one more raises.
         find_overflow: How the module is found in which an overflow began. replay: the skipped
-            window runs again, at the first skip and at one in a hundred; parameters, buffers and
-            random state are restored, nothing else is. always: every window is watched (slow).
-            auto: replay with heal; with telemetry or max_consecutive_skips the windows after an
-            overflow are watched, which changes no number; else off. off: only names of parameters.
+            window runs again; parameters, buffers and random state are restored, nothing else is.
+            always: every window is watched (slow). auto: replay with heal; with telemetry or
+            max_consecutive_skips the windows after an overflow are watched, which changes no
+            number; else off. off: only names of parameters.
         heal: Keep the smallest module that overflows at any scale in float32 from then on. Its name
             is logged, printed at the end and saved with the scaler.
         fp32_modules: Modules that run in float32 under fp16: globs on the names of
@@ -289,7 +279,8 @@ def merge(*sources: Source) -> tuple[ScalerConfig, dict[str, str]]:
     for source, given in sources:
         for name, value in given.items():
             if isinstance(value, str) and name in FIELDS:
-                value = FIELDS[name].metadata["kind"].parse(value)
+                with suppress(ValueError):  # what cannot be converted is refused as it is
+                    value = FIELDS[name].metadata["kind"].convert(value)
             try:
                 check_field(name, value)
             except ConfigError as error:
@@ -308,9 +299,9 @@ def environment(environ: Mapping[str, str]) -> Source:
     return "environment", {key[len(ENV_PREFIX) :].lower(): texts[key] for key in texts}
 
 
-def check_field(name: object, value: object) -> None:
+def check_field(name: Any, value: object) -> None:
     """Raise ``ConfigError`` for a name of no field, or a value that the field does not take."""
-    if not isinstance(name, str) or name not in FIELDS:
+    if name not in FIELDS:
         refuse_retired(str(name))
         fields = f"The fields are {', '.join(FIELDS)}."
         raise ConfigError(f"unknown field {shown(name)}. {suggestion(str(name), FIELDS, fields)}")

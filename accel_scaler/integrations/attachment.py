@@ -101,14 +101,10 @@ class Attachment:
         accelerator = self._accelerator()
         return [] if accelerator is None else list(accelerator._models)
 
-    @property
-    def emulates_float16(self) -> bool:
-        """float16 products run on a CPU, which may have no kernels for them."""
-        return self.scales and self.device.type == "cpu"
-
     def float16(self) -> AbstractContextManager[None]:
         """In the block float16 products have kernels, where the CPU has none."""
-        return emulate_float16() if self.emulates_float16 else nullcontext()
+        is_needed = self.scales and self.device.type == "cpu"
+        return emulate_float16() if is_needed else nullcontext()
 
     def watch(self, prepared: Module, inner: Module) -> None:
         """Register a model's parameter names, and watch it for overflows.
@@ -253,15 +249,6 @@ class Attachment:
             if scaler.has_begun and stock._scale is None:
                 # A later attach() would take it for a scaler without state.
                 stock._lazy_init_scale_growth_tracker(self.device)
-
-    def refuse_unmatched_globs(self) -> None:
-        """Before a backward, when all models are prepared.
-
-        Raises:
-            ConfigError: a glob in ``fp32_modules`` that matches no module.
-        """
-        if self.fp32_modules.patterns:
-            self.fp32_modules.refuse_unmatched(self.models)
 
     def follow_parameters(self) -> None:
         """Before a backward: parameters may be trained that were frozen before."""

@@ -15,11 +15,9 @@ DEST = "accel_scaler_"
 """The start of the names of our values among the arguments of Accelerate."""
 
 DESCRIPTION = (
-    "Start an unchanged script as `accelerate launch` does, with every Accelerator and Trainer of "
-    "it attached. Takes the flags of `accelerate launch`, too; --config_file also takes the name "
-    "of a shipped file, and a file may have a section `accel_scaler:` with these settings. A flag "
-    "outranks a variable ACCEL_SCALER_<NAME>, which outranks the section. A switch --NAME has the "
-    "form --no_NAME, too."
+    "Start an unchanged script as `accelerate launch` does, and with its flags, with every "
+    "Accelerator and Trainer attached. --config_file also takes the name of a shipped file. A flag "
+    "outranks a variable ACCEL_SCALER_<NAME>, which outranks the file's section `accel_scaler:`."
 )
 
 

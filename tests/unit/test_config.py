@@ -170,7 +170,11 @@ def test_texts_as_people_write_them(tmp_path: Path, name: str, text: str, value:
 def test_a_text_that_cannot_be_used_is_refused_with_its_source(
     tmp_path: Path, name: str, text: str
 ) -> None:
-    end = f": {name}: got {text!r}, expected {allowed(name)}."
+    try:
+        value = FIELDS[name].metadata["kind"].convert(text)
+    except ValueError:
+        value = text
+    end = f": {name}: got {value!r}, expected {allowed(name)}."
     environ = {ENV_PREFIX + name.upper(): text}
     path = tmp_path / "c.yaml"
     path.write_text(f"accel_scaler:\n  {name}: '{text}'\n")

@@ -25,7 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 PRODUCTS = (
     *("mm", "addmm", "_addmm_activation", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot"),
     *("convolution", "convolution_backward"),
-    *("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"),
 )
 """Operators in which linear, matmul, einsum and the layers of ``torch.nn`` end."""
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"

@@ -116,11 +116,3 @@ def test_the_fsdp_file_is_fsdp2_to_accelerate() -> None:
     assert plugin.state_dict_type.name == "SHARDED_STATE_DICT"
     assert not plugin.activation_checkpointing
     assert type(plugin.cpu_offload).__name__ == "OffloadPolicy", "the policy that offloads nothing"
-
-
-def test_the_two_node_file_names_one_meeting_point(tmp_path: Path) -> None:
-    more = ["--machine_rank", "1", "--main_process_ip", "127.0.0.2", "--main_process_port", "0"]
-    args = as_accelerate_reads(find_config("two_nodes_fp16"), *more)
-    prepare_multi_gpu_env(args)
-    assert (args.nproc_per_node, args.nnodes, args.node_rank) == ("1", "2", 1)
-    assert args.rdzv_endpoint == f"127.0.0.2:{args.main_process_port}"

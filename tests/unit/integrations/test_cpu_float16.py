@@ -32,12 +32,7 @@ def slow_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_float16, "has_float16_kernels", lambda: False)
 
 
-PRODUCTS = {
-    *("mm", "addmm", "_addmm_activation", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot"),
-    *("convolution", "convolution_backward", "mkldnn_rnn_layer"),
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_flash_attention_for_cpu_backward",
-}
+PRODUCTS = {*cpu_float16.PRODUCTS, cpu_float16.ATTENTION, f"{cpu_float16.ATTENTION}_backward"}
 
 
 class Watch(TorchDispatchMode):
@@ -202,21 +197,6 @@ def test_what_torch_refuses_is_refused() -> None:
             torch.mm(a, b)
         with around(), pytest.raises(RuntimeError, match="cannot be multiplied"):
             torch.mm(a, torch.ones(3, 2, dtype=HALF))
-
-
-def test_lstm() -> None:
-    """torch itself has no such kernel on a processor without float16 instructions, and raises."""
-    layer, x = nn.LSTM(8, 8), normal(3, 2, 8, grad=True)
-    expected, _ = layer(x)
-    with emulate_float16(), torch.autocast("cpu", dtype=HALF):
-        out, _ = layer(x)
-    with emulate_float16():
-        out.float().sum().backward()
-    assert x.grad is not None
-    ours, x.grad = x.grad, None
-    expected.sum().backward()
-    assert float((out - expected).detach().abs().max()) < 0.01
-    assert float((ours - x.grad).abs().max()) < 0.01
 
 
 # --- where it is on, and where not ----------------------------------------------------------------

@@ -140,15 +140,6 @@ def test_a_wrong_flag_is_refused_in_one_line(started: Started, argv: list[str], 
     assert started.args is None
 
 
-@pytest.mark.parametrize(
-    "script", [["train.py", "--step_mod", "overlap", "--help"], ["-m", "train", "--step_mod=x"]]
-)
-def test_flags_after_the_script_are_the_scripts(started: Started, script: list[str]) -> None:
-    assert main(["--cpu", "--init-scale", "8", *script]) == 0
-    assert started.args.training_script_args == script[1 + (script[0] == "-m") :]
-    assert started.settings == {"ACCEL_SCALER_INIT_SCALE": "8.0"}
-
-
 def test_a_path_that_cannot_be_written_is_refused_and_another_is_not_made(
     started: Started,
 ) -> None:

@@ -14,9 +14,6 @@ from ..models import unwrap
 WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"))
 """Attributes in which torch's wrappers keep a module: not part of its name."""
 
-MAX_NEAREST = 3
-"""Names that the error about a glob suggests."""
-
 
 def plain_name(name: str) -> str:
     """A name of ``named_modules()`` without the parts that are due to wrappers."""
@@ -66,8 +63,8 @@ def refuse_unmatched(models: Sequence[Module], globs: Iterable[str]) -> None:
 
 def _nearest(glob: str, names: Sequence[str]) -> list[str]:
     """Whole names that are near, then names whose last part is near the last part of the glob."""
-    near = difflib.get_close_matches(glob[:200], names, n=MAX_NEAREST)
+    near = difflib.get_close_matches(glob[:200], names, n=3)
     last = glob.rpartition(".")[2].strip("*?")[:200]
     first_with = {name.rpartition(".")[2]: name for name in reversed(names)}
     near += [first_with[part] for part in difflib.get_close_matches(last, first_with)]
-    return list(dict.fromkeys(near))[:MAX_NEAREST]
+    return list(dict.fromkeys(near))[:3]

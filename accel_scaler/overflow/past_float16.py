@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import Module
 
 from ..errors import listed
+from ..models import unwrap
 
 logger = logging.getLogger("accel_scaler")
 
@@ -30,11 +31,12 @@ def warn_past_float16(model: Module, in_float32: Iterable[Module] = ()) -> None:
     synchronises with the device.
 
     Args:
-        model: not wrapped, so that names are its own.
+        model: whose own names are used.
         in_float32: modules whose parameters are never cast to float16.
     """
     exempt = {id(p) for module in in_float32 for p in module.parameters()}
-    held = [(name, _held(p)) for name, p in model.named_parameters() if id(p) not in exempt]
+    every = unwrap(model).named_parameters()
+    held = [(name, _held(p)) for name, p in every if id(p) not in exempt]
     norms = [(name, torch.linalg.vector_norm(p, math.inf)) for name, p in held if p is not None]
     largest = [(name, norm.item()) for name, norm in norms]
     names = [f"{name} ({x:.3g})" for name, x in largest if FIRST_INF <= x < math.inf]

@@ -122,7 +122,9 @@ class WindowRecording:
         """
         plain = unwrap(inner)
         hooked = prepared if isinstance(prepared, torch._dynamo.OptimizedModule) else plain
-        if hooked in self._watched or isinstance(plain, torch.jit.ScriptModule):
+        # With autocast in the compiler's wrapper alone it would run without autocast.
+        is_outside = "_original_forward" in vars(plain) and "forward" not in vars(plain)
+        if hooked in self._watched or is_outside or isinstance(plain, torch.jit.ScriptModule):
             return
         self._watched.add(hooked)
         enter, leave = Hook(self, "enter", weakref.ref(plain)), Hook(self, "leave")

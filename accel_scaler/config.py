@@ -14,8 +14,9 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from .config_file import read_config
 from .errors import ConfigError, refuse_retired, shown
@@ -26,18 +27,15 @@ ENV_PREFIX = "ACCEL_SCALER_"
 MAX_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
 NONE = ("", "none", "null")
 """Texts that stand for None."""
+SWITCH_WORDS = dict.fromkeys(("true", "1", "yes", "on"), True)
+SWITCH_WORDS |= dict.fromkeys(("false", "0", "no", "off"), False)
 
 
 def is_number(value: object) -> bool:
     """Whether ``value`` is a finite int or float; a bool is not a number here."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
-    return -sys.float_info.max <= value <= sys.float_info.max
-
-
-def is_count(value: object, least: int = 1) -> bool:
-    """Whether ``value`` is an integer from ``least`` to 2**53, the last one exact as a float."""
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= 2**53
+    return abs(value) <= sys.float_info.max
 
 
 def is_positive(value: Any) -> bool:
@@ -45,35 +43,12 @@ def is_positive(value: Any) -> bool:
     return is_number(value) and 2.0**-149 <= value <= MAX_FLOAT32
 
 
-def is_path(value: object) -> bool:
-    """Whether ``value`` is a path, and none of the texts that stand for None."""
-    is_text = isinstance(value, (str, os.PathLike)) and isinstance(os.fspath(value), str)
-    return is_text and str(value).strip().lower() not in NONE
-
-
-def is_globs(value: object) -> bool:
-    """Whether ``value`` is a list of texts without commas and spaces."""
-    return isinstance(value, (list, tuple)) and all(
-        isinstance(each, str) and re.fullmatch(r"[^\s,]+", each) for each in value
-    )
-
-
-@dataclass(frozen=True)
-class Kind:
-    """The values that a field takes, and how a text is converted to one of them."""
+class Kind(NamedTuple):
+    """The values that a field takes, in words and as a check, and how a text becomes one."""
 
     allowed: str
-    """The values, in words."""
     check: Callable[[Any], bool]
     convert: Callable[[str], Any] = str.strip
-
-    def parse(self, text: str) -> Any:
-        """The value of ``text``; ``text`` itself if the field does not take its value."""
-        try:
-            value = self.convert(text)
-        except ValueError:
-            return text
-        return value if self.check(value) else text
 
 
 def optional(kind: Kind) -> Kind:
@@ -85,27 +60,39 @@ def optional(kind: Kind) -> Kind:
     )
 
 
-def _switch(text: str) -> bool | str:
-    words = {"true": True, "1": True, "yes": True, "on": True}
-    words |= {"false": False, "0": False, "no": False, "off": False}
-    return words.get(text.strip().lower(), text)
+def count(least: int) -> Kind:
+    """An integer; the largest one is exact as a float."""
+
+    def check(value: object) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and least <= value <= 2**53
+
+    return Kind(f"an integer from {least} to 2**53", check, int)
 
 
-SWITCH = Kind("true or false", lambda value: isinstance(value, bool), _switch)
+COUNT = count(1)
 SCALE = Kind("a finite number > 0 (float32)", is_positive, float)
 GROWTH = Kind("a finite number > 1", lambda value: is_number(value) and value > 1, float)
 BACKOFF = Kind("a number in (0, 1)", lambda value: is_number(value) and 0 < value < 1, float)
-COUNT = Kind("an integer from 1 to 2**53", is_count, int)
-COUNT_OR_0 = Kind("an integer from 0 to 2**53", lambda value: is_count(value, 0), int)
+SWITCH = Kind(
+    "true or false",
+    lambda value: isinstance(value, bool),
+    lambda text: SWITCH_WORDS.get(text.strip().lower(), text),
+)
 THREADS = Kind(
-    "an integer from 1 to 2**53, or 'auto'",
-    lambda value: value == "auto" or is_count(value),
+    f"{COUNT.allowed}, or 'auto'",
+    lambda value: value == "auto" or COUNT.check(value),
     lambda text: "auto" if text.strip().lower() == "auto" else int(text),
 )
-PATH = Kind("a path", is_path)
+PATH = Kind(
+    "a path",
+    lambda value: isinstance(value, (str, os.PathLike)) and str(value).strip().lower() not in NONE,
+)
 GLOBS = Kind(
     "a list of globs on module names, without commas and spaces",
-    is_globs,
+    lambda value: (
+        isinstance(value, (list, tuple))
+        and all(isinstance(each, str) and re.fullmatch(r"[^\s,]+", each) for each in value)
+    ),
     lambda text: tuple(filter(None, map(str.strip, text.split(",")))),
 )
 
@@ -137,9 +124,8 @@ class ScalerConfig:
         min_scale: Lower bound of the scale. None: no bound, as in torch.
         max_scale: Upper bound of the scale. None: that of float32, as in torch.
         hysteresis: Overflows in a row before the scale backs off; each one skips its step.
-        sharded: Ranks hold different gradients, which the parameters do not show (expert or tensor
-            parallelism by hand): they agree on each verdict by one all-reduce a window. DTensors
-            and FSDP are detected without it.
+        sharded: Ranks hold different gradients, by hand (DTensors and FSDP are detected): they
+            agree on each verdict by one all-reduce a window.
         step_mode: When parameters are updated. sync: inside optimizer.step(). overlap: on the
             optimizer thread, and each parameter's next use waits for it. delayed: on the optimizer
             thread, published one step late (see delay_compensation).
@@ -161,10 +147,10 @@ class ScalerConfig:
             is active.
         max_consecutive_skips: Skipped windows in a row that are allowed; one more raises.
         find_overflow: How the module is found in which an overflow began. replay: the skipped
-            window runs again, at the first skip and at one in a hundred; parameters, buffers and
-            random state are restored, nothing else is. always: every window is watched (slow).
-            auto: replay with heal; with telemetry or max_consecutive_skips the windows after an
-            overflow are watched, which changes no number; else off. off: only names of parameters.
+            window runs again; parameters, buffers and random state are restored, nothing else is.
+            always: every window is watched (slow). auto: replay with heal; with telemetry or
+            max_consecutive_skips the windows after an overflow are watched, which changes no
+            number; else off. off: only names of parameters.
         heal: Keep the smallest module that overflows at any scale in float32 from then on. Its name
             is logged, printed at the end and saved with the scaler.
         fp32_modules: Modules that run in float32 under fp16: globs on the names of
@@ -186,7 +172,7 @@ class ScalerConfig:
     hysteresis: int = setting(1, COUNT)
     sharded: bool = setting(False, SWITCH)
     step_mode: Literal["sync", "overlap", "delayed"] = choice("sync", "overlap", "delayed")
-    delay_warmup_steps: int = setting(0, COUNT_OR_0)
+    delay_warmup_steps: int = setting(0, count(0))
     delay_compensation: Literal["auto", "preview", "none"] = choice("auto", "preview", "none")
     offload: Literal["none", "cpu"] = choice("none", "cpu")
     master_weights: Literal["auto", "fp32", "none"] = choice("auto", "fp32", "none")
@@ -227,18 +213,13 @@ class ScalerConfig:
             )
 
     @classmethod
-    def from_mapping(cls, values: Mapping[str, Any], where: str = "the settings") -> ScalerConfig:
-        """Make a config from fields and values; errors begin with ``where``."""
-        return resolve((where, values))
-
-    @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> ScalerConfig:
         """Read ``ACCEL_SCALER_<FIELD>`` variables, by default of this process.
 
         Raises:
             ConfigError: an unknown field, or a value that its field does not take.
         """
-        return resolve(environment(os.environ if environ is None else environ))
+        return merge(environment(os.environ if environ is None else environ))[0]
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str]) -> ScalerConfig:
@@ -247,7 +228,7 @@ class ScalerConfig:
         Raises:
             ConfigError: a file that cannot be read, an unknown field or a wrong value.
         """
-        return resolve((str(path), parsed(read_config(path).section)))
+        return merge((str(path), read_config(path)[0]))[0]
 
     def to_env(self) -> dict[str, str]:
         """The variables from which ``from_env`` makes this config; without defaults."""
@@ -283,71 +264,44 @@ ABOUT = {
 """The help of each field, from the docstring."""
 
 Source = tuple[str, Mapping[str, Any]]
-"""A name of a source for messages, and its values by field."""
+"""A name of a source for messages, and its values by field; texts are converted."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The merged settings of several sources."""
-
-    config: ScalerConfig
-    """The defaults where something was refused."""
-    sources: dict[str, str]
-    """The source of each field that has one."""
-    refusals: list[ConfigError]
-
-
-def merge(*sources: Source) -> Settings:
-    """Merge sources, of which a later one takes precedence. Every value is checked, used or not."""
-    values: dict[str, Any] = {}
-    origin: dict[str, str] = {}
-    refusals: list[ConfigError] = []
-    for source, given in sources:
-        for name, value in given.items():
-            try:
-                check_field(name, value)
-                values[name], origin[name] = value, source
-            except ConfigError as error:
-                refusals.append(ConfigError(f"{source}: {error}"))
-    try:
-        return Settings(ScalerConfig(**values), origin, refusals)
-    except ConfigError as error:  # fields that contradict each other
-        where = [f"{name}: {origin[name]}" for name in origin if f"{name}=" in str(error)]
-        refusals.append(ConfigError(f"{error} ({'; '.join(where)})"))
-    return Settings(ScalerConfig(), origin, refusals)
-
-
-def resolve(*sources: Source) -> ScalerConfig:
-    """The config of :func:`merge`.
+def merge(*sources: Source) -> tuple[ScalerConfig, dict[str, str]]:
+    """The config of these sources, of which a later one takes precedence, and the source of each
+    field that has one. Every value is checked, used or not.
 
     Raises:
-        ConfigError: the first refusal.
+        ConfigError: the first refusal, with its source.
     """
-    settings = merge(*sources)
-    if settings.refusals:
-        raise settings.refusals[0]
-    return settings.config
+    values: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for source, given in sources:
+        for name, value in given.items():
+            if isinstance(value, str) and name in FIELDS:
+                with suppress(ValueError):  # what cannot be converted is refused as it is
+                    value = FIELDS[name].metadata["kind"].convert(value)
+            try:
+                check_field(name, value)
+            except ConfigError as error:
+                raise ConfigError(f"{source}: {error}") from None
+            values[name], origin[name] = value, source
+    try:
+        return ScalerConfig(**values), origin
+    except ConfigError as error:  # fields that contradict each other
+        where = [f"{name}: {origin[name]}" for name in origin if f"{name}=" in str(error)]
+        raise ConfigError(f"{error} ({'; '.join(where)})") from None
 
 
 def environment(environ: Mapping[str, str]) -> Source:
     """The settings of the ``ACCEL_SCALER_<FIELD>`` variables."""
     texts = {key: environ[key] for key in sorted(environ) if key.startswith(ENV_PREFIX)}
-    return "environment", parsed({k[len(ENV_PREFIX) :].lower(): v for k, v in texts.items()})
+    return "environment", {key[len(ENV_PREFIX) :].lower(): texts[key] for key in texts}
 
 
-def parsed(values: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The values, with texts converted to what their fields take."""
-    return {
-        name: FIELDS[name].metadata["kind"].parse(value)
-        if name in FIELDS and isinstance(value, str)
-        else value
-        for name, value in values.items()
-    }
-
-
-def check_field(name: object, value: object) -> None:
+def check_field(name: Any, value: object) -> None:
     """Raise ``ConfigError`` for a name of no field, or a value that the field does not take."""
-    if not isinstance(name, str) or name not in FIELDS:
+    if name not in FIELDS:
         refuse_retired(str(name))
         fields = f"The fields are {', '.join(FIELDS)}."
         raise ConfigError(f"unknown field {shown(name)}. {suggestion(str(name), FIELDS, fields)}")

@@ -5,9 +5,7 @@ Accelerate refuses a file with a key that it does not know, so the section is ta
 
 from __future__ import annotations
 
-import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +13,10 @@ import yaml
 
 from .errors import ConfigError, shown
 
-__all__ = ["ConfigFile", "find_config", "read_config", "shipped_configs"]
+__all__ = ["find_config", "read_config", "shipped_configs"]
 
 PACKAGE = Path(__file__).parent
 SECTION = "accel_scaler"
-
-
-@dataclass(frozen=True)
-class ConfigFile:
-    """A config file in two parts."""
-
-    path: Path
-    section: dict[Any, Any]
-    """Our fields, not checked. Those of YAML are texts, as in the environment: ``off`` is one."""
-    rest: str | None
-    """The file without the section; None: the file has no section."""
 
 
 def shipped_configs() -> dict[str, Path]:
@@ -55,28 +42,28 @@ def find_config(name: str) -> Path:
     return shipped[name]
 
 
-def read_config(path: str | os.PathLike[str]) -> ConfigFile:
-    """Read a file; it is JSON where the name ends in ``.json``, as for Accelerate, else YAML.
+def read_config(path: str | os.PathLike[str]) -> tuple[dict[Any, Any], str | None]:
+    """Our section of a file in YAML, or in JSON, which YAML includes; and the file without it.
+
+    The values of the section are texts, as in the environment: ``off`` is one. Without a section it
+    is empty, and the rest None.
 
     Raises:
         ConfigError: the file cannot be read, or it or the section is not a mapping.
     """
-    path = Path(path)
-    is_json = path.suffix == ".json"
     try:
-        text = path.read_text(encoding="utf-8")
-        document = (json.loads(text) if is_json else yaml.safe_load(text)) or {}
-        texts = document if is_json else yaml.load(text, yaml.BaseLoader)
+        text = Path(path).read_text(encoding="utf-8")
+        document, texts = yaml.safe_load(text) or {}, yaml.load(text, yaml.BaseLoader)
     except Exception as error:  # PyYAML's constructors raise errors of many classes
-        kind, problem = "JSON" if is_json else "YAML", " ".join(str(error).split())
-        raise ConfigError(f"{path}: cannot be read as {kind}: {problem}") from error
+        problem = " ".join(str(error).split())
+        raise ConfigError(f"{path}: cannot be read as YAML: {problem}") from error
     if isinstance(document, dict) and SECTION not in document:
-        return ConfigFile(path, {}, None)
+        return {}, None
     section = texts[SECTION] if isinstance(document, dict) else None
     if not isinstance(section, dict):
         raise ConfigError(
             f"{path}: got {shown(section or document)}, expected a mapping, with a mapping of "
             f"settings as `{SECTION}:`."
         )
-    rest = {key: value for key, value in document.items() if key != SECTION}
-    return ConfigFile(path, section, json.dumps(rest) if is_json else yaml.safe_dump(rest))
+    del document[SECTION]
+    return section, yaml.safe_dump(document)

@@ -26,14 +26,6 @@ def unwrap(model: Module) -> Module:
             return model
 
 
-def is_compiled(module: Any) -> bool:
-    """Whether torch.compile or TorchScript runs the module, which then may not call hooks."""
-    return (
-        isinstance(module, (torch.jit.ScriptModule, torch._dynamo.OptimizedModule))
-        or module._compiled_call_impl is not None
-    )
-
-
 def is_in_backward() -> bool:
     """Whether this thread runs a backward; a forward in it is of activation checkpointing."""
     return torch._C._current_graph_task_id() != -1

@@ -281,7 +281,10 @@ def main(argv: list[str] | None = None) -> None:
         processing_class=tokenizer,
         data_collator=DataCollatorWithPadding(tokenizer),
     )
-    trainer = attach(trainer)  # <- the one added line, with its import at the top
+    # On a CPU fp16 autocast has no kernel for norms with bfloat16 weights; on a GPU they are fp32.
+    norms = [name for name, each in model.named_modules() if isinstance(each, nn.LayerNorm)]
+    more = {"fp32_modules": norms} if norms and settings.use_cpu else {}
+    trainer = attach(trainer, **more)  # <- the one added line, with its import at the top
 
     say = trainer.accelerator.print
     trained = dtypes([p for p in model.parameters() if p.requires_grad])

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ..config import ScalerConfig
+from ..config import ScalerConfig, merge
 from ..errors import ConfigError, OrderError, UnsupportedError
 from ..optimizer_step import Boundary, Observer, StepTiming, async_stepper_of, boundary_of
 from ..scaling import GradScaler, ParameterNames, parameters_of, whole
@@ -83,9 +83,7 @@ class AsyncOptimizer(Optimizer):
         observer: Observer | None = None,
         **settings: Any,
     ) -> None:
-        config = ScalerConfig.from_mapping(
-            {"step_mode": mode, "offload": offload, **settings}, "AsyncOptimizer"
-        )
+        config, _ = merge(("AsyncOptimizer", {"step_mode": mode, "offload": offload, **settings}))
         if foreign := settings.keys() - SETTINGS:
             raise ConfigError(
                 f"AsyncOptimizer: got {', '.join(sorted(foreign))}, expected of the settings only "

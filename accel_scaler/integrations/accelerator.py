@@ -111,10 +111,9 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
             attachment.fp32_modules.refuse_uncastable(model)
         prepared = super().prepare_model(model, *args, **kwargs)
         if attachment is not None:
-            if attachment.scales and self.native_amp:
+            if attachment.scales:
                 # Accelerate leaves a model as it is that another accelerator has prepared.
                 add_autocast(self, [prepared])
-            if attachment.emulates_float16:
                 add_emulation(self, prepared)
             attachment.fp32_modules.enable(prepared)  # before a compiler traces its first forward
             attachment.watch(prepared, self.unwrap_model(prepared))
@@ -144,7 +143,8 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         if attachment is None:
             super().backward(loss, **kwargs)
             return
-        attachment.refuse_unmatched_globs()
+        if attachment.fp32_modules.patterns:  # all models are prepared now
+            attachment.fp32_modules.refuse_unmatched(attachment.models)
         attachment.follow_parameters()  # before anything reads the gradients
         attachment.boundary.before_backward(loss, self.gradient_accumulation_steps)
         with self._emulation():

@@ -27,7 +27,7 @@ from ..overflow import Fp32Modules, Healer, OverflowExplainer, warn_past_float16
 from ..scaling import gather_objects, is_sharded
 from ..telemetry import make_recorder
 from .autocast import add_autocast, remove_autocast, remove_emulation
-from .cpu_float16 import emulate_float16, needs_norms
+from .cpu_float16 import emulate_float16
 from .optimizer import ScaledOptimizer, adopt, inner_of, refuse_unsuitable
 from .stock_scaler import make_scaler, refuse_other_scalers, scaler_settings
 
@@ -94,8 +94,6 @@ class Attachment:
         self.is_preparing = False
         """In a ``prepare`` of the accelerator."""
         self._added_autocast = False
-        self._norms = False
-        """A model has bfloat16 weights."""
 
     @property
     def models(self) -> list[Module]:
@@ -103,14 +101,10 @@ class Attachment:
         accelerator = self._accelerator()
         return [] if accelerator is None else list(accelerator._models)
 
-    @property
-    def emulates_float16(self) -> bool:
-        """float16 products run on a CPU, which may have no kernels for them."""
-        return self.scales and self.device.type == "cpu"
-
     def float16(self) -> AbstractContextManager[None]:
         """In the block float16 products have kernels, where the CPU has none."""
-        return emulate_float16(self._norms) if self.emulates_float16 else nullcontext()
+        is_needed = self.scales and self.device.type == "cpu"
+        return emulate_float16() if is_needed else nullcontext()
 
     def watch(self, prepared: Module, inner: Module) -> None:
         """Register a model's parameter names, and watch it for overflows.
@@ -121,7 +115,6 @@ class Attachment:
         """
         if self.scales:
             warn_past_float16(inner, self.fp32_modules.modules)
-            self._norms = self._norms or needs_norms(inner)
         self.scaler.parameter_names.add_module(inner)
         if self.explainer is not None:
             self.explainer.watch(prepared, inner)
@@ -256,15 +249,6 @@ class Attachment:
             if scaler.has_begun and stock._scale is None:
                 # A later attach() would take it for a scaler without state.
                 stock._lazy_init_scale_growth_tracker(self.device)
-
-    def refuse_unmatched_globs(self) -> None:
-        """Before a backward, when all models are prepared.
-
-        Raises:
-            ConfigError: a glob in ``fp32_modules`` that matches no module.
-        """
-        if self.fp32_modules.patterns:
-            self.fp32_modules.refuse_unmatched(self.models)
 
     def follow_parameters(self) -> None:
         """Before a backward: parameters may be trained that were frozen before."""

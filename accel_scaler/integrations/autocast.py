@@ -54,14 +54,13 @@ def add_emulation(accelerator: Any, model: torch.nn.Module) -> None:
 
     Does nothing off the CPU, where the processor has the kernels, or the second time.
     """
-    norms = cpu_float16.needs_norms(model)
-    if accelerator.device.type != "cpu" or (cpu_float16.has_float16_kernels() and not norms):
+    if accelerator.device.type != "cpu" or cpu_float16.has_float16_kernels():
         return
     holder: Any = accelerator.unwrap_model(model)
     function = _function_of(holder)
     if getattr(function, "_accel_scaler_emulation", None) is function:
         return
-    wrapped: Any = cpu_float16.emulating_float16(function, norms)
+    wrapped: Any = cpu_float16.emulating_float16(function)
     wrapped._accel_scaler_emulation = wrapped  # a wrapper of it copies its attributes
     _replace_forward(holder, wrapped)
 

@@ -8,9 +8,6 @@ the product in float32, the result rounded to float16, where more than 65504 bec
 The mode replaces kernels below both, so graph, casts, their cache and saved tensors stay torch's. A
 product outside of the block (a backward by hand, another thread) or of an operator that is not
 listed here has the same meaning, at torch's speed.
-
-Layer and group norms with bfloat16 weights, which autocast on a GPU runs in float32 and a CPU's
-kernels refuse beside float16 and float32, get these weights in float32, on any processor.
 """
 
 from __future__ import annotations
@@ -23,21 +20,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 PRODUCTS = (
     *("mm", "addmm", "_addmm_activation", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot"),
     *("convolution", "convolution_backward"),
-    *("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"),
 )
 """Operators in which linear, matmul, einsum and the layers of ``torch.nn`` end."""
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
-NORMS = {
-    **{"native_layer_norm": 0, "native_layer_norm_backward": 1},
-    **{"native_group_norm": 0, "native_group_norm_backward": 1},
-}
-"""Each norm, and the position of its input among the arguments."""
 
 _this_thread = threading.local()
 
@@ -48,19 +38,13 @@ def has_float16_kernels() -> bool:
     return asks is None or bool(asks())
 
 
-def needs_norms(model: Module) -> bool:
-    """Whether a weight is bfloat16, as those of norms may be."""
-    return any(p.dtype is torch.bfloat16 for p in model.parameters())
-
-
 @contextmanager
-def emulate_float16(norms: bool = False) -> Iterator[None]:
+def emulate_float16() -> Iterator[None]:
     """Compute this thread's float16 products on the CPU in float32, rounded to float16.
 
-    Does nothing inside another one, or where the processor has kernels; there ``norms`` with
-    bfloat16 weights still get them in float32.
+    Does nothing inside another one, or where the processor has kernels.
     """
-    if getattr(_this_thread, "inside", False) or (has_float16_kernels() and not norms):
+    if getattr(_this_thread, "inside", False) or has_float16_kernels():
         yield
         return
     _this_thread.inside = True
@@ -71,14 +55,14 @@ def emulate_float16(norms: bool = False) -> Iterator[None]:
         _this_thread.inside = False
 
 
-def emulating_float16(function: Callable[..., Any], norms: bool = False) -> Callable[..., Any]:
+def emulating_float16(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, called in :func:`emulate_float16`."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # a mode cannot be part of a graph
             return function(*args, **kwargs)
-        with emulate_float16(norms):
+        with emulate_float16():
             return function(*args, **kwargs)
 
     return call
@@ -97,54 +81,23 @@ class _Float32Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if types and any(t.__torch_dispatch__ is not Tensor.__torch_dispatch__ for t in types):
             return NotImplemented  # a wrapper class, whose inner tensors are dispatched later
-        kernel = _kernels(has_float16_kernels()).get(func, func)
-        return kernel(*args, **(kwargs or {}))
-
-
-@functools.cache
-def _kernels(only_norms: bool) -> dict[Any, Callable[..., Any]]:
-    """Operators, and what is called in their place."""
-    kernels: dict[str, Callable[..., Any]] = {name: _norm(at) for name, at in NORMS.items()}
-    if not only_norms:
-        kernels |= dict.fromkeys((*PRODUCTS, ATTENTION), _product())
-        # Its sixth tensor is the logsumexp, in float32.
-        kernels[f"{ATTENTION}_backward"] = _product(operands=5)
-    found: dict[Any, Callable[..., Any]] = {}
-    for name, kernel in kernels.items():
-        packet = getattr(torch.ops.aten, name, None)
-        if packet is not None:  # no release of torch has all of them
-            found[packet.default] = functools.partial(kernel, packet.default)
-    return found
-
-
-def _product(operands: int | None = None) -> Callable[..., Any]:
-    """A product whose first ``operands`` arguments are float16, by default all tensors."""
-
-    def kernel(func: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _are_float16(args[:operands]):
+        kwargs, name = kwargs or {}, _products().get(func)
+        # The sixth argument of attention's backward is the logsumexp, in float32.
+        operands = args[:5] if name == f"{ATTENTION}_backward" else args
+        if name is None or not _are_float16(operands):
             return func(*args, **kwargs)
-        results = func(*map(_widen, args), **{k: _widen(v) for k, v in kwargs.items()})
-        if func is getattr(torch.ops.aten, ATTENTION).default:
+        results = func(*map(_widen, args), **{key: _widen(kwargs[key]) for key in kwargs})
+        if name == ATTENTION:
             return _narrow(results[0]), *results[1:]  # the logsumexp stays float32
         return _narrow(results) if isinstance(results, Tensor) else tuple(map(_narrow, results))
 
-    return kernel
 
-
-def _norm(position: int) -> Callable[..., Any]:
-    """A norm whose input is at ``position``, and whose weights may be bfloat16."""
-
-    def kernel(func: Any, *args: Any, **kwargs: Any) -> Any:
-        input = args[position]
-        if input.is_cpu and input.dtype in (torch.float16, torch.float32):
-            args = tuple(map(_from_bfloat16, args))  # autograd casts their gradients back
-        return func(*args, **kwargs)
-
-    return kernel
-
-
-def _from_bfloat16(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype is torch.bfloat16 else value
+@functools.cache
+def _products() -> dict[Any, str]:
+    """The operators of this release of torch, none of which has all of them, with their names."""
+    names = (*PRODUCTS, ATTENTION, f"{ATTENTION}_backward")
+    packets = {name: getattr(torch.ops.aten, name, None) for name in names}
+    return {packet.default: name for name, packet in packets.items() if packet is not None}
 
 
 def _are_float16(args: Any) -> bool:

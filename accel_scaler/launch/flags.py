@@ -15,16 +15,9 @@ DEST = "accel_scaler_"
 """The start of the names of our values among the arguments of Accelerate."""
 
 DESCRIPTION = (
-    "Start an unchanged script as `accelerate launch` does, with every Accelerator and Trainer of "
-    "it attached. Takes the flags of `accelerate launch`, too; --config_file also takes the name "
-    "of a shipped file, and a file may have a section `accel_scaler:` with these settings. A flag "
-    "outranks a variable ACCEL_SCALER_<NAME>, which outranks the section. A switch --NAME has the "
-    "form --no_NAME, too."
-)
-NO_ATTACH = "Attach nothing; the script may call attach itself."
-DRY_RUN = (
-    "Start nothing; print every setting with its source, then every refusal. Exit status 2 where "
-    "there is a refusal, else 0."
+    "Start an unchanged script as `accelerate launch` does, and with its flags, with every "
+    "Accelerator and Trainer attached. --config_file also takes the name of a shipped file. A flag "
+    "outranks a variable ACCEL_SCALER_<NAME>, which outranks the file's section `accel_scaler:`."
 )
 
 
@@ -37,14 +30,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         if kind is not SWITCH:
             group.add_argument(f"--{name}", dest=dest, metavar="VALUE", help=about)
             continue
-        flags = {"true": f"--{name}", "false": f"--no_{name}"}
-        for text, flag in flags.items():
-            is_default = (text == "true") is default
-            shown = argparse.SUPPRESS if is_default else about
+        for flag, value in ((f"--{name}", True), (f"--no_{name}", False)):
+            text, shown = str(value).lower(), argparse.SUPPRESS if value is default else about
             group.add_argument(flag, dest=dest, action="store_const", const=text, help=shown)
     group = parser.add_argument_group("The launcher")
-    group.add_argument("--no_attach", dest=f"{DEST}off", action="store_true", help=NO_ATTACH)
-    group.add_argument("--dry_run", dest=f"{DEST}dry", action="store_true", help=DRY_RUN)
+    for flag, about in (
+        ("no_attach", "Attach nothing; the script may call attach itself."),
+        ("dry_run", "Start nothing; print every setting with its source, or what is refused."),
+    ):
+        group.add_argument(f"--{flag}", dest=DEST + flag, action="store_true", help=about)
 
 
 def own_parser() -> argparse.ArgumentParser:

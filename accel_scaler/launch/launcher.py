@@ -28,10 +28,10 @@ from accelerate.commands.launch import (
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from ..config import ENV_PREFIX, FIELDS, Settings, Source, environment, merge, parsed, suggestion
+from ..config import ENV_PREFIX, FIELDS, ScalerConfig, Source, environment, merge, suggestion
 from ..config_file import PACKAGE, find_config, read_config
 from ..console import plain, say, written
-from ..errors import AccelScalerError, ConfigError, UnsupportedError, refuse_retired
+from ..errors import ConfigError, UnsupportedError, refuse_retired
 from ..integrations import scaled_elsewhere
 from ..telemetry import path_of, refuse_unwritable
 from .flags import DEST, add_flags, own_parser
@@ -77,77 +77,68 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``accel-scaler launch``; returns the exit status of the job, or of a dry run.
+    """Run ``accel-scaler launch``; returns the exit status of the job.
 
     Raises:
-        AccelScalerError: the first refusal; nothing was started.
+        AccelScalerError: the first refusal, in a dry run too; nothing was started.
     """
     args, ours = parse(argv)
     with tempfile.TemporaryDirectory(prefix="accel_scaler_") as folder:
-        settings, refusals = prepare(args, ours, Path(folder))
-        if ours.dry:
-            return _dry_run(settings, refusals)
-        if refusals:
-            raise refusals[0]
+        config, sources = prepare(args, ours, Path(folder))
+        if ours.dry_run:
+            for name, value in dataclasses.asdict(config).items():
+                say(f"{name:<22} {written(value):<12} {sources.get(name, 'default')}")
+            return 0
         if not args.quiet:
-            print(plain(_announcement(settings, ours.off)), file=sys.stderr, flush=True)
-        with _environment(settings, ours.off):
+            changed = [f"{name}={getattr(config, name)!r} ({sources[name]})" for name in sources]
+            what = f"attaching with {', '.join(changed) or 'the defaults'}"
+            what = "nothing is attached (--no_attach)" if ours.no_attach else what
+            print(plain(f"accel-scaler: {what}."), file=sys.stderr, flush=True)
+        with _environment(config, ours.no_attach):
             return _run(args)
 
 
 def prepare(
     args: argparse.Namespace, ours: argparse.Namespace, folder: Path
-) -> tuple[Settings, list[AccelScalerError]]:
-    """The settings of a launch, and every refusal.
+) -> tuple[ScalerConfig, dict[str, str]]:
+    """The settings of a launch, and the sources of those that have one.
 
     Args:
         args: Accelerate's; the config file in it is replaced by one without our section.
         ours: our flags.
         folder: where that config file is written.
+
+    Raises:
+        AccelScalerError: the first refusal.
     """
-    refusals: list[AccelScalerError] = []
     flags = {name: text for name in FIELDS if (text := getattr(ours, name)) is not None}
-    sources = [environment(os.environ), ("command line", parsed(flags))]
-    with _collected(refusals):
-        sources[:0] = _take_section(args, folder)
-    is_readable = not refusals
-    settings = merge(*sources)
-    refusals += settings.refusals
-    with _collected(refusals):
-        _check_script(args)
-    if is_readable:
-        with _collected(refusals):
-            merged = _merged_by_accelerate(args)
-            if not ours.off:
-                _refuse_other_scalers(merged)
-            # Ranks on other hosts write only to a path with {rank}.
-            if (path := path_of(settings.config, merged.machine_rank or 0)) is not None:
-                refuse_unwritable(path)
-    return settings, refusals
-
-
-@contextmanager
-def _collected(refusals: list[AccelScalerError]) -> Iterator[None]:
-    try:
-        yield
-    except AccelScalerError as error:
-        refusals.append(error)
+    file = _take_section(args, folder)
+    config, sources = merge(*file, environment(os.environ), ("command line", flags))
+    _check_script(args)
+    merged = _merged_by_accelerate(args)
+    if not ours.no_attach:
+        _refuse_other_scalers(merged)
+    # Ranks on other hosts write only to a path with {rank}.
+    if (path := path_of(config, merged.machine_rank or 0)) is not None:
+        refuse_unwritable(path)
+    return config, sources
 
 
 def _take_section(args: argparse.Namespace, folder: Path) -> list[Source]:
     """The section of the config file, if there is one; ``args`` name a copy without it."""
     if args.config_file is not None:
-        file = read_config(find_config(args.config_file))
+        path = find_config(args.config_file)
     elif os.path.isfile(default_config_file) and not args.cpu:  # as Accelerate decides it
-        file = read_config(default_config_file)
+        path = Path(default_config_file)
     else:
         return []
-    args.config_file = str(file.path)
-    if file.rest is not None:
-        copy = folder / file.path.name  # its ending separates JSON from YAML
-        copy.write_text(file.rest, encoding="utf-8")
+    section, rest = read_config(path)
+    args.config_file = str(path)
+    if rest is not None:
+        copy = folder / "config.yaml"
+        copy.write_text(rest, encoding="utf-8")
         args.config_file = str(copy)
-    return [(str(file.path), parsed(file.section))]
+    return [(str(path), section)]
 
 
 def _check_script(args: argparse.Namespace) -> None:
@@ -184,27 +175,8 @@ def _refuse_other_scalers(merged: Any) -> None:
             )
 
 
-def _dry_run(settings: Settings, refusals: Sequence[AccelScalerError]) -> int:
-    """Print every setting with its source, then every refusal; returns 2 where there is one."""
-    for name, value in dataclasses.asdict(settings.config).items():
-        say(f"{name:<22} {written(value):<12} {settings.sources.get(name, 'default')}")
-    for refusal in refusals:
-        text = plain(" ".join(str(refusal).split()))
-        print(f"accel-scaler: error: {text}", file=sys.stderr)
-    return 2 if refusals else 0
-
-
-def _announcement(settings: Settings, is_off: bool) -> str:
-    """One line with the settings that are not at their defaults, and their sources."""
-    if is_off:
-        return "accel-scaler: nothing is attached (--no_attach)."
-    config, sources = settings.config, settings.sources
-    changed = [f"{name}={getattr(config, name)!r} ({sources[name]})" for name in sources]
-    return f"accel-scaler: attaching with {', '.join(changed) or 'the defaults'}."
-
-
 @contextmanager
-def _environment(settings: Settings, is_off: bool) -> Iterator[None]:
+def _environment(config: ScalerConfig, is_off: bool) -> Iterator[None]:
     """The environment that the ranks inherit; afterwards it is as before."""
     before = dict(os.environ)
     path = before.get("PYTHONPATH")
@@ -213,7 +185,7 @@ def _environment(settings: Settings, is_off: bool) -> Iterator[None]:
     for key in before:
         if key.startswith(ENV_PREFIX):
             del os.environ[key]
-    os.environ.update(settings.config.to_env())
+    os.environ.update(config.to_env())
     os.environ["PYTHONPATH"] = os.pathsep.join(entries if is_off else [STARTUP, *entries])
     try:
         yield

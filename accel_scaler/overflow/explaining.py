@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Literal, TypeVar
@@ -24,16 +24,8 @@ from torch.optim import Optimizer
 
 from ..models import unwrap
 from ..optimizer_step import Observer, StepTiming
-from ..scaling import (
-    LOW_PRECISION,
-    GradScaler,
-    Origin,
-    Window,
-    gather_objects,
-    is_sharded,
-    parameters_of,
-)
-from .finder import OverflowFinder, search_sums
+from ..scaling import GradScaler, Origin, Window, gather_objects, is_sharded, parameters_of
+from .finder import OverflowFinder
 from .heal import Healer
 from .rerun import WindowRecording, run_again
 
@@ -45,11 +37,8 @@ ONE_IN = 100
 """After the first overflow of a run of them one in so many is explained."""
 
 MAX_WATCHED = 20
-"""Windows without an overflow after which watching ends: an overflow that no other follows is due
-to the scale, which grows once in some thousand windows."""
-
-MAX_WARNINGS = 20
-"""Overflows that are logged as warnings; later ones are logged at the level INFO."""
+"""Windows after which watching ends: an overflow that no other follows is due to the scale, which
+grows once in some thousand windows."""
 
 
 class OverflowExplainer(Observer):
@@ -79,7 +68,7 @@ class OverflowExplainer(Observer):
         self.scaler, self.healer, self.around_backward = scaler, healer, around_backward
         self.always = how == "always"
         runs_again = how == "replay" or healer is not None
-        self.recording = WindowRecording() if runs_again else None
+        self.recording = WindowRecording(healer is not None) if runs_again else None
         self.finder = OverflowFinder() if self.always else None
         self.is_everywhere = False
         """Every rank has the same settings."""
@@ -89,10 +78,9 @@ class OverflowExplainer(Observer):
         """The gradients of the last backward are those of every rank."""
         self._is_together = False
         """In the present window ranks communicate: see Note [Ranks that explain together]."""
-        self._is_sharded = False
         self._device = torch.device("cpu")
         self._left_to_watch = 0
-        """Windows without an overflow until watching ends."""
+        """Windows until watching ends."""
         self._in_a_row = 0
         """Windows that have overflowed."""
         self._first_scale = 1.0
@@ -103,7 +91,6 @@ class OverflowExplainer(Observer):
         """The window in which an optimizer has stepped last; others may join it."""
         self._was_updated = False
         """Another optimizer has stepped in the window that overflowed."""
-        self._warnings = 0
         self._logged: set[str] = set()
 
     @property
@@ -124,9 +111,6 @@ class OverflowExplainer(Observer):
             self._models.append(weakref.ref(plain))
         if self.recording is not None:
             self.recording.watch(prepared, plain)
-            if self.healer is not None:
-                self.healer.statistics.watch(plain)
-                self.recording.before_window = self.healer.statistics.copy
         if self.finder is not None:
             self.finder.watch(plain)
 
@@ -156,20 +140,20 @@ class OverflowExplainer(Observer):
             self._first_scale = self.scaler.window_scale
         params = parameters_of(optimizer)
         self._device = params[0].device
-        self._is_sharded = self.scaler.sharded or is_sharded(params)
-        self._is_together = self.is_everywhere and (self._is_sharded or self._is_synchronised)
+        has_shards = self.scaler.sharded or is_sharded(params)
+        self._is_together = self.is_everywhere and (has_shards or self._is_synchronised)
         # A rank may have overflowed alone before, and be in the midst of a run of overflows.
         answers = self._gather((self._in_a_row, self.finder is not None))
         self._in_a_row = max(in_a_row for in_a_row, _ in answers)
         if self.finder is None and any(watches for _, watches in answers):
             self._start_watching("another rank could not run it again" if self.recording else "")
         self._was_updated = self._stepped is window
-        origin = self._explain(params)
+        origin = self._explain()
         if origin is not None:
-            self._publish(window, origin)
+            window.origin, self.scaler.skips.origin = origin, origin.text
+            logger.warning("window %d overflowed: %s", window.index, origin.text)
         if self.healer is not None and scaled:
             self._heal(self.healer, window, origin)
-            self.healer.statistics.restore()
 
     def optimizer_stepped(
         self, optimizer: Optimizer, window: Window, timing: StepTiming | None
@@ -198,12 +182,11 @@ class OverflowExplainer(Observer):
         if self.healer is not None:
             self.healer.window_was_fine()
 
-    def _explain(self, params: Sequence[Tensor]) -> Origin | None:
+    def _explain(self) -> Origin | None:
         if self.finder is not None:
-            found = self._own_or_first(self.finder.find(sums=not self._is_together))
-            if found is None and self._is_together:
-                found = self._own_or_first(self.finder.find())
-            if found is not None:
+            found = self._agreed(self.finder.find())
+            self._left_to_watch -= 1
+            if found is not None or self._left_to_watch <= 0:
                 self._stop_watching()
             return found
         if (self._in_a_row - 1) % ONE_IN:
@@ -212,15 +195,9 @@ class OverflowExplainer(Observer):
             self._start_watching("")
             return None
         found, why = self._run_again(self.recording)
-        found = self._own_or_first(found)
-        why = next(filter(None, self._gather(why)), "")
-        if found is None and not why:
-            if self._is_together or any(p.dtype in LOW_PRECISION for p in params):
-                sums = search_sums(self.models, self.recording.backwards - 1)
-                found = self._own_or_first(sums)
-            why = "nothing was inf or NaN when it was run again"
+        found = self._agreed(found)
         if found is None:
-            self._start_watching(why)
+            self._start_watching(why or "all that was seen was finite when it was run again")
         return found
 
     def _run_again(
@@ -233,17 +210,16 @@ class OverflowExplainer(Observer):
         why = next(filter(None, self._gather(obstacle)), "")
         if why:
             return None, why
-        stops = not (self._is_together and self._is_sharded)
         try:
-            return run_again(recording, self.around_backward, stops, factor), ""
+            return run_again(recording, self.around_backward, factor), ""
         except Exception as error:  # the model's own, or out of memory; it is logged
             return None, f"it raised {type(error).__name__}: {error}"
 
     def _heal(self, healer: Healer, window: Window, origin: Origin | None) -> None:
         """Run modules in float32 that overflow at any scale."""
         recording, scale = self.recording, self.scaler.window_scale
-        if recording is None or (healer.has_given_up and (self._in_a_row - 1) % ONE_IN):
-            return
+        assert recording is not None
+        recording.restore_statistics()
         if dist.is_initialized() and dist.get_world_size() > 1 and not self._is_together:
             self._warn_once(
                 "heal: the ranks do not overflow together (they step alone, have other settings, "
@@ -255,16 +231,14 @@ class OverflowExplainer(Observer):
 
         def at_scale_1() -> Origin | None:
             found, why = self._run_again(recording, factor=1 / max(scale, 1.0))
-            return self._same_everywhere(Origin("", "", "", 0, None, None, why) if why else found)
+            return self._agreed(Origin("", "", "", 0, None, None, why) if why else found)
 
-        found = self._same_everywhere(origin)
+        found = origin
         if found is None or found.where not in ("forward", "loss"):
             found = at_scale_1()
         if found is None:
             healer.window_was_fine()
-        elif not found.where:  # it cannot be run again
-            healer.has_given_up = True
-        else:
+        elif found.where:  # else it cannot be run again
             window.healed = healer.heal(self.models, found, at_scale_1)
             if window.healed:
                 self._publish_healed(window, healer, found)
@@ -300,14 +274,6 @@ class OverflowExplainer(Observer):
             self.finder.close()
             self.finder = None
 
-    def _publish(self, window: Window, origin: Origin) -> None:
-        """In the window, in the error that ends a run of skips, and in the log."""
-        window.origin = origin
-        self.scaler.skips.origin = origin.text
-        self._warnings += 1
-        level = logging.WARNING if self._warnings <= MAX_WARNINGS else logging.INFO
-        logger.log(level, "window %d overflowed: %s", window.index, origin.text)
-
     def _warn_once(self, message: str) -> None:
         if message not in self._logged:
             self._logged.add(message)
@@ -319,14 +285,10 @@ class OverflowExplainer(Observer):
         """``value`` of every rank, or of this one alone."""
         return gather_objects(value, self._device) if self._is_together else [value]
 
-    def _own_or_first(self, found: Origin | None) -> Origin | None:
-        """What this rank has found, or else the first rank that has found something."""
-        for rank, other in enumerate(self._gather(found)):
-            if found is None and other is not None:
-                found = replace(other, text=f"{other.text} (rank {rank})")
-        return found
-
-    def _same_everywhere(self, found: Origin | None) -> Origin | None:
-        """One that a rank has found, preferably in a module; the same one on every rank."""
-        answers = [other for other in self._gather(found) if other is not None]
-        return max(answers, key=lambda other: bool(other.module), default=None)
+    def _agreed(self, found: Origin | None) -> Origin | None:
+        """What the first rank has found that has found something, preferably in a module."""
+        answers = [(n, other) for n, other in enumerate(self._gather(found)) if other is not None]
+        if not self._is_together or not answers:
+            return found
+        rank, first = max(answers, key=lambda answer: bool(answer[1].module))
+        return replace(first, text=f"{first.text} (rank {rank})")

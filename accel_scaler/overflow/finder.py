@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-import warnings
 import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,19 +19,17 @@ from torch.nn import Module, Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..devices import is_capturing
-from ..errors import listed
-from ..models import is_compiled, is_in_backward, is_transformed
+from ..models import is_in_backward, is_transformed
 from ..scaling import Origin
-from .containers import named_tensors_in, tensors_in
-from .hooks import Hook
+from .hooks import Hook, named_tensors_in, tensors_in
 from .module_names import plain_name
-from .ranges import Range, in_words
 from .search import search
 from .trace import (
     Call,
     Entry,
     Loss,
     ParameterGradient,
+    Range,
     Uses,
     WatchedModule,
     WindowTrace,
@@ -54,46 +50,36 @@ class OverflowFinder:
     """Watches models and names the module that overflowed first.
 
     It reads every activation and every gradient once more. It changes no value, keeps no activation
-    alive, and synchronises with the device in :meth:`find` and :meth:`has_nonfinite_gradient` only.
+    alive, and synchronises with the device in :meth:`find` only.
 
     Forwards without gradients are not kept, nor, beyond a bounded number, those that no backward
     reaches. What activation checkpointing runs again in the backward takes no part in the order of
     the forward; only its gradients count. Compiled and scripted modules cannot be seen into: there
     a loss or a parameter is named at best.
-
-    Args:
-        is_eager: compiled models run uncompiled, so there is no warning about them.
     """
 
-    def __init__(self, is_eager: bool = False) -> None:
-        self._is_eager = is_eager
+    def __init__(self) -> None:
         self._handles: list[Any] = []
         self._modules: weakref.WeakSet[Module] = weakref.WeakSet()
-        self._models: list[weakref.ref[Module]] = []
         self._parameters: Any = WeakTensorKeyDictionary()
-        """parameter -> ``(module, name, handle or None)``."""
+        """parameter -> handle of its hook."""
         self._seen: Any = WeakTensorKeyDictionary()
         self._numbers = itertools.count()
         self._window = WindowTrace(next(self._numbers))
         self._threads = threading.local()
         self._is_over = False
-        self._is_closed = False
 
     def watch(self, model: Module) -> None:
         """Put hooks on every module and parameter of a model, once each.
 
-        Call it again after modules were added. Warns about modules that torch.compile or
-        TorchScript runs, which hooks cannot see.
+        Call it again after modules were added or parameters unfrozen.
         """
-        self._is_closed = False
-        compiled = []
         for name, module in model.named_modules():
             watched = WatchedModule(plain_name(name), type(module).__name__)
-            if not self._is_eager and is_compiled(module):
-                compiled.append(str(watched))
             for own, p in module.named_parameters(recurse=False):
-                if p not in self._parameters:
-                    self._parameters[p] = (watched, own, None)
+                if p.requires_grad and p not in self._parameters:
+                    hook = Hook(self, "add_parameter_gradient", watched, own)
+                    self._parameters[p] = p.register_hook(hook)
             if module in self._modules or isinstance(module, torch.jit.ScriptModule):
                 continue
             self._modules.add(module)
@@ -102,16 +88,6 @@ class OverflowFinder:
                 module.register_forward_pre_hook(enter, with_kwargs=True),
                 module.register_forward_hook(leave, always_call=True),
             ]
-        self._watch_parameters()
-        if all(ref() is not model for ref in self._models):
-            self._models.append(weakref.ref(model))
-            if compiled:
-                warnings.warn(
-                    "find_overflow cannot see into compiled or scripted modules: "
-                    f"{listed(compiled[:3], len(compiled))}. It will name a loss or a parameter at "
-                    "best. Run the model uncompiled to find the module.",
-                    stacklevel=2,
-                )
 
     def before_backward(self, loss: Any) -> None:
         """A backward from this loss is about to start.
@@ -142,47 +118,21 @@ class OverflowFinder:
         self._window = WindowTrace(next(self._numbers))
         self._threads = threading.local()  # a forward that was interrupted never left
 
-    def find(self, sums: bool = True) -> Origin | None:
-        """Where the overflow of the present window began; None if nothing was inf or NaN.
-
-        Synchronises with each device once.
-
-        Args:
-            sums: False: a gradient that is not finite does not count if all that went into it here
-                is finite. Another rank's part may not be.
-        """
-        found = search(self._window)
-        if found is None and sums:
-            models = [model for ref in self._models if (model := ref()) is not None]
-            found = search_sums(models, self._window.micro)
-        return found
-
-    def has_nonfinite_gradient(self) -> bool:
-        """Whether a gradient that was not finite came to a parameter in the present window.
+    def find(self) -> Origin | None:
+        """Where the overflow of the present window began; None if all that was seen is finite.
 
         Synchronises with each device once.
         """
-        gradients = list(self._window.parameter_gradients)
-        Range.read(each.range for each in gradients)
-        return not all(each.range.is_finite for each in gradients)
+        return search(self._window)
 
     def close(self) -> None:
         """Remove every hook and drop all that was seen."""
-        for handle in (*self._handles, *(each[-1] for each in self._parameters.values())):
-            if handle is not None:
-                handle.remove()
-        self._is_closed = True  # there are hooks on tensors of a graph that is still alive
-        for each in (self._handles, self._modules, self._models):
-            each.clear()
+        for handle in (*self._handles, *self._parameters.values()):
+            handle.remove()
+        self._handles.clear()
+        self._modules.clear()
         self._parameters, self._seen = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
         self.new_window()
-
-    def _watch_parameters(self) -> None:
-        """Also those that were frozen when the model was watched, and no longer are."""
-        for p, (watched, name, handle) in list(self._parameters.items()):
-            if handle is None and p.requires_grad:
-                hook = Hook(self, "add_parameter_gradient", watched, name)
-                self._parameters[p] = (watched, name, p.register_hook(hook))
 
     # Called by hooks.
 
@@ -198,7 +148,6 @@ class OverflowFinder:
             if self._is_over and not is_in_backward():
                 self.new_window()
                 stack = self._stack()
-            self._watch_parameters()
         window = self._window
         earlier = window.latest.get(watched) if is_in_backward() else None
         if parent is not None:
@@ -246,7 +195,7 @@ class OverflowFinder:
 
     def _is_listening(self) -> bool:
         """Not where tensors have no values, or where a range would become part of a program."""
-        return not (self._is_closed or torch._C._is_tracing() or is_transformed() or is_capturing())
+        return not (torch._C._is_tracing() or is_transformed() or is_capturing())
 
     def _stack(self) -> list[Call]:
         stack: list[Call] = self._threads.__dict__.setdefault("stack", [])
@@ -288,31 +237,3 @@ class OverflowFinder:
             hook: Any = Hook(self, "add_gradient", seen.uses)
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
         return seen.uses
-
-
-def search_sums(models: Iterable[Module], micro: int) -> Origin | None:
-    """A gradient that is not finite though every part of it is: it was summed over micro-batches or
-    ranks. Synchronises with each device once.
-
-    Args:
-        models: their parameters still have the gradients of the window.
-        micro: the number of its last micro-batch.
-    """
-    ranges = [
-        (found, model, name)
-        for model in models
-        for name, p in Module.named_parameters(model)
-        if p.grad is not None and (found := Range.of(p.grad)) is not None
-    ]
-    Range.read(found for found, _, _ in ranges)
-    for found, model, parameter in ranges:
-        if not found.is_finite:
-            path, _, own = parameter.rpartition(".")
-            name, cls = plain_name(path), type(model.get_submodule(path)).__name__
-            text = (
-                f"gradient of parameter {own} of {f'{name} ({cls})' if name else cls}, micro-batch "
-                f"{micro}: {in_words(found.values)} when it was summed, over micro-batches or "
-                "ranks; what was seen here to go into it is finite"
-            )
-            return Origin("parameter", name, cls, micro, None, None, text)
-    return None

@@ -1,17 +1,13 @@
 """Modules that run in float32 within a model that trains in float16.
 
-``Fp32Module`` sets a ``forward`` on the instance. Hooks, class and state dict stay as they are, and
-a compiler that has traced the module notices. That forward runs the one that it found, without
+``Fp32Module`` is set as ``forward`` on the instance. Hooks, class and state dict stay as they are,
+and a compiler that has traced the module notices. It runs the forward that it found, without
 autocast, on float32 casts of float16 and bfloat16 inputs, parameters and buffers.
 
 Note [Parts of a module in float32]
-The casts of float16 parameters are there while the module runs. Two things call a module inside it
-at another time, or with other parameters: a checkpoint, which runs it again in the backward, and
-FSDP2, which gathers its parameters, and casts its inputs down, for that call alone. So where
-parameters are in float16 or sharded, each module inside has such a forward too, a *part*. It casts
-if its inputs show that the module around it runs in float32, and leaves its output in float32.
-Modules inside are enabled before those around them, so that a part lies over the forward of a
-module that is chosen by itself.
+The casts of float16 parameters are there while the module runs. A checkpoint runs modules in it
+again, in the backward. So each of them has such a forward too, a *part*, which casts where its
+inputs are in float32.
 """
 
 from __future__ import annotations
@@ -27,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn import Module
 
 from ..errors import UnsupportedError
-from ..models import is_fsdp2, is_in_backward
-from .containers import map_tensors, tensors_in
+from ..models import is_fsdp2
+from .hooks import map_tensors, tensors_in
 from .module_names import has_forward, match, modules_by_name, refuse_unmatched
 
 LOW = (torch.float16, torch.bfloat16)
@@ -47,12 +43,12 @@ class Fp32Modules:
         self.added: list[str] = []
         """Names that :meth:`add` was given."""
         self._unmatched = list(self.patterns)
-        self._enabled: list[Fp32Module] = []
+        self._enabled: list[weakref.ref[Fp32Module]] = []
 
     @property
     def modules(self) -> list[Module]:
         """Those that run in float32."""
-        return [module for each in self._enabled if (module := each.module) is not None]
+        return [each.module for ref in self._enabled if (each := ref()) is not None]
 
     def add(self, names: Iterable[str], models: Iterable[Module]) -> None:
         """Run the modules of these names in float32 too, in these models and in later ones.
@@ -60,44 +56,32 @@ class Fp32Modules:
         Raises:
             UnsupportedError: a module cannot run in float32; nothing is changed.
         """
-        names, before = list(names), self.patterns
-        self.patterns = tuple(dict.fromkeys((*before, *map(escape, names))))
-        try:
-            for model in models:
-                self.refuse_uncastable(model)
-        except UnsupportedError:
-            self.patterns = before
-            raise
+        names, models = list(names), list(models)
+        patterns = tuple(dict.fromkeys((*self.patterns, *map(escape, names))))
+        for model in models:
+            self._found_in(model, patterns)
+        self.patterns = patterns
         self.added += [name for name in names if name not in self.added]
         for model in models:
             self.enable(model)
 
     def refuse_uncastable(self, model: Module) -> None:
-        """Raise where :meth:`enable` would.
-
-        Raises:
-            UnsupportedError: a chosen module cannot run in float32, or ``nn.DataParallel`` copies
-                the model for each forward.
-        """
-        self._found_in(model)
+        """Raise ``UnsupportedError`` if a chosen module cannot run in float32."""
+        self._found_in(model, self.patterns)
 
     def enable(self, model: Module) -> None:
-        """Run the model's chosen modules in float32 from the next forward on.
-
-        To be called again after modules were added to the model, or after it was sharded.
-
-        Raises:
-            UnsupportedError: as :meth:`refuse_uncastable`; nothing is changed.
-        """
-        self._enabled += reversed(self._found_in(model))  # See Note [Parts of a module in float32]
-        for each in self._enabled:
+        """Run the model's chosen modules in float32 from the next forward on; to be called again
+        after modules were added to it. Raises as :meth:`refuse_uncastable`, and changes nothing."""
+        for each in self._found_in(model, self.patterns):
             each.enable()
+            self._enabled.append(weakref.ref(each))
         self._unmatched = [glob for glob in self._unmatched if not match(model, [glob])]
 
     def disable(self) -> None:
         """Give their forwards back to the modules."""
-        for each in reversed(self._enabled):
-            each.disable()
+        for ref in self._enabled:
+            if (each := ref()) is not None:
+                each.disable()
         self._enabled.clear()
 
     def refuse_unmatched(self, models: Iterable[Module]) -> None:
@@ -106,11 +90,11 @@ class Fp32Modules:
             refuse_unmatched(list(models), self._unmatched)
             self._unmatched = []
 
-    def _found_in(self, model: Module) -> list[Fp32Module]:
-        if not self.patterns:
+    def _found_in(self, model: Module, patterns: tuple[str, ...]) -> list[Fp32Module]:
+        if not patterns:
             return []
         modules, enabled = modules_by_name(model), set(map(id, self.modules))
-        names = [name for name in match(model, self.patterns) if id(modules[name]) not in enabled]
+        names = [name for name in match(model, patterns) if id(modules[name]) not in enabled]
         if names and any(isinstance(each, nn.DataParallel) for each in model.modules()):
             raise UnsupportedError(
                 "fp32_modules: the model is within nn.DataParallel, which copies it for each "
@@ -120,11 +104,11 @@ class Fp32Modules:
 
 
 class Fp32Module:
-    """Runs one module in float32 while it is enabled.
+    """The ``forward`` of one module that runs in float32 while it is enabled.
 
-    Under autocast its forward runs without autocast, as torch's float32 operators do: float16 and
-    bfloat16 tensors among its inputs are cast up, and what it returns stays in float32. What was
-    cast up is a copy: what the module writes into it is lost.
+    Under autocast it runs without autocast, as torch's float32 operators do: float16 and bfloat16
+    tensors among its inputs are cast up, and what it returns stays in float32. What was cast up is
+    a copy: what the module writes into it is lost.
 
     float16 and bfloat16 parameters and buffers are cast up for the call. Autograd casts the
     gradients down again; what the module writes to a buffer is kept. Without autocast what it
@@ -136,40 +120,32 @@ class Fp32Module:
     the call, so no other thread may use the module then.
 
     Args:
-        module: held weakly.
-        name: for errors.
+        name: for errors; None: a part.
 
     Raises:
         UnsupportedError: the module cannot run in float32.
     """
 
-    def __init__(self, module: Module, name: str) -> None:
-        refuse_uncastable(module, name)
-        self.name = name
-        self.is_enabled = self._has_parts = False
-        self._module = weakref.ref(module)
+    def __init__(self, module: Module, name: str | None) -> None:
+        if name is not None:
+            refuse_uncastable(module, name)
+        self.module, self.is_enabled, self.is_part = module, False, name is None
+        self.parts: list[Fp32Module] = []
         device = torch.accelerator.current_accelerator()
         self.device_types = ("cpu",) if device is None else ("cpu", device.type)
 
-    @property
-    def module(self) -> Module | None:
-        """None once the model is gone."""
-        return self._module()
-
     def enable(self) -> None:
-        """Run in float32 from the next forward on. To be called again after ``fully_shard``."""
-        module = self.module
-        if module is None:
-            return
+        """Run in float32 from the next forward on."""
         if not self.is_enabled:
-            self.is_enabled, self._has_parts = True, False
-            module.forward = _Fp32Forward(module, self)
-        tensors = (*module.parameters(), *module.buffers())
-        if not self._has_parts and any(map(_is_low_or_sharded, tensors)):
-            self._has_parts = True  # See Note [Parts of a module in float32]
-            for part in module.modules():
-                if part is not module and has_forward(part):
-                    part.forward = _Fp32Forward(part, self, is_part=True)
+            self.is_enabled = True
+            self.found, self.found_on_instance = self.module.forward, "forward" in vars(self.module)
+            self.module.forward = self
+            tensors = (*self.module.parameters(), *self.module.buffers())
+            if not self.is_part and any(tensor.dtype in LOW for tensor in tensors):
+                inner = [each for each in self.module.modules() if has_forward(each)]
+                self.parts = [Fp32Module(each, None) for each in inner if each is not self.module]
+            for part in self.parts:
+                part.enable()
 
     def disable(self) -> None:
         """Give the module its forward back.
@@ -177,23 +153,15 @@ class Fp32Module:
         A forward that somebody else has wrapped meanwhile stays, and runs what it found.
         """
         self.is_enabled = False
-        module = self.module
-        for each in () if module is None else module.modules():
-            forward = vars(each).get("forward")
-            while isinstance(forward, _Fp32Forward) and not forward.owner.is_enabled:
-                forward.remove()
-                forward = vars(each).get("forward")
-
-
-class _Fp32Forward:
-    """The ``forward`` of a module that runs in float32, or of a part of it.
-
-    Copies and pickles of the module get the forward that was there before.
-    """
-
-    def __init__(self, module: Module, owner: Fp32Module, is_part: bool = False) -> None:
-        self.module, self.owner, self.is_part = module, owner, is_part
-        self.found, self.found_on_instance = module.forward, "forward" in vars(module)
+        for part in self.parts:
+            part.disable()
+        forward: Any = vars(self.module).get("forward")
+        while isinstance(forward, Fp32Module) and not forward.is_enabled:
+            if forward.found_on_instance:
+                self.module.forward = forward.found
+            else:
+                del self.module.forward
+            forward = vars(self.module).get("forward")
 
     def __reduce__(self) -> Any:
         if self.found_on_instance:
@@ -205,24 +173,15 @@ class _Fp32Forward:
         """For ``inspect.signature``."""
         return self.found
 
-    def remove(self) -> None:
-        """Give the module its forward back."""
-        if self.found_on_instance:
-            self.module.forward = self.found
-        else:
-            del self.module.forward
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.owner.is_enabled:
+        if not self.is_enabled:
             return self.found(*args, **kwargs)
-        autocasts = [kind for kind in self.owner.device_types if torch.is_autocast_enabled(kind)]
-        low = _first_dtype((args, kwargs), LOW)
-        is_full = low is None and _first_dtype((args, kwargs), (torch.float32,)) is not None
-        if self.is_part:
-            is_recomputed = not torch.compiler.is_compiling() and is_in_backward()
-            casts = is_fsdp2(self.module) or is_full or (is_recomputed and low is None)
-            if autocasts or not casts:
-                return self.found(*args, **kwargs)
+        autocasts = [kind for kind in self.device_types if torch.is_autocast_enabled(kind)]
+        dtypes = [tensor.dtype for tensor in tensors_in((args, kwargs))]
+        low = next((dtype for dtype in dtypes if dtype in LOW), None)
+        is_full = low is None and torch.float32 in dtypes
+        if self.is_part and (autocasts or not is_full):
+            return self.found(*args, **kwargs)
         changes = _cast_parameters(self.module)
         if low is not None:
             args, kwargs = map_tensors((args, kwargs), _cast_up)
@@ -230,7 +189,7 @@ class _Fp32Forward:
             result = _without_autocast(autocasts, self.found, args, kwargs)
         finally:
             _restore(changes)
-        if autocasts or is_full or self.is_part:
+        if autocasts or is_full:
             return result
         if low is None and changes:
             low = changes[0].tensor.dtype
@@ -244,34 +203,25 @@ class _Change(NamedTuple):
     name: str
     tensor: Tensor
     cast: Tensor
-    is_parameter: bool
+    is_buffer: bool
 
 
 def _cast_parameters(module: Module) -> list[_Change]:
     """Put float32 casts in the place of float16 and bfloat16 parameters and buffers.
 
-    Autograd sees the casts. A tensor that two modules have is cast once. Modules that FSDP2 gathers
-    by themselves are left out: see Note [Parts of a module in float32].
+    Autograd sees the casts. A tensor that two modules have is cast once.
     """
-    owners = [module]
-    for owner in owners:
-        owners += [m for m in owner._modules.values() if m is not None and not is_fsdp2(m)]
     changes: list[_Change] = []
     casts: dict[int, Tensor] = {}
-    for owner in owners:
+    for owner in module.modules():
         places: list[dict[str, Any]] = [owner._parameters, owner._buffers]
-        if not torch.compiler.is_compiling():
-            places.append(vars(owner))  # where weight norm and FSDP1 leave a tensor
         for where in places:
-            is_attribute = where is not owner._parameters and where is not owner._buffers
             for name, tensor in where.items():
-                if tensor is None or (is_attribute and type(tensor) is not Tensor):
-                    continue
-                if tensor.dtype in LOW:
+                if tensor is not None and tensor.dtype in LOW:
                     if id(tensor) not in casts:
                         casts[id(tensor)] = tensor.to(torch.float32)
-                    cast, is_parameter = casts[id(tensor)], where is owner._parameters
-                    changes.append(_Change(where, name, tensor, cast, is_parameter))
+                    cast = casts[id(tensor)]
+                    changes.append(_Change(where, name, tensor, cast, where is owner._buffers))
     for change in changes:
         change.where[change.name] = change.cast
     return changes
@@ -279,10 +229,10 @@ def _cast_parameters(module: Module) -> list[_Change]:
 
 def _restore(changes: list[_Change]) -> None:
     """Put the tensors back, with what the call has written to buffers."""
-    for where, name, tensor, cast, is_parameter in changes:
+    for where, name, tensor, cast, is_buffer in changes:
         now = where.get(name)
         if now is cast:
-            if not (is_parameter or cast.requires_grad or 0 in tensor.stride()):
+            if is_buffer and 0 not in tensor.stride():
                 with torch.no_grad():
                     # Through .data: who saved the buffer for a backward is not to find it changed.
                     (tensor if torch.compiler.is_compiling() else tensor.data).copy_(cast)
@@ -299,14 +249,6 @@ def _without_autocast(
         return forward(*args, **kwargs)
     with torch.autocast(kinds[0], enabled=False):
         return _without_autocast(kinds[1:], forward, args, kwargs)
-
-
-def _first_dtype(value: Any, wanted: tuple[torch.dtype, ...]) -> torch.dtype | None:
-    """The dtype of the first tensor in ``value`` that has one of these."""
-    for tensor in tensors_in(value):
-        if tensor.dtype in wanted:
-            return tensor.dtype
-    return None
 
 
 def _cast_up(tensor: Tensor) -> Tensor:
@@ -326,15 +268,13 @@ def cast_down(value: Any, dtype: torch.dtype) -> Any:
     return map_tensors(value, cast)
 
 
-def _is_low_or_sharded(tensor: Tensor) -> bool:
-    return tensor.dtype in LOW or hasattr(tensor, "to_local")
-
-
 def refuse_uncastable(module: Module, name: str) -> None:
     """Raise ``UnsupportedError`` if the module, or one in it, cannot run in float32."""
     for inner, each in module.named_modules():
         why = _why_uncastable(each)
-        if why is None and not inner and not has_forward(module):
+        if inner and is_fsdp2(each):
+            why = "is sharded by itself, and gathered in the dtype of its own policy"
+        elif why is None and not inner and not has_forward(module):
             why = "has no forward"
         if why is not None:
             label = f"{name}.{inner}".strip(".")

@@ -7,12 +7,9 @@ known to help before it is made.
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
-from torch import Tensor
 from torch.nn import Module
 
 from ..errors import UnsupportedError
@@ -35,11 +32,6 @@ MAX_RUNS = 24
 MAX_SHARE = 0.5
 """Of the parameters in float32; beyond it there is little float16 left."""
 
-NOTHING_HELPS = (
-    "no module in float32 cures it. If it is in code outside of the model, or in the model's own "
-    "forward, compute that in float32"
-)
-
 RunAgain = Callable[[], Origin | None]
 """Runs the window again at scale 1, on every rank. Returns where it overflows."""
 
@@ -53,9 +45,6 @@ class Healer:
 
     def __init__(self, fp32_modules: Fp32Modules) -> None:
         self.fp32_modules = fp32_modules
-        self.statistics = RunningStatistics()
-        self.has_given_up = False
-        """Nothing is tried any more in the present run of overflows."""
         self._hopeless: set[str] = set()
         """Modules of whose overflows nothing has helped."""
         self._last = ""
@@ -63,7 +52,7 @@ class Healer:
 
     def window_was_fine(self) -> None:
         """Nothing overflowed, or only because of the scale."""
-        self._last, self._in_a_row, self.has_given_up = "", 0, False
+        self._last, self._in_a_row = "", 0
 
     def heal(
         self, models: Sequence[Module], origin: Origin, run_again: RunAgain
@@ -77,7 +66,6 @@ class Healer:
         is logged once for each module in which an overflow began.
         """
         if origin.is_of_data or origin.module in self._hopeless:
-            self.has_given_up = True
             return ()
         if origin.where not in ("forward", "loss"):
             self._in_a_row = self._in_a_row + 1 if origin.module == self._last else 1
@@ -90,7 +78,6 @@ class Healer:
             self.window_was_fine()
         else:
             self._hopeless.add(origin.module)
-            self.has_given_up = True
             logger.warning("heal: %s. (Of %s. Logged once.)", why, origin.text)
         return tuple(names)
 
@@ -119,7 +106,10 @@ class Healer:
             # If it still overflows in float32, its input does, or what it gives to the next module.
             is_inside = not after.module or any(_is_in(after.module, each) for each in names)
             name = _parent(name) if is_inside else after.module
-        return [], NOTHING_HELPS
+        return [], (
+            "no module in float32 cures it. If it is in code outside of the model, or in the "
+            "model's own forward, compute that in float32"
+        )
 
     def share(self, models: Sequence[Module], names: Sequence[str] = ()) -> float:
         """The share of all parameters that are in float32, from 0 to 1.
@@ -170,38 +160,5 @@ def _in_float32(models: Sequence[Module], names: Sequence[str]) -> Iterator[bool
     try:
         yield True
     finally:
-        for each in reversed(found):
+        for each in found:
             each.disable()
-
-
-class RunningStatistics:
-    """Of batch norms, as they were before the present window.
-
-    A forward that overflows leaves inf or NaN in them, which no later window takes out again.
-    """
-
-    def __init__(self) -> None:
-        self._models: weakref.WeakSet[Module] = weakref.WeakSet()
-        self._copies: list[tuple[Tensor, Tensor]] = []
-
-    def watch(self, model: Module) -> None:
-        """Copy the statistics of this model too."""
-        self._models.add(model)
-
-    @torch.no_grad()
-    def copy(self) -> None:
-        """A window begins. Does not synchronise."""
-        buffers = [
-            value
-            for model in self._models
-            for name, value in model.named_buffers()
-            if name.endswith(("running_mean", "running_var"))
-        ]
-        self._copies = [(value, value.clone()) for value in buffers]
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Put back those that are not finite any more. Synchronises."""
-        for value, copy in self._copies:
-            if not value.isfinite().all():
-                value.copy_(copy)

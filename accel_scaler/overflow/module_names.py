@@ -14,9 +14,6 @@ from ..models import unwrap
 WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"))
 """Attributes in which torch's wrappers keep a module: not part of its name."""
 
-MAX_NEAREST = 3
-"""Names that the error about a glob suggests."""
-
 
 def plain_name(name: str) -> str:
     """A name of ``named_modules()`` without the parts that are due to wrappers."""
@@ -38,22 +35,14 @@ def has_forward(module: Module) -> bool:
 
 
 def match(model: Module, globs: Iterable[str]) -> list[str]:
-    """Names of the modules that the globs match, in the order of the model.
+    """Names of the modules with a forward that the globs match, in the order of the model.
 
     A glob is Python's ``fnmatch``, case-sensitive; ``*`` matches dots too. It never matches the
-    model itself. A list of modules, which has no forward, stands for the modules in it.
+    model itself.
     """
-    globs = tuple(globs)
-    found: list[str] = []
-    lists: set[str] = set()
-    for name, module in modules_by_name(model).items():
-        is_in_list = name.rpartition(".")[0] in lists
-        if name and (is_in_list or any(fnmatchcase(name, glob) for glob in globs)):
-            if has_forward(module):
-                found.append(name)
-            else:
-                lists.add(name)
-    return found
+    globs, modules = tuple(globs), modules_by_name(model)
+    names = [name for name in modules if name and has_forward(modules[name])]
+    return [name for name in names if any(fnmatchcase(name, glob) for glob in globs)]
 
 
 def refuse_unmatched(models: Sequence[Module], globs: Iterable[str]) -> None:
@@ -68,14 +57,14 @@ def refuse_unmatched(models: Sequence[Module], globs: Iterable[str]) -> None:
             why = "no name is near it" if models else "no model is prepared"
         raise ConfigError(
             f"fp32_modules: {shown(glob)} matches no module: {why}. Expected a glob on the names "
-            "of model.named_modules(), as '*.wo' or 'transformer.h.3.mlp'."
+            "of model.named_modules() that have a forward, as '*.wo' or 'transformer.h.3.mlp'."
         )
 
 
 def _nearest(glob: str, names: Sequence[str]) -> list[str]:
     """Whole names that are near, then names whose last part is near the last part of the glob."""
-    near = difflib.get_close_matches(glob[:200], names, n=MAX_NEAREST)
+    near = difflib.get_close_matches(glob[:200], names, n=3)
     last = glob.rpartition(".")[2].strip("*?")[:200]
     first_with = {name.rpartition(".")[2]: name for name in reversed(names)}
     near += [first_with[part] for part in difflib.get_close_matches(last, first_with)]
-    return list(dict.fromkeys(near))[:MAX_NEAREST]
+    return list(dict.fromkeys(near))[:3]

@@ -28,10 +28,9 @@ from torch.utils._pytree import tree_leaves
 from ..devices import is_capturing
 from ..models import as_replay, is_fsdp2, is_in_backward, is_replaying, is_transformed, unwrap
 from ..scaling import Origin
-from .containers import is_tensor, map_tensors, tensors_in
 from .finder import OverflowFinder
-from .hooks import Hook
-from .ranges import is_batched
+from .hooks import Hook, is_tensor, map_tensors, tensors_in
+from .trace import is_batched
 
 MAX_BYTES = 1 << 28
 """Of inputs, gradients and random states that are kept of one window."""
@@ -61,78 +60,55 @@ def random_state(device: torch.device) -> Callable[[], None]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Input:
-    """A tensor that a forward was given, detached."""
+class _Kept:
+    """A tensor that a forward was given, detached; or what came to a tensor of its output."""
 
     tensor: Tensor
     version: int
-    requires_grad: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _OutputGradient:
-    """What came to one output in one backward."""
-
-    backward: int
-    output: int
-    """Its number among the tensors of the output."""
-    tensor: Tensor
-    version: int
+    requires_grad: bool = False
+    output: int = -1
+    """The number of that tensor."""
 
 
 @dataclass(eq=False, slots=True)
 class ForwardCall:
     """One training forward of a watched model."""
 
-    model: _Model
-    order: int
+    model: weakref.ref[Module]
+    """Without wrappers."""
+    device: torch.device
+    backward: int
+    """The number of the backward that reaches it."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    inputs: list[_Input]
+    inputs: list[_Kept]
     restore_random_state: Callable[[], None]
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
-    grads: list[_OutputGradient] = field(default_factory=list)
-
-    @property
-    def bytes(self) -> int:
-        """What it keeps."""
-        return sum(_bytes(each.tensor) for each in self.inputs) + BYTES_OF_RANDOM_STATE
-
-
-@dataclass(eq=False, slots=True)
-class _Model:
-    """A watched model."""
-
-    module: weakref.ref[Module]
-    """Without wrappers."""
-    called: weakref.ref[Module]
-    """What is run again: the module, or the compiler's wrapper directly around it."""
-    device: torch.device
+    grads: list[_Kept] = field(default_factory=list)
 
 
 class WindowRecording:
-    """Keeps what the forwards of the present window were given.
+    """Keeps what the forwards of the present window were given, and where ``statistics`` says so
+    the running statistics of batch norms: a forward that overflows leaves inf or NaN in them, which
+    no later window takes out again.
 
     Leaves out forwards without gradients, those inside another watched model's forward or inside a
     transform of ``torch.func``, and those of which a graph is captured.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, statistics: bool = False) -> None:
         self.calls: list[ForwardCall] = []
-        """Of the present window, and earlier ones whose backward came in it."""
+        """Of the present window, after those of earlier ones whose backward came in it."""
         self.backwards = 0
         self.losses: list[Tensor] = []
         self.left_out = ""
         """Why a forward was not recorded."""
-        self.before_window: Callable[[], None] = lambda: None
-        """Called before the first forward of each window."""
-        self._has_begun = False
-        self._is_over = False
+        self._keeps_statistics = statistics
+        self._statistics: list[tuple[Tensor, Tensor]] = []
+        """Each, and its copy from before the window."""
+        self._is_over = True
         self._bytes = 0
-        self._order = 0
         self._handles: list[Any] = []
-        self._leaf_handles: list[Any] = []
-        """Of hooks on outputs that outlive the window: parameters that a model returns."""
         self._watched: weakref.WeakSet[Module] = weakref.WeakSet()
         self._local = threading.local()
 
@@ -146,13 +122,12 @@ class WindowRecording:
         """
         plain = unwrap(inner)
         hooked = prepared if isinstance(prepared, torch._dynamo.OptimizedModule) else plain
-        if hooked in self._watched or isinstance(plain, torch.jit.ScriptModule):
+        # With autocast in the compiler's wrapper alone it would run without autocast.
+        is_outside = "_original_forward" in vars(plain) and "forward" not in vars(plain)
+        if hooked in self._watched or is_outside or isinstance(plain, torch.jit.ScriptModule):
             return
         self._watched.add(hooked)
-        first = next(plain.parameters(), None)
-        device = torch.device("cpu") if first is None else first.device
-        model = _Model(weakref.ref(plain), weakref.ref(_to_call(prepared, plain)), device)
-        enter, leave = Hook(self, "enter", model), Hook(self, "leave", model)
+        enter, leave = Hook(self, "enter", weakref.ref(plain)), Hook(self, "leave")
         self._handles += [
             hooked.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
             hooked.register_forward_hook(leave, always_call=True),
@@ -177,13 +152,14 @@ class WindowRecording:
         """Drop all that was recorded."""
         for call in self.calls:
             call.grads.clear()
-        for handle in self._leaf_handles:
-            handle.remove()
-        self._leaf_handles.clear()
         self.calls, self.losses = [], []
         self.backwards = self._bytes = 0
         self.left_out = ""
-        self._is_over = self._has_begun = False
+        self._is_over = False
+        if self._keeps_statistics:
+            buffers = [pair for model in self._watched for pair in model.named_buffers()]
+            kept = [b for name, b in buffers if name.endswith(("running_mean", "running_var"))]
+            self._statistics = [(buffer, buffer.clone()) for buffer in kept]
 
     def close(self) -> None:
         """Remove every hook and drop all that was recorded."""
@@ -200,18 +176,24 @@ class WindowRecording:
         if not self.calls:
             return "no forward of a prepared model, with gradients, was seen in it"
         for call in self.calls:
-            if call.model.called() is None or call.model.module() is None:
+            if call.model() is None:
                 return "a model that ran in it is gone"
-            kept = [(each.tensor, each.version) for each in call.inputs]
-            kept += [(each.tensor, each.version) for each in call.grads]
-            for tensor, version in kept:
-                if version != _version(tensor):
-                    return "an input, or the gradient of an output, was changed in place since"
+            if any(each.version != _version(each.tensor) for each in (*call.inputs, *call.grads)):
+                return "an input, or the gradient of an output, was changed in place since"
         return ""
+
+    @torch.no_grad()
+    def restore_statistics(self) -> None:
+        """Put back running statistics that are not finite any more. Synchronises."""
+        for value, copy in self._statistics:
+            if not value.isfinite().all():
+                value.copy_(copy)
 
     # Called by hooks.
 
-    def enter(self, model: _Model, module: Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def enter(
+        self, model: weakref.ref[Module], module: Module, args: Any, kwargs: dict[str, Any]
+    ) -> None:
         """A model's forward begins."""
         if is_replaying() or is_transformed():
             return
@@ -222,12 +204,9 @@ class WindowRecording:
             return
         if self._is_over:
             self.new_window()
-        if not self._has_begun:
-            self._has_begun = True
-            self.before_window()
-        stack.append(self._call(model, args, kwargs))
+        stack.append(self._call(model, module, args, kwargs))
 
-    def leave(self, model: _Model, module: Module, args: Any, output: Any) -> None:
+    def leave(self, module: Module, args: Any, output: Any) -> None:
         """A model's forward ends; by an exception if ``output`` is None."""
         if is_replaying() or is_transformed():
             return
@@ -236,33 +215,37 @@ class WindowRecording:
         if call is None or output is None:
             return
         for number, tensor in enumerate(tensors_in(output)):
-            if tensor.requires_grad:
+            if tensor.grad_fn is not None:
                 # The graph keeps the call, so that a backward in a later window finds it.
                 hook: Any = Hook(self, "add_gradient", call, number)
-                handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-                if tensor.is_leaf:
-                    self._leaf_handles.append(handle)
-        self._add(call)
+                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+        self._add(call, len(self.calls))
 
     def add_gradient(self, call: ForwardCall, number: int, grad: Any) -> None:
         """A gradient came to an output of a model."""
         if not is_tensor(grad) or is_transformed() or is_batched(grad) or is_replaying():
             return
         if call not in self.calls:  # of an earlier window, as a generator's
-            self._add(call)
+            self._add(call, 0)
         self._count(_bytes(grad))
+        backward = max(self.backwards - 1, 0)
         if torch.is_grad_enabled():
             self.left_out = "its gradient is differentiated itself (create_graph=True)"
+        is_second = any(each.output == number for each in call.grads)
+        if is_second or (call.grads and call.backward != backward):
+            self.left_out = "two backwards went through it (retain_graph=True)"
         if not self.left_out:
-            backward = max(self.backwards - 1, 0)
-            call.grads.append(_OutputGradient(backward, number, grad, _version(grad)))
+            call.backward = backward
+            call.grads.append(_Kept(grad, _version(grad), output=number))
 
-    def _call(self, model: _Model, args: Any, kwargs: dict[str, Any]) -> ForwardCall | None:
-        inputs: list[_Input] = []
+    def _call(
+        self, model: weakref.ref[Module], module: Module, args: Any, kwargs: dict[str, Any]
+    ) -> ForwardCall | None:
+        inputs: list[_Kept] = []
 
         def detach(tensor: Tensor) -> Tensor:
             plain = tensor.detach() if tensor.requires_grad else tensor
-            inputs.append(_Input(plain, _version(tensor), tensor.requires_grad))
+            inputs.append(_Kept(plain, _version(tensor), tensor.requires_grad))
             return plain
 
         try:
@@ -270,19 +253,20 @@ class WindowRecording:
         except Exception as error:  # raised by the user's containers; the forward goes on
             self.left_out = f"its inputs cannot be copied ({type(error).__name__}: {error})"
             return None
-        self._order += 1
-        kinds = dict.fromkeys((model.device.type, "cpu"))
+        first = next(module.parameters(), None)
+        device = torch.device("cpu") if first is None else first.device
+        kinds = dict.fromkeys((device.type, "cpu"))
         autocast = tuple(
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in kinds
         )
-        state = random_state(model.device)
-        return ForwardCall(model, self._order, args, kwargs, inputs, state, autocast)
+        state = random_state(device)
+        return ForwardCall(model, device, self.backwards, args, kwargs, inputs, state, autocast)
 
-    def _add(self, call: ForwardCall) -> None:
-        self._count(call.bytes)
+    def _add(self, call: ForwardCall, place: int) -> None:
+        self._count(sum(_bytes(each.tensor) for each in call.inputs) + BYTES_OF_RANDOM_STATE)
         if not self.left_out:
-            self.calls.append(call)
+            self.calls.insert(place, call)
 
     def _count(self, size: int) -> None:
         """Drops all that is kept where it becomes too much."""
@@ -301,16 +285,14 @@ class WindowRecording:
 def run_again(
     recording: WindowRecording,
     around_backward: Callable[[], AbstractContextManager[None]] = nullcontext,
-    stops: bool = True,
     factor: float | None = None,
 ) -> Origin | None:
-    """Run the window again until something is inf or NaN. Returns where that began.
+    """Run the window again. Returns where it overflows; None where all is finite.
 
-    Synchronises with the device once a micro-batch, and once more for the search.
+    Synchronises with each device once.
 
     Args:
         recording: one without an ``obstacle()``.
-        stops: False: every micro-batch is run, since ranks communicate.
         factor: what the gradients of the outputs are multiplied by: another scale. inf and NaN
             among them come as 0, as they may be what the change of the model, which is on trial,
             cures.
@@ -318,45 +300,36 @@ def run_again(
     Raises:
         Whatever the model raises; all is put back then, too.
     """
-    calls = sorted(recording.calls, key=lambda call: call.order)
-    models = [module for call in calls if (module := call.model.module()) is not None]
-    models = list(dict.fromkeys(models))
-    outputs: dict[ForwardCall, list[Tensor]] = {}
+    calls = recording.calls
+    models = list(dict.fromkeys(model for call in calls if (model := call.model()) is not None))
     with (
         torch.inference_mode(False),
         as_replay(),
-        _restored(models, calls[0].model.device),
+        _restored(models, calls[0].device),
         torch.compiler.set_stance("force_eager"),
-        closing(OverflowFinder(is_eager=True)) as finder,
+        closing(OverflowFinder()) as finder,
     ):
         for model in models:
             finder.watch(model)
         for number in range(max(recording.backwards, 1)):
-            grads = [(c, grad) for c in calls for grad in c.grads if grad.backward == number]
-            reached = {call for call, _ in grads}
-            is_last = number + 1 >= recording.backwards
+            seeded: list[tuple[Tensor, Tensor]] = []
             for call in calls:
-                if call not in outputs and (call in reached or (is_last and not call.grads)):
-                    outputs[call] = _forward(call)
+                if call.backward == number:
+                    outputs = _forward(call)
+                    seeded += [(outputs[grad.output], grad.tensor) for grad in call.grads]
             if factor is None:
                 losses = recording.losses[number : number + 1]
             else:  # the window's own loss may be inf
-                seeded = [outputs[call][grad.output] for call, grad in grads]
-                losses = [output for output in seeded if output.numel() == 1]
+                losses = [output for output, _ in seeded if output.numel() == 1]
             finder.before_backward(losses)
-            is_kept = any(grad.backward > number for call in reached for grad in call.grads)
             with around_backward():
-                _backward(outputs, grads, is_kept, factor)
-            if not is_kept:
-                outputs.update((call, []) for call in reached)
-            if stops and finder.has_nonfinite_gradient():
-                break
+                _backward(seeded, factor)
         return finder.find()
 
 
 def _forward(call: ForwardCall) -> list[Tensor]:
-    called = call.model.called()
-    assert called is not None
+    model = call.model()
+    assert model is not None
     fresh = {
         id(each.tensor): each.tensor.detach().requires_grad_()
         for each in call.inputs
@@ -374,18 +347,12 @@ def _forward(call: ForwardCall) -> list[Tensor]:
         for kind, enabled, dtype in call.autocast:
             stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
         stack.enter_context(torch.enable_grad())
-        return tensors_in(called(*args, **kwargs))
+        return tensors_in(model(*args, **kwargs))
 
 
-def _backward(
-    outputs: dict[ForwardCall, list[Tensor]],
-    grads: list[tuple[ForwardCall, _OutputGradient]],
-    retain_graph: bool,
-    factor: float | None,
-) -> None:
+def _backward(seeded: list[tuple[Tensor, Tensor]], factor: float | None) -> None:
     roots, seeds, handles = [], [], []
-    for call, grad in grads:
-        root, seed = outputs[call][grad.output], grad.tensor
+    for root, seed in seeded:
         if not root.requires_grad:
             continue
         if factor is not None:
@@ -401,7 +368,7 @@ def _backward(
         seeds.append(seed)
     try:
         if roots:
-            torch.autograd.backward(roots, seeds, retain_graph=retain_graph)
+            torch.autograd.backward(roots, seeds)
     finally:
         for handle in handles:
             handle.remove()
@@ -495,8 +462,6 @@ def _replace(places: list[dict[str, Any]], is_sharded: bool) -> None:
 def _alias(p: Tensor) -> Parameter:
     alias = Parameter(p.detach(), requires_grad=p.requires_grad)
     vars(alias).update(vars(p))
-    if getattr(p, "grad_dtype", p.dtype) is not p.dtype:
-        alias.grad_dtype = p.grad_dtype
     if p.requires_grad:
         alias.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
     return alias
@@ -512,16 +477,3 @@ def _bytes(tensor: Tensor) -> int:
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _to_call(prepared: Module, plain: Module) -> Module:
-    """``plain``, or the compiler's wrapper directly around it, inside ``prepared``.
-
-    Where a model was compiled before it was prepared, Accelerate's autocast is in that wrapper.
-    """
-    model: Any = prepared
-    while isinstance(model, Module) and model is not plain:
-        if isinstance(model, torch._dynamo.OptimizedModule) and model._orig_mod is plain:
-            return model
-        model = getattr(model, "_orig_mod", getattr(model, "module", None))
-    return plain

@@ -6,16 +6,16 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from ..scaling import Origin, Pair
-from .ranges import Range, in_words
 from .trace import (
     Call,
     Entry,
     Forward,
     Gradient,
     Loss,
-    ParameterGradient,
+    Range,
     WatchedModule,
     WindowTrace,
+    in_words,
     pair_of,
 )
 
@@ -46,51 +46,34 @@ class _MicroBatch:
     def __init__(self, window: WindowTrace, micro: int) -> None:
         self.window, self.micro = window, micro
         self.losses = [loss for loss in window.losses if loss.micro == micro]
+        self.is_loss_finite = all(loss.range.is_finite for loss in self.losses)
 
     def forward(self) -> Origin | None:
         """The first module that made what it was not given, where that got out of it."""
-        is_loss_finite = all(loss.range.is_finite for loss in self.losses)
         suspects = self._suspects()
         chosen = next(filter(_spreads, suspects), None)
-        if chosen is None and suspects and not is_loss_finite:
+        if chosen is None and suspects and not self.is_loss_finite:
             chosen = suspects[0]  # it may have left by another way, as an auxiliary loss
-        if chosen is None:
-            return None
-        if chosen.is_data:
-            chosen = self._made_without_gradient(chosen) or chosen
-        return self._in_forward(chosen)
+        return None if chosen is None else self._in_forward(chosen)
 
     def _suspects(self) -> list[_Suspect]:
         """In the forwards that a backward reached, in order."""
-        is_loss_finite = all(loss.range.is_finite for loss in self.losses)
+        is_loss_finite = self.losses and self.is_loss_finite
         return [
             suspect
             for forward in sorted(self.window.forwards, key=lambda f: f.order)
             if forward.micro == self.micro and (forward.got_gradient or not forward.has_hooks)
             for suspect in _suspects(forward)
             # Under a finite loss a masked score is as it should be.
-            if not (
-                self.losses
-                and is_loss_finite
-                and all(entry.range.is_masked for entry in suspect.made)
-            )
+            if not (is_loss_finite and all(entry.range.is_masked for entry in suspect.made))
         ]
-
-    def _made_without_gradient(self, given: _Suspect) -> _Suspect | None:
-        """A detached tensor: another watched model may have made it, as a generator does."""
-        for forward in sorted(self.window.forwards, key=lambda f: f.order):
-            if forward.order < given.call.forward.order:
-                for suspect in _suspects(forward):
-                    if _spreads(suspect) and not suspect.is_data:
-                        return suspect
-        return None
 
     def _in_forward(self, suspect: _Suspect) -> Origin:
         call, made = suspect.call, pair_of(entry.range for entry in suspect.made)
         if suspect.is_data:
             text = (
                 f"input of {call.module}, micro-batch {self.micro}: {in_words(made)} "
-                "before any module saw it: look at the data"
+                "before a module of this model saw it: look at the data"
             )
             return self._origin("forward", call.module, made, _output_of(call), text)
         given = pair_of(entry.range for entry in call.inputs if entry.is_finite)
@@ -134,12 +117,12 @@ class _MicroBatch:
         # A module whose output nobody used got no gradient, and made none.
         active = [c for c in consumers if self._gradient_at_output(c, first)] or consumers
         if active:
-            return self._in_backward(active[-1], first, active[:-1])
+            return self._in_backward(active[-1], first)
         return self._between(first)
 
     def _gradient_at_output(self, call: Call, first: Gradient) -> Pair | None:
         """Its range, before the first one that is not finite."""
-        return self.window.gradient_at_output([call], self.micro, first)
+        return self.window.gradient_at_output(call, self.micro, first)
 
     def _at_loss(self, first: Gradient, loss: Loss) -> Origin:
         made, value = first.range.values, loss.range.values
@@ -150,15 +133,12 @@ class _MicroBatch:
         )
         return Origin("loss", "", loss.dtype, self.micro, made, value, text)
 
-    def _in_backward(self, call: Call, first: Gradient, others: list[Call]) -> Origin:
+    def _in_backward(self, call: Call, first: Gradient) -> Origin:
         came, made = self._gradient_at_output(call, first), first.range.values
-        shared = ", ".join(
-            dict.fromkeys(str(c.module) for c in others if c.module is not call.module)
-        )
         text = (
             f"backward of {call.module}, micro-batch {self.micro}: gradient of its "
             f"output {in_words(came)}, gradient of its input {in_words(made)}"
-            f"{_forward_of(call)}{f'; or of {shared}, with the same input' if shared else ''}"
+            f"{_forward_of(call)}"
         )
         return self._origin("backward", call.module, made, came, text)
 
@@ -194,21 +174,13 @@ class _MicroBatch:
         """A parameter's gradient, of finite activations and gradients."""
         for each in self.window.parameter_gradients:
             if each.micro == self.micro and not each.range.is_finite:
-                return self._at_parameter(each)
+                text = (
+                    f"gradient of parameter {each.name} of {each.module}, micro-batch "
+                    f"{self.micro}: {in_words(each.range.values)}, though activations and their "
+                    f"gradients are finite{self._unseen()}"
+                )
+                return self._origin("parameter", each.module, None, each.range.values, text)
         return None
-
-    def _at_parameter(self, gradient: ParameterGradient) -> Origin:
-        module = gradient.module
-        calls = self.window.calls_of(module, self.micro)
-        came = self.window.gradient_at_output(calls, self.micro)
-        given = pair_of(e.range for call in calls for e in call.inputs if e.is_finite)
-        text = (
-            f"gradient of parameter {gradient.name} of {module}, micro-batch "
-            f"{self.micro}: {in_words(gradient.range.values)}, though activations and their "
-            f"gradients are finite; module input {in_words(given)}, gradient of its output "
-            f"{in_words(came)}{self._unseen()}"
-        )
-        return self._origin("parameter", module, given, came, text)
 
     def _unseen(self) -> str:
         return "" if self.window.forwards else " (no forward was seen: is the model compiled?)"

@@ -1,21 +1,119 @@
-"""What hooks record of a window for the search: ranges, never a tensor."""
+"""What hooks record of a window for the search: smallest and largest elements of tensors, left on
+their device until somebody asks, and never a tensor."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from ..scaling import Pair
-from .ranges import Range, joined
 
 MAX_RANGES = 1 << 17
 """Ranges kept, of each kind, where no boundary ever comes."""
 
 MAX_USES = 256
 """Calls remembered for one tensor: one that lives as long as the run is met in every forward."""
+
+
+class Range:
+    """``(lo, hi)`` of one tensor; NaN in both where it holds a NaN."""
+
+    __slots__ = ("_held", "values")
+
+    def __init__(self, held: Tensor) -> None:
+        self._held: Tensor | None = held
+        self.values: Pair | None = None
+        """Set by :meth:`read`."""
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, tensor: Tensor) -> Range | None:
+        """The range of a tensor; None for integers, empty tensors and those without memory.
+
+        Does not synchronise.
+        """
+        values = _values(tensor)
+        if values is None:
+            return None
+        low, high = torch.aminmax(values)
+        if values.dtype is not torch.float64:  # autocast to float16 refuses to stack bfloat16
+            low, high = low.float(), high.float()
+        return cls(torch.stack((low, high)))
+
+    @staticmethod
+    def read(ranges: Iterable[Range]) -> None:
+        """Fill in ``values``. Synchronises once for each device."""
+        by_device: dict[torch.device, dict[Range, Tensor]] = {}
+        for each in ranges:
+            if each._held is not None:
+                by_device.setdefault(each._held.device, {})[each] = each._held
+        for held in by_device.values():
+            rows = torch.cat([*held.values()]).view(-1, 2).tolist()
+            for each, (lo, hi) in zip(held, rows, strict=True):
+                each.values, each._held = (lo, hi), None
+
+    @property
+    def is_finite(self) -> bool:
+        """False: the tensor held an inf or a NaN. Only after it was read."""
+        return self.values is None or all(map(math.isfinite, self.values))
+
+    @property
+    def is_masked(self) -> bool:
+        """-inf is all that is wrong with it, as in a masked score."""
+        return not self.is_finite and self.values is not None and self.values[1] < math.inf
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Whether it is a gradient of a batched backward (``is_grads_batched``), which stands for
+    several and has no memory."""
+    return bool(torch._C._functorch.is_legacy_batchedtensor(tensor))
+
+
+def _values(tensor: Any) -> Tensor | None:
+    """The elements that this rank holds, as a real strided tensor of a type with an order."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    if local.is_sparse:
+        local = local._values()
+    if (
+        isinstance(local, torch._subclasses.FakeTensor)
+        or local.is_meta
+        or local.is_nested
+        or is_batched(local)
+        or local.layout is not torch.strided
+    ):
+        return None
+    if local.is_complex():
+        local = torch.view_as_real(local.resolve_conj())
+    if not local.is_floating_point() or local.numel() == 0:
+        return None
+    return local.float() if local.element_size() == 1 else local
+
+
+def pair_of(ranges: Iterable[Range]) -> Pair | None:
+    """The range of several; NaN wins; None for none at all."""
+    pairs = [each.values for each in ranges if each.values is not None]
+    if any(math.isnan(value) for pair in pairs for value in pair):
+        return math.nan, math.nan
+    return (min(lo for lo, _ in pairs), max(hi for _, hi in pairs)) if pairs else None
+
+
+def in_words(pair: Pair | None) -> str:
+    """``in [-3.1, 4]``, or what it reached."""
+    if pair is None:
+        return "not seen"
+    lo, hi = pair
+    if math.isnan(lo) or math.isnan(hi):
+        return "holds nan"
+    if math.isfinite(lo) and math.isfinite(hi):
+        return f"in [{lo:.4g}, {hi:.4g}]"
+    return "reached " + " and ".join(f"{x:g}" for x in dict.fromkeys(pair) if math.isinf(x))
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,9 +137,9 @@ class Entry(NamedTuple):
     @property
     def is_finite(self) -> bool:
         """Whether it holds what it should; a mask of 0 and -inf may hold that."""
-        if self.range.is_finite:
+        if self.range.is_finite or self.range.values is None:
             return True
-        return not self.requires_grad and self.range.is_masked and joined([self.range])[1] <= 0
+        return not self.requires_grad and self.range.values[1] <= 0
 
 
 @dataclass(eq=False, slots=True)
@@ -188,29 +286,10 @@ class WindowTrace:
         kinds = (self.forwards, self.losses, self.gradients, self.parameter_gradients)
         return sorted({each.micro for kind in kinds for each in kind})
 
-    def gradient_at_output(
-        self, calls: Iterable[Call], micro: int, until: Gradient | None = None
-    ) -> Pair | None:
-        """Range of what came to the outputs of these calls in one backward, before ``until``."""
-        wanted = set(calls)
+    def gradient_at_output(self, call: Call, micro: int, until: Gradient) -> Pair | None:
+        """Range of what came to the outputs of this call in one backward, before ``until``."""
         return pair_of(
             each.range
             for each in itertools.takewhile(lambda g: g is not until, self.gradients)
-            if each.micro == micro and not wanted.isdisjoint(each.uses.producers)
+            if each.micro == micro and call in each.uses.producers
         )
-
-    def calls_of(self, module: WatchedModule, micro: int) -> list[Call]:
-        """The runs of one module in one micro-batch."""
-        found = [
-            call
-            for forward in self.forwards
-            for is_over, call in forward.events
-            if not is_over and call.module is module
-        ]
-        return [call for call in found if call.forward.micro == micro] or found
-
-
-def pair_of(ranges: Iterable[Range]) -> Pair | None:
-    """Of several; None for none at all."""
-    found = list(ranges)
-    return joined(found) if found else None

@@ -18,7 +18,7 @@ import torch
 from accelerate import Accelerator
 
 from accel_scaler import ConfigError, ScalerConfig, attach, detach
-from accel_scaler.config import parsed, resolve
+from accel_scaler.config import merge
 from accel_scaler.config_file import read_config, shipped_configs
 from accel_scaler.launch.launcher import parse, prepare
 from accel_scaler.report.html import html_page
@@ -88,19 +88,18 @@ def try_config(path: Path) -> str:
     """Read a config file every way there is; "read", or which readers refused it."""
     refused = []
     try:
-        config = resolve((str(path), parsed(read_config(path).section)))
+        config, _ = merge((str(path), read_config(path)[0]))
         assert ScalerConfig.from_env(config.to_env()) == config, "the ranks get the same settings"
     except ConfigError as error:
         one_line(error, path)
         refused.append("launch")
     args, ours = parse(["--config_file", str(path), __file__])
-    _, refusals = prepare(args, ours, path.parent / "launch")
-    for refusal in refusals:
-        one_line(refusal)
-    if refusals:
-        refused.append("accelerate")
-    else:
+    try:
+        prepare(args, ours, path.parent / "launch")
         assert not refused
+    except ConfigError as error:
+        one_line(error)
+        refused.append("accelerate")
     try:
         assert ScalerConfig.from_yaml(path) == config
     except ConfigError as error:

@@ -30,26 +30,27 @@ def write(folder: Path, text: str, name: str = "config.yaml") -> Path:
     ],
 )
 def test_a_yaml_section_is_read_as_texts_and_taken_out(tmp_path: Path, section: str) -> None:
-    file = read_config(write(tmp_path, section + yaml.safe_dump(REST)))
-    assert file.section == {"step_mode": "overlap", "min_scale": "0.5"}
-    assert yaml.safe_load(file.rest or "") == REST
-    assert ScalerConfig.from_yaml(file.path) == ScalerConfig(step_mode="overlap", min_scale=0.5)
+    path = write(tmp_path, section + yaml.safe_dump(REST))
+    found, rest = read_config(path)
+    assert found == {"step_mode": "overlap", "min_scale": "0.5"}
+    assert yaml.safe_load(rest or "") == REST
+    assert ScalerConfig.from_yaml(path) == ScalerConfig(step_mode="overlap", min_scale=0.5)
 
 
-def test_a_json_section_is_read_and_taken_out_and_the_rest_stays_json(tmp_path: Path) -> None:
+def test_a_json_file_is_read_as_yaml(tmp_path: Path) -> None:
     document = {**REST, "accel_scaler": {"step_mode": "overlap", "min_scale": 1e-05}}
-    file = read_config(write(tmp_path, json.dumps(document, indent="\t"), "config.json"))
-    assert file.section == document["accel_scaler"]
-    assert json.loads(file.rest or "") == REST
+    path = write(tmp_path, json.dumps(document, indent=2), "config.json")
+    assert ScalerConfig.from_yaml(path) == ScalerConfig(step_mode="overlap", min_scale=1e-05)
+    assert yaml.safe_load(read_config(path)[1] or "") == REST
 
 
 @pytest.mark.parametrize(("name", "text"), [("a.yaml", "a: 1"), ("a.json", "{}"), ("a.yaml", "")])
 def test_a_file_without_the_section_gives_the_defaults(
     tmp_path: Path, name: str, text: str
 ) -> None:
-    file = read_config(write(tmp_path, text, name))
-    assert (file.section, file.rest) == ({}, None)
-    assert ScalerConfig.from_yaml(file.path) == ScalerConfig()
+    path = write(tmp_path, text, name)
+    assert read_config(path) == ({}, None)
+    assert ScalerConfig.from_yaml(path) == ScalerConfig()
 
 
 BROKEN = {
@@ -59,7 +60,7 @@ BROKEN = {
     "no such day": ("accel_scaler:\n  min_scale: 2024-13-01\n", "month must be"),
     "a call": ("accel_scaler: !!python/object/apply:os.mkdir [boom]\n", "line 1"),
     "a call beside": ("a: !!python/object/apply:os.mkdir [boom]\n", "line 1"),
-    "no colon.json": ('{"a": 1,\n"b" 5}', "Expecting ':' delimiter: line 2"),
+    "no colon.json": ('{"a": 1,\n"b" 5}', "line 2"),
 }
 
 
@@ -87,27 +88,25 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
             ScalerConfig.from_yaml(tmp_path / name)
 
 
-@given(st.text(alphabet="ab:{}[]\n -&*!<>'\"#|%@`,?=~.0123eTn\t\\", max_size=60), st.booleans())
+@given(st.text(alphabet="ab:{}[]\n -&*!<>'\"#|%@`,?=~.0123eTn\t\\", max_size=60))
 @settings(max_examples=200, deadline=None)
 def test_any_text_is_read_or_refused_in_one_line(
-    tmp_path_factory: pytest.TempPathFactory, text: str, as_json: bool
+    tmp_path_factory: pytest.TempPathFactory, text: str
 ) -> None:
-    name = "noise.json" if as_json else "noise.yaml"
-    text = f'{{"accel_scaler": {{}} {text} }}' if as_json else f"accel_scaler: {{}}\n{text}"
-    path = write(tmp_path_factory.getbasetemp(), text, name)
+    text = f"accel_scaler: {{}}\n{text}"
+    path = write(tmp_path_factory.getbasetemp(), text, "noise.yaml")
     refusal = ""
     try:
-        file = read_config(path)
+        _, rest = read_config(path)
     except ConfigError as error:
         refusal = str(error)
     if refusal:
         assert refusal.startswith(str(path))
         assert "\n" not in refusal
         return
-    load = json.loads if as_json else yaml.safe_load
-    whole = load(text)
+    whole = yaml.safe_load(text)
     del whole["accel_scaler"]
-    assert repr(load(file.rest or "")) == repr(whole)  # repr: a NaN equals itself
+    assert repr(yaml.safe_load(rest or "")) == repr(whole)  # repr: a NaN equals itself
 
 
 def test_shipped_files_are_found_by_name_and_a_file_on_disk_wins(

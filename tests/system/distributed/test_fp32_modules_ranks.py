@@ -16,16 +16,13 @@ from children import on_two_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
-    MixedPrecision,
     MixedPrecisionPolicy,
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 from versions import before_torch
 
-from accel_scaler import AsyncOptimizer, ScalerConfig, attach, detach
+from accel_scaler import AsyncOptimizer, ScalerConfig, UnsupportedError, attach, detach
 from accel_scaler.overflow.fp32_modules import Fp32Module
 from accel_scaler.overflow.module_names import modules_by_name
 
@@ -45,7 +42,7 @@ class Layer(nn.Linear):
 
 
 class Mlp(nn.Module):
-    by_hand = checkpoints = False
+    by_hand = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,24 +51,18 @@ class Mlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         given = x.dtype
         x = x.float() if self.by_hand else x
-        x = torch.relu(self.run(self.wi, x)) * 3
-        x = self.run(self.wo, x)
+        x = torch.relu(self.wi(x)) * 3
+        x = self.wo(x)
         is_half = self.by_hand and given is torch.float16
         return x.half() if is_half and not torch.is_autocast_enabled("cpu") else x
 
-    def run(self, layer: nn.Module, x: Tensor) -> Tensor:
-        out: Tensor = checkpoint(layer, x, use_reentrant=False) if self.checkpoints else layer(x)
-        return out
-
 
 class Net(nn.Module):
-    def __init__(self, by_hand: bool, checkpoints: bool = False) -> None:
+    def __init__(self, by_hand: bool) -> None:
         super().__init__()
         torch.manual_seed(4)
         self.inp = nn.Linear(WIDTH, WIDTH)
         self.h = nn.ModuleList(Mlp() for _ in range(3))
-        for each in self.h:
-            each.checkpoints = checkpoints
         for each in self.h[1].modules() if by_hand else ():
             each.by_hand = True
 
@@ -82,15 +73,10 @@ class Net(nn.Module):
         return x
 
 
-def shard_layers(model: Net) -> list[nn.Module]:
-    return [each for mlp in model.h for each in (mlp.wi, mlp.wo)]
-
-
 LAYOUTS: dict[str, Callable[[Net], list[nn.Module]]] = {
     "the root alone": lambda model: [],
     "the module": lambda model: list(model.h),
-    "within the module": shard_layers,
-    "both": lambda model: [*shard_layers(model), *model.h],
+    "within the module": lambda model: [model.h[1].wi],
 }
 
 
@@ -135,42 +121,21 @@ def test_fsdp2_with_float16_parameters(layout: str, tmp_path: Path) -> None:
     """Also with the optimizer thread, which updates when somebody waits for it."""
 
     def body() -> None:
-        for reshard, checkpoints in ((True, False), (True, True), (False, True)):
-            by_hand = trained(sharded(Net(True, checkpoints), layout, reshard))
-            plain = trained(sharded(Net(False, checkpoints), layout, reshard))
+        if layout == "within the module":
+            with pytest.raises(UnsupportedError, match=r"'h\.1\.wi' .* is sharded by itself"):
+                Fp32Module(sharded(Net(False), layout, True).h[1], "h.1")
+            return
+        for reshard, mode in ((True, None), (False, None), (True, "overlap")):
+            by_hand = trained(sharded(Net(True), layout, reshard))
+            plain = trained(sharded(Net(False), layout, reshard))
             assert not equal(plain, by_hand), "float16 would have passed"
-            for before, mode in ((True, None), (False, None), (True, "overlap")):
-                model = Net(False, checkpoints)
-                fp32 = Fp32Module(model.h[1], "h.1")
-                if before:
-                    fp32.enable()
-                model = sharded(model, layout, reshard)
-                fp32.enable()
-                with lazy() if mode else nullcontext():
-                    assert equal(trained(model, mode), by_hand), (reshard, checkpoints, before)
-                fp32.disable()
-                assert not any("forward" in vars(each) for each in model.modules())
-
-    on_two_ranks(body, tmp_path)
-
-
-def test_fsdp1_with_float16_parameters(tmp_path: Path) -> None:
-    """Its flat parameters leave views among the attributes."""
-
-    def body() -> None:
-        def run(by_hand: bool, on: bool = False) -> list[Tensor]:
-            model = FullyShardedDataParallel(
-                Net(by_hand),
-                device_id=torch.device("cpu"),
-                mixed_precision=MixedPrecision(torch.float16, torch.float32),
-            )
-            if on:
-                Fp32Module(modules_by_name(model)["h.1"], "h.1").enable()
-            return trained(model)
-
-        by_hand = run(True)
-        assert equal(run(False, on=True), by_hand)
-        assert not equal(run(False), by_hand), "float16 would have passed"
+            model = sharded(Net(False), layout, reshard)
+            fp32 = Fp32Module(model.h[1], "h.1")
+            fp32.enable()
+            with lazy() if mode else nullcontext():
+                assert equal(trained(model, mode), by_hand), reshard
+            fp32.disable()
+            assert not any("forward" in vars(each) for each in model.modules())
 
     on_two_ranks(body, tmp_path)
 

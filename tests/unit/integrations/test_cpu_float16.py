@@ -32,12 +32,7 @@ def slow_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_float16, "has_float16_kernels", lambda: False)
 
 
-PRODUCTS = {
-    *("mm", "addmm", "_addmm_activation", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot"),
-    *("convolution", "convolution_backward", "mkldnn_rnn_layer"),
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_flash_attention_for_cpu_backward",
-}
+PRODUCTS = {*cpu_float16.PRODUCTS, cpu_float16.ATTENTION, f"{cpu_float16.ATTENTION}_backward"}
 
 
 class Watch(TorchDispatchMode):
@@ -204,21 +199,6 @@ def test_what_torch_refuses_is_refused() -> None:
             torch.mm(a, torch.ones(3, 2, dtype=HALF))
 
 
-def test_lstm() -> None:
-    """torch itself has no such kernel on a processor without float16 instructions, and raises."""
-    layer, x = nn.LSTM(8, 8), normal(3, 2, 8, grad=True)
-    expected, _ = layer(x)
-    with emulate_float16(), torch.autocast("cpu", dtype=HALF):
-        out, _ = layer(x)
-    with emulate_float16():
-        out.float().sum().backward()
-    assert x.grad is not None
-    ours, x.grad = x.grad, None
-    expected.sum().backward()
-    assert float((out - expected).detach().abs().max()) < 0.01
-    assert float((ours - x.grad).abs().max()) < 0.01
-
-
 # --- where it is on, and where not ----------------------------------------------------------------
 
 
@@ -312,73 +292,3 @@ def test_compiled(watch: Watch) -> None:
     accelerator = attached(dynamo_plugin=TorchDynamoPlugin(backend="aot_eager"))
     assert torch.equal(train(accelerator, mlp()), train(attached(), mlp()))
     assert not watch.seen
-
-
-# Norms with bfloat16 weights.
-
-NORMS: dict[str, Callable[[], nn.Module]] = {
-    "layer": lambda: nn.LayerNorm(8),
-    "layer without bias": lambda: nn.LayerNorm(8, bias=False),
-    "group": lambda: nn.GroupNorm(2, 4),
-}
-
-
-@pytest.mark.parametrize("has_kernels", [False, True])
-@pytest.mark.parametrize("dtype", [HALF, torch.float32], ids=str)
-@pytest.mark.parametrize("kind", NORMS)
-def test_a_norm_with_bfloat16_weights_is_that_with_float32_ones(
-    kind: str, dtype: torch.dtype, has_kernels: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On any processor; torch's kernels refuse the mixture."""
-    monkeypatch.setattr(cpu_float16, "has_float16_kernels", lambda: has_kernels)
-    low, full = NORMS[kind]().bfloat16(), NORMS[kind]()
-    with torch.no_grad():
-        for p, q in zip(low.parameters(), full.parameters(), strict=True):
-            q.copy_(p.normal_())
-    x = normal(3, 4, 8).to(dtype).requires_grad_()
-    y = x.detach().clone().requires_grad_()
-    with emulate_float16(norms=True), torch.autocast("cpu", dtype=HALF):
-        found = low(x)
-    with torch.autocast("cpu", dtype=HALF):
-        expected = full(y)
-        with pytest.raises(RuntimeError, match="mixed dtype"):
-            low(x)
-    assert torch.equal(found, expected)
-    with emulate_float16(norms=True):
-        found.float().square().sum().backward()
-    expected.float().square().sum().backward()
-    assert x.grad is not None
-    assert y.grad is not None
-    assert torch.equal(x.grad, y.grad)
-    for p, q in zip(low.parameters(), full.parameters(), strict=True):
-        assert p.grad is not None
-        assert q.grad is not None
-        assert torch.equal(p.grad, q.grad.bfloat16())
-
-
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("has_kernels", [False, True])
-def test_an_attached_model_stored_in_bfloat16_trains_and_is_evaluated(
-    has_kernels: bool, late: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cpu_float16, "has_float16_kernels", lambda: has_kernels)
-    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 1)).bfloat16()
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    accelerator: Any = Accelerator(cpu=True, mixed_precision="fp16")
-    if not late:
-        attach(accelerator, ScalerConfig(init_scale=1024.0))
-    prepared, optimizer = accelerator.prepare(model, optimizer)
-    attach(accelerator, ScalerConfig(init_scale=1024.0))
-    x, losses = normal(16, 8), []
-    for _ in range(5):
-        loss = (prepared(x).float() - 1.0).square().mean()
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    assert losses[-1] < losses[0]
-    with torch.no_grad():
-        assert prepared(x).isfinite().all()
-    detach(accelerator)
-    with pytest.raises(RuntimeError, match="mixed dtype"), torch.autocast("cpu", dtype=HALF):
-        model(x)

@@ -27,30 +27,6 @@ from accel_scaler.integrations.optimizer import ScaledOptimizer
 INF = float("inf")
 
 
-@pytest.mark.parametrize(("mode", "offload"), [("sync", "none"), ("overlap", "cpu")])
-def test_several_optimizers_and_a_scheduler(mode: Any, offload: Any) -> None:
-    """All step through one boundary, and the schedule waits for a skipped one."""
-    accelerator = attach(cpu(), ScalerConfig(step_mode=mode, offload=offload))
-    model = mlp()
-    inner = [SGD(layer.parameters(), lr=0.1) for layer in (model[0], model[2])]
-    schedules = [torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5) for o in inner]
-    model, *both = accelerator.prepare(model, *inner)
-    scheduled = [accelerator.prepare(s) for s in schedules]
-    assert all(type(o) is ScaledOptimizer for o in both)
-    for factor in (1.0, INF, 1.0):
-        accelerator.backward(model(torch.ones(2, 8)).mean() / 16 * factor)
-        for optimizer in both:
-            optimizer.step()
-        for schedule in scheduled:
-            schedule.step()
-        for optimizer in both:
-            optimizer.zero_grad()
-    assert [o.param_groups[0]["lr"] for o in inner] == [0.025, 0.025]
-    assert accelerator.scaler_history.boundaries == 3
-    assert accelerator.scaler.get_scale() == 2.0**15
-    detach(accelerator)
-
-
 def test_a_schedule_made_over_a_prepared_optimizer_goes_along() -> None:
     """It replaces ``step`` on the instance, in front of the class that attach changes."""
     accelerator = stock()

@@ -21,18 +21,6 @@ from accel_scaler import (
 INF = float("inf")
 
 
-SETTINGS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
-
-
-def settings(scaler: Any) -> tuple[float, ...]:
-    return (
-        scaler.get_scale(),
-        scaler.get_growth_factor(),
-        scaler.get_backoff_factor(),
-        scaler.get_growth_interval(),
-    )
-
-
 def test_the_stock_scaler_goes_on_with_the_present_scale() -> None:
     accelerator = attach(stock(), ScalerConfig(growth_interval=100))
     model, optimizer = prepared(accelerator)
@@ -68,23 +56,6 @@ def test_attach_in_the_middle_keeps_scale_and_tracker() -> None:
         ends.append((weights(model), accelerator.scaler.state_dict()["_growth_tracker"]))
     assert torch.equal(ends[0][0], ends[1][0])
     assert ends[0][1] == ends[1][1] == 1
-
-
-@pytest.mark.parametrize("build", [stock, cpu], ids=["as on a GPU", "on a CPU"])
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, (128.0, 3.0, 0.25, 7)),
-        ({"growth_interval": 9}, (128.0, 3.0, 0.25, 9)),
-        ({"init_scale": 32.0, "backoff_factor": 0.75}, (32.0, 3.0, 0.75, 7)),
-    ],
-)
-def test_grad_scaler_kwargs_and_config(build: Any, changes: Any, expected: Any) -> None:
-    """``GradScalerKwargs`` are honoured; what the config changes overrides them."""
-    given = dict(zip(SETTINGS, (128.0, 3.0, 0.25, 7), strict=True))
-    accelerator = build(kwargs_handlers=[GradScalerKwargs(**given)])
-    attach(accelerator, ScalerConfig(**changes))
-    assert settings(accelerator.scaler) == expected
 
 
 def test_a_disabled_scaler_stays_disabled() -> None:

@@ -63,6 +63,16 @@ def test_a_compiled_model_is_run_without_the_compiler() -> None:
     assert module_of(recording) == "layers.1"
 
 
+def test_a_model_whose_autocast_is_outside_of_it_is_not_run_again() -> None:
+    net: Any = Net()
+    net._original_forward = net.forward  # as Accelerate leaves a model compiled before
+    compiled: Any = torch.compile(net, backend="eager")
+    recording = WindowRecording()
+    recording.watch(compiled, net)
+    window(recording, compiled, torch.ones(2, 4))
+    assert recording.obstacle().startswith("no forward of a prepared model")
+
+
 @pytest.mark.parametrize("inside", [False, True])
 def test_an_input_that_was_changed_in_place(inside: bool) -> None:
     net, x = Net(lambda x: x.mul_(2)) if inside else Net(), torch.ones(2, 4)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
-from accel_scaler.overflow.containers import map_tensors, named_tensors_in, tensors_in
 from accel_scaler.overflow.fp32_modules import cast_down
+from accel_scaler.overflow.hooks import map_tensors, named_tensors_in, tensors_in
 
 Pair = namedtuple("Pair", "one two")
 HALF = torch.ones(2, dtype=torch.float16)

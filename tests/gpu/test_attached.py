@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerators import DEVICE, KIND, current_stream, on, synchronize
-from support import mlp, reset
+from accelerators import DEVICE, KIND, synchronize
+from support import reset
 from torch import Tensor, nn
 
 from accel_scaler import ScalerConfig, attach, detach
@@ -101,22 +101,3 @@ def test_a_healed_run_is_the_one_that_has_it_in_its_settings(mode: dict[str, Any
     assert [r.skipped for r in records] == [True] + [False] * 5
     named, _ = train(every, 1, fp32_modules=["sick"], **mode)
     assert all(map(torch.equal, healed, named))
-
-
-@each_mode
-def test_what_is_read_between_steps_is_the_newest(mode: dict[str, Any]) -> None:
-    """As a sampler's weights are sent: through ``.data``, here or on a stream that follows."""
-    accelerator, model, optimizer = prepared(mlp(256), **mode)
-    side = torch.Stream(DEVICE)
-    for step in range(STEPS):
-        accelerator.backward(model(batch_of(step)).float().square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-        side.wait_stream(current_stream())
-        with on(side if step % 2 else current_stream()):
-            sent = [p.data.clone() for p in model.parameters()]
-        side.synchronize()
-        assert not accelerator.optimizer_step_was_skipped
-        for value, entry in zip(sent, optimizer.state_dict()["state"].values(), strict=True):
-            assert torch.equal(value.cpu(), entry["master"].half().cpu()), step
-    detach(accelerator)

@@ -839,7 +839,8 @@ class Player:
         """Detach, train in stock Accelerate, attach again."""
         setup, plain = self.setup, self.plain
         simple = setup.hysteresis == 1 and setup.bounds == (None, None) and not setup.split
-        if not (setup.stock and simple) or self.low or self.is_open or self.clips:
+        is_wrong = "fused" in setup.optimizer  # F1
+        if not (setup.stock and simple) or is_wrong or self.low or self.is_open or self.clips:
             return False
         recorded = len(plain.windows)
         self.zero_grad("none")

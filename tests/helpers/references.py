@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from support import mlp, same
@@ -283,6 +284,19 @@ def run_ours(
                 fences[step](model, optimizer)
         seen.update(saved_of(model, optimizer.state_dict()))
     return seen
+
+
+@contextmanager
+def no_bfloat16_in_torchs_kernel() -> Iterator[None]:
+    """As on CUDA, where its check of gradients takes none."""
+    kernel = torch._amp_foreach_non_finite_check_and_unscale_
+
+    def checked(grads: list[Tensor], *rest: Any) -> None:
+        assert all(grad.dtype is not torch.bfloat16 for grad in grads)
+        kernel(grads, *rest)
+
+    with mock.patch.object(torch, "_amp_foreach_non_finite_check_and_unscale_", checked):
+        yield
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from async_support import assert_same
-from support import Linear, mlp, weights
+from support import mlp, weights
 from telemetry_runs import (
     INF,
     Beside,
@@ -181,26 +181,6 @@ def test_where_it_began_is_in_the_record_the_log_and_the_error(
 
 
 # Underflow of float16 gradients.
-
-
-def test_shares_of_zeros_and_subnormals(tmp_path: Path) -> None:
-    """Not of those without elements; the last window's are written too."""
-    path, plain = tmp_path / "run.jsonl", Linear(4).half()
-    values = torch.tensor([0.0, 2.0**-20, 2.0**-15, 1.0], dtype=torch.float16)
-    plain.empty = nn.Parameter(torch.zeros(0, dtype=torch.float16))
-    plain.full = nn.Parameter(torch.zeros(2))
-    with attached(path, underflow_interval=3, init_scale=1.0) as accelerator:
-        model, optimizer = prepared(accelerator, plain)
-        for number in range(10):
-            factor = INF if number == 6 else 1.0
-            loss = (model.w * values * factor).sum() + plain.empty.sum() + plain.full.sum()
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-    found = windows_of(path)
-    assert [line["step"] for line in found if line["underflow"]] == [0, 3, 7, 9]  # 6 overflowed
-    for number in (0, 3, 7, 9):
-        assert found[number]["underflow"] == {"w": [0.25, 0.5], "full": [0.0, 0.0]}
 
 
 # Where nothing is scaled.

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from async_support import assert_same, lazy
+from async_support import lazy
 from support import mlp
 from telemetry_runs import (
     INF,
@@ -155,42 +155,6 @@ CLIPS: dict[str, Clip] = {
     "some parameters": lambda a, p: a.clip_grad_norm_(p[2:], 0.1),
     "twice": lambda a, p: (a.clip_grad_norm_(p, 0.3), a.clip_grad_norm_(p, 0.1)),
 }
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": sgd,
-    "adamw": lambda params: torch.optim.AdamW(params, lr=0.05),
-    "fused adamw": lambda params: torch.optim.AdamW(params, lr=0.05, fused=True),
-}
-
-
-def numbers_of_a_run(path: Path | None, clip: Clip, make: Any, **settings: Any) -> Any:
-    """All that training computes."""
-    with attached(path, growth_interval=2, **settings) as accelerator:
-        plain = mlp()
-        model, optimizer = accelerator.prepare(plain, make(plain.parameters()))
-        seen: list[Any] = []
-        for number in range(7):
-            loss = loss_of(model, number)
-            accelerator.backward(loss * INF if number in (0, 3) else loss)
-            norm = clip(accelerator, list(model.parameters()))
-            optimizer.step()
-            optimizer.zero_grad()
-            seen += [loss.item(), optimizer.step_was_skipped, accelerator.scaler.get_scale()]
-            seen += [] if norm is None else [torch.as_tensor(norm).tolist()]
-        return [seen, plain.state_dict(), optimizer.state_dict()]
-
-
-@pytest.mark.parametrize("clip", CLIPS)
-@TWO_MODES
-def test_training_is_the_same_with_the_file_and_without(
-    tmp_path: Path, mode: dict[str, Any], clip: str
-) -> None:
-    make = list(OPTIMIZERS.values())[list(CLIPS).index(clip) % len(OPTIMIZERS)]
-    without = numbers_of_a_run(None, CLIPS[clip], make, **mode)
-    path = tmp_path / "run.jsonl"
-    watched = {**mode, "find_overflow": "always", "underflow_interval": 1}
-    assert_same(numbers_of_a_run(path, CLIPS[clip], make, **watched), without)
-    assert kinds_of(path).count("window") == 7
-    assert without[0].count(True) == 2
 
 
 def one_window(path: Path, clip: Clip, **mode: Any) -> tuple[Any, Any]:

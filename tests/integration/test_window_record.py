@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from support import mlp, same, weights
+from support import mlp, weights
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -439,33 +439,6 @@ def test_a_hook_that_would_see_scaled_float16_gradients_is_refused(mode: Any) ->
         ours.step()
         ours.synchronize()
         assert not torch.equal(weights(model), before)
-
-
-@pytest.mark.parametrize("value", [1.0, INF, -INF, float("nan")])
-def test_bfloat16_is_unscaled_without_torchs_kernel(
-    value: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On CUDA that kernel has no bfloat16, here it has: the numbers are compared with it."""
-    kernel = torch._amp_foreach_non_finite_check_and_unscale_
-
-    def no_bfloat16(grads: list[Tensor], *rest: Any) -> None:
-        assert all(grad.dtype is not torch.bfloat16 for grad in grads)
-        kernel(grads, *rest)
-
-    def run(scaler: Any) -> tuple[Tensor, Tensor, float]:
-        torch.manual_seed(3)
-        p, q = nn.Parameter(torch.randn(33, dtype=torch.bfloat16)), nn.Parameter(torch.randn(5))
-        inner = SGD([p, q], lr=0.125)
-        scaler.scale((p.float() * torch.randn(33)).sum() + q.sum()).backward()
-        assert p.grad is not None
-        p.grad[3] *= value
-        scaler.step(inner)
-        scaler.update()
-        return p.detach(), q.detach(), scaler.get_scale()
-
-    expected = run(torch.amp.GradScaler("cpu", init_scale=3000.0))
-    monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", no_bfloat16)
-    assert same(run(GradScaler("cpu", init_scale=3000.0)), expected)
 
 
 def several(

@@ -8,8 +8,6 @@ waits for it, so a wait that is missing shows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
-from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,11 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.local_sgd import LocalSGD
-from accelerate.utils import GradScalerKwargs
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+)
 from async_support import lazy
 from children import everywhere, on_two_ranks
 from support import stock
@@ -29,17 +31,19 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from trainer_support import CONFIG, as_stock, logs, make, train
 from two_ranks import (
+    ACCUMULATION,
+    CLIP,
     DELAYED,
     EVERY,
     OFFLOAD,
-    OVERFLOW,
     OVERLAP,
     PREVIEW,
     SCALER,
     SHOWN,
     WINDOWS,
+    Loop,
+    Result,
     Watch,
-    attached,
     batch,
     check,
     compare,
@@ -47,11 +51,11 @@ from two_ranks import (
     net,
     optimizer_of,
     reference,
+    schedule_of,
     weights,
 )
 
-from accel_scaler import AsyncOptimizer, GradScaler, ScalerConfig, UnsupportedError, attach, detach
-from accel_scaler.optimizer_step.stepper import async_stepper_of
+from accel_scaler import AsyncOptimizer, ScalerConfig, UnsupportedError, attach, detach
 
 BUCKETS: dict[str, dict[str, Any]] = {
     # Gradients are views of buckets that the next backward overwrites.
@@ -79,6 +83,58 @@ def test_every_mode_equals_torch_on_the_same_ranks(kind: str, buckets: str, tmp_
     on_two_ranks(lambda: compare(RUNS[kind, buckets], wrap, kind), tmp_path)
 
 
+def attached(
+    kind: str,
+    mode: Any,
+    offload: Any = "none",
+    warmup: int = 0,
+    late: bool = False,
+    delay_compensation: Any = "none",
+) -> Result:
+    """The same through Accelerate, under DDP.
+
+    ``late``: attached after ``prepare``, when a schedule has wrapped the optimizer's ``step``.
+    """
+    plain = Accelerator(
+        cpu=True,
+        mixed_precision="fp16",
+        gradient_accumulation_steps=ACCUMULATION,
+        # Else the schedule is stepped once for each rank.
+        dataloader_config=DataLoaderConfiguration(split_batches=True),
+        kwargs_handlers=[
+            GradScalerKwargs(**SCALER),
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+        ],
+    )
+    config = ScalerConfig(
+        step_mode=mode,
+        offload=offload,
+        delay_warmup_steps=warmup,
+        delay_compensation=delay_compensation,
+        optimizer_threads=1,
+    )
+    accelerator: Any = plain if late else attach(plain, config)
+    loop = Loop(accelerator.prepare)
+    inner = optimizer_of(kind, loop.params)
+    optimizer, schedule = accelerator.prepare(inner, schedule_of(inner))
+    if late:
+        attach(accelerator, config)
+    for window in range(WINDOWS):
+        for index in range(ACCUMULATION):
+            with accelerator.accumulate(loop.model):
+                accelerator.backward(loop.loss(window, index) * ACCUMULATION)
+                if accelerator.sync_gradients:
+                    loop.norms.append(float(accelerator.clip_grad_norm_(loop.params, CLIP)))
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+        loop.note(optimizer.step_was_skipped, accelerator.scaler, schedule)
+    optimizer.synchronize()
+    result = loop.result(optimizer, accelerator.scaler)
+    detach(accelerator)
+    return result
+
+
 @pytest.mark.parametrize("name", [*EVERY, *SHOWN, "sync", "attached late"])
 def test_every_mode_through_accelerate_equals_torch_on_the_same_ranks(
     name: str, tmp_path: Path
@@ -98,65 +154,6 @@ def test_every_mode_through_accelerate_equals_torch_on_the_same_ranks(
         assert "allreduce_" in names
         assert elsewhere == 0
         check(mine, expected, name)
-
-    on_two_ranks(body, tmp_path)
-
-
-@pytest.mark.parametrize("settings", SHOWN.values(), ids=SHOWN)
-@pytest.mark.parametrize("buckets", ["views", "copies"])
-def test_ranks_agree_after_each_step_and_an_overflow_leaves_the_newest(
-    buckets: str, settings: dict[str, Any], tmp_path: Path
-) -> None:
-    """What each is shown is made of sums that both have; of the one's overflow both show nothing.
-
-    Afterwards a checkpoint in the midst of it resumes bit for bit.
-    """
-
-    def train(windows: range, saved: Any = None) -> tuple[list[Tensor], list[Tensor], Any]:
-        """The model after each step, as it is in memory; what an update left; a checkpoint."""
-        model = DistributedDataParallel(net(), **BUCKETS[buckets])
-        inner, scaler = optimizer_of("adamw", model.parameters()), GradScaler("cpu", **SCALER)
-        own: dict[str, Any] = {**settings, "delay_warmup_steps": settings.get("warmup", 0)}
-        own.pop("warmup", None)
-        found, exact = [], []
-        with AsyncOptimizer(inner, model, scaler=scaler, **own) as optimizer:
-            if saved is not None:
-                model.load_state_dict(saved[0])
-                optimizer.load_state_dict(saved[1])
-                scaler.load_state_dict(saved[2])
-            for window in windows:
-                for index, context in enumerate((model.no_sync(), nullcontext())):
-                    with context:
-                        x, y = batch(window, index)
-                        loss = nn.functional.mse_loss(model(x), y)
-                        if (window, index, dist.get_rank()) == (OVERFLOW, 1, 1):
-                            loss = loss * float("inf")
-                        scaler.scale(loss).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                assert optimizer.step_was_skipped is (window == OVERFLOW)
-                stepper: Any = async_stepper_of(inner)
-                assert stepper.wait()
-                found.append(weights(model.parameters()))
-                pairs = stepper.replica.pairs
-                exact.append(weights(pair.stepped for pair in pairs))
-            end = deepcopy((model.state_dict(), optimizer.state_dict(), scaler.state_dict()))
-        return found, exact, end
-
-    def body() -> None:
-        found, exact, end = train(range(WINDOWS))
-        for mine in (*found, *exact):
-            assert torch.equal(*everywhere(mine))
-        late = [not torch.equal(*both) for both in zip(found, exact, strict=True)]
-        prompt = settings.get("warmup", int(settings["delay_compensation"] == "preview"))
-        assert late == [window not in (*range(prompt), OVERFLOW) for window in range(WINDOWS)]
-        assert torch.equal(exact[OVERFLOW], exact[OVERFLOW - 1])
-        for cut in (2, OVERFLOW + 1, OVERFLOW + 2):
-            *_, saved = train(range(cut))
-            resumed, masters, other = train(range(cut, WINDOWS), saved)
-            assert all(map(torch.equal, resumed, found[cut:])), cut
-            assert all(map(torch.equal, masters, exact[cut:])), cut
-            assert all(map(torch.equal, other[0].values(), end[0].values()))
 
     on_two_ranks(body, tmp_path)
 

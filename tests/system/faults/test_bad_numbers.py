@@ -1,6 +1,6 @@
-"""NaN in the data, losses that are inf, scales at either end of float32, 4,000 skips in a row.
+"""Losses that are inf, scales at either end of float32, 4,000 skips in a row: when a warning comes.
 
-What happens to the parameters, and after how many windows a warning comes.
+An end by ``max_consecutive_skips``: tests/integration/test_recording.py.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from fault_run import Run
-from support import LR, Linear, reset, same, stock
+from support import LR, Linear, reset, stock
 
-from accel_scaler import ConfigError, GradScaler, OverflowStreakError, ScalerConfig, attach, detach
+from accel_scaler import ConfigError, GradScaler, ScalerConfig, attach, detach
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-INF, NAN = float("inf"), float("nan")
+INF = float("inf")
 LARGEST = torch.finfo(torch.float32).max
 WARNS_AT = 30
 
@@ -51,51 +50,8 @@ class Loop:
         reset()
 
 
-class Spoiled(Run):
-    """From some window on, for some windows, the data hold a NaN."""
-
-    def __init__(self, mode: str, first: int, count: int, **settings: Any) -> None:
-        super().__init__(mode, **settings)
-        self.bad = range(first, first + count)
-
-    def _loss(self, rows: torch.Tensor) -> torch.Tensor:
-        if self.progress.window in self.bad:
-            rows = rows.index_fill(0, torch.tensor([0]), NAN)
-        return super()._loss(rows)
-
-
 def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-
-
-@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed offload"])
-def test_nan_in_the_data_is_a_skip_and_ends_the_run_where_that_is_asked(
-    mode: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A warning after a third of ``max_consecutive_skips``, the error one window after all."""
-    before = Run(mode).train(4)
-    expected = before.state()
-    before.close()
-    run = Spoiled(mode, 4, 1).train(5)
-    state = run.state()
-    assert run.seen[-1][3] is True
-    for key in ("weights", "state", "schedule"):
-        assert same(state[key], expected[key])
-    assert state["scaler"]["scale"] == expected["scaler"]["scale"] / 2
-    run.train(6)
-    assert run.seen[-1][3] is False
-    assert not same(run.state()["weights"], expected["weights"])
-    run.close()
-
-    caplog.clear()
-    run = Spoiled(mode, 4, 1000, max_consecutive_skips=6)
-    with pytest.raises(OverflowStreakError, match="7 windows in a row"):
-        run.train(100)
-    assert run.progress.window == 4 + 6
-    (warning,) = [text for text in warned(caplog) if "in a row" in text]
-    assert warning.startswith("2 ")
-    assert same(run.state()["weights"], expected["weights"])
-    run.close()
 
 
 def test_an_infinite_loss_from_the_first_step(caplog: pytest.LogCaptureFixture) -> None:

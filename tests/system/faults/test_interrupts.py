@@ -173,21 +173,6 @@ def test_an_update_that_is_ended_half_way_is_logged(
     goes_on(run, tmp_path)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_an_interrupt_once_the_step_is_made_leaves_it_whole(
-    mode: str, logged: Any, tmp_path: Path
-) -> None:
-    """In a post hook: on the training thread, after the update or its hand-over."""
-    _, after, _ = states(mode)
-    run = Run(mode).train(WINDOW)
-    hook = run.optimizer.optimizer.register_step_post_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        run.train(WINDOW + 1)
-    hook.remove()
-    assert same(state_of(run), after)
-    goes_on(run, tmp_path)
-
-
 @pytest.mark.parametrize("mode", ["overlap", "delayed", "sync offload"])
 def test_an_interrupted_hand_over_moves_nothing_and_is_logged(
     mode: str, logged: Any, tmp_path: Path

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import json
 import logging
-import math
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -75,27 +73,6 @@ def test_the_table_has_its_rows(
     assert not module.main()
     printed = capsys.readouterr().out
     assert len(re.findall(row, printed, re.MULTILINE)) == count, printed
-
-
-@pytest.mark.parametrize("change", ["weights", "a loss", "nothing"])
-def test_one_different_bit_of_overlap_fails_the_benchmark_of_convergence(
-    benchmark: Any, change: str, tmp_path: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("datasets")
-    convergence = benchmark("convergence")
-
-    def result(mode: str, loss: float, weights: str = "same") -> Any:
-        run = convergence.Run("scratch", "sgd", 0.5, "high", 2, mode, 0)
-        return convergence.Result(run, {0: 9.0, 1: loss, 2: math.nan}, weights, 0, 1.0)
-
-    loss = math.nextafter(2.0, 3.0) if change == "a loss" else 2.0
-    results = [result("sync", 2.0)]
-    results.append(result("overlap", loss, "other" if change == "weights" else "same"))
-    convergence.save(tmp_path / "out.json", results)
-    assert len(json.loads((tmp_path / "out.json").read_text())) == 2
-    status = convergence.main(["--show", str(tmp_path / "out.json")])
-    assert status == (change != "nothing")
-    assert ("FAULT: overlap differs from sync" in capsys.readouterr().out) == bool(status)
 
 
 @pytest.mark.usefixtures("torchs_own_products")

@@ -47,7 +47,6 @@ from two_ranks import (
     batch,
     check,
     compare,
-    copy,
     net,
     optimizer_of,
     reference,
@@ -56,6 +55,7 @@ from two_ranks import (
 )
 
 from accel_scaler import AsyncOptimizer, ScalerConfig, UnsupportedError, attach, detach
+from accel_scaler.optimizer_step.stepper import async_stepper_of
 
 BUCKETS: dict[str, dict[str, Any]] = {
     # Gradients are views of buckets that the next backward overwrites.
@@ -178,64 +178,52 @@ def test_a_trainer_equals_the_stock_trainer(tmp_path: Path) -> None:
     on_two_ranks(body, tmp_path)
 
 
-def local_sgd(mode: Any, stale: bool = False, compensation: Any = "none") -> list[Any]:
-    """``by_feature/local_sgd.py``. ``mode`` None: stock, with the one-step delay by hand."""
+def local_sgd(mode: Any) -> list[Any]:
+    """``by_feature/local_sgd.py``; ``mode`` None: stock."""
     every, windows = 3, 7
     handlers = [GradScalerKwargs(**SCALER)]
     if mode is None:
         accelerator = stock(kwargs_handlers=handlers)
     else:
         plain = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=handlers)
-        config = ScalerConfig(step_mode=mode, delay_compensation=compensation, optimizer_threads=1)
+        config = ScalerConfig(step_mode=mode, delay_compensation="none", optimizer_threads=1)
         accelerator = attach(plain, config)
     layers = net()
-    held = params = list(layers.parameters())
-    if mode is None:
-        held = [nn.Parameter(p.detach().clone(), p.requires_grad) for p in params]
-    model, optimizer = accelerator.prepare(layers, optimizer_of("sgd", held))
+    inner = optimizer_of("sgd", layers.parameters())
+    model, optimizer = accelerator.prepare(layers, inner)
     seen: list[Any] = []
     with LocalSGD(accelerator, model=model, local_sgd_steps=every, enabled=True) as local:
         for window in range(windows):
             x, y = batch(window, 0)
             with accelerator.accumulate(model):
                 loss = nn.functional.mse_loss(model(x), y)
-                seen.append(loss.detach())
                 accelerator.backward(loss)
-                if mode is None:
-                    for p, master in zip(params, held, strict=True):
-                        p.grad, master.grad = None, p.grad
-                before = [p.detach().clone() for p in held]
                 optimizer.step()
                 optimizer.zero_grad()
-                is_due = (window + 1) % every == 0
-                if mode is None:
-                    copy(before if stale and not is_due else held, params)
+                if mode == "delayed":
+                    stepper: Any = async_stepper_of(inner)
+                    assert stepper.wait()
+                    stepped = everywhere(weights(p.stepped for p in stepper.replica.pairs))
                 local.step()
-                if mode is None and is_due:
-                    copy(params, held)
-            if is_due:
-                seen.append(weights(params))
+            if (window + 1) % every == 0:
+                seen.append(weights(layers.parameters()))
                 assert torch.equal(*everywhere(seen[-1]))
-        if mode is None:
-            copy(held, params)
+                if mode == "delayed":
+                    torch.testing.assert_close(seen[-1], (stepped[0] + stepped[1]) / 2)
     if mode is not None:
         detach(accelerator)
-    return [*seen, weights(params)]
+    return [*seen, weights(layers.parameters())]
 
 
 def test_local_sgd_averages_the_newest_parameters(tmp_path: Path) -> None:
     """Between two averages ``delayed`` has its delay; an average is of what was stepped."""
 
     def body() -> None:
-        newest, stale = local_sgd(None), local_sgd(None, stale=True)
-        assert not torch.equal(newest[-1], stale[-1])
-        for mode in ("sync", "overlap", "delayed"):
-            with lazy():
-                found = local_sgd(mode)
-            assert all(map(torch.equal, found, stale if mode == "delayed" else newest)), mode
-        with lazy():  # ranks that differ would be told
-            shown = local_sgd("delayed", compensation="preview")
-        assert not torch.equal(shown[-1], stale[-1])
+        newest = local_sgd(None)
+        with lazy():
+            for mode in ("sync", "overlap"):
+                assert all(map(torch.equal, local_sgd(mode), newest)), mode
+            assert not torch.equal(local_sgd("delayed")[0], newest[0])
 
     on_two_ranks(body, tmp_path)
 

@@ -132,6 +132,9 @@ class Player:
             self.same("lr", *rates)
         if self.attached:
             self.compare_records()
+        self.compare_gradients()
+
+    def compare_gradients(self) -> None:
         for p, q in self.pairs if not self.clips and not self.setup.fold else ():
             assert (p.grad is None) == (q.grad is None)
             if p.grad is not None and q.grad is not None:
@@ -422,6 +425,8 @@ class Player:
         for number in set(self.numbers) - set(stepping):
             zero = zero.removeprefix("model ") if zero not in IN_PLACE else "zeros"
             self.seen["sat out"] += any(p.grad is not None for p in self.plain.owned[number])
+        if views and not skipped:
+            self.compare_gradients()
         self.zero_grad(zero, stepping, views)
         if skipped and (self.setup.split or zero == "nothing"):
             self.zero_grad("none", stepping)  # they are scaled still, and would be refused

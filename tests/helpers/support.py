@@ -9,8 +9,6 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import Tensor, nn
 
-from accel_scaler.integrations import cpu_float16
-
 LR = 0.125
 
 
@@ -44,11 +42,6 @@ def stock_fp16_on_cpu(accelerator: Any) -> Any:
     accelerator.native_amp = True
     accelerator.scaler = torch.amp.GradScaler("cpu", **kwargs)
     return accelerator
-
-
-def use_torchs_products() -> None:
-    """In a script that is compared with torch: what conftest.py does for every test."""
-    cpu_float16.has_float16_kernels = lambda: True
 
 
 def stock(**kwargs: Any) -> Any:

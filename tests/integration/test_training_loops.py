@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.utils import GradScalerKwargs
 from async_support import assert_same
 from boundary_support import ours
-from support import mlp, reset, stock, weights
+from support import mlp, reset, stock, stock_fp16_on_cpu, weights
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from accel_scaler import ScalerConfig
+from accel_scaler import ScalerConfig, attach
 
 INF = float("inf")
 WINDOWS = 8
@@ -179,3 +180,48 @@ def test_scaling_disabled_is_plain_autocast() -> None:
             torchs.zero_grad()
     assert torch.equal(weights(plain), weights(reference))
     assert accelerator.scaler.get_scale() == 1.0
+
+
+class OwnFused(torch.optim.Optimizer):
+    """SGD that unscales and skips by itself, by what torch sets on it for the time of its step."""
+
+    _step_supports_amp_scaling = True
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.received: list[tuple[Any, ...]] = []
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        found: Tensor = self.found_inf
+        self.received.append((found.item(), found.dtype, found.shape, found.device))
+        scale: Tensor | None = self.grad_scale
+        factor = 1.0 if scale is None else 1.0 / scale.item()
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None and not found.item():
+                p.add_(p.grad * factor, alpha=-0.1)
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_it_receives_what_torch_sets(mode: Any) -> None:
+    def run(accelerator: Any) -> tuple[list[Any], list[Tensor]]:
+        torch.manual_seed(1)
+        net = mlp()
+        model, prepared = accelerator.prepare(net, OwnFused(net.parameters()))
+        for _ in range(3):
+            accelerator.backward(model(torch.randn(4, 8)).square().mean())
+            prepared.step()
+            prepared.zero_grad()
+        attached = hasattr(prepared, "synchronize")
+        if attached:
+            prepared.synchronize()
+        received = prepared.optimizer.received
+        return received, [p.detach() for p in net.parameters()]
+
+    stock, expected = run(stock_fp16_on_cpu(Accelerator(cpu=True, mixed_precision="fp16")))
+    accelerator = attach(
+        Accelerator(cpu=True, mixed_precision="fp16"), ScalerConfig(step_mode=mode)
+    )
+    ours, got = run(accelerator)
+    assert ours == stock
+    assert all(map(torch.equal, got, expected))

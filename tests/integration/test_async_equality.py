@@ -9,8 +9,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -37,29 +38,17 @@ OVERFLOWS = frozenset({0, 3, 4, 21, 30, 31, 32, 50})
 SCALER = {"init_scale": 2.0**12, "growth_interval": 9, "optimizer_threads": 1}
 
 
-@dataclass
-class Trace:
-    """All that a run shows of itself, a value a step or micro-batch."""
+Trace = dict[str, Any]
+"""All that a run shows of itself, a value a step or micro-batch."""
 
-    losses: list[float] = field(default_factory=list)
-    scales: list[float] = field(default_factory=list)
-    rates: list[list[float]] = field(default_factory=list)
-    skipped: list[bool] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    weights: dict[str, Tensor] = field(default_factory=dict)
-    state: dict[str, Any] = field(default_factory=dict)
 
-    def assert_equals(self, reference: Trace) -> None:
-        assert_same(self.losses, reference.losses, "losses")
-        assert_same(vars(self), vars(reference))
-
-    def assert_lively(self, steps: int) -> None:
-        """The reference has trained, skipped where it should, and grown its scale."""
-        skips = {n for n, skipped in enumerate(self.skipped) if skipped}
-        assert skips >= {n for n in OVERFLOWS if n < steps}
-        assert len(skips) < steps // 4
-        assert any(b > a for a, b in zip(self.scales, self.scales[1:], strict=False))
-        assert len(set(self.losses)) > steps // 2
+def assert_lively(trace: Trace, steps: int) -> None:
+    """The reference has trained, skipped where it should, and grown its scale."""
+    skips = {n for n, skipped in enumerate(trace["skipped"]) if skipped}
+    assert skips >= {n for n in OVERFLOWS if n < steps}
+    assert len(skips) < steps // 4
+    assert any(b > a for a, b in pairwise(trace["scales"]))
+    assert len(set(trace["losses"])) > steps // 2
 
 
 @contextmanager
@@ -101,7 +90,9 @@ class Script:
             return self.train(accelerator)
 
     def train(self, accelerator: Any) -> Trace:
-        trace, model = Trace(), self.model()
+        names = ("losses", "norms", "scales", "skipped", "rates")
+        trace: Trace = {name: [] for name in names}
+        model = self.model()
         inner = self.optimizer(model)
         schedule = LambdaLR(inner, rate_of)
         model, optimizer, scheduler = accelerator.prepare(model, inner, schedule)
@@ -109,30 +100,29 @@ class Script:
             for micro in range(self.accumulation):
                 with accelerator.accumulate(model):
                     loss = self.loss(model, step * self.accumulation + micro)
-                    trace.losses.append(loss.item())
+                    trace["losses"].append(loss.item())
                     overflows = step in OVERFLOWS and micro == step % self.accumulation
                     accelerator.backward(loss * INF if overflows else loss)
                     if accelerator.sync_gradients:
                         held = [p for group in optimizer.param_groups for p in group["params"]]
                         norm = accelerator.clip_grad_norm_(held, 0.5)
-                        trace.norms.append(float(norm))
+                        trace["norms"].append(float(norm))
                     optimizer.step()
                     scheduler.step()
                     optimizer.zero_grad()
-            trace.scales.append(accelerator.scaler.get_scale())
-            trace.skipped.append(optimizer.step_was_skipped)
-            trace.rates.append([float(group["lr"]) for group in optimizer.param_groups])
-        trace.weights = {n: t.detach().clone() for n, t in model.state_dict().items()}
-        trace.state = optimizer.state_dict()
-        return trace
+            trace["scales"].append(accelerator.scaler.get_scale())
+            trace["skipped"].append(optimizer.step_was_skipped)
+            trace["rates"].append([float(group["lr"]) for group in optimizer.param_groups])
+        weights = {n: t.detach().clone() for n, t in model.state_dict().items()}
+        return {**trace, "weights": weights, "state": optimizer.state_dict()}
 
 
 def check(script: Script) -> Trace:
     """Overlap equals sync, and the run was worth comparing."""
     reference = script.run("sync")
     with lazy():
-        script.run("overlap").assert_equals(reference)
-    reference.assert_lively(script.steps)
+        assert_same(script.run("overlap"), reference)
+    assert_lively(reference, script.steps)
     return reference
 
 

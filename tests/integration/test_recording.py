@@ -317,26 +317,6 @@ def test_one_that_comes_late_is_in_memory_with_the_next_window(
     assert recorded(path) == losses
 
 
-def test_a_window_that_is_run_again_has_its_loss_once(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    with attached(path, accumulation=2, heal=True, find_overflow="replay") as accelerator:
-        plain = mlp()
-        model, optimizer = accelerator.prepare(plain, sgd(plain.parameters()))
-        expected = []
-        for number in range(8):
-            with accelerator.accumulate(model):
-                loss = loss_of(model, number)
-                if number == 4:  # finite; its gradients overflow
-                    loss = loss * 1e30
-                accelerator.backward(loss)
-                expected.append(loss.item())
-                optimizer.step()
-                optimizer.zero_grad()
-    means = [sum(pair) / 2 for pair in zip(expected[::2], expected[1::2], strict=True)]
-    assert [line["skipped"] for line in windows_of(path)] == [False, False, True, False]
-    assert recorded(path) == pytest.approx(means, rel=1e-6)
-
-
 def test_two_losses_of_one_window_are_their_sum_and_by_hand_too(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     with attached(path) as accelerator:

@@ -26,7 +26,7 @@ from async_support import lazy
 from children import everywhere, on_two_ranks
 from support import stock
 from support import weights as weights_of
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from trainer_support import CONFIG, as_stock, logs, make, train
@@ -229,26 +229,14 @@ def test_local_sgd_averages_the_newest_parameters(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("original", [False, True])
-def test_fsdp1_is_refused_and_trains_on_without_us(original: bool, tmp_path: Path) -> None:
-    def sharded() -> Any:
-        cpu, model = torch.device("cpu"), net().requires_grad_()
-        return FullyShardedDataParallel(model, use_orig_params=original, device_id=cpu)
-
-    def trained(model: Any, optimizer: Any) -> list[Tensor]:
-        for window in range(3):
-            model(batch(window, 0)[0]).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return [p.detach().clone() for p in model.parameters()]
-
+def test_fsdp1_is_refused_before_anything_is_changed(original: bool, tmp_path: Path) -> None:
     def refuse(act: Callable[[], Any]) -> None:
         with pytest.raises(UnsupportedError, match=r"FSDP1.*FSDP2"):
             act()
 
     def body() -> None:
-        plain = sharded()
-        expected = trained(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
-        model = sharded()
+        cpu, plain = torch.device("cpu"), net().requires_grad_()
+        model = FullyShardedDataParallel(plain, use_orig_params=original, device_id=cpu)
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
         before = dict(vars(inner))
         for settings in ({"mode": "sync"}, OVERLAP, {"mode": "sync"} | OFFLOAD, DELAYED):
@@ -259,6 +247,5 @@ def test_fsdp1_is_refused_and_trains_on_without_us(original: bool, tmp_path: Pat
         detach(accelerator)
         inner.__dict__.pop("step", None)  # Accelerate leaves it there
         assert vars(inner) == before
-        assert all(map(torch.equal, trained(model, inner), expected))
 
     on_two_ranks(body, tmp_path)

@@ -635,15 +635,17 @@ class Player:
 
     @operation()
     def replace_state(self) -> Any:
-        """Put other tensors into the optimizers' state, as averaging optimizers does."""
+        """Put other entries with other tensors into the optimizers' state, as averaging does."""
         if self.low or self.device != "cpu" or self.plain.is_tied:
             return False
         self.synchronized()
         for number in self.numbers:
             self.plain.replace_state(number)
             for p in self.ours.net.parameters():
-                if p in self.ours.optimizers[number].state:
-                    double_averages(self.ours.optimizers[number].state[p])
+                state = self.ours.optimizers[number].state
+                if p in state:
+                    state[p] = dict(state[p])
+                    double_averages(state[p])
 
     @operation(which=range(8))
     def tie(self, which: int) -> Any:

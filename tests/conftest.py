@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -21,6 +22,11 @@ gc.freeze()
 
 # What libraries set for the process on their own; a test of ours does not touch them.
 NOT_OURS = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_", "HYPOTHESIS_")
+BESIDE_TORCH = (
+    *("gpu", "integration", "property", "stress", "system/distributed", "system/plugin"),
+    *("unit/async_optimizer", "unit/integrations", "unit/optimizer_step"),
+)
+"""Folders whose references are torch's own float16 products."""
 
 
 @pytest.fixture(autouse=True)
@@ -77,10 +83,15 @@ def fresh_accelerate_state() -> Iterator[None]:
 def torchs_own_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """No emulated float16 products, for references that torch computes.
 
-    Where the processor has no float16 kernels, ours round otherwise than torch's. The conftest of a
-    folder with such references uses it.
+    Where the processor has no float16 kernels, ours round otherwise than torch's.
     """
     monkeypatch.setattr("accel_scaler.integrations.cpu_float16.has_float16_kernels", lambda: True)
+
+
+@pytest.fixture(autouse=True)
+def references_of_torch(request: pytest.FixtureRequest) -> None:
+    if request.path.relative_to(Path(__file__).parent).as_posix().startswith(BESIDE_TORCH):
+        request.getfixturevalue("torchs_own_products")
 
 
 @pytest.fixture(autouse=True)

@@ -117,8 +117,7 @@ class Boundary:
         found = False
         for optimizer in filter(self._has_gradients, map(stepped, optimizers)):
             record = self.check.check(optimizer)
-            if not record.found_inf:
-                self.check.unscale(optimizer, record)
+            self.check.unscale(optimizer, record)
             found = found or record.found_inf
         return found
 

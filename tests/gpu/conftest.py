@@ -65,8 +65,3 @@ def memory_counter(device: str) -> None:
 def one_part_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """A part for each parameter, so that some are due while others are not."""
     monkeypatch.setattr(replica_module, "SMALLEST_PART", 1)
-
-
-@pytest.fixture(autouse=True)
-def references_of_torch(torchs_own_products: None) -> None:
-    """See ``tests/conftest.py``."""

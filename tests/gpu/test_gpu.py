@@ -12,11 +12,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerators import DEVICE, KIND, module, synchronize
-from support import mlp, weights
+from support import mlp, reset, weights
 from telemetry_runs import windows_of
 from torch import Tensor, nn
 
-from accel_scaler import GradScaler, ScaledAccelerator, ScalerConfig, attach
+from accel_scaler import GradScaler, ScaledAccelerator, ScalerConfig, attach, detach
 from accel_scaler.optimizer_step.boundary import Boundary
 from accel_scaler.telemetry.recorder import make_recorder
 
@@ -41,25 +41,6 @@ def loss_of(model: nn.Module, step: int, overflow: int | None = OVERFLOW) -> Ten
     with torch.autocast(KIND, dtype=torch.float16):
         loss = nn.functional.mse_loss(model(x), y)
     return loss * float("inf") if step == overflow else loss
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_overflow_skips_one_step_and_moves_nothing(kind: str) -> None:
-    """In a plain loop; the skip of a fused optimizer is its kernel's, on the device."""
-    model = mlp(64).to(DEVICE)
-    optimizer, scaler = optimizer_of(kind, model), GradScaler(KIND, **SETTINGS)
-    moved, scales = [], []
-    for step in range(STEPS):
-        before = weights(model)
-        scaler.scale(loss_of(model, step)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        moved.append(not torch.equal(weights(model), before))
-        scales.append(scaler.get_scale())
-    assert moved == [step != OVERFLOW for step in range(STEPS)]
-    assert scales == [1024.0, 1024.0, 2048.0, 1024.0, 1024.0, 1024.0, 2048.0, 2048.0]
-    assert bool(weights(model).isfinite().all())
 
 
 class Recorded:
@@ -225,3 +206,95 @@ def test_attached_fused_skips_as_the_plain_optimizer_does(fold: bool) -> None:
     assert fused[1:] == plain[1:]
     assert fused[1][OVERFLOW]
     torch.testing.assert_close(fused[0], plain[0], rtol=1e-3, atol=1e-4)
+
+
+# Accelerate's loop on the device: an overflow run again, a healed run.
+
+each_mode = pytest.mark.parametrize(
+    "mode",
+    [
+        {"step_mode": mode, "offload": offload}
+        for mode in ("sync", "overlap", "delayed")
+        for offload in ("none", "cpu")
+        if (mode, offload) != ("sync", "cpu")
+    ],
+    ids=lambda mode: " ".join(mode.values()),
+)
+WINDOWS = 6
+
+
+class Loud(nn.Linear):
+    """Beyond float16 for a large factor, and small again in float32."""
+
+    factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * 3e3 * self.factor) / (3e3 * self.factor)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.sick, self.drop = nn.Linear(8, 64), Loud(64, 8), nn.Dropout(0.25)
+        self.after = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.after(self.drop(self.sick(self.before(x))))
+        return (out.float() - 1) / 3
+
+
+def prepared(net: nn.Module, **settings: Any) -> tuple[Any, Any, Any]:
+    reset()
+    accelerator: Any = Accelerator(mixed_precision="fp16")
+    if accelerator.device.type != KIND:
+        pytest.skip(f"Accelerate takes {accelerator.device}")
+    accelerator.scaler = torch.amp.GradScaler(KIND)  # of itself it makes one for CUDA alone
+    attach(accelerator, ScalerConfig(init_scale=256.0, **settings))
+    net = net.to(DEVICE).half()  # autocast knows no simulated device
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    return accelerator, *accelerator.prepare(net, optimizer)
+
+
+def batch_of(step: int) -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).to(DEVICE).half()
+
+
+def train(loud: tuple[int, ...], skips_first: int = 0, **settings: Any) -> tuple[Any, Any]:
+    """``loud``: windows that overflow in the forward, unless the module is in float32."""
+    torch.manual_seed(0)
+    net = Net()
+    accelerator, model, optimizer = prepared(net, **settings)
+    torch.manual_seed(3)
+    for number in range(WINDOWS):
+        net.sick.factor = 1e3 if number in loud else 1.0
+        accelerator.backward(model(batch_of(number)).square().mean())
+        if number >= skips_first:
+            optimizer.step()
+        else:
+            accelerator.scaler.abandon_window()
+        optimizer.zero_grad()
+    records = list(accelerator.scaler_history.records)
+    optimizer.synchronize()
+    accelerator.scaler.abandon_window()
+    detach(accelerator)
+    synchronize()
+    return [value.detach().cpu().nan_to_num(9e9) for value in net.state_dict().values()], records
+
+
+@each_mode
+def test_a_replay_leaves_no_trace(mode: dict[str, Any]) -> None:
+    plain, _ = train((2, 4), find_overflow="off", **mode)
+    again, records = train((2, 4), find_overflow="replay", **mode)
+    found = [None if r.first is None else r.first["module"] for r in records]
+    assert found == [None, None, "sick", None, "sick", None]
+    assert all(map(torch.equal, again, plain))
+
+
+@each_mode
+def test_a_healed_run_is_the_one_that_has_it_in_its_settings(mode: dict[str, Any]) -> None:
+    every = tuple(range(WINDOWS))
+    healed, records = train(every, heal=True, **mode)
+    assert [r.healed for r in records] == [("sick",)] + [()] * 5
+    assert [r.skipped for r in records] == [True] + [False] * 5
+    named, _ = train(every, 1, fp32_modules=["sick"], **mode)
+    assert all(map(torch.equal, healed, named))

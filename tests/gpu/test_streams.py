@@ -440,7 +440,7 @@ def averaged(t: Training) -> None:
         for stream, mean in zip(streams, means, strict=True):
             with beside(stream), torch.no_grad():
                 for one, p in zip(mean, t.params, strict=True):
-                    one.lerp_(p.detach() if step % 2 else p, 0.25)
+                    one.lerp_(p.data if step % 2 else p, 0.25)
         for stream in streams:
             home.wait_stream(stream)
         if step % 3 != 1:

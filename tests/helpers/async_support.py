@@ -1,4 +1,4 @@
-"""Training runs that tests of the asynchronous optimizer compare, and workers that misbehave.
+"""Workers that misbehave, and what they are compared with.
 
 ``lazy`` is the worst worker there can be: it updates a part only when somebody waits for it. A
 use that does not wait then surely sees the old value, and a hyperparameter that is not frozen
@@ -10,29 +10,17 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from support import reset
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
-from accel_scaler import ScalerConfig, attach, detach
 from accel_scaler.async_optimizer import replica as replica_module
 from accel_scaler.async_optimizer.replica import Replica
 from accel_scaler.async_optimizer.worker import Task, Worker
 
-INF = float("inf")
-STEPS = 30
-ACCUMULATION = 2
-OVERFLOWS = frozenset({0, 3, 4, 21, 30, 31, 32, 50})
-"""Windows whose gradients overflow."""
-SCALER = {"init_scale": 2.0**12, "growth_interval": 9, "optimizer_threads": 1}
 LIMIT_S = 60.0
 
 
@@ -168,148 +156,3 @@ def assert_same(ours: Any, reference: Any, where: str = "") -> None:
             assert_same(mine, other, f"{where}[{place}]")
     else:
         assert ours == reference, where
-
-
-@dataclass
-class Trace:
-    """All that a run shows of itself, a value a step or micro-batch."""
-
-    losses: list[float] = field(default_factory=list)
-    scales: list[float] = field(default_factory=list)
-    rates: list[list[float]] = field(default_factory=list)
-    skipped: list[bool] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    weights: dict[str, Tensor] = field(default_factory=dict)
-    state: dict[str, Any] = field(default_factory=dict)
-
-    def assert_equals(self, reference: Trace) -> None:
-        assert_same(self.losses, reference.losses, "losses")
-        assert_same(vars(self), vars(reference))
-
-    def assert_lively(self, steps: int) -> None:
-        """The reference has trained, skipped where it should, and grown its scale."""
-        skips = {n for n, skipped in enumerate(self.skipped) if skipped}
-        assert skips >= {n for n in OVERFLOWS if n < steps}
-        assert len(skips) < steps // 4
-        assert any(b > a for a, b in zip(self.scales, self.scales[1:], strict=False))
-        assert len(set(self.losses)) > steps // 2
-
-
-@contextmanager
-def accelerator_for(mode: str, accumulation: int = ACCUMULATION) -> Iterator[Any]:
-    """A fresh attached accelerator, detached at the end."""
-    reset()
-    accelerator: Any = attach(
-        Accelerator(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=accumulation),
-        ScalerConfig(step_mode=mode, **SCALER),  # type: ignore[arg-type]
-    )
-    try:
-        yield accelerator
-    finally:
-        accelerator.scaler.abandon_window()  # detach would raise, and hide an error
-        detach(accelerator)
-
-
-def rate_of(step: int) -> float:
-    """A learning rate that is another one after each step."""
-    return 1.0 / (1.0 + 0.03 * step)
-
-
-Loss = Callable[[Any, int], Tensor]
-"""Of the model and a number that says which micro-batch."""
-
-
-@dataclass
-class Script:
-    """What a user's training script says."""
-
-    model: Callable[[], nn.Module]
-    loss: Loss
-    optimizer: Callable[[nn.Module], Optimizer]
-    steps: int = STEPS
-    accumulation: int = ACCUMULATION
-
-    def run(self, mode: str) -> Trace:
-        with accelerator_for(mode, self.accumulation) as accelerator:
-            return self.train(accelerator)
-
-    def train(self, accelerator: Any) -> Trace:
-        trace, model = Trace(), self.model()
-        inner = self.optimizer(model)
-        schedule = LambdaLR(inner, rate_of)
-        model, optimizer, scheduler = accelerator.prepare(model, inner, schedule)
-        for step in range(self.steps):
-            for micro in range(self.accumulation):
-                with accelerator.accumulate(model):
-                    loss = self.loss(model, step * self.accumulation + micro)
-                    trace.losses.append(loss.item())
-                    overflows = step in OVERFLOWS and micro == step % self.accumulation
-                    accelerator.backward(loss * INF if overflows else loss)
-                    if accelerator.sync_gradients:
-                        held = [p for group in optimizer.param_groups for p in group["params"]]
-                        norm = accelerator.clip_grad_norm_(held, 0.5)
-                        trace.norms.append(float(norm))
-                    optimizer.step()
-                    scheduler.step()
-                    optimizer.zero_grad()
-            trace.scales.append(accelerator.scaler.get_scale())
-            trace.skipped.append(optimizer.step_was_skipped)
-            trace.rates.append([float(group["lr"]) for group in optimizer.param_groups])
-        trace.weights = {n: t.detach().clone() for n, t in model.state_dict().items()}
-        trace.state = optimizer.state_dict()
-        return trace
-
-
-def check(script: Script) -> Trace:
-    """Overlap equals sync, and the run was worth comparing."""
-    reference = script.run("sync")
-    with lazy():
-        script.run("overlap").assert_equals(reference)
-    reference.assert_lively(script.steps)
-    return reference
-
-
-def generator_of(number: int) -> torch.Generator:
-    """Random numbers of one micro-batch."""
-    return torch.Generator().manual_seed(1000 + number)
-
-
-def regression(model: Any, number: int) -> Tensor:
-    """For models from 8 numbers to 4."""
-    generator = generator_of(number)
-    x, y = torch.randn(4, 8, generator=generator), torch.randn(4, 4, generator=generator)
-    return nn.functional.mse_loss(model(x).float(), y)
-
-
-def language(model: Any, number: int) -> Tensor:
-    """For models of transformers with 32 tokens."""
-    tokens = torch.randint(32, (2, 6), generator=generator_of(number))
-    loss: Tensor = model(input_ids=tokens, labels=tokens).loss
-    return loss
-
-
-def layers(width: int = 8) -> nn.Sequential:
-    """Four layers from 8 to 4."""
-    return nn.Sequential(
-        nn.Linear(8, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 4)
-    )
-
-
-def momentum(model: nn.Module, lr: float = 0.05) -> Optimizer:
-    """SGD shows a wrong scale; its momentum shows a lost step for long."""
-    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=0.01)
-
-
-def unlike_forward(model: nn.Module) -> list[dict[str, Any]]:
-    """Groups with and without decay, both in the opposite order of the forward."""
-    params = list(reversed(list(model.parameters())))
-    return [
-        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0, "lr": 0.02},
-        {"params": [p for p in params if p.ndim >= 2], "weight_decay": 0.05},
-    ]
-
-
-def names_of(params: Sequence[Tensor], model: nn.Module) -> list[str]:
-    """What the model calls them."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    return [names[id(p)] for p in params]

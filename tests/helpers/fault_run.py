@@ -1,4 +1,4 @@
-"""The training run that the fault tests disturb: everything that a checkpoint has to bring back.
+"""The training run that tests of faults and checkpoints disturb: all that has to be brought back.
 
 Dropout, numbers from ``random`` and NumPy, a shuffled data loader entered in the middle of an
 epoch, momentum, a schedule, overflows, growth, accumulation, a counter of the user's own.
@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration, set_seed
-from support import reset
+from accelerate.utils import DataLoaderConfiguration, GradScalerKwargs, set_seed
+from support import reset, stock_fp16_on_cpu
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -30,11 +30,18 @@ SAVED = (1, 4, 7, 10)
 """Windows after which ``save_state`` is called."""
 OVERFLOWS = (2, 6, 7)
 
+STOCK = "stock"
+"""In place of a mode: Accelerate's own wrapper, and torch's scaler."""
 MODES: dict[str, dict[str, Any]] = {
     f"{mode}{' offload' * (offload == 'cpu')}": {"step_mode": mode, "offload": offload}
     for offload in ("none", "cpu")
     for mode in ("sync", "overlap", "delayed")
 }
+
+
+def momentum(params: Any, kind: Any = torch.optim.SGD) -> torch.optim.Optimizer:
+    made: torch.optim.Optimizer = kind(params, lr=0.1, momentum=0.9)
+    return made
 
 
 class Progress:
@@ -53,26 +60,24 @@ class Progress:
 class Run:
     """One model under one accelerator, as a training script has it."""
 
-    def __init__(self, mode: str, optimizer: Any = torch.optim.SGD, **settings: Any) -> None:
+    def __init__(self, mode: str, optimizer: Any = momentum, **settings: Any) -> None:
         set_seed(5)
         self.mode = mode
-        config: dict[str, Any] = {
-            **MODES[mode],
-            "init_scale": 2.0**10,
-            "growth_interval": 2,
-            "optimizer_threads": 1,
-        }
-        self.accelerator: Any = attach(
-            Accelerator(
-                cpu=True,
-                mixed_precision="fp16",
-                gradient_accumulation_steps=ACCUMULATION,
-                dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=11),
-            ),
-            ScalerConfig(**(config | settings)),
+        rule: dict[str, Any] = {"init_scale": 2.0**10, "growth_interval": 2}
+        self.accelerator: Any = Accelerator(
+            cpu=True,
+            mixed_precision="fp16",
+            gradient_accumulation_steps=ACCUMULATION,
+            dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=11),
+            kwargs_handlers=[GradScalerKwargs(**rule)],
         )
+        if mode == STOCK:
+            stock_fp16_on_cpu(self.accelerator)
+        else:
+            config = MODES[mode] | rule | {"optimizer_threads": 1} | settings
+            attach(self.accelerator, ScalerConfig(**config))
         layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 2))
-        inner = optimizer(layers.parameters(), lr=0.1, momentum=0.9)
+        inner = optimizer(layers.parameters())
         schedule = torch.optim.lr_scheduler.LambdaLR(inner, lambda n: 1 / (1 + n))
         rows = torch.arange(4.0 * ACCUMULATION * AN_EPOCH * 2).reshape(-1, 4)
         # With a generator of its own, to begin an epoch takes no number from the model's.
@@ -87,7 +92,7 @@ class Run:
         self.seen: list[tuple[Any, ...]] = []
         self.around_step: AbstractContextManager[Any] = nullcontext()
 
-    def _loss(self, rows: Tensor) -> Tensor:
+    def loss(self, rows: Tensor) -> Tensor:
         x = torch.sin(rows) * random.choice((-1.0, 1.0)) + float(np.random.rand())
         out: Tensor = self.model(x)
         return nn.functional.mse_loss(out.float(), x[:, :2])
@@ -101,7 +106,7 @@ class Run:
             rows_seen: list[float] = []
             for rows in rest:
                 with self.accelerator.accumulate(self.model):
-                    loss = self._loss(rows)
+                    loss = self.loss(rows)
                     rows_seen += rows[:, 0].tolist()
                     overflows = self.progress.window in OVERFLOWS
                     self.accelerator.backward(loss * float("inf") if overflows else loss)
@@ -124,7 +129,8 @@ class Run:
 
     def state(self) -> dict[str, Any]:
         """Weights, optimizer, schedule and scaler, copied."""
-        self.optimizer.synchronize()
+        if self.mode != STOCK:
+            self.optimizer.synchronize()
         saved = self.optimizer.state_dict()
         return {
             "weights": [p.detach().clone() for p in self.layers.parameters()],
@@ -146,8 +152,9 @@ class Run:
 
     def close(self) -> None:
         """Detach, and leave Accelerate as a fresh process has it."""
-        self.accelerator.scaler.abandon_window()
-        detach(self.accelerator)
+        if self.mode != STOCK:
+            self.accelerator.scaler.abandon_window()
+            detach(self.accelerator)
         reset()
 
 

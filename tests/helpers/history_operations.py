@@ -132,6 +132,9 @@ class Player:
             self.same("lr", *rates)
         if self.attached:
             self.compare_records()
+        self.compare_gradients()
+
+    def compare_gradients(self) -> None:
         for p, q in self.pairs if not self.clips and not self.setup.fold else ():
             assert (p.grad is None) == (q.grad is None)
             if p.grad is not None and q.grad is not None:
@@ -420,6 +423,8 @@ class Player:
         for number in set(self.numbers) - set(stepping):
             zero = zero.removeprefix("model ") if zero not in IN_PLACE else "zeros"
             self.seen["sat out"] += any(p.grad is not None for p in self.plain.owned[number])
+        if views and not skipped:
+            self.compare_gradients()
         self.zero_grad(zero, stepping, views)
         if skipped and (self.setup.split or zero == "nothing"):
             self.zero_grad("none", stepping)  # they are scaled still, and would be refused
@@ -628,15 +633,17 @@ class Player:
 
     @operation()
     def replace_state(self) -> Any:
-        """Put other tensors into the optimizers' state, as averaging optimizers does."""
+        """Put other entries with other tensors into the optimizers' state, as averaging does."""
         if self.low or self.device != "cpu" or self.plain.is_tied:
             return False
         self.synchronized()
         for number in self.numbers:
             self.plain.replace_state(number)
             for p in self.ours.net.parameters():
-                if p in self.ours.optimizers[number].state:
-                    double_averages(self.ours.optimizers[number].state[p])
+                state = self.ours.optimizers[number].state
+                if p in state:
+                    state[p] = dict(state[p])
+                    double_averages(state[p])
 
     @operation(which=range(8))
     def tie(self, which: int) -> Any:
@@ -829,7 +836,8 @@ class Player:
         """Detach, train in stock Accelerate, attach again."""
         setup, plain = self.setup, self.plain
         simple = setup.hysteresis == 1 and setup.bounds == (None, None) and not setup.split
-        if not (setup.stock and simple) or self.low or self.is_open or self.clips:
+        is_wrong = "fused" in setup.optimizer  # F1
+        if not (setup.stock and simple) or is_wrong or self.low or self.is_open or self.clips:
             return False
         recorded = len(plain.windows)
         self.zero_grad("none")

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import GradScalerKwargs
 from async_support import lazy
 from history_reference import OPTIMIZERS, Net, Setup
-from references import GROWTH_INTERVAL, INIT_SCALE
+from references import GROWTH_INTERVAL, INIT_SCALE, no_bfloat16_in_torchs_kernel
 from support import reset, stock_fp16_on_cpu
 from torch import Tensor, nn
 
@@ -57,7 +57,7 @@ def lazy_worker() -> Iterator[None]:
         FAULT.pass_part(part)
         step(self, part, *rest)
 
-    with pytest.MonkeyPatch.context() as patch, lazy():
+    with pytest.MonkeyPatch.context() as patch, no_bfloat16_in_torchs_kernel(), lazy():
         patch.setattr(async_support, "LIMIT_S", 20.0)
         patch.setattr(Replica, "step_part", stepping)
         yield

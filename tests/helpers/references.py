@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from support import mlp, same
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import MultiplicativeLR
 
 from accel_scaler import AsyncOptimizer, GradScaler, ScalerConfig
 from accel_scaler.optimizer_step import Boundary
@@ -98,11 +98,8 @@ class Reference:
         self,
         *,
         max_norm: float | None = None,
-        norm_type: float = 2.0,
         max_value: float | None = None,
-        only: Collection[int] | None = None,
     ) -> bool:
-        """Clips all masters' gradients, or those of the indices in ``only``."""
         grads, scale = [p.grad for p in self.params], self.scale
         finite = all(bool(g.isfinite().all()) for g in grads if g is not None)
         self.good = self.good + 1 if finite else 0
@@ -118,13 +115,12 @@ class Reference:
             return False
         for master, g in zip(self.masters, grads, strict=True):
             master.grad = None if g is None else g.float() * (1.0 / scale)
-        chosen = [m for i, m in enumerate(self.masters) if only is None or i in only]
         factor = 1.0 / scale
         if max_norm is not None:
-            norm = torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type=norm_type)
+            norm = torch.nn.utils.clip_grad_norm_(self.masters, max_norm)
             factor *= float((max_norm / (norm + 1e-6)).clamp(max=1.0))
         if max_value is not None:
-            torch.nn.utils.clip_grad_value_(chosen, max_value)
+            torch.nn.utils.clip_grad_value_(self.masters, max_value)
         is_first = self.compensation == "preview" and any(
             not self.optimizer.state.get(m) for m in self.masters if m.grad is not None
         )
@@ -193,38 +189,26 @@ def run_reference(
     make: Callable[[], nn.Module] = network,
     steps: int = 12,
     overflows: Collection[int] = (0, 5),
-    micro: int = 1,
     scale: float = INIT_SCALE,
     autocast: bool = False,
-    schedule: bool = False,
-    fences: Collection[int] = (),
     compensation: str = "none",
     **clip: Any,
 ) -> dict[str, Any]:
-    """Windows of ``micro`` batches with a :class:`Reference`; published after each of ``fences``.
-
-    ``clip``: see :meth:`Reference.boundary`.
-    """
+    """A training with a :class:`Reference`; ``clip``: see :meth:`Reference.boundary`."""
     model = make()
     reference = Reference(model.parameters(), OPTIMIZERS[kind], prompt, compensation)
     reference.scale = scale
-    scheduler = MultiplicativeLR(reference.optimizer, lambda _: DECAY)
     seen: dict[str, Any] = {"losses": [], "scales": [], "skips": [], "errors": []}
     for step in range(steps):
-        for number in range(step * micro, (step + 1) * micro):
-            with torch.autocast("cpu", torch.float16, enabled=autocast):
-                loss = loss_of(model, number, step in overflows)
-            (loss * reference.scale / micro).backward()
-            seen["losses"].append(str(float(loss.detach())))  # nan is equal to nan here
+        with torch.autocast("cpu", torch.float16, enabled=autocast):
+            loss = loss_of(model, step, step in overflows)
+        (loss * reference.scale).backward()
+        seen["losses"].append(str(float(loss.detach())))  # nan is equal to nan here
         stepped = reference.boundary(**clip)
         seen["scales"].append(reference.scale)
         seen["skips"].append(not stepped)
         error = reference.error
         seen["errors"].append(None if error is None else error[0] / error[1])
-        if schedule and stepped:
-            scheduler.step()
-        if step in fences:
-            reference.publish()
     reference.publish()
     seen["params"] = [p.detach() for p in model.parameters()]
     seen["masters"] = [m.detach() for m in reference.masters]
@@ -242,13 +226,12 @@ def run_ours(
     overflows: Collection[int] = (0, 5),
     scale: float = INIT_SCALE,
     clip: dict[str, Any] | None = None,
-    schedule: str = "",
     fences: dict[int, Callable[[Any, Any], object]] | None = None,
     compensation: str = "none",
     telemetry: Path | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """The same with an ``AsyncOptimizer``; ``schedule``: of the "inner" optimizer, or of "ours"."""
+    """The same with an ``AsyncOptimizer``; ``fences``: what is called after these steps."""
     model = make()
     scaler = GradScaler("cpu", init_scale=scale, growth_interval=GROWTH_INTERVAL)
     recorded = nullcontext() if telemetry is None else recording(scaler, telemetry)
@@ -266,7 +249,6 @@ def run_ours(
             **settings,
         ) as optimizer,
     ):
-        scheduler = MultiplicativeLR(inner if schedule == "inner" else optimizer, lambda _: DECAY)
         for step in range(steps):
             loss = loss_of(model, step, step in overflows)
             scaler.scale(loss).backward()
@@ -277,12 +259,23 @@ def run_ours(
             optimizer.zero_grad()
             seen["scales"].append(scaler.get_scale())
             seen["skips"].append(optimizer.step_was_skipped)
-            if schedule and not optimizer.step_was_skipped:
-                scheduler.step()
             if fences and step in fences:
                 fences[step](model, optimizer)
         seen.update(saved_of(model, optimizer.state_dict()))
     return seen
+
+
+@contextmanager
+def no_bfloat16_in_torchs_kernel() -> Iterator[None]:
+    """As on CUDA, where its check of gradients takes none."""
+    kernel = torch._amp_foreach_non_finite_check_and_unscale_
+
+    def checked(grads: list[Tensor], *rest: Any) -> None:
+        assert all(grad.dtype is not torch.bfloat16 for grad in grads)
+        kernel(grads, *rest)
+
+    with mock.patch.object(torch, "_amp_foreach_non_finite_check_and_unscale_", checked):
+        yield
 
 
 @contextmanager

@@ -9,8 +9,6 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import Tensor, nn
 
-from accel_scaler.integrations import cpu_float16
-
 LR = 0.125
 
 
@@ -46,11 +44,6 @@ def stock_fp16_on_cpu(accelerator: Any) -> Any:
     return accelerator
 
 
-def use_torchs_products() -> None:
-    """In a script that is compared with torch: what conftest.py does for every test."""
-    cpu_float16.has_float16_kernels = lambda: True
-
-
 def stock(**kwargs: Any) -> Any:
     """A stock accelerator that scales fp16 on a CPU as it would on a GPU."""
     return stock_fp16_on_cpu(Accelerator(cpu=True, mixed_precision="fp16", **kwargs))
@@ -66,6 +59,13 @@ def mlp(width: int = 16) -> nn.Sequential:
 def weights(module: nn.Module) -> Tensor:
     """All parameters as one vector, detached and copied."""
     return torch.cat([p.detach().flatten() for p in module.parameters()]).clone()
+
+
+class Loud(nn.Linear):
+    """Its output is beyond float16 under autocast, and small again in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * 3e4 * 1e2) / 3e6
 
 
 class Linear(nn.Module):

@@ -11,18 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
-from accelerate.utils import (
-    DataLoaderConfiguration,
-    DistributedDataParallelKwargs,
-    GradScalerKwargs,
-)
 from async_support import lazy
 from children import everywhere
 from references import show
 from torch import Tensor, nn
 
-from accel_scaler import AsyncOptimizer, GradScaler, ScalerConfig, attach, detach
+from accel_scaler import AsyncOptimizer, GradScaler
 
 WINDOWS = 7
 ACCUMULATION = 2
@@ -193,7 +187,7 @@ class Loop:
     def loss(self, window: int, index: int) -> Tensor:
         x, y = batch(window, index)
         with torch.autocast("cpu", torch.float16) if self.half else nullcontext():
-            out = self.model(x)
+            out = self.model(x.to(self.params[0].dtype))
         loss = nn.functional.mse_loss(out.float(), y) / ACCUMULATION
         self.losses.append(float(loss.detach()))
         if not self.is_sharded and (window, index, dist.get_rank()) == (OVERFLOW, 1, 1):
@@ -340,58 +334,6 @@ def ours(
             optimizer.zero_grad()
             loop.note(optimizer.step_was_skipped, scaler, schedule)
         return loop.result(optimizer, scaler)  # before close(): state_dict is a fence
-
-
-def attached(
-    kind: str,
-    mode: Any,
-    offload: Any = "none",
-    warmup: int = 0,
-    late: bool = False,
-    delay_compensation: Any = "none",
-) -> Result:
-    """The same through Accelerate, under DDP.
-
-    ``late``: attached after ``prepare``, when a schedule has wrapped the optimizer's ``step``.
-    """
-    plain = Accelerator(
-        cpu=True,
-        mixed_precision="fp16",
-        gradient_accumulation_steps=ACCUMULATION,
-        # Else the schedule is stepped once for each rank.
-        dataloader_config=DataLoaderConfiguration(split_batches=True),
-        kwargs_handlers=[
-            GradScalerKwargs(**SCALER),
-            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
-        ],
-    )
-    config = ScalerConfig(
-        step_mode=mode,
-        offload=offload,
-        delay_warmup_steps=warmup,
-        delay_compensation=delay_compensation,
-        optimizer_threads=1,
-    )
-    accelerator: Any = plain if late else attach(plain, config)
-    loop = Loop(accelerator.prepare)
-    inner = optimizer_of(kind, loop.params)
-    optimizer, schedule = accelerator.prepare(inner, schedule_of(inner))
-    if late:
-        attach(accelerator, config)
-    for window in range(WINDOWS):
-        for index in range(ACCUMULATION):
-            with accelerator.accumulate(loop.model):
-                accelerator.backward(loop.loss(window, index) * ACCUMULATION)
-                if accelerator.sync_gradients:
-                    loop.norms.append(float(accelerator.clip_grad_norm_(loop.params, CLIP)))
-                optimizer.step()
-                schedule.step()
-                optimizer.zero_grad()
-        loop.note(optimizer.step_was_skipped, accelerator.scaler, schedule)
-    optimizer.synchronize()
-    result = loop.result(optimizer, accelerator.scaler)
-    detach(accelerator)
-    return result
 
 
 def differing(mine: Result, theirs: Result) -> list[str]:

@@ -1,81 +1,60 @@
-"""bfloat16 parameters under fp16 autocast, attached, beside a plain loop with float32 masters."""
+"""bfloat16 parameters, where the check of torch takes none, as on CUDA: in place as in torch.
+
+With float32 masters: the random histories.
+"""
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
-from attached import cpu
 from references import (
     GROWTH_INTERVAL,
     INIT_SCALE,
-    NEVER_STALE,
     OPTIMIZERS,
-    assert_same_run,
     loss_of,
     network,
-    run_reference,
-    saved_of,
+    no_bfloat16_in_torchs_kernel,
+    run_ours,
 )
-from support import reset
-from torch import Tensor, nn
+from support import same
+from torch import nn
 
-from accel_scaler import attach, detach
+from accel_scaler import GradScaler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-BRAIN = torch.bfloat16
-MICRO = 3
-
 
 def brain() -> nn.Module:
-    return network(BRAIN)
+    return network(torch.bfloat16)
 
 
-@pytest.fixture
-def kernel_without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CUDA torch's check takes none."""
-    kernel = torch._amp_foreach_non_finite_check_and_unscale_
-
-    def checked(grads: list[Tensor], *rest: Any) -> None:
-        assert all(grad.dtype is not BRAIN for grad in grads)
-        kernel(grads, *rest)
-
-    monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", checked)
-
-
-@pytest.mark.usefixtures("kernel_without_bfloat16")
-@pytest.mark.parametrize("kind", ["sgd", "adamw"])
-@pytest.mark.parametrize(
-    ("mode", "offload"), itertools.product(("sync", "overlap", "delayed"), ("none", "cpu"))
-)
-def test_attached_they_train_as_a_loop_with_masters(mode: str, offload: str, kind: str) -> None:
-    reset()
-    accelerator = attach(
-        cpu(),
-        step_mode=mode,
-        offload=offload,
-        init_scale=INIT_SCALE,
-        growth_interval=GROWTH_INTERVAL,
-        delay_compensation="none",
-    )
-    net = brain()
-    model, optimizer = accelerator.prepare(net, OPTIMIZERS[kind](net.parameters()))
-    seen: dict[str, Any] = {"losses": [], "scales": []}
+def plain_loop(kind: str, clip: bool, kind_of_scaler: Any = torch.amp.GradScaler) -> dict[str, Any]:
+    model = brain()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    scaler = kind_of_scaler("cpu", init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL)
     for step in range(12):
-        for micro in range(MICRO):
-            accelerator.gradient_state._set_sync_gradients(micro == MICRO - 1)
-            loss = loss_of(model, step * MICRO + micro, step in (0, 5))
-            accelerator.backward(loss / MICRO)
-            seen["losses"].append(str(float(loss.detach())))
-            accelerator.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
+        scaler.scale(loss_of(model, step, step in (0, 5))).backward()
+        if clip:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
-        seen["scales"].append(accelerator.scaler.get_scale())
-    seen |= saved_of(net, optimizer.state_dict())
-    detach(accelerator)
-    prompt = 0 if mode == "delayed" else NEVER_STALE
-    more = {"max_norm": 0.5, "micro": MICRO, "autocast": True}
-    assert_same_run(seen, run_reference(kind, prompt, make=brain, **more))
+    return {
+        "params": [p.detach() for p in model.parameters()],
+        "state": list(optimizer.state_dict()["state"].values()),
+    }
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_in_place_they_train_as_in_torch(kind: str, clip: bool) -> None:
+    expected = plain_loop(kind, clip)
+    with no_bfloat16_in_torchs_kernel():
+        assert same(plain_loop(kind, clip, GradScaler), expected)
+        for mode in ("sync", "overlap"):
+            max_norm = {"max_norm": 0.5} if clip else None
+            ours = run_ours(kind, mode, make=brain, master_weights="none", clip=max_norm)
+            assert same({key: ours[key] for key in expected}, expected)

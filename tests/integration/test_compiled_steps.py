@@ -21,8 +21,9 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(60)]
 
 STEPS = 6
 OVERFLOWS = 3
-MODES = ["sync", "overlap", "delayed"]
-OFFLOAD = ["none", "cpu"]
+each_mode = pytest.mark.parametrize(
+    ("mode", "offload"), [("sync", "none"), ("overlap", "cpu"), ("delayed", "none")]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -95,8 +96,7 @@ def with_async_optimizer(end: Any, compiled: bool, mode: str, offload: str) -> l
     return [*found, *model.parameters(), torch.tensor(scaler.get_scale())]
 
 
-@pytest.mark.parametrize("offload", OFFLOAD)
-@pytest.mark.parametrize("mode", MODES)
+@each_mode
 @pytest.mark.parametrize("end", ENDS)
 def test_of_an_async_optimizer(end: Any, mode: str, offload: str) -> None:
     assert_same(
@@ -131,7 +131,6 @@ def with_accelerator(compiled: bool, mode: str, offload: str) -> list[Tensor]:
     return [*found, rates, *state.values(), torch.tensor(accelerator.scaler.get_scale())]
 
 
-@pytest.mark.parametrize("offload", OFFLOAD)
-@pytest.mark.parametrize("mode", MODES)
+@each_mode
 def test_of_an_accelerator(mode: str, offload: str) -> None:
     assert_same(with_accelerator(True, mode, offload), with_accelerator(False, mode, offload))

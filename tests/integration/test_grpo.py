@@ -7,7 +7,7 @@ The worker updates nothing that nobody waits for (``lazy``).
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,19 @@ import torch
 pytest.importorskip("trl", minversion="1.0", reason="an older GRPOTrainer has other arguments")
 
 from async_support import assert_same, lazy, values
-from grpo_support import Sampler, llama, make
-from reference_trainer import ReferenceOptimizer, ReferenceScaler, Verdicts, momentum
-from references import GROWTH_INTERVAL, INIT_SCALE
+from datasets import Dataset
+from references import GROWTH_INTERVAL, INIT_SCALE, NEVER_STALE, Reference
 from support import stock_fp16_on_cpu
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import TrainerCallback
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+    set_seed,
+)
+from trl import GRPOConfig, GRPOTrainer
 
 from accel_scaler import ScalerConfig, attach, detach
 
@@ -41,6 +48,115 @@ MODES: dict[str, dict[str, Any]] = {
         "offload": "cpu",
     },
 }
+
+
+LETTERS = "abcd"
+
+
+def llama(dtype: torch.dtype = torch.float16, overflows: Iterable[int] = ()) -> Any:
+    """One layer, the same on each call; its n-th backward overflows for n in overflows."""
+    config = LlamaConfig(
+        vocab_size=len(LETTERS) + 3,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=16,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=1,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(11)
+        model: Any = LlamaForCausalLM(config).to(dtype)
+    count, bad = -1, set(overflows)
+
+    def overflow(grad: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        return torch.full_like(grad, float("inf")) if count in bad else grad
+
+    model.model.norm.weight.register_hook(overflow)
+    return model
+
+
+def tokenizer() -> Any:
+    """Its tokens are letters."""
+    words = {token: at for at, token in enumerate(("<pad>", "<end>", ":", *LETTERS))}
+    letters = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    letters.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=letters, pad_token="<pad>", eos_token="<end>", padding_side="left"
+    )
+
+
+class Sampler:
+    """Notes, for each generation, what was drawn, and the parameters that it was drawn with."""
+
+    __name__ = "share"
+
+    def __init__(self) -> None:
+        self.drawn: list[list[list[int]]] = []
+        self.weights: list[list[Tensor]] = []
+        self.around: Callable[[Callable[[], Any]], Any] = lambda generate: generate()
+
+    def __call__(self, prompts: Any, completion_ids: Any, **_: Any) -> list[float]:
+        """The reward: the share of the letter that was asked for."""
+        self.drawn.append(completion_ids)
+        asked = [3 + LETTERS.index(prompt[0]) for prompt in prompts]
+        return [ids.count(one) / 4 for ids, one in zip(completion_ids, asked, strict=True)]
+
+    def watch(self, model: Any) -> None:
+        generate = model.generate
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            result = self.around(lambda: self._generate(generate, model, args, kwargs))
+            return result
+
+        model.generate = watched
+
+    def _generate(self, generate: Any, model: Any, args: Any, kwargs: Any) -> Any:
+        result = generate(*args, **kwargs)
+        self.weights.append(values(model))  # as the last token was drawn with
+        return result
+
+
+def make(
+    path: Path, model: Any, optimizer: Any = None, **kwargs: Any
+) -> tuple[GRPOTrainer, Sampler]:
+    """A trainer, stock so far, of two prompts with four completions a step."""
+    settings: dict[str, Any] = {
+        "output_dir": str(path),
+        "fp16": True,
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "max_steps": 8,
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 4,
+        "learning_rate": 0.1,
+        "lr_scheduler_type": "linear",
+        "gradient_checkpointing": False,
+        "max_grad_norm": 0.5,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "seed": 5,
+    }
+    set_seed(5)
+    sampler = Sampler()
+    trainer = GRPOTrainer(
+        model,
+        reward_funcs=sampler,
+        args=GRPOConfig(**(settings | kwargs)),
+        train_dataset=Dataset.from_dict({"prompt": [f"{letter}:" for letter in LETTERS * 4]}),
+        processing_class=tokenizer(),
+        optimizers=(optimizer, None),
+    )
+    sampler.watch(trainer.model)
+    return trainer, sampler
 
 
 @contextmanager
@@ -74,6 +190,45 @@ def outcome(trainer: Any, sampler: Sampler) -> dict[str, Any]:
 
 
 # --- beside a plain loop ------------------------------------------------------------------------
+
+
+def momentum(params: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """SGD shows a wrong scale, its momentum a lost step."""
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+class ReferenceOptimizer(torch.optim.SGD):
+    """What a Trainer steps in place of ours: :class:`references.Reference`, at the same rate."""
+
+    def __init__(
+        self, params: Iterable[Tensor], prompt: int = NEVER_STALE, compensation: str = "none"
+    ) -> None:
+        params = list(params)
+        super().__init__(params, lr=0.1)
+        self.reference = Reference(params, momentum, prompt, compensation)
+        self.skipped = False
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.reference.optimizer.param_groups[0]["lr"] = self.param_groups[0]["lr"]
+        self.skipped = not self.reference.boundary(max_norm=0.5)
+
+
+class ReferenceScaler(torch.amp.GradScaler):
+    """Scales by the reference's scale, and leaves the rest to it."""
+
+    def __init__(self, reference: Reference) -> None:
+        super().__init__("cpu", enabled=False)
+        self.reference = reference
+
+    def scale(self, outputs: Any) -> Any:
+        return outputs * self.reference.scale
+
+
+class Verdicts(TrainerCallback):
+    """Tells the Trainer, as Accelerate would, whether the reference has skipped."""
+
+    def on_optimizer_step(self, *args: Any, optimizer: Any, **kwargs: Any) -> None:
+        optimizer._is_overflow = optimizer.optimizer.skipped
 
 
 def run_plain(path: Path, mode: str, steps: int, overflows: Iterable[int]) -> dict[str, Any]:

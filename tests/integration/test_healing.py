@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerate.utils import TorchDynamoPlugin
 from async_support import assert_same
+from support import Loud
 from telemetry_runs import attached, sgd
 from torch import Tensor, nn
 
@@ -27,13 +28,6 @@ MODES = pytest.mark.parametrize(
     ],
     ids=lambda mode: "-".join(map(str, mode.values())) or "sync",
 )
-
-
-class Loud(nn.Linear):
-    """Its output is beyond float16 under autocast, and small again in float32."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * 3e4 * 1e2) / 3e6
 
 
 class Steep(nn.Linear):

@@ -160,38 +160,6 @@ def test_a_read_sees_the_newest(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_next_forward_sees_a_write(begin: Callable[..., Run], mode: str) -> None:
-    """Doubled between two steps, with and without autograd knowing."""
-    run = begin(mode, torch.float32)
-    for step in range(STEPS):
-        run.step(step)
-        before = run.newest()
-        if step == 2:
-            for p in run.model.parameters():
-                p.data.mul_(2.0)
-        if step == 4:
-            with torch.no_grad():
-                for p in run.model.parameters():
-                    p.mul_(2.0)
-        if step in (2, 4):
-            assert_same([p.detach() for p in run.model.parameters()], [b * 2.0 for b in before])
-            forward = float(run.forward(99).detach())
-            assert forward == pytest.approx(float(loss_with(run, [b * 2.0 for b in before])), 1e-3)
-
-
-def loss_with(run: Run, values: list[Tensor]) -> Tensor:
-    """The same forward of a model that has these."""
-    other = mlp()
-    with torch.no_grad():
-        for p, value in zip(other.parameters(), values, strict=True):
-            p.copy_(value)
-    generator = torch.Generator().manual_seed(99)
-    x = torch.randn(4, 8, generator=generator)
-    with torch.autocast("cpu", torch.float16):
-        return other(x).float().square().mean() + other(x).float().mean()
-
-
-@pytest.mark.parametrize("mode", MODES)
 def test_what_a_backward_needs_is_not_overwritten(begin: Callable[..., Run], mode: str) -> None:
     """A penalty on a weight before the forward: that one sees the newest as well."""
     run = begin(mode, torch.float32)

@@ -1,4 +1,4 @@
-"""What telemetry records and logs: skips, names, origins of overflows, norms."""
+"""What telemetry records and logs: skips, names, origins of overflows, norms, the loss."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from async_support import assert_same
 from support import mlp, weights
 from telemetry_runs import (
     INF,
+    MODES,
     Beside,
     attached,
     kinds_of,
@@ -24,9 +25,13 @@ from telemetry_runs import (
     windows_of,
 )
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset
 
-from accel_scaler import OverflowStreakError
-from accel_scaler.telemetry import writer
+from accel_scaler import GradScaler, OverflowStreakError, ScalerConfig
+from accel_scaler.optimizer_step import Boundary
+from accel_scaler.scaling import Losses
+from accel_scaler.telemetry import make_recorder, writer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -248,3 +253,134 @@ def test_norms_without_scaling_are_those_of_the_gradients(
         assert line["clip_coefficient"] == pytest.approx(coefficient, rel=1e-6)
     assert (found[3]["found_inf"], found[3]["skipped"]) == (True, False)
     assert found[3]["grad_norm"] in ("inf", "nan")
+
+
+# The loss: what a loop computes beside it, micro-batches, skips.
+
+ALL_MODES = pytest.mark.parametrize("mode", MODES.values(), ids=MODES.keys())
+
+
+def recorded(path: Path) -> list[Any]:
+    return [line.get("loss") for line in windows_of(path)]
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "no"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_it_is_the_mean_of_what_the_loop_computes(
+    tmp_path: Path, accumulation: int, precision: str
+) -> None:
+    path, means, present = tmp_path / "run.jsonl", [], []
+    with attached(path, precision, accumulation) as accelerator:
+        data = DataLoader(TensorDataset(torch.randn(20, 8), torch.randn(20, 1)), batch_size=4)
+        plain = mlp()
+        model, optimizer, data = accelerator.prepare(plain, sgd(plain.parameters()), data)
+        for _ in range(2):
+            for x, y in data:
+                with accelerator.accumulate(model):
+                    loss = (model(x).float() - y).square().mean()
+                    accelerator.backward(loss)
+                    present.append(loss.item())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if accelerator.sync_gradients:
+                    means.append(sum(present) / accumulation)  # the end of the data, too
+                    present.clear()
+    assert len(means) == (10 if accumulation == 1 else 4)
+    assert recorded(path) == pytest.approx(means, rel=1e-6)
+    if accumulation == 1:
+        assert recorded(path) == means
+
+
+@ALL_MODES
+def test_one_that_comes_late_is_in_memory_with_the_next_window(
+    tmp_path: Path, mode: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a device, where nobody waits for it before the update."""
+    monkeypatch.setattr(Losses, "is_there", False)
+    path, losses, kept = tmp_path / "run.jsonl", [], []
+    with attached(path, **mode) as accelerator:
+        plain = mlp()
+        model, optimizer = accelerator.prepare(plain, sgd(plain.parameters()))
+        for number in range(6):
+            loss = loss_of(model, number)
+            accelerator.backward(loss)
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+            kept.append([record.loss for record in accelerator.scaler_history.records])
+    assert kept == [[*losses[:number], None] for number in range(6)]
+    assert recorded(path) == losses
+
+
+def test_two_losses_of_one_window_are_their_sum_and_by_hand_too(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with attached(path) as accelerator:
+        first, second = mlp(), mlp()
+        model, optimizer = accelerator.prepare(first, sgd(first.parameters()))
+        other, another = accelerator.prepare(second, sgd(second.parameters()))
+        one, two = loss_of(model, 0), loss_of(other, 1)
+        accelerator.backward(one)
+        accelerator.backward(two)
+        optimizer.step()
+        another.step()
+        optimizer.zero_grad()
+        another.zero_grad()
+        by_hand = [loss_of(model, 2), loss_of(model, 3)]
+        torch.autograd.backward(accelerator.scaler.scale(by_hand))
+        optimizer.step()
+        optimizer.zero_grad()
+        twice = loss_of(model, 4)
+        accelerator.backward(twice, retain_graph=True)
+        accelerator.backward(twice)
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = [one + two, by_hand[0] + by_hand[1], 2 * twice]
+    assert recorded(path) == pytest.approx([float(each.detach()) for each in expected], rel=1e-6)
+
+
+# Telemetry reads no value from the device that was not read before.
+
+
+class Reads(TorchDispatchMode):
+    """Counts what would wait for a device: numbers read out of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "_local_scalar_dense" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def reads(clip: bool, telemetry: str | None) -> list[int]:
+    torch.manual_seed(0)
+    model = mlp(64)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    recorder = make_recorder(scaler, ScalerConfig(telemetry=telemetry), {"rank": 0, "ranks": 1})
+    scaler.parameter_names.add_module(model)
+    boundary = Boundary(scaler, torch.device("cpu"), recorder)
+    boundary.add(optimizer)
+    counts = []
+    for _ in range(6):
+        scaler.scale(model(torch.randn(16, 8)).pow(2).mean()).backward()
+        with Reads() as seen:
+            if clip:
+                boundary.clipping.clip_norm(list(model.parameters()), 0.5)
+            boundary.step(optimizer)
+        counts.append(seen.count)
+        optimizer.zero_grad()
+    recorder.close()
+    return counts
+
+
+@pytest.mark.parametrize("clip", [True, False], ids=["clipped", "not clipped"])
+def test_a_boundary_reads_as_many_numbers_with_telemetry_as_without(
+    clip: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.jsonl"
+    without, with_file = reads(clip, None), reads(clip, str(path))
+    assert with_file == without
+    assert without[-1] == 1  # the verdict
+    assert ('"norms":' in path.read_text()) == clip

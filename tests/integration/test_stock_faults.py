@@ -7,11 +7,10 @@ are torch's and stand in test_grad_scaler.py.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from accelerate import Accelerator
@@ -212,51 +211,25 @@ def test_f11_a_run_of_skips_ends_with_the_name_of_the_tensor() -> None:
         overflow(accelerator, 1)
 
 
-THREADS = """
-import os
-import psutil, torch
-from accelerate import Accelerator
-from accel_scaler import ScalerConfig, attach, detach
-
-assert os.environ["OMP_NUM_THREADS"] == "1" and torch.get_num_threads() == 1
-psutil.cpu_count = lambda logical=True: 8 if logical else 4  # a machine of four cores
-os.sched_getaffinity = lambda pid: set(range(8))
-
-step = torch.optim.SGD.step
-
-def counting(self, closure=None):
-    seen.append(torch.get_num_threads())
-    step(self, closure)
-
-torch.optim.SGD.step = counting
-
-for threads in ("auto", 2):
-    seen = []
-    config = ScalerConfig(step_mode="overlap", optimizer_threads=threads)
-    accelerator = attach(Accelerator(cpu=True, mixed_precision="fp16"), config)
-    model = torch.nn.Linear(4, 1)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    accelerator.backward(model(torch.ones(2, 4)).mean() / 8)
-    optimizer.step()
-    optimizer.synchronize()
-    print(seen[0], torch.get_num_threads())
-    detach(accelerator)
-"""
-
-
-@pytest.mark.process
-def test_f12_one_openmp_thread_does_not_bind_the_optimizer() -> None:
+@pytest.mark.parametrize(("threads", "taken"), [("auto", 3), (2, 2)])
+def test_f12_one_openmp_thread_does_not_bind_the_optimizer(
+    threads: Any, taken: int, one_thread: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """``accelerate launch`` sets OMP_NUM_THREADS=1; the optimizer thread has its own count."""
-    done = subprocess.run(
-        [sys.executable, "-c", THREADS],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["3 1", "2 1"]
+    cores = lambda logical=True: 8 if logical else 4  # noqa: E731 (a machine of four)
+    monkeypatch.setattr(psutil, "cpu_count", cores)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    seen, step = [], SGD.step
+
+    def counting(self: Any, closure: Any = None) -> Any:
+        seen.append(torch.get_num_threads())
+        return step(self, closure)
+
+    monkeypatch.setattr(SGD, "step", counting)
+    accelerator = in_mode("overlap", optimizer_threads=threads)
+    output_dtype(accelerator)
+    detach(accelerator)
+    assert (seen, torch.get_num_threads()) == ([taken], 1)
 
 
 class Deferring(torch.amp.GradScaler):

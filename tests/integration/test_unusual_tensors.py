@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from async_support import sleepy
 from torch import Tensor, nn
 
 from accel_scaler import AsyncOptimizer, GradScaler
@@ -62,34 +61,6 @@ def loss_of(model: nn.Module, number: int) -> Tensor:
 
 
 # Gradients whose memory somebody else has.
-
-
-def one_buffer(model: nn.Module) -> Callable[[], Any]:
-    """Gradients are views of one tensor, zeroed through it."""
-    params = list(model.parameters())
-    flat = torch.zeros(sum(p.numel() for p in params))
-    for p, part in zip(params, flat.split([p.numel() for p in params]), strict=True):
-        p.grad = part.view_as(p)
-    return flat.zero_
-
-
-@pytest.mark.parametrize("width", [8, 300])
-def test_gradients_whose_memory_is_somebody_elses_too(width: int, mode: str) -> None:
-    """The optimizer thread is slow, and they are zeroed beside it."""
-
-    def train(mode: str | None) -> list[Tensor]:
-        model = net(width)
-        fused = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-        run, drop = Run(mode, fused, model), one_buffer(model)
-        for step in range(STEPS):
-            run.step(loss_of(model, step), drop)
-        run.close()
-        return [*model.parameters(), *(fused.state[p]["exp_avg_sq"] for p in model.parameters())]
-
-    reference = train(None)
-    with sleepy(0.005):
-        ours = train(mode)
-    assert all(map(torch.equal, ours, reference))
 
 
 # A default dtype that is not float32.

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from support import mlp, same, weights
+from support import mlp, weights
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -391,33 +391,6 @@ def test_a_hook_that_would_see_scaled_float16_gradients_is_refused(mode: Any) ->
         assert not torch.equal(weights(model), before)
 
 
-@pytest.mark.parametrize("value", [1.0, INF, -INF, float("nan")])
-def test_bfloat16_is_unscaled_without_torchs_kernel(
-    value: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On CUDA that kernel has no bfloat16, here it has: the numbers are compared with it."""
-    kernel = torch._amp_foreach_non_finite_check_and_unscale_
-
-    def no_bfloat16(grads: list[Tensor], *rest: Any) -> None:
-        assert all(grad.dtype is not torch.bfloat16 for grad in grads)
-        kernel(grads, *rest)
-
-    def run(scaler: Any) -> tuple[Tensor, Tensor, float]:
-        torch.manual_seed(3)
-        p, q = nn.Parameter(torch.randn(33, dtype=torch.bfloat16)), nn.Parameter(torch.randn(5))
-        inner = SGD([p, q], lr=0.125)
-        scaler.scale((p.float() * torch.randn(33)).sum() + q.sum()).backward()
-        assert p.grad is not None
-        p.grad[3] *= value
-        scaler.step(inner)
-        scaler.update()
-        return p.detach(), q.detach(), scaler.get_scale()
-
-    expected = run(torch.amp.GradScaler("cpu", init_scale=3000.0))
-    monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", no_bfloat16)
-    assert same(run(GradScaler("cpu", init_scale=3000.0)), expected)
-
-
 def several(
     face: str, mode: str, count: int = 2, **settings: Any
 ) -> tuple[Any, list[nn.Parameter], list[SGD], list[Any], Callable[[Any], Any]]:
@@ -510,29 +483,6 @@ def test_a_plain_optimizer_beside_ours(face: str, mode: str, order: str) -> None
     assert (params[0].tolist(), other.tolist()) == ([0.875] * 3, [0.875] * 3)
     assert scaler.get_scale() == SCALE
     close_all(face, scaler, ours, clipper)
-
-
-@pytest.mark.parametrize("how", ["grows", "backs off"])
-def test_left_over_float16_gradients_at_the_ends_of_their_range(how: str) -> None:
-    """They are what they would have been at the new scale: past the largest float16 the boundary
-    skips, below the smallest normal one they are rounded once more."""
-    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=1 if how == "grows" else 99)
-    first, second = (nn.Parameter(torch.ones(2, dtype=torch.float16)) for _ in range(2))
-    slope, bad = (40.0, 1.0) if how == "grows" else (2.0**-34 * 3, INF)  # a scaled 40960, 3 * 2^-24
-    with (
-        AsyncOptimizer(SGD([first], lr=0.25), scaler=scaler, mode="sync") as one,
-        AsyncOptimizer(SGD([second], lr=0.25 if how == "grows" else 2.0**32), scaler=scaler) as two,
-    ):
-        scaler.scale(first.float().sum() * bad + second.float().sum() * slope).backward()
-        one.step()
-        one.zero_grad()
-        scaler.scale(first.float().sum()).backward()
-        assert second.grad is not None
-        assert second.grad.tolist() == [INF if how == "grows" else 2.0**-23] * 2
-        two.step()
-        two.synchronize()
-        assert two.step_was_skipped is (how == "grows")
-        assert second.tolist() == [1.0 if how == "grows" else 1.0 - 2.0**32 * 2.0**-23 / 512] * 2
 
 
 @pytest.mark.parametrize("mode", ["sync", "overlap"])

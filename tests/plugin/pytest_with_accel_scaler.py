@@ -18,9 +18,7 @@ Left alone: torch's ``ShardedGradScaler`` (FSDP1) where no Accelerator holds it;
 DeepSpeed, Megatron-LM, XLA or fp8, which scale by themselves; Pythons started with -I, -E or -S.
 
 The settings of ACCEL_SCALER_* hold: ``ACCEL_SCALER_STEP_MODE=overlap pytest ...``. The summary says
-how often what was replaced; a run in which nothing was ends with a warning. Works with
-pytest-xdist. ``torch.testing._internal`` and ``unittest`` tests run as they are:
-``pytest --with-accel-scaler test_torch.py -k grad_scal``.
+how often what was replaced. Works with pytest-xdist and ``unittest`` tests.
 
 A test that fails: run it without the option first. The differences that are meant are in
 docs/what-to-expect.md (F1 to F13), and ``.grad`` being None after a step in overlap and delayed.

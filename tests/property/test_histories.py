@@ -123,6 +123,10 @@ SHOWN: dict[str, list[Call]] = {
     ],
     "zeroed with set_to_none, then without": [BACKWARD, STEP, ("zero_grad", {"how": "zeros"})],
     "a window without gradients after one that was skipped": [OVERFLOW, STEP, STEP],
+    "one parameter overflows, and all are unscaled": [
+        *(("backward", {"used": ("gain",), "bad": True}), BACKWARD),
+        ("unscale", {"how": "accelerator"}),
+    ],
     "an overflow in torch's own loop": [
         *(BACKWARD, STEP, OVERFLOW, ("torch_loop", {"limit": 0.125})),
         ("read", {"which": 0, "aside": False}),

@@ -8,8 +8,6 @@ waits for it, so a wait that is missing shows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
-from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,38 +17,44 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.local_sgd import LocalSGD
-from accelerate.utils import GradScalerKwargs
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+)
 from async_support import lazy
 from children import everywhere, on_two_ranks
 from support import stock
 from support import weights as weights_of
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from trainer_support import CONFIG, as_stock, logs, make, train
 from two_ranks import (
+    ACCUMULATION,
+    CLIP,
     DELAYED,
     EVERY,
     OFFLOAD,
-    OVERFLOW,
     OVERLAP,
     PREVIEW,
     SCALER,
     SHOWN,
     WINDOWS,
+    Loop,
+    Result,
     Watch,
-    attached,
     batch,
     check,
     compare,
-    copy,
     net,
     optimizer_of,
     reference,
+    schedule_of,
     weights,
 )
 
-from accel_scaler import AsyncOptimizer, GradScaler, ScalerConfig, UnsupportedError, attach, detach
+from accel_scaler import AsyncOptimizer, ScalerConfig, UnsupportedError, attach, detach
 from accel_scaler.optimizer_step.stepper import async_stepper_of
 
 BUCKETS: dict[str, dict[str, Any]] = {
@@ -79,6 +83,58 @@ def test_every_mode_equals_torch_on_the_same_ranks(kind: str, buckets: str, tmp_
     on_two_ranks(lambda: compare(RUNS[kind, buckets], wrap, kind), tmp_path)
 
 
+def attached(
+    kind: str,
+    mode: Any,
+    offload: Any = "none",
+    warmup: int = 0,
+    late: bool = False,
+    delay_compensation: Any = "none",
+) -> Result:
+    """The same through Accelerate, under DDP.
+
+    ``late``: attached after ``prepare``, when a schedule has wrapped the optimizer's ``step``.
+    """
+    plain = Accelerator(
+        cpu=True,
+        mixed_precision="fp16",
+        gradient_accumulation_steps=ACCUMULATION,
+        # Else the schedule is stepped once for each rank.
+        dataloader_config=DataLoaderConfiguration(split_batches=True),
+        kwargs_handlers=[
+            GradScalerKwargs(**SCALER),
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+        ],
+    )
+    config = ScalerConfig(
+        step_mode=mode,
+        offload=offload,
+        delay_warmup_steps=warmup,
+        delay_compensation=delay_compensation,
+        optimizer_threads=1,
+    )
+    accelerator: Any = plain if late else attach(plain, config)
+    loop = Loop(accelerator.prepare)
+    inner = optimizer_of(kind, loop.params)
+    optimizer, schedule = accelerator.prepare(inner, schedule_of(inner))
+    if late:
+        attach(accelerator, config)
+    for window in range(WINDOWS):
+        for index in range(ACCUMULATION):
+            with accelerator.accumulate(loop.model):
+                accelerator.backward(loop.loss(window, index) * ACCUMULATION)
+                if accelerator.sync_gradients:
+                    loop.norms.append(float(accelerator.clip_grad_norm_(loop.params, CLIP)))
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+        loop.note(optimizer.step_was_skipped, accelerator.scaler, schedule)
+    optimizer.synchronize()
+    result = loop.result(optimizer, accelerator.scaler)
+    detach(accelerator)
+    return result
+
+
 @pytest.mark.parametrize("name", [*EVERY, *SHOWN, "sync", "attached late"])
 def test_every_mode_through_accelerate_equals_torch_on_the_same_ranks(
     name: str, tmp_path: Path
@@ -98,65 +154,6 @@ def test_every_mode_through_accelerate_equals_torch_on_the_same_ranks(
         assert "allreduce_" in names
         assert elsewhere == 0
         check(mine, expected, name)
-
-    on_two_ranks(body, tmp_path)
-
-
-@pytest.mark.parametrize("settings", SHOWN.values(), ids=SHOWN)
-@pytest.mark.parametrize("buckets", ["views", "copies"])
-def test_ranks_agree_after_each_step_and_an_overflow_leaves_the_newest(
-    buckets: str, settings: dict[str, Any], tmp_path: Path
-) -> None:
-    """What each is shown is made of sums that both have; of the one's overflow both show nothing.
-
-    Afterwards a checkpoint in the midst of it resumes bit for bit.
-    """
-
-    def train(windows: range, saved: Any = None) -> tuple[list[Tensor], list[Tensor], Any]:
-        """The model after each step, as it is in memory; what an update left; a checkpoint."""
-        model = DistributedDataParallel(net(), **BUCKETS[buckets])
-        inner, scaler = optimizer_of("adamw", model.parameters()), GradScaler("cpu", **SCALER)
-        own: dict[str, Any] = {**settings, "delay_warmup_steps": settings.get("warmup", 0)}
-        own.pop("warmup", None)
-        found, exact = [], []
-        with AsyncOptimizer(inner, model, scaler=scaler, **own) as optimizer:
-            if saved is not None:
-                model.load_state_dict(saved[0])
-                optimizer.load_state_dict(saved[1])
-                scaler.load_state_dict(saved[2])
-            for window in windows:
-                for index, context in enumerate((model.no_sync(), nullcontext())):
-                    with context:
-                        x, y = batch(window, index)
-                        loss = nn.functional.mse_loss(model(x), y)
-                        if (window, index, dist.get_rank()) == (OVERFLOW, 1, 1):
-                            loss = loss * float("inf")
-                        scaler.scale(loss).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                assert optimizer.step_was_skipped is (window == OVERFLOW)
-                stepper: Any = async_stepper_of(inner)
-                assert stepper.wait()
-                found.append(weights(model.parameters()))
-                pairs = stepper.replica.pairs
-                exact.append(weights(pair.stepped for pair in pairs))
-            end = deepcopy((model.state_dict(), optimizer.state_dict(), scaler.state_dict()))
-        return found, exact, end
-
-    def body() -> None:
-        found, exact, end = train(range(WINDOWS))
-        for mine in (*found, *exact):
-            assert torch.equal(*everywhere(mine))
-        late = [not torch.equal(*both) for both in zip(found, exact, strict=True)]
-        prompt = settings.get("warmup", int(settings["delay_compensation"] == "preview"))
-        assert late == [window not in (*range(prompt), OVERFLOW) for window in range(WINDOWS)]
-        assert torch.equal(exact[OVERFLOW], exact[OVERFLOW - 1])
-        for cut in (2, OVERFLOW + 1, OVERFLOW + 2):
-            *_, saved = train(range(cut))
-            resumed, masters, other = train(range(cut, WINDOWS), saved)
-            assert all(map(torch.equal, resumed, found[cut:])), cut
-            assert all(map(torch.equal, masters, exact[cut:])), cut
-            assert all(map(torch.equal, other[0].values(), end[0].values()))
 
     on_two_ranks(body, tmp_path)
 
@@ -181,89 +178,65 @@ def test_a_trainer_equals_the_stock_trainer(tmp_path: Path) -> None:
     on_two_ranks(body, tmp_path)
 
 
-def local_sgd(mode: Any, stale: bool = False, compensation: Any = "none") -> list[Any]:
-    """``by_feature/local_sgd.py``. ``mode`` None: stock, with the one-step delay by hand."""
+def local_sgd(mode: Any) -> list[Any]:
+    """``by_feature/local_sgd.py``; ``mode`` None: stock."""
     every, windows = 3, 7
     handlers = [GradScalerKwargs(**SCALER)]
     if mode is None:
         accelerator = stock(kwargs_handlers=handlers)
     else:
         plain = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=handlers)
-        config = ScalerConfig(step_mode=mode, delay_compensation=compensation, optimizer_threads=1)
+        config = ScalerConfig(step_mode=mode, delay_compensation="none", optimizer_threads=1)
         accelerator = attach(plain, config)
     layers = net()
-    held = params = list(layers.parameters())
-    if mode is None:
-        held = [nn.Parameter(p.detach().clone(), p.requires_grad) for p in params]
-    model, optimizer = accelerator.prepare(layers, optimizer_of("sgd", held))
+    inner = optimizer_of("sgd", layers.parameters())
+    model, optimizer = accelerator.prepare(layers, inner)
     seen: list[Any] = []
     with LocalSGD(accelerator, model=model, local_sgd_steps=every, enabled=True) as local:
         for window in range(windows):
             x, y = batch(window, 0)
             with accelerator.accumulate(model):
                 loss = nn.functional.mse_loss(model(x), y)
-                seen.append(loss.detach())
                 accelerator.backward(loss)
-                if mode is None:
-                    for p, master in zip(params, held, strict=True):
-                        p.grad, master.grad = None, p.grad
-                before = [p.detach().clone() for p in held]
                 optimizer.step()
                 optimizer.zero_grad()
-                is_due = (window + 1) % every == 0
-                if mode is None:
-                    copy(before if stale and not is_due else held, params)
+                if mode == "delayed":
+                    stepper: Any = async_stepper_of(inner)
+                    assert stepper.wait()
+                    stepped = everywhere(weights(p.stepped for p in stepper.replica.pairs))
                 local.step()
-                if mode is None and is_due:
-                    copy(params, held)
-            if is_due:
-                seen.append(weights(params))
+            if (window + 1) % every == 0:
+                seen.append(weights(layers.parameters()))
                 assert torch.equal(*everywhere(seen[-1]))
-        if mode is None:
-            copy(held, params)
+                if mode == "delayed":
+                    torch.testing.assert_close(seen[-1], (stepped[0] + stepped[1]) / 2)
     if mode is not None:
         detach(accelerator)
-    return [*seen, weights(params)]
+    return [*seen, weights(layers.parameters())]
 
 
 def test_local_sgd_averages_the_newest_parameters(tmp_path: Path) -> None:
     """Between two averages ``delayed`` has its delay; an average is of what was stepped."""
 
     def body() -> None:
-        newest, stale = local_sgd(None), local_sgd(None, stale=True)
-        assert not torch.equal(newest[-1], stale[-1])
-        for mode in ("sync", "overlap", "delayed"):
-            with lazy():
-                found = local_sgd(mode)
-            assert all(map(torch.equal, found, stale if mode == "delayed" else newest)), mode
-        with lazy():  # ranks that differ would be told
-            shown = local_sgd("delayed", compensation="preview")
-        assert not torch.equal(shown[-1], stale[-1])
+        newest = local_sgd(None)
+        with lazy():
+            for mode in ("sync", "overlap"):
+                assert all(map(torch.equal, local_sgd(mode), newest)), mode
+            assert not torch.equal(local_sgd("delayed")[0], newest[0])
 
     on_two_ranks(body, tmp_path)
 
 
 @pytest.mark.parametrize("original", [False, True])
-def test_fsdp1_is_refused_and_trains_on_without_us(original: bool, tmp_path: Path) -> None:
-    def sharded() -> Any:
-        cpu, model = torch.device("cpu"), net().requires_grad_()
-        return FullyShardedDataParallel(model, use_orig_params=original, device_id=cpu)
-
-    def trained(model: Any, optimizer: Any) -> list[Tensor]:
-        for window in range(3):
-            model(batch(window, 0)[0]).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return [p.detach().clone() for p in model.parameters()]
-
+def test_fsdp1_is_refused_before_anything_is_changed(original: bool, tmp_path: Path) -> None:
     def refuse(act: Callable[[], Any]) -> None:
         with pytest.raises(UnsupportedError, match=r"FSDP1.*FSDP2"):
             act()
 
     def body() -> None:
-        plain = sharded()
-        expected = trained(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
-        model = sharded()
+        cpu, plain = torch.device("cpu"), net().requires_grad_()
+        model = FullyShardedDataParallel(plain, use_orig_params=original, device_id=cpu)
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
         before = dict(vars(inner))
         for settings in ({"mode": "sync"}, OVERLAP, {"mode": "sync"} | OFFLOAD, DELAYED):
@@ -274,6 +247,5 @@ def test_fsdp1_is_refused_and_trains_on_without_us(original: bool, tmp_path: Pat
         detach(accelerator)
         inner.__dict__.pop("step", None)  # Accelerate leaves it there
         assert vars(inner) == before
-        assert all(map(torch.equal, trained(model, inner), expected))
 
     on_two_ranks(body, tmp_path)

@@ -130,9 +130,10 @@ def test_our_scaler_in_torchs_own_loop_is_torchs(tmp_path: Path) -> None:
     """``unscale_``, clip, ``step``, ``update``: an inf in one shard is found on both ranks."""
 
     def body() -> None:
-        for kind in ("sgd", "adamw"):
+        brain = lambda model: shard(model.bfloat16())  # noqa: E731
+        for kind, wrap in (("sgd", shard), ("adamw", shard), ("sgd", brain)):
             mine, theirs = (
-                reference(LAYOUTS["resharded"], kind, kind_of_scaler=scaler)
+                reference(wrap, kind, kind_of_scaler=scaler)
                 for scaler in (GradScaler, torch.amp.GradScaler)
             )
             assert differing(mine, theirs) == []

@@ -11,19 +11,13 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from children import everywhere, on_two_ranks
+from support import Loud
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from versions import before_torch
 
 from accel_scaler import ScalerConfig, attach, detach
-
-
-class Loud(nn.Linear):
-    """Beyond float16 for large inputs under autocast, and small again in float32."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * 3e4 * 1e2) / 3e6
 
 
 class Net(nn.Module):

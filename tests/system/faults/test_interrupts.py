@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,7 +20,7 @@ from unittest import mock
 import pytest
 import torch
 from children import many, seeded
-from fault_run import MODES, Run
+from fault_run import MODES, Run, momentum
 from support import same
 
 import accel_scaler
@@ -80,7 +81,7 @@ def state_of(run: Run) -> list[Any]:
     return [state["weights"] + state["state"], state["scaler"]]
 
 
-def states(mode: str, optimizer: Any = torch.optim.SGD) -> tuple[list[Any], list[Any], int]:
+def states(mode: str, optimizer: Any = momentum) -> tuple[list[Any], list[Any], int]:
     """Before and after window ``WINDOW``, and how many places its step has."""
     run = Run(mode, optimizer).train(WINDOW)
     before = state_of(run)
@@ -101,7 +102,7 @@ def goes_on(run: Run, folder: Path) -> None:
     mine = run.train(WINDOW + 3).result()
     mode, kind = run.mode, type(run.optimizer.optimizer)
     run.close()
-    fresh = Run(mode, kind)
+    fresh = Run(mode, partial(momentum, kind=kind))
     fresh.accelerator.load_state(str(folder))
     assert same(mine, fresh.train(WINDOW + 3).result())
     fresh.close()
@@ -160,8 +161,8 @@ def test_an_update_that_is_ended_half_way_is_logged(
     error: type[BaseException], logged: Any, tmp_path: Path
 ) -> None:
     """``TimeoutError``: what a handler of SIGALRM raises, usually."""
-    before, after, _ = states("sync", StopsHalfWay)
-    run = Run("sync", StopsHalfWay).train(WINDOW)
+    before, after, _ = states("sync", partial(momentum, kind=StopsHalfWay))
+    run = Run("sync", partial(momentum, kind=StopsHalfWay)).train(WINDOW)
     run.optimizer.optimizer.error = error()
     with pytest.raises(error):
         run.train(WINDOW + 1)
@@ -170,21 +171,6 @@ def test_an_update_that_is_ended_half_way_is_logged(
     assert same(scaler, after[1])
     assert same(moved[0], after[0][0])
     assert same(moved[1:4], before[0][1:4])
-    goes_on(run, tmp_path)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_an_interrupt_once_the_step_is_made_leaves_it_whole(
-    mode: str, logged: Any, tmp_path: Path
-) -> None:
-    """In a post hook: on the training thread, after the update or its hand-over."""
-    _, after, _ = states(mode)
-    run = Run(mode).train(WINDOW)
-    hook = run.optimizer.optimizer.register_step_post_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        run.train(WINDOW + 1)
-    hook.remove()
-    assert same(state_of(run), after)
     goes_on(run, tmp_path)
 
 

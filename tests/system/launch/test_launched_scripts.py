@@ -184,20 +184,44 @@ def test_a_shell_script_that_feeds_python_a_script_on_stdin(folder: Path) -> Non
     assert found["detached"] == "Mine"
 
 
-def test_a_trainer_is_attached_as_a_whole(folder: Path) -> None:
-    script = HELPERS / "launched_trainer.py"
-    code, (found,), err = run(
-        [*OURS, "--config_file", "with.yaml", script, "out"], folder, **VARIABLE
-    )
+TRAINER = """
+import json
+from trainer_support import arguments, examples, gpt2
+from transformers import Trainer
+
+def made():
+    return Trainer(gpt2((1,)), arguments("hf", max_steps=4), train_dataset=examples(16))
+
+def weights(model):
+    return [value.data.double().sum().item() for value in model.parameters()]
+
+if __name__ == "__main__":
+    trainer = made()
+    trainer.train()
+    found = {
+        "class": [cls.__name__ for cls in type(trainer).__mro__],
+        "accelerator": type(trainer.accelerator).__name__,
+        "scale": trainer.accelerator.scaler.get_scale(),
+        "weights": weights(trainer.model),
+    }
+    print("FACTS " + json.dumps(found), flush=True)
+"""
+
+
+def test_a_trainer_is_attached_as_a_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "launched_trainer.py").write_text(TRAINER)
+    command = [*OURS, "--config_file", "with.yaml", "launched_trainer.py"]
+    code, (found,), err = run(command, folder, **VARIABLE)
     assert code == 0, err
     assert re.search(r"^accel-scaler: \d+ windows, 1 skipped$", err, re.MULTILINE)
     # ScaledTrainer ends train() with a fence; its accelerator alone would not.
     assert "ScaledTrainer" in found["class"]
     assert found["accelerator"] == "ScaledAccelerator"
     assert found["scale"] == 512.0  # one overflow
-    import launched_trainer
-
-    trainer = attach(launched_trainer.ordinary(folder), SETTINGS)
+    monkeypatch.chdir(folder)
+    launched_trainer: Any = {"__name__": "launched_trainer"}
+    exec(TRAINER, launched_trainer)
+    trainer = attach(launched_trainer["made"](), SETTINGS)
     trainer.train()
-    assert found["weights"] == launched_trainer.weights(trainer.model)
+    assert found["weights"] == launched_trainer["weights"](trainer.model)
     detach(trainer)

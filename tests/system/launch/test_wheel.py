@@ -1,7 +1,7 @@
 """The wheel and the sdist: what they hold.
 
 `make check-dist`, which CI runs too, installs them where nothing is but what they require, and
-looks at the import and the commands there (``installed.py``).
+looks at the commands there (``installed.py``).
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ import pytest
 import telemetry_files as t
 
 from accel_scaler import cli
-from accel_scaler.report.key_numbers import TILES, key_numbers
 from accel_scaler.report.reader import read_run
 from accel_scaler.report.theme import HUES
 
@@ -156,22 +155,6 @@ def test_the_cursor_shows_the_numbers_of_one_window_in_all_charts(see: Any, tmp_
     seen.page.mouse.move(0, 0)
     assert seen.heads(*CHARTS) == {"last"}
     assert str(lines[-2]["loss"]) in seen.readout("loss")
-
-
-def test_the_first_screen_says_what_the_summary_says(see: Any, tmp_path: Path) -> None:
-    seen = see(rich())
-    run = read_run(tmp_path / "run.jsonl")
-    expected = [[tile.name, tile.value, tile.more] for tile in key_numbers(run)[:TILES]]
-    found = seen("""[...document.querySelectorAll(".tile")].map(tile =>
-        [...tile.querySelectorAll("dt, .value, .sub")].map(part => part.textContent))""")
-    assert found == expected
-    assert [row[1] for row in found] == ["200", "2", "0.5566", "32768", "10", "93.3 %"]
-    bottom = "document.querySelector('{}').getBoundingClientRect().bottom"
-    assert seen(bottom.format("#chart-loss")) < 900
-    seen.page.click("#numbers summary")
-    seen.page.wait_for_selector("#numbers tr")
-    rows = seen("[...document.querySelectorAll('#numbers tr')].map(r => r.cells[0].textContent)")
-    assert rows == ["step", *map(str, range(200))]
 
 
 RUNS = {

@@ -71,7 +71,8 @@ class Losses:
             return float(host)
         if not self._values or not self._are_numbers:
             return None
-        return float(sum(value.item() for value in self._values))
+        numbers: list[Any] = [value.tolist() for value in self._values]
+        return float(sum(numbers))
 
     def send(self) -> None:
         """Copy the sum to the host, so that reading it later waits for nothing that is enqueued

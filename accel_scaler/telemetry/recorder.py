@@ -52,7 +52,6 @@ class Recorder(Observer):
         self._measured: tuple[int, Measured] = (-1, [])
         """A window's index and its measurements, to be read in a later one."""
         self._next_measured = 0
-        self._has_warned = False
         self._reported_healed: tuple[str, ...] = ()
         self._start = time.perf_counter() if journal is None else journal.start_s
         if journal is not None:
@@ -126,13 +125,6 @@ class Recorder(Observer):
         if timing is not None:
             self._open.timings.append(timing)
         self.history.add(record)
-        if record.next_scale < 1 and not self._has_warned:
-            self._has_warned = True
-            names = ", ".join(record.overflowed) or "no single tensor"
-            logger.warning(
-                "the loss scale fell below 1, so gradients overflow whatever it is, last seen in: "
-                f"{names}. max_consecutive_skips ends such a run. (Logged once.)"
-            )
 
     def _close_window(self) -> None:
         """Complete the record of the last window."""

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from .console import plain
-from .errors import AccelScalerError
+from .errors import AccelScalerError, refuse_retired
 from .version import __version__
 
 __all__ = ["main"]
@@ -60,6 +60,10 @@ def _run(argv: list[str]) -> int:
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
     commands.add_parser("launch", help="start an unchanged script as `accelerate launch` does")
     reporting = commands.add_parser("report", help="make a page of a telemetry file")
+    for argument in argv[:1] + argv[1:] * (argv[:1] == ["report"]):
+        option = argument.partition("=")[0]
+        refuse_retired(f"accel-scaler {option}")
+        refuse_retired(f"accel-scaler report {option}")
     if argv[:1] == ["report"]:
         from . import report
 

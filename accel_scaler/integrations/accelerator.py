@@ -111,9 +111,10 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
             attachment.fp32_modules.refuse_uncastable(model)
         prepared = super().prepare_model(model, *args, **kwargs)
         if attachment is not None:
-            if attachment.scales:
+            if attachment.scales and self.native_amp:
                 # Accelerate leaves a model as it is that another accelerator has prepared.
                 add_autocast(self, [prepared])
+            if attachment.scales:
                 add_emulation(self, prepared)
             attachment.fp32_modules.enable(prepared)  # before a compiler traces its first forward
             attachment.watch(prepared, self.unwrap_model(prepared))

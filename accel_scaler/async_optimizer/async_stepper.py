@@ -10,10 +10,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -48,7 +48,7 @@ from .grad_handoff import (
     unguard,
     unscale_in_place,
 )
-from .inflight_step import MIN_WAIT_S, InflightStep, Update, WaitAt
+from .inflight_step import MIN_WAIT_S, InflightStep, Update, WaitAt, gradient_wait
 from .master_params import MasterRule
 from .pending_parameter import (
     GradientHold,
@@ -518,10 +518,11 @@ class AsyncStepper(Stepper):
         self, step: InflightStep, held: Sequence[Tensor | None], first: int
     ) -> None:
         """Make each use of ``held`` wait until its part is done; the first is number ``first``."""
+        ref, order = weakref.ref(self), step.order
         for number, part in enumerate(self.replica.parts if held else (), first):
             mine = [grad for grad in held[part.start : part.end] if grad is not None]
-            wait = partial(self.await_part, step, number)
-            hold_gradients(mine, GradientHold(wait, step.order, number))
+            wait = gradient_wait(ref, step, number)
+            hold_gradients(mine, GradientHold(wait, order, number))
 
     def _launch(self, step: InflightStep, inline: bool) -> None:
         task = step.task

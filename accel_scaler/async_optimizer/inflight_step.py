@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -320,3 +321,23 @@ class InflightStep:
         if update.deferred.divide is None:
             update.deferred.apply(scaled)
         return final
+
+
+def gradient_wait(stepper: weakref.ref[Any], step: InflightStep, part: int) -> Callable[[], object]:
+    """What a gradient that ``step`` reads waits with; it keeps neither the stepper nor the step."""
+    ref, task, events, streams = weakref.ref(step), step.task, step.events, step.streams
+
+    def wait() -> None:
+        owner, step = stepper(), ref()
+        if owner is not None and step is not None:
+            owner.await_part(step, part)
+            return
+        if not task.wait(part):
+            raise StepError(
+                "a gradient was used that was lost with its step, which failed on the "
+                f"optimizer thread ({type(task.error).__name__}: {task.error})."
+            ) from task.error
+        for event in events[part - 1 : part]:
+            streams.follow(event)
+
+    return wait

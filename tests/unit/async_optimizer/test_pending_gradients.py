@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +24,7 @@ from accel_scaler.async_optimizer.pending_parameter import (
     hold_gradients,
 )
 from accel_scaler.async_optimizer.replica import Replica
+from accel_scaler.optimizer_step.stepper import async_stepper_of
 from unit.async_optimizer.test_pending_parameter import AFTER, BEFORE, USES, plain
 from unit.async_optimizer.test_reads_unseen import READS
 
@@ -220,6 +223,25 @@ def test_gradients_of_a_failed_step_are_gone(mode: str, monkeypatch: pytest.Monk
         optimizer.synchronize()
         assert lent_by(model) == [True] * 4
         optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("mode", ["overlap", "delayed"])
+def test_a_gradient_that_is_kept_keeps_no_optimizer(mode: str) -> None:
+    model, optimizer, scaler = stepped(mode, True)
+    backward(model, scaler)
+    grad = model[0].bias.grad
+    optimizer.step()
+    stepper: Any = async_stepper_of(optimizer)
+    stepper.worker.stop()
+    gone = weakref.ref(stepper)
+    del optimizer, stepper
+    gc.collect()
+    assert gone() is None
+    assert type(grad) is PendingGradient
+    reference = net()
+    loss_of(reference).backward()
+    assert torch.equal(grad, reference[0].bias.grad)  # type: ignore[arg-type]
+    assert type(grad) is Tensor
 
 
 def test_a_hook_tells_of_a_backward_only_where_no_scaler_does_and_goes_with_the_optimizer() -> None:

@@ -433,6 +433,7 @@ class AsyncStepper(Stepper):
             if step.task.abandon(error):
                 if delayed is not None:
                     delayed.newer = before
+                self._note_versions()
                 self._lose(step)
                 logger.error(
                     "%s: its update was not handed over (%s): no parameter has moved, its "

@@ -441,8 +441,8 @@ class PreviewError:
         nothing has moved."""
         exact, norms = self._rounded(), []
         for other in (self._previews, self._before):
-            each = torch._foreach_norm(torch._foreach_sub(exact, other))
-            norms.append(math.hypot(*torch.stack(list(each)).tolist()))
+            off = [torch.linalg.vector_norm(a - b) for a, b in zip(exact, other, strict=True)]
+            norms.append(math.hypot(*torch.stack(off).tolist()))
         return norms[0] / norms[1] if norms[1] else None
 
     def _rounded(self) -> list[Tensor]:

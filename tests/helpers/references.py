@@ -192,9 +192,11 @@ def run_reference(
     scale: float = INIT_SCALE,
     autocast: bool = False,
     compensation: str = "none",
+    fences: Collection[int] = (),
     **clip: Any,
 ) -> dict[str, Any]:
-    """A training with a :class:`Reference`; ``clip``: see :meth:`Reference.boundary`."""
+    """A training with a :class:`Reference`, published after each of ``fences``; ``clip``: see
+    :meth:`Reference.boundary`."""
     model = make()
     reference = Reference(model.parameters(), OPTIMIZERS[kind], prompt, compensation)
     reference.scale = scale
@@ -209,6 +211,8 @@ def run_reference(
         seen["skips"].append(not stepped)
         error = reference.error
         seen["errors"].append(None if error is None else error[0] / error[1])
+        if step in fences:
+            reference.publish()
     reference.publish()
     seen["params"] = [p.detach() for p in model.parameters()]
     seen["masters"] = [m.detach() for m in reference.masters]

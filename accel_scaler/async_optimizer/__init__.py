@@ -6,33 +6,20 @@ used. A read from outside the training step meets a hook that waits. The worker 
 and never communicates; the folder knows no Accelerate, no Trainer and no telemetry.
 """
 
-from .delayed import holds_masters
-from .hooks import SyncHooks
-from .master_params import MasterRule
-from .optimizer import AsyncOptimizer, step_beside
-from .preview import refuse_compensation
+from .delayed import holds_masters as holds_masters
+from .hooks import SyncHooks as SyncHooks
+from .master_params import MasterRule as MasterRule
+from .optimizer import AsyncOptimizer as AsyncOptimizer, step_beside as step_beside
+from .preview import refuse_compensation as refuse_compensation
 from .shared_parameters import (
-    refuse_replaced_owner,
-    refuse_sharing,
-    replaced,
-    take_over,
+    refuse_replaced_owner as refuse_replaced_owner,
+    refuse_sharing as refuse_sharing,
+    replaced as replaced,
+    take_over as take_over,
 )
-from .supported_optimizers import is_splittable, refuse_spread, refuse_unsteppable
-from .worker import Worker
-
-__all__ = [
-    "AsyncOptimizer",
-    "MasterRule",
-    "SyncHooks",
-    "Worker",
-    "holds_masters",
-    "is_splittable",
-    "refuse_compensation",
-    "refuse_replaced_owner",
-    "refuse_sharing",
-    "refuse_spread",
-    "refuse_unsteppable",
-    "replaced",
-    "step_beside",
-    "take_over",
-]
+from .supported_optimizers import (
+    is_splittable as is_splittable,
+    refuse_spread as refuse_spread,
+    refuse_unsteppable as refuse_unsteppable,
+)
+from .worker import Worker as Worker

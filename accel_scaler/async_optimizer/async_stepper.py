@@ -745,16 +745,6 @@ class AsyncStepper(Stepper):
                 self._follow_edits()
                 self._publish(delayed)
 
-    def synchronize_memory(self, tensors: Iterable[Tensor]) -> None:
-        """:meth:`synchronize`, where any of ``tensors`` shares a parameter's memory."""
-        if self.is_published:
-            return
-        held = [local(t) for t in tensors]
-        asked = {t.untyped_storage().data_ptr() for t in held if t.layout is torch.strided}
-        mine = (pair.target.untyped_storage().data_ptr() for pair in self.replica.pairs)
-        if not asked.isdisjoint(mine):
-            self.synchronize()
-
     def _publish_for_reader(self) -> bool:
         """A parameter is used between a step and the next training forward: publish the newest.
 

@@ -5,14 +5,6 @@ call the boundary and the asynchronous step; ``detach`` changes it back. No func
 library is replaced. The folder computes no gradient itself, and knows no launcher.
 """
 
-from .accelerator import ScaledAccelerator
-from .attaching import attach, attach_default, detach
-from .stock_scaler import scaled_elsewhere
-
-__all__ = [
-    "ScaledAccelerator",
-    "attach",
-    "attach_default",
-    "detach",
-    "scaled_elsewhere",
-]
+from .accelerator import ScaledAccelerator as ScaledAccelerator
+from .attaching import attach as attach, attach_default as attach_default, detach as detach
+from .stock_scaler import scaled_elsewhere as scaled_elsewhere

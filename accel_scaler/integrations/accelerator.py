@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, recursively_apply
+from accelerate.utils import DistributedType
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ..config import ScalerConfig
 from ..errors import UnsupportedError
-from ..optimizer_step import stepper_of
 from ..telemetry import History
 from ..untraced import untraced
 from .attachment import Attachment, begin, requested
@@ -210,26 +209,6 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
             parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
             parameters = [p for p in parameters if p.grad is not None]
             attachment.boundary.clipping.clip_value(parameters, clip_value)
-
-    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """As Accelerate's; waits for the updates of parameters (``LocalSGD`` averages them)."""
-        self._finish_steps_of(tensor)
-        return super().reduce(tensor, *args, **kwargs)
-
-    def gather(self, tensor: Any) -> Any:
-        """As Accelerate's; waits for the updates of parameters."""
-        self._finish_steps_of(tensor)
-        return super().gather(tensor)
-
-    @untraced
-    def _finish_steps_of(self, tensor: Any) -> None:
-        """``p.data`` does not wait for updates of its memory by itself."""
-        if self._attachment is None:
-            return
-        found: list[Tensor] = []
-        recursively_apply(found.append, tensor)
-        for inner in inner_of(self._optimizers):
-            stepper_of(inner).synchronize_memory(found)
 
     def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """As Accelerate's; adds the ``scaler/...`` values of the last window."""

@@ -6,11 +6,9 @@ import logging
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 
@@ -90,9 +88,6 @@ class Stepper(ABC):
     def still(self) -> AbstractContextManager[None]:
         """:meth:`synchronize`, and no step of another thread begins until the end."""
         return nullcontext()
-
-    def synchronize_memory(self, tensors: Iterable[Tensor]) -> None:  # noqa: B027
-        """:meth:`synchronize`, where any of ``tensors`` shares a parameter's memory."""
 
     def wait_for_gradients(self) -> None:  # noqa: B027
         """Wait until no step reads ``.grad``: a backward is about to add to it."""

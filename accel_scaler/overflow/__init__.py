@@ -7,16 +7,8 @@ model, and :func:`warn_past_float16` names weights that need it. Windows come in
 modules in float32 go out. The folder knows no Accelerate and no step mode.
 """
 
-from .explaining import OverflowExplainer
-from .fp32_modules import Fp32Modules
-from .heal import Healer
-from .module_names import refuse_unmatched
-from .past_float16 import warn_past_float16
-
-__all__ = [
-    "Fp32Modules",
-    "Healer",
-    "OverflowExplainer",
-    "refuse_unmatched",
-    "warn_past_float16",
-]
+from .explaining import OverflowExplainer as OverflowExplainer
+from .fp32_modules import Fp32Modules as Fp32Modules
+from .heal import Healer as Healer
+from .module_names import refuse_unmatched as refuse_unmatched
+from .past_float16 import warn_past_float16 as warn_past_float16

@@ -8,41 +8,27 @@ training depends on it. ``Diagnosis`` adds records up, live and from the file; `
 
 from typing import TYPE_CHECKING
 
-from .diagnosis import LARGEST, Diagnosis, headroom
-from .findings import Finding, diagnose, ending, verdict
-from .history import History
-from .record import FIRST_BYTES, FORMAT, BrokenLineError, End, Record, Start, decode
-from .writer import path_of, refuse_unwritable
+from .diagnosis import LARGEST as LARGEST, Diagnosis as Diagnosis, headroom as headroom
+from .findings import Finding as Finding, diagnose as diagnose, ending as ending, verdict as verdict
+from .history import History as History
+from .record import (
+    FIRST_BYTES as FIRST_BYTES,
+    FORMAT as FORMAT,
+    BrokenLineError as BrokenLineError,
+    End as End,
+    Record as Record,
+    Start as Start,
+    decode as decode,
+)
+from .writer import path_of as path_of, refuse_unwritable as refuse_unwritable
 
 if TYPE_CHECKING:
-    from .recorder import make_recorder
+    from .recorder import make_recorder as make_recorder
 else:
 
     def __getattr__(name: str) -> object:  # it needs torch (PEP 562): to read a file needs none
         if name != "make_recorder":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from .recorder import make_recorder
+        from .recorder import make_recorder as make_recorder
 
         return make_recorder
-
-
-__all__ = [
-    "FIRST_BYTES",
-    "FORMAT",
-    "LARGEST",
-    "BrokenLineError",
-    "Diagnosis",
-    "End",
-    "Finding",
-    "History",
-    "Record",
-    "Start",
-    "decode",
-    "diagnose",
-    "ending",
-    "headroom",
-    "make_recorder",
-    "path_of",
-    "refuse_unwritable",
-    "verdict",
-]

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from .config_file import read_config
-from .errors import ConfigError, refuse_retired, shown
+from .errors import AccelScalerError, ConfigError, refuse_retired, shown
 
 __all__ = ["ScalerConfig"]
 
@@ -267,13 +267,21 @@ Source = tuple[str, Mapping[str, Any]]
 """A name of a source for messages, and its values by field; texts are converted."""
 
 
-def merge(*sources: Source) -> tuple[ScalerConfig, dict[str, str]]:
+def merge(
+    *sources: Source, refused: list[AccelScalerError] | None = None
+) -> tuple[ScalerConfig, dict[str, str]]:
     """The config of these sources, of which a later one takes precedence, and the source of each
     field that has one. Every value is checked, used or not.
 
-    Raises:
-        ConfigError: the first refusal, with its source.
+    Args:
+        refused: takes every refusal, with its source; without it the first one is raised.
     """
+
+    def refuse(text: str) -> None:
+        if refused is None:
+            raise ConfigError(text)
+        refused.append(ConfigError(text))
+
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for source, given in sources:
@@ -283,14 +291,15 @@ def merge(*sources: Source) -> tuple[ScalerConfig, dict[str, str]]:
                     value = FIELDS[name].metadata["kind"].convert(value)
             try:
                 check_field(name, value)
+                values[name], origin[name] = value, source
             except ConfigError as error:
-                raise ConfigError(f"{source}: {error}") from None
-            values[name], origin[name] = value, source
+                refuse(f"{source}: {error}")
     try:
         return ScalerConfig(**values), origin
     except ConfigError as error:  # fields that contradict each other
         where = [f"{name}: {origin[name]}" for name in origin if f"{name}=" in str(error)]
-        raise ConfigError(f"{error} ({'; '.join(where)})") from None
+        refuse(f"{error} ({'; '.join(where)})")
+    return ScalerConfig(), origin
 
 
 def environment(environ: Mapping[str, str]) -> Source:

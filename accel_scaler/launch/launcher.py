@@ -31,7 +31,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from ..config import ENV_PREFIX, FIELDS, ScalerConfig, Source, environment, merge, suggestion
 from ..config_file import PACKAGE, find_config, read_config
 from ..console import plain, say, written
-from ..errors import ConfigError, UnsupportedError, refuse_retired
+from ..errors import AccelScalerError, ConfigError, UnsupportedError, refuse_retired
 from ..integrations import scaled_elsewhere
 from ..telemetry import path_of, refuse_unwritable
 from .flags import DEST, add_flags, own_parser
@@ -80,15 +80,20 @@ def main(argv: Sequence[str]) -> int:
     """Run ``accel-scaler launch``; returns the exit status of the job.
 
     Raises:
-        AccelScalerError: the first refusal, in a dry run too; nothing was started.
+        AccelScalerError: the first refusal; nothing was started. A dry run prints all of them.
     """
     args, ours = parse(argv)
+    refused: list[AccelScalerError] = []
     with tempfile.TemporaryDirectory(prefix="accel_scaler_") as folder:
-        config, sources = prepare(args, ours, Path(folder))
+        config, sources = prepare(args, ours, Path(folder), refused)
         if ours.dry_run:
             for name, value in dataclasses.asdict(config).items():
                 say(f"{name:<22} {written(value):<12} {sources.get(name, 'default')}")
-            return 0
+            for error in refused:
+                print("accel-scaler: error:", plain(" ".join(str(error).split())), file=sys.stderr)
+            return 2 if refused else 0
+        if refused:
+            raise refused[0]
         if not args.quiet:
             changed = [f"{name}={getattr(config, name)!r} ({sources[name]})" for name in sources]
             what = f"attaching with {', '.join(changed) or 'the defaults'}"
@@ -99,7 +104,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def prepare(
-    args: argparse.Namespace, ours: argparse.Namespace, folder: Path
+    args: argparse.Namespace,
+    ours: argparse.Namespace,
+    folder: Path,
+    refused: list[AccelScalerError],
 ) -> tuple[ScalerConfig, dict[str, str]]:
     """The settings of a launch, and the sources of those that have one.
 
@@ -107,21 +115,34 @@ def prepare(
         args: Accelerate's; the config file in it is replaced by one without our section.
         ours: our flags.
         folder: where that config file is written.
+        refused: takes every refusal.
 
     Raises:
-        AccelScalerError: the first refusal.
+        ConfigError: the config file cannot be read.
     """
     flags = {name: text for name in FIELDS if (text := getattr(ours, name)) is not None}
     file = _take_section(args, folder)
-    config, sources = merge(*file, environment(os.environ), ("command line", flags))
-    _check_script(args)
-    merged = _merged_by_accelerate(args)
-    if not ours.no_attach:
-        _refuse_other_scalers(merged)
-    # Ranks on other hosts write only to a path with {rank}.
-    if (path := path_of(config, merged.machine_rank or 0)) is not None:
-        refuse_unwritable(path)
+    flagged = "command line", flags
+    config, sources = merge(*file, environment(os.environ), flagged, refused=refused)
+    with _collected(refused):
+        _check_script(args)
+    with _collected(refused):
+        merged = _merged_by_accelerate(args)
+        if not ours.no_attach:
+            _refuse_other_scalers(merged)
+        # Ranks on other hosts write only to a path with {rank}.
+        if (path := path_of(config, merged.machine_rank or 0)) is not None:
+            refuse_unwritable(path)
     return config, sources
+
+
+@contextmanager
+def _collected(refused: list[AccelScalerError]) -> Iterator[None]:
+    """Add what is refused in the block."""
+    try:
+        yield
+    except AccelScalerError as error:
+        refused.append(error)
 
 
 def _take_section(args: argparse.Namespace, folder: Path) -> list[Source]:

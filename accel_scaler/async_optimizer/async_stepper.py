@@ -844,7 +844,7 @@ class AsyncStepper(Stepper):
             return
         owner = None if hooks.owner is None else hooks.owner()
         if owner is None:
-            hooks.release()
+            hooks.close(is_replaced=True)
         else:
             owner()
 

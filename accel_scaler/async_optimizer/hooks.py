@@ -51,7 +51,7 @@ class SyncHooks:
         self._holder = None if holder is None else weakref.ref(holder)
         self._find_models = models
         self.owner: weakref.WeakMethod[Callable[[], None]] | None = None
-        """Called where another optimizer takes over; is to call :meth:`release`."""
+        """Called where another optimizer takes over; is to call :meth:`close`."""
         self._handles: list[Any] = []
         self._models: weakref.WeakSet[Module] = weakref.WeakSet()
         """Those that hold some of the optimizer's parameters, as of ``_ids``."""
@@ -88,8 +88,11 @@ class SyncHooks:
         """Their holder is gone, and has not closed them: the optimizer keeps its stepper."""
         return self._holder is not None and self._holder() is None
 
-    def close(self) -> None:
+    def close(self, is_replaced: bool = False) -> None:
         """Finish the stepper's step, remove every hook, leave the optimizer as torch has it.
+
+        Args:
+            is_replaced: nothing steps the optimizer any more: its state stays where it is.
 
         Raises:
             StepError: the step in flight failed; everything is removed all the same.
@@ -98,30 +101,21 @@ class SyncHooks:
         try:
             if stepper is not None:
                 stepper.close()
-                self._give_state_back(stepper)
+                if not is_replaced:
+                    self._give_state_back(stepper)
         finally:
             self._remove()
-
-    def release(self) -> None:
-        """:meth:`close`, but the optimizer's state stays where it is: nothing steps it any more."""
-        stepper = self._stepper()
-        try:
-            if stepper is not None:
-                stepper.close()
-        finally:
-            self._remove()
-            if stepper is not None:
+            if is_replaced and stepper is not None:
                 stepper.release()
 
     def _give_state_back(self, stepper: AsyncStepper) -> None:
         """State that lives with masters goes to the parameters' device and dtype, a shard's is a
         DTensor again."""
         optimizer = stepper.optimizer
-        if not stepper.replica.pairs:
+        replica = stepper.replica
+        if not replica.pairs:
             return  # nothing was ever stepped or loaded; asked for state it would begin now
-        if not (
-            stepper.replica.masters.every or stepper.keeps_scaled or stepper.replica.is_sharded
-        ):
+        if not (replica.masters.every or stepper.keeps_scaled or replica.is_sharded):
             return
         # That of parameters that were replaced stays, and torch's state dict does not take it.
         own, found = set(map(id, parameters_of(optimizer))), optimizer.state

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ..config import ScalerConfig, merge
 from ..errors import ConfigError, OrderError, UnsupportedError
 from ..optimizer_step import Boundary, Observer, StepTiming, async_stepper_of, boundary_of
-from ..scaling import GradScaler, ParameterNames, parameters_of, whole
+from ..scaling import GradScaler, parameters_of, whole
 from ..untraced import untraced
 from .async_stepper import AsyncStepper
 from .hooks import SyncHooks
@@ -99,7 +99,13 @@ class AsyncOptimizer(Optimizer):
         device = parameters_of(optimizer)[0].device
         names = None if scaler is None else scaler.parameter_names
         self._hooks = step_beside(
-            optimizer, config, self._worker, device, names, guards_backward=not scaled, holder=self
+            optimizer,
+            config,
+            holder=self,
+            worker=self._worker,
+            device=device,
+            parameter_names=names,
+            guards_backward=not scaled,
         )
         self._stepper = self._hooks.stepper
         self._hooks.owner = weakref.WeakMethod(self._give_way)
@@ -308,17 +314,17 @@ class AsyncOptimizer(Optimizer):
         if self._closed:
             return
         self._forbid_inside("close")
-        self._end(self._hooks.close)
+        self._end()
 
     def _give_way(self) -> None:
-        self._end(self._hooks.release)
+        self._end(is_replaced=True)
 
-    def _end(self, close: Callable[[], None]) -> None:
+    def _end(self, is_replaced: bool = False) -> None:
         self._closed = True
         if self.scaler is not None:
             self.scaler.release(self.optimizer)
         try:
-            close()
+            self._hooks.close(is_replaced)
         finally:
             self._worker.stop()
 
@@ -329,9 +335,7 @@ class AsyncOptimizer(Optimizer):
         self.close()
 
     def _check_open(self, call: str) -> None:
-        if self._inside:  # the last step may still run, and call step()
-            return
-        if self._closed:
+        if self._closed and not self._inside:  # the last step may still run, and call step()
             raise OrderError(
                 f"{call}(): this AsyncOptimizer is closed. Use the wrapped "
                 f"{type(self.optimizer).__name__}, or make another AsyncOptimizer."
@@ -358,20 +362,17 @@ class AsyncOptimizer(Optimizer):
 def step_beside(
     optimizer: Optimizer,
     config: ScalerConfig,
-    worker: Worker,
-    device: torch.device,
-    parameter_names: ParameterNames | None,
-    guards_backward: bool = False,
+    *,
     holder: object | None = None,
     models: Callable[[], Iterable[Module]] = tuple,
-    fences_reads: bool = False,
+    **options: Any,
 ) -> SyncHooks:
     """Step ``optimizer`` as ``config`` says, until the returned hooks are closed.
 
     Args:
         holder: closes them; where it is gone without that, the next caller does.
         models: returns those that hold the parameters, once they are known.
-        guards_backward, fences_reads: see :class:`AsyncStepper`.
+        options: arguments of :class:`AsyncStepper`.
     """
     left = async_stepper_of(optimizer)
     if isinstance(left, AsyncStepper):
@@ -379,16 +380,7 @@ def step_beside(
             left.close()
         elif left.hooks.is_left:
             left.hooks.close()
-    stepper = AsyncStepper(
-        optimizer,
-        config,
-        device=device,
-        worker=worker,
-        parameter_names=parameter_names,
-        guards_backward=guards_backward,
-        fences_reads=fences_reads,
-    )
-    return SyncHooks(stepper, holder, models)
+    return SyncHooks(AsyncStepper(optimizer, config, **options), holder, models)
 
 
 def _check_arguments(optimizer: Any, model: Any, scaler: Any) -> None:

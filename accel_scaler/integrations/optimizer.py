@@ -85,7 +85,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         if attachment is not None:
             attachment.forget(self.stepped_optimizer)
         if hooks is not None:
-            hooks.release()
+            hooks.close(is_replaced=True)
 
     @property
     def stepped_optimizer(self) -> Optimizer:
@@ -202,10 +202,10 @@ def adopt(optimizer: Any, attachment: Attachment, frozen_too: bool = False) -> N
         hooks = step_beside(
             inner,
             config,
-            attachment.worker,
-            attachment.device,
-            names,
             models=lambda: [] if (known := ref()) is None else known.models,
+            worker=attachment.worker,
+            device=attachment.device,
+            parameter_names=names,
             fences_reads=True,
         )
     elif config.step_mode == "overlap" and not is_splittable(inner):

@@ -238,18 +238,17 @@ class OverflowExplainer(Observer):
             found = at_scale_1()
         if found is None:
             healer.window_was_fine()
-        elif found.where:  # else it cannot be run again
+            return
+        if found.where:  # else it cannot be run again
             window.healed = healer.heal(self.models, found, at_scale_1)
-            if window.healed:
-                self._publish_healed(window, healer, found)
-
-    def _publish_healed(self, window: Window, healer: Healer, origin: Origin) -> None:
+        if not window.healed:
+            return
         logger.warning(
             "window %d: in float32 from now on: %s, since no scale cures: %s. %.2g%% of the "
             "parameters are in float32. In the config, from the start: fp32_modules: %s",
             window.index,
             ", ".join(window.healed),
-            origin.text,
+            found.text,
             100 * healer.share(self.models),
             json.dumps(healer.fp32_modules.patterns),
         )

@@ -118,7 +118,13 @@ class OverflowExplainer(Observer):
         """A backward from this unscaled loss is about to start."""
         stepped, self._stepped = self._stepped, None
         if stepped is not None and stepped is not self._explained:
-            self._window_was_fine()
+            # The window was fine: a run of overflows is over.
+            self._explained, self._in_a_row = None, 0
+            self._left_to_watch -= 1
+            if self._left_to_watch <= 0:
+                self._stop_watching()
+            if self.healer is not None:
+                self.healer.window_was_fine()
         self._is_synchronised = all(
             isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync
             for model in self._prepared
@@ -172,15 +178,6 @@ class OverflowExplainer(Observer):
         if self.finder is not None:
             self.finder.close()
         self._explained = None
-
-    def _window_was_fine(self) -> None:
-        """A run of overflows is over."""
-        self._explained, self._in_a_row = None, 0
-        self._left_to_watch -= 1
-        if self._left_to_watch <= 0:
-            self._stop_watching()
-        if self.healer is not None:
-            self.healer.window_was_fine()
 
     def _explain(self) -> Origin | None:
         if self.finder is not None:

@@ -118,7 +118,13 @@ class OverflowExplainer(Observer):
         """A backward from this unscaled loss is about to start."""
         stepped, self._stepped = self._stepped, None
         if stepped is not None and stepped is not self._explained:
-            self._window_was_fine()
+            # The window was fine: a run of overflows is over.
+            self._explained, self._in_a_row = None, 0
+            self._left_to_watch -= 1
+            if self._left_to_watch <= 0:
+                self._stop_watching()
+            if self.healer is not None:
+                self.healer.window_was_fine()
         self._is_synchronised = all(
             isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync
             for model in self._prepared
@@ -172,15 +178,6 @@ class OverflowExplainer(Observer):
         if self.finder is not None:
             self.finder.close()
         self._explained = None
-
-    def _window_was_fine(self) -> None:
-        """A run of overflows is over."""
-        self._explained, self._in_a_row = None, 0
-        self._left_to_watch -= 1
-        if self._left_to_watch <= 0:
-            self._stop_watching()
-        if self.healer is not None:
-            self.healer.window_was_fine()
 
     def _explain(self) -> Origin | None:
         if self.finder is not None:
@@ -238,18 +235,17 @@ class OverflowExplainer(Observer):
             found = at_scale_1()
         if found is None:
             healer.window_was_fine()
-        elif found.where:  # else it cannot be run again
+            return
+        if found.where:  # else it cannot be run again
             window.healed = healer.heal(self.models, found, at_scale_1)
-            if window.healed:
-                self._publish_healed(window, healer, found)
-
-    def _publish_healed(self, window: Window, healer: Healer, origin: Origin) -> None:
+        if not window.healed:
+            return
         logger.warning(
             "window %d: in float32 from now on: %s, since no scale cures: %s. %.2g%% of the "
             "parameters are in float32. In the config, from the start: fp32_modules: %s",
             window.index,
             ", ".join(window.healed),
-            origin.text,
+            found.text,
             100 * healer.share(self.models),
             json.dumps(healer.fp32_modules.patterns),
         )

@@ -43,12 +43,12 @@ class Fp32Modules:
         self.added: list[str] = []
         """Names that :meth:`add` was given."""
         self._unmatched = list(self.patterns)
-        self._enabled: list[weakref.ref[Fp32Module]] = []
+        self._enabled: weakref.WeakSet[Fp32Module] = weakref.WeakSet()
 
     @property
     def modules(self) -> list[Module]:
         """Those that run in float32."""
-        return [each.module for ref in self._enabled if (each := ref()) is not None]
+        return [each.module for each in self._enabled]
 
     def add(self, names: Iterable[str], models: Iterable[Module]) -> None:
         """Run the modules of these names in float32 too, in these models and in later ones.
@@ -74,14 +74,13 @@ class Fp32Modules:
         after modules were added to it. Raises as :meth:`refuse_uncastable`, and changes nothing."""
         for each in self._found_in(model, self.patterns):
             each.enable()
-            self._enabled.append(weakref.ref(each))
+            self._enabled.add(each)
         self._unmatched = [glob for glob in self._unmatched if not match(model, [glob])]
 
     def disable(self) -> None:
         """Give their forwards back to the modules."""
-        for ref in self._enabled:
-            if (each := ref()) is not None:
-                each.disable()
+        for each in self._enabled:
+            each.disable()
         self._enabled.clear()
 
     def refuse_unmatched(self, models: Iterable[Module]) -> None:
@@ -136,16 +135,16 @@ class Fp32Module:
 
     def enable(self) -> None:
         """Run in float32 from the next forward on."""
-        if not self.is_enabled:
-            self.is_enabled = True
-            self.found, self.found_on_instance = self.module.forward, "forward" in vars(self.module)
-            self.module.forward = self
-            tensors = (*self.module.parameters(), *self.module.buffers())
-            if not self.is_part and any(tensor.dtype in LOW for tensor in tensors):
-                inner = [each for each in self.module.modules() if has_forward(each)]
-                self.parts = [Fp32Module(each, None) for each in inner if each is not self.module]
-            for part in self.parts:
-                part.enable()
+        self.is_enabled = True
+        self.found, self.found_on_instance = self.module.forward, "forward" in vars(self.module)
+        self.__wrapped__ = self.found  # for ``inspect.signature``
+        self.module.forward = self
+        tensors = (*self.module.parameters(), *self.module.buffers())
+        if not self.is_part and any(tensor.dtype in LOW for tensor in tensors):
+            inner = [each for each in self.module.modules() if has_forward(each)]
+            self.parts = [Fp32Module(each, None) for each in inner if each is not self.module]
+        for part in self.parts:
+            part.enable()
 
     def disable(self) -> None:
         """Give the module its forward back.
@@ -167,11 +166,6 @@ class Fp32Module:
         if self.found_on_instance:
             return itemgetter(0), ((self.found,),)
         return getattr, (self.module, "forward")  # as the copy has none yet, that of its class
-
-    @property
-    def __wrapped__(self) -> Any:
-        """For ``inspect.signature``."""
-        return self.found
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.is_enabled:
@@ -203,7 +197,6 @@ class _Change(NamedTuple):
     name: str
     tensor: Tensor
     cast: Tensor
-    is_buffer: bool
 
 
 def _cast_parameters(module: Module) -> list[_Change]:
@@ -220,8 +213,7 @@ def _cast_parameters(module: Module) -> list[_Change]:
                 if tensor is not None and tensor.dtype in LOW:
                     if id(tensor) not in casts:
                         casts[id(tensor)] = tensor.to(torch.float32)
-                    cast = casts[id(tensor)]
-                    changes.append(_Change(where, name, tensor, cast, where is owner._buffers))
+                    changes.append(_Change(where, name, tensor, casts[id(tensor)]))
     for change in changes:
         change.where[change.name] = change.cast
     return changes
@@ -229,10 +221,10 @@ def _cast_parameters(module: Module) -> list[_Change]:
 
 def _restore(changes: list[_Change]) -> None:
     """Put the tensors back, with what the call has written to buffers."""
-    for where, name, tensor, cast, is_buffer in changes:
+    for where, name, tensor, cast in changes:
         now = where.get(name)
         if now is cast:
-            if is_buffer and 0 not in tensor.stride():
+            if not isinstance(tensor, nn.Parameter) and 0 not in tensor.stride():
                 with torch.no_grad():
                     # Through .data: who saved the buffer for a backward is not to find it changed.
                     (tensor if torch.compiler.is_compiling() else tensor.data).copy_(cast)

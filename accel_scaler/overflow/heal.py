@@ -57,7 +57,7 @@ class Healer:
     def heal(
         self, models: Sequence[Module], origin: Origin, run_again: RunAgain
     ) -> tuple[str, ...]:
-        """Run the smallest modules in float32 that cure this overflow.
+        """Run modules in float32 that cure this overflow.
 
         Args:
             origin: of the overflow at scale 1, and so at any.
@@ -101,7 +101,7 @@ class Healer:
                 continue
             runs += 1
             if after is None:
-                return _only_needed(models, names, run_again), ""
+                return names, ""
             tried = names
             # If it still overflows in float32, its input does, or what it gives to the next module.
             is_inside = not after.module or any(_is_in(after.module, each) for each in names)
@@ -135,16 +135,6 @@ def _parent(name: str) -> str:
 def _modules_of(models: Sequence[Module], names: Sequence[str]) -> list[Module]:
     found = [modules_by_name(model) for model in models]
     return [modules[name] for modules in found for name in names if name in modules]
-
-
-def _only_needed(models: Sequence[Module], names: list[str], run_again: RunAgain) -> list[str]:
-    """Leave out those that were tried on the way and are not needed."""
-    for name in names[:-1]:
-        fewer = [other for other in names if other != name]
-        with _in_float32(models, fewer) as is_possible:
-            if is_possible and run_again() is None:
-                names = fewer
-    return names
 
 
 @contextmanager

@@ -51,7 +51,12 @@ def refuse_unmatched(models: Sequence[Module], globs: Iterable[str]) -> None:
         if any(match(model, [glob]) for model in models):
             continue
         names = [name for model in models for name in modules_by_name(model) if name]
-        nearest = _nearest(glob, names)
+        # Whole names that are near, then those whose last part is near the glob's last part.
+        last = glob.rpartition(".")[2].strip("*?")[:200]
+        by_last = {name.rpartition(".")[2]: name for name in reversed(names)}
+        near = difflib.get_close_matches(glob[:200], names)
+        near += [by_last[part] for part in difflib.get_close_matches(last, by_last)]
+        nearest = list(dict.fromkeys(near))[:3]
         why = f"the nearest names are {', '.join(map(repr, nearest))}"
         if not nearest:
             why = "no name is near it" if models else "no model is prepared"
@@ -59,12 +64,3 @@ def refuse_unmatched(models: Sequence[Module], globs: Iterable[str]) -> None:
             f"fp32_modules: {shown(glob)} matches no module: {why}. Expected a glob on the names "
             "of model.named_modules() that have a forward, as '*.wo' or 'transformer.h.3.mlp'."
         )
-
-
-def _nearest(glob: str, names: Sequence[str]) -> list[str]:
-    """Whole names that are near, then names whose last part is near the last part of the glob."""
-    near = difflib.get_close_matches(glob[:200], names, n=3)
-    last = glob.rpartition(".")[2].strip("*?")[:200]
-    first_with = {name.rpartition(".")[2]: name for name in reversed(names)}
-    near += [first_with[part] for part in difflib.get_close_matches(last, first_with)]
-    return list(dict.fromkeys(near))[:3]

@@ -150,9 +150,7 @@ class WindowRecording:
 
     def new_window(self) -> None:
         """Drop all that was recorded."""
-        for call in self.calls:
-            call.grads.clear()
-        self.calls, self.losses = [], []
+        self._drop()
         self.backwards = self._bytes = 0
         self.left_out = ""
         self._is_over = False
@@ -272,10 +270,13 @@ class WindowRecording:
         """Drops all that is kept where it becomes too much."""
         self._bytes += size
         if self._bytes > MAX_BYTES and not self.left_out:
-            for call in self.calls:
-                call.grads.clear()
-            self.calls, self.losses = [], []
+            self._drop()
             self.left_out = f"its inputs and gradients take more than {MAX_BYTES >> 20} MiB"
+
+    def _drop(self) -> None:
+        for call in self.calls:
+            call.grads.clear()  # a graph may keep the call
+        self.calls, self.losses = [], []
 
     def _stack(self) -> list[ForwardCall | None]:
         stack: list[ForwardCall | None] = self._local.__dict__.setdefault("stack", [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import takewhile
 from typing import NamedTuple
 
 from ..scaling import Origin, Pair
@@ -121,8 +122,12 @@ class _MicroBatch:
         return self._between(first)
 
     def _gradient_at_output(self, call: Call, first: Gradient) -> Pair | None:
-        """Its range, before the first one that is not finite."""
-        return self.window.gradient_at_output(call, self.micro, first)
+        """Range of what came to the outputs of a call before the first that is not finite."""
+        return pair_of(
+            each.range
+            for each in takewhile(lambda each: each is not first, self.window.gradients)
+            if each.micro == self.micro and call in each.uses.producers
+        )
 
     def _at_loss(self, first: Gradient, loss: Loss) -> Origin:
         made, value = first.range.values, loss.range.values

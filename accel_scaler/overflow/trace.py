@@ -3,7 +3,6 @@ their device until somebody asks, and never a tensor."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -285,11 +284,3 @@ class WindowTrace:
         """The numbers of those in which anything was seen."""
         kinds = (self.forwards, self.losses, self.gradients, self.parameter_gradients)
         return sorted({each.micro for kind in kinds for each in kind})
-
-    def gradient_at_output(self, call: Call, micro: int, until: Gradient) -> Pair | None:
-        """Range of what came to the outputs of this call in one backward, before ``until``."""
-        return pair_of(
-            each.range
-            for each in itertools.takewhile(lambda g: g is not until, self.gradients)
-            if each.micro == micro and call in each.uses.producers
-        )

@@ -41,7 +41,7 @@ class Line:
     label: str
     y: Numbers
     hue: str
-    """A name of ``theme.HUES``."""
+    """A name of ``html.HUES``."""
     low: Numbers = field(default_factory=list)
     """The least of each bin where bins hold several windows, else empty."""
     high: Numbers = field(default_factory=list)
@@ -211,14 +211,15 @@ def _rate(run: Run) -> Chart | None:
         return None
     several = len(seen) > 1
     lines = [
-        Line(f"group {', '.join(map(str, groups))}" if several else "learning rate", [*rates], hue)
-        for hue, (rates, groups) in zip(RATE_HUES, seen.items(), strict=False)
+        Line(
+            f"group {', '.join(map(str, groups))}" if several else "learning rate",
+            [*rates],
+            f"line-{n}",
+        )
+        for n, (rates, groups) in enumerate(seen.items())
     ]
     caption = "As the optimizer took it. A schedule does not move at a skipped step."
     return Chart("lr", "Learning rate", caption, "learning rate", "linear", lines)
-
-
-RATE_HUES = [f"line-{n}" for n in range(MAX_RATES)]
 
 
 def _time(run: Run) -> Chart | None:

@@ -8,10 +8,12 @@ from pathlib import Path
 
 from ..console import plain, say
 from ..errors import ConfigError, refuse_retired
+from ..telemetry import verdict
+from .findings import find
 from .html import html_page
+from .key_numbers import key_numbers
 from .reader import read_run
 from .run import Run
-from .text import in_words
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,6 +64,19 @@ def run(args: argparse.Namespace) -> int:
         ) from None
     say(f"wrote {output} ({output.stat().st_size / 1e6:.1f} MB)")
     return 0
+
+
+def in_words(run: Run) -> str:
+    """A heading, the verdict, key numbers, then a paragraph a finding."""
+    lines = [run.label, "=" * min(len(run.label), 80), verdict(run, is_file=True), ""]
+    numbers = key_numbers(run)
+    width = max(len(each.name) for each in numbers)
+    lines += [f"{each.name:<{width}}  {each.value}  {each.more}".rstrip() for each in numbers]
+    marks = {"bad": "[!!]", "warn": "[! ]", "note": "[  ]", "good": "[ok]"}
+    for finding in find(run):
+        lines += ["", f"{marks[finding.level]} {finding.title}"]
+        lines += [f"     {finding.text}"] if finding.text else []
+    return "\n".join(lines)
 
 
 def label(run: Run) -> None:

@@ -18,11 +18,26 @@ from .heatmap import HeatMap, heatmap
 from .key_numbers import TILES, key_numbers
 from .page_data import page_data
 from .run import Run
-from .theme import HUES
 
 WORDS = {"bad": "Problem", "warn": "Look", "note": "Note", "good": "Fine"}
-FIRST = ("loss",)
-"""Charts on the first screen."""
+HUES = {
+    "ink": ("#1b1f24", "#e6edf3"),
+    "soft": ("#57606a", "#9aa4af"),
+    "line": ("#d8dee4", "#30363d"),
+    "paper": ("#ffffff", "#161b22"),
+    "ground": ("#f5f7f9", "#0d1117"),
+    "bad": ("#c84e00", "#ff8f4a"),
+    "warn": ("#8a6100", "#e3b341"),
+    "good": ("#1a7f37", "#4ac26b"),
+    "line-0": ("#0072b2", "#58b0ea"),
+    "line-1": ("#b5407c", "#f08fc0"),
+    "line-2": ("#00795a", "#3fcf9d"),
+    "line-3": ("#8a6100", "#e3b341"),
+    "optimizer": ("#cc79a7", "#e39bc4"),
+    "wait": ("#6e7781", "#8b949e"),
+}
+"""Of each name the colour on light and on dark paper. Told apart by those who see colours
+differently as well (after Okabe and Ito)."""
 
 
 def html_page(run: Run) -> str:
@@ -31,8 +46,8 @@ def html_page(run: Run) -> str:
     found, heat = charts(run), heatmap(run)
     title = f"Loss scaling: {run.label}"
     body = [_verdict(run), _about(run), _tiles(run)]
-    loss = [chart for chart in found if chart.name in FIRST]
-    others = [chart for chart in found if chart.name not in FIRST]
+    loss = [chart for chart in found if chart.name == "loss"]
+    others = [chart for chart in found if chart.name != "loss"]
     if axis is not None:
         body += ['<div class="charts">', *(_chart(each, True) for each in loss), "</div>"]
     body += ["<h2>Findings</h2>", _findings(run)]

@@ -127,7 +127,6 @@ class Recorder(Observer):
         self.history.add(record)
 
     def _close_window(self) -> None:
-        """Complete the record of the last window."""
         window, self._open = self._open, None
         if window is not None:
             self.history.add(window.complete())

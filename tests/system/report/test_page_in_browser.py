@@ -14,8 +14,8 @@ import pytest
 import telemetry_files as t
 
 from accel_scaler import cli
+from accel_scaler.report.html import HUES
 from accel_scaler.report.reader import read_run
-from accel_scaler.report.theme import HUES
 
 pytest.importorskip("playwright.sync_api")
 from page_picture import BROWSER, MISSING, chromium

@@ -16,7 +16,7 @@ import telemetry_files as t
 
 from accel_scaler.errors import ConfigError
 from accel_scaler.report import command as report
-from accel_scaler.report.theme import HUES
+from accel_scaler.report.html import HUES
 
 VOID = {"meta", "br", "hr", "img", "link"}
 CHARTS = ["scale", "norm", "lr", "time", "heatmap"]

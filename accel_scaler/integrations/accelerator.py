@@ -145,7 +145,8 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
             return
         if attachment.fp32_modules.patterns:  # all models are prepared now
             attachment.fp32_modules.refuse_unmatched(attachment.models)
-        attachment.follow_parameters()  # before anything reads the gradients
+        for optimizer in list(attachment.optimizers):  # before anything reads the gradients
+            optimizer.follow_parameters()
         attachment.boundary.before_backward(loss, self.gradient_accumulation_steps)
         with self._emulation():
             super().backward(loss, **kwargs)

@@ -250,11 +250,6 @@ class Attachment:
                 # A later attach() would take it for a scaler without state.
                 stock._lazy_init_scale_growth_tracker(self.device)
 
-    def follow_parameters(self) -> None:
-        """Before a backward: parameters may be trained that were frozen before."""
-        for optimizer in list(self.optimizers):
-            optimizer.follow_parameters()
-
     def synchronize(self) -> None:
         """Wait for every step in flight, and publish it."""
         for optimizer in list(self.optimizers):

@@ -203,9 +203,7 @@ class Clipping:
         for owner, _, record in parts:
             check.note(owner, record, parameters, norms)
         if norms.total is None:
-            return torch.full(
-                (), float("inf"), dtype=torch.float32, device=gradients_of(parameters)[0].device
-            )
+            return torch.full((), inf, dtype=torch.float32, device=parameters[0].device)
         ids = list(map(id, parameters))
         self._note(GradNorm(parameters, norms.host_total, norms.each, max_norm, ids))
         coefficient = clip_coefficient(norms.total, max_norm)

@@ -270,9 +270,6 @@ class OverflowCheck:
         record.returned = None
         params = parameters_of(optimizer)
         record.deferred.apply([(p, p.grad) for p in params if p.grad is not None])
-        self._note_unscaled(params, record)
-
-    def _note_unscaled(self, params: Sequence[Tensor], record: OptimizerRecord) -> None:
         record.deferred = DeferredUnscale()
         if record.unscaled_before is not None:
             record.unscaled_before.renew(params)

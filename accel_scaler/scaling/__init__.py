@@ -38,14 +38,8 @@ from .gradients import (
     run_on_one_thread as run_on_one_thread,
 )
 from .losses import Losses as Losses
-from .origin import (
-    Origin as Origin,
-    Pair as Pair,
-)
-from .parameter_names import (
-    MAX_NAMES as MAX_NAMES,
-    ParameterNames as ParameterNames,
-)
+from .origin import Origin as Origin, Pair as Pair
+from .parameter_names import MAX_NAMES as MAX_NAMES, ParameterNames as ParameterNames
 from .thread_windows import WAIT_LIMIT_S as WAIT_LIMIT_S
 from .window import (
     DeferredUnscale as DeferredUnscale,

@@ -14,10 +14,7 @@ from torch.optim import Optimizer
 
 from ..errors import OrderError
 from .grad_norms import GradNorms
-from .gradients import (
-    nonzero,
-    parameters_of,
-)
+from .gradients import nonzero, parameters_of
 from .losses import Losses
 from .origin import Origin
 from .update_rule import ScaleState

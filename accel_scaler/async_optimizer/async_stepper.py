@@ -97,8 +97,6 @@ class AsyncStepper(Stepper):
         parameter_names: names parameters in errors.
         guards_backward: a hook on each parameter makes a backward wait before it adds to a gradient
             that is read: no scaled loss announces it.
-        fences_reads: in ``delayed``, with a watched model, a use of a parameter before the next
-            training forward sees the newest value. Else it sees what that forward does.
     """
 
     def __init__(
@@ -110,7 +108,6 @@ class AsyncStepper(Stepper):
         worker: Worker,
         parameter_names: ParameterNames | None = None,
         guards_backward: bool = False,
-        fences_reads: bool = False,
     ) -> None:
         if async_stepper_of(optimizer) is not None:
             raise OrderError(
@@ -152,7 +149,7 @@ class AsyncStepper(Stepper):
         self.stage = Stage.IDLE
         self._inflight: InflightStep | None = None
         """Of stage ``RUNNING``."""
-        self._guards_backward, self._fences_reads = guards_backward, fences_reads
+        self._guards_backward = guards_backward
         self._versions: dict[int, int] = {}
         """With masters: by ``id``, each parameter's when it last was what its master rounds to."""
         self._logged_edits = False
@@ -535,7 +532,7 @@ class AsyncStepper(Stepper):
             self.finish()
             return
         is_seen = self.is_beside and step.is_seen_by_next_forward
-        is_fenced = self._fences_reads and self.has_newer and self.sees_forwards
+        is_fenced = self.has_newer and self.sees_forwards
         if self.wait_at is not WaitAt.STEP and (is_seen or is_fenced):
             # Also where the forward waits: a compiled function may call it, and dynamo traces our
             # hooks to nothing.

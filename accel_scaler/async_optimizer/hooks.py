@@ -5,7 +5,6 @@ They are torch's own, on one optimizer and on models, and are removed by ``close
 
 from __future__ import annotations
 
-import inspect
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -28,8 +27,6 @@ from .replica import is_empty
 from .shared_memory import are_tied
 
 logger = logging.getLogger("accel_scaler")
-
-_CALL = Module._call_impl.__code__
 
 
 class SyncHooks:
@@ -270,9 +267,8 @@ class SyncHooks:
             hook = _Hook(stepper, _synchronize)
             self._handles.append(module.register_state_dict_pre_hook(hook))
             self._handles.append(module.register_load_state_dict_pre_hook(hook))
-        if is_fsdp2(module) or stepper.mode == "delayed":
-            run = _before_gather if is_fsdp2(module) else _before_inner_forward
-            hook = _Hook(stepper, run)
+        if is_fsdp2(module):
+            hook = _Hook(stepper, _before_gather)
             self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
     def _hook_root(self, root: Module, stepper: AsyncStepper) -> None:
@@ -280,20 +276,6 @@ class SyncHooks:
             self._roots.add(root)
             hook = _Hook(stepper, _before_forward)
             self._handles.append(root.register_forward_pre_hook(hook, prepend=True))
-
-    def is_called_by_watched(self) -> bool:
-        """Whether the caller, a hook, runs inside the forward of a module that has hooks too."""
-        frame = inspect.currentframe()
-        calls = 0
-        while frame is not None:
-            if frame.f_code is _CALL or frame.f_code.co_name == "forward":
-                module = frame.f_locals.get("self")
-                if isinstance(module, Module) and module in self._modules:
-                    calls += 1
-                    if calls > 1:
-                        return True
-            frame = frame.f_back
-        return False
 
     def _watch_compiled(self, stepper: AsyncStepper) -> None:
         """Compiled code checks the class of its parameters: its forward waits for all first."""
@@ -356,18 +338,6 @@ def _before_forward(stepper: AsyncStepper, module: Module) -> None:
             stepper.begin_forward()
     if stepper.wait_at >= WaitAt.FORWARD and not is_fsdp2(module):  # which waits at gathers
         stepper.finish_model()
-
-
-def _before_inner_forward(stepper: AsyncStepper, module: Module) -> None:
-    """Of any module, in ``delayed``: it may be evaluated alone."""
-    if not stepper.has_newer or is_replaying() or is_in_backward():
-        return
-    if getattr(module, "_is_replica", False):
-        return  # DataParallel's, on a thread of its own: the hook of its original has run
-    if not _is_evaluated(module):
-        stepper.lift_fence()
-    elif not stepper.hooks.is_called_by_watched():  # a frozen layer of a training forward
-        stepper.synchronize()
 
 
 def _before_compiled_call(stepper: AsyncStepper, module: Module) -> None:

@@ -206,7 +206,6 @@ def adopt(optimizer: Any, attachment: Attachment, frozen_too: bool = False) -> N
             worker=attachment.worker,
             device=attachment.device,
             parameter_names=names,
-            fences_reads=True,
         )
     elif config.step_mode == "overlap" and not is_splittable(inner):
         logger.warning(

@@ -531,13 +531,8 @@ class Player:
 
     @operation(which=range(8), aside=(False, True))
     def read(self, which: int, aside: bool) -> None:
-        """Read one parameter through an operation.
-
-        In ``delayed`` that publishes only where an attached accelerator has stepped since the last
-        forward (``test_reads_between_steps.py``).
-        """
-        if self.attached:
-            self.publish_delayed()
+        """Read one parameter through an operation; in ``delayed`` that publishes."""
+        self.publish_delayed()
         with self.stream(aside):
             p, q = self.pairs[which % len(self.pairs)]
             self.same("what is read", p + 0, q + 0)
@@ -598,8 +593,7 @@ class Player:
     @operation()
     def average(self) -> None:
         """Of the weights after some steps."""
-        if self.attached:
-            self.publish_delayed()
+        self.publish_delayed()
         with self.stream(aside=True), torch.no_grad():
             for n, both in enumerate(self.pairs):
                 if n == len(self.averages):
@@ -623,8 +617,6 @@ class Player:
 
     @operation(which=range(8), how=tuple(EDITS))
     def edit(self, which: int, how: str) -> Any:
-        if how.startswith("data") and self.setup.mode == "delayed" and not self.attached:
-            return False  # see docs/limits.md
         self.publish_delayed()
         for p in self.pairs[which % len(self.pairs)]:
             with torch.no_grad():

@@ -241,12 +241,12 @@ def test_a_parameter_moved_while_a_newer_value_waits_loses_nothing_silently(
     late: None, new: Callable[[Tensor], Tensor]
 ) -> None:
     model = Both()
-    with AsyncOptimizer(sgd(model.parameters()), model, mode="delayed") as optimizer:
+    with AsyncOptimizer(sgd(model.parameters()), mode="delayed") as optimizer:
         stepped(model, optimizer)
         model.a.data = new(model.a.data)
         give(model.a)
         give(model.b)
-        with pytest.raises(OrderError, match=r"\ba\b.*synchronize\(\)"):
+        with pytest.raises(OrderError, match=r"moved or changed shape.*synchronize\(\)"):
             optimizer.step()
         assert model.a.grad is not None
         optimizer.step()
@@ -259,7 +259,7 @@ def test_an_edit_in_place_while_a_step_runs_comes_after_it_or_is_refused(
     late: None, mode: str
 ) -> None:
     model = Both()
-    with AsyncOptimizer(sgd(model.parameters()), model, mode=mode) as optimizer:
+    with AsyncOptimizer(sgd(model.parameters()), mode=mode) as optimizer:
         stepped(model, optimizer)
         with torch.no_grad():
             model.a.mul_(10.0)
@@ -270,7 +270,7 @@ def test_an_edit_in_place_while_a_step_runs_comes_after_it_or_is_refused(
             return
         give(model.a)
         give(model.b)
-        with pytest.raises(OrderError, match=r"^a changed in place.*synchronize\(\)"):
+        with pytest.raises(OrderError, match=r"changed in place.*synchronize\(\)"):
             optimizer.step()
         assert model.b.grad is not None
         optimizer.step()

@@ -426,13 +426,9 @@ def test_delayed_publishes_nothing_for_a_frozen_layer_in_a_training_forward() ->
         result: Tensor = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
         return result
 
-    def by_forward(model: Own, x: Tensor) -> Tensor:
-        return model.forward(x)
-
     expected = run(lambda model: None, lambda model, x: model(x))
     assert run(lambda model: model.b.eval(), lambda model, x: model(x)) == expected
     assert run(lambda model: model.b.eval(), by_checkpoint) == expected
-    assert run(lambda model: model.b.eval(), by_forward) == expected
 
 
 # Views, versions, inference mode.

@@ -13,8 +13,6 @@ from .console import plain
 from .errors import AccelScalerError, refuse_retired
 from .version import __version__
 
-__all__ = ["main"]
-
 EXAMPLE = """\
 example:
   accel-scaler launch --mixed_precision fp16 --telemetry run.jsonl train.py

@@ -21,8 +21,6 @@ from typing import Any, Literal, NamedTuple
 from .config_file import read_config
 from .errors import AccelScalerError, ConfigError, refuse_retired, shown
 
-__all__ = ["ScalerConfig"]
-
 ENV_PREFIX = "ACCEL_SCALER_"
 MAX_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
 NONE = ("", "none", "null")

@@ -13,8 +13,6 @@ import yaml
 
 from .errors import ConfigError, shown
 
-__all__ = ["find_config", "read_config", "shipped_configs"]
-
 PACKAGE = Path(__file__).parent
 SECTION = "accel_scaler"
 

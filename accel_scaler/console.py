@@ -7,8 +7,6 @@ import os
 import sys
 from typing import Any
 
-__all__ = ["counted", "number", "percent", "plain", "say", "written"]
-
 
 def plain(text: str) -> str:
     """Text that steers no terminal: of what is not printable only line ends are left."""
@@ -53,8 +51,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def written(value: Any) -> str:
-    """A setting or a fact as one writes it in a config file: ``none``, ``true``, ``65536``,
-    ``[a, b.c]``."""
+    """A setting as one writes it in a config file: ``none``, ``true``, ``[a, b.c]``."""
     if value is None:
         return "none"
     if isinstance(value, bool):

@@ -16,15 +16,6 @@ import torch
 
 from .errors import UnsupportedError
 
-__all__ = [
-    "Streams",
-    "device_name",
-    "is_capturing",
-    "present_type",
-    "refuse_capture",
-    "streams_of",
-]
-
 
 def present_type() -> str:
     """The type of this machine's accelerator, else ``"cpu"``."""

@@ -5,18 +5,6 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Sequence
 
-__all__ = [
-    "AccelScalerError",
-    "ConfigError",
-    "OrderError",
-    "OverflowStreakError",
-    "StepError",
-    "UnsupportedError",
-    "listed",
-    "refuse_retired",
-    "shown",
-]
-
 
 class AccelScalerError(Exception):
     """Every error that this package raises on purpose."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch._compile import _disable_dynamo
 
-__all__ = ["untraced"]
-
 untraced = _disable_dynamo
 """A call that ends a window, hands an update over, or waits: where a compiled function (a whole
 training step, say) contains it, the graph ends, the call runs as it is, and a graph begins.

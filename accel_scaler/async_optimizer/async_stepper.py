@@ -78,8 +78,7 @@ class Stage(Enum):
     COMPUTED = auto()
     """The step is done, and masters are newer than the model (``delayed``)."""
     PUBLISHING = auto()
-    """Values are written to the model outside of a step. An interrupt leaves this stage, and the
-    next fence publishes again."""
+    """Values are written outside of a step; after an interrupt a fence does it again."""
     CLOSED = auto()
     """The optimizer is torch's again."""
 
@@ -783,8 +782,7 @@ class AsyncStepper(Stepper):
     # Loading and closing.
 
     def begin_loading(self, state_dict: dict[str, Any]) -> None:
-        """Before the optimizer loads ``state_dict``: a lost step no longer matters, and there is a
-        master wherever one was saved."""
+        """Before the optimizer loads ``state_dict``: forget a lost step, make room for masters."""
         self.claim()
         if self._lost is not None:
             self._lost = None

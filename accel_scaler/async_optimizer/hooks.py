@@ -106,8 +106,7 @@ class SyncHooks:
                 stepper.release()
 
     def _give_state_back(self, stepper: AsyncStepper) -> None:
-        """State that lives with masters goes to the parameters' device and dtype, a shard's is a
-        DTensor again."""
+        """Move state of masters to the parameters' device and dtype, make DTensors of shards."""
         optimizer = stepper.optimizer
         replica = stepper.replica
         if not replica.pairs:
@@ -245,8 +244,7 @@ class SyncHooks:
             stepper.wait_at = max(stepper.wait_at, WaitAt.FORWARD)  # they read parameters unseen
 
     def _wait_for_others(self, model: Module, stepper: AsyncStepper, mine: set[int]) -> None:
-        """Where other tensors of the model are in the memory of its parameters, steps are awaited:
-        a use of these would not be."""
+        """Await steps where other tensors of the model lie in its parameters' memory."""
         if not stepper.is_beside or stepper.wait_at is WaitAt.STEP:
             return
         tensors = (*Module.parameters(model), *Module.buffers(model))

@@ -82,8 +82,7 @@ class ParameterPair:
 
     @property
     def is_edited(self) -> bool:
-        """Whether the parameter is not, bit for bit, what its master rounds to. Reads all of both;
-        synchronises with the device."""
+        """Whether the parameter differs from its rounded master. Reads both; synchronises."""
         if not self.is_master:
             return False
         rounded = self.stepped.detach().to(self.target.dtype)

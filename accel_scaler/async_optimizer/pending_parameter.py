@@ -241,8 +241,7 @@ def _release(tensors: Iterable[Any], hold: object, cls: type) -> None:
 
 
 def outside_transforms() -> AbstractContextManager[Any]:
-    """Leave the transforms of ``torch.func`` for a block: inside one, parameters that it does not
-    know cannot be written to."""
+    """Leave the transforms of ``torch.func``, which write to no captured parameter."""
     if torch._C._functorch.peek_interpreter_stack() is None:
         return nullcontext()
     return temporarily_clear_interpreter_stack()

@@ -327,8 +327,7 @@ class Previews:
         )
 
     def forget(self) -> None:
-        """Drop what was prepared, since masters or state may be edited; call it while nothing is
-        being prepared."""
+        """Drop what was prepared: masters or state may be edited. Nothing may be preparing now."""
         self._prepared = self._settings = None
 
     # On the optimizer thread.
@@ -437,8 +436,7 @@ class PreviewError:
 
     @torch.no_grad()
     def read(self) -> float | None:
-        """Once they are updated: the norm of exact - preview over that of exact - before; None:
-        nothing has moved."""
+        """After the update: |exact - preview| / |exact - before|; None: nothing has moved."""
         exact, norms = self._rounded(), []
         for other in (self._previews, self._before):
             off = [torch.linalg.vector_norm(a - b) for a, b in zip(exact, other, strict=True)]

@@ -6,9 +6,10 @@ class and shares the state entries; its hyperparameters are copied when a step i
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain, pairwise
 from operator import attrgetter, is_
 from typing import Any
@@ -28,6 +29,7 @@ from ..scaling import (
     nothing_found,
     parameters_of,
 )
+from .compile_session import beside_no_compile
 from .master_params import MasterRule, ParameterPair, is_stepped, make_pairs, shard_of
 from .shared_memory import overlapping
 from .spot_check import SpotCheck
@@ -38,7 +40,6 @@ from .supported_optimizers import (
     refuse_spread,
     refuse_unsteppable,
 )
-from .thread_context import ThreadContext
 
 PARTS = 32
 """About how many parts a step has: each costs some Python, and a forward waits for whole ones."""
@@ -46,6 +47,28 @@ SMALLEST_PART, LARGEST_PART = 1 << 19, 1 << 22
 """Elements in a part, unless one parameter alone has more."""
 
 _dtype_of = attrgetter("dtype")
+
+
+class ThreadContext:
+    """Gradient mode and default device of the thread that makes it."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._with_grad = torch.is_grad_enabled()
+        self._default = torch.get_default_device()
+
+    def around(self) -> AbstractContextManager[Any]:
+        """On any thread: the default device as it was there."""
+        is_there = threading.get_ident() == self._thread
+        return nullcontext() if is_there or self._default.type == "cpu" else self._default
+
+    @contextmanager
+    def around_step(self) -> Iterator[None]:
+        """:meth:`around`, and the gradient mode too; on another thread beside no compile."""
+        is_there = threading.get_ident() == self._thread
+        turn = nullcontext() if is_there else beside_no_compile()
+        with turn, self.around(), torch.set_grad_enabled(self._with_grad):
+            yield
 
 
 class Part:
@@ -85,7 +108,7 @@ class Replica:
         refuse_unsteppable(optimizer, masters)
         self.inline = inline
         """Steps run on the training thread."""
-        self.thread_context = ThreadContext(streams.device)
+        self.thread_context = ThreadContext()
         """Of the thread that handed the last step over."""
         self._edited: set[int] = set()
         """``id`` of parameters that were edited where no version counts."""
@@ -286,7 +309,7 @@ class Replica:
             UnsupportedError: it cannot be stepped so; nothing was changed.
         """
         refuse_replaced(self.optimizer)
-        self.thread_context = ThreadContext(self.streams.device)
+        self.thread_context = ThreadContext()
         self._share_state(grads)
         # A scheduler moves the hyperparameters a line later.
         for group, own in zip(self.optimizer.param_groups, self.copy.param_groups, strict=True):

@@ -15,8 +15,7 @@ from ..scaling import local
 
 
 def span_of(t: Tensor) -> tuple[int, int] | None:
-    """Addresses of the first byte of a strided tensor and of the one after the last; None: it has
-    none (empty, sparse, meta)."""
+    """The first address of a strided tensor and the one after its last; None: it has none."""
     if t.layout is not torch.strided or t.is_meta or not t.numel():
         return None
     start = t.data_ptr()

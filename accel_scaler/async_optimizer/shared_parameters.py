@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
-from ..errors import OrderError, StepError, UnsupportedError
+from ..errors import OrderError, UnsupportedError
 from ..scaling import parameters_of
 from .master_params import MasterRule
 from .shared_memory import are_tied
@@ -100,7 +100,6 @@ def take_over(wanted: Sequence[Wanted]) -> None:
         StepError: the last step of one of those failed; it is closed all the same.
     """
     newest = {id(optimizer) for optimizer, _, _ in wanted}
-    failed: StepError | None = None
     for other in [e for e in _steppers if id(e.optimizer) not in newest]:
         conflicts = (_conflict(one, _wanted(other), frozen_too=True) for one in wanted)
         conflict = next(filter(None, conflicts), None)
@@ -114,12 +113,7 @@ def take_over(wanted: Sequence[Wanted]) -> None:
             type(other.optimizer).__name__,
             conflict,
         )
-        try:
-            other.give_way()
-        except StepError as error:
-            failed = error
-    if failed is not None:
-        raise failed
+        other.give_way()
 
 
 def _sharing(wanted: Sequence[Wanted], beside_others: bool) -> str | None:

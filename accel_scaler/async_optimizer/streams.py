@@ -103,8 +103,7 @@ class SideStreams:
         self.wait_on_host(self._last)
 
     def follow(self, event: Any) -> None:
-        """Order what is enqueued from here on, on this stream and on the training stream, after
-        ``event``."""
+        """Order what this stream and the training stream enqueue from here on after ``event``."""
         if event is None or self._backend is None:
             return
         stream = self._backend.current()

@@ -28,10 +28,6 @@ WAY_OUT = (
     "Use step_mode='sync' or 'overlap' without offload, with float32 parameters, or with bfloat16 "
     "ones and master_weights='none'."
 )
-ALONE = (
-    "Leave it to attach(), which steps it inside optimizer.step() in step_mode 'sync' and "
-    "'overlap', with float32 parameters, or with bfloat16 ones and master_weights='none'."
-)
 
 
 def raw_step(cls: type[Optimizer]) -> Callable[..., Any]:
@@ -95,7 +91,8 @@ def refuse_unsteppable(optimizer: Optimizer, masters: MasterRule) -> None:
     if not is_splittable(optimizer):
         raise UnsupportedError(
             f"{name} is not one of torch's optimizers, whose steps treat each parameter alone: it "
-            f"is not stepped in parts, on another thread or with float32 masters ({WHY}). {ALONE}"
+            "is not stepped in parts, by AsyncOptimizer or with float32 masters. Use attach() and "
+            f"{WAY_OUT[4:]}"
         )
     params = parameters_of(optimizer)
     if any(getattr(p, "_fsdp_flattened", False) for p in params):

@@ -92,8 +92,7 @@ class Task:
             return self._run is not None and self.end(error)
 
     def end(self, error: BaseException) -> bool:
-        """:meth:`execute` was left by ``error``, an interrupt between its lines. False: it had
-        ended already."""
+        """An interrupt has left :meth:`execute`. False: it had ended already."""
         with self._changed:
             if self.finished:
                 return False

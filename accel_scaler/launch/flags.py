@@ -9,8 +9,6 @@ import argparse
 
 from ..config import ABOUT, FIELDS, SWITCH
 
-__all__ = ["DEST", "add_flags", "own_parser"]
-
 DEST = "accel_scaler_"
 """The start of the names of our values among the arguments of Accelerate."""
 

@@ -128,8 +128,7 @@ class Clipping:
     def note_norm(
         self, parameters: Sequence[Tensor], norm: Any, max_norm: float, norm_type: float
     ) -> None:
-        """Record the norm of a clip made elsewhere. Communicates where an observer wants norms and
-        this one is a DTensor."""
+        """Record the norm of a clip made elsewhere. Communicates for a DTensor, if it is wanted."""
         if any(observer.wants_norms for observer in self._check.observers):
             self._note(GradNorm(parameters, whole(norm), None, float(max_norm), None, norm_type))
 
@@ -153,8 +152,7 @@ class Clipping:
     def _clip_scaled(
         self, parts: Parts, parameters: Sequence[Tensor], max_norm: float, norm_type: float
     ) -> Tensor:
-        """Clip where some gradients stay scaled: these within their step, in float32. Does not
-        synchronise."""
+        """Clip gradients that stay scaled, in float32 within their step. Does not synchronise."""
         clipped: list[tuple[DeferredUnscale | None, list[Tensor]]] = []
         taken: set[int] = set()
         for _, mine, record in parts:
@@ -193,8 +191,7 @@ class Clipping:
     def _clip_in_one_pass(
         self, parts: Parts, parameters: Sequence[Tensor], max_norm: float
     ) -> Tensor | None:
-        """One read for norm and check, one product for unscale and clip. None: these gradients do
-        not allow it."""
+        """One read for norm and check, one product to unscale and clip. None: not possible here."""
         check, scale, window = self._check, self.scaler.window_scale, self.scaler.window
         owners = [owner for owner, _, _ in parts]
         norms = check.one_pass(owners, parameters)

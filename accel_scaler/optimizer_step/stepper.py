@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 
-from ..scaling import DeferredUnscale, parameters_of, stepped
+from ..scaling import DeferredUnscale, stepped
 from .fused_adam import FusedAdam, step_fused
 
 logger = logging.getLogger("accel_scaler")
@@ -78,8 +78,7 @@ class Stepper(ABC):
         """A boundary without an update: its gradients overflowed."""
 
     def wait(self) -> bool:
-        """Wait until the update in flight, if any, is over; False: it failed, as the next step
-        says."""
+        """Wait until the update in flight, if any, is over; False: it failed."""
         return True
 
     def synchronize(self) -> None:  # noqa: B027
@@ -111,22 +110,11 @@ class InlineStepper(Stepper):
         """One update. ``deferred`` may only hold what the kernel divides by."""
         optimizer, start = self.optimizer, time.perf_counter()
         assert deferred is None or deferred.multiply is None
-        try:
-            if takes_grad_scale(optimizer):
-                divide = None if deferred is None else deferred.divide
-                self._plan = step_fused(optimizer, self._plan, divide)
-            else:
-                optimizer.step()
-        except BaseException as error:  # Ctrl-C, a handler of a signal, the optimizer itself
-            logger.error(
-                "the update of %s ended in %s: of its %d parameters, and of their state, some may "
-                "have moved and others not. The window is closed, so training goes on with new "
-                "gradients; to have all as before the step load the last checkpoint.",
-                type(optimizer).__name__,
-                type(error).__name__,
-                len(parameters_of(optimizer)),
-            )
-            raise
+        if takes_grad_scale(optimizer):
+            divide = None if deferred is None else deferred.divide
+            self._plan = step_fused(optimizer, self._plan, divide)
+        else:
+            optimizer.step()
         self.timing = StepTiming(start, time.perf_counter() - start, finished=True, inline=True)
 
 

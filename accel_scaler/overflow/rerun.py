@@ -360,8 +360,7 @@ def _backward(seeded: list[tuple[Tensor, Tensor]], factor: float | None) -> None
             seed = torch.where(seed.isfinite(), seed * factor, 0.0)
 
         def replace(_: Tensor, seed: Tensor = seed) -> Tensor:
-            """The seed is all that came to this output, also by way of another output, as from the
-            loss to the logits."""
+            """``seed``: all that came to this output, also by way of another output."""
             return seed
 
         handles.append(root.register_hook(replace))  # type: ignore[no-untyped-call]

@@ -70,8 +70,7 @@ class Range:
 
 
 def is_batched(tensor: Tensor) -> bool:
-    """Whether it is a gradient of a batched backward (``is_grads_batched``), which stands for
-    several and has no memory."""
+    """Whether it stands for several gradients (``is_grads_batched``) and has no memory."""
     return bool(torch._C._functorch.is_legacy_batchedtensor(tensor))
 
 

@@ -24,8 +24,7 @@ class HeatMap:
     columns: list[int]
     """The window of each."""
     table: list[array[float]]
-    """Norms as ``[row][column]``, float32, the largest of a row's. NaN: none there; inf: one was
-    inf or NaN."""
+    """Norms as ``[row][column]``, the largest each. NaN: none; inf: one was inf or NaN."""
     low: float
     """Where the colours begin; 0 has its own."""
     high: float

@@ -55,8 +55,7 @@ class Run(Diagnosis):
             self.norms.include(x, record.names, record.norms)
 
     def room(self) -> float | None:
-        """Doublings of the last scale until the largest gradient that was measured last overflows;
-        None: nothing was measured."""
+        """Doublings of the last scale until the largest gradient overflows; None: not measured."""
         return None if self.largest is None else headroom(self.largest[0] * self.last_scale)
 
     @property

@@ -110,8 +110,7 @@ class GradScaler(torch.amp.GradScaler):
         self.skips = SkipStreak(max_consecutive_skips)
         self.parameter_names = ParameterNames()
         self.extra: dict[str, Any] = {}
-        """Further entries of :meth:`state_dict`, filled by an integration; see
-        :meth:`call_when_loaded`."""
+        """Further entries of :meth:`state_dict`; see :meth:`call_when_loaded`."""
         self._make_transient()
         device = present_type() if device is None else device
         super().__init__(
@@ -486,8 +485,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @untraced
     def read_state(self) -> ScaleState:
-        """Scale and counters on the host, on any thread. Synchronises only if the device has
-        newer ones."""
+        """Scale and counters on the host, any thread. Synchronises if the device has newer ones."""
         with self._lock:
             live, tracker = self._live, self._growth_tracker
             if live is None or tracker is None:
@@ -517,8 +515,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def window_scale(self) -> float:
-        """The scale of the open window, or of the one that was closed last. As :meth:`get_scale`
-        otherwise."""
+        """The scale of the open window or the one closed last; else as :meth:`get_scale`."""
         before = self.window.before
         return self.get_scale() if before is None else before.scale
 
@@ -680,8 +677,7 @@ class GradScaler(torch.amp.GradScaler):
         return list(self._managed)
 
     def _next_window(self) -> None:
-        """Leave the window. Gradients that its optimizers have not stepped go on accumulating in
-        the next, brought to its scale."""
+        """Leave the window; bring gradients that it has not stepped to the scale of the next."""
         left = self._windows.next()
         self._leaves = []
         self.parameter_names.next_window()
@@ -710,8 +706,7 @@ class GradScaler(torch.amp.GradScaler):
             self.window.record(optimizer).carried_over = why
 
     def _start_over_where_dropped(self, window: Window) -> None:
-        """Before another loss is scaled: forget optimizers whose unscaled gradients are gone, on
-        every rank."""
+        """Forget optimizers whose unscaled gradients are gone, on every rank alike."""
         for optimizer, kept in window.scaled_again(self.managed):
             params = parameters_of(optimizer)
             if not agree_on_overflow(kept, params[0].device, self.sharded or is_sharded(params)):

@@ -74,8 +74,7 @@ class DeferredUnscale:
     divide: Tensor | None = None
     """The same, left to torch's fused kernel (its ``grad_scale``)."""
     clips: dict[int, Tensor] = field(default_factory=dict)
-    """Further factors for parameters that were not all clipped together, under their ``id``. Empty
-    beside ``divide``."""
+    """Further factors by the ``id`` of parameters clipped apart. Empty beside ``divide``."""
 
     def __bool__(self) -> bool:
         return self.multiply is not None or self.divide is not None

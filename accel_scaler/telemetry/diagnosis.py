@@ -96,8 +96,7 @@ class Diagnosis:
         self.overflowed: tuple[str, ...] = ()
         """Names of the first few tensors of the last overflow."""
         self.bad = Span()
-        """Windows whose loss was inf or NaN, or that stepped though their norm was; without those
-        that healed the cause."""
+        """Windows of an inf or NaN loss, or stepped with such a norm; without healed ones."""
         self.bad_at_end = 0
         """Windows in a row, up to the last one, of these or with an overflow in the forward."""
         self.highest: tuple[float, int] | None = None

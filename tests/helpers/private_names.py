@@ -177,7 +177,6 @@ PRIVATE: dict[str, dict[str | Callable[[], Any], tuple[str, ...]]] = {
         scheduled_step: ("_wrapped_by_lr_sched",),
         fused_adam: ("_step_supports_amp_scaling",),
         fsdp_state: ("_states_to_forward_prefetch",),
-        replica: ("_is_replica",),
         flattened: ("_fsdp_flattened",),
         compiled_module: ("_orig_mod",),
         compiled: ("_torchdynamo_orig_callable",),

@@ -52,19 +52,19 @@ WITHOUT_TORCH = {
 
 
 MAX_LINES = {
-    "scaling": 2_610,
-    "optimizer_step": 1_460,
-    "async_optimizer": 5_700,
-    "integrations": 1_500,
-    "overflow": 2_620,
-    "telemetry": 1_970,
-    "report": 1_260,
-    "launch": 450,
-    "": 980,
+    "scaling": 2_190,
+    "optimizer_step": 1_272,
+    "async_optimizer": 5_120,
+    "integrations": 1_396,
+    "overflow": 2_211,
+    "telemetry": 1_314,
+    "report": 1_173,
+    "launch": 434,
+    "": 890,
 }
 """Lines of ``*.py`` in each folder, docstrings and comments included; "": the single modules.
 
-On the way to 16,000: a row only shrinks until the sum is there."""
+16,000 in all: who needs more takes it from another row."""
 
 
 def place(name: str) -> int:
@@ -155,7 +155,7 @@ def test_a_folder_stays_within_its_lines(folder: str) -> None:
 
 def test_the_rows_are_the_folders_and_their_sum_is_the_packages() -> None:
     assert set(MAX_LINES) == {*FOLDERS, ""}
-    assert sum(MAX_LINES.values()) == 18_550
+    assert sum(MAX_LINES.values()) == 16_000
 
 
 IMPORT_CHECK = """

@@ -157,8 +157,8 @@ class StopsHalfWay(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, TimeoutError])
-def test_an_update_that_is_ended_half_way_is_logged(
-    error: type[BaseException], logged: Any, tmp_path: Path
+def test_a_run_goes_on_after_an_update_that_was_ended_half_way(
+    error: type[BaseException], tmp_path: Path
 ) -> None:
     """``TimeoutError``: what a handler of SIGALRM raises, usually."""
     before, after, _ = states("sync", partial(momentum, kind=StopsHalfWay))
@@ -166,7 +166,6 @@ def test_an_update_that_is_ended_half_way_is_logged(
     run.optimizer.optimizer.error = error()
     with pytest.raises(error):
         run.train(WINDOW + 1)
-    assert f"StopsHalfWay ended in {error.__name__}: of its 4 parameters" in logged()
     moved, scaler = state_of(run)
     assert same(scaler, after[1])
     assert same(moved[0], after[0][0])

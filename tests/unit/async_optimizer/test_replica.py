@@ -238,35 +238,7 @@ def test_two_optimizers_that_share_parameters_both_step(scaled: bool, offload: s
     assert_same(got, reference)
 
 
-# Autocast.
-
-
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs a newer torch")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_autocast_is_that_of_the_thread_that_steps(dtype: torch.dtype) -> None:
-    """Muon's update is made of matrix products, which autocast rounds."""
-
-    def run(wrap: Callable[[Any], Any], inside: bool) -> list[Tensor]:
-        torch.manual_seed(2)
-        ps = [nn.Parameter(torch.randn(6, 5)), nn.Parameter(torch.randn(4, 4))]
-        optimizer = wrap(torch.optim.Muon(ps))
-        for step in range(3):
-            for p in ps:
-                p.grad = torch.sin(p.detach() * (step + 1))
-            with torch.autocast("cpu", dtype, enabled=inside):
-                optimizer.step()
-            optimizer.zero_grad()
-        getattr(optimizer, "close", lambda: None)()
-        return [p.detach() for p in ps]
-
-    for inside in (True, False):
-        reference = run(lambda optimizer: optimizer, inside)
-        with lazy():
-            assert_same(run(AsyncOptimizer, inside), reference)
-    assert not torch.is_autocast_enabled("cpu")
-
-
-# Overridden parameters(), hooks.
+# Hooks.
 
 
 def test_step_hooks_are_called_as_torch_calls_them() -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from accel_scaler import ConfigError, ScalerConfig, attach, detach
+from accel_scaler import AccelScalerError, ConfigError, ScalerConfig, attach, detach
 from accel_scaler.config import merge
 from accel_scaler.config_file import read_config, shipped_configs
 from accel_scaler.launch.launcher import parse, prepare
@@ -95,7 +95,10 @@ def try_config(path: Path) -> str:
         refused.append("launch")
     args, ours = parse(["--config_file", str(path), __file__])
     try:
-        prepare(args, ours, path.parent / "launch")
+        refusals: list[AccelScalerError] = []
+        prepare(args, ours, path.parent / "launch", refusals)
+        if refusals:
+            raise refusals[0]
         assert not refused
     except ConfigError as error:
         one_line(error)

@@ -5,8 +5,7 @@
 The same boundary of an attached accelerator without telemetry, and with the file on, in turn in
 one process on the same parameters and gradients; the ratios are of medians, with the spread of
 the ratios of neighbours. Goal: at most 1.02 with the file on. The window before is written in the
-same boundary, so writing is counted. `skip` is a boundary whose gradients overflowed: there the
-file also wants every offender and its count, which is another read of all gradients.
+same boundary, so writing is counted. `skip` is a boundary whose gradients overflowed.
 """
 
 from __future__ import annotations

@@ -25,15 +25,13 @@ ENV_PREFIX = "ACCEL_SCALER_"
 MAX_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
 NONE = ("", "none", "null")
 """Texts that stand for None."""
-SWITCH_WORDS = dict.fromkeys(("true", "1", "yes", "on"), True)
-SWITCH_WORDS |= dict.fromkeys(("false", "0", "no", "off"), False)
+TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
-def is_number(value: object) -> bool:
+def is_number(value: Any) -> bool:
     """Whether ``value`` is a finite int or float; a bool is not a number here."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return False
-    return abs(value) <= sys.float_info.max
+    is_real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_real and abs(value) <= sys.float_info.max
 
 
 def is_positive(value: Any) -> bool:
@@ -60,11 +58,8 @@ def optional(kind: Kind) -> Kind:
 
 def count(least: int) -> Kind:
     """An integer; the largest one is exact as a float."""
-
-    def check(value: object) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and least <= value <= 2**53
-
-    return Kind(f"an integer from {least} to 2**53", check, int)
+    text = f"an integer from {least} to 2**53"
+    return Kind(text, lambda value: type(value) is int and least <= value <= 2**53, int)
 
 
 COUNT = count(1)
@@ -74,7 +69,7 @@ BACKOFF = Kind("a number in (0, 1)", lambda value: is_number(value) and 0 < valu
 SWITCH = Kind(
     "true or false",
     lambda value: isinstance(value, bool),
-    lambda text: SWITCH_WORDS.get(text.strip().lower(), text),
+    lambda text: (text.strip().lower() in TRUE) if text.strip().lower() in TRUE + FALSE else text,
 )
 THREADS = Kind(
     f"{COUNT.allowed}, or 'auto'",
@@ -127,37 +122,31 @@ class ScalerConfig:
         step_mode: When parameters are updated. sync: inside optimizer.step(). overlap: on the
             optimizer thread, and each parameter's next use waits for it. delayed: on the optimizer
             thread, published one step late (see delay_compensation).
-        delay_warmup_steps: delayed: the first N steps run as overlap. A resumed run continues to
-            count where the optimizer's state has a step; else it warms up again.
+        delay_warmup_steps: delayed: the first N steps run as overlap; a resumed run counts on.
         delay_compensation: delayed: what the forward sees of an update before it is published.
             preview: the update as it would be without its gradient, plus the gradient's own share.
             none: nothing. auto: a preview where there is one for the optimizer, else none.
         offload: Where the optimizer's state is kept and updated. none: with the parameters. cpu: in
             host memory, with float32 master weights.
         master_weights: How float16 and bfloat16 parameters are updated. fp32: through float32
-            masters, which are saved with the optimizer. none: in place (bfloat16 only: 8 bits of
-            each update are kept). auto: fp32 where the loss is scaled. With offload or delayed all
-            parameters have masters.
+            masters, saved with the optimizer. none: in place (bfloat16 only: 8 bits of each update
+            are kept). auto: fp32 where the loss is scaled. offload and delayed give all masters.
         optimizer_threads: Threads of the optimizer's CPU kernels off the training thread, whatever
             OMP_NUM_THREADS is. auto: physical cores / ranks on this host, less one, at least 1.
         fold_unscale: Let the fused kernel unscale, and on a CPU clip: faster. There .grad stays
-            scaled between a clip and the step. Results may differ by one rounding while clipping
-            is active.
+            scaled between a clip and the step, and an active clip may differ by one rounding.
         max_consecutive_skips: Skipped windows in a row that are allowed; one more raises.
         find_overflow: How the module is found in which an overflow began. replay: the skipped
             window runs again; parameters, buffers and random state are restored, nothing else is.
-            always: every window is watched (slow). auto: replay with heal; with telemetry or
-            max_consecutive_skips the windows after an overflow are watched, which changes no
-            number; else off. off: only names of parameters.
-        heal: Keep the smallest module that overflows at any scale in float32 from then on. Its name
-            is logged, printed at the end and saved with the scaler.
+            always: every window is watched (slow). off: only names of parameters. auto: replay with
+            heal; with telemetry or max_consecutive_skips watch after an overflow; else off.
+        heal: Keep the smallest module that overflows at any scale in float32, and save its name.
         fp32_modules: Modules that run in float32 under fp16: globs on the names of
             model.named_modules(), as '*.wo' or 'transformer.h.3.mlp'; in a text with commas between
             them. A glob without a match is an error.
         telemetry: JSON-lines file with one record a window, written by rank 0; with {rank} in the
             path each rank writes its own. Records are appended. accel-scaler report reads it.
-        underflow_interval: With telemetry: every N windows record how much of float16's range the
-            gradients use: the largest, whose distance from 65504 is the headroom.
+        underflow_interval: With telemetry: every N windows record the largest gradient (headroom).
     """
 
     init_scale: float = setting(2.0**16, SCALE)
@@ -205,27 +194,18 @@ class ScalerConfig:
                 "masters; drop one of the two."
             )
         if self.heal and self.find_overflow == "off":
-            raise ConfigError(
-                "heal=True runs a window that overflowed again, find_overflow='off' forbids it; "
-                "leave find_overflow at 'auto'."
-            )
+            raise ConfigError("heal=True runs a window again, which find_overflow='off' forbids.")
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> ScalerConfig:
-        """Read ``ACCEL_SCALER_<FIELD>`` variables, by default of this process.
-
-        Raises:
-            ConfigError: an unknown field, or a value that its field does not take.
-        """
+        """Read ``ACCEL_SCALER_<FIELD>`` variables, by default of this process. Raises
+        ``ConfigError`` for an unknown field, or a value that its field does not take."""
         return merge(environment(os.environ if environ is None else environ))[0]
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str]) -> ScalerConfig:
         """Read the ``accel_scaler:`` section of an Accelerate config file; without one: defaults.
-
-        Raises:
-            ConfigError: a file that cannot be read, an unknown field or a wrong value.
-        """
+        Raises as :meth:`from_env`, and for a file that cannot be read."""
         return merge((str(path), read_config(path)[0]))[0]
 
     def to_env(self) -> dict[str, str]:
@@ -244,11 +224,8 @@ class ScalerConfig:
 
     def changed(self) -> dict[str, Any]:
         """The fields that differ from their defaults, in order."""
-        return {
-            spec.name: getattr(self, spec.name)
-            for spec in dataclasses.fields(self)
-            if getattr(self, spec.name) != spec.default
-        }
+        values = {name: getattr(self, name) for name in FIELDS}
+        return {name: value for name, value in values.items() if value != FIELDS[name].default}
 
 
 FIELDS: dict[str, dataclasses.Field[Any]] = ScalerConfig.__dataclass_fields__

@@ -59,8 +59,8 @@ MAX_LINES = {
     "overflow": 2_211,
     "telemetry": 1_314,
     "report": 1_173,
-    "launch": 434,
-    "": 890,
+    "launch": 467,
+    "": 857,
 }
 """Lines of ``*.py`` in each folder, docstrings and comments included; "": the single modules.
 

@@ -212,7 +212,7 @@ def _adamw_terms(group: Group, k: float, states: States) -> Terms:
     return adam_terms({"decoupled_weight_decay": True, **group}, k, states)
 
 
-class Rule(NamedTuple):
+class PreviewRule(NamedTuple):
     """How one class of optimizers is previewed."""
 
     terms: Callable[[Group, float, States], Terms]
@@ -226,14 +226,14 @@ def _adam_needs(group: Group) -> tuple[str, ...]:
 
 
 RULES = {
-    "SGD": Rule(sgd_terms, lambda group: ("momentum_buffer",) if group["momentum"] else ()),
-    "Adam": Rule(adam_terms, _adam_needs),
-    "AdamW": Rule(_adamw_terms, _adam_needs),
+    "SGD": PreviewRule(sgd_terms, lambda group: ("momentum_buffer",) if group["momentum"] else ()),
+    "Adam": PreviewRule(adam_terms, _adam_needs),
+    "AdamW": PreviewRule(_adamw_terms, _adam_needs),
 }
 """By the name of torch's class."""
 
 
-def rule_of(optimizer: Optimizer) -> Rule | None:
+def rule_of(optimizer: Optimizer) -> PreviewRule | None:
     """The rule by which ``optimizer`` is previewed; None: there is none."""
     return RULES.get(type(optimizer).__name__) if is_known(type(optimizer)) else None
 
@@ -276,7 +276,7 @@ class Prepared:
 class Previews:
     """Previews of one optimizer's updates. See Note [Previews]."""
 
-    def __init__(self, rule: Rule, replica: Replica) -> None:
+    def __init__(self, rule: PreviewRule, replica: Replica) -> None:
         self._rule, self._replica, self._streams = rule, replica, replica.streams
         self._prepared: Prepared | None = None
         self._settings: Settings | None = None

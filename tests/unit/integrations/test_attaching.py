@@ -25,6 +25,7 @@ from accel_scaler import (
     detach,
 )
 from accel_scaler.integrations import attach_default
+from accel_scaler.integrations.attachment import attachment_of
 from accel_scaler.integrations.optimizer import ScaledOptimizer
 
 INF = float("inf")
@@ -69,11 +70,11 @@ def test_the_settings_in_force_are_the_same_settings(tmp_path: Any) -> None:
     accelerator: Any = Accelerator(cpu=True)
     with pytest.warns(UserWarning, match="only telemetry"):
         attach(accelerator, config)
-    in_force = accelerator._attachment.config
+    in_force = attachment_of(accelerator).config
     assert in_force.step_mode == "sync"
     for again in (config, in_force):
         attach(accelerator, again)
-    assert accelerator._attachment.config is in_force
+    assert attachment_of(accelerator).config is in_force
     detach(accelerator)
 
 
@@ -115,7 +116,7 @@ def test_scaled_accelerator_used_directly() -> None:
         assert accelerator.scaler_history.boundaries == 3
         detach(accelerator)
         assert type(accelerator) is ScaledAccelerator
-        assert (accelerator._attachment, accelerator.scaler) == (None, None)
+        assert (attachment_of(accelerator), accelerator.scaler) == (None, None)
         assert accelerator.scaler_history.boundaries == 0
         attach(accelerator, config)
     detach(accelerator)
@@ -123,7 +124,7 @@ def test_scaled_accelerator_used_directly() -> None:
 
 def settings_of(accelerator: Any) -> dict[str, Any]:
     """What is in force and no default."""
-    changed: dict[str, Any] = accelerator._attachment.config.changed()
+    changed: dict[str, Any] = attachment_of(accelerator).config.changed()
     return changed
 
 
@@ -170,7 +171,7 @@ def test_what_was_asked_for_by_name_is_there_or_it_is_refused(
 ) -> None:
     """Attached again: the settings that are named count, the environment and the rest do not."""
     accelerator = attach(cpu(), step_mode="overlap", fp32_modules=["*.none"], telemetry=None)
-    attachment = accelerator._attachment
+    attachment = attachment_of(accelerator)
     monkeypatch.setenv("ACCEL_SCALER_INIT_SCALE", "512")
     for config, keywords in (
         ({}, {}),
@@ -180,14 +181,14 @@ def test_what_was_asked_for_by_name_is_there_or_it_is_refused(
         (ScalerConfig(fp32_modules=["*.none"]), {"step_mode": "overlap"}),  # type: ignore[arg-type]
     ):
         assert attach(accelerator, config, **keywords) is accelerator
-    assert accelerator._attachment is attachment
+    assert attachment_of(accelerator) is attachment
     with pytest.raises(OrderError, match="hysteresis=1, not 2, step_mode='overlap', not 'sync'; c"):
         attach(accelerator, {"step_mode": "sync"}, hysteresis=2)
     with pytest.raises(OrderError, match=r"fp32_modules=\('\*.none',\), not \(\)"):
         attach(accelerator, ScalerConfig(step_mode="overlap"))
     with pytest.raises(ConfigError, match="step_mode: got 'overlapp'"):
         attach(accelerator, step_mode="overlapp")
-    assert accelerator._attachment is attachment
+    assert attachment_of(accelerator) is attachment
     for _ in range(2):
         assert type(detach(accelerator)) is Accelerator
 
@@ -203,11 +204,11 @@ def test_settings_by_name_outrank_the_replaced_scalers() -> None:
     ):
         handler = GradScalerKwargs(init_scale=1024.0, growth_interval=7)
         accelerator = attach(stock(kwargs_handlers=[handler]), config, **keywords)
-        scaler, attachment = accelerator.scaler, accelerator._attachment
+        scaler, attachment = accelerator.scaler, attachment_of(accelerator)
         assert (scaler.get_scale(), scaler.get_growth_interval()) == (scale, interval)
         # What is in force is no other setting, and what is refused says what is.
         assert attach(accelerator, init_scale=scale, growth_interval=interval) is accelerator
-        assert accelerator._attachment is attachment
+        assert attachment_of(accelerator) is attachment
         with pytest.raises(OrderError, match=f"init_scale={scale}, not 2.0; call"):
             attach(accelerator, init_scale=2.0)
         detach(accelerator)

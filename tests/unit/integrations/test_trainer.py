@@ -22,6 +22,7 @@ from accel_scaler import (
     attach,
     detach,
 )
+from accel_scaler.integrations.attachment import attachment_of
 from accel_scaler.integrations.trainer import ScaledTrainer
 
 
@@ -93,12 +94,12 @@ def test_a_trainer_takes_settings_by_name_and_keeps_them(
     trainer = attach(make(tmp_path), {"hysteresis": 3}, step_mode="overlap")
     monkeypatch.delenv("ACCEL_SCALER_INIT_SCALE")
     expected = ScalerConfig(init_scale=32.0, hysteresis=3, step_mode="overlap")
-    assert trainer.accelerator._attachment.config == expected
+    assert attachment_of(trainer.accelerator).config == expected
     assert attach(trainer, step_mode="overlap") is trainer
     with pytest.raises(OrderError, match="step_mode='overlap', not 'sync'; call detach"):
         attach(trainer, step_mode="sync")
     trainer.create_accelerator_and_postprocess()
-    assert trainer.accelerator._attachment.config == expected
+    assert attachment_of(trainer.accelerator).config == expected
     assert type(detach(trainer)) is Trainer
     for wrong in ({"step_mod": "overlap"}, {"fp32_modules": ["*.none"]}):
         with pytest.raises(ConfigError, match=r"Did you mean step_mode|\*.none"):

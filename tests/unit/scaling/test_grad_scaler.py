@@ -57,9 +57,6 @@ def test_f8_a_sum_of_flags_skips_a_fused_step() -> None:
         scaler.scale(p.sum()).backward()
         scaler.unscale_(optimizer)
         found_on_two_devices(scaler, optimizer)
-        if kind is GradScaler:  # on a GPU the kernel is given it, and compares with 1 too
-            record: Any = scaler._per_optimizer_states[id(optimizer)]
-            assert float(GradScaler._total_found_inf(record, torch.device("cpu"))) == 1.0
         scaler.step(optimizer)
         after[kind] = (torch.equal(p, before), float(optimizer.state[p]["step"]))
         scaler.update()

@@ -74,7 +74,7 @@ def test_a_concurrent_reader_caches_no_old_scale(monkeypatch: pytest.MonkeyPatch
             go_on.wait(0.5)  # nobody comes where a lock keeps the writer out
         return number
 
-    scaler._live.add_(0.0)  # type: ignore[union-attr]  # what is known of it is out of date
+    scaler._scale.add_(0.0)  # type: ignore[union-attr]  # what is known of it is out of date
     monkeypatch.setattr(host_mirror, "float", slow, raising=False)
     reader = threading.Thread(target=scaler.get_scale)
     reader.start()

@@ -276,8 +276,7 @@ class AsyncStepper(Stepper):
         """Bring edits through ``.data`` to the masters, as a step does: they are about to be read.
         Does nothing while they are newer than the model."""
         with self.lock, torch.inference_mode(False), self.streams.as_at_home():
-            is_known = self.replica.has_masters and not self.replica.has_loaded
-            if not (self.is_published and is_known):
+            if not (self.is_published and self.replica.has_masters):
                 return
             edited = self.replica.take_edits()
             if edited:

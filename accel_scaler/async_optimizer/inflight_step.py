@@ -197,6 +197,7 @@ class InflightStep:
                     update.on_edits(edited)
                     if update.previews is not None:
                         update.previews.forget()
+                replica.has_loaded = False
                 if update.previews is not None:
                     self._publish_previews(update, update.previews)
                 elif self.lead:

@@ -406,7 +406,6 @@ class Replica:
         edited = self._spot_check.find()
         if self.has_loaded:  # the model, too, by now, perhaps through ``.data``
             edited = [pair for pair in self.pairs if pair.is_edited]
-            self.has_loaded = False
         for pair in edited:
             pair.refresh()
         return [pair.param for pair in edited]

@@ -137,6 +137,9 @@ SHOWN: dict[str, list[Call]] = {
     "saved with something shown, a model loaded after its optimizer": [
         *(BACKWARD, STEP, BACKWARD, STEP, ("save", {}), BACKWARD, STEP, BACK, BACKWARD, STEP),
     ],
+    "loaded, written through .data and saved": [
+        *(BACKWARD, STEP, ("save", {}), BACK, ("edit", {"which": 1, "how": "data clamp"}), STATES),
+    ],
     "a function beside a frozen parameter, saved": [
         *(("freeze", {"part": "inner.weight"}), BACKWARD, ("submit", {"limit": 0.125}), STATES),
     ],

@@ -66,6 +66,10 @@ class OverflowCheck:
         """
         window, managed = self.scaler.window, self.scaler.managed
         sizes = [(id(each), *(len(g["params"]) for g in each.param_groups)) for each in managed]
+        if len(managed) == 1 and len(parameters) > sum(sizes[0][1:]) // 2:  # no Python loop
+            own = set(map(id, parameters_of(managed[0])))
+            if own.issuperset(map(id, parameters)):
+                return [(managed[0], list(parameters))]
         if window.owners is None or window.owners[0] != sizes:
             window.owners = sizes, {}
             for index, optimizer in enumerate(managed):

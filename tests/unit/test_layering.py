@@ -53,14 +53,14 @@ WITHOUT_TORCH = {
 
 MAX_LINES = {
     "scaling": 2_190,
-    "optimizer_step": 1_272,
-    "async_optimizer": 5_120,
+    "optimizer_step": 1_275,
+    "async_optimizer": 5_117,
     "integrations": 1_396,
     "overflow": 2_211,
-    "telemetry": 1_314,
+    "telemetry": 1_316,
     "report": 1_173,
     "launch": 467,
-    "": 857,
+    "": 855,
 }
 """Lines of ``*.py`` in each folder, docstrings and comments included; "": the single modules.
 

@@ -37,6 +37,18 @@ def examples(count: int = 96, start: int = 0) -> list[dict[str, Tensor]]:
     ]
 
 
+def overflow_in(p: Tensor, overflows: Iterable[int], first: int = 0) -> None:
+    """The n-th backward through ``p`` overflows for n in overflows; ``first``: the next one's."""
+    count, bad = first - 1, set(overflows)
+
+    def overflow(grad: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        return torch.full_like(grad, float("inf")) if count in bad else grad
+
+    p.register_hook(overflow)  # type: ignore[no-untyped-call]
+
+
 def gpt2(overflows: Iterable[int] = (), first: int = 0) -> GPT2LMHeadModel:
     """A GPT-2 of 2 layers, the same on each call; its n-th backward overflows for n in overflows.
 
@@ -55,15 +67,7 @@ def gpt2(overflows: Iterable[int] = (), first: int = 0) -> GPT2LMHeadModel:
                 eos_token_id=0,
             )
         )
-    count = first - 1
-    bad = set(overflows)
-
-    def overflow(grad: Tensor) -> Tensor:
-        nonlocal count
-        count += 1
-        return torch.full_like(grad, float("inf")) if count in bad else grad
-
-    model.transformer.ln_f.weight.register_hook(overflow)
+    overflow_in(model.transformer.ln_f.weight, overflows, first)
     return model
 
 

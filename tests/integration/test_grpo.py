@@ -23,6 +23,7 @@ from references import GROWTH_INTERVAL, INIT_SCALE, NEVER_STALE, Reference
 from support import stock_fp16_on_cpu
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
+from trainer_support import overflow_in
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -70,14 +71,7 @@ def llama(dtype: torch.dtype = torch.float16, overflows: Iterable[int] = ()) -> 
     with torch.random.fork_rng():
         torch.manual_seed(11)
         model: Any = LlamaForCausalLM(config).to(dtype)
-    count, bad = -1, set(overflows)
-
-    def overflow(grad: Tensor) -> Tensor:
-        nonlocal count
-        count += 1
-        return torch.full_like(grad, float("inf")) if count in bad else grad
-
-    model.model.norm.weight.register_hook(overflow)
+    overflow_in(model.model.norm.weight, overflows)
     return model
 
 

@@ -312,6 +312,8 @@ class AsyncStepper(Stepper):
         if any(grad is not None for grad in grads):
             with self.lock:
                 self._hand_over(grads, deferred or DeferredUnscale(), None)
+        elif self.delayed is not None:  # at this boundary the update before is due
+            self.synchronize()
         self._run_hooks("post")
 
     def submit(

@@ -144,7 +144,7 @@ class InflightStep:
     def lift_fence(self, keep: bool) -> None:
         """A forward begins: parameters wait for their parts alone; not ``keep``: for nothing."""
         if self.hold is not None and self.hold.fence is not None:
-            self.hold.fence = None
+            self.hold.lift_fence()
             if not (keep and self.is_seen_by_next_forward):
                 self.hold.release()
                 self.hold = None

@@ -22,7 +22,8 @@ parameter. autograd adds to it without asking, so what starts a backward waits: 
 
 A pending tensor keeps what it waits for in an attribute (``HOLD_KEY``). A parameter refers to its
 hold weakly: a model must not keep an optimizer that nobody uses any more. What is left then is the
-order of the device's work.
+order of the device's work. Where the model has not the newest values yet, it does keep what has
+them, until its next use.
 
 Any thread may use a parameter, also while the training thread hands over the next step. ``_lock``
 guards the attribute and every change of a class; nobody waits under it.
@@ -44,7 +45,7 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from ..errors import StepError
-from ..untraced import untraced
+from ..models import untraced
 from .compile_session import is_in_compiled_call
 from .streams import PartEvents
 
@@ -260,11 +261,17 @@ def can_hold_parameters(params: Iterable[Tensor]) -> bool:
 
 
 class _Mark:
-    """What a pending parameter keeps: its hold, weakly, and the order of the device's work."""
+    """What a pending parameter keeps: its hold, weakly, and the order of the device's work.
 
-    def __init__(self, hold: ParameterHold, order: PartEvents | None) -> None:
+    Args:
+        fenced: the hold, where its fence has values that the parameter has not.
+    """
+
+    def __init__(
+        self, hold: ParameterHold, order: PartEvents | None, fenced: ParameterHold | None
+    ) -> None:
         self.hold = weakref.ref(hold)
-        self._order = order
+        self.fenced, self._order = fenced, order
 
     def follow(self, everywhere: bool) -> bool:
         """The hold is gone with its optimizer: order uses after all that was enqueued. Returns
@@ -286,7 +293,7 @@ class ParameterHold:
             are done (at least that many), or raises ``StepError``.
         order: the parts on the device, where ``wait`` orders the present stream only. None: what
             was waited for is done.
-        fence: called first, on the thread that uses a parameter, until it is set to None. Returns
+        fence: called first, on the thread that uses a parameter, until it is lifted. Returns
             whether all is done by now. Else the use waits for its part, and the parameter stays
             pending.
     """
@@ -306,7 +313,7 @@ class ParameterHold:
         """How many of ``params``, from the first on."""
         self.was_traced = False
         """A compiled function has met one of the parameters while it was pending."""
-        self._mark = _Mark(self, order)
+        self._mark = _Mark(self, order, None if fence is None else self)
         wait_for_parameters(params)
         try:
             _hold(params, self._mark, PendingParameter)
@@ -343,6 +350,10 @@ class ParameterHold:
         if self._order is not None and not self._order.is_past(part, wait=everywhere):
             return
         self.release(done)
+
+    def lift_fence(self) -> None:
+        """A use waits for its part alone from now on."""
+        self.fence = self._mark.fenced = None
 
     def release(self, parts: int | None = None) -> None:
         """Restore the class of the parameters of the first ``parts`` (default: all)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -154,6 +155,52 @@ def train(model: nn.Module, optimizer: Any, steps: range) -> None:
 
 def values(model: nn.Module) -> list[Tensor]:
     return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@each_compensation
+def test_a_model_whose_optimizer_is_gone_still_gets_its_last_update(
+    offload: str, compensation: Any
+) -> None:
+    """A function trains a model and returns it."""
+
+    def train(is_closed: bool) -> nn.Module:
+        model = network()
+        optimizer = AsyncOptimizer(
+            torch.optim.AdamW(model.parameters(), lr=0.05),
+            model,
+            mode="delayed",
+            offload=offload,
+            delay_compensation=compensation,
+        )
+        for step in range(3):
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if is_closed:
+            optimizer.close()
+        return model
+
+    model = train(is_closed=False)
+    time.sleep(0.05)  # the thread is done with it, or keeps it
+    gc.collect()
+    assert same(model.state_dict(), train(is_closed=True).state_dict())
+
+
+def test_a_step_without_gradients_publishes_the_one_before() -> None:
+    model = nn.Linear(2, 1)
+    with AsyncOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model, mode="delayed"
+    ) as optimizer:
+        for step in range(2):
+            model(batch(step)[0][:, :2]).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.step()
+        with torch.no_grad():
+            model.bias.fill_(3.0)
+        optimizer.synchronize()
+        assert model.bias.item() == 3.0
 
 
 def test_a_float16_model_has_the_share_of_a_gradient_under_a_large_scale() -> None:

@@ -229,7 +229,8 @@ class Boundary:
         if any(map(nonzero, gradients_of(parameters_of(optimizer)))):
             raise OrderError(
                 f"{type(optimizer).__name__}.step(): there are gradients, but no loss was scaled "
-                "since the last step. Call accelerator.backward(loss) instead of loss.backward()."
+                "since the last step or load. Call accelerator.backward(loss) instead of "
+                "loss.backward()."
             )
         stepper_of(optimizer).step()
 

@@ -123,7 +123,8 @@ class Clipping:
         if unscaled:
             torch.nn.utils.clip_grad_value_(unscaled, clip_value)
         for owner, mine, record in parts:
-            check.give_back(owner, record, mine)
+            if not record.found_inf:
+                check.give_back(owner, record, mine)
 
     def note_norm(
         self, parameters: Sequence[Tensor], norm: Any, max_norm: float, norm_type: float

@@ -113,8 +113,8 @@ class OverflowCheck:
         window = self.scaler.window
         if window.opened_by is None:
             raise OrderError(
-                "there are gradients to unscale, but no loss was scaled since the last step. "
-                "Call accelerator.backward(loss) instead of loss.backward()."
+                "there are gradients to unscale, but no loss was scaled since the last step or "
+                "load. Call accelerator.backward(loss) instead of loss.backward()."
             )
         record = window.record(optimizer)
         if record.stage is OptState.STEPPED:

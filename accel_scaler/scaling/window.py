@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..errors import OrderError
 from .grad_norms import GradNorms
-from .gradients import nonzero, parameters_of
+from .gradients import has_nonfinite_gradient, nonzero, parameters_of
 from .losses import Losses
 from .origin import Origin
 from .update_rule import ScaleState
@@ -286,7 +286,10 @@ class Window:
 
     def _is_done(self, optimizer: Optimizer) -> bool:
         record = self.known(optimizer)
-        return record is not None and record.stage is OptState.STEPPED and not record.found_inf
+        if record is None or record.stage is not OptState.STEPPED:
+            return False
+        # What is added to gradients that are not finite is skipped again.
+        return not record.found_inf or any(map(has_nonfinite_gradient, parameters_of(optimizer)))
 
     def scaled_again(self, optimizers: Iterable[Optimizer]) -> Iterator[tuple[Optimizer, bool]]:
         """Before another loss is scaled: those of ``optimizers`` whose gradients were unscaled, and

@@ -59,6 +59,43 @@ def test_an_overflow_within_a_common_norm_skips_both(bad: int) -> None:
     assert ms[1 - bad].moved == 2.0, "what was not zeroed is brought to the new scale"
 
 
+MODES: Any = [{}, {"step_mode": "overlap"}, {"offload": "cpu"}, {"fold_unscale": True}]
+
+
+@pytest.mark.parametrize("settings", MODES, ids=str)
+def test_gradients_may_be_edited_after_a_value_clip_that_met_an_overflow(
+    settings: dict[str, Any],
+) -> None:
+    a = ours(ScalerConfig(**{"init_scale": SCALE, **settings}))
+    model, optimizer = one(a)
+    a.backward(model(INF))
+    a.clip_grad_value_(model.parameters(), 1.0)
+    assert model.w.grad is not None
+    model.w.grad.mul_(2.0)
+    optimizer.step()
+    assert (optimizer.step_was_skipped, model.moved) == (True, 0.0)
+
+
+@pytest.mark.parametrize("clip", [None, 2.0, 3.0])
+@pytest.mark.parametrize("settings", [*MODES, {"init_scale": 1000.0}], ids=str)
+def test_gradients_that_stay_after_a_skip_are_skipped_again(
+    settings: dict[str, Any], clip: float | None
+) -> None:
+    """As with torch's scaler, whichever way they were checked."""
+    a = ours(ScalerConfig(**{"init_scale": SCALE, **settings}))
+    model, optimizer = one(a)
+    for value in (INF, 1.0, 1.0):
+        a.backward(model(value))
+        if clip is not None:
+            a.clip_grad_norm_(model.parameters(), 1.0, clip)
+        optimizer.step()
+        assert optimizer.step_was_skipped
+    optimizer.zero_grad()
+    a.backward(model(1.0))
+    optimizer.step()
+    assert model.moved == 1.0
+
+
 @pytest.mark.parametrize("call", ["clip_grad_norm_", "clip_grad_value_"])
 def test_a_clip_of_parameters_that_no_optimizer_has_is_refused(call: str) -> None:
     a = ours()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import logging
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
@@ -123,6 +125,9 @@ class Journal:
     def close(self) -> None:
         """Write the rest and the ``end`` line, and close the file. Idempotent."""
         self.flush()
+        error = getattr(sys, "last_value", None)  # what ends the process, when it exits
+        if self.error is None and error is not None and not hasattr(sys, "ps1"):
+            self.error = f"{type(error).__name__}: {error}"
         seconds = round(time.perf_counter() - self.start_s, 6)
         self._try_to_put(encode_line("end", time=seconds, error=self.error))
         self._file.close()
@@ -175,7 +180,10 @@ def refuse_unwritable(path: str) -> None:
     path = os.path.expanduser(path)
     try:
         if not os.path.exists(path):
-            return
+            folder = next(filter(os.path.exists, map(str, Path(path).absolute().parents)))
+            if os.path.isdir(folder) and os.access(folder, os.W_OK):
+                return
+            raise _refusal(path, f"nothing can be made in {folder!r}")
         if not os.path.isfile(path):  # writing to a pipe would wait for its reader
             is_folder = os.path.isdir(path)
             raise _refusal(path, "it is a folder" if is_folder else "it is no regular file")

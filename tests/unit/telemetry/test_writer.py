@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import subprocess
@@ -17,7 +18,7 @@ from accel_scaler import ConfigError
 from accel_scaler.optimizer_step import StepTiming
 from accel_scaler.telemetry import writer
 from accel_scaler.telemetry.record import FORMAT, Record
-from accel_scaler.telemetry.writer import Journal, OpenRecord
+from accel_scaler.telemetry.writer import Journal, OpenRecord, refuse_unwritable
 
 FACTS = {"package": "0", "rank": 0, "ranks": 1, "device": "cpu", "precision": "fp16"}
 
@@ -115,6 +116,25 @@ def test_a_path_that_cannot_be_written_is_said_at_once(tmp_path: Path, below: st
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="which cannot be appended to"):
         Journal(str(tmp_path / below), FACTS)
+
+
+def test_the_error_that_ends_the_process_is_in_the_end_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python keeps it there when it exits, and nothing else has raised."""
+    journal = Journal(str(tmp_path / "run.jsonl"), FACTS)
+    monkeypatch.setattr(sys, "last_value", RuntimeError("no more data"), raising=False)
+    journal.close()
+    end = json.loads((tmp_path / "run.jsonl").read_text().splitlines()[-1])
+    assert end["error"] == "RuntimeError: no more data"
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_a_launch(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    refuse_unwritable(str(tmp_path / "new" / "run.jsonl"))
+    with pytest.raises(ConfigError, match="nothing can be made in"):
+        refuse_unwritable(str(tmp_path / "file" / "new" / "run.jsonl"))
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_pipe_is_refused_before_it_is_opened(tmp_path: Path) -> None:

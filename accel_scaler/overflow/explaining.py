@@ -223,8 +223,8 @@ class OverflowExplainer(Observer):
                 "or were attached after prepare), so no module is put on float32. (Logged once.)"
             )
             return
-        if self.finder is not None and not self.always:
-            return  # it could not be run again, which was logged
+        if any(self._gather(recording.obstacle())):
+            return  # it cannot be run again, which was logged
 
         def at_scale_1() -> Origin | None:
             found, why = self._run_again(recording, factor=1 / max(scale, 1.0))

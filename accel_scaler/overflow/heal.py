@@ -97,7 +97,7 @@ class Healer:
             with _in_float32(models, names) as is_possible:
                 after = run_again() if is_possible else None
             if not is_possible:
-                name = _parent(name)
+                name = name.rpartition(".")[0]
                 continue
             runs += 1
             if after is None:
@@ -105,7 +105,7 @@ class Healer:
             tried = names
             # If it still overflows in float32, its input does, or what it gives to the next module.
             is_inside = not after.module or any(_is_in(after.module, each) for each in names)
-            name = _parent(name) if is_inside else after.module
+            name = name.rpartition(".")[0] if is_inside else after.module
         return [], (
             "no module in float32 cures it. If it is in code outside of the model, or in the "
             "model's own forward, compute that in float32"
@@ -126,10 +126,6 @@ class Healer:
 def _is_in(name: str, other: str) -> bool:
     """Whether it is the module of the other name, or inside it."""
     return f"{name}.".startswith(f"{other}.")
-
-
-def _parent(name: str) -> str:
-    return name.rpartition(".")[0]
 
 
 def _modules_of(models: Sequence[Module], names: Sequence[str]) -> list[Module]:

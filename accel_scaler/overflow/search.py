@@ -74,7 +74,7 @@ class _MicroBatch:
         if suspect.is_data:
             text = (
                 f"input of {call.module}, micro-batch {self.micro}: {in_words(made)} "
-                "before a module of this model saw it: look at the data"
+                "before a module of this model saw it"
             )
             return self._origin("forward", call.module, made, _output_of(call), text)
         given = pair_of(entry.range for entry in call.inputs if entry.is_finite)

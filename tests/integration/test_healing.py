@@ -273,3 +273,16 @@ def test_a_compiled_model(regional: bool) -> None:
     assert [r.healed for r in records] == [("sick",)] + [()] * 7
     named, _ = train(plain(), 8, 1, fp32_modules=["sick"], dynamo_plugin=plugin)
     assert_same(healed["weights"], named["weights"])
+
+
+def test_a_model_that_the_loop_compiled_is_not_said_to_be_past_cure(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It cannot be run again, so no module was tried."""
+    net = Net()
+    net.compile(backend="eager")
+    with caplog.at_level(logging.WARNING):
+        _, records = train(net, 4, heal=True)
+    assert [r.skipped for r in records] == [True] * 4
+    assert "could not be run again" in caplog.text
+    assert "heal: no module" not in caplog.text

@@ -154,7 +154,7 @@ FORWARD = [
          lambda: Seq(*[overflowing(nn.Linear(4, 4, bias=False), 10.0)] * 6)),
     case("code between modules", "forward 1 Code", "output reached inf",
          lambda: Seq(nn.Identity(), Code(lambda x, a, b: b((a(x) * 0 + 1) * 1e9), *two()))),
-    case("data", "forward - Sequential", "saw it: look at the data",
+    case("data", "forward - Sequential", "of this model saw it",
          lambda: Seq(linear()), x=torch.full((2, 4), math.nan)),
     case("behind a masked score", "forward 3 Linear", "",
          lambda: Seq(linear(), masked(), nn.Softmax(-1), overflowing(linear())), x=SQUARE),

@@ -23,7 +23,7 @@ from .errors import AccelScalerError, ConfigError, refuse_retired, shown
 
 ENV_PREFIX = "ACCEL_SCALER_"
 MAX_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
-NONE = ("", "none", "null")
+NONE = ("", "none", "null", "~")
 """Texts that stand for None."""
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 

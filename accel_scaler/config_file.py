@@ -34,7 +34,7 @@ def read_config(path: str | os.PathLike[str]) -> tuple[dict[Any, Any], str | Non
         raise ConfigError(f"{path}: cannot be read as YAML: {problem}") from error
     if isinstance(document, dict) and SECTION not in document:
         return {}, None
-    section = texts[SECTION] if isinstance(document, dict) else None
+    section = texts[SECTION] or {} if isinstance(document, dict) else None
     if not isinstance(section, dict):
         raise ConfigError(
             f"{path}: got {shown(section or document)}, expected a mapping, with a mapping of "

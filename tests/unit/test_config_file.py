@@ -38,6 +38,14 @@ def test_a_yaml_section_is_read_as_texts_and_taken_out(tmp_path: Path, section: 
     assert ScalerConfig.from_yaml(path) == ScalerConfig(step_mode="overlap", min_scale=0.5)
 
 
+@pytest.mark.parametrize(
+    "section", ["accel_scaler:\n  # step_mode: overlap\n", "accel_scaler: {min_scale: ~}"]
+)
+def test_a_section_without_values_has_the_defaults(tmp_path: Path, section: str) -> None:
+    path = write(tmp_path, f"compute_environment: LOCAL_MACHINE\n{section}")
+    assert ScalerConfig.from_yaml(path) == ScalerConfig()
+
+
 def test_a_json_file_is_read_as_yaml(tmp_path: Path) -> None:
     document = {**REST, "accel_scaler": {"step_mode": "overlap", "min_scale": 1e-05}}
     path = write(tmp_path, json.dumps(document, indent=2), "config.json")

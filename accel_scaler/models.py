@@ -9,9 +9,16 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.nn import Module
 
 _this_thread = threading.local()
+
+untraced = _disable_dynamo
+"""Decorates a call that ends a window, hands an update over, or waits. Where a compiled function
+has it, the graph ends, the call runs as it is, and a graph begins: traced in pieces, it would meet
+a parameter that waits for a task which the following piece is to submit. torch's own optimizers use
+the same; it imports dynamo with the first call."""
 
 
 def unwrap(model: Module) -> Module:

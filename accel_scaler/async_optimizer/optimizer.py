@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from ..config import ScalerConfig, merge
 from ..errors import ConfigError, OrderError, UnsupportedError
+from ..models import untraced
 from ..optimizer_step import Boundary, Observer, StepTiming, async_stepper_of, boundary_of
 from ..scaling import GradScaler, parameters_of, whole
-from ..untraced import untraced
 from .async_stepper import AsyncStepper
 from .hooks import SyncHooks
 from .shared_parameters import take_over

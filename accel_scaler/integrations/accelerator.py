@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from ..config import ScalerConfig
 from ..errors import UnsupportedError
+from ..models import untraced
 from ..telemetry import History
-from ..untraced import untraced
 from .attachment import Attachment, begin, requested
 from .autocast import add_autocast, add_emulation
 from .optimizer import adopt, inner_of, refuse_unsuitable

@@ -28,9 +28,9 @@ from ..async_optimizer import (
 )
 from ..config import ScalerConfig
 from ..errors import UnsupportedError
+from ..models import untraced
 from ..optimizer_step import async_stepper_of, stepper_of
 from ..scaling import parameters_of, stepped
-from ..untraced import untraced
 
 if TYPE_CHECKING:
     from .attachment import Attachment

@@ -26,7 +26,7 @@ def find_config(name: str) -> Path:
         return Path(name)
     if name not in shipped:
         raise ConfigError(
-            f"--config_file: got {name!r}, which is no file, expected the path of an Accelerate "
-            f"config file or one of {', '.join(shipped)}."
+            f"--config_file: got {name!r}, and there is no such file; expected the path of an "
+            f"Accelerate config file or one of {', '.join(shipped)}."
         )
     return shipped[name]

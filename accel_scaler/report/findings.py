@@ -52,6 +52,6 @@ def broken_lines(run: Run) -> Finding | None:
     line, why = run.broken_first
     return Finding(
         "note",
-        f"{run.broken} of {counted(run.lines, 'line')} could not be read and left out (the first "
-        f"is line {line}: {why}).",
+        f"{run.broken} of {counted(run.lines, 'line')} could not be read and were left out (the "
+        f"first is line {line}: {why}).",
     )

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from ..config import ScalerConfig, is_number, is_positive
 from ..devices import present_type
 from ..errors import ConfigError, OrderError, UnsupportedError, shown
-from ..untraced import untraced
+from ..models import untraced
 from .collectives import agree_on_overflow, is_sharded
 from .gradients import (
     gradients_of,
@@ -378,7 +378,9 @@ class GradScaler(torch.amp.GradScaler):
             self._check_scale_growth_tracker("bind")
             window = self.window
             if window.closed or window.opened_by is None:
-                raise OrderError("bind: no window is open; call scale() and backward first.")
+                raise OrderError(
+                    "no window is open: call scale() and backward before bind() or submit()."
+                )
             for optimizer in optimizers:
                 record, params = window.record(optimizer), parameters_of(optimizer)
                 if not record["found_inf_per_device"]:

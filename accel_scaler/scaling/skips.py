@@ -15,11 +15,6 @@ WARNS_AT = 30
 """Skips in a row at which a run without a limit is warned of; again at ten times as many, and so
 on. The first search for a scale takes 16 from the usual 65536 down to 1."""
 
-REMEDY = (
-    "Look at the data and the loss of these windows; find_overflow='replay' names the module in "
-    "which the overflow begins; a lower learning rate, a longer warm-up or float32 may help."
-)
-
 
 class SkipStreak:
     """The present run of skipped windows. The count itself is part of the scaler's state.
@@ -69,10 +64,11 @@ class SkipStreak:
     def _describe(self, scale: float) -> str:
         names = [name for name, _ in self.names.most_common()]
         tensors = listed(names[:MAX_NAMES], len(names)) or "unknown tensors"
-        origin = f"{self.origin}. " if self.origin else ""
+        origin = self.origin or "find_overflow='replay' names the module in which it begins"
         return (
-            f"Non-finite gradients in: {tensors}. The scale is now {scale:g}. {origin}"
-            f"Parameters are as before the run of skips. {REMEDY}"
+            f"Non-finite gradients in: {tensors}. The scale is now {scale:g}. {origin}. "
+            "Parameters are as before the run of skips. Look at the data and the loss of these "
+            "windows; a lower learning rate, a longer warm-up or float32 may help."
         )
 
     def _forget(self) -> None:

@@ -97,7 +97,7 @@ def _cause(run: Diagnosis, before: int) -> str:
     where, module = f"{run.place(x).capitalize()}: {first['text'].rstrip('.')}.", first["module"]
     given = first["input"] or ()  # in a live record inf is a text
     if first["where"] == "forward" and not all(math.isfinite(float(each)) for each in given):
-        return f"{where} Look at the data of these batches."
+        return where if run.bad.count else f"{where} Look at the data of these batches."
     if any(module == each or module.startswith(f"{each}.") for each in run.healed):
         return f"{where} heal keeps it in float32."
     which = f": {module_list([module])}" if module else ""

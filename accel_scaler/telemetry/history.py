@@ -7,7 +7,7 @@ from collections import deque
 from copy import deepcopy
 from dataclasses import replace
 
-from ..console import number
+from ..console import counted, number
 from .diagnosis import Diagnosis, headroom
 from .findings import verdict
 from .record import Record, Start
@@ -88,7 +88,7 @@ class History:
         run, norm, names = self.diagnosis(), self.max_grad_norm, self.last_overflow()
         lines = [
             verdict(run),
-            f"scaler: {self.boundaries} windows, {self.skips} skipped",
+            f"scaler: {counted(self.boundaries, 'window')}, {self.skips} skipped",
             f"scale: {number(run.first_scale)} at first, {number(run.last_scale)} now",
             f"largest finite gradient norm: {'not taken' if norm is None else f'{norm:.4g}'}",
         ]

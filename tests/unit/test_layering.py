@@ -16,7 +16,6 @@ ORDER = [
         "errors",
         "console",
         "devices",
-        "untraced",
         "models",
         "config_file",
         "config",
@@ -53,14 +52,14 @@ WITHOUT_TORCH = {
 
 MAX_LINES = {
     "scaling": 2_190,
-    "optimizer_step": 1_275,
-    "async_optimizer": 5_117,
+    "optimizer_step": 1_277,
+    "async_optimizer": 5_130,
     "integrations": 1_396,
-    "overflow": 2_211,
-    "telemetry": 1_316,
+    "overflow": 2_207,
+    "telemetry": 1_324,
     "report": 1_173,
     "launch": 467,
-    "": 855,
+    "": 836,
 }
 """Lines of ``*.py`` in each folder, docstrings and comments included; "": the single modules.
 

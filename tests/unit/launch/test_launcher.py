@@ -195,7 +195,7 @@ def test_a_dry_run_prints_each_setting_with_its_source_and_starts_nothing(
         (["--min_scale", "low", "--config_file", "bad.yaml", "no.py"],
          "bad.yaml: step_mode: got 'later'"),
         (["--min_scale", "9", "--init_scale", "4", "train.py"], "(init_scale: command line;"),
-        (["--config_file", "no.yaml", "no.py"], "'no.yaml', which is no"),
+        (["--config_file", "no.yaml", "no.py"], "'no.yaml', and there is no"),
         (["--multi_gpu", "--use_fsdp", "train.py"], "Accelerate refuses these arguments"),
     ],
 )  # fmt: skip

@@ -167,6 +167,8 @@ class Training:
             self.model, self.params = None, []
         end = time.monotonic() + 10
         gc.collect()
+        if self.settings["mode"] == "delayed" and not with_model:
+            return  # the model keeps what has its newest values, until it is read
         while any("accel_scaler" in t.name for t in threading.enumerate()):
             assert time.monotonic() < end, "something keeps the optimizer"
             time.sleep(0.02)

@@ -143,8 +143,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         if attachment is None:
             super().backward(loss, **kwargs)
             return
-        if attachment.fp32_modules.patterns:  # all models are prepared now
-            attachment.fp32_modules.refuse_unmatched(attachment.models)
+        attachment.fp32_modules.refuse_unmatched(attachment.models)  # all are prepared now
         for optimizer in list(attachment.optimizers):  # before anything reads the gradients
             optimizer.follow_parameters()
         attachment.boundary.before_backward(loss, self.gradient_accumulation_steps)

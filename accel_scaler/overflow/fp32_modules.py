@@ -13,7 +13,7 @@ inputs are in float32.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from glob import escape
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -42,7 +42,7 @@ class Fp32Modules:
         self.patterns = tuple(patterns)
         self.added: list[str] = []
         """Names that :meth:`add` was given."""
-        self._unmatched = list(self.patterns)
+        self._unchecked = self.patterns
         self._enabled: weakref.WeakSet[Fp32Module] = weakref.WeakSet()
 
     @property
@@ -75,7 +75,6 @@ class Fp32Modules:
         for each in self._found_in(model, self.patterns):
             each.enable()
             self._enabled.add(each)
-        self._unmatched = [glob for glob in self._unmatched if not match(model, [glob])]
 
     def disable(self) -> None:
         """Give their forwards back to the modules."""
@@ -83,11 +82,10 @@ class Fp32Modules:
             each.disable()
         self._enabled.clear()
 
-    def refuse_unmatched(self, models: Iterable[Module]) -> None:
-        """Raise ``ConfigError`` if a glob has matched nothing in any model so far."""
-        if self._unmatched:
-            refuse_unmatched(list(models), self._unmatched)
-            self._unmatched = []
+    def refuse_unmatched(self, models: Sequence[Module]) -> None:
+        """Raise ``ConfigError`` if a glob matches nothing in any model; looks until none does."""
+        refuse_unmatched(models, self._unchecked)
+        self._unchecked = ()
 
     def _found_in(self, model: Module, patterns: tuple[str, ...]) -> list[Fp32Module]:
         if not patterns:
@@ -131,7 +129,7 @@ class Fp32Module:
         self.module, self.is_enabled, self.is_part = module, False, name is None
         self.parts: list[Fp32Module] = []
         device = torch.accelerator.current_accelerator()
-        self.device_types = ("cpu",) if device is None else ("cpu", device.type)
+        self.kind = "cpu" if device is None else device.type
 
     def enable(self) -> None:
         """Run in float32 from the next forward on."""
@@ -170,24 +168,23 @@ class Fp32Module:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.is_enabled:
             return self.found(*args, **kwargs)
-        autocasts = [kind for kind in self.device_types if torch.is_autocast_enabled(kind)]
+        is_amp = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled(self.kind)
         dtypes = [tensor.dtype for tensor in tensors_in((args, kwargs))]
         low = next((dtype for dtype in dtypes if dtype in LOW), None)
         is_full = low is None and torch.float32 in dtypes
-        if self.is_part and (autocasts or not is_full):
+        if self.is_part and (is_amp or not is_full):
             return self.found(*args, **kwargs)
         changes = _cast_parameters(self.module)
         if low is not None:
             args, kwargs = map_tensors((args, kwargs), _cast_up)
         try:
-            result = _without_autocast(autocasts, self.found, args, kwargs)
+            with torch.autocast("cpu", enabled=False), torch.autocast(self.kind, enabled=False):
+                result = self.found(*args, **kwargs)
         finally:
             _restore(changes)
-        if autocasts or is_full:
-            return result
         if low is None and changes:
             low = changes[0].tensor.dtype
-        return result if low is None else cast_down(result, low)
+        return result if is_amp or is_full or low is None else cast_down(result, low)
 
 
 class _Change(NamedTuple):
@@ -233,16 +230,6 @@ def _restore(changes: list[_Change]) -> None:
             where[name] = now.to(tensor.dtype)
 
 
-def _without_autocast(
-    kinds: list[str], forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
-) -> Any:
-    """Recursive since torch.compile does not trace an ``ExitStack``."""
-    if not kinds:
-        return forward(*args, **kwargs)
-    with torch.autocast(kinds[0], enabled=False):
-        return _without_autocast(kinds[1:], forward, args, kwargs)
-
-
 def _cast_up(tensor: Tensor) -> Tensor:
     return tensor.to(torch.float32) if tensor.dtype in LOW else tensor
 
@@ -263,11 +250,7 @@ def cast_down(value: Any, dtype: torch.dtype) -> Any:
 def refuse_uncastable(module: Module, name: str) -> None:
     """Raise ``UnsupportedError`` if the module, or one in it, cannot run in float32."""
     for inner, each in module.named_modules():
-        why = _why_uncastable(each)
-        if inner and is_fsdp2(each):
-            why = "is sharded by itself, and gathered in the dtype of its own policy"
-        elif why is None and not inner and not has_forward(module):
-            why = "has no forward"
+        why = _why_uncastable(each, is_inner=bool(inner))
         if why is not None:
             label = f"{name}.{inner}".strip(".")
             raise UnsupportedError(
@@ -276,7 +259,9 @@ def refuse_uncastable(module: Module, name: str) -> None:
             )
 
 
-def _why_uncastable(module: Module) -> str | None:
+def _why_uncastable(module: Module, is_inner: bool) -> str | None:
+    if is_inner and is_fsdp2(module):
+        return "is sharded by itself, and gathered in the dtype of its own policy"
     if isinstance(module, torch.jit.ScriptModule):
         return "is a ScriptModule, which casts by itself"
     if "_original_forward" in vars(module):
@@ -289,4 +274,4 @@ def _why_uncastable(module: Module) -> str | None:
         kind: Any = type(p.to_local() if hasattr(p, "to_local") else p)
         if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
             return f"has the parameter {name!r}, a {kind.__name__}"
-    return None
+    return None if is_inner or has_forward(module) else "has no forward"

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,15 +59,12 @@ def random_state(device: torch.device) -> Callable[[], None]:
     return restore
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
+class _Kept(NamedTuple):
     """A tensor that a forward was given, detached; or what came to a tensor of its output."""
 
     tensor: Tensor
     version: int
     requires_grad: bool = False
-    output: int = -1
-    """The number of that tensor."""
 
 
 @dataclass(eq=False, slots=True)
@@ -83,8 +80,9 @@ class ForwardCall:
     kwargs: dict[str, Any]
     inputs: list[_Kept]
     restore_random_state: Callable[[], None]
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
-    grads: list[_Kept] = field(default_factory=list)
+    autocast: list[torch.autocast]
+    grads: dict[int, _Kept] = field(default_factory=dict)
+    """By the number of the tensor of the output."""
 
 
 class WindowRecording:
@@ -176,7 +174,10 @@ class WindowRecording:
         for call in self.calls:
             if call.model() is None:
                 return "a model that ran in it is gone"
-            if any(each.version != _version(each.tensor) for each in (*call.inputs, *call.grads)):
+            if any(
+                each.version != _version(each.tensor)
+                for each in (*call.inputs, *call.grads.values())
+            ):
                 return "an input, or the gradient of an output, was changed in place since"
         return ""
 
@@ -229,12 +230,11 @@ class WindowRecording:
         backward = max(self.backwards - 1, 0)
         if torch.is_grad_enabled():
             self.left_out = "its gradient is differentiated itself (create_graph=True)"
-        is_second = any(each.output == number for each in call.grads)
-        if is_second or (call.grads and call.backward != backward):
+        if number in call.grads or (call.grads and call.backward != backward):
             self.left_out = "two backwards went through it (retain_graph=True)"
         if not self.left_out:
             call.backward = backward
-            call.grads.append(_Kept(grad, _version(grad), output=number))
+            call.grads[number] = _Kept(grad, _version(grad))
 
     def _call(
         self, model: weakref.ref[Module], module: Module, args: Any, kwargs: dict[str, Any]
@@ -253,11 +253,10 @@ class WindowRecording:
             return None
         first = next(module.parameters(), None)
         device = torch.device("cpu") if first is None else first.device
-        kinds = dict.fromkeys((device.type, "cpu"))
-        autocast = tuple(
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in kinds
-        )
+        autocast = [
+            torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in dict.fromkeys((device.type, "cpu"))
+        ]
         state = random_state(device)
         return ForwardCall(model, device, self.backwards, args, kwargs, inputs, state, autocast)
 
@@ -317,7 +316,7 @@ def run_again(
             for call in calls:
                 if call.backward == number:
                     outputs = _forward(call)
-                    seeded += [(outputs[grad.output], grad.tensor) for grad in call.grads]
+                    seeded += [(outputs[n], grad.tensor) for n, grad in call.grads.items()]
             if factor is None:
                 losses = recording.losses[number : number + 1]
             else:  # the window's own loss may be inf
@@ -331,23 +330,16 @@ def run_again(
 def _forward(call: ForwardCall) -> list[Tensor]:
     model = call.model()
     assert model is not None
+    # The script may have made an input require gradients since, for a gradient penalty.
     fresh = {
-        id(each.tensor): each.tensor.detach().requires_grad_()
+        id(each.tensor): each.tensor.detach().requires_grad_(each.requires_grad)
         for each in call.inputs
-        if each.requires_grad
     }
-
-    def put(tensor: Tensor) -> Tensor:
-        # The script may have made another one require gradients since, for a gradient penalty.
-        other = tensor.detach() if tensor.requires_grad else tensor
-        return fresh.get(id(tensor), other)
-
-    args, kwargs = map_tensors((call.args, call.kwargs), put)
+    args, kwargs = map_tensors((call.args, call.kwargs), lambda t: fresh.get(id(t), t))
     call.restore_random_state()
-    with ExitStack() as stack:
-        for kind, enabled, dtype in call.autocast:
-            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
-        stack.enter_context(torch.enable_grad())
+    with torch.enable_grad(), ExitStack() as stack:
+        for context in call.autocast:
+            stack.enter_context(context)
         return tensors_in(model(*args, **kwargs))
 
 

@@ -27,6 +27,7 @@ from ..optimizer_step import Observer, StepTiming
 from ..scaling import GradScaler, Origin, Window, gather_objects, is_sharded, parameters_of
 from .finder import OverflowFinder
 from .heal import Healer
+from .hooks import ForwardListener
 from .rerun import WindowRecording, run_again
 
 logger = logging.getLogger("accel_scaler")
@@ -129,10 +130,8 @@ class OverflowExplainer(Observer):
             isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync
             for model in self._prepared
         )
-        if self.recording is not None:
-            self.recording.before_backward(loss)
-        if self.finder is not None:
-            self.finder.before_backward(loss)
+        for listener in self._listeners():
+            listener.before_backward(loss)
 
     def before_update(self, optimizer: Optimizer, window: Window) -> None:
         """Explain the window if it has overflowed, once."""
@@ -165,19 +164,18 @@ class OverflowExplainer(Observer):
         self, optimizer: Optimizer, window: Window, timing: StepTiming | None
     ) -> None:
         """Another optimizer may step, and overflow, in the same window."""
-        if self.recording is not None:
-            self.recording.end_window()
-        if self.finder is not None:
-            self.finder.end_window()
+        for listener in self._listeners():
+            listener.end_window()
         self._stepped = window
 
     def close(self) -> None:
         """Remove every hook."""
-        if self.recording is not None:
-            self.recording.close()
-        if self.finder is not None:
-            self.finder.close()
+        for listener in self._listeners():
+            listener.close()
         self._explained = None
+
+    def _listeners(self) -> list[ForwardListener]:
+        return [each for each in (self.recording, self.finder) if each is not None]
 
     def _explain(self) -> Origin | None:
         if self.finder is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..devices import is_capturing
 from ..models import is_in_backward, is_transformed
 from ..scaling import Origin
-from .hooks import Hook, named_tensors_in, tensors_in
+from .hooks import ForwardListener, Hook, named_tensors_in, tensors_in
 from .module_names import plain_name
 from .search import search
 from .trace import (
@@ -46,7 +45,7 @@ class _Seen:
     uses: Uses | None = None
 
 
-class OverflowFinder:
+class OverflowFinder(ForwardListener):
     """Watches models and names the module that overflowed first.
 
     It reads every activation and every gradient once more. It changes no value, keeps no activation
@@ -59,15 +58,12 @@ class OverflowFinder:
     """
 
     def __init__(self) -> None:
-        self._handles: list[Any] = []
-        self._modules: weakref.WeakSet[Module] = weakref.WeakSet()
+        super().__init__()
         self._parameters: Any = WeakTensorKeyDictionary()
         """parameter -> handle of its hook."""
         self._seen: Any = WeakTensorKeyDictionary()
         self._numbers = itertools.count()
         self._window = WindowTrace(next(self._numbers))
-        self._threads = threading.local()
-        self._is_over = False
 
     def watch(self, model: Module) -> None:
         """Put hooks on every module and parameter of a model, once each.
@@ -80,21 +76,10 @@ class OverflowFinder:
                 if p.requires_grad and p not in self._parameters:
                     hook = Hook(self, "add_parameter_gradient", watched, own)
                     self._parameters[p] = p.register_hook(hook)
-            if module in self._modules or isinstance(module, torch.jit.ScriptModule):
-                continue
-            self._modules.add(module)
-            enter, leave = Hook(self, "enter", watched), Hook(self, "leave", watched)
-            self._handles += [
-                module.register_forward_pre_hook(enter, with_kwargs=True),
-                module.register_forward_hook(leave, always_call=True),
-            ]
+            if module not in self._modules and not isinstance(module, torch.jit.ScriptModule):
+                self._listen(module, watched)
 
     def before_backward(self, loss: Any) -> None:
-        """A backward from this loss is about to start.
-
-        Args:
-            loss: tensor of any shape, or a container of tensors; unscaled.
-        """
         if self._is_over:
             self.new_window()
         window = self._window
@@ -107,13 +92,7 @@ class OverflowFinder:
                 if tensor.requires_grad:
                     self._uses_of(tensor, seen).loss = window.losses[-1]
 
-    def end_window(self) -> None:
-        """An optimizer has stepped. Another one may still step, and overflow, in the same window,
-        so nothing is dropped before the next forward or backward."""
-        self._is_over = True
-
     def new_window(self) -> None:
-        """Drop all that was seen."""
         self._is_over = False
         self._window = WindowTrace(next(self._numbers))
         self._threads = threading.local()  # a forward that was interrupted never left
@@ -126,13 +105,10 @@ class OverflowFinder:
         return search(self._window)
 
     def close(self) -> None:
-        """Remove every hook and drop all that was seen."""
-        for handle in (*self._handles, *self._parameters.values()):
+        for handle in self._parameters.values():
             handle.remove()
-        self._handles.clear()
-        self._modules.clear()
         self._parameters, self._seen = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
-        self.new_window()
+        super().close()
 
     # Called by hooks.
 
@@ -141,7 +117,7 @@ class OverflowFinder:
         if not self._is_listening():
             return
         stack = self._stack()
-        parent = stack[-1] if stack else None
+        parent: Call | None = stack[-1] if stack else None
         if parent is None:
             if not torch.is_grad_enabled():
                 return
@@ -169,7 +145,7 @@ class OverflowFinder:
         stack = self._stack()
         if not stack or stack[-1].module is not watched:
             return
-        call = stack.pop()
+        call: Call = stack.pop()
         if not self._is_listening():
             return
         call.outputs = self._entries(output, call, consumes=False)
@@ -196,10 +172,6 @@ class OverflowFinder:
     def _is_listening(self) -> bool:
         """Not where tensors have no values, or where a range would become part of a program."""
         return not (torch._C._is_tracing() or is_transformed() or is_capturing())
-
-    def _stack(self) -> list[Call]:
-        stack: list[Call] = self._threads.__dict__.setdefault("stack", [])
-        return stack
 
     def _entries(self, value: Any, call: Call, consumes: bool) -> list[Entry]:
         entries = []

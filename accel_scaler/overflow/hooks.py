@@ -8,12 +8,14 @@ plain dataclasses and key-value caches, are passed as they are, and nobody looks
 from __future__ import annotations
 
 import copy
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..models import inert
@@ -38,6 +40,50 @@ class Hook:
         listener = None if torch.compiler.is_compiling() else self._listener()
         if listener is not None:
             getattr(listener, self._method)(*self._about, *given)
+
+
+class ForwardListener:
+    """Hears the forwards of modules, window after window: ``enter`` and ``leave``."""
+
+    def __init__(self) -> None:
+        self._handles: list[Any] = []
+        self._modules: weakref.WeakSet[Module] = weakref.WeakSet()
+        self._threads = threading.local()
+        self._is_over = False
+
+    def _listen(self, module: Module, about: Any, prepend: bool = False) -> None:
+        self._modules.add(module)
+        enter, leave = Hook(self, "enter", about), Hook(self, "leave", about)
+        self._handles += [
+            module.register_forward_pre_hook(enter, prepend=prepend, with_kwargs=True),
+            module.register_forward_hook(leave, always_call=True),
+        ]
+
+    def _stack(self) -> list[Any]:
+        """Of the forwards that run on this thread."""
+        stack: list[Any] = self._threads.__dict__.setdefault("stack", [])
+        return stack
+
+    def before_backward(self, loss: Any) -> None:
+        """A backward from this unscaled loss (a tensor, or a container) is about to start."""
+        raise NotImplementedError
+
+    def end_window(self) -> None:
+        """An optimizer has stepped. Another one may still step, and overflow, in the same window,
+        so nothing is dropped before the next forward or backward."""
+        self._is_over = True
+
+    def new_window(self) -> None:
+        """Drop all that was seen."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Remove every hook and drop all that was seen."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._modules.clear()
+        self.new_window()
 
 
 def is_tensor(value: Any) -> bool:

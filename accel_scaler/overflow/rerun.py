@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import random
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
@@ -29,7 +28,7 @@ from ..devices import is_capturing
 from ..models import as_replay, is_fsdp2, is_in_backward, is_replaying, is_transformed, unwrap
 from ..scaling import Origin
 from .finder import OverflowFinder
-from .hooks import Hook, is_tensor, map_tensors, tensors_in
+from .hooks import ForwardListener, Hook, is_tensor, map_tensors, tensors_in
 from .trace import is_batched
 
 MAX_BYTES = 1 << 28
@@ -85,7 +84,7 @@ class ForwardCall:
     """By the number of the tensor of the output."""
 
 
-class WindowRecording:
+class WindowRecording(ForwardListener):
     """Keeps what the forwards of the present window were given, and where ``statistics`` says so
     the running statistics of batch norms: a forward that overflows leaves inf or NaN in them, which
     no later window takes out again.
@@ -95,6 +94,7 @@ class WindowRecording:
     """
 
     def __init__(self, statistics: bool = False) -> None:
+        super().__init__()
         self.calls: list[ForwardCall] = []
         """Of the present window, after those of earlier ones whose backward came in it."""
         self.backwards = 0
@@ -106,9 +106,6 @@ class WindowRecording:
         """Each, and its copy from before the window."""
         self._is_over = True
         self._bytes = 0
-        self._handles: list[Any] = []
-        self._watched: weakref.WeakSet[Module] = weakref.WeakSet()
-        self._local = threading.local()
 
     def watch(self, prepared: Module, inner: Module) -> None:
         """Record this model's training forwards. Does nothing the second time.
@@ -122,17 +119,11 @@ class WindowRecording:
         hooked = prepared if isinstance(prepared, torch._dynamo.OptimizedModule) else plain
         # With autocast in the compiler's wrapper alone it would run without autocast.
         is_outside = "_original_forward" in vars(plain) and "forward" not in vars(plain)
-        if hooked in self._watched or is_outside or isinstance(plain, torch.jit.ScriptModule):
-            return
-        self._watched.add(hooked)
-        enter, leave = Hook(self, "enter", weakref.ref(plain)), Hook(self, "leave")
-        self._handles += [
-            hooked.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
-            hooked.register_forward_hook(leave, always_call=True),
-        ]
+        is_scripted = isinstance(plain, torch.jit.ScriptModule)
+        if hooked not in self._modules and not is_outside and not is_scripted:
+            self._listen(hooked, weakref.ref(plain), prepend=True)
 
     def before_backward(self, loss: Tensor) -> None:
-        """A backward from this unscaled loss is about to start."""
         if self._is_over:
             self.new_window()
         self._stack().clear()  # a forward that was interrupted never left
@@ -141,29 +132,15 @@ class WindowRecording:
         if not self.left_out:
             self.losses.append(loss.detach())
 
-    def end_window(self) -> None:
-        """An optimizer has stepped. Another one may still step, and overflow, in the same window,
-        so nothing is dropped before the next forward or backward."""
-        self._is_over = True
-
     def new_window(self) -> None:
-        """Drop all that was recorded."""
         self._drop()
         self.backwards = self._bytes = 0
         self.left_out = ""
         self._is_over = False
         if self._keeps_statistics:
-            buffers = [pair for model in self._watched for pair in model.named_buffers()]
+            buffers = [pair for model in self._modules for pair in model.named_buffers()]
             kept = [b for name, b in buffers if name.endswith(("running_mean", "running_var"))]
             self._statistics = [(buffer, buffer.clone()) for buffer in kept]
-
-    def close(self) -> None:
-        """Remove every hook and drop all that was recorded."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._watched.clear()
-        self.new_window()
 
     def obstacle(self) -> str:
         """Why the window cannot be run again; "" if it can. Does not synchronise."""
@@ -205,12 +182,12 @@ class WindowRecording:
             self.new_window()
         stack.append(self._call(model, module, args, kwargs))
 
-    def leave(self, module: Module, args: Any, output: Any) -> None:
+    def leave(self, model: weakref.ref[Module], module: Module, args: Any, output: Any) -> None:
         """A model's forward ends; by an exception if ``output`` is None."""
         if is_replaying() or is_transformed():
             return
         stack = self._stack()
-        call = stack.pop() if stack else None
+        call: ForwardCall | None = stack.pop() if stack else None
         if call is None or output is None:
             return
         for number, tensor in enumerate(tensors_in(output)):
@@ -276,10 +253,6 @@ class WindowRecording:
         for call in self.calls:
             call.grads.clear()  # a graph may keep the call
         self.calls, self.losses = [], []
-
-    def _stack(self) -> list[ForwardCall | None]:
-        stack: list[ForwardCall | None] = self._local.__dict__.setdefault("stack", [])
-        return stack
 
 
 def run_again(

@@ -172,7 +172,7 @@ class _MicroBatch:
         One that had got a gradient before, at another output (a model that returns its loss
         beside the logits), holds that code itself.
         """
-        *outer, last = sorted(first.uses.producers, key=lambda call: call.depth)
+        *outer, last = sorted(first.uses.producers, key=lambda call: len([*call.parents()]))
         return next((c for c in outer if self._gradient_at_output(c, first) is None), last)
 
     def parameter(self) -> Origin | None:

@@ -149,12 +149,8 @@ class Call:
     forward: Forward
     is_first: bool = True
     """Not the second run of a checkpoint."""
-    depth: int = field(init=False)
     inputs: list[Entry] = field(default_factory=list)
     outputs: list[Entry] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.depth = self.parent.depth + 1 if self.parent else 0
 
     @property
     def bad_inputs(self) -> list[Entry]:

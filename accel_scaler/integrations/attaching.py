@@ -62,10 +62,15 @@ def attach(target: T, config: ScalerConfig | Mapping[str, Any] | None = None, **
             attached.is_default = False
             return target
         if not attached.is_default:
-            wanted = replace(base or attached.config, **fields)
+            now, wanted = attached.config, replace(base or attached.config, **fields)
+            differing = [
+                f"{name}={shown(getattr(now, name))}, not {shown(getattr(wanted, name))}"
+                for name in ScalerConfig.__dataclass_fields__
+                if getattr(now, name) != getattr(wanted, name)
+            ]
             raise OrderError(
-                f"attach: already attached with {_differing(attached.config, wanted)}; call "
-                "detach(accelerator) first."
+                f"attach: already attached with {', '.join(differing)}; call detach(accelerator) "
+                "first."
             )
         detach(accelerator)
     attached = begin(accelerator, replace(base or ScalerConfig.from_env(), **fields), fields)
@@ -73,14 +78,6 @@ def attach(target: T, config: ScalerConfig | Mapping[str, Any] | None = None, **
         attached.stock_class = type(accelerator)
         accelerator.__class__ = scaled_class(type(accelerator), ScaledAccelerator)
     return target
-
-
-def _differing(now: ScalerConfig, wanted: ScalerConfig) -> str:
-    return ", ".join(
-        f"{name}={shown(getattr(now, name))}, not {shown(getattr(wanted, name))}"
-        for name in ScalerConfig.__dataclass_fields__
-        if getattr(now, name) != getattr(wanted, name)
-    )
 
 
 def attach_default(target: Any) -> Attachment | None:

@@ -123,27 +123,22 @@ def prepare(
     """
     flags = {name: text for name in FIELDS if (text := getattr(ours, name)) is not None}
     file = _take_section(args, folder)
-    flagged = "command line", flags
-    config, sources = merge(*file, environment(os.environ), flagged, refused=refused)
-    with _collected(refused):
-        _check_script(args)
-    with _collected(refused):
+    given = (*file, environment(os.environ), ("command line", flags))
+    config, sources = merge(*given, refused=refused)
+    script = args.training_script
+    if not (args.module or args.no_python or script == "-" or os.path.exists(script)):
+        text = f"the script {script!r} does not exist (from {os.getcwd()})."
+        refused.append(ConfigError(text))
+    try:
         merged = _merged_by_accelerate(args)
         if not ours.no_attach:
             _refuse_other_scalers(merged)
         # Ranks on other hosts write only to a path with {rank}.
         if (path := path_of(config, merged.machine_rank or 0)) is not None:
             refuse_unwritable(path)
-    return config, sources
-
-
-@contextmanager
-def _collected(refused: list[AccelScalerError]) -> Iterator[None]:
-    """Add what is refused in the block."""
-    try:
-        yield
     except AccelScalerError as error:
         refused.append(error)
+    return config, sources
 
 
 def _take_section(args: argparse.Namespace, folder: Path) -> list[Source]:
@@ -155,18 +150,11 @@ def _take_section(args: argparse.Namespace, folder: Path) -> list[Source]:
     else:
         return []
     section, rest = read_config(path)
-    args.config_file = str(path)
+    copy = folder / "config.yaml"
     if rest is not None:
-        copy = folder / "config.yaml"
         copy.write_text(rest, encoding="utf-8")
-        args.config_file = str(copy)
+    args.config_file = str(path if rest is None else copy)
     return [(str(path), section)]
-
-
-def _check_script(args: argparse.Namespace) -> None:
-    script = args.training_script
-    if not (args.module or args.no_python or script == "-" or os.path.exists(script)):
-        raise ConfigError(f"the script {script!r} does not exist (from {os.getcwd()}).")
 
 
 def _merged_by_accelerate(args: argparse.Namespace) -> Any:

@@ -44,10 +44,7 @@ class Attachment:
             added to it.
         named: fields that were requested by name; they take precedence over that scaler's.
 
-    Raises:
-        UnsupportedError: an optimizer that cannot be adopted, a module that cannot run in float32;
-            nothing was changed.
-        ConfigError: ``telemetry`` cannot be written to.
+    Raises as :func:`accel_scaler.attach`; nothing was changed then.
     """
 
     def __init__(
@@ -107,12 +104,8 @@ class Attachment:
         return emulate_float16() if is_needed else nullcontext()
 
     def watch(self, prepared: Module, inner: Module) -> None:
-        """Register a model's parameter names, and watch it for overflows.
-
-        Args:
-            prepared: what the training loop calls.
-            inner: the model in it, whose names are used.
-        """
+        """Register the parameter names of ``inner``, the model in what the training loop calls, and
+        watch it for overflows."""
         if self.scales:
             warn_past_float16(inner, self.fp32_modules.modules)
         self.scaler.parameter_names.add_module(inner)
@@ -124,10 +117,9 @@ class Attachment:
 
         A collective where ``prepared`` is DDP or sharded.
         """
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return
+        has_ranks = dist.is_initialized() and dist.get_world_size() > 1
         is_ddp = isinstance(prepared, DistributedDataParallel)
-        if not is_ddp and not is_sharded(prepared.parameters()):
+        if not has_ranks or not (is_ddp or is_sharded(prepared.parameters())):
             return
         wish = (self.config.finds_overflow, self.config.heal)
         is_same = len(set(gather_objects(wish, self.device))) == 1
@@ -151,11 +143,7 @@ class Attachment:
             self.fp32_modules.add(names, self.models)
 
     def install(self, accelerator: Any) -> None:
-        """Install autocast, scaler, names and optimizers; all is undone if one of them fails.
-
-        Raises:
-            UnsupportedError: a model that cannot be autocast any more.
-        """
+        """Install autocast, scaler, names and optimizers; all is undone if one of them fails."""
         accelerator._attachment = self
         try:
             if self.scales and not accelerator.native_amp:
@@ -175,17 +163,25 @@ class Attachment:
             raise
 
     def remove(self, accelerator: Any) -> None:
-        """Undo what was done to the accelerator, and to what it has prepared.
-
-        Raises:
-            OrderError: a window is open; nothing was undone.
-            StepError: the step in flight failed; everything was undone.
-        """
-        self._hand_back_scale()
+        """Undo all, and give the present scale to the scaler that was replaced. Raises as
+        :func:`accel_scaler.detach`."""
+        scaler, stock = self.scaler, self.stock_scaler
+        if scaler.is_enabled():
+            if scaler.window.opened_by is not None and not scaler.window.closed:
+                raise OrderError(
+                    "detach: a window is open, its gradients are scaled. Detach after "
+                    "optimizer.step(), or zero the gradients and call "
+                    "accelerator.scaler.abandon_window() first."
+                )
+            if stock is not None and stock.is_enabled():
+                stock.load_state_dict(scaler.state_dict())
+                if scaler.has_begun and stock._scale is None:
+                    # A later attach() would take it for a scaler without state.
+                    stock._lazy_init_scale_growth_tracker(self.device)
         self._undo(accelerator)
 
     def _undo(self, accelerator: Any) -> None:
-        """:meth:`remove`, without handing the scale back."""
+        """Undo what was done to the accelerator, and to what it has prepared."""
         failed: StepError | None = None
         for optimizer in list(self.optimizers):
             try:
@@ -232,23 +228,6 @@ class Attachment:
         if accelerator is not None:
             prepared = accelerator._optimizers  # a prepared scheduler has the same list
             prepared[:] = [each for each in prepared if inner_of(each) != [optimizer]]
-
-    def _hand_back_scale(self) -> None:
-        """Give the present scale to the scaler that was replaced."""
-        scaler, stock = self.scaler, self.stock_scaler
-        if not scaler.is_enabled():
-            return
-        if scaler.window.opened_by is not None and not scaler.window.closed:
-            raise OrderError(
-                "detach: a window is open, its gradients are scaled. Detach after "
-                "optimizer.step(), or zero the gradients and call "
-                "accelerator.scaler.abandon_window() first."
-            )
-        if stock is not None and stock.is_enabled():
-            stock.load_state_dict(scaler.state_dict())
-            if scaler.has_begun and stock._scale is None:
-                # A later attach() would take it for a scaler without state.
-                stock._lazy_init_scale_growth_tracker(self.device)
 
     def synchronize(self) -> None:
         """Wait for every step in flight, and publish it."""

@@ -102,13 +102,9 @@ def _products() -> dict[Any, str]:
 
 def _are_float16(args: Any) -> bool:
     """Whether all operands are, dense and on the CPU; torch refuses a mixture."""
-    found = False
-    for a in args:
-        if isinstance(a, Tensor) and a.is_floating_point():
-            if a.dtype is not torch.float16 or not a.is_cpu or a.layout is not torch.strided:
-                return False
-            found = True
-    return found
+    found = [a for a in args if isinstance(a, Tensor) and a.is_floating_point()]
+    is_dense = all(a.is_cpu and a.layout is torch.strided for a in found)
+    return is_dense and {a.dtype for a in found} == {torch.float16}
 
 
 def _widen(value: Any) -> Any:

@@ -131,11 +131,8 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         super().eval()
 
     def follow_parameters(self, frozen_too: bool = False) -> None:
-        """Step through masters from now on if a trained parameter needs one.
-
-        Args:
-            frozen_too: also if a frozen one does, whose master is about to be loaded.
-        """
+        """Step through masters from now on if a trained parameter needs one; ``frozen_too``: or a
+        frozen one, whose master is about to be loaded."""
         attachment, inner = self._attachment, self.stepped_optimizer
         if attachment is None or inner in replaced:
             return
@@ -186,14 +183,8 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
 
 def adopt(optimizer: Any, attachment: Attachment, frozen_too: bool = False) -> None:
-    """Make a prepared optimizer step through the attachment's boundary.
-
-    Args:
-        frozen_too: with masters also if only frozen parameters need them.
-
-    Raises:
-        UnsupportedError: it cannot; nothing was changed.
-    """
+    """Make a prepared optimizer step through the attachment's boundary. Raises as
+    :func:`refuse_unsuitable`; ``frozen_too`` as in ``follow_parameters``."""
     config, inner = attachment.config, inner_of(optimizer)[0]
     refuse_unsuitable([optimizer], config)
     hooks = None

@@ -17,14 +17,8 @@ from ..telemetry import History, path_of
 
 
 def attach_accelerator(accelerator: Any) -> None:
-    """Attach an ``accelerate.Accelerator`` with the settings of the environment.
-
-    A ``ScaledAccelerator`` attaches itself, with the settings that its script gives it.
-
-    Raises:
-        UnsupportedError, ConfigError: as :func:`accel_scaler.attach`.
-    """
-    if isinstance(accelerator, ScaledAccelerator):
+    """Attach an ``accelerate.Accelerator`` with the settings of the environment."""
+    if isinstance(accelerator, ScaledAccelerator):  # it has attached itself, as its script says
         return
     attachment = attach_default(accelerator)
     if attachment is not None and attachment.rank == 0:

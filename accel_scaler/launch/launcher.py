@@ -1,4 +1,4 @@
-"""``accel-scaler launch``: Accelerate's launcher, with settings, for an unchanged script.
+"""Starts a script as ``accel-scaler launch`` does.
 
 Accelerate's parser reads the command line, and Accelerate starts the processes. This module adds
 flags, takes the ``accel_scaler:`` section out of the config file, and hands the settings on in the
@@ -158,11 +158,7 @@ def _take_section(args: argparse.Namespace, folder: Path) -> list[Source]:
 
 
 def _merged_by_accelerate(args: argparse.Namespace) -> Any:
-    """Accelerate's arguments, merged with its config file and its defaults.
-
-    Raises:
-        ConfigError: Accelerate refuses them.
-    """
+    """Accelerate's arguments, with its config file and its defaults. What it refuses is raised."""
     log = logging.getLogger("accelerate.commands.launch")
     was_disabled, log.disabled = log.disabled, True  # it warns of defaults; the launch does again
     try:

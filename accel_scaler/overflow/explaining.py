@@ -1,9 +1,4 @@
-"""Where the overflow of a window began, and what is done about it.
-
-Modules are watched while they run, which only observes; or, where that is configured, the window is
-run again. With ``heal`` modules that overflow at any scale run in float32 from then on. All of it
-happens before anything is updated.
-"""
+"""Where the overflow of a window began, and what is done about it before anything is updated."""
 
 from __future__ import annotations
 
@@ -100,12 +95,7 @@ class OverflowExplainer(Observer):
         return [model for ref in self._models if (model := ref()) is not None]
 
     def watch(self, prepared: Module, inner: Module) -> None:
-        """Explain the overflows of this model too.
-
-        Args:
-            prepared: what the training loop calls.
-            inner: the model in it.
-        """
+        """Explain the overflows of this model too; see :meth:`WindowRecording.watch`."""
         plain = unwrap(inner)
         self._prepared.add(prepared)
         if not any(plain is model for model in self.models):

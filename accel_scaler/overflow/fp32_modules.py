@@ -176,7 +176,7 @@ class Fp32Module:
             return self.found(*args, **kwargs)
         changes = _cast_parameters(self.module)
         if low is not None:
-            args, kwargs = map_tensors((args, kwargs), _cast_up)
+            args, kwargs = map_tensors((args, kwargs), lambda t: t.float() if t.dtype in LOW else t)
         try:
             with torch.autocast("cpu", enabled=False), torch.autocast(self.kind, enabled=False):
                 result = self.found(*args, **kwargs)
@@ -228,10 +228,6 @@ def _restore(changes: list[_Change]) -> None:
             where[name] = tensor
         elif isinstance(now, Tensor) and now.dtype is torch.float32:  # assigned in the call
             where[name] = now.to(tensor.dtype)
-
-
-def _cast_up(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.float32) if tensor.dtype in LOW else tensor
 
 
 def cast_down(value: Any, dtype: torch.dtype) -> Any:

@@ -151,10 +151,8 @@ class WindowRecording(ForwardListener):
         for call in self.calls:
             if call.model() is None:
                 return "a model that ran in it is gone"
-            if any(
-                each.version != _version(each.tensor)
-                for each in (*call.inputs, *call.grads.values())
-            ):
+            kept = (*call.inputs, *call.grads.values())
+            if any(each.version != _version(each.tensor) for each in kept):
                 return "an input, or the gradient of an output, was changed in place since"
         return ""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -14,23 +15,15 @@ from torch import Tensor
 from ..scaling import local
 
 
-def span_of(t: Tensor) -> tuple[int, int] | None:
-    """The first address of a strided tensor and the one after its last; None: it has none."""
-    if t.layout is not torch.strided or t.is_meta or not t.numel():
-        return None
-    start = t.data_ptr()
+def length_of(t: Tensor) -> int:
+    """Elements from the first to the last one that the strides reach."""
     last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
-    return start, start + (last + 1) * t.element_size()
+    return last + 1 if t.numel() else 0
 
 
 def place_of(t: Tensor) -> object:
     """Address, shape, strides and dtype: equal ones are one view of one memory."""
     return t.data_ptr(), t.shape, t.stride(), t.dtype
-
-
-def held_by(p: Tensor) -> Tensor:
-    """The tensor that has a parameter's memory: itself, or this rank's shard."""
-    return local(p.detach()) if hasattr(p, "to_local") else p
 
 
 def overlapping(params: Sequence[Tensor]) -> list[list[int]]:
@@ -39,16 +32,17 @@ def overlapping(params: Sequence[Tensor]) -> list[list[int]]:
     Views that only interleave, as columns of one matrix do, count as well. Costs some microseconds
     a tensor. Does not synchronise.
     """
+    found: list[tuple[str, int, int, int]] = []
     with torch._C.DisableTorchFunctionSubclass():  # which waits for an update that is due
-        return _overlapping(list(map(held_by, params)))
-
-
-def _overlapping(tensors: Sequence[Tensor]) -> list[list[int]]:
-    found = [(str(t.device), span, i) for i, t in enumerate(tensors) if (span := span_of(t))]
+        for i, p in enumerate(params):
+            t = local(p.detach()) if hasattr(p, "to_local") else p
+            if t.layout is torch.strided and not t.is_meta and t.numel():
+                start = t.data_ptr()
+                found.append((str(t.device), start, start + length_of(t) * t.element_size(), i))
     groups: list[list[int]] = []
-    for _, mine in groupby(sorted(found), key=lambda each: each[0]):
+    for _, mine in groupby(sorted(found), key=itemgetter(0)):
         end = 0
-        for _, (start, after), i in mine:
+        for _, start, after, i in mine:
             if start < end:
                 groups[-1].append(i)
             else:

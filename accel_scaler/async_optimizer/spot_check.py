@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .master_params import ParameterPair
+from .shared_memory import length_of
 
 RUN, STRIDE = 16, 2048
 """Of each ``STRIDE`` elements of a large tensor ``RUN``, a cache line of a master, are compared."""
@@ -38,7 +39,8 @@ class SpotCheck:
         joinable: dict[object, list[ParameterPair]] = {}
         for pair in self._pairs:
             master, target = pair.stepped, pair.target
-            if master.stride() == target.stride() and _is_dense(target):
+            is_dense = target.numel() == length_of(target)  # fills its memory, in whatever order
+            if master.stride() == target.stride() and is_dense:
                 is_large = target.numel() > MAX_WHOLE
                 kind = is_large, target.dtype, target.device, master.device
                 joinable.setdefault(kind, []).append(pair)
@@ -84,12 +86,6 @@ class _Samples:
         unlike = (rounded != now)[: sum(self._sizes)]
         parts = zip(self._pairs, torch.split(unlike, self._sizes), strict=True)
         return [pair for pair, part in parts if bool(part.any())]
-
-
-def _is_dense(t: Tensor) -> bool:
-    """Whether its elements fill their memory, in whatever order."""
-    last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
-    return t.numel() == last + 1
 
 
 def _sample(t: Tensor) -> Tensor:

@@ -52,6 +52,7 @@ import torch
 from torch import Tensor
 
 from ..devices import streams_of
+from .shared_memory import length_of
 
 
 class SideStreams:
@@ -197,7 +198,7 @@ class SideStreams:
         Uninitialised.
         """
         dtypes = [dtype or t.dtype for t in tensors]
-        lengths = [_storage_length(t) for t in tensors]
+        lengths = list(map(length_of, tensors))
         views: list[Tensor] = list(tensors)
         for kind in dict.fromkeys(dtypes):
             mine = [i for i, d in enumerate(dtypes) if d is kind]
@@ -299,10 +300,3 @@ def _held(t: Any) -> Iterator[Tensor]:
         yield from (t._indices(), t._values())
     elif t.layout is torch.strided:
         yield t
-
-
-def _storage_length(t: Tensor) -> int:
-    """Elements from the first to the last one that the strides reach."""
-    if t.numel() == 0:
-        return 0
-    return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from array import array
 from dataclasses import dataclass
 
 from .run import Run
@@ -16,26 +15,21 @@ MAX_ROWS = 240
 class HeatMap:
     """Rows: parameters in the model's order, from the input to the output. Columns: steps."""
 
-    name: str
-    title: str
-    caption: str
-    rows: list[list[str]]
-    """The parameters of each row; more than ``MAX_ROWS`` share rows with their neighbours."""
+    rows: list[str]
+    """The names of each; more than ``MAX_ROWS`` parameters share rows with their neighbours."""
+    wide: list[str]
+    """The names without what all begin with, short."""
+    narrow: list[str]
+    """Still shorter."""
     columns: list[int]
     """The window of each."""
-    table: list[array[float]]
-    """Norms as ``[row][column]``, the largest each. NaN: none; inf: one was inf or NaN."""
+    norms: list[list[float | None]]
+    """As ``[row][column]``, the largest each. None: there is none; -1: one was inf or NaN."""
     low: float
     """Where the colours begin; 0 has its own."""
     high: float
     """And end; inf has its own."""
-
-    def labels(self, limit: int) -> list[str]:
-        """The name of each row without what all begin with, in at most so many characters."""
-        first = [names[0] for names in self.rows]
-        shared = os.path.commonprefix(first) if len(first) > 1 else ""  # noqa: RUF071
-        cut = shared.rfind(".") + 1
-        return [shorten(name[cut:], limit) for name in first]
+    name: str = "heatmap"
 
 
 def shorten(name: str, limit: int) -> str:
@@ -54,28 +48,24 @@ def heatmap(run: Run) -> HeatMap | None:
     names = list(dict.fromkeys(name for _, names, _ in columns for name in names))
     group = -(-len(names) // MAX_ROWS) or 1
     rows = [names[i : i + group] for i in range(0, len(names), group)]
-    table = _table(run, rows)
-    finite = sorted(v for row in table for v in row if 0 < v < math.inf) or [0.1, 1.0]
+    row_of = {name: index // group for index, name in enumerate(names)}
+    norms: list[list[float | None]] = [[None] * len(columns) for _ in rows]
+    for column, (_, known, found) in enumerate(columns):
+        for name, norm in zip(known, found, strict=True):
+            row = norms[row_of[name]]
+            before = row[column] or 0.0
+            row[column] = max(before, norm) if math.isfinite(norm) and before >= 0 else -1.0
+    finite = sorted(v for row in norms for v in row if v is not None and v > 0) or [0.1, 1.0]
     low, high = (finite[round(share * (len(finite) - 1))] for share in (0.005, 0.995))
+    first = [row[0] for row in rows]
+    shared = os.path.commonprefix(first) if len(first) > 1 else ""  # noqa: RUF071
+    ends = [name[shared.rfind(".") + 1 :] for name in first]
     return HeatMap(
-        "heatmap",
-        "Gradient norm by parameter, unscaled",
-        "Parameters from the input (top) to the output (bottom). A backward runs upwards: what is "
-        "non-finite low in a column spreads to all above.",
-        rows,
+        [row[0] + (f" to {row[-1]}" if len(row) > 1 else "") for row in rows],
+        [shorten(name, 30) for name in ends],
+        [shorten(name, 17) for name in ends],
         [x for x, _, _ in columns],
-        table,
+        [[v if v is None else float(f"{v:.4g}") for v in row] for row in norms],
         low,
         max(high, low * 1.01),
     )
-
-
-def _table(run: Run, rows: list[list[str]]) -> list[array[float]]:
-    row_of = {name: index for index, row in enumerate(rows) for name in row}
-    table = [array("f", [math.nan]) * len(run.norms.columns) for _ in rows]
-    for column, (_, names, norms) in enumerate(run.norms.columns):
-        for name, norm in zip(names, norms, strict=True):
-            row = table[row_of[name]]
-            largest = norm if math.isfinite(norm) else math.inf
-            row[column] = largest if math.isnan(row[column]) else max(row[column], largest)
-    return table

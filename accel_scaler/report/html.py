@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 from collections.abc import Collection, Sequence
+from dataclasses import asdict
 from datetime import datetime, timezone
 from functools import cache
 from html import escape
@@ -12,13 +14,14 @@ from importlib.resources import files
 
 from ..console import plain, written
 from ..telemetry import verdict
-from .charts import Chart, axis_of, charts
+from .charts import Chart, charts
 from .findings import find
 from .heatmap import HeatMap, heatmap
 from .key_numbers import TILES, key_numbers
-from .page_data import page_data
 from .run import Run
 
+MAX_SESSIONS = 30
+"""Sessions whose beginnings are drawn."""
 WORDS = {"bad": "Problem", "warn": "Look", "note": "Note", "good": "Fine"}
 HUES = {
     "ink": ("#1b1f24", "#e6edf3"),
@@ -42,25 +45,24 @@ differently as well (after Okabe and Ito)."""
 
 def html_page(run: Run) -> str:
     """The whole page. All text is escaped; the browser runs the package's own script alone."""
-    axis = axis_of(run) if run.windows else None
     found, heat = charts(run), heatmap(run)
     title = f"Loss scaling: {run.label}"
     body = [_verdict(run), _about(run), _tiles(run)]
-    loss = [chart for chart in found if chart.name == "loss"]
     others = [chart for chart in found if chart.name != "loss"]
-    if axis is not None:
-        body += ['<div class="charts">', *(_chart(each, True) for each in loss), "</div>"]
+    if run.windows:
+        loss = [_chart(chart, True) for chart in found if chart.name == "loss"]
+        body += ['<div class="charts">', *loss, "</div>"]
     body += ["<h2>Findings</h2>", _findings(run)]
-    if axis is not None:
+    if run.windows:
         body += ["<h2>Charts</h2>", '<div class="charts">']
         alone = others[-1] if len(others) % 2 else None
         body += [_chart(chart, chart is alone) for chart in others]
-        body += [_heatmap(heat)] if heat is not None else []
+        body += [HEATMAP] if heat is not None else []
         body += ["</div>", NUMBERS]
     rows = [(each.name, f"{each.value} {each.more}".rstrip()) for each in key_numbers(run)]
     body += ["<h2>In numbers</h2>", _table(run.label, rows)]
-    body += ["<h2>Settings and versions</h2>", _settings(run)]
-    style, script = _style(), _script()
+    body += ["<h2>Settings and versions</h2>", _settings(run), NO_SCRIPT]
+    style, script = _style(), _asset("uPlot.iife.min.js") + "\n" + _asset("page.js")
     policy = (
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; "
         "base-uri 'none'; form-action 'none'"
@@ -73,8 +75,8 @@ def html_page(run: Run) -> str:
         f'<header class="bar"><div><h1>{escape(title)}</h1>'
         '<button type="button" id="zoom" hidden>Reset zoom</button>'
         '<button type="button" id="theme" title="light or dark" hidden>Dark</button>'
-        f"</div></header>\n<main>\n{chr(10).join(body)}\n{NO_SCRIPT}\n</main>\n"
-        f'<script type="application/json" id="data">{page_data(run, axis, found, heat)}</script>'
+        f"</div></header>\n<main>\n{chr(10).join(body)}\n</main>\n"
+        f'<script type="application/json" id="data">{page_data(run, found, heat)}</script>'
         f"\n<script>{script}</script>\n</body>\n</html>\n"
     )
 
@@ -84,6 +86,29 @@ NUMBERS = (
     '<div class="wide"></div></details>'
 )
 NO_SCRIPT = "<noscript><p>The charts are drawn by a script, which is off here.</p></noscript>"
+
+
+def page_data(run: Run, charts: Sequence[Chart], heat: HeatMap | None) -> str:
+    """What the script draws from, as JSON that stands safely inside a ``<script>``: ASCII, without
+    ``<``, ``>`` and ``&``."""
+    bins, starts = run.bins.done, [session.first_x for session in run.sessions]
+    later = list(enumerate(starts, 1))[1:]
+    data = {
+        "run": {
+            "label": run.label,
+            "x": [b.x for b in bins],
+            "last": [b.last_x for b in bins],
+            "skips": [b.skips for b in bins],
+            "sessions": starts,
+        },
+        "axis": {"last": run.last_x, "sessions": later[:: -(-len(later) // MAX_SESSIONS) or 1]},
+        "charts": [asdict(chart) for chart in charts],
+        "heatmap": heat and asdict(heat),
+    }
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    for mark in "<>&":
+        text = text.replace(mark, f"\\u{ord(mark):04x}")
+    return text
 
 
 # What the page brings along.
@@ -103,10 +128,6 @@ def _style() -> str:
         f"@media screen and (prefers-color-scheme:dark){{:root:not([data-theme]){{{dark}}}}}\n"
         f"{_asset('uPlot.min.css')}\n{_asset('page.css')}"
     )
-
-
-def _script() -> str:
-    return f"{_asset('uPlot.iife.min.js')}\n{_asset('page.js')}"
 
 
 def _hash(text: str) -> str:
@@ -167,34 +188,30 @@ def _findings(run: Run) -> str:
 # Charts: what the script fills.
 
 
-def _figure(name: str, title: str, caption: str, inside: str, classes: str = "") -> str:
+def _figure(name: str, title: str, caption: str, classes: str = "", key: str = "") -> str:
     return (
         f'<figure class="card{classes}" id="chart-{name}"><div class="head"><h3>{escape(title)}'
-        f"</h3></div>{inside}<figcaption>{escape(caption)}</figcaption></figure>"
-    )
-
-
-def _plot(words: str) -> str:
-    return (
-        f'<div class="readout"></div><div class="plot" role="group" aria-label="{escape(words)}">'
-        "</div>"
+        f'</h3></div>{key}<div class="readout"></div><div class="plot" role="group" '
+        f'aria-label="{escape(title)}"></div><figcaption>{escape(caption)}</figcaption></figure>'
     )
 
 
 def _chart(chart: Chart, is_wide: bool) -> str:
-    plot, wide = _plot(chart.title), " whole" if is_wide else ""
     points = dict.fromkeys(line.per_bin for line in chart.lines if line.per_bin)
     caption = " ".join([chart.caption, *(f"Each point: the {text}." for text in points)])
-    return _figure(chart.name, chart.title, caption, plot, wide)
+    return _figure(chart.name, chart.title, caption, " whole" if is_wide else "")
 
 
-def _heatmap(heat: HeatMap) -> str:
-    key = (
-        '<div class="key"><span>L2 norm <span class="ramp-low"></span><span class="ramp"></span>'
-        '<span class="ramp-high"></span></span><span class="key-bad"><i class="swatch"></i>inf or '
-        'NaN</span><span class="key-zero"><i class="swatch"></i>exactly 0</span></div>'
-    )
-    return _figure(heat.name, heat.title, heat.caption, key + _plot(heat.title), " whole heatmap")
+HEATMAP = _figure(
+    "heatmap",
+    "Gradient norm by parameter, unscaled",
+    "Parameters from the input (top) to the output (bottom). A backward runs upwards: what is "
+    "non-finite low in a column spreads to all above.",
+    " whole heatmap",
+    '<div class="key"><span>L2 norm <span class="ramp-low"></span><span class="ramp"></span>'
+    '<span class="ramp-high"></span></span><span class="key-bad"><i class="swatch"></i>inf or '
+    'NaN</span><span class="key-zero"><i class="swatch"></i>exactly 0</span></div>',
+)
 
 
 # Tables.

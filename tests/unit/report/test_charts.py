@@ -11,16 +11,9 @@ from typing import Any
 import pytest
 import telemetry_files as t
 
-from accel_scaler.report.charts import (
-    MAX_MARKS,
-    MAX_RATES,
-    MAX_SESSIONS,
-    Chart,
-    axis_of,
-    charts,
-)
-from accel_scaler.report.heatmap import HeatMap, heatmap, shorten
-from accel_scaler.report.page_data import page_data
+from accel_scaler.report.charts import MAX_MARKS, MAX_RATES, Chart, charts
+from accel_scaler.report.heatmap import MAX_ROWS, HeatMap, heatmap, shorten
+from accel_scaler.report.html import MAX_SESSIONS, page_data
 from accel_scaler.report.reader import read_run
 from accel_scaler.report.run import Run
 from accel_scaler.report.samples import MAX_BINS, Bins
@@ -130,10 +123,10 @@ def test_numbers_of_gradients_have_their_limits(tmp_path: Path) -> None:
 
 def test_beginnings_of_sessions_are_marked_but_not_too_many(tmp_path: Path) -> None:
     session = windows(3)
-    axis = axis_of(read(tmp_path, session * 4))
-    assert (axis.sessions, axis.last) == ([(2, 3), (3, 6), (4, 9)], 11)
-    many = axis_of(read(tmp_path, session * 100)).sessions
-    assert len(many) <= MAX_SESSIONS
+    axis = json.loads(page_data(read(tmp_path, session * 4), [], None))["axis"]
+    assert axis == {"sessions": [[2, 3], [3, 6], [4, 9]], "last": 11}
+    many = json.loads(page_data(read(tmp_path, session * 100), [], None))["axis"]["sessions"]
+    assert 1 < len(many) <= MAX_SESSIONS
     assert all(x == 3 * (number - 1) for number, x in many)
 
 
@@ -147,7 +140,7 @@ def test_the_page_gets_these_numbers_and_nothing_that_json_lacks(tmp_path: Path)
     )
     run = read(tmp_path, lines)
     found = charts(run)
-    data = json.loads(page_data(run, axis_of(run), found, None), parse_constant=pytest.fail)
+    data = json.loads(page_data(run, found, None), parse_constant=pytest.fail)
     by_name = {each["name"]: each for each in data["charts"]}
     assert list(by_name) == [each.name for each in found]
     assert by_name["loss"]["lines"][0]["y"][1] == 0.333333
@@ -202,11 +195,10 @@ def heat_of(tmp_path: Path, names: list[str], *columns: list[float]) -> HeatMap:
 
 def test_cells_are_the_norms_of_the_file(tmp_path: Path) -> None:
     heat = heat_of(tmp_path, ["a", "b"], [1.0, 0.5], [0.0, math.inf], [math.nan, 2.0])
-    assert [list(row) for row in heat.table] == [[1.0, 0.0, math.inf], [0.5, math.inf, 2.0]]
-    assert (heat.columns, heat.rows) == ([0, 1, 2], [["a"], ["b"]])
+    assert (heat.columns, heat.rows) == ([0, 1, 2], ["a", "b"])
     assert (heat.low, heat.high) == (0.5, 2.0)
     run = read(tmp_path, [t.start(), t.window(0)])
-    data = json.loads(page_data(run, axis_of(run), [], heat))["heatmap"]
+    data = json.loads(page_data(run, [], heat))["heatmap"]
     assert data["norms"] == [[1.0, 0.0, -1.0], [0.5, -1.0, 2.0]]
 
 
@@ -220,8 +212,17 @@ def test_norm_columns_are_evenly_spread_and_exact(tmp_path: Path) -> None:
 
 def test_labels_are_short_and_without_what_all_begin_with(tmp_path: Path) -> None:
     names = [f"model.h.{n}.attn.weight" for n in (1, 2, 11)]
-    labels = heat_of(tmp_path, names, [1.0] * 3).labels(34)
+    labels = heat_of(tmp_path, names, [1.0] * 3).wide
     assert labels == ["1.attn.weight", "2.attn.weight", "11.attn.weight"]
-    assert heat_of(tmp_path, ["weight"], [1.0]).labels(34) == ["weight"]
+    assert heat_of(tmp_path, ["weight"], [1.0]).wide == ["weight"]
     assert shorten("a" * 50 + "z", 12) == "aaaa…aaaaaaz"
     assert all(len(shorten("y" * 90, limit)) == limit for limit in range(3, 40))
+
+
+def test_parameters_beyond_the_rows_share_them(tmp_path: Path) -> None:
+    names = [f"m.{n}" for n in range(MAX_ROWS + 1)]
+    heat = heat_of(tmp_path, names, [1.0, 3.0, *[2.0] * (MAX_ROWS - 1)])
+    assert (heat.rows[0], heat.rows[-1], heat.wide[0]) == ("m.0 to m.1", f"m.{MAX_ROWS}", "0")
+    assert (heat.norms[0], heat.norms[-1]) == ([3.0], [2.0])
+    heat = heat_of(tmp_path, names, [math.inf, 3.0, *[2.0] * (MAX_ROWS - 1)])
+    assert heat.norms[:2] == [[-1.0], [2.0]]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
-from ..console import plain, say
+from ..console import say
 from ..errors import ConfigError, refuse_retired
 from ..telemetry import verdict
 from .findings import find
@@ -25,12 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "files", nargs="+", metavar="run.jsonl", help="the telemetry file; one at a time"
     )
-    parser.add_argument(
-        "-o",
-        "--output",
-        metavar="PATH",
-        help="where to write the page (default: report.html)",
-    )
+    to = "where to write the page (default: report.html)"
+    parser.add_argument("-o", "--output", metavar="PATH", help=to)
     parser.add_argument("--text", action="store_true", help="print the summary and write nothing")
 
 
@@ -45,10 +42,9 @@ def run(args: argparse.Namespace) -> int:
         refuse_retired("accel-scaler report FILE FILE")
     if args.text and args.output:
         raise ConfigError("report: --text prints, -o writes; give one of the two.")
-    if args.output and _same(args.output, file):
-        raise ConfigError(f"report: {args.output} is the file to read; write elsewhere.")
     run = read_run(file)
-    label(run)
+    if args.output and os.path.exists(args.output) and os.path.samefile(args.output, file):
+        raise ConfigError(f"report: {args.output} is the file to read; write elsewhere.")
     if not run.windows:
         print(f"{run.label}: no windows in this file.", file=sys.stderr)
     if args.text:
@@ -77,14 +73,3 @@ def in_words(run: Run) -> str:
         lines += ["", f"{marks[finding.level]} {finding.title}"]
         lines += [f"     {finding.text}"] if finding.text else []
     return "\n".join(lines)
-
-
-def label(run: Run) -> None:
-    """Name a run: its file, and the rank of several."""
-    facts = run.sessions[0].start.facts if run.sessions else {}
-    rank = f" (rank {facts.get('rank', '?')})" if facts.get("ranks", 1) > 1 else ""
-    run.label = plain(Path(run.path).name + rank)
-
-
-def _same(one: str, other: str) -> bool:
-    return Path(one).exists() and Path(other).exists() and Path(one).samefile(other)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
-from ..console import percent
-from ..telemetry import Diagnosis, Record, Start, headroom
+from ..console import percent, plain
+from ..telemetry import Diagnosis, Record, headroom
 from .samples import Bins, Mean, NormColumns
 
 
@@ -14,7 +15,7 @@ class Run(Diagnosis):
 
     def __init__(self, path: str) -> None:
         super().__init__()
-        self.path = self.label = path
+        self.path = path
         self.bins = Bins()
         self.norms = NormColumns()
         self.limited = self.clipped = 0
@@ -26,17 +27,18 @@ class Run(Diagnosis):
         self.lines = self.broken = 0
         self.broken_first: tuple[int, str] | None = None
 
-    def begin(self, start: Start) -> None:
-        """Start a session."""
-        super().begin(start)
-        self.bins.begin_session()
-
     def add(self, record: Record) -> None:
         """Add the next window of the session."""
+        session = self.sessions[-1]
+        seconds = max(record.time - session.seconds, 0.0) if session.last_step >= 0 else None
         super().add(record)
-        x = self.last_x
-        self.bins.include(x, record)
-        self._add_norms(x, record)
+        x, norm, limit = self.last_x, record.grad_norm, record.max_norm
+        self.bins.include(x, record, seconds)
+        if norm is not None and norm < math.inf and limit is not None and limit < math.inf:
+            self.limited += 1
+            self.clipped += norm > limit
+        if record.names and record.norms:
+            self.norms.include(x, record.names, record.norms)
         if record.largest_gradient is not None and record.scale > 0:
             room = headroom(record.largest_gradient)
             self.least_room = min(self.least_room or (room, x), (room, x), key=lambda r: r[0])
@@ -46,13 +48,12 @@ class Run(Diagnosis):
             self.waited_us += min(record.waited_us or 0, record.optimizer_us)
         self.preview_error.include(record.preview_error)
 
-    def _add_norms(self, x: int, record: Record) -> None:
-        norm, limit = record.grad_norm, record.max_norm
-        if norm is not None and norm < math.inf and limit is not None and limit < math.inf:
-            self.limited += 1
-            self.clipped += norm > limit
-        if record.names and record.norms:
-            self.norms.include(x, record.names, record.norms)
+    @property
+    def label(self) -> str:
+        """The name of its file, and the rank of several."""
+        facts = self.sessions[0].start.facts if self.sessions else {}
+        rank = f" (rank {facts.get('rank', '?')})" if facts.get("ranks", 1) > 1 else ""
+        return plain(Path(self.path).name + rank)
 
     def room(self) -> float | None:
         """Doublings of the last scale until the largest gradient overflows; None: not measured."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..telemetry import Record
 
@@ -60,25 +60,14 @@ class Bin:
     """A few windows in a row, ``x`` to ``last_x`` (numbers of windows over all sessions)."""
 
     x: int
-    last_x: int = 0
-    windows: int = 0
-    skips: int = 0
-    max_norm: float | None = None
+    last_x: int
+    windows: int
+    skips: int
+    max_norm: float | None
     """The last one."""
-    lr: tuple[float | None, ...] = ()
+    lr: tuple[float | None, ...]
     """Of each group, in the last window."""
-    series: dict[str, Mean] = field(default_factory=lambda: {name: Mean() for name in SERIES})
-
-    def include(self, x: int, record: Record, seconds: float | None = None) -> None:
-        """Add a window, which ended ``seconds`` after the one before."""
-        self.last_x, self.lr = x, record.lr
-        self.windows += 1
-        self.skips += record.skipped
-        self.max_norm = self.max_norm if record.max_norm is None else record.max_norm
-        times = (None if us is None else us / 1e6 for us in (record.optimizer_us, record.waited_us))
-        found = (record.loss, record.scale, record.grad_norm, record.largest_gradient, seconds)
-        for mean, value in zip(self.series.values(), (*found, *times), strict=True):
-            mean.include(value)
+    series: dict[str, Mean]
 
     def merge(self, later: Bin) -> None:
         """Add the next bin."""
@@ -96,25 +85,24 @@ class Bins:
     def __init__(self) -> None:
         self.width = 1
         self.done: list[Bin] = []
-        self._before: float | None = None
 
-    def begin_session(self) -> None:
-        """The clock of a new session starts at 0."""
-        self._before = None
-
-    def include(self, x: int, record: Record) -> None:
-        """Add a window; windows come in order of ``x``."""
-        seconds = None if self._before is None else max(record.time - self._before, 0.0)
-        self._before = record.time
-        done = self.done
-        if len(done) == MAX_BINS and done[-1].windows == self.width:
+    def include(self, x: int, record: Record, seconds: float | None = None) -> None:
+        """Add the next window, which ended ``seconds`` after the one before."""
+        times = (None if us is None else us / 1e6 for us in (record.optimizer_us, record.waited_us))
+        found = (record.loss, record.scale, record.grad_norm, record.largest_gradient, seconds)
+        series = {name: Mean() for name in SERIES}
+        for mean, value in zip(series.values(), (*found, *times), strict=True):
+            mean.include(value)
+        new, done = Bin(x, x, 1, int(record.skipped), record.max_norm, record.lr, series), self.done
+        if done and done[-1].windows < self.width:
+            done[-1].merge(new)
+            return
+        if len(done) == MAX_BINS:
             for first, second in zip(done[::2], done[1::2], strict=True):
                 first.merge(second)
             del done[1::2]
             self.width *= 2
-        if not done or done[-1].windows == self.width:
-            done.append(Bin(x))
-        done[-1].include(x, record, seconds)
+        done.append(new)
 
     def means(self, name: str) -> list[Mean]:
         """The mean of each bin; ``name`` is one of ``SERIES``."""
@@ -134,17 +122,13 @@ class NormColumns:
     def __init__(self) -> None:
         self.columns: list[tuple[int, tuple[str, ...], array[float]]] = []
         """``(x, names, float32 norms)``; the names are shared by columns."""
-        self.stride = 1
-        """One of so many windows with norms is kept."""
-        self._seen = 0
+        self._stride, self._seen = 1, 0
 
     def include(self, x: int, names: tuple[str, ...], norms: tuple[float, ...]) -> None:
         """Add a window with norms; every second column is dropped when there are too many."""
+        if self._seen % self._stride == 0:
+            self.columns.append((x, names, array("f", norms)))
         self._seen += 1
-        if (self._seen - 1) % self.stride:
-            return
-        self.columns.append((x, names, array("f", norms)))
-        most = min(MAX_COLUMNS, max(2, MAX_CELLS // max(1, len(names))))
-        while len(self.columns) > most:
+        while len(self.columns) > min(MAX_COLUMNS, max(2, MAX_CELLS // len(names))):
             del self.columns[1::2]
-            self.stride *= 2
+            self._stride *= 2

@@ -164,7 +164,7 @@ def test_bins_hold_every_window_once_whatever_their_number(count: int) -> None:
     for x, loss in enumerate(losses):
         skipped = x % 5 == 0
         record = Record(x, 1.0, 1.0, skipped, None, loss=loss, time=times[x], max_norm=float(x))
-        bins.include(x, record)
+        bins.include(x, record, times[x] - times[x - 1] if x else None)
     assert len(bins.done) <= MAX_BINS
     assert [b.windows for b in bins.done[:-1]] == [bins.width] * (len(bins.done) - 1)
     assert [b.x for b in bins.done[1:]] == [b.last_x + 1 for b in bins.done[:-1]]

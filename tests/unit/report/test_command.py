@@ -143,7 +143,6 @@ def test_nothing_in_a_file_becomes_markup(tmp_path: Path) -> None:
 
 def test_the_file_of_one_of_several_ranks_says_whose_it_is(tmp_path: Path) -> None:
     run = report.read_run(bad_run(tmp_path / "1.jsonl", rank=1, ranks=2))
-    report.label(run)
     assert run.label == "1.jsonl (rank 1)"
 
 

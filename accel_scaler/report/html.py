@@ -5,15 +5,16 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from functools import cache
 from html import escape
 from importlib.resources import files
+from typing import Any
 
 from ..console import plain, written
-from ..telemetry import verdict
+from ..telemetry import Start, verdict
 from .charts import Chart, charts
 from .findings import find
 from .heatmap import HeatMap, heatmap
@@ -59,7 +60,7 @@ def html_page(run: Run) -> str:
         body += [_chart(chart, chart is alone) for chart in others]
         body += [HEATMAP] if heat is not None else []
         body += ["</div>", NUMBERS]
-    rows = [(each.name, f"{each.value} {each.more}".rstrip()) for each in key_numbers(run)]
+    rows = {each.name: f"{each.value} {each.more}".rstrip() for each in key_numbers(run)}
     body += ["<h2>In numbers</h2>", _table(run.label, rows)]
     body += ["<h2>Settings and versions</h2>", _settings(run), NO_SCRIPT]
     style, script = _style(), _asset("uPlot.iife.min.js") + "\n" + _asset("page.js")
@@ -144,7 +145,7 @@ def _about(run: Run) -> str:
         return ""
     session = run.sessions[-1]
     known, settings = session.start.facts, session.start.settings
-    parts = [str(known[key]) for key in ("device_name", "device", "precision") if key in known][:3]
+    parts = [str(known[key]) for key in ("device_name", "device", "precision") if key in known]
     if "step_mode" in settings:
         parts.append(f"step_mode {settings['step_mode']}")
     if known.get("ranks", 1) > 1:
@@ -159,8 +160,8 @@ def _when(moment: float) -> str:
 
 
 def _verdict(run: Run) -> str:
-    level = "bad" if any(f.level == "bad" for f in find(run)) else "good"
-    level = level if run.windows else "note"
+    is_bad = any(finding.level == "bad" for finding in find(run))
+    level = "note" if not run.windows else "bad" if is_bad else "good"
     word = f'<span class="word">{WORDS[level]}</span>'
     return f'<p class="verdict {level}">{word}{escape(verdict(run, is_file=True))}</p>'
 
@@ -217,27 +218,21 @@ HEATMAP = _figure(
 # Tables.
 
 
-def _table(label: str, rows: Sequence[tuple[str, str]], marked: Collection[str] = ()) -> str:
-    """Names and values; the names in ``marked`` stand out. All texts are escaped here."""
+def _table(label: str, rows: Mapping[str, Any], marked: Collection[str] = ()) -> str:
+    """Names and values; the names in ``marked`` stand out."""
     lines = [f"<tr><th></th><th>{escape(label)}</th></tr>"]
-    for name, value in rows:
+    for name, value in rows.items():
         other = ' class="other"' if name in marked else ""
-        lines.append(f"<tr{other}><td>{escape(name)}</td><td>{escape(value)}</td></tr>")
+        lines.append(f"<tr{other}><td>{escape(name)}</td><td>{escape(written(value))}</td></tr>")
     return f'<div class="wide"><table>{"".join(lines)}</table></div>'
 
 
 def _settings(run: Run) -> str:
     """Two tables: what ran where, and the settings."""
-    where: list[tuple[str, str]] = [("file", plain(run.path))]
-    how: list[tuple[str, str]] = []
-    changed: tuple[str, ...] = ()
-    if run.sessions:
-        last = run.sessions[-1].start
-        known, changed = dict(last.facts), last.changed
-        if "unix_time" in known:
-            where.append(("started", _when(known.pop("unix_time"))))
-        where += [(key, written(value)) for key, value in known.items()]
-        how = [(key, written(value)) for key, value in last.settings.items()]
-    parts = [_table(run.label, where), _table(run.label, how, changed)]
-    cards = "".join(f'<div class="card">{part}</div>' for part in parts)
+    last = run.sessions[-1].start if run.sessions else Start()
+    where, known = {"file": plain(run.path)}, dict(last.facts)
+    if "unix_time" in known:
+        where["started"] = _when(known.pop("unix_time"))
+    tables = _table(run.label, where | known), _table(run.label, last.settings, last.changed)
+    cards = "".join(f'<div class="card">{each}</div>' for each in tables)
     return f'<p class="soft">Marked: not the default.</p><div class="tables">{cards}</div>'

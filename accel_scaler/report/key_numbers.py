@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from ..console import number, percent
+from ..telemetry import headroom
 from .run import Run
 
 NONE = "\u2013"
@@ -24,31 +25,33 @@ class KeyNumber:
 def key_numbers(run: Run) -> list[KeyNumber]:
     """The tiles, with a dash for what the run does not have; then what it has besides."""
     sessions = f"in {len(run.sessions)} sessions" if len(run.sessions) > 1 else ""
-    names = {"search": "searching", "growth": "after growth", "forward": "forward"}
+    names = {"search": "searching", "growth": "after growth"}
     kinds = ", ".join(f"{count} {names.get(kind, kind)}" for kind, count in run.kinds.items())
     share = percent(run.skips, run.windows)
+    hidden = KeyNumber("optimizer hidden", NONE, "no times in the file" if run.windows else "")
+    if run.optimizer_us:
+        each = run.optimizer_us / run.updates / 1e3
+        hidden = KeyNumber("optimizer hidden", run.hidden, f"of {each:.3g} ms an update")
     found = [
         KeyNumber("windows", f"{run.windows:,}", sessions),
         KeyNumber("skipped", f"{run.skips:,}", f"{share}: {kinds}" if kinds else share),
         _loss(run),
         _scale(run),
         _speed(run),
-        _hidden(run),
+        hidden,
     ]
     if run.highest is not None:
         norm, x = run.highest
         found.append(KeyNumber("largest finite norm", number(norm), run.place(x)))
     if run.limited:
         found.append(KeyNumber("clipped", percent(run.clipped, run.limited)))
-    room = run.room()
-    if room is not None and run.largest is not None and run.least_room is not None:
-        least, x = run.least_room
-        more = f"measured at {run.place(run.largest[1])}; least {doublings(least)} ({run.place(x)})"
+    if run.largest is not None and run.least_room is not None:
+        (last, measured), (least, x) = run.largest, run.least_room
+        more = f"measured at {run.place(measured)}; least {doublings(least)} ({run.place(x)})"
+        room = headroom(last * run.last_scale)
         found.append(KeyNumber("headroom", doublings(room), more))
-    if run.preview_error.middle is not None:
-        found.append(
-            KeyNumber("preview off by", f"{run.preview_error.middle:.2g}", "of the update")
-        )
+    if (error := run.preview_error.middle) is not None:
+        found.append(KeyNumber("preview off by", f"{error:.2g}", "of the update"))
     return found
 
 
@@ -75,18 +78,10 @@ def _scale(run: Run) -> KeyNumber:
 
 
 def _speed(run: Run) -> KeyNumber:
-    speed = run.windows_per_second
-    if speed is None:
+    if (speed := run.windows_per_second) is None:
         return KeyNumber("windows a second", NONE)
     seconds = sum(session.seconds for session in run.sessions)
     minutes = round(seconds / 60)
     text = f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02} min"
     text = f"{seconds:.3g} s" if seconds < 120 else text
     return KeyNumber("windows a second", f"{speed:.3g}", f"{text} in all")
-
-
-def _hidden(run: Run) -> KeyNumber:
-    if not run.optimizer_us:
-        return KeyNumber("optimizer hidden", NONE, "no times in the file" if run.windows else "")
-    each = run.optimizer_us / run.updates / 1e3
-    return KeyNumber("optimizer hidden", run.hidden, f"of {each:.3g} ms an update")

@@ -23,13 +23,12 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     Raises:
         ConfigError: the file cannot be read, is not telemetry, or has another format; one line.
     """
-    names: tuple[str, ...] = ()
     run = Run(os.fspath(path))
     try:
         with open(run.path, "rb") as file:
             for number, line in enumerate(iter(partial(file.readline, MAX_LINE), b""), 1):
                 if not line.isspace():
-                    names = _read_line(run, names, number, line)
+                    _read_line(run, number, line.strip())
     except OSError as error:
         raise ConfigError(
             f"{run.path}: cannot be read ({error.strerror or error}); expected a telemetry file."
@@ -37,38 +36,36 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     return run
 
 
-def _read_line(run: Run, names: tuple[str, ...], number: int, line: bytes) -> tuple[str, ...]:
-    """Add one line to the run, given the names that are known; returns those known after it."""
+def _read_line(run: Run, number: int, line: bytes) -> None:
     run.lines += 1
     try:
-        found = decode(line.strip(), names)
+        found = decode(line, run.names)
         if isinstance(found, Start):
             if found.format != FORMAT:
                 raise ConfigError(
                     f"{run.path}, line {number}: telemetry of format {found.format}; this version "
                     f"reads {FORMAT}. Use the version of accel_scaler that wrote it."
                 )
+            run.names = ()
             run.begin(found)
-            return ()
-        if not run.sessions:
+        elif not run.sessions:
             _refuse(run, number, "another line first")
-        if isinstance(found, Record):
+        elif isinstance(found, Record):
             if found.index <= (last := run.sessions[-1].last_step):
                 raise BrokenLineError(f"step {found.index} after step {last}")
             run.add(found)
         elif isinstance(found, tuple):
-            return found
+            run.names = found
         elif isinstance(found, End):
             run.end(found)
     except BrokenLineError as error:
         # A start line cut off in the middle is telemetry all the same.
-        if not run.sessions and not FIRST_BYTES.startswith(line.strip()[: len(FIRST_BYTES)]):
+        if not run.sessions and not FIRST_BYTES.startswith(line[: len(FIRST_BYTES)]):
             _refuse(run, number, str(error))
         run.broken += 1
         run.broken_first = run.broken_first or (number, str(error))
         if not line.startswith((b'{"kind":"window"', b'{"kind": "window"')):
-            return ()  # the line may have held other names
-    return names
+            run.names = ()  # the line may have held others
 
 
 def _refuse(run: Run, number: int, found: str) -> NoReturn:

@@ -16,6 +16,8 @@ class Run(Diagnosis):
     def __init__(self, path: str) -> None:
         super().__init__()
         self.path = path
+        self.names: tuple[str, ...] = ()
+        """Parameters in the order of the norms that follow; (): the line that had them was lost."""
         self.bins = Bins()
         self.norms = NormColumns()
         self.limited = self.clipped = 0
@@ -54,10 +56,6 @@ class Run(Diagnosis):
         facts = self.sessions[0].start.facts if self.sessions else {}
         rank = f" (rank {facts.get('rank', '?')})" if facts.get("ranks", 1) > 1 else ""
         return plain(Path(self.path).name + rank)
-
-    def room(self) -> float | None:
-        """Doublings of the last scale until the largest gradient overflows; None: not measured."""
-        return None if self.largest is None else headroom(self.largest[0] * self.last_scale)
 
     @property
     def hidden(self) -> str:

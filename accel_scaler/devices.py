@@ -34,17 +34,15 @@ def streams_of(device: torch.device) -> Streams | None:
     """
     if device.type == "cpu":
         return None
-    why = ""
     try:
         if torch.Stream(device) == torch.Stream(device):
             return None
         present = torch.accelerator.current_accelerator()
-        if present is None or present.type != device.type:
-            why = f"torch.accelerator is {present}, not this device"
+        if present is not None and present.type == device.type:
+            return Streams(device)
+        why = f"torch.accelerator is {present}, not this device"
     except (RuntimeError, ValueError) as error:
         why = f"torch.Stream: {error}"
-    if not why:
-        return Streams(device)
     raise UnsupportedError(
         f"the optimizer's parameters are on {device}, where its steps cannot be put in order with "
         f"forward and backward ({why}). Use step_mode='sync' without offload, float32 parameters, "
@@ -94,7 +92,6 @@ class Streams:
         self.device = device
 
     def new(self) -> torch.Stream:
-        """A new stream."""
         return torch.Stream(self.device)
 
     def current(self) -> torch.Stream:

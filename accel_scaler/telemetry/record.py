@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from datetime import datetime, timezone
 from types import NoneType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -127,11 +127,8 @@ _to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 ALWAYS = ("growth_tracker", "found_inf", "max_norm", "clip_coefficient", "lr", "time")
 """Keys of every window line, besides the fields without a default; others are left out where they
 have their default."""
-DEFAULTS = {
-    each.name: MISSING if each.name in ALWAYS else each.default
-    for each in fields(Record)
-    if each.name not in ("names", "norms")
-}
+DEFAULTS = {each.name: each.default for each in fields(Record)}
+del DEFAULTS["names"], DEFAULTS["norms"]
 
 
 def _finite(value: Any) -> Any:
@@ -146,7 +143,7 @@ def encode_window(record: Record) -> str:
     line: dict[str, Any] = {}
     for name, default in DEFAULTS.items():
         value = getattr(record, name)
-        if default is MISSING or value != default:
+        if name in ALWAYS or value != default:
             line["step" if name == "index" else name] = _finite(value)
     text = encode_line("window", **line)
     if record.norms is None:
@@ -181,8 +178,7 @@ END: dict[str, Any] = get_type_hints(End, include_extras=True)
 
 def _text(value: object) -> str:
     """One line without control characters."""
-    text = str(value)
-    return text if text.isprintable() else plain(text).replace("\n", "\ufffd")
+    return plain(str(value)).replace("\n", "\ufffd")
 
 
 def _converted(value: Any, kind: Any) -> Any:
@@ -214,10 +210,9 @@ def _read_window(line: dict[str, Any], names: Names) -> Record:
     values = {"grad_norm": None} | _read(line, WINDOW)
     if "first" in values:  # with every key, as the overflow finder wrote it
         values["first"] = {k: "" if t is str else None for k, t in FIRST.items()} | values["first"]
-    record = Record(index=values.pop("step"), names=names, **values)
-    if names and record.norms is not None and len(record.norms) != len(names):
-        raise ValueError(f"{len(record.norms)} norms of {len(names)} names")
-    return record
+    if names and "norms" in values and len(values["norms"]) != len(names):
+        raise ValueError(f"{len(values['norms'])} norms of {len(names)} names")
+    return Record(index=values.pop("step"), names=names, **values)
 
 
 def _read_start(line: dict[str, Any]) -> Start:

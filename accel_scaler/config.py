@@ -39,6 +39,11 @@ def is_positive(value: Any) -> bool:
     return is_number(value) and 2.0**-149 <= value <= MAX_FLOAT32
 
 
+def is_factor(value: Any) -> bool:
+    """Whether ``value`` is a text such as ``"4x"``."""
+    return isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?x", value) is not None
+
+
 class Kind(NamedTuple):
     """The values that a field takes, in words and as a check, and how a text becomes one."""
 
@@ -75,6 +80,11 @@ THREADS = Kind(
     f"{COUNT.allowed}, or 'auto'",
     lambda value: value == "auto" or COUNT.check(value),
     lambda text: "auto" if text.strip().lower() == "auto" else int(text),
+)
+NORM = Kind(
+    "a number > 0, or a factor of at least 1 on the median, as '4x'",
+    lambda value: is_positive(value) or (is_factor(value) and float(value[:-1]) >= 1.0),
+    lambda text: text.strip() if is_factor(text.strip()) else float(text),
 )
 PATH = Kind(
     "a path",
@@ -135,6 +145,10 @@ class ScalerConfig:
             OMP_NUM_THREADS is. auto: physical cores / ranks on this host, less one, at least 1.
         fold_unscale: Let the fused kernel unscale, and on a CPU clip: faster. There .grad stays
             scaled between a clip and the step, and an active clip may differ by one rounding.
+        skip_nonfinite: Skip a window with inf or NaN in its gradients. False: step, as stock does
+            in bf16 and fp32; in fp16 it is skipped always.
+        skip_norm_above: Skip a window whose gradient norm, unscaled and before clipping, is above
+            this number, or, as '4x', above so many times the median of the last 128 windows' norms.
         max_consecutive_skips: Skipped windows in a row that are allowed; one more raises.
         find_overflow: How the module is found in which an overflow began. replay: the skipped
             window runs again; parameters, buffers and random state are restored, nothing else is.
@@ -165,6 +179,8 @@ class ScalerConfig:
     master_weights: Literal["auto", "fp32", "none"] = choice("auto", "fp32", "none")
     optimizer_threads: int | Literal["auto"] = setting("auto", THREADS)
     fold_unscale: bool = setting(False, SWITCH)
+    skip_nonfinite: bool = setting(True, SWITCH)
+    skip_norm_above: float | str | None = setting(None, optional(NORM))
     max_consecutive_skips: int | None = setting(None, optional(COUNT))
     find_overflow: Literal["auto", "replay", "always", "off"] = choice(
         "auto", "replay", "always", "off"

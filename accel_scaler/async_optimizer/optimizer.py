@@ -115,7 +115,9 @@ class AsyncOptimizer(Optimizer):
             self._stepper.refresh()
             self._hooks.watch(self._models())
             if scaler is not None:  # one for all its optimizers, an accelerator's too
-                self._boundary = boundary_of(scaler) or Boundary(scaler, device, observer)
+                self._boundary = boundary_of(scaler) or Boundary(
+                    scaler, device, observer, skip_nonfinite=False
+                )
                 self._boundary.add(self, config.fold_unscale)
                 scaler.sharded = scaler.sharded or config.sharded
         except BaseException:

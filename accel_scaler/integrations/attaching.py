@@ -74,7 +74,7 @@ def attach(target: T, config: ScalerConfig | Mapping[str, Any] | None = None, **
             )
         detach(accelerator)
     attached = begin(accelerator, replace(base or ScalerConfig.from_env(), **fields), fields)
-    if attached is not None and not isinstance(accelerator, ScaledAccelerator):
+    if not isinstance(accelerator, ScaledAccelerator):
         attached.stock_class = type(accelerator)
         accelerator.__class__ = scaled_class(type(accelerator), ScaledAccelerator)
     return target

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 import weakref
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -29,7 +28,12 @@ from ..telemetry import make_recorder
 from .autocast import add_autocast, remove_autocast, remove_emulation
 from .cpu_float16 import emulate_float16
 from .optimizer import ScaledOptimizer, adopt, inner_of, refuse_unsuitable
-from .stock_scaler import make_scaler, refuse_other_scalers, scaler_settings
+from .stock_scaler import (
+    make_scaler,
+    refuse_other_scalers,
+    refuse_unscaled,
+    scaler_settings,
+)
 
 
 class Attachment:
@@ -64,8 +68,8 @@ class Attachment:
         """A later ``attach`` with settings replaces these."""
         self.device: torch.device = accelerator.device
         self.scales: bool = accelerator.mixed_precision == "fp16"
-        """False: only telemetry is recorded."""
-        self.fp32_modules = Fp32Modules(config.fp32_modules if self.scales else ())
+        """False: nothing is scaled, every window has scale 1."""
+        self.fp32_modules = Fp32Modules(config.fp32_modules)
         """The modules that run in float32 once their model is prepared."""
         for model in self.models:
             self.fp32_modules.refuse_uncastable(model)
@@ -80,11 +84,18 @@ class Attachment:
         self.explainer: OverflowExplainer | None = None
         how = config.finds_overflow
         if how != "off":
-            healer = Healer(self.fp32_modules) if config.heal and self.scales else None
+            healer = Healer(self.fp32_modules) if config.heal else None
             self.explainer = OverflowExplainer(self.scaler, how, healer, self.float16)
         self.scaler.extra["fp32_modules"] = self.fp32_modules.added
         self.scaler.call_when_loaded(self.keep_fp32)
-        self.boundary = Boundary(self.scaler, self.device, self.explainer, self.recorder)
+        self.boundary = Boundary(
+            self.scaler,
+            self.device,
+            self.explainer,
+            self.recorder,
+            skip_nonfinite=config.skip_nonfinite,
+            skip_norm_above=config.skip_norm_above,
+        )
         self.worker = Worker(config.optimizer_threads)
         self.optimizers: weakref.WeakSet[ScaledOptimizer] = weakref.WeakSet()
         """Adopted ones; the accelerator drops its own list in ``free_memory``."""
@@ -139,7 +150,7 @@ class Attachment:
                 f"scaler state dict: got fp32_modules={shown(names)}, expected a list of module "
                 "names."
             )
-        if names and self.scales:
+        if names:
             self.fp32_modules.add(names, self.models)
 
     def install(self, accelerator: Any) -> None:
@@ -263,29 +274,13 @@ def requested(
 
 def begin(
     accelerator: Any, requested_config: ScalerConfig, named: Collection[str] = ()
-) -> Attachment | None:
-    """Attach to a stock accelerator.
-
-    Returns None, after a warning, where the precision is not fp16 and no telemetry is requested.
-    """
+) -> Attachment:
+    """Attach to a stock accelerator."""
     config = requested_config
     refuse_other_scalers(accelerator)
+    refuse_unscaled(config, accelerator.mixed_precision)
     if accelerator.mixed_precision != "fp16":
-        does = "nothing is attached"
-        if config.telemetry is not None:
-            does = "only telemetry is written"
-        idle = [name for name in ("fp32_modules", "heal") if getattr(config, name)]
-        more = f" {' and '.join(idle)} can do nothing." if idle else ""
-        warnings.warn(
-            f"accel_scaler: mixed_precision={accelerator.mixed_precision!r} needs no gradient "
-            f"scaling; {does}, training is as before.{more} Set it to 'fp16' to scale.",
-            stacklevel=3,
-        )
-        if config.telemetry is None:
-            return None
-        config = replace(
-            config, step_mode="sync", offload="none", master_weights="auto", enabled=False
-        )
+        config = replace(config, enabled=False)
     attachment = Attachment(accelerator, requested_config, config, named)
     attachment.install(accelerator)
     return attachment

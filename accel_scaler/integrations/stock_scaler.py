@@ -10,7 +10,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from ..config import ScalerConfig
-from ..errors import UnsupportedError
+from ..errors import ConfigError, UnsupportedError, shown
 from ..scaling import GradScaler
 
 _SCALED_ELSEWHERE = {
@@ -45,11 +45,38 @@ def refuse_other_scalers(accelerator: Accelerator) -> None:
         raise UnsupportedError(f"attach: {who}.")
 
 
+SCALE_SETTINGS = (
+    *("init_scale", "growth_factor", "backoff_factor", "growth_interval", "min_scale"),
+    *("max_scale", "hysteresis", "heal"),
+)
+"""Settings of the loss scale, and of what overflows only in float16."""
+
+
+def refuse_unscaled(config: ScalerConfig, precision: str) -> None:
+    """Raise ``ConfigError`` for a setting that means nothing in this precision."""
+    found = [name for name in SCALE_SETTINGS if name in config.changed()]
+    if precision != "fp16" and found:
+        raise ConfigError(
+            f"{found[0]}={shown(getattr(config, found[0]))}: got mixed_precision={precision!r}, "
+            f"which has no loss scale; leave out {', '.join(found)}, or use 'fp16'."
+        )
+    if precision == "fp16" and config.enabled and not config.skip_nonfinite:
+        raise ConfigError(
+            "skip_nonfinite=False: got mixed_precision='fp16', where a window that overflows is "
+            "skipped to find the scale; expected True, or another precision."
+        )
+
+
 def scaler_settings(
     accelerator: Any, config: ScalerConfig, stock: Any, named: Collection[str] = ()
 ) -> dict[str, Any]:
     """Arguments of :class:`GradScaler`: fields of ``config`` that are not at their defaults or are
     ``named``, else the replaced scaler's."""
+    own = inspect.signature(GradScaler).parameters
+    wanted = config.changed() | {name: getattr(config, name) for name in named}
+    changed = {name: value for name, value in wanted.items() if name in own}
+    if accelerator.mixed_precision != "fp16":
+        return changed
     handler = accelerator.scaler_handler
     values: dict[str, Any] = {} if handler is None else handler.to_kwargs()
     state = {} if stock is None else stock.state_dict()
@@ -58,9 +85,6 @@ def scaler_settings(
         values |= {k: state[k] for k in ("growth_factor", "backoff_factor", "growth_interval")}
     elif stock is not None:
         values["enabled"] = False
-    own = inspect.signature(GradScaler).parameters
-    wanted = config.changed() | {name: getattr(config, name) for name in named}
-    changed = {name: value for name, value in wanted.items() if name in own}
     if state and stock._scale is not None:
         # Training has begun: continue with its scale, within the new bounds.
         changed.pop("init_scale", None)

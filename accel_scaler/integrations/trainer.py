@@ -100,7 +100,7 @@ def attach_trainer(trainer: Any, base: ScalerConfig | None, fields: Mapping[str,
     Raises:
         ConfigError: a glob in ``fp32_modules`` matches no module of its model.
     """
-    if trainer.accelerator.mixed_precision == "fp16" and trainer.model_init is None:
+    if trainer.model_init is None:
         config = replace(base or ScalerConfig.from_env(), **fields)
         refuse_unmatched([trainer.model], config.fp32_modules)
     attached = attachment_of(attach(trainer.accelerator, base, **fields))

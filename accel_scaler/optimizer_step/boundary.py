@@ -35,6 +35,7 @@ from ..scaling import (
 from .clipping import Clipping
 from .observer import Observer
 from .overflow_check import OverflowCheck
+from .spikes import SpikeRule
 from .stepper import Stepper, stepper_of
 
 logger = logging.getLogger("accel_scaler")
@@ -61,14 +62,22 @@ class Boundary:
         device: where ranks communicate, and the norm of an overflow is.
         observers: receive each event in this order; one that finds out where an overflow began
             comes before one that reads it from the window.
+        skip_nonfinite: check gradients that are not scaled, too; those of a scaled loss always are.
+        skip_norm_above: see :class:`SpikeRule`.
     """
 
     def __init__(
-        self, scaler: GradScaler, device: torch.device, *observers: Observer | None
+        self,
+        scaler: GradScaler,
+        device: torch.device,
+        *observers: Observer | None,
+        skip_nonfinite: bool = True,
+        skip_norm_above: float | str | None = None,
     ) -> None:
         self.scaler, self.device = scaler, device
         self.observers = [each for each in observers if each is not None]
-        self.check = OverflowCheck(scaler, device, self.observers)
+        self.check = OverflowCheck(scaler, device, self.observers, skip_nonfinite)
+        self.spikes = SpikeRule(skip_norm_above)
         self.clipping = Clipping(self.check)
         self._idle: weakref.WeakKeyDictionary[Optimizer, set[int] | None]
         self._idle = weakref.WeakKeyDictionary()
@@ -104,20 +113,20 @@ class Boundary:
             window.losses.note([loss.detach() / accumulation])
             for optimizer in self.scaler.managed:
                 stepper_of(optimizer).wait_for_gradients()
+                self.check.forget(optimizer)
         for observer in self.observers:
             observer.before_backward(loss)
 
     def unscale(self, optimizers: Iterable[Optimizer]) -> bool:
-        """Unscale and check each optimizer that has gradients, once a window.
+        """Check and unscale each optimizer that has gradients, once a window.
 
         Returns whether any of them overflowed. Synchronises with the device.
         """
-        if not self.scaler.is_enabled():
-            return False
         found = False
         for optimizer in filter(self._has_gradients, map(stepped, optimizers)):
             record = self.check.check(optimizer)
-            self.check.unscale(optimizer, record)
+            if self.scaler.is_enabled():
+                self.check.unscale(optimizer, record)
             found = found or record.found_inf
         return found
 
@@ -150,22 +159,18 @@ class Boundary:
         optimizer = stepped(optimizer)
         scaler, stepper = self.scaler, stepper_of(optimizer)
         scaler.manage(optimizer, stepper)
-        if not scaler.is_enabled():
-            window = scaler.window  # or another if it has stepped in this one
-            if window.opened_by is None or window.record(optimizer).stage is OptState.STEPPED:
-                window = scaler.open_window()
-            self._close(optimizer, window, window.record(optimizer), stepper)
-            return True
         if not self._has_gradients(optimizer):
             self._count_idle(optimizer, scaler.window)
             return True
-        if scaler.window.opened_by is None:
+        if scaler.is_enabled() and scaler.window.opened_by is None:
             self._step_without_window(optimizer)
             return True
         self._idle[optimizer] = None
         record = self.check.check(optimizer)
         if record.found_inf:
             record.overflowed = record.overflowed or first_nonfinite(optimizer)
+        elif self.spikes.is_set and self.spikes.is_spike(optimizer, self.check.norm(optimizer)):
+            record.is_spike, scaler.skips.origin = True, "The gradient norm is a spike"
         elif record.deferred and not self._is_left_to(stepper):
             self.check.unscale(optimizer, record)
         elif record.deferred and len(scaler.managed) > 1:
@@ -184,7 +189,7 @@ class Boundary:
             for observer in self.observers:
                 observer.run_ended(f"{type(error).__name__}: {error}")
             raise
-        return not record.found_inf
+        return not record.is_skipped
 
     def _has_gradients(self, optimizer: Optimizer) -> bool:
         # A rank whose shard is empty still takes part in what the others decide.
@@ -203,15 +208,15 @@ class Boundary:
 
         The window is closed before the step begins: after an interrupt the next one is new.
         """
-        found_inf, timing = record.found_inf, None
-        self.scaler.close_window(found_inf)
+        timing = None
+        self.scaler.close_window(record.found_inf, record.is_spike)
         record.stage = OptState.STEPPED
         for observer in self.observers:
             observer.before_update(optimizer, window)
-        if found_inf:
+        deferred, record.deferred = record.deferred, DeferredUnscale()
+        if record.is_skipped:
             stepper.skip()
         else:
-            deferred, record.deferred = record.deferred, DeferredUnscale()
             last = stepper.timing
             stepper.step(deferred)
             timing = stepper.timing if stepper.timing is not last else None

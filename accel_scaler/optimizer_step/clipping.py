@@ -13,7 +13,6 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from ..scaling import (
-    LOW_PRECISION,
     DeferredUnscale,
     GradNorm,
     OptimizerRecord,
@@ -21,7 +20,9 @@ from ..scaling import (
     gradients_of,
     is_uniform,
     local,
+    norm_of,
     parameters_of,
+    total_norm,
     whole,
 )
 from .overflow_check import OverflowCheck
@@ -48,7 +49,7 @@ class Clipping:
                 "clip_grad_norm_ before the last micro-batch of an accumulation window clips "
                 "nothing and returns the norm so far; the last micro-batch clips. (Logged once.)"
             )
-        total = whole(_total_norm(parameters, norm_type))
+        total = whole(total_norm(parameters, norm_type))
         return total if norm_type == 0 else total / self.scaler.window_scale  # 0: a count
 
     def clip_norm(
@@ -70,14 +71,17 @@ class Clipping:
         parameters = [p for p in parameters if p.grad is not None or sharded]
         if not parameters:
             return torch.tensor(0.0, dtype=torch.float32, device=self.device)
-        if not self.scaler.is_enabled():
-            return self._clip_unscaled(parameters, max_norm, norm_type)
-        check = self._check
+        check, is_scaled = self._check, self.scaler.is_enabled()
         parts = [(each, mine, check.record(each, mine)) for each, mine in check.owners(parameters)]
+        if not (is_scaled or check.checks):
+            return self._clip_unscaled(parameters, max_norm, norm_type)
         if norm_type == 2.0 and self._are_whole(parts, parameters):
             norm = self._clip_in_one_pass(parts, parameters, max_norm)
             if norm is not None:
                 return norm
+        is_later = any(record.deferred or stepper_of(o).keeps_scaled for o, _, record in parts)
+        if not (is_scaled or sharded or is_later):
+            return self._clip_unscaled(parameters, max_norm, norm_type, parts)
         for owner, _, record in parts:
             check.check(owner, record)
             # At once: the next owner may have some of the same gradients.
@@ -98,14 +102,11 @@ class Clipping:
     def clip_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
         """Unscale what owns ``parameters``, clip each element to ``[-clip_value, clip_value]``."""
         self.scaler.window.clipped_values = True
-        if not self.scaler.is_enabled():
-            if parameters:
-                torch.nn.utils.clip_grad_value_(parameters, clip_value)
-            return
         check = self._check
-        owned = check.owners([p for p in parameters if p.grad is not None])
-        parts = [(owner, mine, check.record(owner, mine)) for owner, mine in owned]
-        unscaled: list[Tensor] = []
+        parameters = [p for p in parameters if p.grad is not None]
+        parts = [(each, mine, check.record(each, mine)) for each, mine in check.owners(parameters)]
+        owned = {id(p) for _, mine, _ in parts for p in mine}
+        unscaled = [p for p in parameters if id(p) not in owned]  # where nothing is scaled
         for owner, mine, record in parts:
             check.check(owner, record)
             if record.found_inf:  # as they were found; the others are clipped and step
@@ -137,16 +138,33 @@ class Clipping:
         self.scaler.window.grad_norms.add(norm)
 
     def _clip_unscaled(
-        self, parameters: Sequence[Tensor], max_norm: float, norm_type: float
+        self, parameters: Sequence[Tensor], max_norm: float, norm_type: float, parts: Parts = ()
     ) -> Tensor:
-        """``torch.nn.utils.clip_grad_norm_``, and the norm of each where an observer wants it."""
+        """``torch.nn.utils.clip_grad_norm_``, and the norm of each where an observer wants it.
+
+        Args:
+            parts: of nothing that is scaled. A finite norm is their check, too.
+        """
         grads, each = gradients_of(parameters), None
         if self._check.wants_each_norm and norm_type == 2.0 and is_uniform(grads):
             each = torch.stack(list(torch._foreach_norm(grads)))
-            total: Tensor = torch.linalg.vector_norm(each)
-            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+            norm: Tensor = torch.linalg.vector_norm(each)
         else:
-            total = _clip_any(parameters, max_norm, norm_type)
+            norm = _norm_of_meshes(parameters, norm_type)
+        total = whole(norm)
+        is_fine = bool(torch.isfinite(total)) if parts else True
+        for owner, _, record in () if is_fine else parts:
+            self._check.check(owner, record)
+        if any(record.found_inf for _, _, record in parts):
+            for _, _, record in parts:
+                record.verdict = True
+            return torch.full((), inf, dtype=torch.float32, device=self.device)
+        _multiply(parameters, max_norm, norm)
+        for owner, mine, _ in parts:
+            if is_fine and norm_type > 0:
+                self._check.pass_whole(owner, mine)
+            else:  # the product may have made NaN of them
+                self._check.forget(owner)
         self._note(GradNorm(parameters, total, each, max_norm, norm_type=norm_type))
         return total
 
@@ -167,7 +185,7 @@ class Clipping:
         }
         # In the order given, as torch adds them up.
         norms = [found[id(p)] for p in parameters if id(p) in found]
-        total = _norm(torch.stack(norms), norm_type)
+        total = norm_of(torch.stack(norms), norm_type)
         coefficient = clip_coefficient(total, max_norm)
         for deferred, mine in clipped:
             if deferred is not None:
@@ -220,52 +238,42 @@ class Clipping:
         return norms.total
 
 
-def _total_norm(parameters: Sequence[Tensor], norm_type: float) -> Tensor:
-    """The norm of all gradient elements together, float32, shape ()."""
-    grads = gradients_of(parameters)
-    if all(grad.dtype not in LOW_PRECISION for grad in grads):
-        total: Tensor = torch.nn.utils.get_total_norm(grads, norm_type)
-        return total
-    return _norm(torch.stack(_norms(parameters, norm_type)), norm_type)
-
-
 def _norms(
     parameters: Sequence[Tensor], norm_type: float, deferred: DeferredUnscale | None = None
 ) -> list[Tensor]:
     """The norm of each gradient, with what is ``deferred`` done to it, float32, shape ()."""
     grads = gradients_of(parameters)
     if deferred is None or norm_type == 0 or not grads:  # 0: a count
-        return [_norm(grad, norm_type) for grad in grads]
+        return [norm_of(grad, norm_type) for grad in grads]
     factors = deferred.factors(parameters)
     if 2.0 < norm_type < inf:  # a power of what is still scaled may be past float32
         pairs = zip(grads, factors, strict=True)
-        return [_norm(grad.float() * factor, norm_type) for grad, factor in pairs]
-    scaled = torch.stack([_norm(grad, norm_type) for grad in grads])
+        return [norm_of(grad.float() * factor, norm_type) for grad, factor in pairs]
+    scaled = torch.stack([norm_of(grad, norm_type) for grad in grads])
     return list((scaled * torch.stack(factors)).unbind())
 
 
-def _norm(grad: Tensor, norm_type: float) -> Tensor:
-    dtype = torch.float32 if grad.dtype in LOW_PRECISION else None
-    norm: Tensor = torch.linalg.vector_norm(grad, norm_type, dtype=dtype)
-    return norm
+# ``torch.nn.utils.clip_grad_norm_`` in two halves, for plain parameters and DTensors of any meshes.
 
 
-def _clip_any(parameters: Sequence[Any], max_norm: float, norm_type: float) -> Tensor:
-    """``torch.nn.utils.clip_grad_norm_``, of plain parameters and DTensors of several meshes."""
-    meshes: dict[Any, list[Any]] = {}
-    for p in parameters:
-        if p.grad is not None:
-            meshes.setdefault(getattr(p.grad, "device_mesh", None), []).append(p)
-    if len(meshes) <= 1:
-        return whole(torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type))
-    norms = [
-        whole(torch.nn.utils.get_total_norm(gradients_of(group), norm_type))
-        for group in meshes.values()
+def _norm_of_meshes(parameters: Sequence[Tensor], norm_type: float) -> Tensor:
+    meshes: dict[Any, list[Tensor]] = {}
+    for grad in gradients_of(parameters):
+        meshes.setdefault(getattr(grad, "device_mesh", None), []).append(grad)
+    norms: list[Tensor] = [
+        torch.nn.utils.get_total_norm(grads, norm_type) for grads in meshes.values()
     ]
-    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    coefficient = clip_coefficient(total, max_norm)
-    for group in meshes.values():
-        for grad in gradients_of(group):
-            held = local(grad)
-            held.mul_(coefficient.to(held.device))
+    if len(norms) == 1:
+        return norms[0]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(list(map(whole, norms))), norm_type)
     return total
+
+
+def _multiply(parameters: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
+    grads = gradients_of(parameters)
+    if len({getattr(grad, "device_mesh", None) for grad in grads}) == 1:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return
+    coefficient = clip_coefficient(norm, max_norm)
+    for held in map(local, grads):
+        held.mul_(coefficient.to(held.device))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import islice
 from math import isinf
 
 import torch
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 from ..errors import OrderError, UnsupportedError, listed
 from ..scaling import (
     LOW_PRECISION,
+    MAX_NAMED,
     MAX_NAMES,
     DeferredUnscale,
     GradNorm,
@@ -21,8 +23,10 @@ from ..scaling import (
     NormCheck,
     OptimizerRecord,
     Snapshot,
+    add_norms,
     agree_on_overflow,
     check_norms,
+    find_nonfinite,
     gradients_of,
     is_power_of_two,
     is_sharded,
@@ -30,6 +34,8 @@ from ..scaling import (
     parameters_of,
     reciprocal,
     reduce_partial_gradients,
+    total_norm,
+    whole,
 )
 from .observer import Observer
 from .stepper import Stepper, stepper_of
@@ -44,12 +50,18 @@ class OverflowCheck:
         scaler: whose windows these are.
         device: where ranks communicate.
         observers: may want each norm.
+        skip_nonfinite: False: gradients that are not scaled are not checked.
     """
 
     def __init__(
-        self, scaler: GradScaler, device: torch.device, observers: Sequence[Observer]
+        self,
+        scaler: GradScaler,
+        device: torch.device,
+        observers: Sequence[Observer],
+        skip_nonfinite: bool,
     ) -> None:
         self.scaler, self.device, self.observers = scaler, device, observers
+        self.checks = skip_nonfinite or scaler.is_enabled()
 
     @property
     def wants_each_norm(self) -> bool:
@@ -82,7 +94,7 @@ class OverflowCheck:
                 found[index].append(p)
             if not indices and p.grad is not None:
                 strays.append(p)
-        if strays and window.opened_by is not None:
+        if strays and window.opened_by is not None and self.scaler.is_enabled():
             names = listed(self.scaler.parameter_names.of(strays[:MAX_NAMES]), len(strays))
             raise UnsupportedError(
                 f"clip: {names}: no optimizer here has these parameters, so nothing unscales their "
@@ -111,6 +123,10 @@ class OverflowCheck:
                 unscaled ones.
         """
         window = self.scaler.window
+        if not self.scaler.is_enabled():  # a backward of the caller's own, or another step
+            known = window.known(optimizer)
+            if window.opened_by is None or (known and known.stage is OptState.STEPPED):
+                window = self.scaler.open_window()
         if window.opened_by is None:
             raise OrderError(
                 "there are gradients to unscale, but no loss was scaled since the last step or "
@@ -152,6 +168,9 @@ class OverflowCheck:
         self._forbid_common(optimizer, stepper)
         if is_sharded(parameters_of(optimizer)):
             reduce_partial_gradients(parameters_of(optimizer))
+        if not self.checks:
+            self.note(optimizer, record, parameters_of(optimizer), NormCheck(None, ()))
+            return
         if stepper.defers_unscale and self._look_at_scaled(optimizer, record, stepper):
             return
         if stepper.keeps_scaled:
@@ -160,7 +179,20 @@ class OverflowCheck:
                 "or on several devices; load the model in float32, or in bfloat16 with "
                 "master_weights='none'."
             )
-        self.scaler.unscale_(optimizer)
+        if self.scaler.is_enabled():
+            self.scaler.unscale_(optimizer)
+        else:
+            self._look_at_unscaled(optimizer, record)
+
+    def _look_at_unscaled(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
+        """Check gradients of a loss that nothing has scaled; they stay as they are."""
+        params = [p for p in parameters_of(optimizer) if p.grad is not None]
+        grads = gradients_of(params)
+        if is_uniform(grads, LOW_PRECISION | {torch.float32}):
+            norms = check_norms(grads, self._inv_scale(grads[0].device), self.wants_each_norm)
+        else:
+            norms = NormCheck(None, tuple(islice(find_nonfinite(grads), MAX_NAMED)))
+        self.note(optimizer, record, params, norms)
 
     def _forbid_common(self, optimizer: Optimizer, stepper: Stepper) -> None:
         """Raise ``OrderError`` where gradients stay scaled for one optimizer and are unscaled for
@@ -188,8 +220,8 @@ class OverflowCheck:
         if norms is None:
             return False
         self.note(optimizer, record, params, norms)
-        if norms.total is not None:
-            self.scaler.window.grad_norms.add(GradNorm(params, norms.host_total, norms.each))
+        if not self.scaler.is_enabled():
+            return True
         inv_scale = self._inv_scale(gradients_of(params)[0].device)
         if self.divides(stepper):
             record.deferred = DeferredUnscale(divide=1.0 / inv_scale)
@@ -224,9 +256,12 @@ class OverflowCheck:
         record: OptimizerRecord,
         params: Sequence[Tensor],
         norms: NormCheck,
+        is_clip: bool = False,
     ) -> None:
         """Write what one pass has found to the record, where ``GradScaler`` reads it too."""
-        found, device = bool(norms.overflowed), params[0].device
+        found, device = bool(norms.overflowed), params[0].device if params else self.device
+        if norms.total is not None and not is_clip:
+            self.scaler.window.grad_norms.add(GradNorm(params, norms.host_total, norms.each))
         record.stage, record.count = OptState.UNSCALED, len(parameters_of(optimizer))
         record["found_inf_per_device"] = {
             device: torch.full((), float(found), dtype=torch.float32, device=device)
@@ -235,8 +270,40 @@ class OverflowCheck:
         self._agree(optimizer, record, found)
 
     def _agree(self, optimizer: Optimizer, record: OptimizerRecord, found: bool) -> None:
+        if not self.checks:
+            record.verdict = False
+            return
         lost = isinf(reciprocal(self.scaler.window_scale))  # no gradient survived such a scale
         record.verdict = agree_on_overflow(found or lost, self.device, self.is_sharded(optimizer))
+
+    def norm(self, optimizer: Optimizer) -> float:
+        """The unscaled 2-norm of its gradients in this window, before they were clipped: that of a
+        clip or a check that took all of them, else taken here. Synchronises with the device, and
+        with other ranks where they hold other gradients."""
+        window, record = self.scaler.window, self.scaler.record_of(optimizer)
+        params = [p for p in parameters_of(optimizer) if p.grad is not None]
+        known = window.grad_norms.of(params)
+        if known is not None:
+            return known
+        norm = whole(total_norm(params, 2.0)) if params else torch.zeros((), device=self.device)
+        if self.scaler.sharded and not is_sharded(params):
+            norm = add_norms(norm.to(self.device))
+        return float(norm) / (self.scaler.window_scale if record.deferred else 1.0)
+
+    def forget(self, optimizer: Optimizer) -> None:
+        """More is about to be added to its gradients, which nothing scales: the check has to look
+        again. Where a clip has left some of its work to the step, that will refuse."""
+        record = self.scaler.window.known(optimizer)
+        if record is not None and record.returned is None:
+            self.scaler.window.forget(optimizer)
+
+    def pass_whole(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
+        """A norm of these, which nothing has scaled, was finite: the check of their optimizer, if
+        it has no other gradients."""
+        record = self.scaler.record_of(optimizer)
+        count = sum(p.grad is not None for p in parameters_of(optimizer))
+        if record.stage is OptState.READY and count == len(parameters):
+            self.note(optimizer, record, parameters, NormCheck(None, ()))
 
     def divides(self, stepper: Stepper, returned: bool = False) -> bool:
         """Whether unscaling is left to its kernel: no other optimizer has some of the gradients.

@@ -125,8 +125,7 @@ class OverflowExplainer(Observer):
 
     def before_update(self, optimizer: Optimizer, window: Window) -> None:
         """Explain the window if it has overflowed, once."""
-        scaled = self.scaler.is_enabled()
-        overflowed = window.found_inf if scaled else not window.grad_norms.are_finite
+        overflowed = window.found_inf or not window.grad_norms.are_finite
         if not overflowed or self._explained is window:
             return
         self._explained = window
@@ -147,7 +146,7 @@ class OverflowExplainer(Observer):
         if origin is not None:
             window.origin, self.scaler.skips.origin = origin, origin.text
             logger.warning("window %d overflowed: %s", window.index, origin.text)
-        if self.healer is not None and scaled:
+        if self.healer is not None:
             self._heal(self.healer, window, origin)
 
     def optimizer_stepped(

@@ -25,7 +25,7 @@ class KeyNumber:
 def key_numbers(run: Run) -> list[KeyNumber]:
     """The tiles, with a dash for what the run does not have; then what it has besides."""
     sessions = f"in {len(run.sessions)} sessions" if len(run.sessions) > 1 else ""
-    names = {"search": "searching", "growth": "after growth"}
+    names = {"search": "searching", "growth": "after growth", "spike": "spikes"}
     kinds = ", ".join(f"{count} {names.get(kind, kind)}" for kind, count in run.kinds.items())
     share = percent(run.skips, run.windows)
     hidden = KeyNumber("optimizer hidden", NONE, "no times in the file" if run.windows else "")

@@ -7,6 +7,7 @@ no file and no step mode; it has the only collectives of the package.
 """
 
 from .collectives import (
+    add_norms as add_norms,
     agree_on_overflow as agree_on_overflow,
     gather_objects as gather_objects,
     is_sharded as is_sharded,
@@ -21,10 +22,12 @@ from .grad_scaler import (
 )
 from .gradients import (
     LOW_PRECISION as LOW_PRECISION,
+    MAX_NAMED as MAX_NAMED,
     SMALL as SMALL,
     NormCheck as NormCheck,
     check_norms as check_norms,
     clip_coefficient as clip_coefficient,
+    find_nonfinite as find_nonfinite,
     first_nonfinite as first_nonfinite,
     gradients_of as gradients_of,
     is_power_of_two as is_power_of_two,
@@ -33,9 +36,11 @@ from .gradients import (
     local as local,
     match_layout as match_layout,
     nonzero as nonzero,
+    norm_of as norm_of,
     parameters_of as parameters_of,
     reciprocal as reciprocal,
     run_on_one_thread as run_on_one_thread,
+    total_norm as total_norm,
 )
 from .losses import Losses as Losses
 from .origin import Origin as Origin, Pair as Pair

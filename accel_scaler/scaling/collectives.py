@@ -52,6 +52,17 @@ def agree_on_overflow(found_inf: bool, device: torch.device, sharded: bool) -> b
     return bool(flag)
 
 
+def add_norms(norm: Tensor) -> Tensor:
+    """The 2-norm of what all ranks hold, from that of this rank's part, float32, shape ().
+
+    Communicates.
+    """
+    square = norm.double() ** 2
+    if dist.is_initialized():
+        dist.all_reduce(square)
+    return square.sqrt().float()
+
+
 def gather_objects(value: T, device: torch.device) -> list[T]:
     """``value`` of every rank, in their order; it is pickled.
 

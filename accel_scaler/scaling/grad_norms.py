@@ -73,6 +73,13 @@ class GradNorms:
             new.each, new.ids, new.parameters = last.each, last.ids, last.parameters
         self._taken.append(new)
 
+    def of(self, parameters: Iterable[Tensor]) -> float | None:
+        """The first 2-norm taken of all of these together, perhaps with more; None: none was."""
+        wanted = set(map(id, parameters))
+        taken = (m for m in self._taken if m.norm_type == 2.0 and wanted <= m.keys)
+        found = next(taken, None)
+        return None if found is None else float(found.total)
+
     def forget(self, parameters: Iterable[Tensor] | None = None) -> None:
         """Drop every norm that has some of ``parameters``; None: all."""
         gone = None if parameters is None else set(map(id, parameters))

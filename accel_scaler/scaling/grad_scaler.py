@@ -489,6 +489,8 @@ class GradScaler(torch.amp.GradScaler):
     def read_state(self) -> ScaleState:
         """Scale and counters on the host, any thread. Synchronises if the device has newer ones."""
         with self._lock:
+            if not self._enabled:
+                return ScaleState(1.0, 0, self._consecutive_skips)
             live, tracker = self._live, self._growth_tracker
             if live is None or tracker is None:
                 numbers = self._init_scale, self._init_growth_tracker
@@ -500,6 +502,8 @@ class GradScaler(torch.amp.GradScaler):
         """Set scale and counters. Does not synchronise."""
         with self._lock:
             self._consecutive_skips = state.consecutive_skips
+            if not self._enabled:
+                return
             live, tracker = self._live, self._growth_tracker
             if live is None or tracker is None:
                 self._init_scale, self._init_growth_tracker = state.scale, state.growth_tracker
@@ -609,7 +613,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def check_skips(self) -> None:
         """Raise ``OverflowStreakError`` if the run of skips is over its limit."""
-        self.skips.check(self._consecutive_skips, self.get_scale)
+        self.skips.check(self._consecutive_skips, self.get_scale if self._enabled else None)
 
     # Windows, as a boundary opens and closes them for the optimizers that it steps.
 
@@ -631,25 +635,27 @@ class GradScaler(torch.amp.GradScaler):
                 self.window.opened_by = threading.get_ident()
             return self.window
 
-    def close_window(self, found_inf: bool) -> None:
+    def close_window(self, found_inf: bool, is_spike: bool = False) -> None:
         """Update the scale for the open window, before its optimizers step.
 
         Call it again for each further optimizer of the window: the update starts over from
         where the window began, with all verdicts so far, so that a window updates the scale
-        once. :meth:`unscale_` keeps dividing by the window's own scale. Where scaling is
-        disabled the window closes, with scale 1. Does not synchronise.
+        once. :meth:`unscale_` keeps dividing by the window's own scale. A spike moves no scale;
+        where scaling is disabled it is always 1. Does not synchronise.
         """
         with self._lock:
             window = self.window
-            if not self._enabled:
-                window.before = ScaleState(1.0, 0)
-                return
             if window.before is None:
                 window.scale = None if self._live is None else self._live.clone()
                 window.before = self.read_state()
             # The verdicts of others too, which may have been unscaled or stepped by hand.
             window.found_inf |= found_inf or any(r.found_inf for r in window.states.values())
-            self.write_state(self.rule.advance(window.before, window.found_inf))
+            window.is_spike |= is_spike
+            if self._enabled and (window.found_inf or not window.is_spike):
+                self.write_state(self.rule.advance(window.before, window.found_inf))
+            else:
+                skips = window.before.consecutive_skips + 1 if window.is_skipped else 0
+                self.write_state(replace(window.before, consecutive_skips=skips))
 
     def abandon_window(self) -> None:
         """Give up the open window, if any. Zero its gradients before the next :meth:`scale`."""

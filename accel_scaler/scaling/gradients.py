@@ -183,6 +183,24 @@ def local(t: Any) -> Tensor:
     return held
 
 
+def find_nonfinite(grads: Sequence[Tensor]) -> Iterator[int]:
+    """Indices of the gradients, of any kind, with inf or NaN among the elements that this rank
+    holds. Reads every element; synchronises once for each device and dtype."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    held = [grad.coalesce().values() if grad.is_sparse else grad for grad in map(local, grads)]
+    for i, grad in enumerate(held):
+        if grad.numel():
+            kinds.setdefault((grad.device, grad.dtype), []).append(i)
+    for places in kinds.values():
+        yield from (places[i] for i in _not_finite(_largest([held[i] for i in places])))
+
+
+def _largest(grads: list[Tensor]) -> Tensor:
+    """The largest magnitude in each, float32, shape (n,); inf or NaN where some element is."""
+    # Within autocast to float16 bfloat16 cannot be stacked.
+    return torch.stack([norm.float() for norm in torch._foreach_norm(grads, math.inf)])
+
+
 def has_nonfinite_gradient(param: Tensor) -> bool:
     """:func:`nonfinite` of its ``.grad``; False without one."""
     return param.grad is not None and nonfinite(param.grad)
@@ -224,9 +242,7 @@ def unscale_in_place(
             torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, inv)
             torch.autograd.graph.increment_version(grads)
         elif held := [grad for grad in grads if grad.numel()]:
-            # Within autocast to float16 bfloat16 cannot be stacked.
-            norms = [norm.float() for norm in torch._foreach_norm(held, math.inf)]
-            flag.copy_(torch.maximum(flag, (~torch.stack(norms).isfinite().all()).float()))
+            flag.copy_(torch.maximum(flag, (~_largest(held).isfinite().all()).float()))
             torch._foreach_mul_(held, inv)
     return flags
 
@@ -240,6 +256,23 @@ def multiply_in_place(grads: Iterable[Tensor], factor: float) -> None:
         wide = held.to(torch.promote_types(held.dtype, torch.float32))
         held.copy_(wide * factor)  # in float16 the factor would be rounded first
         torch.autograd.graph.increment_version([grad])
+
+
+def total_norm(parameters: Iterable[Tensor], norm_type: float) -> Tensor:
+    """The norm of all gradient elements together, shape (); of low precision in float32. A DTensor
+    where they are."""
+    grads = gradients_of(parameters)
+    if all(grad.dtype not in LOW_PRECISION for grad in grads):
+        total: Tensor = torch.nn.utils.get_total_norm(grads, norm_type)
+        return total
+    return norm_of(torch.stack([norm_of(grad, norm_type) for grad in grads]), norm_type)
+
+
+def norm_of(grad: Tensor, norm_type: float) -> Tensor:
+    """The norm of one tensor, shape (), float32 at least."""
+    dtype = torch.float32 if grad.dtype in LOW_PRECISION else None
+    norm: Tensor = torch.linalg.vector_norm(grad, norm_type, dtype=dtype)
+    return norm
 
 
 def clip_coefficient(total_norm: Tensor, max_norm: float) -> Tensor:

@@ -37,12 +37,12 @@ class SkipStreak:
         reading every gradient once more."""
         return skips + 1 >= self._warns_at or (self.limit is not None and skips >= self.limit)
 
-    def check(self, skips: int, get_scale: Callable[[], float]) -> None:
+    def check(self, skips: int, get_scale: Callable[[], float] | None) -> None:
         """Warn of a long run, end one that is over its limit.
 
         Args:
             skips: windows in a row that were skipped; 0: the run is over.
-            get_scale: returns the present loss scale.
+            get_scale: returns the present loss scale; None: nothing is scaled.
 
         Raises:
             OverflowStreakError: more than ``limit``.
@@ -51,24 +51,26 @@ class SkipStreak:
         if skips == 0:
             self._forget()
         elif limit is not None and skips > limit:
-            text = f"{skips} windows in a row overflowed, max_consecutive_skips={limit} allows "
-            text += f"{limit}. {self._describe(get_scale())}"
+            text = f"{skips} windows in a row were skipped, max_consecutive_skips={limit} allows "
+            text += f"{limit}. {self._describe(get_scale)}"
             self._forget()
             raise OverflowStreakError(text)
         elif skips >= self._warns_at:
             self._warns_at = 10 * skips
             end = "never ends the run" if limit is None else "ends the run"
-            text = "%d windows in a row overflowed; max_consecutive_skips=%s %s. %s"
-            logger.warning(text, skips, limit, end, self._describe(get_scale()))
+            text = "%d windows in a row were skipped; max_consecutive_skips=%s %s. %s"
+            logger.warning(text, skips, limit, end, self._describe(get_scale))
 
-    def _describe(self, scale: float) -> str:
+    def _describe(self, get_scale: Callable[[], float] | None) -> str:
         names = [name for name, _ in self.names.most_common()]
-        tensors = listed(names[:MAX_NAMES], len(names)) or "unknown tensors"
+        tensors = listed(names[:MAX_NAMES], len(names))
+        seen = f"Non-finite gradients in: {tensors}. " if names else ""
+        scale = "" if get_scale is None else f"The scale is now {get_scale():g}. "
         origin = self.origin or "find_overflow='replay' names the module in which it begins"
         return (
-            f"Non-finite gradients in: {tensors}. The scale is now {scale:g}. {origin}. "
-            "Parameters are as before the run of skips. Look at the data and the loss of these "
-            "windows; a lower learning rate, a longer warm-up or float32 may help."
+            f"{seen}{scale}{origin}. Parameters are as before the run of skips. Look at the data "
+            "and the loss of these windows; a lower learning rate, a longer warm-up or float32 may "
+            "help."
         )
 
     def _forget(self) -> None:

@@ -145,6 +145,8 @@ class OptimizerRecord(dict[str, Any]):
         """Gradients as they were when the caller got them back with something deferred."""
         self.unscaled_before: Snapshot | None = None
         """Gradients that were unscaled when another loss was scaled."""
+        self.is_spike = False
+        """The norm of its gradients is above ``skip_norm_above``."""
         self.overflowed: Sequence[Tensor] = ()
         """Some parameters with non-finite gradients."""
         self.names: Sequence[str] = ()
@@ -204,6 +206,11 @@ class OptimizerRecord(dict[str, Any]):
             )
 
     @property
+    def is_skipped(self) -> bool:
+        """Its step is left out."""
+        return self.found_inf or self.is_spike
+
+    @property
     def found_inf(self) -> bool:
         """The verdict; before the ranks have agreed, this rank's. May synchronise."""
         if self.verdict is not None:
@@ -237,12 +244,19 @@ class Window:
         self.before: ScaleState | None = None
         """Set when the boundary has updated the scale: where the update started from."""
         self.found_inf = False
+        self.is_spike = False
+        """The norm of an optimizer's gradients was above ``skip_norm_above``."""
         self.origin: Origin | None = None
         """Where its overflow began, if an observer has found out."""
         self.healed: tuple[str, ...] = ()
         """Modules that run in float32 from the next window on, for its overflow."""
         self.sealed = False
         """A job's own: its verdict is known, no other optimizer may join."""
+
+    @property
+    def is_skipped(self) -> bool:
+        """At least one optimizer was not stepped."""
+        return self.found_inf or self.is_spike
 
     @property
     def closed(self) -> bool:

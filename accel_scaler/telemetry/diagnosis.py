@@ -25,7 +25,7 @@ MANY_SKIPPED = 0.1
 Kind = Literal["untrained", "stuck", "diverged", "partly", "trained"]
 """``untrained``: every window was skipped. ``stuck``: every one at the end. ``diverged``: the loss
 is inf or NaN now. ``partly``: many windows were skipped in the middle of training."""
-SkipKind = Literal["forward", "search", "growth", "other"]
+SkipKind = Literal["spike", "forward", "search", "growth", "other"]
 
 
 def headroom(largest: float) -> float:
@@ -68,6 +68,8 @@ class Diagnosis:
     ``x`` counts windows over all sessions. A scale is good once the run grew from it, or stepped at
     it 20 times in a row. Each skip is counted in ``kinds`` by the first of these that fits:
 
+    ``spike``: all gradients were finite, and the norm was above ``skip_norm_above``.
+
     ``forward``: the loss was inf or NaN, or the overflow began in the forward. The scale multiplies
     the loss afterwards, so that no other scale helps; such a skip says nothing about the scale.
 
@@ -97,6 +99,8 @@ class Diagnosis:
         """Names of the first few tensors of the last overflow."""
         self.bad = Span()
         """Windows of an inf or NaN loss, or stepped with such a norm; without healed ones."""
+        self.bad_steps = Span()
+        """Those of them that were stepped."""
         self.bad_at_end = 0
         """Windows in a row, up to the last one, of these or with an overflow in the forward."""
         self.highest: tuple[float, int] | None = None
@@ -114,6 +118,7 @@ class Diagnosis:
         if last is not None and last.ended and last.error is None and last.last_step < 0:
             # The launcher attached, then the script: nothing was trained with these settings.
             del self.sessions[-1]
+        self.is_scaled |= start.facts.get("precision") not in ("no", "bf16", "fp8")
         self.sessions.append(Session(start, self.last_x + 1 if self.windows else 0))
 
     def end(self, end: End) -> None:
@@ -131,7 +136,6 @@ class Diagnosis:
             self._steps = 0
             # A growth tracker that goes on is that of a checkpoint.
             self._good_scale = record.scale if record.growth_tracker > 1 else None
-            self.is_scaled |= session.start.facts.get("precision") not in ("no", "bf16", "fp8")
         if not self.windows:
             self.first_scale = record.scale
         session.last_step = record.index
@@ -160,6 +164,8 @@ class Diagnosis:
         is_bad = record.has_bad_loss or not (is_finite or record.skipped)
         if is_bad and not record.healed:
             self.bad.include(x)
+            if not record.skipped:
+                self.bad_steps.include(x)
         failed = (is_bad or failed_in_forward(record)) and not record.healed
         self.bad_at_end = self.bad_at_end + 1 if failed else 0
 
@@ -173,13 +179,17 @@ class Diagnosis:
             if after > scale or (self._good_scale is None and self._steps >= SETTLED):
                 self._good_scale = min(scale, self._good_scale or scale)
             return
-        self._steps = 0
         kind = self._kind_of(record)
         self.kinds[kind] += 1
+        if kind == "spike":
+            return
+        self._steps = 0
         if kind == "other":
             self.others.include(x)
 
     def _kind_of(self, record: Record) -> SkipKind:
+        if record.spike and not record.found_inf:
+            return "spike"
         if failed_in_forward(record):
             return "forward"
         if self._good_scale is not None:

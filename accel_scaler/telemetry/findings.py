@@ -85,7 +85,7 @@ def streak(run: Diagnosis) -> Finding | None:
         scale = number(run.last_scale)
         title = f"{which} overflowed while the scale was searched for, down to {scale}."
         return Finding("bad", title, f"Go on, or begin there, with a smaller init_scale ({scale}).")
-    return Finding("bad", f"{which} overflowed.", _cause(run, run.last_x - run.streak))
+    return Finding("bad", f"{which} were skipped.", _cause(run, run.last_x - run.streak))
 
 
 def _cause(run: Diagnosis, before: int) -> str:
@@ -122,11 +122,12 @@ def loss(run: Diagnosis) -> Finding | None:
     """The loss was inf or NaN, or the norm of a step was."""
     if not run.bad.count:
         return None
-    if run.is_scaled:
+    if run.is_scaled or not run.bad_steps.count:
         title = f"The loss itself was inf or NaN in {_windows_of(run, run.bad)}."
-        look = "No scale helps: look at the data of these batches."
+        look = "No scale helps: look" if run.is_scaled else "Look"
+        look += " at the data of these batches."
         return Finding("bad", title, f"{look} {_cause(run, run.bad.first_x - 1)}")
-    title = f"The loss or the gradient norm was inf or NaN in {_windows_of(run, run.bad)}."
+    title = f"The loss or the gradient norm was inf or NaN in {_windows_of(run, run.bad_steps)}."
     return Finding("bad", title, "Each step was taken. Resume from a checkpoint before them.")
 
 
@@ -138,6 +139,10 @@ def _windows_of(run: Diagnosis, span: Span) -> str:
 
 def overflow(run: Diagnosis) -> Finding | None:
     """Overflows in the middle of training, and how far the scale fell."""
+    if not run.is_scaled and run.others.count:
+        windows = _windows_of(run, run.others)
+        title = f"Gradients were inf or NaN in {windows}, and no step was taken there."
+        return Finding("warn", title, _cause(run, run.others.first_x - 1))
     if not run.is_scaled or run.lowest is None:
         return None
     (low, x), floor, count = run.lowest, run.floor, run.others.count
@@ -158,14 +163,14 @@ def skips(run: Diagnosis) -> Finding:
         return Finding("note", "No window closed.")
     counts = f"{run.windows:,} window{'s' * (run.windows != 1)}"
     if not run.skips:
-        how = ", none skipped" if run.is_scaled else " without loss scaling"
-        return Finding("note" if run.bad.count else "good", f"{counts}{how}.")
+        return Finding("note" if run.bad.count else "good", f"{counts}, none skipped.")
     later = run.skips - run.kinds["search"]
     when = {
         "while the scale settled": run.kinds["search"],
         "after the scale had grown": run.kinds["growth"],
         "with inf or NaN in the forward": run.kinds["forward"],
         "in the middle of training": run.kinds["other"],
+        "as spikes of the gradient norm": run.kinds["spike"],
     }
     parts = ", ".join(f"{count:,} {name}" for name, count in when.items() if count)
     title = f"{counts}, {run.skips:,} skipped ({percent(run.skips, run.windows)}): {parts}."

@@ -30,6 +30,8 @@ class History:
         self._before = Diagnosis()
         """Of all windows but the last, which may still be amended."""
         self._before.begin(start or Start())
+        self.is_scaled = self._before.is_scaled
+        """There is a loss scale."""
 
     @property
     def skips(self) -> int:
@@ -89,7 +91,8 @@ class History:
         lines = [
             verdict(run),
             f"scaler: {counted(self.boundaries, 'window')}, {self.skips} skipped",
-            f"scale: {number(run.first_scale)} at first, {number(run.last_scale)} now",
+            *[f"scale: {number(run.first_scale)} at first, {number(run.last_scale)} now"]
+            * self.is_scaled,
             f"largest finite gradient norm: {'not taken' if norm is None else f'{norm:.4g}'}",
         ]
         return "\n".join([*lines, *[f"last overflow seen in: {', '.join(names)}"] * bool(names)])
@@ -107,7 +110,8 @@ class History:
         if not self.records:
             return {}
         scale, room = self.records[-1].next_scale, self.headroom
-        found = {"scale": int(scale) if scale.is_integer() else scale, "skips": self.skips}
+        found = {"scale": int(scale) if scale.is_integer() else scale} if self.is_scaled else {}
+        found["skips"] = self.skips
         if room is not None and math.isfinite(room):
             found["headroom"] = round(room, 1)
         return found | ({"healed": len(self.healed)} if self.healed else {})
@@ -118,7 +122,7 @@ class History:
             return {}
         last = self.records[-1]
         found = {
-            "scaler/scale": last.next_scale,
+            "scaler/scale": last.next_scale if self.is_scaled else None,
             "scaler/skips": self.skips,
             "scaler/grad_norm": last.grad_norm,
             "scaler/clip_coefficient": last.clip_coefficient,

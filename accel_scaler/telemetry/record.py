@@ -44,13 +44,15 @@ class Record:
     next_scale: Amount
     """The scale of the window after it."""
     skipped: bool
-    """The window overflowed, so at least one optimizer was not stepped."""
+    """The window overflowed or was a spike, so at least one optimizer was not stepped."""
     grad_norm: float | None
     """Total gradient norm, unscaled, before clipping; None where no norm was taken."""
     overflowed: tuple[str, ...] = ()
     """Names of the first few tensors with non-finite gradients."""
     found_inf: bool = False
     """Some gradient was not finite, on this rank or, where they must agree, another."""
+    spike: bool = False
+    """A gradient norm was above ``skip_norm_above``."""
     growth_tracker: int = 0
     """Windows without overflow since the last change of scale, after this one."""
     max_norm: float | None = None

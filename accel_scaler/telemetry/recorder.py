@@ -91,7 +91,7 @@ class Recorder(Observer):
         index, norms, losses = window.index, window.grad_norms, window.losses
         before_close = window.before
         assert before_close is not None
-        found_inf = window.found_inf if self._is_scaled else not norms.are_finite
+        found_inf = window.found_inf or not norms.are_finite  # also where that is not checked
         max_norm, coefficient = norms.clip
         overflowed = [name for each in window.states.values() for name in each.names]
         if self._open is not None and self._open.record.index != index:
@@ -101,12 +101,13 @@ class Recorder(Observer):
             index=index,
             scale=before_close.scale,
             next_scale=self.scaler.get_scale(),
-            skipped=found_inf and self._is_scaled,
+            skipped=window.is_skipped,
             grad_norm=norms.total,
             max_norm=max_norm,
             clip_coefficient=None if found_inf else coefficient,
             overflowed=tuple(dict.fromkeys(overflowed)),
             found_inf=found_inf,
+            spike=window.is_spike,
             growth_tracker=self.scaler.read_state().growth_tracker if self._is_scaled else 0,
             lr=(before.lr if before else ()) + tuple(map(_lr, optimizer.param_groups)),
             time=round(time.perf_counter() - self._start, 6),

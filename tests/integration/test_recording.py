@@ -87,14 +87,16 @@ def test_a_run_of_skips_ends_after_a_last_record(
     found, end, text = windows_of(path), lines_of(path)[-1], str(caught.value)
     assert [line["skipped"] for line in found] == [False] + [True] * 7
     assert end["error"] == f"OverflowStreakError: {text}"
-    assert "7 windows in a row overflowed, max_consecutive_skips=6 allows 6" in text
+    assert "7 windows in a row were skipped, max_consecutive_skips=6 allows 6" in text
     assert "The scale is now 32. " in text
     # Those that a check comes across, most often seen first.
     named = re.search(r"Non-finite gradients in: ([^.]+\.[a-z, ]+[^:]*?)\. The scale", text)
     assert named is not None
     assert set(named[1].split(", ")) <= {name for name, _ in plain.named_parameters()}
     (warning,) = messages(caplog, "windows in a row")
-    assert warning.startswith("2 windows in a row overflowed; max_consecutive_skips=6 ends the run")
+    assert warning.startswith(
+        "2 windows in a row were skipped; max_consecutive_skips=6 ends the run"
+    )
 
 
 def overflow_in_gradient(model: nn.Module, on: dict[str, bool]) -> None:
@@ -218,7 +220,7 @@ def test_without_fp16_telemetry_changes_nothing(
     assert [line["step"] for line in found] == [0, 1, 2, 3]
     for line in found:
         assert (line["scale"], line["next_scale"], line["skipped"]) == (1.0, 1.0, False)
-        assert (line["grad_norm"] is None) == (clip != "norm")
+        assert line["grad_norm"] > 0  # the check takes it where no clip has
         assert line["lr"] == [0.1]
 
 
@@ -251,8 +253,7 @@ def test_norms_without_scaling_are_those_of_the_gradients(
         assert (line["norms"], line["grad_norm"]) == (expected["norms"], expected["grad_norm"])
         coefficient = min(1.0, 0.5 / (expected["grad_norm"] + 1e-6))
         assert line["clip_coefficient"] == pytest.approx(coefficient, rel=1e-6)
-    assert (found[3]["found_inf"], found[3]["skipped"]) == (True, False)
-    assert found[3]["grad_norm"] in ("inf", "nan")
+    assert (found[3]["found_inf"], found[3]["skipped"]) == (True, True)
 
 
 # The loss: what a loop computes beside it, micro-batches, skips.

@@ -39,6 +39,11 @@ VALUES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "min_scale": ((None, 1, 0.25), NO_SCALE),
     "max_scale": ((None, 65536.0, 2.0**20), NO_SCALE),
     "hysteresis": ((1, 50), (*NO_COUNT, None)),
+    "skip_nonfinite": ((True, False), NO_SWITCH),
+    "skip_norm_above": (
+        (None, 1, 0.5, "1x", "4x", "2.5x"),
+        (*NO_SCALE, "4", "x", "0.5x", "-2x", "4 x x"),
+    ),
     "max_consecutive_skips": ((None, 1, 100), NO_COUNT),
     "step_mode": (("sync", "overlap", "delayed"), ("", "SYNC", "async", None, 1)),
     "delay_warmup_steps": ((0, 1, 2**53), (-1, 0.0, False, None, "0")),

@@ -25,7 +25,6 @@ num_processes: 2
 """
 SECTION = """accel_scaler:
   step_mode: {mode}
-  init_scale: 1024
   telemetry: run.jsonl
 """
 
@@ -39,11 +38,11 @@ def letters(text: str) -> Counter[str]:
     ("script", "mode", "windows"),
     [
         # Two samplers, each with two ways to split in fp16, one run in fp16 by name and one in bf16
-        # (recorded, not scaled), of three epochs of four batches.
-        ("test_script.py", "overlap", {1024.0: 2 * 3 * 12, 1.0: 2 * 1 * 12}),
+        # (at scale 1, so that no section may set a scale), of three epochs of four batches.
+        ("test_script.py", "overlap", {65536.0: 2 * 3 * 12, 1.0: 2 * 1 * 12}),
         # 80 rows in batches of 16, two batches a window; the last window is cut short. It reads
         # gradients after the step, which the asynchronous modes have taken by then.
-        ("test_sync.py", "sync", {1024.0: 2}),
+        ("test_sync.py", "sync", {65536.0: 2}),
     ],
 )
 def test_it_passes_on_two_ranks_as_under_stock_and_trains_attached(

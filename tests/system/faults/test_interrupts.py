@@ -129,7 +129,7 @@ def test_an_interrupt_at_a_random_place_of_a_step_is_logged_and_training_goes_on
             continue
         moved, scaler = state_of(run)
         assert scaler in (before[1], after[1]), at.where
-        if PARTLY in logged():
+        if PARTLY in logged() or mode == "sync":  # where it is a loop of torch's own
             entries = zip(moved, before[0], after[0], strict=True)
             torn = [m for m, *either in entries if not any(same(m, each) for each in either)]
             assert len(torn) <= 1, at.where  # a momentum that was multiplied, and not added to yet

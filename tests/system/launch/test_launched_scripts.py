@@ -136,10 +136,11 @@ class Mine(Accelerator):
         self.after = type(self).__name__
 
 warnings.simplefilter("error")
-warnings.filterwarnings("default", "accel_scaler: mixed_precision=")
 found = {"next": getattr(sitecustomize, "NEXT", None), "argv": sys.argv, "name": __name__}
+scale = os.environ.pop("ACCEL_SCALER_INIT_SCALE")
 plain = Accelerator(cpu=True, mixed_precision="no")
 again = Accelerator(cpu=True)
+os.environ["ACCEL_SCALER_INIT_SCALE"] = scale
 found["plain"] = [type(plain).__name__, type(again).__name__, plain.scaler]
 from accelerate.state import AcceleratorState
 AcceleratorState._reset_state(True)
@@ -174,9 +175,7 @@ def test_a_shell_script_that_feeds_python_a_script_on_stdin(folder: Path) -> Non
     assert code == 0, err
     assert (found["argv"], found["name"]) == (["-", "a b"], "__main__")
     assert found["next"] == "ran"
-    # Without fp16 there is nothing to attach, and attach warns of it.
-    assert found["plain"] == ["Accelerator", "Accelerator", None]
-    assert "mixed_precision='no' needs no gradient scaling" in err
+    assert found["plain"] == ["ScaledAccelerator", "ScaledAccelerator", None]
     assert found["mine"] == ["ScaledMine", True, 64.0]
     assert found["own"] == [8.0, None], "attached twice: detach() did not find the stock scaler"
     assert found["attached"]

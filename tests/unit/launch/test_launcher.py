@@ -73,6 +73,7 @@ def with_section(text: str, name: str = "config.yaml") -> str:
 EVERY = ScalerConfig(
     init_scale=512.0, growth_factor=3.0, backoff_factor=0.25, growth_interval=9, enabled=False,
     min_scale=2.0, max_scale=2.0**17, hysteresis=4, max_consecutive_skips=6, step_mode="delayed",
+    skip_nonfinite=False, skip_norm_above="4.5x",
     delay_warmup_steps=8, delay_compensation="preview", offload="cpu", optimizer_threads=3,
     master_weights="fp32",
     fold_unscale=True, telemetry="a b.jsonl", underflow_interval=7, find_overflow="replay",

@@ -123,10 +123,9 @@ def test_what_cannot_be_cast_is_refused_before_anything_is_prepared() -> None:
     assert forwards(model) == before
 
 
-def test_without_fp16_a_warning_says_that_nothing_is_cast() -> None:
-    with pytest.warns(UserWarning, match="fp32_modules") as warned:
-        accelerator = attach(Accelerator(cpu=True, mixed_precision="bf16"), config())
-    assert len(warned) == 1
+def test_in_bf16_the_modules_are_cast_too() -> None:
+    accelerator = attach(Accelerator(cpu=True, mixed_precision="bf16"), fp32_modules=("*wo",))
     model = made()
-    accelerator.prepare(model)
-    assert "wo" not in forwards(model)
+    prepared = accelerator.prepare(model)
+    assert "wo" in forwards(model)
+    assert prepared(torch.ones(2, 8)) is not None

@@ -304,9 +304,9 @@ def test_what_else_the_verdict_says() -> None:
     skips = verdict(diagnosed(Course(420, above(8192), growth_interval=60)))
     assert skips.endswith("(2.1 %): 3 while the scale settled, 6 after the scale had grown."), skips
     plain = Course(7, scaled=False)
-    assert verdict(diagnosed(plain)) == "Trained: 7 windows without loss scaling."
+    assert verdict(diagnosed(plain)) == "Trained: 7 windows, none skipped."
     bad = verdict(diagnosed(replace(plain, overflows=lambda i, _: i == 3, loss=unknown)))
-    assert bad.startswith("Trained with a problem: 7 windows without loss scaling.")
+    assert bad.startswith("Trained with a problem: 7 windows, none skipped.")
     assert "1 window (step 3)" in bad
     fell = Course(overflows=lambda i, _: 40 <= i < 46, loss=unknown)
     assert "6 windows (step 40 to step 45)" in verdict(diagnosed(fell))

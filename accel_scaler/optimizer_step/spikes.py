@@ -1,0 +1,44 @@
+"""``skip_norm_above``: which gradient norm is a spike, so that its step is left out."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from math import inf
+from statistics import median
+
+from torch.optim import Optimizer
+
+NORMS = 128
+"""Norms, of the last windows, whose median a limit such as ``"4x"`` multiplies. A median, since a
+spike among them moves it by one place at most, where it would raise a mean by its size."""
+
+FIRST = 16
+"""Windows that such a limit lets pass first: until then there is no median."""
+
+
+class SpikeRule:
+    """The limit of each optimizer's gradient norm.
+
+    Norms of skipped spikes are among those of the median, so that a run whose norms stay high goes
+    on after ``NORMS`` / 2 windows at the latest.
+
+    Args:
+        limit: an unscaled norm; ``"4x"``: so many times the running median; None: no limit.
+    """
+
+    def __init__(self, limit: float | str | None = None) -> None:
+        self._factor = float(limit[:-1]) if isinstance(limit, str) else None
+        self._absolute = inf if limit is None or isinstance(limit, str) else limit
+        self.is_set = limit is not None
+        self._norms: weakref.WeakKeyDictionary[Optimizer, deque[float]]
+        self._norms = weakref.WeakKeyDictionary()
+
+    def is_spike(self, optimizer: Optimizer, norm: float) -> bool:
+        """Whether this finite norm of a window is one; it is remembered."""
+        if self._factor is None:
+            return norm > self._absolute
+        norms = self._norms.setdefault(optimizer, deque(maxlen=NORMS))
+        limit = self._factor * median(norms) if len(norms) >= FIRST else inf
+        norms.append(norm)
+        return norm > limit

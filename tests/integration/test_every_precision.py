@@ -1,0 +1,389 @@
+"""``attach`` without a loss scale: stock's numbers, and no step where gradients are not finite."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from accelerate import Accelerator
+from support import same
+from torch import Tensor, nn
+
+from accel_scaler import ConfigError, OverflowStreakError, attach, detach
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+INF, NAN = float("inf"), float("nan")
+PRECISIONS = pytest.mark.parametrize("precision", ["bf16", "no"])
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
+}
+MODES: list[dict[str, Any]] = [{}, {"step_mode": "overlap"}, {"fold_unscale": True}]
+ASYNC: list[dict[str, Any]] = [
+    {"step_mode": "overlap", "offload": "cpu"},
+    {"step_mode": "delayed", "delay_warmup_steps": 100},
+    {"master_weights": "fp32"},
+]
+
+
+class Outcome(NamedTuple):
+    weights: dict[str, Tensor]
+    state: Any
+    lr: list[float]
+    norms: list[float]
+    grads: list[list[Tensor]]
+    """After each clip."""
+    skipped: list[bool]
+    records: list[Any]
+
+
+def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).to(dtype)
+
+
+def batches(count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(4, 8, generator=generator) for _ in range(count)]
+
+
+def train(
+    precision: str,
+    settings: dict[str, Any] | None,
+    *,
+    kind: str = "sgd",
+    dtype: torch.dtype = torch.float32,
+    accumulation: int = 1,
+    clip: tuple[str, Any] | None = None,
+    factors: dict[int, float] | None = None,
+    dropped: Collection[int] = (),
+    windows: int = 8,
+) -> Outcome:
+    """``settings``: None is stock. ``factors``: on the loss of some windows' last micro-batch."""
+    accelerator = Accelerator(
+        cpu=True, mixed_precision=precision, gradient_accumulation_steps=accumulation
+    )
+    if settings is not None:
+        attach(accelerator, **settings)
+    net = network(dtype)
+    optimizer = OPTIMIZERS[kind](net.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7)
+    model, optimizer, schedule = accelerator.prepare(net, optimizer, schedule)
+    norms, grads, skipped = [], [], []
+    for number, x in enumerate(batches(windows * accumulation)):
+        window = number // accumulation
+        if window in dropped:
+            continue
+        with accelerator.accumulate(model):
+            loss = model(x.to(dtype)).float().square().mean()
+            if accelerator.sync_gradients:
+                loss = loss * (factors or {}).get(window, 1.0)
+            accelerator.backward(loss)
+            if clip is not None and accelerator.sync_gradients:
+                call, limit = clip
+                found = getattr(accelerator, call)(net.parameters(), *limit)
+                norms += [] if found is None else [float(found)]
+                grads.append([p.grad.clone() for p in net.parameters() if p.grad is not None])
+            optimizer.step()
+            if accelerator.sync_gradients:
+                skipped.append(optimizer.step_was_skipped)
+            schedule.step()
+            optimizer.zero_grad()
+    records = [] if settings is None else list(accelerator.scaler_history.records)
+    detach(accelerator)
+    state = copy.deepcopy(optimizer.optimizer.state_dict()["state"])
+    weights = {name: value.detach().clone() for name, value in net.state_dict().items()}
+    return Outcome(weights, state, schedule.get_last_lr(), norms, grads, skipped, records)
+
+
+def assert_equal(ours: Outcome, other: Outcome) -> None:
+    assert same(ours.weights, other.weights)
+    assert same(ours.state, other.state)
+    assert ours.lr == other.lr
+
+
+CLIPS: list[Any] = [
+    None,
+    ("clip_grad_norm_", (0.05,)),
+    ("clip_grad_norm_", (0.05, 1.0)),
+    ("clip_grad_value_", (0.01,)),
+]
+
+
+@PRECISIONS
+@pytest.mark.parametrize("settings", MODES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("clip", CLIPS, ids=str)
+def test_finite_windows_are_stocks(
+    precision: str, settings: dict[str, Any], dtype: torch.dtype, accumulation: int, clip: Any
+) -> None:
+    for kind in OPTIMIZERS:
+        given: Any = {"kind": kind, "dtype": dtype, "accumulation": accumulation, "clip": clip}
+        ours, stock = train(precision, settings, **given), train(precision, None, **given)
+        if settings.get("fold_unscale") and kind == "adamw" and clip is not None:
+            torch.testing.assert_close(ours.weights, stock.weights)  # one rounding a clip
+            continue
+        assert_equal(ours, stock)
+        assert ours.norms == stock.norms
+        assert settings.get("fold_unscale") or same(ours.grads, stock.grads)
+        assert [r.skipped for r in ours.records] == [False] * 8
+        assert {r.scale for r in ours.records} == {1.0}
+
+
+@PRECISIONS
+@pytest.mark.parametrize("settings", [*MODES, *ASYNC], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_window_that_is_not_finite_moves_nothing(
+    precision: str, settings: dict[str, Any], dtype: torch.dtype, accumulation: int
+) -> None:
+    """The run equals one without these batches, in parameters, state and schedule."""
+    for clip in CLIPS:
+        given: Any = {"dtype": dtype, "accumulation": accumulation, "clip": clip}
+        bad = train(precision, settings, factors={2: NAN, 3: INF, 6: -INF}, **given)
+        assert_equal(bad, train(precision, settings, dropped=(2, 3, 6), **given))
+        assert bad.skipped == [number in (2, 3, 6) for number in range(8)]
+        assert [r.skipped for r in bad.records] == bad.skipped
+        assert [r.found_inf for r in bad.records] == bad.skipped
+        assert all(r.overflowed for r in bad.records if r.skipped)
+        assert not any(r.spike for r in bad.records)
+
+
+@PRECISIONS
+@pytest.mark.parametrize("settings", [{}, {"step_mode": "overlap"}], ids=str)
+@pytest.mark.parametrize("clip", [None, ("clip_grad_norm_", (0.05,))], ids=str)
+def test_without_the_guard_every_step_is_stocks(
+    precision: str, settings: dict[str, Any], clip: Any
+) -> None:
+    given: Any = {"factors": {5: INF}, "clip": clip}
+    ours = train(precision, {**settings, "skip_nonfinite": False}, **given)
+    stock = train(precision, None, **given)
+    assert not ours.weights["0.weight"].isfinite().all()
+    for one, other in zip(ours.weights.values(), stock.weights.values(), strict=True):
+        assert torch.equal(one.nan_to_num(), other.nan_to_num())
+    assert ours.skipped == [False] * 8
+    assert ours.lr == stock.lr
+
+
+@pytest.mark.parametrize("precision", ["bf16", "no", "fp16"])
+@pytest.mark.parametrize("settings", [*MODES, *ASYNC[:2]], ids=str)
+@pytest.mark.parametrize("clip", [None, ("clip_grad_norm_", (0.05,))], ids=str)
+@pytest.mark.parametrize("limit", [40.0, "8x"])
+def test_a_spike_is_skipped(
+    precision: str, settings: dict[str, Any], clip: Any, limit: float | str
+) -> None:
+    """With accumulation it is the norm of the whole window."""
+    scale: Any = {"init_scale": 16.0, "growth_interval": 1000} if precision == "fp16" else {}
+    given: Any = {"windows": 24, "clip": clip, "accumulation": 2}
+    settings = {**settings, **scale, "skip_norm_above": limit}
+    spiked = train(precision, settings, factors={18: 1000.0, 20: 500.0}, **given)
+    assert_equal(spiked, train(precision, settings, dropped=(18, 20), **given))
+    assert [n for n, is_skipped in enumerate(spiked.skipped) if is_skipped] == [18, 20]
+    assert [r.index for r in spiked.records if r.spike] == [18, 20]
+    assert not any(r.found_inf for r in spiked.records)
+    assert {r.next_scale for r in spiked.records} == {scale.get("init_scale", 1.0)}
+
+
+def test_a_spike_neither_counts_as_a_finite_window_nor_as_an_overflow() -> None:
+    settings = {"init_scale": 16.0, "growth_interval": 3, "skip_norm_above": 40.0}
+    records = train("fp16", settings, factors={2: 1000.0}, windows=5).records
+    assert [r.growth_tracker for r in records] == [1, 2, 2, 0, 1]
+    assert [r.next_scale for r in records] == [16.0, 16.0, 16.0, 32.0, 32.0]
+
+
+def test_too_many_skips_end_the_run_in_every_precision() -> None:
+    with pytest.raises(OverflowStreakError, match="2 windows in a row were skipped") as caught:
+        train("bf16", {"max_consecutive_skips": 1}, factors={2: NAN, 4: NAN, 5: NAN})
+    assert "Non-finite gradients in: " in str(caught.value)
+    assert "scale" not in str(caught.value)
+    with pytest.raises(OverflowStreakError, match="The gradient norm is a spike"):
+        train("bf16", {"max_consecutive_skips": 1, "skip_norm_above": 1e-9})
+
+
+# What stock loops do where nothing is scaled.
+
+
+@pytest.fixture
+def loop() -> Iterator[Any]:
+    made: list[Any] = []
+
+    def make(settings: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+        accelerator = Accelerator(cpu=True, mixed_precision="no", **kwargs)
+        if settings is not None:
+            attach(accelerator, **settings)
+        net = network()
+        parts = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
+        made.append(accelerator)
+        return accelerator, *parts
+
+    yield make
+    for accelerator in made:
+        detach(accelerator)
+
+
+def plain_backward(accelerator: Any, model: Any, optimizer: Any, x: Tensor) -> None:
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def two_steps(accelerator: Any, model: Any, optimizer: Any, x: Tensor) -> None:
+    accelerator.backward(model(x).square().mean())
+    optimizer.step()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def gradients_kept(accelerator: Any, model: Any, optimizer: Any, x: Tensor) -> None:
+    accelerator.backward(model(x).square().mean())
+    optimizer.step()
+
+
+def clip_twice_around_a_backward(accelerator: Any, model: Any, optimizer: Any, x: Tensor) -> None:
+    for _ in range(2):
+        accelerator.backward(model(x).square().mean())
+        accelerator.clip_grad_norm_(model.parameters(), 0.05)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def clip_on_every_micro_batch(accelerator: Any, model: Any, optimizer: Any, x: Tensor) -> None:
+    for micro in x.split(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(micro).square().mean())
+            accelerator.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def edit_after_the_clip(accelerator: Any, model: Any, optimizer: Any, x: Tensor) -> None:
+    accelerator.backward(model(x).square().mean())
+    accelerator.clip_grad_norm_(model.parameters(), 0.05)
+    for p in model.parameters():
+        p.grad.mul_(0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def clip_by_parts(accelerator: Any, model: Any, optimizer: Any, x: Tensor) -> None:
+    accelerator.backward(model(x).square().mean())
+    for p in model.parameters():
+        accelerator.clip_grad_norm_([p], 0.02)  # stock takes a tensor for its rows
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def closure(accelerator: Any, model: Any, optimizer: Any, x: Tensor) -> None:
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        found: Tensor = model(x).square().mean()
+        accelerator.backward(found)
+        return found
+
+    optimizer.step(loss)
+
+
+def clip_with_strangers(accelerator: Any, model: Any, optimizer: Any, x: Tensor) -> None:
+    stranger = nn.Parameter(torch.ones(3))
+    stranger.grad = torch.full((3,), 2.0)
+    accelerator.backward(model(x).square().mean())
+    accelerator.clip_grad_norm_([*model.parameters(), stranger], 0.05)
+    accelerator.clip_grad_value_([*model.parameters(), stranger], 0.02)
+    assert stranger.grad.max() <= 0.02
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("settings", [{}, {"step_mode": "overlap"}], ids=str)
+@pytest.mark.parametrize(
+    "step",
+    [
+        plain_backward,
+        two_steps,
+        gradients_kept,
+        clip_twice_around_a_backward,
+        clip_on_every_micro_batch,
+        edit_after_the_clip,
+        clip_by_parts,
+        clip_with_strangers,
+        closure,
+    ],
+)
+def test_a_loop_of_stock_runs_as_it_is(loop: Any, step: Any, settings: dict[str, Any]) -> None:
+    if step is closure and settings:
+        pytest.skip("a closure runs in the step, which is stock's in every mode but these")
+    kwargs = {"gradient_accumulation_steps": 2} if step is clip_on_every_micro_batch else {}
+    found = []
+    for attached in (settings, None):
+        accelerator, model, optimizer = loop(attached, **kwargs)
+        for x in batches(5):
+            step(accelerator, model, optimizer, x)
+        found.append((model.state_dict(), optimizer.state_dict()))
+    assert same(found[0], found[1])
+
+
+def test_a_stranger_that_is_not_finite_skips_the_step(loop: Any) -> None:
+    accelerator, model, optimizer = loop({})
+    stranger = nn.Parameter(torch.ones(3))
+    stranger.grad = torch.full((3,), NAN)
+    before = copy.deepcopy(model.state_dict())
+    accelerator.backward(model(batches(1)[0]).square().mean())
+    accelerator.clip_grad_norm_([*model.parameters(), stranger], 0.05)
+    optimizer.step()
+    assert optimizer.step_was_skipped
+    assert same(before, model.state_dict())
+
+
+def test_a_checkpoint_is_stocks(tmp_path: Path, loop: Any) -> None:
+    """Either one's is loaded by the other."""
+    for first, second in (({}, None), (None, {})):
+        accelerator, model, optimizer = loop(first)
+        for x in batches(3):
+            plain_backward(accelerator, model, optimizer, x)
+        accelerator.save_state(str(tmp_path / "saved"))
+        assert accelerator.scaler is None
+        other, resumed, its_optimizer = loop(second)
+        other.load_state(str(tmp_path / "saved"))
+        for each in ((accelerator, model, optimizer), (other, resumed, its_optimizer)):
+            plain_backward(*each, batches(4)[3])
+        assert same(model.state_dict(), resumed.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"init_scale": 64.0}, "init_scale=64"),
+        ({"hysteresis": 2, "min_scale": 1.0}, "leave out min_scale, hysteresis"),
+        ({"heal": True}, "heal=True"),
+    ],
+    ids=str,
+)
+@PRECISIONS
+def test_a_setting_of_the_scale_is_refused_by_name(
+    precision: str, settings: dict[str, Any], named: str
+) -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision=precision)
+    with pytest.raises(ConfigError, match=named):
+        attach(accelerator, **settings)
+    assert type(accelerator) is Accelerator
+
+
+def test_fp16_cannot_do_without_the_guard() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    with pytest.raises(ConfigError, match="skip_nonfinite=False"):
+        attach(accelerator, skip_nonfinite=False)
+    assert type(accelerator) is Accelerator
+
+
+@pytest.mark.parametrize("value", [0, -1.0, "0.5x", "x", "four", INF, True, "4 x y"])
+def test_a_threshold_is_a_positive_number_or_a_factor(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"skip_norm_above: got .*a number > 0"):
+        attach(Accelerator(cpu=True), skip_norm_above=value)

@@ -1,0 +1,87 @@
+"""bf16 and fp32 on two gloo ranks: stock's numbers, and one rank's bad batch is skipped by both."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from children import on_two_ranks
+from support import reset, same
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from two_ranks import Net
+from versions import before_torch
+
+from accel_scaler import attach, detach
+
+WINDOWS, BAD = 5, 2
+
+
+def train(
+    layout: str,
+    precision: str,
+    clip: float | None,
+    settings: dict[str, Any] | None,
+    factor: float = 1.0,
+    dropped: Collection[int] = (),
+) -> tuple[list[Tensor], list[bool]]:
+    """``settings``: None is stock. ``factor``: on rank 1's loss in the window ``BAD``."""
+    reset()
+    accelerator: Any = Accelerator(mixed_precision=precision)
+    if settings is not None:
+        attach(accelerator, **settings)
+    torch.manual_seed(1)
+    plain, skipped = Net(), []
+    if layout == "fsdp2":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for each in (*plain.blocks, plain.head, plain):
+            fully_shard(each, mesh=mesh)
+        accelerator._models.append(plain)
+        model: Any = accelerator.prepare_model(plain, evaluation_mode=True)
+    else:
+        model = accelerator.prepare_model(plain)
+    params = [p for p in plain.parameters() if p.requires_grad]
+    optimizer: Any = accelerator.prepare_optimizer(torch.optim.SGD(params, lr=0.05, momentum=0.9))
+    for window in range(WINDOWS):
+        if window in dropped:
+            continue
+        generator = torch.Generator().manual_seed(10 * window + dist.get_rank())
+        loss = model(torch.randn(4, 8, generator=generator)).float().square().mean()
+        if window == BAD and dist.get_rank() == 1:
+            loss = loss * factor
+        accelerator.backward(loss)
+        if clip is not None:
+            accelerator.clip_grad_norm_(plain.parameters(), clip)
+        optimizer.step()
+        skipped.append(optimizer.step_was_skipped)
+        optimizer.zero_grad()
+    detach(accelerator)
+    local: Any = [getattr(p, "_local_tensor", p).detach().clone() for p in plain.parameters()]
+    return local, skipped
+
+
+@before_torch(2, 7, "torch 2.6: fully_shard wants the streams of a device")
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("precision", ["bf16", "no"])
+def test_one_ranks_bad_batch_is_skipped_by_both(
+    layout: str, precision: str, tmp_path: Path
+) -> None:
+    def body() -> None:
+        for settings in ({}, {"step_mode": "overlap"}):
+            for clip in (None, 0.1):
+                given: Any = (layout, precision, clip)
+                stock, ours = train(*given, None), train(*given, settings)
+                assert same(stock, ours), (settings, clip)
+                for factor, more in ((float("nan"), {}), (1e6, {"skip_norm_above": 1e4})):
+                    bad = train(*given, {**settings, **more}, factor)
+                    without = train(*given, settings, dropped=(BAD,))
+                    assert same(bad[0], without[0]), (settings, clip, factor)
+                    assert bad[1] == [window == BAD for window in range(WINDOWS)]
+
+    on_two_ranks(body, tmp_path)

@@ -197,3 +197,16 @@ def test_lora_adapters_in_float32_on_a_model_in_bf16(
     moved = [name for name, weight in merged.items() if not torch.equal(weight, stored[name])]
     assert "bert.encoder.layer.0.attention.self.query.weight" in moved
     assert not any("LayerNorm" in name or "embeddings" in name for name in moved)
+
+
+def test_a_guarded_run_survives_a_poisoned_batch_and_a_spike(
+    recipe: Recipe, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["--steps", "60", "--poisoned", "20", "--spike", "40", "--batch_size", "16"]
+    stock, attached, guarded, without = recipe("guarded_bf16").main(args)
+    assert math.isnan(stock)
+    assert attached < 2 * without
+    assert guarded < 2 * without
+    printed = capsys.readouterr().out
+    assert "60 windows, 1 skipped" in printed
+    assert "1 as spikes of the gradient norm" in printed

@@ -23,11 +23,11 @@ from .optimizer import adopt, inner_of, refuse_unsuitable
 
 
 class ScaledAccelerator(Accelerator):  # type: ignore[misc]
-    """An ``accelerate.Accelerator`` whose fp16 training is scaled by :class:`GradScaler`.
+    """An ``accelerate.Accelerator`` whose optimizer step is checked, in fp16 with a loss scale.
 
     Takes every argument of ``Accelerator``, and ``scaler_config``: the ``config`` of
-    :func:`attach`, which usually makes one. Without ``mixed_precision="fp16"`` it behaves as an
-    ``Accelerator``.
+    :func:`attach`, which usually makes one. Without ``mixed_precision="fp16"`` nothing is scaled,
+    and ``scaler`` is None.
     """
 
     _attachment: Attachment | None = None

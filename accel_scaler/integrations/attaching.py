@@ -20,7 +20,7 @@ _scaled_classes: dict[type, type] = {}
 
 
 def attach(target: T, config: ScalerConfig | Mapping[str, Any] | None = None, **settings: Any) -> T:
-    """Scale the fp16 training of ``target`` with :class:`GradScaler`; returns ``target``.
+    """Check each optimizer step of ``target``, in fp16 scaled by :class:`GradScaler`; returns it.
 
     >>> attach(accelerator)                        # settings of the environment, else defaults
     >>> attach(accelerator, step_mode="overlap")   # this one, and those of the environment
@@ -40,7 +40,7 @@ def attach(target: T, config: ScalerConfig | Mapping[str, Any] | None = None, **
     Raises:
         UnsupportedError: DeepSpeed, Megatron-LM, XLA or fp8 (they scale themselves), a model
             compiled before it could be autocast, an optimizer that another thread cannot step.
-        ConfigError: a wrong setting, a file that cannot be written, or a target of another type.
+        ConfigError: a wrong setting, a scale's without fp16, an unwritable file, another target.
         OrderError: ``target`` is attached with other settings.
     """
     base, fields = requested(config, settings)
@@ -80,11 +80,11 @@ def attach(target: T, config: ScalerConfig | Mapping[str, Any] | None = None, **
     return target
 
 
-def attach_default(target: Any) -> Attachment | None:
+def attach_default(target: Any) -> Attachment:
     """:func:`attach`; settings of a later ``attach(target, config)`` replace its own."""
     attached = attachment_of(attach(target))
-    if attached is not None:
-        attached.is_default = True
+    assert attached is not None
+    attached.is_default = True
     return attached
 
 

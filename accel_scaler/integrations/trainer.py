@@ -104,12 +104,12 @@ def attach_trainer(trainer: Any, base: ScalerConfig | None, fields: Mapping[str,
         config = replace(base or ScalerConfig.from_env(), **fields)
         refuse_unmatched([trainer.model], config.fp32_modules)
     attached = attachment_of(attach(trainer.accelerator, base, **fields))
-    if attached is not None:
-        trainer._scaler_config = attached.config  # for later accelerators, too
-        if not isinstance(trainer, ScaledTrainer):
-            trainer._stock_class = type(trainer)
-            trainer.__class__ = scaled_class(type(trainer), ScaledTrainer)
-            trainer.add_callback(PublishForReaders(trainer))
+    assert attached is not None
+    trainer._scaler_config = attached.config  # for later accelerators, too
+    if not isinstance(trainer, ScaledTrainer):
+        trainer._stock_class = type(trainer)
+        trainer.__class__ = scaled_class(type(trainer), ScaledTrainer)
+        trainer.add_callback(PublishForReaders(trainer))
     return trainer
 
 

@@ -21,7 +21,7 @@ def attach_accelerator(accelerator: Any) -> None:
     if isinstance(accelerator, ScaledAccelerator):  # it has attached itself, as its script says
         return
     attachment = attach_default(accelerator)
-    if attachment is not None and attachment.rank == 0:
+    if attachment.rank == 0:
         path, recorder = path_of(attachment.config, 0), attachment.recorder
         weakref.finalize(recorder, _print_totals, os.getpid(), recorder.history, path)
 

@@ -35,7 +35,8 @@ from ..scaling import (
     parameters_of,
     reduce_partial_gradients,
 )
-from .delayed import MASTER, DelayedUpdates, entry_of, without_master
+from .arena import MASTER
+from .delayed import DelayedUpdates, entry_of, without_master
 from .grad_handoff import (
     forbid_sparse,
     guard_backward,
@@ -126,6 +127,7 @@ class AsyncStepper(Stepper):
             offload=offload,
             masters=masters,
             inline=not self.is_beside and not offload,
+            stages=mode == "delayed",
         )
         self.delayed: DelayedUpdates | None = None
         if mode == "delayed":
@@ -271,6 +273,7 @@ class AsyncStepper(Stepper):
         self.finish()
         with self.lock:
             self.replica.order_by(Module.parameters(model))
+        self.refresh()
 
     def follow_unseen_edits(self) -> None:
         """Bring edits through ``.data`` to the masters, as a step does: they are about to be read.
@@ -468,7 +471,7 @@ class AsyncStepper(Stepper):
     ) -> tuple[Update, Sequence[Tensor | None]]:
         """What the update gets, and the gradients that it reads where they are."""
         replica, streams = self.replica, self.streams
-        if deferred.divide is not None and (fn is not None or replica.offload):
+        if deferred.divide is not None and (fn is not None or replica.sends):
             # No kernel is given what stands in ``.grad``, which torch leaves unscaled.
             deferred = DeferredUnscale(multiply=1.0 / deferred.divide)
         grads = [None if grad is None else local(grad) for grad in found]
@@ -477,11 +480,11 @@ class AsyncStepper(Stepper):
         on_device: list[Tensor | None] | None = None
         if fn is not None:
             grads = self._own(grads)
-        if replica.offload:
+        if replica.sends:
             unscale_in_place(replica.ordered, grads, deferred)
             deferred, there = on_host(deferred), grads
             grads, sent = send_down(replica.ordered, there, streams)
-            if previews is not None and not streams.is_host:
+            if previews is not None:
                 held = readable_in_place(there)
                 on_device = [None if grad is None else grad.data for grad in there]
             elif self.is_beside and streams.copies_beside and previews is None:

@@ -13,12 +13,10 @@ import torch
 from torch import Tensor
 
 from ..errors import StepError
+from .arena import MASTER
 from .preview import make_previews
 from .replica import Replica
 from .worker import Task, Worker
-
-MASTER = "master"
-"""The key of a parameter's float32 master in its saved state."""
 
 
 class DelayedUpdates:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError
-from ..scaling import LOW_PRECISION, DeferredUnscale
-from .master_params import ParameterPair
+from ..scaling import DeferredUnscale
+from .master_params import ParameterPair, goes_to_master
 from .pending_parameter import (
     GradientHold,
     hold_gradients,
@@ -43,11 +43,6 @@ def is_shared(grad: Tensor) -> bool:
         return False
     # One count is the gradient's, one that of ``untyped_storage()``.
     return _count_of(grad.untyped_storage()._cdata) > 2
-
-
-def goes_to_master(pair: ParameterPair, grad: Tensor) -> bool:
-    """Whether ``grad``, float16 or bfloat16, is unscaled on its way to a master, in float32."""
-    return pair.is_master and grad.dtype in LOW_PRECISION
 
 
 def read_in_place(

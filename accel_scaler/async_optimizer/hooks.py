@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 from ..errors import UnsupportedError
 from ..models import inert, is_fsdp2, is_in_backward, is_replaying
 from ..scaling import parameters_of
+from .arena import MASTER
 from .async_stepper import AsyncStepper
-from .delayed import MASTER, without_master
+from .delayed import without_master
 from .inflight_step import WaitAt
 from .master_params import ParameterPair
 from .pending_parameter import outside_transforms
@@ -198,9 +199,12 @@ class SyncHooks:
         stepper = self._stepper()
         if stepper is None:
             return
+        models, ids = list(models), list(map(id, parameters_of(stepper.optimizer)))
         if not stepper.replica.pairs:
+            for model in models:
+                if not set(ids).isdisjoint(map(id, Module.parameters(model))):
+                    stepper.replica.order_by(Module.parameters(model))
             stepper.refresh()  # an accelerator's, before its first step
-        ids = list(map(id, parameters_of(stepper.optimizer)))
         if ids != self._ids:
             self._ids = ids
             self._models, self._others = weakref.WeakSet(), weakref.WeakSet()
@@ -399,8 +403,10 @@ def _roots(model: Module) -> list[Module]:
 
 
 def _export(pair: ParameterPair, value: Any) -> Any:
-    """As torch writes it: a shard of a sharded parameter is a DTensor."""
+    """As torch writes it: in memory of its own; a shard of a sharded parameter is a DTensor."""
     p: Any = pair.param
+    if isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes:
+        value = value.clone()
     if not (
         hasattr(p, "to_local") and isinstance(value, Tensor) and value.shape == pair.target.shape
     ):

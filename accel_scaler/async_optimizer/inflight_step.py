@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import StepError
 from ..optimizer_step import StepTiming
 from ..scaling import DeferredUnscale
-from .grad_handoff import goes_to_master
+from .master_params import goes_to_master
 from .pending_parameter import ParameterHold, can_hold_parameters
 from .preview import PreviewError, Previews
 from .replica import Part, Replica
@@ -247,7 +247,7 @@ class InflightStep:
         due = torch.stack(update.deferred.factors(replica.params)).tolist()
         # What was sent to host memory was unscaled before, but for the gradients of masters.
         return [
-            1.0 if replica.offload and not (g is not None and goes_to_master(p, g)) else factor
+            1.0 if replica.sends and not (g is not None and goes_to_master(p, g)) else factor
             for p, g, factor in zip(replica.ordered, grads, due, strict=True)
         ]
 
@@ -265,17 +265,17 @@ class InflightStep:
             self.task.spent.append(grads)
         for number, part in enumerate(replica.parts):
             mine = slice(part.start, part.end)
-            final = grads[mine] if buffered else self._bring(part, update)
+            final: list[Any] = grads[mine]
+            for event in update.sent[mine]:
+                self.streams.wait_on_host(event)
             if not buffered:
                 grads[mine] = [None] * len(final)
             try:
-                replica.step_part(part, final, deferred.divide, buffered)
+                replica.step_part(part, final, deferred, not self.is_stale, buffered)
             except BaseException:
                 if buffered:
                     replica.count_steps(-1, replica.parts[number:])
                 raise
-            if not self.is_stale:
-                self._publish(part)
             self._advance()
         if error is not None:
             self.timing.preview_error = error.read()
@@ -284,7 +284,11 @@ class InflightStep:
         replica = self.replica
         try:
             for part in replica.parts:
-                for pair, grad in zip(part.pairs, self._bring(part, update), strict=True):
+                mine = slice(part.start, part.end)
+                for event in update.sent[mine]:
+                    self.streams.wait_on_host(event)
+                final = replica.bring(part.pairs, update.grads[mine], update.deferred)
+                for pair, grad in zip(part.pairs, final, strict=True):
                     pair.stepped.grad = grad
             with replica.thread_context.around():
                 fn()
@@ -302,26 +306,6 @@ class InflightStep:
     def _publish(self, part: Part) -> None:
         for pair in part.pairs if self.replica.has_masters else ():
             pair.publish(self.streams)
-
-    def _bring(self, part: Part, update: Update) -> list[Tensor | None]:
-        """Gradients as the part is stepped with, float32 for masters; but for what its kernel
-        divides by, what is ``deferred`` is done to them."""
-        mine = slice(part.start, part.end)
-        for event in update.sent[mine]:
-            self.streams.wait_on_host(event)
-        final = update.grads[mine]
-        scaled: list[tuple[Tensor, Tensor]] = []
-        for place, (pair, grad) in enumerate(zip(part.pairs, final, strict=True)):
-            if grad is None:
-                continue
-            is_rounded = goes_to_master(pair, grad)
-            final[place] = exact = grad.float() if is_rounded else grad
-            # What was sent to host memory was unscaled before, but for these.
-            if is_rounded or not self.replica.offload:
-                scaled.append((pair.param, exact))
-        if update.deferred.divide is None:
-            update.deferred.apply(scaled)
-        return final
 
 
 def gradient_wait(stepper: weakref.ref[Any], step: InflightStep, part: int) -> Callable[[], object]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 
 from ..config import ScalerConfig
 from ..scaling import LOW_PRECISION, local
+from .arena import MASTER, Arena
 from .shared_memory import place_of
 from .streams import SideStreams
 
@@ -59,15 +61,23 @@ class ParameterPair:
         self.stepped = nn.Parameter(self.target, requires_grad=param.requires_grad)
         if getattr(param, "grad_dtype", param.dtype) is not param.dtype:
             self.stepped.grad_dtype = param.grad_dtype
+        self.arena: Arena | None = None
+        self.slot = 0
+        """Where the master is."""
         self.host_grad: Tensor | None = None
+        """Host memory, where the gradient lands."""
         self.staging: Tensor | None = None
+        """Host memory, from which new values are sent to the device: ``host_grad``, which the
+        update has read by then, or in ``delayed`` a buffer of its own."""
         self.preview: Tensor | None = None
         """Host memory for the preview of the next update (``delayed``), in the model's dtype."""
         self.guard: Any = None
         """The handle of the hook that waits before a backward adds to the gradient."""
 
-    def give_master(self, memory: Tensor) -> None:
-        """Step ``memory`` (float32) from now on, starting from the parameter's values."""
+    def give_master(self, arena: Arena, slot: int) -> None:
+        """Step memory of ``arena`` from now on, starting from the parameter's values."""
+        self.arena, self.slot = arena, slot
+        memory = arena.views(MASTER)[slot]
         memory.copy_(self.target)
         self.is_master = True
         self.stepped = nn.Parameter(memory, requires_grad=True)
@@ -112,6 +122,9 @@ def make_pairs(
     masters: MasterRule,
     known: Iterable[ParameterPair],
     saved: Container[int] = (),
+    ranks: Mapping[int, int] | None = None,
+    stages: bool = False,
+    renews: bool = False,
 ) -> list[ParameterPair]:
     """A pair for each parameter, in the optimizer's order.
 
@@ -120,6 +133,9 @@ def make_pairs(
 
     Args:
         saved: ``id`` of parameters whose masters are about to be loaded, frozen ones too.
+        ranks: the order of masters in memory, by the ``id`` of parameters.
+        stages: what is sent to the device needs memory of its own.
+        renews: all masters get new memory.
     """
     old = {id(pair.param): pair for pair in known}
     pairs: list[ParameterPair] = []
@@ -133,6 +149,7 @@ def make_pairs(
             wanted = needed and masters.takes(p)
             if (
                 before is not None
+                and not (renews and before.is_master)
                 and place_of(before.target) == place_of(pair.target)
                 and before.is_master == wanted
             ):
@@ -141,7 +158,9 @@ def make_pairs(
             elif wanted:
                 fresh.append(pair)
             pairs.append(pair)
-    _give_masters(fresh, streams, offload, old)
+    last = len(ranks or ())
+    fresh.sort(key=lambda pair: (pair.group, (ranks or {}).get(id(pair.param), last)))
+    _give_masters(fresh, streams, offload, old, stages)
     # A model may go with its optimizer while the device still has an update of it to do.
     new = [pair for pair in pairs if old.get(id(pair.param)) is not pair]
     streams.keep(t for pair in new for t in (pair.target, pair.stepped.data))
@@ -161,6 +180,11 @@ def shard_of(value: Tensor, param: Tensor) -> Tensor:
     return local(whole.redistribute(placements=like.placements))
 
 
+def goes_to_master(pair: ParameterPair, grad: Tensor) -> bool:
+    """Whether ``grad``, float16 or bfloat16, is unscaled on its way to a master, in float32."""
+    return pair.is_master and grad.dtype in LOW_PRECISION
+
+
 def is_stepped(p: Tensor) -> bool:
     """Whether an optimizer may move it: one that was frozen too, while it has a gradient."""
     return p.requires_grad or p.grad is not None
@@ -172,19 +196,20 @@ def _give_masters(
     streams: SideStreams,
     offload: bool,
     old: dict[int, ParameterPair],
+    stages: bool,
 ) -> None:
-    targets = [pair.target for pair in pairs]
-    if not offload:
-        for pair in pairs:
-            pair.give_master(torch.empty_like(pair.target, dtype=torch.float32))
-    else:
-        memory = streams.host_like(targets, torch.float32)
-        grads = streams.host_like(targets)
-        rounded = [] if streams.is_host else [s for s in pairs if s.target.dtype in LOW_PRECISION]
-        staging = dict(zip(rounded, streams.host_like([s.target for s in rounded]), strict=True))
-        for pair, own, grad in zip(pairs, memory, grads, strict=True):
-            pair.give_master(own)
-            pair.host_grad, pair.staging = grad, staging.get(pair)
+    for _, neighbours in groupby(pairs, key=lambda pair: (pair.group, pair.target.device)):
+        mine = list(neighbours)
+        device = torch.device("cpu") if offload else mine[0].target.device
+        arena = Arena([pair.target for pair in mine], device)
+        for slot, pair in enumerate(mine):
+            pair.give_master(arena, slot)
+    if offload and not streams.is_host:
+        targets = [pair.target for pair in pairs]
+        landing = streams.host_like(targets)
+        staging = streams.host_like(targets) if stages else landing
+        for pair, grad, sent in zip(pairs, landing, staging, strict=True):
+            pair.host_grad, pair.staging = grad, sent
     for pair in pairs:
         before = old.get(id(pair.param))
         if before is not None and before.is_master and before.stepped.shape == pair.stepped.shape:

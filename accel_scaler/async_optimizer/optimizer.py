@@ -112,8 +112,8 @@ class AsyncOptimizer(Optimizer):
         self._boundary: Boundary | None = None
         try:
             take_over([(optimizer, config.step_mode, self._stepper.replica.masters)])
-            self._stepper.refresh()
             self._hooks.watch(self._models())
+            self._stepper.refresh()
             if scaler is not None:  # one for all its optimizers, an accelerator's too
                 self._boundary = boundary_of(scaler) or Boundary(
                     scaler, device, observer, skip_nonfinite=False

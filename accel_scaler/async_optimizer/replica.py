@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..optimizer_step import ATTRIBUTE, AdamGroup, is_plain
+from ..optimizer_step import ATTRIBUTE, AdamGroup
 from ..scaling import (
     SMALL,
+    DeferredUnscale,
     is_uniform,
     laid_out_otherwise,
     local,
@@ -29,8 +30,16 @@ from ..scaling import (
     nothing_found,
     parameters_of,
 )
+from .blocks import FlatRun, rule_of, runs_of
 from .compile_session import beside_no_compile
-from .master_params import MasterRule, ParameterPair, is_stepped, make_pairs, shard_of
+from .master_params import (
+    MasterRule,
+    ParameterPair,
+    goes_to_master,
+    is_stepped,
+    make_pairs,
+    shard_of,
+)
 from .shared_memory import overlapping
 from .spot_check import SpotCheck
 from .streams import SideStreams
@@ -81,8 +90,8 @@ class Part:
             found.setdefault(pair.group, []).append(place)
         self.groups = dict(sorted(found.items()))
         """The places of each parameter group's pairs, in the optimizer's order of groups."""
-        self.plans: dict[int, AdamGroup] | None = None
-        """For each group the arguments of the fused Adam kernel, where it is called directly."""
+        self.runs: list[tuple[int, list[int], AdamGroup | FlatRun]] | None = None
+        """Group, places, and what steps them by direct calls of a fused kernel."""
 
 
 class Replica:
@@ -92,6 +101,7 @@ class Replica:
         offload: state and masters live in host memory.
         masters: which parameters have them.
         inline: steps run on the training thread.
+        stages: values are sent to the device while gradients come from there (``delayed``).
     """
 
     def __init__(
@@ -102,12 +112,16 @@ class Replica:
         offload: bool,
         masters: MasterRule,
         inline: bool = False,
+        stages: bool = False,
     ) -> None:
+        self._stages = stages
         self.optimizer, self.streams = optimizer, streams
         self.offload, self.masters = offload, masters
         refuse_unsteppable(optimizer, masters)
         self.inline = inline
         """Steps run on the training thread."""
+        self.sends = offload and not streams.is_host
+        """Gradients are sent to host memory."""
         self.thread_context = ThreadContext()
         """Of the thread that handed the last step over."""
         self._edited: set[int] = set()
@@ -136,6 +150,9 @@ class Replica:
         """Masters were loaded, and the model perhaps not yet: until the next step."""
         self._buffers: list[Any] = []
         """See Note [Small tensors]; empty: not all of them are small."""
+        self._renews = False
+        """Masters are to be laid out anew."""
+        self._scratch = torch.empty(0)
         self._removed: list[ParameterPair] = []
         """Of parameters in no group, which the optimizer's state still has."""
         self._spot_check = SpotCheck((), set())
@@ -148,7 +165,7 @@ class Replica:
         self._entries: list[Any] = []
         """The optimizer's state as it was last shared, and its entries."""
         self._has_all_state = False
-        self._values: list[Any] = []
+        self._values: list[Any] | None = None
         """Of the entries, when they were last moved to where they are stepped."""
         self._recorded: tuple[Any, list[Any]] = None, []
         """The training stream and these values, when they were last recorded on streams."""
@@ -199,7 +216,11 @@ class Replica:
             masters=self.masters,
             known=known,
             saved=self._saved,
+            ranks=self._ranks,
+            stages=self._stages,
+            renews=self._renews,
         )
+        self._renews = False
         removed, now = set(map(id, self._removed)), set(map(id, params))
         for pair in (pair for pair in pairs if id(pair) in removed):
             pair.refresh()  # what was written to it meanwhile
@@ -218,11 +239,15 @@ class Replica:
         return True
 
     def order_by(self, params: Iterable[Tensor]) -> None:
-        """Update in this order from now on, behind those named before; others come last."""
+        """Update in this order from now on, behind those named before; others come last. Masters
+        follow it in memory after the next :meth:`follow`."""
+        before = self.params
         for p in params:
             self._ranks.setdefault(id(p), len(self._ranks))
         if self.pairs:
             self._split()
+            if self.has_masters and not _are_same(before, self.params):
+                self._renews, self._layout = True, None
 
     def _make_copy(self) -> None:
         cls: Any = type(self.optimizer)
@@ -288,7 +313,7 @@ class Replica:
             not self._buffers
             or set(map(type, grads)) != {Tensor}
             or list(map(Tensor.numel, grads)) != list(map(Tensor.numel, self._buffers))
-            or not all(map(self._plans_of, self.parts))
+            or not all(map(self._runs_of, self.parts))
         ):
             return False
         if multiply is not None:
@@ -299,8 +324,9 @@ class Replica:
 
     def count_steps(self, steps: int, parts: Iterable[Part]) -> None:
         """Add to the counts in the state of ``parts``, which have plans."""
-        plans = chain.from_iterable(part.plans.values() for part in parts if part.plans)
-        torch._foreach_add_([plan.counts for plan in plans], steps)
+        runs = chain.from_iterable(part.runs or () for part in parts)
+        plans = [run.counts for _, _, run in runs if isinstance(run, AdamGroup)]
+        torch._foreach_add_(plans, steps)
 
     def prepare(self, grads: Sequence[Tensor | None]) -> None:
         """Get ready for a step with ``grads``, as the optimizer is now.
@@ -331,23 +357,31 @@ class Replica:
             others = {key: entry for key, entry in state.items() if not isinstance(key, Tensor)}
             self.copy.state = defaultdict(dict, others)
             self.copy.state.update({pair.stepped: state[pair.param] for pair in known})
-            self._state, self._entries, self._values = state, list(state.values()), []
+            self._state, self._entries, self._values = state, list(state.values()), None
             self._has_all_state = len(known) == len(self.pairs)
-            self._forget_plans()
+            self._forget_runs()
         if self.has_masters or self.is_sharded:
             values = self._state_values()
-            if not _are_same(values, self._values):
+            if self._values is None or not _are_same(values, self._values):
                 for pair in self.pairs:
-                    move_entry(pair, self.copy.state.get(pair.stepped, {}))
+                    self._move_entry(pair, self.copy.state.get(pair.stepped, {}))
                 self._values = self._state_values()
         groups = self.optimizer.param_groups
-        plans = [part.plans for part in self.parts if part.plans]
-        if not all(plan.still_fits(groups[n]) for each in plans for n, plan in each.items()):
-            self._forget_plans()
+        runs = chain.from_iterable(part.runs or () for part in self.parts)
+        if not all(run.still_fits(groups[number]) for number, _, run in runs):
+            self._forget_runs()
 
-    def _forget_plans(self) -> None:
+    def _move_entry(self, pair: ParameterPair, entry: dict[str, Any]) -> None:
+        """Bring one parameter's state to where it is stepped: into the arena of its master."""
+        move_entry(pair, entry)
+        group = self.optimizer.param_groups[pair.group]
+        rule = rule_of(self.optimizer, group)
+        if rule is not None and pair.arena is not None:
+            pair.arena.adopt(pair.slot, entry, rule.keys(group), rule.counts)
+
+    def _forget_runs(self) -> None:
         for part in self.parts:
-            part.plans = None
+            part.runs = None
 
     def _state_values(self) -> list[Any]:
         """What the parameters' entries hold."""
@@ -389,7 +423,7 @@ class Replica:
             entry = self.copy.state.get(pair.stepped)
             if entry is not None and not is_empty(entry):
                 if isinstance(entry, dict):
-                    move_entry(pair, entry)
+                    self._move_entry(pair, entry)
                 state[pair.param] = entry
             if pair.is_master:
                 master = masters.get(index)
@@ -414,51 +448,106 @@ class Replica:
         self,
         part: Part,
         grads: list[Any],
-        grad_scale: Tensor | None,
+        deferred: DeferredUnscale,
+        publishes: bool,
         buffered: bool = False,
     ) -> None:
-        """On the worker: update a part with gradients that are final but for ``grad_scale``;
-        ``buffered``: :meth:`fill_buffers` has taken them."""
-        plans = self._plans_of(part)
-        if plans is None or not (
-            buffered
-            or all(plan.takes([grads[i] for i in part.groups[n]]) for n, plan in plans.items())
+        """On the worker: do what is ``deferred`` to a part's gradients, and update it.
+
+        Args:
+            publishes: write masters' new values to the model.
+            buffered: :meth:`fill_buffers` has taken the gradients.
+        """
+        runs = self._runs_of(part)
+        if runs is None or not (
+            buffered or all(run.takes([grads[i] for i in places]) for _, places, run in runs)
         ):
-            part.plans = None  # the step may make or replace state
-            self._step_in_python(part, grads, grad_scale)
+            part.runs = None  # the step may make or replace state
+            final = self.bring(part.pairs, grads, deferred)
+            self._step_in_python(part, final, deferred.divide)
+            for pair in part.pairs if publishes else ():
+                pair.publish(self.streams)
             return
-        final = self._buffers[part.start : part.end] if buffered else grads
-        for number, plan in plans.items():
-            mine = [final[place] for place in part.groups[number]]
-            step = plan.update if buffered else plan.step
-            step(self.copy.param_groups[number], mine, grad_scale)
-        if buffered and grad_scale is not None:  # as the kernel leaves those that it is given
-            torch._foreach_copy_(grads, final)
+        kind = type(self.optimizer)
+        for number, places, run in runs:
+            group, mine = self.copy.param_groups[number], [grads[place] for place in places]
+            if isinstance(run, FlatRun):
+                run.step(kind, group, self.copy.state, mine, deferred, publishes)
+            elif buffered:
+                taken = self._buffers[part.start : part.end]
+                run.update(group, [taken[place] for place in places], deferred.divide)
+            else:
+                exact: Any = self.bring([part.pairs[place] for place in places], mine, deferred)
+                run.step(group, exact, deferred.divide)
+        if buffered and deferred.divide is not None:  # as the kernel leaves what it is given
+            torch._foreach_copy_(grads, self._buffers[part.start : part.end])
 
-    def _plans_of(self, part: Part) -> dict[int, AdamGroup] | None:
-        if part.plans is None and self._can_plan(part):
-            part.plans = {
-                number: AdamGroup(
-                    self.copy,
-                    {
-                        **self.copy.param_groups[number],
-                        "params": [part.pairs[place].stepped for place in places],
-                    },
-                )
-                for number, places in part.groups.items()
-            }
-        return part.plans
+    def bring(
+        self,
+        pairs: Sequence[ParameterPair],
+        grads: Sequence[Tensor | None],
+        deferred: DeferredUnscale,
+    ) -> list[Tensor | None]:
+        """Gradients as ``pairs`` are stepped with, float32 for masters; but for what a kernel
+        divides by, what is ``deferred`` is done to them."""
+        final = list(grads)
+        scaled: list[tuple[Tensor, Tensor]] = []
+        for place, (pair, grad) in enumerate(zip(pairs, grads, strict=True)):
+            if grad is None:
+                continue
+            is_rounded = goes_to_master(pair, grad)
+            final[place] = exact = grad.float() if is_rounded else grad
+            # What was sent to host memory was unscaled before, but for these.
+            if is_rounded or not self.sends:
+                scaled.append((pair.param, exact))
+        if deferred.divide is None:
+            deferred.apply(scaled)
+        return final
 
-    def _can_plan(self, part: Part) -> bool:
-        """Whether torch's fused Adam kernel can be called directly."""
+    def _runs_of(self, part: Part) -> list[tuple[int, list[int], AdamGroup | FlatRun]] | None:
+        if part.runs is None:
+            runs = list(self._make_runs(part))
+            part.runs = None if None in runs else runs  # type: ignore[assignment]
+        return part.runs
+
+    def _make_runs(self, part: Part) -> Iterator[tuple[int, list[int], AdamGroup | FlatRun] | None]:
+        """None: what only the optimizer's own step can update."""
+        if len(self.part_of) < len(self.params):
+            yield None  # one of them twice
+            return
+        for number, places in part.groups.items():
+            group = self.copy.param_groups[number]
+            rule = rule_of(self.optimizer, group)
+            if rule is None:
+                yield None
+                return
+            own = [place for place in places if part.pairs[place].arena is None]
+            if own:
+                mine = [part.pairs[place].stepped for place in own]
+                yield (number, own, self._list_of(group, mine)) if self._can_list(mine) else None
+            for run in runs_of(part.pairs, [place for place in places if place not in set(own)]):
+                pairs = [part.pairs[place] for place in run]
+                flat = FlatRun(pairs, rule, group, self.streams, self.sends, self._take_scratch)
+                yield number, run, flat
+
+    def _list_of(self, group: dict[str, Any], params: list[Any]) -> AdamGroup:
+        return AdamGroup(self.copy, {**group, "params": params})
+
+    def _can_list(self, params: list[Any]) -> bool:
+        """Whether the fused Adam kernel can be called for tensors of the model's own."""
         return (
             type(self.optimizer) in (torch.optim.Adam, torch.optim.AdamW)
-            and all(is_plain(self.copy.param_groups[n]) for n in part.groups)
-            and is_uniform([pair.stepped.detach() for pair in part.pairs])
-            and all(self.copy.state.get(pair.stepped) for pair in part.pairs)
-            and not any(laid_out_otherwise(pair.stepped, self.copy.state) for pair in part.pairs)
-            and len(self.part_of) == len(self.params)  # none of them twice
+            and is_uniform([p.detach() for p in params])
+            and all(self.copy.state.get(p) for p in params)
+            and not any(laid_out_otherwise(p, self.copy.state) for p in params)
         )
+
+    def _take_scratch(self, length: int) -> Tensor:
+        """Memory for a block's gradient, the same for all; made on the worker."""
+        if self._scratch.numel() < length:
+            device = torch.device("cpu") if self.offload else self.streams.device
+            self._scratch = torch.empty(length, dtype=torch.float32, device=device)
+        return self._scratch[:length]
 
     def _step_in_python(
         self, part: Part, grads: list[Tensor | None], grad_scale: Tensor | None

@@ -12,6 +12,7 @@ from .boundary import (
 )
 from .fused_adam import (
     AdamGroup as AdamGroup,
+    call_adam as call_adam,
     is_plain as is_plain,
 )
 from .observer import Observer as Observer

@@ -7,6 +7,7 @@ the same here, so are the results, bit for bit.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from operator import is_, itemgetter
 from typing import Any
 
@@ -24,6 +25,37 @@ from ..scaling import (
     parameters_of,
     run_on_one_thread,
 )
+
+KEYS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")
+"""A parameter's state, in the order of the kernel's arguments."""
+
+
+def call_adam(
+    kind: type[Optimizer],
+    group: Mapping[str, Any],
+    lists: Sequence[list[Tensor]],
+    grad_scale: Tensor | None,
+) -> None:
+    """The kernel of ``kind`` with the hyperparameters of ``group``.
+
+    Args:
+        lists: parameters, gradients, and what is at each of ``KEYS``.
+    """
+    # Before torch 2.7 no group says it.
+    decoupled = group.get("decoupled_weight_decay", issubclass(kind, AdamW))
+    kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    kernel(
+        *lists,
+        lr=group["lr"],
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        amsgrad=group["amsgrad"],
+        maximize=group["maximize"],
+        grad_scale=grad_scale,
+        found_inf=None,
+    )
 
 
 class AdamGroup:
@@ -43,7 +75,7 @@ class AdamGroup:
         self.strides = list(map(Tensor.stride, self.known))
         self.device = self.known[0].get_device() if self.known else -1
         self.amsgrad = bool(group["amsgrad"])
-        self.decoupled = isinstance(optimizer, AdamW)  # before torch 2.7 no group says it
+        self.kind = type(optimizer)
         keys = ["exp_avg", "exp_avg_sq", "step"] + ["max_exp_avg_sq"] * self.amsgrad
         self.lists = {key: [state[key] for state in self.states] for key in keys}
         sizes = list(map(Tensor.numel, self.known))
@@ -66,25 +98,8 @@ class AdamGroup:
         def pick(tensors: list[Tensor]) -> list[Tensor]:
             return tensors if whole or not tensors else [tensors[i] for i in places]
 
-        decoupled = group.get("decoupled_weight_decay", self.decoupled)
-        kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
-        kernel(
-            pick(self.known),
-            pick(grads),
-            pick(self.lists["exp_avg"]),
-            pick(self.lists["exp_avg_sq"]),
-            pick(self.lists.get("max_exp_avg_sq", [])),
-            pick(self.lists["step"]),
-            lr=group["lr"],
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            amsgrad=group["amsgrad"],
-            maximize=group["maximize"],
-            grad_scale=grad_scale,
-            found_inf=None,
-        )
+        lists = [pick(self.lists.get(key, [])) for key in KEYS]
+        call_adam(self.kind, group, [pick(self.known), pick(grads), *lists], grad_scale)
 
     def step(self, group: dict[str, Any], grads: list[Tensor], grad_scale: Tensor | None) -> None:
         """Update every parameter; ``group`` has the hyperparameters. Does not synchronise."""
@@ -169,14 +184,14 @@ class FusedAdam:
         )
 
 
-def is_plain(group: dict[str, Any]) -> bool:
+def is_plain(group: Mapping[str, Any]) -> bool:
     """Whether the kernel called directly does all that ``step()`` does for this group."""
     lr = group["lr"]
     return (
         bool(group["fused"])
         and not group["differentiable"]
-        and not group["capturable"]
-        and all(isinstance(beta, float) for beta in group["betas"])
+        and not group.get("capturable")
+        and all(isinstance(beta, float) for beta in group.get("betas", ()))
         and not (isinstance(lr, Tensor) and lr.device.type != "cpu")
     )
 
